@@ -1,0 +1,136 @@
+"""Program: one traced pure function, and the contracts of what rewrites and runs it.
+
+A Program is a flat ATen FX graph over *global* values. What other rooms know of a value travels on
+the graph as neutral tags, so that this file knows neither meshes nor kernels:
+
+=============  ==================================================================================
+node.meta      meaning
+=============  ==================================================================================
+``val``        fake tensor (or a tuple of them): the global shape, dtype and device
+``source``     ``"model.py:12 in mlp"``, the user's line that made the node
+``scope``      ``"block/3"``, the enclosing :func:`torchard.scope`
+``phase``      ``"forward"`` or ``"backward"``
+``recompute``  True: a split recomputes the value in the backward instead of saving it
+``kernel``     the name of the fused kernel the node stands for
+``layout``     how the value is laid out over a mesh (printable)
+``collective`` a record of what the node sends over the network (printable)
+=============  ==================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import fx
+
+__all__ = ["FREE", "Bound", "Free", "Leaf", "Placement", "Program", "Rewrite", "Runtime"]
+
+Bound = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+
+
+class Free:
+    """The tag of an output whose placement the rewrites may choose."""
+
+    def __repr__(self) -> str:
+        return "FREE"
+
+
+FREE = Free()
+
+
+@runtime_checkable
+class Placement(Protocol):
+    """How one global value is held as several tensors. Hashable; equal placements hold alike."""
+
+    @property
+    def width(self) -> int:
+        """How many tensors of this process hold the value."""
+
+    def batched(self) -> Placement:
+        """The placement of the same value with a new, unsplit dimension in front (vmap)."""
+
+    def wrap(self, parts: Sequence[torch.Tensor]) -> Any:
+        """The user's object around these tensors."""
+
+    def rewrite(self) -> Rewrite:
+        """What must rewrite a program with such a value if no transform of the stack does."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One input or output of a Program.
+
+    Attributes:
+        path: where the user knows it from: ``args[0]['w1']``, ``out[1]``, ``closure 'h'``.
+        tag: a Placement; None for one plain tensor; FREE (outputs only) for "rewrites choose".
+        role: inputs are ``primal | cotangent | tangent | closure``, outputs are
+            ``output | gradient | tangent``.
+        of: the output a cotangent belongs to, the input a gradient belongs to. A rewrite must
+            give a cotangent the tag of its output and a gradient the tag of its input.
+        hint: what a transform's ``annotate`` left here for its rewrite, keyed by the transform.
+    """
+
+    path: str
+    tag: Placement | Free | None = None
+    role: str = "primal"
+    of: int | None = None
+    hint: Any = None
+
+    def batched(self) -> Leaf:
+        """The leaf with a new leading dimension."""
+        tag = self.tag.batched() if isinstance(self.tag, Placement) else self.tag
+        hint = self.hint.batched() if hasattr(self.hint, "batched") else self.hint
+        return replace(self, tag=tag, hint=hint)
+
+
+class Rewrite(Protocol):
+    """What a transform does: ``Program -> Program``. Hashable: it is part of every cache key."""
+
+    def annotate(self, program: Program) -> Program:
+        """Check a freshly traced program and leave hints on its leaves.
+
+        Runs once per signature on the trace of the user's own function, whose trees are known;
+        programs derived from it (joint, vmapped, pushed forward) inherit the leaves.
+        """
+
+    def __call__(self, program: Program) -> Program:
+        """The rewritten program. Afterwards no output's tag is FREE unless nobody placed it."""
+
+    def inline(self, program: Program) -> Program:
+        """The rewritten program for replay inside an outer trace: still global and unplaced."""
+
+
+class Runtime(Protocol):
+    """What turns a rewritten program into something that runs on tensors."""
+
+    def bind(self, program: Program) -> Bound:
+        """A callable on all parts of all inputs, in order, to all parts of all outputs."""
+
+
+@dataclass
+class Program:
+    """A traced pure function. Treat the graph as a value: rewrites work on ``copy()``.
+
+    Attributes:
+        graph: placeholders first, one per input; the output node holds a tuple with one node (or
+            constant, or None) per output.
+        inputs, outputs: a Leaf for each, in graph order.
+        in_tree, out_tree: the user's trees (None on derived programs, which are flat).
+        runtime: who binds it; None runs the graph as it is, one tensor per leaf.
+        asks: rewrites that pieces inside the trace asked for (a nested ``shard``); whoever lowers
+            the program appends those its own stack lacks.
+        name: of the traced function.
+    """
+
+    graph: fx.Graph
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+    in_tree: Any = None
+    out_tree: Any = None
+    runtime: Runtime | None = None
+    asks: tuple[Rewrite, ...] = ()
+    name: str = "f"
+    facts: dict[Hashable, Any] = field(default_factory=dict)
