@@ -1,0 +1,57 @@
+# Needs only make and a Python >= 3.11 with venv; everything else goes into .venv.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+JOBS  ?= 2
+
+# Two gloo ranks on one machine; one thread each, or they fight over the cores.
+TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2
+
+.PHONY: help venv test lint types demo bench clean
+
+help: ## this list
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+venv: $(STAMP) ## the test environment, in .venv
+
+# The first interpreter found that is new enough and can make an environment with pip in it.
+$(STAMP): pyproject.toml constraints.txt
+	@if ! [ -x $(BIN)/python ]; then \
+	  for python in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11 python; do \
+	    if $$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' \
+	        2>/dev/null; then \
+	      echo "making $(VENV) with $$($$python --version)"; $$python -m venv $(VENV); break; \
+	    fi; \
+	  done; \
+	fi
+	@[ -x $(BIN)/python ] || { \
+	  echo "no Python >= 3.11 with venv and ensurepip found; say which: make PYTHON=..." >&2; exit 1; }
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet \
+	  -c constraints.txt -e '.[test,examples]'
+	@touch $@
+
+test: $(STAMP) ## all tests (JOBS processes)
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+lint: $(STAMP) ## ruff
+	$(BIN)/ruff check .
+
+# The package as installed, not as files: what a user's own mypy run would see.
+types: $(STAMP) ## mypy --strict
+	$(BIN)/mypy --strict -p torchard
+
+demo: $(STAMP) ## train one model on two gloo ranks and on a virtual mesh (two minutes at most)
+	$(TORCHRUN) examples/train_bytes.py --mesh tp=2
+	$(TORCHRUN) examples/train_bytes.py --mesh dp=2
+	$(BIN)/python examples/train_bytes.py --virtual dp=2,tp=4
+
+bench: $(STAMP) ## timings
+	$(BIN)/python benchmarks/bench.py
+
+clean: ## everything that was built, .venv included
+	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,4 @@
+"""Which operations become one.
+
+Imports `torchard.functional`, never `torchard.sharding`.
+"""

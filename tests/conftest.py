@@ -1,0 +1,26 @@
+"""What every test shares: one thread, a fixed seed, derandomised property tests."""
+
+import pytest
+import torch
+from hypothesis import settings
+
+SEED = 20_111_112
+
+# Tests run in several processes at once; each process's torch then wants one core.
+torch.set_num_threads(1)
+
+settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
+settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
+settings.load_profile("ci")
+
+
+def pytest_report_header() -> str:
+    profile = settings.get_current_profile_name()
+    how = "derandomised" if settings.default.derandomize else "random, see the printed seed"
+    return f"torch {torch.__version__}, manual seed {SEED}, hypothesis profile {profile} ({how})"
+
+
+@pytest.fixture(autouse=True)
+def manual_seed() -> None:
+    """The library has no global random state; tests that draw inputs from torch's get this one."""
+    torch.manual_seed(SEED)
