@@ -68,9 +68,26 @@ def blocks(draw):
     return torch.tensor(keys), size, [a for a, _ in ends], [b for _, b in ends]
 
 
+@pytest.mark.parametrize(
+    ("size", "start", "stop"),
+    [
+        ((100_000,), (31,), (99_999,)),  # several draws in a row
+        ((500, 300), (3, 0), (499, 300)),  # contiguous, beginning inside a counter
+        ((500, 300), (3, 7), (499, 290)),  # rows with small gaps, drawn together
+        ((4, 30_001), (1, 5), (4, 20_000)),  # rows with large gaps, drawn one by one
+        ((3, 4, 50, 100), (1, 1, 3, 7), (3, 4, 50, 9)),  # both
+    ],
+)
+def test_blocks_of_every_kind(size, start, stop):
+    check_block(random.key(5), size, start, stop)
+
+
 @given(blocks())
-def test_a_block_is_a_slice_of_the_whole_on_every_path(case):
-    key, size, start, stop = case
+def test_a_block_is_a_slice_of_the_whole(case):
+    check_block(*case)
+
+
+def check_block(key, size, start, stop):
     whole = torch.ops.torchard.random_bits(key, size, [0] * len(size), size)
     expected = whole[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]
     got = torch.ops.torchard.random_bits(key, size, start, stop)
