@@ -5,6 +5,8 @@ fused, compiled) is said beside it, by transforms. This module re-exports the pu
 three folders behind it are `torchard.functional`, `torchard.sharding` and `torchard.kernels`.
 """
 
+from torchard.functional import nn, optim, random
+
 __version__ = "0.1.0"
 
-__all__ = ["__version__"]
+__all__ = ["__version__", "nn", "optim", "random"]
