@@ -1,4 +1,1 @@
-"""Where data lives, and what crosses the network.
-
-Imports `torchard.functional`, never `torchard.kernels`.
-"""
+"""Where data lives on a mesh, and what crosses the network."""

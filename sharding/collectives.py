@@ -1,0 +1,151 @@
+"""The steps of a reshard as nodes of a program, and what of them crosses the network.
+
+On the global values that a Program speaks of, every step is the identity: only where the value lives
+changes. A runtime lowers the nodes to what each rank really does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.sharding.layout import Sizes
+from torchard.sharding.reshard import Step
+
+__all__ = ["STEPS", "Collective", "emit_step", "table"]
+
+
+def all_reduce(x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> torch.Tensor:
+    """Complete a pending reduction: every rank gets the result."""
+    return x
+
+
+def psum_scatter(x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> torch.Tensor:
+    """Complete a pending reduction: every rank gets its part of the result."""
+    return x
+
+
+def all_gather(x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+    """Bring the parts of a split dim together on every rank."""
+    return x
+
+
+def all_to_all(x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+    """Split another dim than before."""
+    return x
+
+
+def take_slice(x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+    """Keep this rank's part of a replicated dim; nothing is sent."""
+    return x
+
+
+STEPS: dict[str, Callable[..., torch.Tensor]] = {
+    "all_reduce": all_reduce,
+    "psum_scatter": psum_scatter,
+    "all_gather": all_gather,
+    "all_to_all": all_to_all,
+    "slice": take_slice,
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a plan.
+
+    Attributes:
+        kind: all_reduce, psum_scatter, all_gather or all_to_all.
+        axes: the mesh axes it runs over.
+        shape: of the largest local tensor that goes in, in elements.
+        dtype: of its elements.
+        bytes: that a rank sends (and receives) under the ring algorithm, uneven parts padded.
+        op: sum, max or min, where it reduces.
+        source, scope, phase: of the operation that needed it.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    op: str | None = None
+    source: str = ""
+    scope: str = ""
+    phase: str = "forward"
+
+    @classmethod
+    def table(cls, records: Sequence[Collective]) -> str:
+        """The records as an aligned table with totals."""
+        return table(records)
+
+    def __str__(self) -> str:
+        return f"{self.kind}({'·'.join(self.axes)}) {list(self.shape)} {_dtype(self.dtype)}"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def emit_step(graph: fx.Graph, value: fx.Node, step: Step, near: fx.Node, sizes: Sizes) -> fx.Node:
+    """Append a step to a program's graph; its tags say which operation needed it."""
+    args: dict[str, Any] = {"axes": step.axes}
+    if step.op is not None:
+        args["op"] = step.op
+    node = graph.call_function(STEPS[step.kind], (value,), args)
+    tags = {k: near.meta[k] for k in ("source", "scope", "phase") if k in near.meta}
+    node.meta.update(val=value.meta["val"], layout=step.after.normal(sizes), step=step, **tags)
+    if step.kind != "slice":
+        node.meta["collective"] = _record(step, value.meta["val"], tags, sizes)
+    return node
+
+
+def _record(step: Step, val: torch.Tensor, tags: dict[str, Any], sizes: Sizes) -> Collective:
+    table_ = dict(sizes)
+    shape = []
+    for dim in step.before.dims:
+        n = 1
+        for sub in dim:
+            size = sub.size
+            for axis in sub.axes:
+                size = -(-size // table_[axis])
+            n *= size
+        shape.append(n)
+    return Collective(
+        step.kind,
+        step.axes,
+        tuple(shape),
+        val.dtype,
+        math.ceil(step.elements(sizes) * val.dtype.itemsize),
+        step.op,
+        tags.get("source") or "",
+        tags.get("scope") or "",
+        tags.get("phase") or "forward",
+    )
+
+
+def table(records: Sequence[Collective]) -> str:
+    """Collectives as an aligned table with totals."""
+    if not records:
+        return "no collectives"
+    rows = [("collective", "axes", "shape", "dtype", "bytes/rank", "phase", "scope", "source")]
+    for r in records:
+        shape = "×".join(map(str, r.shape)) or "scalar"
+        kind = r.kind if r.op in (None, "sum") else f"{r.kind}[{r.op}]"
+        rows.append(
+            (kind, "·".join(r.axes), shape, _dtype(r.dtype), f"{r.bytes:,}", r.phase, r.scope, r.source)
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            c.rjust(w) if i == 4 else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))
+        ).rstrip()
+        for r in rows
+    ]
+    lines.insert(1, "  ".join("-" * w for w in widths))
+    total = sum(r.bytes for r in records)
+    return "\n".join([*lines, f"{len(records)} collectives, {total:,} bytes per rank"])

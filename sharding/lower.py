@@ -1,0 +1,295 @@
+"""Lowering: an SPMD program becomes the flat graph of what some coordinates really do.
+
+The virtual runtime lowers every coordinate into one graph, the process-group runtime its own alone. A
+value is held once per *distinct* coordinate: what is replicated over an axis is computed once for all
+of it. How a step moves data is the transport's business; everything here is local arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from torchard.sharding.layout import Layout
+from torchard.sharding.mesh import Mesh
+from torchard.sharding.reshard import Step
+from torchard.sharding.rules import Call, lookup, rule_of
+
+__all__ = ["Emitter", "Lowering", "Transport", "Value", "placed_layouts"]
+
+aten = torch.ops.aten
+Coords = dict[str, int]
+Key = tuple[int, ...]
+
+
+class Value:
+    """A local value, or one that a collective in flight will give: forced at its first use."""
+
+    __slots__ = ("_node", "_wait")
+
+    def __init__(self, node: Any = None, wait: Callable[[], Any] | None = None) -> None:
+        self._node, self._wait = node, wait
+
+    def get(self) -> Any:
+        if self._wait is not None:
+            self._node, self._wait = self._wait(), None
+        return self._node
+
+
+class Transport(Protocol):
+    """Moves data between coordinates."""
+
+    def step(
+        self, low: Lowering, step: Step, values: dict[Key, Value], val: torch.Tensor, last: bool
+    ) -> dict[Key, Value]:
+        """The values after a step, by key of ``step.after``. ``last``: nobody reads ``values`` again."""
+
+
+class Emitter:
+    """Appends operations to the local graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.tags: dict[str, Any] = {}
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta.update(self.tags)
+        return node
+
+    def full(self, shape: Sequence[int], value: float | int | bool, like: torch.Tensor) -> fx.Node:
+        return self.call(
+            aten.full.default, list(shape), value, dtype=like.dtype, device=like.device
+        )
+
+    def view(self, x: fx.Node, shape: Sequence[int]) -> fx.Node:
+        return self.call(aten.reshape.default, x, list(shape))
+
+
+class _Local:
+    """What a rule's emitter sees of one coordinate."""
+
+    def __init__(
+        self, low: Lowering, call: Call, coords: Coords, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._low, self._call, self._coords = low, call, coords
+        self.args, self.kwargs = args, kwargs
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._low.emit.call(target, *args, **kwargs)
+
+    def shape(self, result: int = 0) -> list[int]:
+        layout = result_layouts(self._call.node)[result]
+        return list(layout.local_shape(self._coords, self._low.mesh.shape))
+
+    def operand_shape(self, operand: int) -> list[int]:
+        layout = self._call.operands[operand].meta["layout"]
+        return list(layout.local_shape(self._coords, self._low.mesh.shape))
+
+    def result_range(self, dim: int) -> range:
+        layout = result_layouts(self._call.node)[0]
+        return layout.local_range(dim, self._coords, self._low.mesh.shape)
+
+    def operand_range(self, operand: int, dim: int) -> range:
+        layout: Layout = self._call.operands[operand].meta["layout"]
+        return layout.local_range(dim, self._coords, self._low.mesh.shape)
+
+
+def result_layouts(node: fx.Node) -> tuple[Layout, ...]:
+    """The layouts of a node's tensors."""
+    layout = node.meta["layout"]
+    return layout if isinstance(layout, tuple) else (layout,)
+
+
+def placed_layouts(graph: fx.Graph) -> list[Layout]:
+    """The layouts of a graph's inputs."""
+    return [n.meta["layout"] for n in graph.nodes if n.op == "placeholder"]
+
+
+class Lowering:
+    """Lowers one SPMD graph for some coordinates (all of them, or this process's own)."""
+
+    def __init__(
+        self, graph: fx.Graph, mesh: Mesh, coords: Sequence[Coords], transport: Transport
+    ) -> None:
+        self.spmd, self.mesh, self.coords, self.transport = graph, mesh, coords, transport
+        self.graph = fx.Graph()
+        self.emit = Emitter(self.graph)
+        self.env: dict[fx.Node, dict[Key, Value]] = {}
+        self.left = {n: len(n.users) for n in graph.nodes}
+
+    def run(self) -> fx.Graph:
+        """The local graph: parts of all inputs, in order, to parts of all outputs."""
+        for node in self.spmd.nodes:
+            self.emit.tags = {
+                k: node.meta[k] for k in ("source", "scope", "phase") if k in node.meta
+            }
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "call_function":
+                self._node(node)
+            elif node.op == "output":
+                self.graph.output(tuple(self._outputs(node)))
+        return self.graph
+
+    def distinct(self, layouts: Sequence[Layout]) -> list[Coords]:
+        """One of our coordinates for each distinct key over the axes of these layouts."""
+        axes = sorted({a for layout in layouts for a in layout.axes})
+        first: dict[Key, Coords] = {}
+        for at in self.coords:
+            first.setdefault(tuple(at[a] for a in axes), at)
+        return list(first.values())
+
+    def local_shape(self, layout: Layout, coords: Coords) -> tuple[int, ...]:
+        return layout.local_shape(coords, self.mesh.shape)
+
+    def _placeholder(self, node: fx.Node) -> None:
+        layout: Layout = node.meta["layout"]
+        parts: dict[Key, Value] = {}
+        places = self.distinct([layout])
+        for i, at in enumerate(places):
+            name = str(node.target) if len(places) == 1 else f"{node.target}_{i}"
+            made = self.graph.placeholder(name)
+            made.meta.update(self.emit.tags)
+            parts[layout.key(at)] = Value(made)
+        self.env[node] = parts
+
+    def _outputs(self, node: fx.Node) -> list[Any]:
+        parts: list[Any] = []
+        values = node.args[0]
+        assert isinstance(values, (tuple, list))
+        for value in values:
+            if isinstance(value, fx.Node):
+                layout: Layout = value.meta["layout"]
+                places = self.distinct([layout])
+                parts.extend(self.env[value][layout.key(at)].get() for at in places)
+            else:
+                parts.append(value)
+        return parts
+
+    def _node(self, node: fx.Node) -> None:
+        if "step" in node.meta:
+            (source,) = node.all_input_nodes
+            val = node.meta["val"]
+            last = len(source.users) == 1 and source.op != "placeholder"
+            self.env[node] = self.transport.step(
+                self, node.meta["step"], self.env[source], val, last
+            )
+        elif node.target is operator.getitem:
+            self._getitem(node)
+        else:
+            self._operation(node)
+
+    def _getitem(self, node: fx.Node) -> None:
+        source, position = node.args
+        assert isinstance(source, fx.Node)
+        layout: Layout = node.meta["layout"]
+        parts: dict[Key, Value] = {}
+        axes = _axes_of(source)
+        for at in self.distinct(result_layouts(source)):
+            value = self.env[source][tuple(at[a] for a in axes)].get()
+            if layout.key(at) in parts:
+                continue
+            chosen = (
+                value[position]
+                if isinstance(value, tuple)
+                else self.emit.call(operator.getitem, value, position)
+            )
+            parts[layout.key(at)] = Value(chosen)
+        self.env[node] = parts
+
+    def _operation(self, node: fx.Node) -> None:
+        call = Call.of(node)
+        outs = result_layouts(node)
+        layouts = [*(o.meta["layout"] for o in call.operands), *outs]
+        axes = _axes_of(node)
+        parts: dict[Key, Value] = {}
+        for at in self.distinct(layouts):
+            key = tuple(at[a] for a in axes)
+            if key not in parts:
+                parts[key] = Value(self._local(node, call, outs, at))
+        self.env[node] = parts
+
+    def _local(self, node: fx.Node, call: Call, outs: tuple[Layout, ...], at: Coords) -> Any:
+        empty = self._empty(node, call, outs, at)
+        if empty is not None:
+            return empty
+
+        def swap(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return self.env[value][value.meta["layout"].key(at)].get()
+            if isinstance(value, (tuple, list)):
+                return [swap(v) for v in value]
+            return value
+
+        args = tuple(swap(a) for a in node.args)
+        kwargs = {k: swap(v) for k, v in node.kwargs.items()}
+        rule = lookup(node.target)
+        if rule is not None and rule.emit is not None and not node.meta.get("gathered"):
+            return rule.emit(call, _Local(self, call, at, args, kwargs))
+        return self.emit.call(node.target, *args, **kwargs)
+
+    def _empty(self, node: fx.Node, call: Call, outs: tuple[Layout, ...], at: Coords) -> Any:
+        """A rank with nothing to compute runs no kernel (some crash): it has the identity."""
+        split = any(o.split_axes for o in outs) or any(
+            o.meta["layout"].split_axes for o in call.operands
+        )
+        if not split:
+            return None
+        shapes = [self.local_shape(o, at) for o in outs]
+        vals = _results(node)
+        if all(0 in s for s in shapes) and not any(0 in v.shape for v in vals):
+            made = [self.emit.full(s, 0, v) for s, v in zip(shapes, vals, strict=True)]
+            return made[0] if len(made) == 1 else _spread(node, made)
+        op = self._empty_reduction(call, at)
+        if op is None:
+            return None
+        return self.emit.full(shapes[0], identity(op, vals[0].dtype), vals[0])
+
+    def _empty_reduction(self, call: Call, at: Coords) -> str | None:
+        """The combiner of a factor of which this coordinate has no element."""
+        rule = rule_of(call)
+        for operand, dims in zip(call.operands, rule.ins, strict=True):
+            layout: Layout = operand.meta["layout"]
+            if not layout.split_axes:
+                continue
+            local = self.local_shape(layout, at)
+            for size, n, factors in zip(operand.meta["val"].shape, local, dims, strict=True):
+                if n == 0 and size and factors:
+                    return next((rule.combiner[f] for f in factors if f in rule.combiner), None)
+        return None
+
+
+def _axes_of(node: fx.Node) -> list[str]:
+    return sorted({a for layout in result_layouts(node) for a in layout.axes})
+
+
+def _results(node: fx.Node) -> list[torch.Tensor]:
+    val = node.meta["val"]
+    values = val if isinstance(val, (tuple, list)) else (val,)
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _spread(node: fx.Node, made: list[Any]) -> tuple[Any, ...]:
+    """Results at their places among those that are None."""
+    rest = iter(made)
+    return tuple(next(rest) if isinstance(v, torch.Tensor) else None for v in node.meta["val"])
+
+
+def identity(op: str, dtype: torch.dtype) -> float | int | bool:
+    """The neutral element of a reduction."""
+    if op == "sum":
+        return 0
+    if op not in ("max", "min"):
+        raise NotImplementedError(f"no neutral element is known for {op}")
+    if dtype == torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return -math.inf if op == "max" else math.inf
+    info = torch.iinfo(dtype)
+    return info.min if op == "max" else info.max

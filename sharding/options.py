@@ -1,0 +1,248 @@
+"""The ways one operation can run on a mesh: which axis splits which factor.
+
+An *option* says, for every mesh axis its operands use, that the axis splits a factor, that a pending sum
+passes through it, or that nothing is split. From the option follow the layouts that the operands must
+have and that the results get. What is possible is decided here; what is good, in ``propagate``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from torchard.sharding.factors import Factors, Rule
+from torchard.sharding.layout import Dim, Layout, Sizes, Sub, merge, refine
+
+__all__ = ["Option", "atomic", "dim_of_factors", "factor_axes", "image", "options"]
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run an operation.
+
+    Attributes:
+        rule: with factors so fine that each is split as one.
+        axes: for every factor, the axes that split it.
+        passed: axes whose pending sum passes through, each with its set of operands.
+        ins, outs: the layouts that follow.
+    """
+
+    rule: Rule
+    axes: tuple[tuple[str, ...], ...]
+    passed: tuple[tuple[str, frozenset[int]], ...]
+    ins: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
+
+    def work(self, sizes: dict[str, int]) -> int:
+        """Points of the iteration space that the busiest rank computes."""
+        n = 1
+        for size, axes in zip(self.rule.sizes, self.axes, strict=True):
+            for a in axes:
+                size = -(-size // sizes[a])
+            n *= max(size, 1)
+        return n
+
+
+def atomic(rule: Rule, ins: Sequence[Layout], outs: Sequence[Layout], sizes: Sizes) -> Rule:
+    """The rule with every factor cut where some layout splits inside it."""
+    if all(len(d) == 1 for layout in (*ins, *outs) for d in layout.dims):
+        return rule
+    cuts: dict[int, tuple[int, ...]] = {}
+    pairs = [*zip(rule.ins, ins, strict=True), *zip(rule.outs, outs, strict=False)]
+    for dims, layout in pairs:
+        for factors, dim in zip(dims, layout.dims, strict=True):
+            for factor, subs in zip(factors, _per_factor(rule, factors, dim, sizes), strict=True):
+                if subs is not None and len(subs) > 1:
+                    cut = _common_cut(cuts.get(factor), tuple(s.size for s in subs))
+                    if cut is not None:
+                        cuts[factor] = cut
+    return _cut_rule(rule, cuts) if cuts else rule
+
+
+def _per_factor(
+    rule: Rule, factors: Factors, dim: Dim, sizes: Sizes
+) -> Sequence[Dim] | list[None]:
+    cut = refine(dim, tuple(rule.sizes[f] for f in factors), sizes) if factors else ()
+    return [None] * len(factors) if cut is None else cut
+
+
+def _common_cut(known: tuple[int, ...] | None, new: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The refinement of two ways to cut a factor; the first wins where they do not mix."""
+    if known is None:
+        return new
+    bounds = sorted({math.prod(c[:i]) for c in (known, new) for i in range(1, len(c) + 1)})
+    if any(a == 0 or b % a for a, b in itertools.pairwise(bounds)):
+        return known
+    return tuple(b // a for a, b in itertools.pairwise([1, *bounds]))
+
+
+def _cut_rule(rule: Rule, cuts: dict[int, tuple[int, ...]]) -> Rule:
+    sizes: list[int] = []
+    names: list[str] = []
+    renumber: dict[int, Factors] = {}
+    for f, size in enumerate(rule.sizes):
+        parts = cuts.get(f, (size,))
+        renumber[f] = tuple(range(len(sizes), len(sizes) + len(parts)))
+        sizes.extend(parts)
+        names.extend(rule.names[f] if len(parts) == 1 else f"{rule.names[f]}.{i}" for i in range(len(parts)))
+
+    def dims(operand: tuple[Factors, ...]) -> tuple[Factors, ...]:
+        return tuple(tuple(n for f in d for n in renumber[f]) for d in operand)
+
+    def all_of(factors: Iterable[int]) -> frozenset[int]:
+        return frozenset(n for f in factors for n in renumber[f])
+
+    return Rule(
+        tuple(sizes),
+        tuple(dims(o) for o in rule.ins),
+        tuple(dims(o) for o in rule.outs),
+        all_of(rule.whole),
+        tuple((n, op) for f, op in rule.combine for n in renumber[f]),
+        rule.linear,
+        all_of(rule.index),
+        rule.gathered,
+        tuple(names),
+    )
+
+
+def factor_axes(
+    rule: Rule, dims: tuple[Factors, ...], layout: Layout, sizes: Sizes
+) -> dict[int, tuple[str, ...]]:
+    """How a layout splits the factors of an atomic rule; what it splits otherwise is left out."""
+    found: dict[int, tuple[str, ...]] = {}
+    for factors, dim in zip(dims, layout.dims, strict=True):
+        if not any(s.axes for s in dim) or not factors:
+            continue
+        cut = refine(dim, tuple(rule.sizes[f] for f in factors), sizes)
+        if cut is None:
+            cut = _leading(rule, factors, dim, sizes)
+        for factor, subs in zip(factors, cut, strict=False):
+            if len(subs) == 1 and subs[0].axes:
+                found[factor] = subs[0].axes
+    return found
+
+
+def _leading(rule: Rule, factors: Factors, dim: Dim, sizes: Sizes) -> tuple[Dim, ...]:
+    """Where a shard boundary misses the factors', what can still be said: its outer axes alone."""
+    (first, *_) = dim
+    for keep in range(len(first.axes) - 1, 0, -1):
+        size = math.prod(s.size for s in dim)
+        cut = refine(
+            (Sub(size, first.axes[:keep]),), tuple(rule.sizes[f] for f in factors), sizes
+        )
+        if cut is not None:
+            return cut
+    return ()
+
+
+def dim_of_factors(
+    factors: Factors, rule: Rule, axes: Sequence[tuple[str, ...]], sizes: Sizes
+) -> Dim:
+    """A dim made of split factors, in normal form."""
+    if not factors:
+        return (Sub(1),)
+    if len(factors) == 1:
+        return (Sub(rule.sizes[factors[0]], axes[factors[0]]),)
+    return merge([Sub(rule.sizes[f], axes[f]) for f in factors], sizes)
+
+
+def image(
+    dims: tuple[Factors, ...],
+    rule: Rule,
+    axes: Sequence[tuple[str, ...]],
+    pending: Iterable[tuple[str, str]],
+    sizes: Sizes,
+) -> Layout:
+    """The layout of an operand or result under a choice of axes for the factors."""
+    made = tuple(dim_of_factors(d, rule, axes, sizes) for d in dims)
+    return Layout(made, tuple(sorted(pending)))
+
+
+def build(
+    rule: Rule,
+    axes: tuple[tuple[str, ...], ...],
+    passed: tuple[tuple[str, frozenset[int]], ...],
+    sizes: Sizes,
+) -> Option | None:
+    """The option with these choices, or None if its results would pend in two ways at once."""
+    out_pending = {a: "sum" for a, _ in passed}
+    for factor, op in rule.combine:
+        for a in axes[factor]:
+            out_pending[a] = op
+    if len(set(out_pending.values())) > 1:
+        return None
+    ins = []
+    for k, dims in enumerate(rule.ins):
+        pending = [(a, "sum") for a, group in passed if k in group]
+        ins.append(image(dims, rule, axes, pending, sizes))
+    outs = tuple(image(d, rule, axes, out_pending.items(), sizes) for d in rule.outs)
+    return Option(rule, axes, passed, tuple(ins), outs)
+
+
+def options(
+    rule: Rule,
+    ins: Sequence[Layout],
+    wished: Sequence[Layout],
+    sizes: Sizes,
+    pass_pending: bool = True,
+) -> Iterator[Option]:
+    """Every option that its operands' layouts, or layouts wished of its result, suggest."""
+    rule = atomic(rule, ins, wished[:1], sizes)
+    hints = _suggestions(rule, ins, wished, sizes)
+    groups = _passable(rule, ins) if pass_pending else {}
+    used = sorted({a for h in hints for a in h[1]} | set(groups))
+    modes: list[list[int | frozenset[int] | None]] = []
+    for axis in used:
+        factors = dict.fromkeys(f for f, axes in hints if axis in axes)
+        modes.append([*factors, *groups.get(axis, ()), None])
+    seen = set()
+    for choice in itertools.product(*modes):
+        option = _choose(rule, hints, dict(zip(used, choice, strict=True)), sizes)
+        if option is not None and (option.axes, option.passed) not in seen:
+            seen.add((option.axes, option.passed))
+            yield option
+
+
+_Hint = tuple[int, tuple[str, ...]]  # a factor, and axes that some layout splits it over
+
+
+def _suggestions(
+    rule: Rule, ins: Sequence[Layout], wished: Sequence[Layout], sizes: Sizes
+) -> list[_Hint]:
+    hints: list[_Hint] = []
+    for dims, layout in zip(rule.ins, ins, strict=True):
+        hints.extend(factor_axes(rule, dims, layout, sizes).items())
+    for layout in wished:
+        if rule.outs and len(layout.dims) == len(rule.outs[0]):
+            hints.extend(factor_axes(rule, rule.outs[0], layout, sizes).items())
+    return [(f, axes) for f, axes in dict.fromkeys(hints) if f not in rule.whole]
+
+
+def _passable(rule: Rule, ins: Sequence[Layout]) -> dict[str, list[frozenset[int]]]:
+    """For every axis over which operands are pending: the jointly linear sets that pass it."""
+    pending: dict[str, set[int]] = {}
+    for k, layout in enumerate(ins):
+        for axis, op in layout.pending:
+            if op == "sum":
+                pending.setdefault(axis, set()).add(k)
+    return {
+        axis: [g for g in rule.linear if g <= have]
+        for axis, have in pending.items()
+        if any(g <= have for g in rule.linear)
+    }
+
+
+def _choose(
+    rule: Rule,
+    hints: list[_Hint],
+    choice: dict[str, int | frozenset[int] | None],
+    sizes: Sizes,
+) -> Option | None:
+    axes: list[tuple[str, ...]] = [()] * len(rule.sizes)
+    for factor, suggested in hints:
+        chosen = [a for a in suggested if choice.get(a) == factor and a not in axes[factor]]
+        axes[factor] = (*axes[factor], *chosen)
+    passed = tuple((a, c) for a, c in choice.items() if isinstance(c, frozenset))
+    return build(rule, tuple(axes), passed, sizes)

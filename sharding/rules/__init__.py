@@ -1,0 +1,31 @@
+"""Factor rules, one file per family of operations; importing this package registers them all."""
+
+from torchard.sharding.rules import contract, create, index, layout, normal, pointwise, reduce
+from torchard.sharding.rules.registry import (
+    REGISTRY,
+    Call,
+    Local,
+    OpRule,
+    find,
+    lookup,
+    register_rule,
+    rule_of,
+)
+
+__all__ = [
+    "REGISTRY",
+    "Call",
+    "Local",
+    "OpRule",
+    "contract",
+    "create",
+    "find",
+    "index",
+    "layout",
+    "lookup",
+    "normal",
+    "pointwise",
+    "reduce",
+    "register_rule",
+    "rule_of",
+]

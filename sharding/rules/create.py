@@ -1,0 +1,112 @@
+"""Creation: each coordinate makes its own part, because it knows where in the whole it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
+
+aten = torch.ops.aten
+
+
+def _constant(call: Call) -> str:
+    names = letters(len(call.outs[0]))
+    free = f" | free {spell(names)}" if names else ""
+    return f"-> {spell(names)}{free}"
+
+
+def _emit_sized_first(call: Call, local: Local) -> Any:
+    return local.call(call.target, local.shape(), *local.args[1:], **local.kwargs)
+
+
+def _new_constant(call: Call) -> str:
+    """new_zeros(x, size): x lends its dtype only, and is never moved for that."""
+    source = letters(len(call.ins[0]))
+    ins = [f"x{n}" for n in source]
+    outs = letters(len(call.outs[0]))
+    free = f" | free {spell(outs)}" if outs else ""
+    whole = f" | whole {spell(ins)}" if ins else ""
+    return f"{spell(ins)} -> {spell(outs)}{free}{whole}"
+
+
+def _emit_sized_second(call: Call, local: Local) -> Any:
+    return local.call(call.target, local.args[0], local.shape(), *local.args[2:], **local.kwargs)
+
+
+register_rule(
+    aten.full.default,
+    aten.zeros.default,
+    aten.ones.default,
+    aten.empty.memory_format,
+    text=_constant,
+    emit=_emit_sized_first,
+)
+register_rule(aten.scalar_tensor.default, text="->")
+register_rule(
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.new_empty.default,
+    text=_new_constant,
+    emit=_emit_sized_second,
+)
+
+
+def _emit_arange(call: Call, local: Local) -> Any:
+    """Integer ranges are made in place; others are cut out of the whole, bit for bit the same."""
+    size, own = call.outs[0][0], local.result_range(0)
+    if len(own) == size:
+        return local.call(call.target, *local.args, **local.kwargs)
+    if call.node.meta["val"].dtype.is_floating_point:
+        whole = local.call(call.target, *local.args, **local.kwargs)
+        return local.call(aten.slice.Tensor, whole, 0, own.start, own.stop)
+    start, step = _arange_bounds(call)
+    bounds = (start + own.start * step, start + own.stop * step, step)
+    return local.call(aten.arange.start_step, *bounds, **local.kwargs)
+
+
+def _arange_bounds(call: Call) -> tuple[Any, Any]:
+    if call.target is aten.arange.default:
+        return 0, 1
+    return call.arg(0), call.arg(2, "step", 1)
+
+
+register_rule(
+    aten.arange.default,
+    aten.arange.start,
+    aten.arange.start_step,
+    text="-> i | index i",
+    emit=_emit_arange,
+    contiguous=True,
+)
+
+
+def _bits(call: Call) -> str:
+    batch = letters(len(call.ins[0]) - 1)
+    made = [f"i{k}" for k in range(len(call.outs[0]) - len(batch))]
+    index = f" | index {spell(made)}" if made else ""
+    return f"{spell([*batch, 'two'])} -> {spell(batch + made)}{index} | whole two"
+
+
+def _emit_bits(call: Call, local: Local) -> Any:
+    """Bits are a function of (key, global index): a coordinate makes its own block."""
+    key, size, begin = local.args[0], list(call.arg(1)), list(call.arg(2))
+    batch = len(call.ins[0]) - 1
+    own = [local.result_range(batch + d) for d in range(len(size))]
+    start = [b + r.start for b, r in zip(begin, own, strict=True)]
+    stop = [b + r.stop for b, r in zip(begin, own, strict=True)]
+    return local.call(call.target, key, size, start, stop)
+
+
+def register_bits() -> None:
+    """The keyed generator's one operation (``torchard.functional.random``)."""
+    import torchard.functional.random  # noqa: F401, PLC0415  the import defines the operation
+
+    register_rule(
+        torch.ops.torchard.random_bits.default, text=_bits, emit=_emit_bits, contiguous=True
+    )
+
+
+register_bits()

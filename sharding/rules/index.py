@@ -1,0 +1,255 @@
+"""Lookups and their transposes. A split table answers for the rows it owns: mask, then reduce."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
+
+aten = torch.ops.aten
+
+
+def _owned(local: Local, ids: Any, own: range, size: int) -> tuple[Any, Any]:
+    """Which ids fall into the owned run (negative ones counted from the end), and where there."""
+    wrapped = local.call(
+        aten.where.self,
+        local.call(aten.lt.Scalar, ids, 0),
+        local.call(aten.add.Tensor, ids, size),
+        ids,
+    )
+    above = local.call(aten.ge.Scalar, wrapped, own.start)
+    below = local.call(aten.lt.Scalar, wrapped, own.stop)
+    mask = local.call(aten.logical_and.default, above, below)
+    shifted = local.call(aten.sub.Tensor, wrapped, own.start)
+    return mask, local.call(aten.where.ScalarOther, mask, shifted, 0)
+
+
+def _masked(local: Local, mask: Any, value: Any, like: int, rank: int) -> Any:
+    """``value`` where the mask, whose dims sit at ``like``, is set; zero elsewhere."""
+    for _ in range(rank - like):
+        mask = local.call(aten.unsqueeze.default, mask, -1)
+    return local.call(aten.where.ScalarOther, mask, value, 0)
+
+
+def _emit_embedding(call: Call, local: Local) -> Any:
+    own, size = local.operand_range(0, 0), call.ins[0][0]
+    if len(own) == size:
+        return local.call(call.target, *local.args, **local.kwargs)
+    mask, ids = _owned(local, local.args[1], own, size)
+    rows = local.call(aten.embedding.default, local.args[0], ids)
+    return _masked(local, mask, rows, len(call.ins[1]), len(call.outs[0]))
+
+
+register_rule(
+    aten.embedding.default,
+    text="v d, ... -> ... d | reduce v sum | linear 0",
+    emit=_emit_embedding,
+    contiguous=True,
+)
+
+
+def _embedding_backward(call: Call) -> str | None:
+    if call.arg(4, "scale_grad_by_freq", False):
+        return None
+    return "... d, ... -> v d | index v | linear 0"
+
+
+def _emit_embedding_backward(call: Call, local: Local) -> Any:
+    own, size = local.result_range(0), call.outs[0][0]
+    if len(own) == size:
+        return local.call(call.target, *local.args, **local.kwargs)
+    grad, ids = local.args[0], local.args[1]
+    mask, ids = _owned(local, ids, own, size)
+    grad = _masked(local, mask, grad, len(call.ins[1]), len(call.ins[0]))
+    pad = call.arg(3)
+    pad = pad - own.start if pad in own else -1
+    return local.call(call.target, grad, ids, len(own), pad, False)
+
+
+register_rule(
+    aten.embedding_dense_backward.default,
+    text=_embedding_backward,
+    emit=_emit_embedding_backward,
+    contiguous=True,
+)
+
+
+def _gather_names(call: Call, index: int) -> tuple[list[str], list[str], list[str], int]:
+    """Names for the table and the index: shared where both have the dim in full, else whole."""
+    table, ids = call.ins[0], call.ins[index]
+    dim = call.arg(1) % max(len(table), 1)
+    names, picked, whole = letters(len(table)), [], []
+    for d, name in enumerate(names):
+        same = d != dim and table[d] == ids[d]
+        picked.append(name if same else f"k{d}")
+        if not same and d != dim:
+            whole += [name, f"k{d}"]
+    return names, picked, whole, dim
+
+
+def _gather(call: Call) -> str | None:
+    if not call.ins[0]:
+        return None
+    names, picked, whole, dim = _gather_names(call, 1)
+    clauses = f" | reduce {names[dim]} sum | linear 0" + "".join(f" | whole {w}" for w in whole)
+    return f"{spell(names)}, {spell(picked)} -> {spell(picked)}{clauses}"
+
+
+def _emit_gather(call: Call, local: Local) -> Any:
+    dim = call.arg(1) % len(call.ins[0])
+    own, size = local.operand_range(0, dim), call.ins[0][dim]
+    if len(own) == size:
+        return local.call(call.target, *local.args, **local.kwargs)
+    mask, ids = _owned(local, local.args[2], own, size)
+    found = local.call(aten.gather.default, local.args[0], dim, ids)
+    return local.call(aten.where.ScalarOther, mask, found, 0)
+
+
+register_rule(aten.gather.default, text=_gather, emit=_emit_gather, contiguous=True)
+
+
+def _scatter(call: Call) -> str | None:
+    """scatter, scatter_add: the index's own dim is whole, the table's may be split (masked)."""
+    if not call.ins[0]:
+        return None
+    names, picked, whole, dim = _gather_names(call, 1)
+    whole = [*whole, picked[dim]]
+    ins = [spell(names)] + [spell(picked)] * (len(call.ins) - 1)
+    if len(call.ins) == 3 and call.ins[2] != call.ins[1]:
+        return None
+    linear = ""
+    if call.target is aten.scatter_add.default:
+        linear = " | linear 0 2"
+    elif call.target is aten.scatter.src:
+        linear = " | linear 0 2"
+    return f"{', '.join(ins)} -> {spell(names)}{linear}" + "".join(f" | whole {w}" for w in whole)
+
+
+def _spare_slot(local: Local, table: Any, shape: list[int], dim: int) -> Any:
+    """The table with one more slot along ``dim``, where writes to others' rows go to die."""
+    shape = list(shape)
+    shape[dim] = 1
+    spare = local.call(aten.new_zeros.default, table, shape)
+    return local.call(aten.cat.default, [table, spare], dim)
+
+
+def _emit_scatter(call: Call, local: Local) -> Any:
+    dim = call.arg(1) % len(call.ins[0])
+    own, size = local.result_range(dim), call.outs[0][dim]
+    if len(own) == size:
+        return local.call(call.target, *local.args, **local.kwargs)
+    table, _, ids, *rest = local.args
+    mask, shifted = _owned(local, ids, own, size)
+    inverse = local.call(aten.logical_not.default, mask)
+    ids = local.call(aten.masked_fill.Scalar, shifted, inverse, len(own))
+    longer = _spare_slot(local, table, local.shape(), dim)
+    out = local.call(call.target, longer, dim, ids, *rest, **local.kwargs)
+    return local.call(aten.slice.Tensor, out, dim, 0, len(own))
+
+
+register_rule(
+    aten.scatter.value,
+    aten.scatter.src,
+    aten.scatter_add.default,
+    text=_scatter,
+    emit=_emit_scatter,
+    contiguous=True,
+)
+
+
+def _index_select(call: Call) -> str | None:
+    if not call.ins[0]:
+        return None
+    names = letters(len(call.ins[0]))
+    dim = call.arg(1) % len(names)
+    out = list(names)
+    out[dim] = "k"
+    ids = "k" if len(call.ins[1]) == 1 else ""
+    extra = "" if ids else " | whole k"
+    return f"{spell(names)}, {ids} -> {spell(out)} | reduce {names[dim]} sum | linear 0{extra}"
+
+
+def _emit_index_select(call: Call, local: Local) -> Any:
+    dim = call.arg(1) % len(call.ins[0])
+    own, size = local.operand_range(0, dim), call.ins[0][dim]
+    if len(own) == size:
+        return local.call(call.target, *local.args, **local.kwargs)
+    mask, ids = _owned(local, local.args[2], own, size)
+    found = local.call(aten.index_select.default, local.args[0], dim, ids)
+    return _masked(local, mask, found, dim + 1, len(call.outs[0]))
+
+
+register_rule(
+    aten.index_select.default, text=_index_select, emit=_emit_index_select, contiguous=True
+)
+
+
+def _index(call: Call) -> str | None:
+    """``x[..., i, ...]``: one index masks like a lookup; under several, their dims are whole."""
+    indices = call.arg(1)
+    used = [d for d, i in enumerate(indices) if isinstance(i, fx.Node)]
+    if any(i.meta["val"].dtype == torch.bool for i in indices if isinstance(i, fx.Node)):
+        return None
+    names = letters(len(call.ins[0]))
+    rank = len(torch.broadcast_shapes(*call.ins[1:]))
+    if any(s != torch.Size(torch.broadcast_shapes(*call.ins[1:])) for s in map(torch.Size, call.ins[1:])):
+        return None
+    picked = [f"k{i}" for i in range(rank)]
+    rest = [n for d, n in enumerate(names) if d not in used]
+    adjacent = used == list(range(used[0], used[0] + len(used)))
+    at = used[0] if adjacent else 0
+    out = rest[:at] + picked + rest[at:]
+    ins = ", ".join([spell(names)] + [spell(picked)] * len(used))
+    verb = " | reduce {} sum" if len(used) == 1 else " | whole {}"
+    return f"{ins} -> {spell(out)} | linear 0" + "".join(verb.format(names[d]) for d in used)
+
+
+def _emit_index(call: Call, local: Local) -> Any:
+    indices = list(call.arg(1))
+    used = [d for d, i in enumerate(indices) if i is not None]
+    own, size = local.operand_range(0, used[0]), call.ins[0][used[0]]
+    if len(used) > 1 or len(own) == size:
+        return local.call(call.target, *local.args, **local.kwargs)
+    ids = local.args[1][used[0]]
+    mask, shifted = _owned(local, ids, own, size)
+    found = local.call(call.target, local.args[0], [None] * used[0] + [shifted])
+    return _masked(local, mask, found, used[0] + len(call.ins[1]), len(call.outs[0]))
+
+
+register_rule(aten.index.Tensor, text=_index, emit=_emit_index, contiguous=True)
+
+
+def _index_put(call: Call) -> str | None:
+    """The transpose of ``x[..., i, ...]`` with one index: rows masked, the index's dims whole."""
+    indices = call.arg(1)
+    used = [d for d, i in enumerate(indices) if isinstance(i, fx.Node)]
+    if len(used) != 1 or indices[used[0]].meta["val"].dtype == torch.bool:
+        return None
+    names, at = letters(len(call.ins[0])), used[0]
+    picked = [f"k{i}" for i in range(len(call.ins[1]))]
+    values = names[:at] + picked + names[at + 1 :]
+    want = (*call.ins[0][:at], *call.ins[1], *call.ins[0][at + 1 :])
+    if call.ins[2] != want:
+        return None
+    whole = "".join(f" | whole {n}" for n in picked)
+    return f"{spell(names)}, {spell(picked)}, {spell(values)} -> {spell(names)}{whole} | linear 0 2"
+
+
+def _emit_index_put(call: Call, local: Local) -> Any:
+    at = next(d for d, i in enumerate(call.arg(1)) if i is not None)
+    own, size = local.result_range(at), call.outs[0][at]
+    if len(own) == size:
+        return local.call(call.target, *local.args, **local.kwargs)
+    table, indices, *rest = local.args
+    mask, shifted = _owned(local, indices[at], own, size)
+    inverse = local.call(aten.logical_not.default, mask)
+    ids = local.call(aten.masked_fill.Scalar, shifted, inverse, len(own))
+    longer = _spare_slot(local, table, local.shape(), at)
+    out = local.call(call.target, longer, [None] * at + [ids], *rest, **local.kwargs)
+    return local.call(aten.slice.Tensor, out, at, 0, len(own))
+
+
+register_rule(aten.index_put.default, text=_index_put, emit=_emit_index_put, contiguous=True)

@@ -1,0 +1,282 @@
+"""Operations that only move or rename: views, expand, slices, concatenation, padding."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
+
+aten = torch.ops.aten
+
+
+def view_text(before: tuple[int, ...], after: tuple[int, ...]) -> str:
+    """The factor rule of a view: the common refinement of both shapes, greedily from the left.
+
+    Where the boundaries do not divide each other (6·4 as 8·3), the rest of the group is whole.
+    """
+    ins: list[list[str]] = [[] for _ in before]
+    outs: list[list[str]] = [[] for _ in after]
+    whole: list[str] = []
+    a, b, i, j, n = list(before), list(after), 0, 0, 0
+    while i < len(a) or j < len(b):
+        if i < len(a) and a[i] == 1:
+            i += 1
+        elif j < len(b) and b[j] == 1:
+            j += 1
+        else:
+            common = math.gcd(a[i], b[j])
+            if common > 1:
+                ins[i].append(f"f{n}={common}")
+                outs[j].append(f"f{n}={common}")
+                a[i], b[j], n = a[i] // common, b[j] // common, n + 1
+            else:
+                i, j, n = _stuck((a, i, ins), (b, j, outs), n, whole)
+    return (
+        f"{' '.join(_group(d) for d in ins)} -> {' '.join(_group(d) for d in outs)}"
+        + "".join(f" | whole {w}" for w in whole)
+    )
+
+
+def _stuck(
+    left: tuple[list[int], int, list[list[str]]],
+    right: tuple[list[int], int, list[list[str]]],
+    n: int,
+    whole: list[str],
+) -> tuple[int, int, int]:
+    """Take dims from both sides until their products agree; none of them may be split."""
+    (a, i, ins), (b, j, outs) = left, right
+    have, want = 1, 1
+    while have != want or have == 1:
+        sizes, at, names = (a, i, ins) if have <= want else (b, j, outs)
+        names[at].append(f"f{n}={sizes[at]}")
+        whole.append(f"f{n}")
+        n += 1
+        if sizes is a and have <= want:
+            have, a[i], i = have * a[i], 1, i + 1
+        else:
+            want, b[j], j = want * b[j], 1, j + 1
+    return i, j, n
+
+
+def _group(names: list[str]) -> str:
+    return "1" if not names else f"({' '.join(names)})"
+
+
+def _view(call: Call) -> str | None:
+    if 0 in call.ins[0] or 0 in call.outs[0]:
+        return None
+    return f"{view_text(call.ins[0], call.outs[0])} | linear 0"
+
+
+def _emit_view(call: Call, local: Local) -> Any:
+    return local.call(aten.reshape.default, local.args[0], local.shape())
+
+
+register_rule(
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.reshape.default,
+    text=_view,
+    emit=_emit_view,
+    alias=True,
+)
+
+
+def _squeeze(call: Call) -> str:
+    names = ["1" if n == 1 else f"d{i}" for i, n in enumerate(call.ins[0])]
+    return f"{spell(names)} -> {spell(_match(names, call.outs[0]))} | linear 0"
+
+
+def _match(names: list[str], shape: tuple[int, ...]) -> list[str]:
+    """Names for a result that differs from its operand in dims of size one only."""
+    rest = iter(n for n in names if n != "1")
+    return ["1" if n == 1 else next(rest) for n in shape]
+
+
+register_rule(
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+    text=_squeeze,
+    emit=_emit_view,
+    alias=True,
+)
+
+
+def _permute(call: Call) -> str:
+    names = letters(len(call.ins[0]))
+    dims = [d % len(names) for d in call.arg(1)] if names else []
+    return f"{spell(names)} -> {spell([names[d] for d in dims])} | linear 0"
+
+
+def _transpose(call: Call) -> str:
+    names = letters(len(call.ins[0]))
+    if not names:
+        return " -> | linear 0"
+    out = list(names)
+    a, b = call.arg(1) % len(names), call.arg(2) % len(names)
+    out[a], out[b] = out[b], out[a]
+    return f"{spell(names)} -> {spell(out)} | linear 0"
+
+
+def _t(call: Call) -> str:
+    names = letters(len(call.ins[0]))
+    return f"{spell(names)} -> {spell(names[::-1])} | linear 0"
+
+
+register_rule(aten.permute.default, text=_permute, alias=True)
+register_rule(aten.transpose.int, text=_transpose, alias=True)
+register_rule(aten.t.default, text=_t, alias=True)
+
+
+def _expand(call: Call) -> str:
+    ins, outs = call.ins[0], call.outs[0]
+    names = letters(len(outs))
+    lead = len(outs) - len(ins)
+    kept = [n if ins[i] == outs[lead + i] else "1" for i, n in enumerate(names[lead:])]
+    free = [n for i, n in enumerate(names) if i < lead or kept[i - lead] == "1"]
+    return f"{spell(kept)} -> {spell(names)} | linear 0 | free {' '.join(free)}"
+
+
+def _emit_expand(call: Call, local: Local) -> Any:
+    return local.call(aten.expand.default, local.args[0], local.shape())
+
+
+register_rule(aten.expand.default, text=_expand, emit=_emit_expand)
+
+
+def _cut(call: Call, dim_at: int = 1, results: int = 1) -> str:
+    """slice, split, flip…: the dim is whole unless the result keeps all of it."""
+    rank = len(call.ins[0])
+    names = letters(rank)
+    dim = call.arg(dim_at, "dim", 0) % rank
+    outs = []
+    whole = {names[dim]}
+    for k, shape in enumerate(call.outs):
+        outs.append([f"w{k}" if i == dim else n for i, n in enumerate(names)])
+        whole.add(f"w{k}")
+        if shape[dim] == call.ins[0][dim] and len(call.outs) == 1:
+            return f"{spell(names)} -> {spell(names)} | linear 0"
+    result = ", ".join(spell(o) for o in outs)
+    return f"{spell(names)} -> {result} | linear 0 | whole {' '.join(sorted(whole))}"
+
+
+def _select(call: Call) -> str:
+    names = letters(len(call.ins[0]))
+    dim = call.arg(1) % len(names)
+    kept = names[:dim] + names[dim + 1 :]
+    return f"{spell(names)} -> {spell(kept)} | linear 0 | whole {names[dim]}"
+
+
+def _split(call: Call) -> str:
+    return _cut(call, dim_at=2)
+
+
+def _unbind(call: Call) -> str:
+    names = letters(len(call.ins[0]))
+    dim = call.arg(1, "dim", 0) % len(names)
+    kept = spell(names[:dim] + names[dim + 1 :])
+    outs = ", ".join([kept] * len(call.outs))
+    return f"{spell(names)} -> {outs} | linear 0 | whole {names[dim]}"
+
+
+register_rule(aten.slice.Tensor, text=_cut)
+register_rule(aten.select.int, text=_select)
+register_rule(aten.split.Tensor, aten.split_with_sizes.default, text=_split)
+register_rule(aten.unbind.int, text=_unbind)
+
+
+def _flip(call: Call) -> str:
+    names = letters(len(call.ins[0]))
+    dims = call.arg(2, "dims", []) if call.target is aten.roll.default else call.arg(1, "dims")
+    which = [names[d % len(names)] for d in dims] or names
+    return f"{spell(names)} -> {spell(names)} | linear 0" + "".join(f" | whole {n}" for n in which)
+
+
+register_rule(aten.flip.default, aten.roll.default, text=_flip)
+
+
+def _cut_backward(call: Call) -> str:
+    """slice_backward, select_backward: the gradient of a cut, padded with zeros."""
+    out = call.outs[0]
+    names = letters(len(out))
+    dim = call.arg(2) % len(out)
+    grad = [f"w{i}" if i == dim else n for i, n in enumerate(names)]
+    if call.target is aten.select_backward.default:
+        grad.pop(dim)
+    return f"{spell(grad)} -> {spell(names)} | linear 0 | whole {names[dim]} w{dim}"
+
+
+def _emit_cut_backward(call: Call, local: Local) -> Any:
+    return local.call(call.target, local.args[0], local.shape(), *local.args[2:], **local.kwargs)
+
+
+register_rule(
+    aten.slice_backward.default,
+    aten.select_backward.default,
+    text=_cut_backward,
+    emit=_emit_cut_backward,
+)
+
+
+def _scatter_cut(call: Call) -> str:
+    names = letters(len(call.ins[0]))
+    dim = call.arg(2, "dim", 0) % len(names)
+    src = [f"w{i}" if i == dim else n for i, n in enumerate(names)]
+    if call.target is aten.select_scatter.default:
+        src.pop(dim)
+    return (
+        f"{spell(names)}, {spell(src)} -> {spell(names)} | linear 0 1 | whole {names[dim]} w{dim}"
+    )
+
+
+register_rule(aten.slice_scatter.default, aten.select_scatter.default, text=_scatter_cut)
+
+
+def _cat(call: Call) -> str | None:
+    if len({len(s) for s in call.ins}) != 1:
+        return None  # torch lets a legacy empty tensor of rank one take part
+    names = letters(len(call.ins[0]))
+    dim = call.arg(1, "dim", 0) % len(names)
+    ins, whole = [], [names[dim]]
+    for k in range(len(call.ins)):
+        ins.append(spell([f"w{k}" if i == dim else n for i, n in enumerate(names)]))
+        whole.append(f"w{k}")
+    joint = " ".join(str(k) for k in range(len(ins)))
+    return f"{', '.join(ins)} -> {spell(names)} | linear {joint} | whole {' '.join(whole)}"
+
+
+def _stack(call: Call) -> str:
+    names = letters(len(call.ins[0]))
+    dim = call.arg(1, "dim", 0) % (len(names) + 1)
+    out = [*names[:dim], "s", *names[dim:]]
+    joint = " ".join(str(k) for k in range(len(call.ins)))
+    return f"{', '.join([spell(names)] * len(call.ins))} -> {spell(out)} | linear {joint}"
+
+
+register_rule(aten.cat.default, text=_cat)
+register_rule(aten.stack.default, text=_stack)
+
+
+def _pad(call: Call) -> str:
+    names, pads = letters(len(call.ins[0])), call.arg(1)
+    padded = {len(names) - 1 - k // 2 for k, p in enumerate(pads) if p}
+    out = [f"w{i}" if i in padded else n for i, n in enumerate(names)]
+    whole = "".join(f" | whole {names[i]} w{i}" for i in sorted(padded))
+    linear = " | linear 0" if not call.arg(2, "value", 0) else ""
+    return f"{spell(names)} -> {spell(out)}{whole}{linear}"
+
+
+register_rule(aten.constant_pad_nd.default, text=_pad)
+
+
+def _triangle(call: Call) -> str:
+    names = letters(len(call.ins[0]))
+    return f"{spell(names)} -> {spell(names)} | linear 0 | whole {names[-2]} {names[-1]}"
+
+
+register_rule(aten.tril.default, aten.triu.default, text=_triangle)

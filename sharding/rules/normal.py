@@ -1,0 +1,42 @@
+"""Normalisations: the normalised dims are whole; where they are split, ``decompose`` steps in."""
+
+from __future__ import annotations
+
+import torch
+
+from torchard.sharding.rules.registry import Call, letters, register_rule, spell
+
+aten = torch.ops.aten
+
+
+def _softmax(call: Call) -> str:
+    names = letters(len(call.ins[0]))
+    whole = f" | whole {names[call.arg(1)]}" if names else ""
+    return f"{spell(names)} -> {spell(names)}{whole}"
+
+
+def _softmax_backward(call: Call) -> str:
+    names = letters(len(call.ins[0]))
+    whole = f" | whole {names[call.arg(2)]}" if names else ""
+    return f"{spell(names)}, {spell(names)} -> {spell(names)}{whole} | linear 0"
+
+
+register_rule(aten._softmax.default, aten._log_softmax.default, text=_softmax)
+register_rule(
+    aten._softmax_backward_data.default,
+    aten._log_softmax_backward_data.default,
+    text=_softmax_backward,
+)
+
+
+def _layer_norm(call: Call) -> str:
+    names = letters(len(call.ins[0]))
+    inner = len(call.arg(1))
+    outer, normed = names[: len(names) - inner], names[len(names) - inner :]
+    ins = [spell(names)] + [spell(normed)] * (len(call.ins) - 1)
+    stats = spell(outer + ["1"] * inner)
+    whole = "".join(f" | whole {n}" for n in normed)
+    return f"{', '.join(ins)} -> {spell(names)}, {stats}, {stats}{whole}"
+
+
+register_rule(aten.native_layer_norm.default, text=_layer_norm)

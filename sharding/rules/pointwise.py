@@ -1,0 +1,106 @@
+"""Pointwise operations: every one that torch tags so, and what is linear among them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.sharding.rules.registry import Call, OpRule, find, register_rule
+
+aten = torch.ops.aten
+
+
+def _body(call: Call) -> str:
+    ins = ", ".join(["..."] * len(call.operands))
+    return f"{ins} -> ..."
+
+
+def _plain(call: Call) -> str:
+    return _body(call)
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0
+
+
+def _linear_sum(call: Call) -> str:
+    """add, sub: linear in both jointly; with a number as one of them it is affine, not linear."""
+    a, b = call.arg(0), call.arg(1)
+    if isinstance(a, fx.Node) and isinstance(b, fx.Node):
+        return f"{_body(call)} | linear 0 1"
+    return f"{_body(call)} | linear 0" if _is_zero(b) else _body(call)
+
+
+def _linear_each(call: Call) -> str:
+    """mul: linear in each factor alone."""
+    return _body(call) + "".join(f" | linear {i}" for i in range(len(call.operands)))
+
+
+def _linear_first(call: Call) -> str:
+    """div, neg, and every ``*_backward(grad_output, ...)``: linear in the first operand."""
+    first = isinstance(call.arg(0), fx.Node)
+    return f"{_body(call)} | linear 0" if first else _body(call)
+
+
+def _linear_where(call: Call) -> str:
+    """where: linear in its two values jointly, if both are tensors or the other is zero."""
+    if len(call.operands) == 3:
+        return f"{_body(call)} | linear 1 2"
+    return _body(call)
+
+
+def _linear_cast(call: Call) -> str:
+    """A cast passes pending sums unless it narrows: the sum is made in the wider type."""
+    before = call.operands[0].meta["val"].dtype
+    after = call.node.meta["val"].dtype
+    widens = before == after or (
+        before.is_floating_point
+        and after.is_floating_point
+        and torch.promote_types(before, after) == after
+    )
+    return f"{_body(call)} | linear 0" if widens else _body(call)
+
+
+def _linear_fill(call: Call) -> str:
+    return f"{_body(call)} | linear 0" if _is_zero(call.arg(2)) else _body(call)
+
+
+register_rule(aten.add.Tensor, aten.sub.Tensor, text=_linear_sum)
+register_rule(aten.mul.Tensor, aten.mul.Scalar, text=_linear_each)
+register_rule(
+    aten.div.Tensor, aten.div.Scalar, aten.neg.default, aten.real.default, text=_linear_first
+)
+register_rule(aten.where.self, text=_linear_where)
+register_rule(aten.masked_fill.Scalar, text=_linear_fill)
+register_rule(
+    aten._to_copy.default, torch.ops.prims.convert_element_type.default, text=_linear_cast
+)
+register_rule(aten.clone.default, aten.detach.default, text="... -> ... | linear 0", alias=False)
+register_rule(aten.alias.default, aten.lift_fresh_copy.default, text="... -> ... | linear 0")
+
+
+def _like(call: Call) -> str:
+    return _body(call)
+
+
+register_rule(
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.full_like.default,
+    aten.empty_like.default,
+    text=_like,
+)
+
+
+@find
+def _pointwise(target: Any) -> OpRule | None:
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+        return None
+    if target._schema.is_mutable:
+        return None
+    first = target._schema.arguments[0].name if target._schema.arguments else ""
+    if first == "grad_output" and "backward" in target._schema.name:
+        return OpRule(_linear_first)
+    return OpRule(_plain)

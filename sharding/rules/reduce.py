@@ -1,0 +1,109 @@
+"""Reductions. Sums, maxima and the like of parts combine; what does not is whole, or decomposed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchard.sharding.rules.registry import Call, letters, register_rule, spell
+
+aten = torch.ops.aten
+
+
+def reduced_dims(dims: Any, rank: int) -> list[int]:
+    """The dims an operation reduces: all of them for None and (as torch has it) for an empty list."""
+    if dims is None or (isinstance(dims, (list, tuple)) and not dims):
+        return list(range(rank))
+    listed: Sequence[int] = [dims] if isinstance(dims, int) else list(dims)
+    return [d % rank if rank else 0 for d in listed][: None if rank else 0]
+
+
+def _reduction(call: Call, dims: Any, keepdim: bool, tail: str, results: int = 1) -> str:
+    rank = len(call.ins[0])
+    names, gone = letters(rank), set(reduced_dims(dims, rank))
+    out = ["1" if i in gone else n for i, n in enumerate(names) if keepdim or i not in gone]
+    outs = ", ".join([spell(out)] * results)
+    clauses = "".join(f" | {tail.format(names[d])}" for d in sorted(gone))
+    return f"{spell(names)} -> {outs}{clauses}"
+
+
+def _sum_dims(call: Call) -> str:
+    text = _reduction(call, call.arg(1, "dim"), bool(call.arg(2, "keepdim", False)), "reduce {} sum")
+    return f"{text} | linear 0"
+
+
+def _sum_all(call: Call) -> str:
+    return f"{_reduction(call, None, False, 'reduce {} sum')} | linear 0"
+
+
+def _extreme(op: str) -> Any:
+    def text(call: Call) -> str:
+        dims, keep = call.arg(1, "dim", []), bool(call.arg(2, "keepdim", False))
+        return _reduction(call, dims, keep, f"reduce {{}} {op}")
+
+    return text
+
+
+def _extreme_all(op: str) -> Any:
+    def text(call: Call) -> str:
+        return _reduction(call, None, False, f"reduce {{}} {op}")
+
+    return text
+
+
+def _whole(results: int) -> Any:
+    def text(call: Call) -> str:
+        dims, keep = call.arg(1, "dim"), bool(call.arg(2, "keepdim", False))
+        return _reduction(call, dims, keep, "whole {}", results)
+
+    return text
+
+
+def _whole_all(call: Call) -> str:
+    return _reduction(call, None, False, "whole {}")
+
+
+def _scan(results: int) -> Any:
+    def text(call: Call) -> str:
+        names = letters(len(call.ins[0]))
+        dim = call.arg(1, "dim", -1) % max(len(names), 1)
+        whole = f" | whole {names[dim]}" if names else ""
+        return f"{spell(names)} -> {', '.join([spell(names)] * results)}{whole}"
+
+    return text
+
+
+register_rule(aten.sum.dim_IntList, text=_sum_dims)
+register_rule(aten.sum.default, text=_sum_all)
+register_rule(aten.amax.default, text=_extreme("max"))
+register_rule(aten.amin.default, text=_extreme("min"))
+register_rule(aten.max.default, text=_extreme_all("max"))
+register_rule(aten.min.default, text=_extreme_all("min"))
+register_rule(aten.mean.default, text=_whole_all)
+register_rule(aten.prod.default, aten.any.default, aten.all.default, text=_whole_all)
+register_rule(
+    aten.mean.dim,
+    aten.any.dim,
+    aten.all.dim,
+    aten.prod.dim_int,
+    aten.argmax.default,
+    aten.argmin.default,
+    text=_whole(1),
+)
+register_rule(aten.logsumexp.default, text=_whole(1))
+register_rule(aten.max.dim, aten.min.dim, text=_whole(2))
+register_rule(aten.cumsum.default, aten.cumprod.default, text=_scan(1))
+
+
+def _var(results: int) -> Any:
+    def text(call: Call) -> str:
+        keep = bool(call.node.kwargs.get("keepdim", call.arg(3, "keepdim", False)))
+        return _reduction(call, call.arg(1, "dim"), keep, "whole {}", results)
+
+    return text
+
+
+register_rule(aten.var.correction, aten.std.correction, text=_var(1))
+register_rule(aten.var_mean.correction, text=_var(2))
