@@ -11,6 +11,7 @@ node.meta      meaning
 ``scope``      ``"block/3"``, the enclosing :func:`torchard.scope`
 ``phase``      ``"forward"`` or ``"backward"``
 ``recompute``  True: a split recomputes the value in the backward instead of saving it
+``residual``   True: a split saves the value for the backward
 ``kernel``     the name of the fused kernel the node stands for
 ``layout``     how the value is laid out over a mesh (printable)
 ``collective`` a record of what the node sends over the network (printable)
@@ -26,7 +27,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import fx
 
-__all__ = ["FREE", "Bound", "Free", "Leaf", "Placement", "Program", "Rewrite", "Runtime"]
+__all__ = ["FREE", "Bound", "Free", "Leaf", "Placement", "Program", "Records", "Rewrite", "Runtime"]
 
 Bound = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
@@ -66,8 +67,8 @@ class Leaf:
     Attributes:
         path: where the user knows it from: ``args[0]['w1']``, ``out[1]``, ``closure 'h'``.
         tag: a Placement; None for one plain tensor; FREE (outputs only) for "rewrites choose".
-        role: inputs are ``primal | cotangent | tangent | closure``, outputs are
-            ``output | gradient | tangent``.
+        role: inputs are ``primal | cotangent | tangent | closure | constant | residual``, outputs are
+            ``output | gradient | tangent | residual``.
         of: the output a cotangent belongs to, the input a gradient belongs to. A rewrite must
             give a cotangent the tag of its output and a gradient the tag of its input.
         hint: what a transform's ``annotate`` left here for its rewrite, keyed by the transform.
@@ -123,6 +124,12 @@ class Program:
         asks: rewrites that pieces inside the trace asked for (a nested ``shard``); whoever lowers
             the program appends those its own stack lacks.
         name: of the traced function.
+        facts: what rewrites and runtimes note for each other; kept by ``copy()``.
+        closures: what the inputs of role ``closure`` stand for (see trace.py).
+        constants: values of the last inputs, those of role ``constant``: made while tracing.
+        again: the function itself, to be run again for derivatives, where the graph alone does
+            not show them (gradients switched off inside, autograd.Function).
+        detached_writes: lines that write in place with gradients off.
     """
 
     graph: fx.Graph
@@ -134,3 +141,75 @@ class Program:
     asks: tuple[Rewrite, ...] = ()
     name: str = "f"
     facts: dict[Hashable, Any] = field(default_factory=dict)
+    closures: tuple[Any, ...] = ()
+    constants: tuple[torch.Tensor, ...] = ()
+    again: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
+    detached_writes: tuple[str, ...] = ()
+
+    # -- reading ------------------------------------------------------------------------------
+
+    @property
+    def placeholders(self) -> list[fx.Node]:
+        """The input nodes, one per input."""
+        return list(self.graph.find_nodes(op="placeholder"))
+
+    @property
+    def results(self) -> tuple[Any, ...]:
+        """What the output node returns, one per output."""
+        return tuple(self.graph.output_node().args[0])
+
+    @property
+    def calls(self) -> list[fx.Node]:
+        """The nodes that compute something, in order."""
+        return [node for node in self.graph.nodes if node.op == "call_function"]
+
+    @property
+    def collectives(self) -> Records:
+        """What crosses the network, in order: the ``collective`` tags."""
+        return Records(node.meta["collective"] for node in self.calls if "collective" in node.meta)
+
+    @property
+    def kernels(self) -> list[str]:
+        """The fused kernels, in order: the ``kernel`` tags."""
+        return [str(node.meta["kernel"]) for node in self.calls if "kernel" in node.meta]
+
+    @property
+    def residuals(self) -> list[fx.Node]:
+        """The values a split saved for the backward: the ``residual`` tags."""
+        return [node for node in self.graph.nodes if "residual" in node.meta]
+
+    def __str__(self) -> str:
+        from torchard.functional.text import program_text
+
+        return program_text(self)
+
+    # -- making -------------------------------------------------------------------------------
+
+    def copy(self) -> Program:
+        """A program whose graph and tags may be changed without changing this one."""
+        graph = fx.Graph()
+        env: dict[fx.Node, fx.Node] = {}
+        for node in self.graph.nodes:
+            env[node] = graph.node_copy(node, env.__getitem__)
+        return replace(self, graph=graph, facts=dict(self.facts))
+
+    def bind(self) -> Bound:
+        """A callable on all parts of all inputs, constants included, to all parts of all outputs.
+
+        It may empty the list it is given, so that what dies inside is freed; a tuple is left alone.
+        """
+        from torchard.functional.codegen import compiled
+
+        how = self.facts.get("compile")
+        if how is not None:
+            bound: Bound = how.bind(self)
+            return bound
+        return compiled(self.graph) if self.runtime is None else self.runtime.bind(self)
+
+
+class Records(list[Any]):
+    """Records of one kind. Printing uses their class's ``table(records)``, if it has one."""
+
+    def __str__(self) -> str:
+        table = getattr(type(self[0]), "table", None) if self else None
+        return str(table(self)) if table else "\n".join(map(str, self)) or "none"

@@ -1,0 +1,136 @@
+"""Where a function finds the tensors it closes over, so that each call reads them afresh."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.signature import is_placed
+
+__all__ = ["Reader", "owned_by", "path_to", "reader_of"]
+
+# A path is followed at every call; an environment as large as a module tree is searched once.
+_DEPTH, _OBJECTS = 8, 20_000
+
+Step = tuple[str, Callable[[Any], Any]]
+
+
+class Reader:
+    """How to get from a function to one tensor it uses: a description and the steps."""
+
+    def __init__(self, steps: tuple[Step, ...]) -> None:
+        self.steps = steps
+
+    def __str__(self) -> str:
+        return "".join(text for text, _ in self.steps)
+
+    def __call__(self, fn: Any) -> Any:
+        value = fn
+        for _, step in self.steps:
+            value = step(value)
+        return value
+
+
+def _cell(i: int) -> Callable[[Any], Any]:
+    return lambda fn: fn.__closure__[i].cell_contents
+
+
+def _global(key: str) -> Callable[[Any], Any]:
+    return lambda fn: fn.__globals__[key]
+
+
+def _item(key: Any) -> Callable[[Any], Any]:
+    return lambda value: value[key]
+
+
+def _attribute(key: str) -> Callable[[Any], Any]:
+    return lambda value: value.__dict__[key]
+
+
+def _of_function(fn: types.FunctionType) -> Iterator[tuple[Step, Any]]:
+    for i, (key, cell) in enumerate(
+        zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+    ):
+        try:
+            yield (key, _cell(i)), cell.cell_contents
+        except ValueError:  # not assigned yet
+            continue
+    for key in _global_names(fn.__code__):
+        if key in fn.__globals__:
+            yield (key, _global(key)), fn.__globals__[key]
+    for i, value in enumerate(fn.__defaults__ or ()):
+        yield (f"default {i}", lambda fn, i=i: fn.__defaults__[i]), value
+    for key, value in (fn.__kwdefaults__ or {}).items():
+        yield (f"default {key}", lambda fn, key=key: fn.__kwdefaults__[key]), value
+
+
+def _global_names(code: types.CodeType) -> set[str]:
+    """Names a function may look up globally, also from functions defined inside it."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _global_names(constant)
+    return found
+
+
+def _children(value: Any) -> Iterator[tuple[Step, Any]]:
+    if isinstance(value, types.FunctionType):
+        yield from _of_function(value)
+    elif isinstance(value, types.MethodType):
+        yield ("", lambda m: m.__func__), value.__func__
+        yield ("self", lambda m: m.__self__), value.__self__
+    elif isinstance(value, functools.partial):
+        yield ("", lambda p: p.func), value.func
+        yield ("partial", lambda p: p.args), value.args
+        yield ("partial", lambda p: p.keywords), value.keywords
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield (f"[{key!r}]", _item(key)), item
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield (f"[{i}]", _item(i)), item
+    elif not isinstance(value, (type, types.ModuleType)) and hasattr(value, "__dict__"):
+        for key, item in vars(value).items():
+            yield (f".{key}", _attribute(key)), item
+
+
+def _walk(fn: Any) -> Iterator[tuple[tuple[Step, ...], Any]]:
+    """Everything reachable from a function, breadth first, each object once."""
+    queue: list[tuple[tuple[Step, ...], Any]] = [((), fn)]
+    seen = {id(fn)}
+    for steps, value in queue:
+        yield steps, value
+        if isinstance(value, torch.Tensor) or is_placed(value) or len(steps) >= _DEPTH:
+            continue
+        for step, child in _children(value):
+            if id(child) not in seen and len(seen) < _OBJECTS:
+                seen.add(id(child))
+                queue.append(((*steps, step), child))
+
+
+def reader_of(fn: Any, value: Any) -> Reader | None:
+    """How fn gets at this very object; None if it cannot be found from its environment."""
+    for steps, found in _walk(fn):
+        if found is value:
+            return Reader(steps)
+    return None
+
+
+def path_to(fn: Any, value: Any) -> str:
+    """``closure 'p['w1']'`` for messages and plans."""
+    reader = reader_of(fn, value)
+    return f"closure '{reader}'" if reader else "closure"
+
+
+def owned_by(fn: Any) -> frozenset[int]:
+    """Ids of the functorch-wrapped tensors in fn's environment."""
+    return frozenset(
+        id(value)
+        for _, value in _walk(fn)
+        if isinstance(value, torch.Tensor) and internals.is_wrapped(value)
+    )

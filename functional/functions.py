@@ -1,0 +1,301 @@
+"""The autograd Functions through which a Flat is differentiated and vmapped.
+
+Three, by what is live around the call. *Plain* (no functorch level) and *Level* (exactly one Grad
+level) run the halves of the joint program; their backward is a Function itself, so that a second
+derivative works. *Again* (any other stack) saves the primals alone, and each of its derivatives is
+a call of a derived Flat: any order, any nesting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.flat import Flat, Halves
+from torchard.functional.program import Leaf
+
+__all__ = ["call"]
+
+Tensors = Sequence[torch.Tensor]
+
+
+def call(flat: Flat, parts: Tensors) -> tuple[list[torch.Tensor], tuple[Leaf, ...]]:
+    """Run a Flat on its input parts under whatever is live; the output parts and their leaves."""
+    if internals.has_transforms():
+        if internals.level_kinds() == [internals.GRAD]:
+            return _call_level(flat, parts)
+        return _call_again(flat, parts)
+    if internals.forward_ad_active():
+        return _call_again(flat, parts)
+    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
+        return _call_plain(flat, parts)
+    return flat.run(parts), flat.program.outputs
+
+
+def _call_plain(flat: Flat, parts: Tensors) -> tuple[list[torch.Tensor], tuple[Leaf, ...]]:
+    mask = flat.per_input([_follows(part) for part in parts])
+    if not any(mask):
+        return flat.run(parts), flat.program.outputs
+    halves = flat.halves(mask)
+    return list(_Plain.apply(flat, mask, halves, *parts)), halves.outputs
+
+
+def _follows(part: torch.Tensor) -> bool:
+    return part.requires_grad and (part.is_floating_point() or part.is_complex())
+
+
+def _call_level(flat: Flat, parts: Tensors) -> tuple[list[torch.Tensor], tuple[Leaf, ...]]:
+    mask = flat.per_input([internals.needs_grad_at_top(part) for part in parts])
+    if not any(mask):
+        return _call_again(flat, parts)
+    halves = flat.halves(mask)
+    results = _Level.apply(flat, mask, halves, *parts)
+    return list(results[: halves.count]), halves.outputs
+
+
+def _call_again(flat: Flat, parts: Tensors) -> tuple[list[torch.Tensor], tuple[Leaf, ...]]:
+    return list(_Again.apply(flat, *parts)), flat.program.outputs
+
+
+def _distinct(outputs: Tensors, inputs: Tensors) -> list[torch.Tensor]:
+    """autograd keeps books per tensor object: an output is neither an input nor another output."""
+    seen = {id(tensor) for tensor in inputs}
+    found = []
+    for output in outputs:
+        found.append(output.view_as(output) if id(output) in seen else output)
+        seen.add(id(output))
+    return found
+
+
+def _zeros_like_outputs(shapes: Sequence[Any], grads: Sequence[Any]) -> list[torch.Tensor]:
+    """Cotangents, with zeros where there is none."""
+    return [
+        torch.zeros(spec[0], dtype=spec[1], device=spec[2]) if grad is None else grad.contiguous()
+        for spec, grad in zip(shapes, grads, strict=True)
+    ]
+
+
+def _shapes(outputs: Tensors) -> list[Any]:
+    return [(output.shape, output.dtype, output.device) for output in outputs]
+
+
+def _pick(halves: Halves, inputs: Tensors, outputs: Tensors, values: Tensors) -> list[torch.Tensor]:
+    lists = ((*inputs, *halves.constants), outputs, values)
+    return [lists[which][i] for which, i in halves.saved]
+
+
+def _spread(found: Sequence[Any], positions: Sequence[int | None]) -> list[Any]:
+    return [None if i is None else found[i] for i in positions]
+
+
+class _Plain(torch.autograd.Function):
+    """No functorch level: the fewest steps between autograd and the halves."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, flat: Flat, mask: tuple[bool, ...], halves: Halves, *parts: torch.Tensor
+    ) -> Any:
+        results = halves.forward(list(parts))
+        outputs = _distinct(results[: halves.count], parts)
+        residuals = _pick(halves, parts, outputs, results[halves.count :])
+        ctx.flat, ctx.mask, ctx.halves, ctx.count = flat, mask, halves, len(parts)
+        ctx.shapes = _shapes(outputs)
+        ctx.save_for_backward(*parts, *residuals)
+        ctx.set_materialize_grads(False)
+        off = [o for o, d in zip(outputs, halves.differentiable, strict=True) if not d]
+        ctx.mark_non_differentiable(*off)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return (None, None, None, *_backward(ctx, ctx.saved_tensors, grads))
+
+
+def _backward(ctx: Any, saved: Tensors, grads: Sequence[Any]) -> list[Any]:
+    halves: Halves = ctx.halves
+    wanted = halves.cotangents
+    cotangents = _zeros_like_outputs([ctx.shapes[i] for i in wanted], [grads[i] for i in wanted])
+    primals, residuals = saved[: ctx.count], saved[ctx.count :]
+    if not any(position is not None for position in halves.gradients):
+        return [None] * ctx.count
+    found = _Backward.apply(
+        ctx.flat, ctx.mask, halves, len(cotangents), *primals, *cotangents, *residuals
+    )
+    return _spread(found, halves.gradients)
+
+
+class _Level(torch.autograd.Function):
+    """Exactly one Grad level: residuals travel as outputs, which is all setup_context sees."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        flat: Flat, mask: tuple[bool, ...], halves: Halves, *parts: torch.Tensor
+    ) -> Any:
+        results = halves.forward(list(parts))
+        return tuple(_distinct(results, parts))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        flat, mask, halves, *parts = inputs
+        outputs, values = output[: halves.count], output[halves.count :]
+        residuals = _pick(halves, parts, outputs, values)
+        ctx.flat, ctx.mask, ctx.halves, ctx.count = flat, mask, halves, len(parts)
+        ctx.shapes = _shapes(outputs)
+        ctx.save_for_backward(*parts, *residuals)
+        ctx.set_materialize_grads(False)
+        off = [o for o, d in zip(outputs, halves.differentiable, strict=True) if not d]
+        ctx.mark_non_differentiable(*off, *values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        halves: Halves = ctx.halves
+        needs = ctx.flat.per_input(ctx.needs_input_grad[3:])
+        if all(m or not n for m, n in zip(ctx.mask, needs, strict=True)):
+            found = _backward(ctx, ctx.saved_tensors, grads[: halves.count])
+        else:
+            tags = tuple(leaf.tag for leaf in halves.outputs)
+            primals = ctx.saved_tensors[: ctx.count]
+            wanted = halves.cotangents
+            cotangents = _zeros_like_outputs(
+                [ctx.shapes[i] for i in wanted], [grads[i] for i in wanted]
+            )
+            found = _pulled(ctx.flat, needs, tags, primals, cotangents)
+        return (None, None, None, *found)
+
+
+def _pulled(
+    flat: Flat, mask: tuple[bool, ...], tags: tuple[Any, ...], primals: Tensors, cotangents: Tensors
+) -> list[Any]:
+    """The gradients by a call of the pullback: one entry per input part."""
+    mask = tuple(
+        m and _is_float(node) for m, node in zip(mask, flat.base.placeholders, strict=False)
+    )
+    pull = flat.pullback(mask, tags)
+    if not pull.base.outputs:
+        return [None] * len(primals)
+    parts, leaves = call(pull, [*primals, *cotangents])
+    found: list[Any] = [None] * len(primals)
+    starts = [sum(flat.widths[:i]) for i in range(len(flat.widths))]
+    position = 0
+    for leaf in leaves:
+        assert leaf.of is not None
+        for k in range(flat.widths[leaf.of]):
+            found[starts[leaf.of] + k] = parts[position]
+            position += 1
+    return found
+
+
+def _is_float(node: Any) -> bool:
+    value = node.meta["val"]
+    return bool(value.is_floating_point() or value.is_complex())
+
+
+class _Backward(torch.autograd.Function):
+    """The backward half, as a function of primals and cotangents (residuals are what it knows)."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        flat: Flat,
+        mask: tuple[bool, ...],
+        halves: Halves,
+        cotangents: int,
+        *tensors: torch.Tensor,
+    ) -> Any:
+        count = sum(flat.widths)
+        given, residuals = tensors[count : count + cotangents], tensors[count + cotangents :]
+        found = halves.backward([*residuals, *given])
+        return tuple(_distinct(found, tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        flat, mask, halves, cotangents, *tensors = inputs
+        count = sum(flat.widths)
+        ctx.flat, ctx.mask, ctx.halves = flat, mask, halves
+        ctx.count, ctx.cotangents, ctx.total = count, cotangents, len(tensors)
+        ctx.save_for_backward(*tensors[: count + cotangents])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        tags = tuple(leaf.tag for leaf in ctx.halves.outputs)
+        pull = ctx.flat.pullback(ctx.mask, tags)
+        needs = pull.per_input(ctx.needs_input_grad[4 : 4 + ctx.count + ctx.cotangents])
+        cotangents = [grad.contiguous() for grad in grads]
+        found = _pulled(pull, needs, pull.tags, ctx.saved_tensors, cotangents)
+        rest = ctx.total - ctx.count - ctx.cotangents
+        return (None, None, None, None, *found, *[None] * rest)
+
+
+class _Again(torch.autograd.Function):
+    """Any stack of levels: only primals are saved, every derivative is a derived Flat."""
+
+    @staticmethod
+    def forward(flat: Flat, *parts: torch.Tensor) -> Any:  # type: ignore[override]
+        return tuple(_distinct(flat.run(parts), parts))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        flat, *parts = inputs
+        ctx.flat, ctx.shapes = flat, _shapes(output)
+        ctx.save_for_backward(*parts)
+        ctx.save_for_forward(*parts)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(
+            *(o for o in output if not (o.is_floating_point() or o.is_complex()))
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        flat: Flat = ctx.flat
+        wanted = _float_parts(flat)
+        cotangents = _zeros_like_outputs(
+            [ctx.shapes[i] for i in wanted], [grads[i] for i in wanted]
+        )
+        mask = flat.per_input(ctx.needs_input_grad[1:])
+        return (None, *_pulled(flat, mask, flat.tags, ctx.saved_tensors, cotangents))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        flat: Flat = ctx.flat
+        parts = ctx.saved_tensors
+        moved = flat.per_input([tangent is not None for tangent in tangents[1:]])
+        given = [
+            torch.zeros_like(part) if tangent is None else tangent.contiguous()
+            for part, tangent, m in zip(parts, tangents[1:], flat.per_part(moved), strict=True)
+            if m
+        ]
+        found, _ = call(flat.pushforward(moved, flat.tags), [*parts, *given])
+        results: list[Any] = [None] * len(ctx.shapes)
+        for part, tangent in zip(_float_parts(flat), found, strict=True):
+            results[part] = tangent
+        return tuple(results)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, flat: Flat, *parts: torch.Tensor) -> Any:
+        dims = in_dims[1:]
+        mapped = flat.per_input([dim is not None for dim in dims])
+        moved = [
+            _in_front(part, dim, info.batch_size) if m else part
+            for part, dim, m in zip(parts, dims, flat.per_part(mapped), strict=True)
+        ]
+        outputs, _ = call(flat.batched(mapped, info.batch_size, flat.tags), moved)
+        return tuple(outputs), (0,) * len(outputs)
+
+
+def _in_front(part: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
+    if dim is None:
+        return part.unsqueeze(0).expand(size, *part.shape).contiguous()
+    return part.movedim(dim, 0).contiguous()
+
+
+def _float_parts(flat: Flat) -> list[int]:
+    """Indices of the output parts that have a derivative."""
+    found, position = [], 0
+    for leaf, node in zip(flat.program.outputs, flat.base.results, strict=True):
+        w = 1 if flat.inline or not hasattr(leaf.tag, "width") else leaf.tag.width
+        if _is_float(node):
+            found += range(position, position + w)
+        position += w
+    return found

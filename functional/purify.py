@@ -1,0 +1,219 @@
+"""From a recording to a pure graph: no mutation, no randomness, no bookkeeping, nothing dead."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.errors import PurityError
+from torchard.functional.record import Recording, Spec, active, record
+
+__all__ = ["purify", "replay", "specs_of", "sweep"]
+
+aten = torch.ops.aten
+
+
+def specs_of(graph: fx.Graph) -> list[Spec]:
+    """What the placeholders stand for."""
+    nodes = graph.find_nodes(op="placeholder")
+    return [Spec.of(n.meta["val"], weak=n.meta.get("weak", False)) for n in nodes]
+
+
+def replay(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> list[Any]:
+    """Run a graph node by node; under a trace of ours every new node gets the old one's tags."""
+    room, env, values = active(), {}, iter(inputs)
+    before = room.replaying if room else None
+    last_use = _last_uses(graph)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(values)
+        elif node.op == "call_function":
+            env[node] = _replay_node(node, env, room)
+        else:
+            result = fx.map_arg(node.args[0], env.__getitem__)
+        for dead in last_use.get(node, ()):
+            env.pop(dead, None)
+    if room:
+        room.replaying = before
+    return list(result)
+
+
+def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    uses: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.users:
+            last = max(node.users, key=order.__getitem__)
+            uses.setdefault(last, []).append(node)
+    return uses
+
+
+def _replay_node(node: fx.Node, env: dict[fx.Node, Any], room: Any) -> Any:
+    args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+    if room is None:
+        return node.target(*args, **kwargs)
+    room.replaying = node
+    room.cutting = "cut" in node.meta
+    try:
+        value = node.target(*args, **kwargs)
+    finally:
+        room.replaying, room.cutting = None, False
+    if node.target is operator.getitem and isinstance(value, torch.Tensor):
+        room.retag(value, node)
+    return value
+
+
+def purify(found: Recording, paths: Sequence[str]) -> Recording:
+    """The same recording with a pure graph.
+
+    Raises:
+        PurityError: an argument is mutated, or a random number is drawn from torch's global state.
+    """
+    _check_random(found.graph)
+    if _check_mutation(found.graph, paths):
+        found = _functionalize(found)
+    _strip(found.graph)
+    _inline_scalars(found)
+    sweep(found.graph)
+    _drop_unused(found)
+    return found
+
+
+# -- randomness and mutation ----------------------------------------------------------------------
+
+
+def _check_random(graph: fx.Graph) -> None:
+    for node in graph.nodes:
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded not in tags or _without_dropout(node):
+            continue
+        raise PurityError(
+            f"{node.meta.get('source')} draws random numbers from torch's global state "
+            f"({node.target}): a traced function would repeat or reorder them. Pass a key and use "
+            "torchard.random (random.split(key) gives independent keys), or draw them outside and "
+            "pass the tensor."
+        )
+
+
+def _without_dropout(node: fx.Node) -> bool:
+    """Attention is tagged random for a dropout that is mostly off."""
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The nodes this one mutates."""
+    schema = getattr(node.target, "_schema", None)
+    if node.op != "call_function" or schema is None or not schema.is_mutable:
+        return []
+    found: list[fx.Node] = []
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        fx.map_arg(value, found.append)
+    return found
+
+
+def _storage(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _check_mutation(graph: fx.Graph, paths: Sequence[str]) -> bool:
+    """Whether anything is mutated; raises if it is an argument."""
+    names = {_storage(n): i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
+    mutates = False
+    for node in graph.nodes:
+        for target in _written(node):
+            mutates = True
+            index = names.get(_storage(target))
+            if index is not None:
+                path = paths[index] if index < len(paths) else "a tensor it closes over"
+                raise PurityError(
+                    f"{node.meta.get('source')} changes {path} in place ({node.target}): a pure "
+                    "function returns new values. Use the operation without the underscore, or "
+                    "clone() first, and return the result."
+                )
+    return mutates
+
+
+def _functionalize(found: Recording) -> Recording:
+    graph = found.graph
+    for node in graph.nodes:
+        if _written(node) and node.meta.get("without_grad"):
+            found.detached_writes.append(str(node.meta.get("source")))
+
+    def run(*inputs: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(replay(graph, inputs))
+
+    pure = internals.functionalized(run)
+    again = record(lambda inputs: pure(*inputs), specs_of(graph))
+    nodes = again.graph.find_nodes(op="placeholder")
+    for closure, node in zip(found.closures, nodes[found.inputs :], strict=False):
+        closure.node = node
+    found.closures.extend(again.closures)
+    found.graph = again.graph
+    return found
+
+
+# -- bookkeeping ----------------------------------------------------------------------------------
+
+
+def _strip(graph: fx.Graph) -> None:
+    """Drop what leaves no trace in the result.
+
+    Autograd detaches what it saves; kept, such a node would cut the gradient of a gradient. Only
+    the user's own detach (tagged ``cut``) means that. Copies of constants protect them from
+    writes, of which there are none.
+    """
+    for node in list(graph.nodes):
+        if node.target is aten.detach.default and "cut" not in node.meta:
+            node.replace_all_uses_with(node.args[0])
+        elif node.target in (aten.lift_fresh_copy.default, aten.alias.default):
+            source = node.args[0]
+            if node.target is aten.alias.default or source.op == "placeholder":
+                node.replace_all_uses_with(source)
+
+
+def _inline_scalars(found: Recording) -> None:
+    """``torch.tensor(2.0)`` in the traced function is a number, not an operand."""
+    for closure in found.closures:
+        if not (closure.made and closure.spec.shape == ()):
+            continue
+        with found.graph.inserting_before(_first_op(found.graph)):
+            value = closure.value.item()
+            full = found.graph.call_function(
+                aten.full.default,
+                ([], value),
+                {"dtype": closure.spec.dtype, "device": closure.spec.device},
+            )
+        full.meta.update(val=closure.node.meta["val"], phase="forward")
+        closure.node.replace_all_uses_with(full)
+
+
+def _first_op(graph: fx.Graph) -> fx.Node:
+    return next(node for node in graph.nodes if node.op != "placeholder")
+
+
+def sweep(graph: fx.Graph) -> None:
+    """Dead code elimination: on a pure graph, whatever nobody uses."""
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            graph.erase_node(node)
+
+
+def _drop_unused(found: Recording) -> None:
+    kept = []
+    for closure in found.closures:
+        if closure.node.users:
+            kept.append(closure)
+        else:
+            found.graph.erase_node(closure.node)
+    found.closures[:] = kept

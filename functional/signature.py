@@ -1,0 +1,152 @@
+"""Reading the arguments of a call: what is traced, what is static, and the key of both."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+
+from torchard.functional import torch_internals as internals
+from torchard.functional import tree
+from torchard.functional.errors import StaticArgumentError
+from torchard.functional.record import Spec, contiguous, is_weak
+
+__all__ = ["Arguments", "ShapeDtype", "is_placed", "paths_of", "read", "specs_of_arguments"]
+
+
+@dataclass(frozen=True)
+class ShapeDtype:
+    """Stands for a tensor of this shape where only the plan is asked for (``lower``, ``trace``)."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+
+
+@dataclass
+class Arguments:
+    """A call's leaves, sorted: ``operands`` are traced, the rest is part of ``key``.
+
+    Attributes:
+        key: equal for calls that may share a trace.
+        structure: of ``(args, kwargs)``.
+        leaves: all leaves, in order.
+        traced: indices of the operands among the leaves.
+        placed: whether any operand is a placed object.
+    """
+
+    key: Hashable
+    structure: optree.PyTreeSpec
+    leaves: list[Any]
+    traced: list[int]
+    placed: bool
+
+
+_placed_types: dict[type, bool] = {}
+
+
+def is_placed(value: Any) -> bool:
+    """Whether a leaf is one global value held as several tensors."""
+    kind = type(value)
+    known = _placed_types.get(kind)
+    if known is None:
+        known = _placed_types[kind] = hasattr(kind, "__torchard_placed__")
+    return known
+
+
+def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Flatten and sort a call's arguments.
+
+    Raises:
+        StaticArgumentError: a leaf is neither tensor nor float nor hashable; names its path.
+    """
+    leaves, structure = optree.tree_flatten(
+        (args, kwargs), is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
+    )
+    key: list[Any] = [structure]
+    traced: list[int] = []
+    placed = False
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.ndim == 0 and is_weak(leaf):
+                key.append(float)
+            else:
+                key.append((leaf.shape, leaf.dtype, leaf.device, leaf.stride()))
+            traced.append(i)
+        elif isinstance(leaf, float):
+            key.append(float)
+            traced.append(i)
+        elif is_placed(leaf):
+            key.append(leaf.__torchard_placed__()[:4])
+            traced.append(i)
+            placed = True
+        elif isinstance(leaf, ShapeDtype):
+            key.append(leaf)
+            traced.append(i)
+        else:
+            key.append((type(leaf), leaf))
+    key.append(_surroundings())
+    whole = tuple(key)
+    try:
+        hash(whole)
+    except TypeError as error:
+        raise _unhashable(args, kwargs, leaves) from error
+    return Arguments(whole, structure, leaves, traced, placed)
+
+
+def _surroundings() -> Hashable:
+    """The global state a trace depends on."""
+    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+        kinds = ("cpu", "cuda")
+        auto = tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+        return torch.get_default_dtype(), auto
+    return torch.get_default_dtype()
+
+
+def paths_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Where each leaf is: ``args[0]['w1']``, or ``scale`` for a keyword."""
+    accessors = optree.tree_accessors(
+        (args, kwargs), is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
+    )
+    found = []
+    for accessor in accessors:
+        first, rest = accessor[0].entry, accessor[1:]
+        found.append(rest.codify("args" if first == 0 else "kwargs"))
+    return found
+
+
+def _unhashable(args: Any, kwargs: Any, leaves: Sequence[Any]) -> StaticArgumentError:
+    for path, leaf in zip(paths_of(args, kwargs), leaves, strict=True):
+        if isinstance(leaf, (torch.Tensor, float, ShapeDtype)) or is_placed(leaf):
+            continue
+        try:
+            hash(leaf)
+        except TypeError:
+            return StaticArgumentError(
+                f"{path} is a {type(leaf).__name__}, which is neither a tensor, a float nor "
+                "hashable: it can be neither traced nor part of the cache key. Pass a tensor, a "
+                "hashable value (a tuple instead of an array), or register the type with "
+                "torchard.tree.register."
+            )
+    return StaticArgumentError("an argument is not hashable")
+
+
+def specs_of_arguments(arguments: Arguments) -> list[Spec]:
+    """A Spec for each traced leaf."""
+    batched = internals.VMAP in internals.level_kinds()
+    return [_spec(arguments.leaves[i], batched) for i in arguments.traced]
+
+
+def _spec(leaf: Any, batched: bool) -> Spec:
+    if isinstance(leaf, torch.Tensor):
+        spec = Spec.of(leaf, weak=is_weak(leaf))
+        return contiguous(spec.shape, spec.dtype, spec.device) if batched else spec
+    if isinstance(leaf, float):
+        return Spec((), (), torch.float64, torch.device("cpu"), weak=True)
+    if isinstance(leaf, ShapeDtype):
+        return contiguous(leaf.shape, leaf.dtype, torch.device(leaf.device))
+    shape, dtype, device = leaf.__torchard_placed__()[:3]
+    return contiguous(shape, dtype, device)

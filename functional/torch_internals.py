@@ -1,0 +1,229 @@
+"""Every private PyTorch interface this room relies on, and why. Nothing else imports one.
+
+Tried on torch 2.11 to 2.13; elsewhere importing this module says what is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+try:
+    from torch._C import _functorch as functorch_c
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch._ops import OpOverload
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        FakeTensor,
+        FakeTensorMode,
+    )
+    from torch.fx.experimental.proxy_tensor import (
+        ProxyTorchDispatchMode,
+        PythonKeyTracer,
+        disable_autocast_cache,
+        get_proxy_slot,
+        track_tensor_tree,
+    )
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+    from torch.overrides import _pop_mode, _push_mode
+    from torch.utils._device import DeviceContext
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    GRAD, JVP, VMAP = (
+        functorch_c.TransformType.Grad,
+        functorch_c.TransformType.Jvp,
+        functorch_c.TransformType.Vmap,
+    )
+except (ImportError, AttributeError) as error:
+    raise ImportError(
+        f"torchard needs torch 2.11 to 2.13; {torch.__version__} lacks an internal it uses "
+        f"({error}). Install torch==2.13.*."
+    ) from error
+
+__all__ = [
+    "GRAD",
+    "JVP",
+    "VMAP",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GuardOnDataDependentSymNode",
+    "OpOverload",
+    "PythonKeyTracer",
+    "autograd_sequence",
+    "base_tensor",
+    "clean_room",
+    "current_backward_node",
+    "direct",
+    "forward_ad_active",
+    "functionalized",
+    "graph_task",
+    "has_transforms",
+    "is_wrapped",
+    "level_kinds",
+    "needs_grad_at_top",
+    "no_modes",
+    "proxy_node",
+    "proxying",
+    "track",
+]
+
+# The compiling flag is process-wide, so two traces at once must not restore each other's value.
+_flag_lock = threading.RLock()
+
+
+@contextlib.contextmanager
+def _compiling_flag() -> Iterator[None]:
+    """As torch.export does: libraries take their traceable branches while it is set."""
+    with _flag_lock:
+        before = torch.compiler._is_compiling_flag
+        torch.compiler._is_compiling_flag = True
+        try:
+            yield
+        finally:
+            torch.compiler._is_compiling_flag = before
+
+
+@contextlib.contextmanager
+def _no_function_modes() -> Iterator[None]:
+    """Pop every TorchFunctionMode but the default device, which is part of what fn means."""
+    popped = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    devices = [mode for mode in reversed(popped) if isinstance(mode, DeviceContext)]
+    for mode in devices:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in devices:
+            _pop_mode()
+        for mode in reversed(popped):
+            _push_mode(mode)
+
+
+@contextlib.contextmanager
+def clean_room() -> Iterator[None]:
+    """No functorch level, no mode, gradients on: where every trace happens.
+
+    Calls come from inside grad, vmap, other tracers and backward passes; what is traced must not
+    depend on which. (`_DisableFuncTorch` only hides the levels and breaks functorch inside.)
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(temporarily_clear_interpreter_stack())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(_no_function_modes())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.forward_ad._set_fwd_grad_enabled(True))
+        stack.enter_context(_compiling_flag())
+        yield
+
+
+@contextlib.contextmanager
+def proxying(
+    tracer: PythonKeyTracer, fakes: FakeTensorMode, inputs: Sequence[torch.Tensor]
+) -> Iterator[None]:
+    """Record what happens to these fake tensors as nodes of ``tracer.graph``.
+
+    make_fx itself goes through ``fx.Tracer.trace``, which patches nn.Module for the whole process
+    and leaves no place for an own tracer.
+    """
+    tracer.graph = fx.Graph(tracer_cls=type(tracer))
+    tracer.root = torch.nn.Module()
+    tracer.tensor_attrs = {}
+    mode = ProxyTorchDispatchMode(tracer, "fake")
+    after = None
+    for i, tensor in enumerate(inputs):
+        after = track(tracer, tensor, f"in{i}", after)
+    with fakes, disable_autocast_cache(), mode:
+        yield
+
+
+def track(
+    tracer: PythonKeyTracer, tensor: torch.Tensor, name: str, after: fx.Node | None
+) -> fx.Node:
+    """A placeholder for this fake tensor, after another one or (None) ahead of everything."""
+    with no_modes(), tracer.graph.inserting_after(after):
+        proxy = tracer.create_proxy("placeholder", name, (), {})
+        track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
+    return proxy.node
+
+
+@contextlib.contextmanager
+def no_modes() -> Iterator[None]:
+    """No dispatch mode, no functorch level: what is done inside leaves no node."""
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        yield
+
+
+def proxy_node(tracer: PythonKeyTracer, tensor: torch.Tensor) -> fx.Node | None:
+    """The node that made this fake tensor."""
+    slot = get_proxy_slot(tensor, tracer, None, lambda x: x)
+    return None if slot is None else slot.proxy.node
+
+
+def functionalized(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """fn without in-place operations; views stay views."""
+    return torch.func.functionalize(fn, remove="mutations")
+
+
+def has_transforms() -> bool:
+    """Whether any functorch level is live."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def level_kinds() -> list[Any]:
+    """The live functorch levels, outermost first."""
+    stack = functorch_c.get_interpreter_stack()
+    return [] if stack is None else [level.key() for level in stack]
+
+
+def forward_ad_active() -> bool:
+    """Whether torch.autograd.forward_ad has a level open (functorch's jvp has one too)."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether a functorch level owns this tensor."""
+    return functorch_c.is_functorch_wrapped_tensor(tensor)
+
+
+def base_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside all functorch wrappers."""
+    while functorch_c.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch_c.get_unwrapped(tensor)
+    return tensor
+
+
+def needs_grad_at_top(tensor: torch.Tensor) -> bool:
+    """Whether the innermost (Grad) level follows this tensor."""
+    top = functorch_c.peek_interpreter_stack()
+    follows = functorch_c.maybe_get_level(tensor) == top.level()
+    return bool(follows and tensor.requires_grad)
+
+
+def graph_task() -> int:
+    """Which backward pass is running in this thread; -1 for none. It tells the phases apart."""
+    return torch._C._current_graph_task_id()
+
+
+def autograd_sequence() -> int:
+    """The number the next autograd node gets: what links a backward to its forward's line."""
+    return torch.autograd._get_sequence_nr()
+
+
+def current_backward_node() -> int | None:
+    """The number of the autograd node being run backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node._sequence_nr()
+
+
+def direct(target: Any) -> Any:
+    """An op without its Python call wrapper, a tenth of a microsecond each."""
+    return target._op if isinstance(target, OpOverload) else target

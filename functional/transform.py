@@ -1,0 +1,284 @@
+"""Transformed: how every transform is called, cached, composed, inlined and differentiated."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.closures import Reader, reader_of
+from torchard.functional.errors import RetraceWarning
+from torchard.functional.flat import Flat
+from torchard.functional.functions import call
+from torchard.functional.program import Free, Leaf, Program, Rewrite
+from torchard.functional.record import Closure, Room, Spec, active
+from torchard.functional.signature import Arguments, is_placed, paths_of, read
+from torchard.functional.trace import trace_call
+
+__all__ = ["Transformed"]
+
+_RETRACES = 8
+
+
+class Transformed:
+    """A function and the rewrites of its program: what every transform returns.
+
+    Calling it traces the function once per signature (tree, shapes, dtypes, devices, strides,
+    static values, default dtype, autocast), applies the rewrites and runs the result. It can be
+    transformed again, called inside other traced functions (where its rewritten program is
+    replayed inline), and differentiated or vmapped by torch.autograd and torch.func.
+
+    Args:
+        fn: a pure function of pytrees; another Transformed gives its rewrites first.
+        rewrites: applied in order.
+        cache_size: how many signatures are kept, least recently used out first.
+
+    Raises (when called):
+        PurityError, StaticArgumentError: see `trace`.
+
+    Warns:
+        RetraceWarning: traced for the eighth time; names the leaf that keeps changing.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], rewrites: Sequence[Rewrite], *, cache_size: int = 256
+    ) -> None:
+        inner: tuple[Rewrite, ...] = ()
+        if isinstance(fn, Transformed):
+            fn, inner = fn.fn, fn.rewrites
+        self.fn = fn
+        self.rewrites = (*inner, *rewrites)
+        self.cache_size = cache_size
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+        self.__doc__ = getattr(fn, "__doc__", None)
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._lock = threading.RLock()
+        self._history: deque[tuple[Hashable, list[str]]] = deque(maxlen=_RETRACES)
+        self._traces = 0
+
+    def __repr__(self) -> str:
+        return f"Transformed({self.__name__}, {list(self.rewrites)})"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _at_boundary(self, args, kwargs)
+        arguments = read(args, kwargs)
+        entry, closures = self._entry(arguments, args, kwargs)
+        room = active()
+        if room is None:
+            flat = entry.flat
+            parts = entry.parts(arguments, closures)
+        else:
+            flat = entry.inlined
+            parts = _lifted(room, arguments, closures)
+        tensors, leaves = call(flat, parts)
+        return entry.result(tensors, leaves, room is not None)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Program:
+        """The rewritten program for these arguments (meta tensors and ShapeDtype too), not run."""
+        return self._entry(read(args, kwargs), args, kwargs)[0].flat.program
+
+    def lower_joint(
+        self, *args: Any, argnums: int | Sequence[int] | None = None, **kwargs: Any
+    ) -> Program:
+        """The rewritten joint program: outputs and the gradients of floating inputs.
+
+        Args:
+            argnums: positions of the arguments to differentiate; by default all floating ones.
+        """
+        entry, _ = self._entry(read(args, kwargs), args, kwargs)
+        numbers = (argnums,) if isinstance(argnums, int) else argnums
+        starts = None if numbers is None else tuple(f"args[{n}]" for n in numbers)
+        base = entry.flat.base
+        mask = tuple(
+            node.meta["val"].is_floating_point()
+            and (starts is None or _under(leaf.path, starts))
+            and leaf.role == "primal"
+            for leaf, node in zip(base.inputs, base.placeholders, strict=True)
+        )
+        return entry.flat.joint(mask)
+
+    # -- cache --------------------------------------------------------------------------------
+
+    def _entry(
+        self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[_Entry, list[Any]]:
+        with self._lock:
+            entry = self._entries.get(arguments.key)
+            if entry is not None:
+                self._entries.move_to_end(arguments.key)
+        if entry is not None:
+            if not entry.readers:
+                return entry, []
+            closures = entry.closures(self.fn)
+            if closures is not None:
+                return entry, closures
+        return self._traced(arguments, paths_of(args, kwargs))
+
+    def _traced(self, arguments: Arguments, paths: list[str]) -> tuple[_Entry, list[Any]]:
+        self._count(arguments, paths)
+        program = trace_call(self.fn, arguments, paths)
+        for rewrite in self.rewrites:
+            program = rewrite.annotate(program)
+        entry = _Entry(self.fn, program, self.rewrites)
+        if entry.lasting:
+            with self._lock:
+                self._entries[arguments.key] = entry
+                while len(self._entries) > self.cache_size:
+                    self._entries.popitem(last=False)
+        return entry, [closure.value for closure in program.closures]
+
+    def _count(self, arguments: Arguments, paths: list[str]) -> None:
+        with self._lock:
+            self._traces += 1
+            self._history.append((arguments.key, paths))
+            again = self._traces == _RETRACES
+        if again:
+            warnings.warn(_retraced(self.__name__, list(self._history)), RetraceWarning, 4)
+
+
+@torch.compiler.disable
+def _at_boundary(transformed: Transformed, args: Any, kwargs: Any) -> Any:
+    return transformed(*args, **kwargs)
+
+
+def _under(path: str, starts: Sequence[str]) -> bool:
+    return any(path == start or path.startswith(start + "[") for start in starts)
+
+
+def _retraced(name: str, history: list[tuple[Any, list[str]]]) -> str:
+    """Which leaf took the most values over the last traces."""
+    last_key, paths = history[-1]
+    alike = [key for key, known in history if known == paths]
+    changes = []
+    for i, path in enumerate(paths):
+        values = list(dict.fromkeys(_leaf_text(key[i + 1]) for key in alike))
+        changes.append((len(values), path, values))
+    head = f"{name} was traced {len(history)} times: "
+    if not changes or max(changes)[0] < 2:
+        return head + "its argument trees, closures or surroundings (autocast, dtype) differ."
+    count, path, values = max(changes, key=lambda change: change[0])
+    return head + (
+        f"{path} took {count} different values ({', '.join(values[:4])}...), and each is a new "
+        "trace. Pass a changing number as a float or a tensor, and pad changing shapes."
+    )
+
+
+def _leaf_text(part: Any) -> str:
+    if isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], type):
+        return repr(part[1])
+    if isinstance(part, tuple) and len(part) == 4 and isinstance(part[0], torch.Size):
+        return f"{part[1]}{list(part[0])}".removeprefix("torch.")
+    return str(part)
+
+
+def _lifted(room: Room, arguments: Arguments, closures: Sequence[Any]) -> list[torch.Tensor]:
+    """The operands of a call inside a trace: global tensors of that trace."""
+    values = [arguments.leaves[i] for i in arguments.traced]
+    return [_native(room, value) for value in (*values, *closures)]
+
+
+def _native(room: Room, value: Any) -> torch.Tensor:
+    if isinstance(value, float):
+        return torch.scalar_tensor(value, dtype=torch.float64)
+    if isinstance(value, torch.Tensor) and room.native(value):
+        return value
+    return room.lift(value)
+
+
+class _Entry:
+    """What is kept for one signature."""
+
+    def __init__(
+        self, fn: Callable[..., Any], base: Program, rewrites: tuple[Rewrite, ...]
+    ) -> None:
+        self.flat = Flat(base, rewrites)
+        self._inlined: Flat | None = None
+        self.out_tree = base.out_tree
+        self.lifted: tuple[Closure, ...] = base.closures
+        self.readers: list[Reader | None] = [reader_of(fn, c.value) for c in base.closures]
+        self.plain = [leaf.tag is None for leaf in base.outputs]
+
+    @property
+    def inlined(self) -> Flat:
+        if self._inlined is None:
+            self._inlined = Flat(self.flat.base, self.flat.rewrites, inline=True)
+        return self._inlined
+
+    @property
+    def lasting(self) -> bool:
+        """Whether the trace outlives the call: not if it holds a transform's own tensors."""
+        return all(
+            reader is not None or not _passing(closure.value)
+            for reader, closure in zip(self.readers, self.lifted, strict=True)
+        )
+
+    def closures(self, fn: Callable[..., Any]) -> list[Any] | None:
+        """The closed-over values as they are now; None if one no longer fits the trace."""
+        found = []
+        for reader, closure in zip(self.readers, self.lifted, strict=True):
+            try:
+                value = reader(fn) if reader else closure.value
+            except (KeyError, IndexError, AttributeError, TypeError, ValueError):
+                return None
+            if value is not closure.value and not _fits(value, closure):
+                return None
+            found.append(value)
+        return found
+
+    def parts(self, arguments: Arguments, closures: Sequence[Any]) -> list[torch.Tensor]:
+        """All input parts in order."""
+        leaves = arguments.leaves
+        found: list[torch.Tensor] = []
+        for i in arguments.traced:
+            leaf = leaves[i]
+            if isinstance(leaf, torch.Tensor):
+                found.append(leaf)
+            elif isinstance(leaf, float):
+                found.append(torch.scalar_tensor(leaf, dtype=torch.float64))
+            else:
+                found.extend(leaf.__torchard_placed__()[4])
+        for value in closures:
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            else:
+                found.extend(value.__torchard_placed__()[4])
+        return found
+
+    def result(self, parts: Sequence[Any], leaves: Sequence[Leaf], inline: bool) -> Any:
+        """The user's tree of results."""
+        if inline or all(leaf.tag is None for leaf in leaves):
+            return self.out_tree.build(parts)
+        values, position = [], 0
+        for leaf in leaves:
+            if leaf.tag is None or isinstance(leaf.tag, Free):
+                values.append(parts[position])
+                position += 1
+            else:
+                stop = position + leaf.tag.width
+                values.append(leaf.tag.wrap(parts[position:stop]))
+                position = stop
+        return self.out_tree.build(values)
+
+
+def _passing(value: Any) -> bool:
+    """A tensor of a functorch level or of another trace, which dies with it."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    return internals.is_wrapped(value) or isinstance(value, internals.FakeTensor)
+
+
+def _fits(value: Any, closure: Closure) -> bool:
+    if isinstance(value, torch.Tensor) and closure.tag is None:
+        return Spec.of(value) == closure.spec
+    if is_placed(value) and closure.tag is not None:
+        shape, dtype, _, tag, _ = value.__torchard_placed__()
+        return bool(tag == closure.tag and tuple(shape) == closure.spec.shape) and (
+            dtype == closure.spec.dtype
+        )
+    return False
