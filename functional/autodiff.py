@@ -99,7 +99,7 @@ def _gradient_leaves(program: Program, mask: Sequence[bool], found: Sequence[boo
 
 
 def _vjp(
-    program: Program, mask: Sequence[bool], *, create_graph: bool, count: int, cotangents: int
+    program: Program, mask: Sequence[bool], count: int, cotangents: int
 ) -> tuple[Callable[[list[torch.Tensor]], tuple[list[Any], list[Any]]], list[bool]]:
     f = _callable(program)
     floats = [_is_float(spec) for spec in _out_specs(program)]
@@ -121,13 +121,22 @@ def _vjp(
         grads: Sequence[Any] = [None] * len(wanted)
         if pairs and wanted:
             ys, cts = zip(*pairs, strict=True)
-            grads = torch.autograd.grad(
-                ys, wanted, cts, allow_unused=True, create_graph=create_graph
-            )
+            grads = torch.autograd.grad(ys, wanted, cts, allow_unused=True)
         present[:] = [grad is not None for grad in grads]
         return list(outputs), [grad for grad in grads if grad is not None]
 
     return run, present
+
+
+def _as_function(program: Program) -> Program:
+    """What to differentiate: roles inside a derived program mean nothing for the next one."""
+    _check_writes(program)
+    inputs = tuple(
+        replace(leaf, role="primal", of=None) if leaf.role in ("cotangent", "tangent") else leaf
+        for leaf in program.inputs
+    )
+    outputs = tuple(replace(leaf, role="output", of=None) for leaf in program.outputs)
+    return replace(program, inputs=inputs, outputs=outputs)
 
 
 def _check_writes(program: Program) -> None:
@@ -150,10 +159,10 @@ def joint(program: Program, mask: Sequence[bool]) -> Program:
     Args:
         mask: one bool per input; only floating inputs may ask for a gradient.
     """
-    _check_writes(program)
+    program = _as_function(program)
     count, primals = _split_inputs(program)
     cotangents = _cotangents(program, None)
-    run, present = _vjp(program, mask, create_graph=False, count=count, cotangents=len(cotangents))
+    run, present = _vjp(program, mask, count, len(cotangents))
     follows: list[bool] = []
 
     def fn(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -178,23 +187,50 @@ def pullback(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> Pro
     Args:
         tags: how the outputs are held, and so their cotangents.
     """
-    _check_writes(program)
+    program = _as_function(program)
     count, primals = _split_inputs(program)
     cotangents = _cotangents(program, tags)
-    run, present = _vjp(program, mask, create_graph=True, count=count, cotangents=len(cotangents))
+    wanted = [i for i, w in enumerate(mask) if w]
+
+    def fn(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        given, rest = inputs[:count], inputs[count:]
+        constants = rest[len(cotangents) :]
+        f, at = _of_some(program, given, wanted, constants)
+        # Not autograd.grad: this function may itself be run again under a transform.
+        _, vjp = torch.func.vjp(f, *at)
+        return list(vjp(tuple(rest[: len(cotangents)])))
+
     return _derive(
         program,
-        lambda inputs: run(inputs)[1],
+        fn,
         [*primals, *cotangents],
-        lambda: _gradient_leaves(program, mask, present),
-        tuple(mask),
+        lambda: _gradient_leaves(program, mask, [True] * len(wanted)),
     )
+
+
+def _of_some(
+    program: Program,
+    given: Sequence[torch.Tensor],
+    wanted: Sequence[int],
+    constants: Sequence[torch.Tensor],
+) -> tuple[Callable[..., tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
+    """The floating outputs as a function of some inputs, and the point."""
+    f = _callable(program)
+    floats = [i for i, spec in enumerate(_out_specs(program)) if _is_float(spec)]
+
+    def moved(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        whole = list(given)
+        for i, value in zip(wanted, some, strict=True):
+            whole[i] = value
+        outputs = f([*whole, *constants])
+        return tuple(outputs[i] for i in floats)
+
+    return moved, tuple(given[i] for i in wanted)
 
 
 def pushforward(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> Program:
     """The tangents of the floating outputs, of primals and the tangents of the mask's inputs."""
-    _check_writes(program)
-    f = _callable(program)
+    program = _as_function(program)
     count, primals = _split_inputs(program)
     wanted = [i for i, w in enumerate(mask) if w]
     floats = [i for i, spec in enumerate(_out_specs(program)) if _is_float(spec)]
@@ -210,14 +246,7 @@ def pushforward(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> 
         given, rest = inputs[:count], inputs[count:]
         constants = rest[len(wanted) :]
 
-        def moved(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            whole = list(given)
-            for i, value in zip(wanted, some, strict=True):
-                whole[i] = value
-            outputs = f([*whole, *constants])
-            return tuple(outputs[i] for i in floats)
-
-        at = tuple(given[i] for i in wanted)
+        moved, at = _of_some(program, given, wanted, constants)
         return list(torch.func.jvp(moved, at, tuple(rest[: len(wanted)]))[1])
 
     return _derive(

@@ -24,12 +24,10 @@ Tensors = Sequence[torch.Tensor]
 
 def call(flat: Flat, parts: Tensors) -> tuple[list[torch.Tensor], tuple[Leaf, ...]]:
     """Run a Flat on its input parts under whatever is live; the output parts and their leaves."""
+    if not _fast():
+        return _call_again(flat, parts)
     if internals.has_transforms():
-        if internals.level_kinds() == [internals.GRAD]:
-            return _call_level(flat, parts)
-        return _call_again(flat, parts)
-    if internals.forward_ad_active():
-        return _call_again(flat, parts)
+        return _call_level(flat, parts)
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
         return _call_plain(flat, parts)
     return flat.run(parts), flat.program.outputs
@@ -58,6 +56,13 @@ def _call_level(flat: Flat, parts: Tensors) -> tuple[list[torch.Tensor], tuple[L
 
 def _call_again(flat: Flat, parts: Tensors) -> tuple[list[torch.Tensor], tuple[Leaf, ...]]:
     return list(_Again.apply(flat, *parts)), flat.program.outputs
+
+
+def _fast() -> bool:
+    """Whether the halves may be used: no level but at most one Grad level."""
+    if internals.has_transforms():
+        return internals.level_kinds() == [internals.GRAD]
+    return not internals.forward_ad_active()
 
 
 def _distinct(outputs: Tensors, inputs: Tensors) -> list[torch.Tensor]:
@@ -121,6 +126,9 @@ def _backward(ctx: Any, saved: Tensors, grads: Sequence[Any]) -> list[Any]:
     primals, residuals = saved[: ctx.count], saved[ctx.count :]
     if not any(position is not None for position in halves.gradients):
         return [None] * ctx.count
+    if not _fast():  # jacrev: vmap over the backward
+        tags = tuple(leaf.tag for leaf in halves.outputs)
+        return _pulled(ctx.flat, ctx.mask, tags, primals, cotangents)
     found = _Backward.apply(
         ctx.flat, ctx.mask, halves, len(cotangents), *primals, *cotangents, *residuals
     )
@@ -176,11 +184,11 @@ def _pulled(
     pull = flat.pullback(mask, tags)
     if not pull.base.outputs:
         return [None] * len(primals)
-    parts, leaves = call(pull, [*primals, *cotangents])
+    parts, _ = call(pull, [*primals, *cotangents])
     found: list[Any] = [None] * len(primals)
     starts = [sum(flat.widths[:i]) for i in range(len(flat.widths))]
     position = 0
-    for leaf in leaves:
+    for leaf in pull.base.outputs:
         assert leaf.of is not None
         for k in range(flat.widths[leaf.of]):
             found[starts[leaf.of] + k] = parts[position]

@@ -67,8 +67,8 @@ class Leaf:
     Attributes:
         path: where the user knows it from: ``args[0]['w1']``, ``out[1]``, ``closure 'h'``.
         tag: a Placement; None for one plain tensor; FREE (outputs only) for "rewrites choose".
-        role: inputs are ``primal | cotangent | tangent | closure | constant | residual``, outputs are
-            ``output | gradient | tangent | residual``.
+        role: inputs are ``primal | cotangent | tangent | closure | constant | residual``,
+            outputs are ``output | gradient | tangent | residual``.
         of: the output a cotangent belongs to, the input a gradient belongs to. A rewrite must
             give a cotangent the tag of its output and a gradient the tag of its input.
         hint: what a transform's ``annotate`` left here for its rewrite, keyed by the transform.
@@ -156,7 +156,8 @@ class Program:
     @property
     def results(self) -> tuple[Any, ...]:
         """What the output node returns, one per output."""
-        return tuple(self.graph.output_node().args[0])
+        values: Any = self.graph.output_node().args[0]
+        return tuple(values)
 
     @property
     def calls(self) -> list[fx.Node]:

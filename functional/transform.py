@@ -153,7 +153,7 @@ def _under(path: str, starts: Sequence[str]) -> bool:
 
 def _retraced(name: str, history: list[tuple[Any, list[str]]]) -> str:
     """Which leaf took the most values over the last traces."""
-    last_key, paths = history[-1]
+    _, paths = history[-1]
     alike = [key for key, known in history if known == paths]
     changes = []
     for i, path in enumerate(paths):
