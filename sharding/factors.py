@@ -171,14 +171,16 @@ def instantiate(text: str, ins: Shapes, outs: Shapes) -> Rule:
 
 
 def _instantiate(text: _Text, ins: Shapes, outs: Shapes) -> Rule:
-    if len(text.ins) != len(ins) or len(text.outs) != len(outs):
+    # One operand without dims is spelled as nothing, just as none is.
+    left, right = text.ins or ((),) * min(len(ins), 1), text.outs or ((),) * min(len(outs), 1)
+    if len(left) != len(ins) or len(right) != len(outs):
         raise RuleError(
-            f"is for {len(text.ins)} operands and {len(text.outs)} results, "
+            f"is for {len(left)} operands and {len(right)} results, "
             f"got {len(ins)} and {len(outs)}"
         )
     build = _Builder()
-    raw_outs = [build.operand(d, s) for d, s in zip(text.outs, outs, strict=True)]
-    raw_ins = [build.operand(d, s) for d, s in zip(text.ins, ins, strict=True)]
+    raw_outs = [build.operand(d, s) for d, s in zip(right, outs, strict=True)]
+    raw_ins = [build.operand(d, s) for d, s in zip(left, ins, strict=True)]
     done_ins = tuple(build.close(o) for o in raw_ins)
     done_outs = tuple(build.close(o) for o in raw_outs)
     return _with_clauses(text, build, done_ins, done_outs)

@@ -42,13 +42,14 @@ class Given:
     Attributes:
         inputs: the layout and rank of each placeholder; of a cotangent, the index of its output.
         outputs: the layout each output must have; None leaves it open.
-        like: for an open output, the input layout it should take if it is an update of that input.
         pins: the layouts that constraints give their nodes.
+        ranks: of the shards that pins make.
     """
 
     inputs: dict[fx.Node, tuple[Layout, int] | int]
     outputs: tuple[Layout | None, ...]
     pins: dict[fx.Node, Layout] = field(default_factory=dict)
+    ranks: dict[fx.Node, int] = field(default_factory=dict)
 
 
 @dataclass
@@ -269,7 +270,7 @@ class _Sweep:
         layout = self.given.pins[node]
         (source,) = node.all_input_nodes
         self._take(source, layout, node)
-        self._settle(node, layout, dict.fromkeys(layout.split_axes, CONSTRAINT))
+        self._settle(node, layout, dict.fromkeys(layout.split_axes, self.given.ranks.get(node, CONSTRAINT)))
 
     def _choose(self, node: fx.Node) -> None:
         call = Call.of(node)

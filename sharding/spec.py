@@ -74,6 +74,15 @@ class P:
     def is_replicated(self) -> bool:
         return not self.axes
 
+    def led(self, dims: int) -> P:
+        """The spec of the same value with unsplit dims added in front."""
+        if not dims:
+            return self
+        if self.named is None:
+            return P(*[None] * dims, *self.entries, weak=self.weak)
+        lead = " ".join(f"lead{i}" for i in range(dims))
+        return P.factors(f"{lead} {self.named[0]}", weak=self.weak, **dict(self.named[1]))
+
     def _key(self) -> tuple[Any, ...]:
         return self.entries, self.named, self.weak
 

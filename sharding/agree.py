@@ -1,0 +1,135 @@
+"""Agreement: before a new plan runs, all ranks check that they planned the same thing.
+
+Ranks that planned differently would issue different collectives and hang. Each writes a digest of its
+plan, and checksums of the values it holds in common with others, to the process group's store, and reads
+the others' with a timeout; so a rank that alone retraced is a message, not a hang.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchard.functional.program import Program
+from torchard.sharding.mesh import Mesh
+
+__all__ = ["PlanMismatch", "ReplicaMismatch", "agreement"]
+
+
+class PlanMismatch(RuntimeError):
+    """Ranks planned different programs, or one planned while others did not."""
+
+
+class ReplicaMismatch(ValueError):
+    """Ranks passed different values for one replicated tensor."""
+
+
+_turns = itertools.count()
+
+
+def agreement(
+    mesh: Mesh, program: Program, check_replicated: bool
+) -> Callable[[Sequence[torch.Tensor]], None]:
+    """A check that all ranks run once, together, with the parts of the first call."""
+
+    def check(parts: Sequence[torch.Tensor]) -> None:
+        if mesh.size > 1:
+            _exchange(mesh, program, _common_values(program, parts) if check_replicated else {})
+
+    return check
+
+
+def _exchange(mesh: Mesh, program: Program, sums: dict[str, str]) -> None:
+    store, turn = _store(), next(_turns)
+    rank = dist.get_rank()
+    mine = {"plan": plan_digest(program), "name": program.name, "inputs": _signature(program)}
+    store.set(f"torchard/{turn}/{rank}", json.dumps({**mine, "sums": sums}))
+    others = [r for r in range(mesh.size) if r != rank]
+    for other in others:
+        theirs = json.loads(_read(store, turn, other, mesh, program))
+        _compare(program, rank, mine, other, theirs, sums)
+
+
+def _compare(
+    program: Program,
+    rank: int,
+    mine: dict[str, Any],
+    other: int,
+    theirs: dict[str, Any],
+    sums: dict[str, str],
+) -> None:
+    if mine["plan"] != theirs["plan"]:
+        raise PlanMismatch(
+            f"rank {rank} planned {mine['name']}({mine['inputs']}), rank {other} planned "
+            f"{theirs['name']}({theirs['inputs']}): the programs differ, and so would their "
+            "collectives. Every rank must call the same function with arguments of the same shapes, "
+            "dtypes, specs and static values."
+        )
+    for path, value in sums.items():
+        if theirs["sums"].get(path, value) != value:
+            raise ReplicaMismatch(
+                f"{path} of {program.name} is one value for all ranks, but rank {rank} and rank "
+                f"{other} passed different ones. Make it from the same key or seed on every rank, "
+                "pass rank-local data with MeshTensor.from_local, or, to skip the check, "
+                "shard(..., check_replicated=False)."
+            )
+
+
+def _read(store: Any, turn: int, other: int, mesh: Mesh, program: Program) -> str:
+    key = f"torchard/{turn}/{other}"
+    try:
+        store.wait([key], datetime.timedelta(seconds=mesh.timeout))
+        return bytes(store.get(key)).decode()
+    except (RuntimeError, dist.DistError) as error:
+        raise PlanMismatch(
+            f"rank {dist.get_rank()} planned {program.name}({_signature(program)}) and waited "
+            f"{mesh.timeout:g} s for rank {other} to plan it too. Either that rank died, or its "
+            "arguments differ (shapes, dtypes, static values), so that it had nothing new to plan."
+        ) from error
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()  # there is no public way to the store
+
+
+def plan_digest(program: Program) -> str:
+    """A digest of everything that decides what the ranks do together."""
+    digest = hashlib.sha256()
+    for node in program.graph.nodes:
+        step = node.meta.get("step")
+        val = node.meta.get("val")
+        shape = [tuple(v.shape) for v in (val if isinstance(val, (tuple, list)) else [val]) if hasattr(v, "shape")]
+        line = (node.op, str(node.target), str(node.args), str(node.meta.get("layout")), shape)
+        digest.update(repr((line, None if step is None else (step.kind, step.axes))).encode())
+    return digest.hexdigest()
+
+
+def _signature(program: Program) -> str:
+    vals = [n.meta["val"] for n in program.placeholders]
+    texts = [
+        f"{leaf.path}: {str(v.dtype).removeprefix('torch.')}{list(v.shape)}"
+        for leaf, v in zip(program.inputs, vals, strict=True)
+    ]
+    return ", ".join(texts[:6]) + (", …" if len(texts) > 6 else "")
+
+
+def _common_values(program: Program, parts: Sequence[torch.Tensor]) -> dict[str, str]:
+    """Checksums of the plain inputs, which are one value everywhere."""
+    sums = {}
+    for leaf, part in zip(program.inputs, parts, strict=True):
+        if leaf.tag is None and leaf.role == "primal":
+            sums[leaf.path] = checksum(part)
+    return sums
+
+
+def checksum(value: torch.Tensor) -> str:
+    """A digest of a tensor's bytes."""
+    data = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data.tobytes(), digest_size=12).hexdigest()

@@ -1,0 +1,249 @@
+"""Decompose on demand: an operation whose whole dim is split comes apart into pieces that reduce.
+
+Only statistics then cross the network instead of data. torch's own decompositions are used where their
+pieces have rules; what bottoms out elsewhere (``prims.var``) has one here. A decomposition is taken only
+if it returns what the operation returns, in shape and dtype.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.record import Spec, record
+from torchard.sharding.rules import Call
+from torchard.sharding.rules.reduce import reduced_dims
+
+__all__ = ["DECOMPOSITIONS", "decompose", "register_decomposition"]
+
+aten = torch.ops.aten
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
+
+
+def register_decomposition(*targets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Say how an operation comes apart where a dim its rule calls whole is split."""
+
+    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        for target in targets:
+            DECOMPOSITIONS[target] = fn
+        return fn
+
+    return register
+
+
+def _numel(x: torch.Tensor, dims: Sequence[int]) -> int:
+    return math.prod(x.shape[d] for d in dims)
+
+
+@register_decomposition(aten.mean.dim, aten.mean.default)
+def _mean(
+    x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    dims = reduced_dims(dim, x.ndim)
+    return torch.sum(x, dims, keepdim, dtype=dtype) / _numel(x, dims)
+
+
+def _moments(
+    x: torch.Tensor, dim: Any, correction: Any, keepdim: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Variance and mean in two passes, as torch's: exact where the mean is large."""
+    dims = reduced_dims(dim, x.ndim)
+    n = _numel(x, dims)
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    mean = torch.sum(wide, dims, True) / n
+    freedom = max(n - (1 if correction is None else correction), 0)
+    square = torch.sum((wide - mean) ** 2, dims, keepdim)
+    var = square / freedom if freedom else square * math.nan
+    if not keepdim:
+        mean = mean.reshape(var.shape)
+    return var.to(x.dtype), mean.to(x.dtype)
+
+
+@register_decomposition(aten.var_mean.correction)
+def _var_mean(
+    x: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _moments(x, dim, correction, keepdim)
+
+
+@register_decomposition(aten.var.correction)
+def _var(
+    x: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> torch.Tensor:
+    return _moments(x, dim, correction, keepdim)[0]
+
+
+@register_decomposition(aten.std.correction)
+def _std(
+    x: torch.Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False
+) -> torch.Tensor:
+    return _moments(x, dim, correction, keepdim)[0].sqrt()
+
+
+@register_decomposition(aten.addmm.default)
+def _addmm(
+    bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> torch.Tensor:
+    product = torch.mm(a, b)
+    product = product if alpha == 1 else product * alpha
+    return product + (bias if beta == 1 else bias * beta)
+
+
+@register_decomposition(aten.baddbmm.default)
+def _baddbmm(
+    bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
+) -> torch.Tensor:
+    product = torch.bmm(a, b)
+    product = product if alpha == 1 else product * alpha
+    return product + (bias if beta == 1 else bias * beta)
+
+
+@register_decomposition(aten._softmax.default)
+def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    powers = torch.exp(wide - torch.amax(wide, dim, True))
+    out = powers / torch.sum(powers, dim, True)
+    return out if half_to_float else out.to(x.dtype)
+
+
+@register_decomposition(aten._log_softmax.default)
+def _log_softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    shifted = wide - torch.amax(wide, dim, True)
+    out = shifted - torch.log(torch.sum(torch.exp(shifted), dim, True))
+    return out if half_to_float else out.to(x.dtype)
+
+
+@register_decomposition(aten._softmax_backward_data.default)
+def _softmax_backward(
+    grad: torch.Tensor, out: torch.Tensor, dim: int, input_dtype: torch.dtype
+) -> torch.Tensor:
+    product = grad * out
+    return (product - out * torch.sum(product, dim, True)).to(input_dtype)
+
+
+@register_decomposition(aten._log_softmax_backward_data.default)
+def _log_softmax_backward(
+    grad: torch.Tensor, out: torch.Tensor, dim: int, input_dtype: torch.dtype
+) -> torch.Tensor:
+    return (grad - torch.exp(out) * torch.sum(grad, dim, True)).to(input_dtype)
+
+
+@register_decomposition(aten.logsumexp.default)
+def _logsumexp(x: torch.Tensor, dim: Any, keepdim: bool = False) -> torch.Tensor:
+    top = torch.amax(x, dim, True)
+    top = torch.where(torch.isinf(top), 0.0, top)
+    summed = torch.log(torch.sum(torch.exp(x - top), dim, keepdim))
+    return summed + top.reshape(summed.shape)
+
+
+@register_decomposition(aten.native_layer_norm.default)
+def _layer_norm(
+    x: torch.Tensor,
+    shape: Sequence[int],
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    dims = list(range(x.ndim - len(shape), x.ndim))
+    var, mean = _moments(wide, dims, 0, True)
+    scale = torch.rsqrt(var + eps)
+    out = (wide - mean) * scale
+    out = out if weight is None else out * weight
+    out = out if bias is None else out + bias
+    return out.to(x.dtype), mean, scale
+
+
+def _torch_decomposition(target: Any) -> Callable[..., Any] | None:
+    """torch's own table, for what this file leaves out."""
+    found: Any = torch._decomp.decomposition_table.get(target)
+    return found  # type: ignore[no-any-return]
+
+
+def decompose(graph: fx.Graph, node: fx.Node) -> bool:
+    """Replace a node by its pieces. False, the graph untouched, if it does not come apart."""
+    rule = DECOMPOSITIONS.get(node.target) or _torch_decomposition(node.target)
+    if rule is None:
+        return False
+    operands = Call.of(node).operands
+    traced = _trace(rule, node, operands)
+    if traced is None:
+        return False
+    with graph.inserting_before(node):
+        pieces = _inline(graph, traced, operands, node)
+    _replace(graph, node, pieces)
+    return True
+
+
+def _trace(
+    rule: Callable[..., Any], node: fx.Node, operands: tuple[fx.Node, ...]
+) -> fx.Graph | None:
+    def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        given = iter(inputs)
+
+        def swap(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return next(given)
+            if isinstance(value, (tuple, list)):
+                return [swap(v) for v in value]
+            return value
+
+        args = [swap(a) for a in node.args]
+        out = rule(*args, **{k: swap(v) for k, v in node.kwargs.items()})
+        return list(out) if isinstance(out, (tuple, list)) else [out]
+
+    specs = [Spec.of(o.meta["val"]) for o in operands]
+    found = record(run, specs)
+    if found.closures or not _same_results(found.graph, node) or _is_itself(found.graph, node):
+        return None
+    return found.graph
+
+
+def _same_results(graph: fx.Graph, node: fx.Node) -> bool:
+    want = node.meta["val"]
+    want = list(want) if isinstance(want, (tuple, list)) else [want]
+    have = [n.meta["val"] for n in graph.output_node().args[0]]  # type: ignore[union-attr]
+    return len(want) == len(have) and all(
+        isinstance(w, torch.Tensor) and w.shape == h.shape and w.dtype == h.dtype
+        for w, h in zip(want, have, strict=True)
+    )
+
+
+def _is_itself(graph: fx.Graph, node: fx.Node) -> bool:
+    return any(n.target is node.target for n in graph.nodes)
+
+
+_KEPT = ("source", "scope", "phase", "recompute", "name")
+
+
+def _inline(
+    graph: fx.Graph, traced: fx.Graph, operands: tuple[fx.Node, ...], node: fx.Node
+) -> list[fx.Node]:
+    env: dict[fx.Node, fx.Node] = {}
+    inputs = [n for n in traced.nodes if n.op == "placeholder"]
+    env.update(zip(inputs, operands, strict=True))
+    tags = {k: node.meta[k] for k in _KEPT if k in node.meta}
+    for inner in traced.nodes:
+        if inner.op == "call_function":
+            env[inner] = graph.node_copy(inner, env.__getitem__)
+            env[inner].meta = {"val": inner.meta["val"], **tags}
+    return [env[n] for n in traced.output_node().args[0]]  # type: ignore[union-attr,index]
+
+
+def _replace(graph: fx.Graph, node: fx.Node, pieces: list[fx.Node]) -> None:
+    if isinstance(node.meta["val"], (tuple, list)):
+        for user in list(node.users):
+            position = user.args[1]
+            assert isinstance(position, int)
+            user.replace_all_uses_with(pieces[position])
+            graph.erase_node(user)
+    else:
+        node.replace_all_uses_with(pieces[0])
+    graph.erase_node(node)
+
+

@@ -1,0 +1,259 @@
+"""Values that live on a mesh: what holds them, how they get there and back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchard.functional import tree
+from torchard.functional.program import Rewrite
+from torchard.sharding.layout import Dim, Layout, Sub
+from torchard.sharding.mesh import Mesh
+from torchard.sharding.spec import P, layout_of, spec_of
+
+__all__ = ["DonatedError", "Held", "MeshTensor", "PlacementError"]
+
+
+class PlacementError(ValueError):
+    """A placed value used in a way its placement does not allow."""
+
+
+class DonatedError(RuntimeError):
+    """A value used after a call that was given its memory."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """How a global value is held: on which mesh, split how.
+
+    ``lead`` counts leading dims that were added by vmap and whose size is not known here.
+    """
+
+    mesh: Mesh
+    dims: tuple[Dim, ...]
+    pending: tuple[tuple[str, str], ...] = ()
+    lead: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.mesh, self.dims, self.pending, self.lead)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined,no-any-return]
+
+    @staticmethod
+    def of(mesh: Mesh, layout: Layout) -> Held:
+        """The placement of a value with this layout."""
+        return Held(mesh, layout.dims, layout.pending)
+
+    @functools.cached_property
+    def _axes(self) -> tuple[str, ...]:
+        split = {a for dim in self.dims for sub in dim for a in sub.axes}
+        return tuple(sorted(split | {a for a, _ in self.pending}))
+
+    @functools.cached_property
+    def width(self) -> int:
+        """One shard on a process group; on a virtual mesh every distinct one."""
+        if not self.mesh.virtual:
+            return 1
+        n = 1
+        for axis in self._axes:
+            n *= self.mesh.shape[axis]
+        return n
+
+    def batched(self) -> Held:
+        """With a new unsplit leading dim."""
+        return Held(self.mesh, self.dims, self.pending, self.lead + 1)
+
+    def layout(self, shape: Sequence[int]) -> Layout:
+        """The layout of a value of this (global) shape."""
+        lead = tuple((Sub(n),) for n in shape[: self.lead])
+        return Layout((*lead, *self.dims), self.pending)
+
+    @functools.cached_property
+    def places(self) -> list[dict[str, int]]:
+        """The coordinates of this process's parts, in order."""
+        if self.mesh.coords is not None:
+            return [self.mesh.coords]
+        seen: dict[tuple[int, ...], dict[str, int]] = {}
+        for at in self.mesh.all_coords():
+            seen.setdefault(tuple(at[a] for a in self._axes), at)
+        return list(seen.values())
+
+    @functools.cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of each part, without leading dims that vmap added."""
+        bare = Layout(self.dims, self.pending)
+        return tuple(bare.local_shape(at, self.mesh.shape) for at in self.places)
+
+    def wrap(self, parts: Sequence[torch.Tensor]) -> MeshTensor:
+        """The MeshTensor of these parts."""
+        return MeshTensor(self, parts)
+
+    def rewrite(self) -> Rewrite:
+        """A program with such a value is sharded on its mesh."""
+        from torchard.sharding.shard import Shard  # noqa: PLC0415  the transform builds on this file
+
+        return Shard(self.mesh)
+
+
+class MeshTensor:
+    """One global value, held as shards over a mesh.
+
+    A pytree node around this process's *distinct* shards: one under process groups, every distinct
+    one on a virtual mesh, copies never; so leafwise gradients and norms count a value once. It does
+    no arithmetic of its own: hand it to a transform.
+
+    Attributes:
+        mesh: the mesh.
+        parts: the shards, in the order of their coordinates.
+    """
+
+    __slots__ = ("_dead", "_facts", "_held", "parts")
+
+    def __init__(self, held: Held, parts: Sequence[torch.Tensor]) -> None:
+        self._held = held
+        self.parts = tuple(parts)
+        self._facts: Any = None
+        self._dead = False
+
+    @classmethod
+    def from_local(cls, part: torch.Tensor, mesh: Mesh, spec: P, *, shape: Sequence[int]) -> MeshTensor:
+        """This rank's shard of a value of global ``shape``, as data loaded rank by rank.
+
+        Raises:
+            PlacementError: the mesh is virtual (use ``from_shards``), or the shard's shape is not
+                what the spec gives this rank.
+        """
+        if mesh.virtual:
+            raise PlacementError(
+                f"from_local takes one rank's shard, but {mesh} has all ranks in this process; "
+                "use MeshTensor.from_shards with one tensor for each distinct shard."
+            )
+        return cls.from_shards([part], mesh, spec, shape=shape)
+
+    @classmethod
+    def from_shards(
+        cls, parts: Sequence[torch.Tensor], mesh: Mesh, spec: P, *, shape: Sequence[int]
+    ) -> MeshTensor:
+        """A value from this process's distinct shards, in the order of their coordinates."""
+        held = Held.of(mesh, layout_of(spec, shape, mesh))
+        if len(parts) != held.width:
+            raise PlacementError(
+                f"a value with spec {spec} on {mesh} has {held.width} distinct shards in this "
+                f"process; {len(parts)} were given."
+            )
+        for i, (part, want) in enumerate(zip(parts, held.shapes, strict=True)):
+            if tuple(part.shape) != want:
+                raise PlacementError(
+                    f"shard {i} has shape {list(part.shape)}, but spec {spec} of a value of shape "
+                    f"{list(shape)} on {mesh} gives it {list(want)} (uneven dims split as "
+                    "torch.chunk does)."
+                )
+        return cls(held, parts)
+
+    # -- what it is -------------------------------------------------------------------------------
+
+    def _read(self) -> tuple[torch.Size, torch.dtype, torch.device, Held, tuple[torch.Tensor, ...]]:
+        """Shape, dtype, device, placement and parts; vmap may have added a leading dim."""
+        if self._dead:
+            raise DonatedError(
+                f"this MeshTensor (spec {spec_of(Layout(self._held.dims))}) was donated to a jitted "
+                "function, which reused its memory; use the value that the call returned."
+            )
+        if self._facts is None:
+            self._facts = self._check()
+        return self._facts  # type: ignore[no-any-return]
+
+    def _check(self) -> tuple[torch.Size, torch.dtype, torch.device, Held, tuple[torch.Tensor, ...]]:
+        held, first = self._held, self.parts[0]
+        extra = first.ndim - len(held.dims) - held.lead
+        if extra < 0 or any(
+            tuple(p.shape)[p.ndim - len(held.dims) :] != shape
+            for p, shape in zip(self.parts, held.shapes, strict=True)
+        ):
+            raise PlacementError(
+                f"a MeshTensor on {held.mesh} with spec {spec_of(Layout(held.dims))} holds shards "
+                f"of shape {[list(p.shape) for p in self.parts]} where {[list(s) for s in held.shapes]} "
+                "belong. vmap cannot map over a MeshTensor directly: write shard(vmap(f)), which "
+                "maps over the global value, or pass it with in_dims=None."
+            )
+        for _ in range(extra):
+            held = held.batched()
+        lead = first.shape[: held.lead]
+        shape = torch.Size((*lead, *Layout(held.dims).shape))
+        return shape, first.dtype, first.device, held, self.parts
+
+    def __torchard_placed__(self) -> Any:
+        return self._read()
+
+    def __torchard_donate__(self) -> None:
+        self._dead = True
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._held.mesh
+
+    @property
+    def shape(self) -> torch.Size:
+        """The global shape."""
+        return self._read()[0]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.parts[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.parts[0].device
+
+    @property
+    def spec(self) -> P:
+        """The spec, axes of size one left out."""
+        return spec_of(self.layout)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout, with sizes."""
+        shape, _, _, held, _ = self._read()
+        return held.layout(shape)
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's shard (on a virtual mesh, use ``parts``)."""
+        if self.mesh.virtual:
+            raise PlacementError(f"{self.mesh} has all ranks in this process; use .parts")
+        return self.parts[0]
+
+    def full(self) -> torch.Tensor:
+        """The whole value, gathered, as a plain tensor on every rank."""
+        from torchard.sharding.redistribute import full  # noqa: PLC0415  it builds on this file
+
+        return full(self)
+
+    def __repr__(self) -> str:
+        if self._dead:
+            return f"MeshTensor(donated, {self.mesh})"
+        return f"MeshTensor({list(self.shape)}, {self.dtype}, {self.spec}, {self.mesh})"
+
+    def __bool__(self) -> bool:
+        raise PlacementError("a MeshTensor has no truth value; call .full() first")
+
+
+def _flatten(value: MeshTensor) -> tuple[tuple[torch.Tensor, ...], Held]:
+    return value.parts, value._held
+
+
+def _unflatten(held: Held, parts: Sequence[torch.Tensor]) -> MeshTensor:
+    return MeshTensor(held, parts)
+
+
+tree.register(MeshTensor, _flatten, _unflatten)
+

@@ -1,0 +1,82 @@
+"""The plan of one program: propagate, decompose where that pays, propagate again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from torchard.sharding.decompose import decompose
+from torchard.sharding.mesh import Mesh
+from torchard.sharding.options import factor_axes
+from torchard.sharding.propagate import Decision, Given, propagate
+from torchard.sharding.rules import Call, rule_of
+
+__all__ = ["Plan", "choose"]
+
+_ROUNDS = 4
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A global graph and where everything in it lives."""
+
+    graph: fx.Graph
+    given: Given
+    decision: Decision
+
+
+def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
+    """The best plan found: operations whose whole dims are split come apart if that is cheaper."""
+    plan = Plan(graph, given, propagate(graph, given, mesh.sizes))
+    for _ in range(_ROUNDS):
+        torn = _torn(plan, mesh)
+        if not torn:
+            break
+        tried = _taken_apart(plan, torn, mesh)
+        if tried is None or tried.decision.total >= plan.decision.total:
+            break
+        plan = tried
+    return plan
+
+
+def _torn(plan: Plan, mesh: Mesh) -> list[fx.Node]:
+    """Operations that must gather an operand because a dim they need whole is split."""
+    found = []
+    for node, option in plan.decision.option.items():
+        rule = rule_of(Call.of(node))
+        if rule.gathered or not rule.whole:
+            continue
+        for operand, dims in zip(Call.of(node).operands, rule.ins, strict=True):
+            home = plan.decision.home[operand]
+            split = factor_axes(rule, dims, home, mesh.sizes)
+            if any(f in rule.whole for f in split):
+                found.append(node)
+                break
+        del option
+    return found
+
+
+def _taken_apart(plan: Plan, torn: list[fx.Node], mesh: Mesh) -> Plan | None:
+    """The plan with these operations decomposed, on a copy of the graph."""
+    graph, env = copy_graph(plan.graph)
+    if not any([decompose(graph, env[node]) for node in torn]):
+        return None
+    graph.eliminate_dead_code()
+    given = replace(
+        plan.given,
+        inputs={env[n]: v for n, v in plan.given.inputs.items()},
+        pins={env[n]: v for n, v in plan.given.pins.items()},
+        ranks={env[n]: v for n, v in plan.given.ranks.items()},
+    )
+    return Plan(graph, given, propagate(graph, given, mesh.sizes))
+
+
+def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy, and where each node went."""
+    new = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        env[node] = new.node_copy(node, env.__getitem__)
+        env[node].meta = {k: v for k, v in node.meta.items() if k not in ("_call", "_rule")}
+    return new, env

@@ -1,0 +1,93 @@
+"""Runtimes: what runs an SPMD program, on this process's ranks.
+
+A program names mesh axes, never process groups. ``Simulated`` lowers all coordinates of a virtual mesh
+into one graph; ``Distributed`` lowers this rank's own over the mesh's process groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.codegen import compiled
+from torchard.functional.program import Bound, Placement, Program
+from torchard.sharding.agree import agreement
+from torchard.sharding.lower import Lowering
+from torchard.sharding.mesh import Mesh
+from torchard.sharding.place import Held
+from torchard.sharding.transport import Lockstep, Wire
+
+__all__ = ["Distributed", "Simulated", "runtime_of"]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Every rank of a virtual mesh, in lockstep, in this process."""
+
+    mesh: Mesh
+
+    def graph(self, program: Program) -> fx.GraphModule:
+        """What runs: from all parts of all inputs to all parts of all outputs."""
+        return _module(Lowering(program.graph, self.mesh, self.mesh.all_coords(), Lockstep()))
+
+    def bind(self, program: Program) -> Bound:
+        return compiled(self.graph(program).graph)
+
+    def residual_tag(self, node: fx.Node) -> Placement:
+        """How a value of the program is held between its halves."""
+        return Held.of(self.mesh, node.meta["layout"])
+
+    def guard(self, program: Program, bound: Bound) -> Bound:
+        """What must be agreed on before the first call: nothing, there is but one process."""
+        return bound
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """This process's rank of a mesh over process groups."""
+
+    mesh: Mesh
+    check_replicated: bool = True
+
+    def graph(self, program: Program) -> fx.GraphModule:
+        """What this rank runs."""
+        assert self.mesh.coords is not None
+        return _module(Lowering(program.graph, self.mesh, [self.mesh.coords], Wire()))
+
+    def bind(self, program: Program) -> Bound:
+        return self.guard(program, compiled(self.graph(program).graph))
+
+    def residual_tag(self, node: fx.Node) -> Placement:
+        """How a value of the program is held between its halves."""
+        return Held.of(self.mesh, node.meta["layout"])
+
+    def guard(self, program: Program, bound: Bound) -> Bound:
+        """Before the first call all ranks agree on the plan and on what they hold in common."""
+        agree = agreement(self.mesh, program, self.check_replicated)
+        waiting = [agree]
+
+        def run(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            if waiting and not any(_is_traced(p) for p in parts):
+                waiting.pop()(parts)
+            return bound(parts)
+
+        return run
+
+
+def _is_traced(part: torch.Tensor) -> bool:
+    return type(part) is not torch.Tensor and type(part) is not torch.nn.Parameter
+
+
+def _module(lowering: Lowering) -> fx.GraphModule:
+    graph = lowering.run()
+    graph.eliminate_dead_code()
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def runtime_of(mesh: Mesh, check_replicated: bool = True) -> Any:
+    """The runtime of a mesh."""
+    return Simulated(mesh) if mesh.virtual else Distributed(mesh, check_replicated)

@@ -1,0 +1,334 @@
+"""shard: run a function written for whole arrays on a mesh."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.program import FREE, Leaf, Program
+from torchard.functional.transform import Transformed
+from torchard.sharding.constrain import number_of, pinned_spec
+from torchard.sharding.layout import Layout
+from torchard.sharding.mesh import Mesh, MeshError
+from torchard.sharding.partition import partition, unpartition
+from torchard.sharding.place import Held
+from torchard.sharding.plan import choose
+from torchard.sharding.prepare import prepare
+from torchard.sharding.propagate import BATCH, CONSTRAINT, DERIVED, PARAMETER, Given
+from torchard.sharding.runtime import runtime_of
+from torchard.sharding.spec import P, SpecError, layout_of
+from torchard.sharding.spectree import specs_of_arguments, specs_of_results
+from torchard.sharding.updates import updated_inputs
+
+__all__ = ["Shard", "shard"]
+
+
+@dataclass(frozen=True)
+class Hint:
+    """The spec a leaf was given, and the leading dims that vmap has added since."""
+
+    spec: P
+    lead: int = 0
+
+    def batched(self) -> Hint:
+        return replace(self, lead=self.lead + 1)
+
+    def layout(self, shape: Sequence[int], mesh: Mesh, path: str) -> Layout:
+        inner = layout_of(self.spec, shape[self.lead :], mesh, path)
+        for size in reversed(shape[: self.lead]):
+            inner = inner.with_leading(size)
+        return inner
+
+
+def shard(
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    *,
+    constrain_at: Mapping[str, P] | None = None,
+    check_replicated: bool = True,
+) -> Transformed:
+    """``fn``, which is written for whole arrays, run on a mesh.
+
+    Args:
+        fn: a pure function.
+        mesh: where it runs.
+        in_specs: a pytree prefix of the positional arguments (or a mapping by argument name) whose
+            leaves are P; None takes the specs that placed arguments carry.
+        out_specs: a pytree prefix of the result; None leaves specs to propagation.
+        constrain_at: specs for named values, by a pattern over ``scope/name``.
+        check_replicated: compare plain tensors over ranks by checksum when first used.
+
+    Returns:
+        A function that takes plain tensors (one value, the same on every rank) and MeshTensors.
+        Rank-0 results, and those given ``P()``, are plain tensors; others are MeshTensors.
+
+    Raises (when called):
+        SpecError: a spec does not fit its value; names the argument's path.
+        MeshError: a MeshTensor lives on another mesh.
+        ReplicaMismatch, PlanMismatch: ranks disagree.
+
+    Source: GSPMD (Xu et al. 2021), Shardy's factor propagation.
+    """
+    pins = tuple((constrain_at or {}).items())
+    return Transformed(fn, (Shard(mesh, in_specs, out_specs, pins, check_replicated, fn),))
+
+
+class Shard:
+    """The rewrite behind ``shard``: a global program becomes an SPMD program."""
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        in_specs: Any = None,
+        out_specs: Any = None,
+        pins: tuple[tuple[str, P], ...] = (),
+        check_replicated: bool = True,
+        fn: Callable[..., Any] | None = None,
+    ) -> None:
+        self.mesh, self.in_specs, self.out_specs = mesh, in_specs, out_specs
+        self.pins, self.check_replicated, self.fn = pins, check_replicated, fn
+
+    def _key(self) -> tuple[Any, ...]:
+        specs = (self.in_specs, self.out_specs)
+        given = tuple(None if s is None else id(s) for s in specs)
+        return self.mesh, given, self.pins, self.check_replicated
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shard) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        return f"shard({self.mesh})"
+
+    def covers(self, other: Any) -> bool:
+        """Whether what another rewrite asks for is done when this one has run."""
+        if isinstance(other, Shard) and other.mesh != self.mesh:
+            raise MeshError(
+                f"a value or an inner shard is on {other.mesh}, the enclosing shard on {self.mesh}; "
+                "one program runs on one mesh. Use the same mesh, or call them one after the other."
+            )
+        return isinstance(other, Shard)
+
+    # -- before: what the user said, leaf by leaf ----------------------------------------------
+
+    def annotate(self, program: Program) -> Program:
+        """Check the specs against the function's own trees and leave them on the leaves."""
+        for leaf in program.inputs:
+            if isinstance(leaf.tag, Held):
+                _check_mesh(leaf, self.mesh)
+        given = specs_of_arguments(program, self.in_specs, self.fn)
+        wanted = specs_of_results(program, self.out_specs)
+        errors: list[str] = []
+        inputs = tuple(
+            self._hinted(leaf, given.get(leaf.path), node, "in_specs", errors)
+            for leaf, node in zip(program.inputs, program.placeholders, strict=True)
+        )
+        outputs = tuple(
+            self._hinted(leaf, wanted.get(leaf.path), node, "out_specs", errors)
+            for leaf, node in zip(program.outputs, program.results, strict=True)
+        )
+        if errors:
+            raise SpecError("\n".join(errors))
+        return replace(program, inputs=inputs, outputs=outputs)
+
+    def _hinted(
+        self, leaf: Leaf, spec: P | None, node: fx.Node, which: str, errors: list[str]
+    ) -> Leaf:
+        if spec is None:
+            return leaf
+        path = f"{which} gives {leaf.path} a spec: {leaf.path}"
+        try:
+            layout_of(spec, tuple(node.meta["val"].shape), self.mesh, path)
+        except SpecError as error:
+            errors.append(str(error))
+        return replace(leaf, hint=Hint(spec))
+
+    # -- the rewrite ---------------------------------------------------------------------------
+
+    def __call__(self, program: Program) -> Program:
+        """The SPMD program."""
+        graph = unpartition(program.graph)
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        self._pin_inputs(graph, program, placeholders)
+        self._pin_named(graph)
+        prepare(graph)
+        made = choose(graph, self._given(program, graph), self.mesh)
+        new = partition(made.graph, made.given, made.decision, self.mesh.sizes)
+        outputs = self._outputs(program, made.decision.outputs)
+        inputs = tuple(
+            replace(leaf, tag=outputs[leaf.of].tag)
+            if leaf.role == "cotangent" and leaf.of is not None
+            else leaf
+            for leaf in program.inputs
+        )
+        runtime = runtime_of(self.mesh, self.check_replicated)
+        return replace(program, graph=new, inputs=inputs, outputs=outputs, runtime=runtime)
+
+    def inline(self, program: Program) -> Program:
+        """For an outer trace: the same global program, its specs as constraints."""
+        copied = program.copy()
+        graph = copied.graph
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        self._pin_inputs(graph, copied, placeholders)
+        self._pin_outputs(graph, copied)
+        plain = tuple(
+            replace(leaf, tag=None) if leaf.tag is FREE else leaf for leaf in copied.outputs
+        )
+        own = Shard(self.mesh, check_replicated=self.check_replicated)
+        return replace(copied, outputs=plain, asks=(*copied.asks, own))
+
+    def _pin_inputs(
+        self, graph: fx.Graph, program: Program, placeholders: Sequence[fx.Node]
+    ) -> None:
+        last = placeholders[-1] if placeholders else None
+        for leaf, node in zip(program.inputs, placeholders, strict=True):
+            if isinstance(leaf.hint, Hint) and leaf.role in ("primal", "closure", "tangent"):
+                if not node.users or self._layout_of_hint(leaf, node) == _tag_layout(leaf, node):
+                    continue
+                assert last is not None
+                with graph.inserting_after(last):
+                    _pin(graph, node, leaf.hint, leaf.path, soft=True)
+
+    def _pin_outputs(self, graph: fx.Graph, program: Program) -> None:
+        out = graph.output_node()
+        values = list(out.args[0])  # type: ignore[arg-type]
+        for i, leaf in enumerate(program.outputs):
+            if isinstance(leaf.hint, Hint) and isinstance(values[i], fx.Node):
+                with graph.inserting_before(out):
+                    values[i] = _pin(graph, values[i], leaf.hint, leaf.path, soft=False)
+        out.args = (tuple(values),)
+
+    def _pin_named(self, graph: fx.Graph) -> None:
+        for pattern, spec in self.pins:
+            found = [n for n in graph.nodes if "name" in n.meta and _matches(n, pattern)]
+            if not found:
+                names = sorted({_label(n) for n in graph.nodes if "name" in n.meta})
+                raise SpecError(
+                    f"constrain_at[{pattern!r}] matches no named value; there are "
+                    f"{', '.join(names) or 'none: label one with name(x, ...)'}."
+                )
+            for node in found:
+                with graph.inserting_after(node):
+                    _pin(graph, node, Hint(spec), f"constrain_at[{pattern!r}]", soft=False)
+
+    def _layout_of_hint(self, leaf: Leaf, node: fx.Node) -> Layout:
+        hint: Hint = leaf.hint
+        return hint.layout(tuple(node.meta["val"].shape), self.mesh, leaf.path)
+
+    # -- what is given -------------------------------------------------------------------------
+
+    def _given(self, program: Program, graph: fx.Graph) -> Given:
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        updated = updated_inputs(graph)
+        wanted = {leaf.of for leaf in program.outputs if leaf.role == "gradient"}
+        inputs: dict[fx.Node, tuple[Layout, int] | int] = {}
+        for i, (leaf, node) in enumerate(zip(program.inputs, placeholders, strict=True)):
+            if leaf.role == "cotangent" and leaf.of is not None:
+                inputs[node] = leaf.of
+                continue
+            rank = PARAMETER if i in wanted or node in updated.values() else BATCH
+            if isinstance(leaf.hint, Hint) and leaf.hint.spec.weak:
+                rank = DERIVED
+            inputs[node] = (_tag_layout(leaf, node), rank)
+        results = graph.output_node().args[0]
+        outputs = tuple(
+            self._wanted_layout(i, leaf, value, program, placeholders, updated)
+            for i, (leaf, value) in enumerate(zip(program.outputs, results, strict=True))  # type: ignore[arg-type]
+        )
+        pins = {n: _pinned_layout(n, self.mesh) for n in graph.nodes if _is_pin(n)}
+        ranks = {n: _pin_rank(n, inputs) for n in pins}
+        return Given(inputs, outputs, pins, ranks)
+
+    def _wanted_layout(
+        self,
+        i: int,
+        leaf: Leaf,
+        value: Any,
+        program: Program,
+        placeholders: Sequence[fx.Node],
+        updated: Mapping[int, fx.Node],
+    ) -> Layout | None:
+        if not isinstance(value, fx.Node):
+            return Layout.replicated(())
+        shape = tuple(value.meta["val"].shape)
+        if isinstance(leaf.tag, Held):
+            return leaf.tag.layout(shape)
+        if leaf.tag is None or not shape:
+            return Layout.replicated(shape)
+        if isinstance(leaf.hint, Hint):
+            return leaf.hint.layout(shape, self.mesh, leaf.path)
+        source = updated.get(i)
+        if source is not None:
+            layout = _tag_layout(program.inputs[placeholders.index(source)], source)
+            return None if layout.is_replicated else layout
+        return None
+
+    def _outputs(self, program: Program, layouts: Sequence[Layout]) -> tuple[Leaf, ...]:
+        done = []
+        for leaf, layout in zip(program.outputs, layouts, strict=True):
+            if leaf.tag is FREE:
+                replicated = isinstance(leaf.hint, Hint) and leaf.hint.spec.is_replicated
+                plain = not layout.dims or replicated
+                leaf = replace(leaf, tag=None if plain else Held.of(self.mesh, layout))
+            done.append(leaf)
+        return tuple(done)
+
+
+def _check_mesh(leaf: Leaf, mesh: Mesh) -> None:
+    assert isinstance(leaf.tag, Held)
+    if leaf.tag.mesh != mesh:
+        raise MeshError(
+            f"{leaf.path} is on {leaf.tag.mesh}, but the enclosing shard runs on {mesh}. Place it on "
+            "that mesh (place(x.full(), mesh, spec)), or shard the function on its own."
+        )
+
+
+def _tag_layout(leaf: Leaf, node: fx.Node) -> Layout:
+    shape = tuple(node.meta["val"].shape)
+    return leaf.tag.layout(shape) if isinstance(leaf.tag, Held) else Layout.replicated(shape)
+
+
+def _pin(graph: fx.Graph, node: fx.Node, hint: Hint, path: str, soft: bool) -> fx.Node:
+    """A constraint on a node, which its users then see in its place. Soft: it is an input's own."""
+    number = number_of(hint.spec.led(hint.lead))
+    made = graph.call_function(torch.ops.torchard.constrain.default, (node, number))
+    made.meta = {k: v for k, v in node.meta.items() if k in ("val", "source", "scope", "phase")}
+    made.meta["soft"] = soft
+    made.meta.setdefault("source", path)
+    node.replace_all_uses_with(made, lambda user: user is not made and user.op != "output")
+    return made
+
+
+def _is_pin(node: fx.Node) -> bool:
+    return pinned_spec(node) is not None
+
+
+def _pin_rank(node: fx.Node, inputs: Mapping[fx.Node, tuple[Layout, int] | int]) -> int:
+    """An input's own spec ranks as the input does."""
+    given = inputs.get(node.all_input_nodes[0])
+    return given[1] if node.meta.get("soft") and isinstance(given, tuple) else CONSTRAINT
+
+
+def _pinned_layout(node: fx.Node, mesh: Mesh) -> Layout:
+    spec = pinned_spec(node)
+    assert spec is not None
+    where = f"constrain at {node.meta.get('source') or 'an unknown line'}: the value"
+    return layout_of(spec, tuple(node.meta["val"].shape), mesh, where)
+
+
+def _label(node: fx.Node) -> str:
+    scope = node.meta.get("scope")
+    return f"{scope}/{node.meta['name']}" if scope else str(node.meta["name"])
+
+
+def _matches(node: fx.Node, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(_label(node), pattern) or node.meta["name"] == pattern
