@@ -6,7 +6,46 @@ three folders behind it are `torchard.functional`, `torchard.sharding` and `torc
 """
 
 from torchard.functional import nn, optim, random
+from torchard.functional.trace import name, scope, trace
+from torchard.sharding import (
+    DonatedError,
+    Mesh,
+    MeshError,
+    MeshTensor,
+    P,
+    PlacementError,
+    PlanMismatch,
+    ReplicaMismatch,
+    SpecError,
+    constrain,
+    place,
+    redistribute,
+    register_rule,
+    shard,
+)
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "nn", "optim", "random"]
+__all__ = [
+    "DonatedError",
+    "Mesh",
+    "MeshError",
+    "MeshTensor",
+    "P",
+    "PlacementError",
+    "PlanMismatch",
+    "ReplicaMismatch",
+    "SpecError",
+    "__version__",
+    "constrain",
+    "name",
+    "nn",
+    "optim",
+    "place",
+    "random",
+    "redistribute",
+    "register_rule",
+    "scope",
+    "shard",
+    "trace",
+]
