@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["DerivativeError", "PurityError", "RetraceWarning", "StaticArgumentError"]
+__all__ = [
+    "DerivativeError",
+    "DonatedError",
+    "PurityError",
+    "RetraceWarning",
+    "StaticArgumentError",
+]
 
 
 class PurityError(RuntimeError):
@@ -19,3 +25,7 @@ class DerivativeError(RuntimeError):
 
 class RetraceWarning(UserWarning):
     """A function is traced again and again; the message names the leaf that kept changing."""
+
+
+class DonatedError(RuntimeError):
+    """A value was used after it had been donated to a call."""

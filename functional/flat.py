@@ -18,7 +18,7 @@ import torch
 from torchard.functional.autodiff import batched, joint, pullback, pushforward
 from torchard.functional.program import Free, Leaf, Program, Rewrite
 from torchard.functional.purify import replay
-from torchard.functional.record import Room, active
+from torchard.functional.record import active
 from torchard.functional.split import Saved, split
 
 __all__ = ["Flat", "Halves", "lower"]
@@ -135,7 +135,8 @@ class Flat:
     def _bound(
         self, program: Program, constants: Sequence[torch.Tensor]
     ) -> Callable[[Parts], list[torch.Tensor]]:
-        bound = _Replay(program) if self.inline else program.bind()
+        opaque = self.base.again is not None
+        bound = _Replay(program, opaque) if self.inline else program.bind()
         if not constants:
             return bound
         return lambda parts: bound([*parts, *constants])
@@ -233,17 +234,26 @@ class Flat:
 class _Replay:
     """Runs a program inside an outer trace, node by node, tags and all."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, opaque: bool) -> None:
         self.program = program
+        self.opaque = opaque or any(_is_opaque(node) for node in program.calls)
 
     def __call__(self, parts: Parts) -> list[torch.Tensor]:
         room = active()
         if room is not None:
-            self._ask(room)
+            room.asks.extend(self.program.asks)
+            # Autograd cannot see through such nodes, but our Functions can: derivatives of the
+            # outer function run it again instead of replaying its graph.
+            room.without_grad |= self.opaque
         return replay(self.program.graph, list(parts))
 
-    def _ask(self, room: Room) -> None:
-        room.asks.extend(self.program.asks)
+
+def _is_opaque(node: torch.fx.Node) -> bool:
+    """Whether autograd may know no derivative of the node."""
+    if "kernel" in node.meta:
+        return True
+    space = getattr(node.target, "namespace", "aten")
+    return space not in ("aten", "prims", "prim") and _is_float(node.meta.get("val"))
 
 
 def _spans(widths: Sequence[int]) -> list[range]:

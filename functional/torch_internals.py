@@ -60,11 +60,13 @@ __all__ = [
     "autograd_sequence",
     "base_tensor",
     "clean_room",
+    "compile_graph",
     "current_backward_node",
     "direct",
     "forward_ad_active",
     "functionalized",
     "graph_task",
+    "has_modes",
     "has_transforms",
     "is_wrapped",
     "level_kinds",
@@ -199,6 +201,33 @@ def base_tensor(tensor: torch.Tensor) -> torch.Tensor:
     while functorch_c.is_functorch_wrapped_tensor(tensor):
         tensor = functorch_c.get_unwrapped(tensor)
     return tensor
+
+
+def has_modes() -> bool:
+    """Whether a dispatch mode (a tracer, a fake mode) watches every operation."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def compile_graph(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], backend: str
+) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    """A flat graph through a backend of torch.compile, called with one list of inputs.
+
+    torch.compile itself would trace the flat graph again and check guards at every call; what the
+    graph depends on is in our own key. Inductor frees inputs as they die if it may empty the list
+    they come in, which it does for graphs in a GmWrapper.
+    """
+    from torch._dynamo.backends.registry import lookup_backend
+    from torch._dynamo.utils import GmWrapper
+
+    compile_with: Callable[..., Any] = lookup_backend(backend)
+    if backend == "inductor":
+        boxed: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = compile_with(
+            GmWrapper(module, lambda args: args), list(inputs)
+        )
+        return boxed
+    run = compile_with(module, list(inputs))
+    return lambda args: run(*args)
 
 
 def needs_grad_at_top(tensor: torch.Tensor) -> bool:

@@ -6,12 +6,14 @@ import threading
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.closures import Reader, reader_of
+from torchard.functional.donate import give_up
 from torchard.functional.errors import RetraceWarning
 from torchard.functional.flat import Flat
 from torchard.functional.functions import call
@@ -73,6 +75,8 @@ class Transformed:
         if room is None:
             flat = entry.flat
             parts = entry.parts(arguments, closures)
+            if entry.donated:
+                parts = give_up(arguments.leaves, entry.donated, parts, entry.positions)
         else:
             flat = entry.inlined
             parts = _lifted(room, arguments, closures)
@@ -125,7 +129,7 @@ class Transformed:
         program = trace_call(self.fn, arguments, paths)
         for rewrite in self.rewrites:
             program = rewrite.annotate(program)
-        entry = _Entry(self.fn, program, self.rewrites)
+        entry = _Entry(self.fn, program, self.rewrites, arguments, paths)
         if entry.lasting:
             with self._lock:
                 self._entries[arguments.key] = entry
@@ -195,14 +199,22 @@ class _Entry:
     """What is kept for one signature."""
 
     def __init__(
-        self, fn: Callable[..., Any], base: Program, rewrites: tuple[Rewrite, ...]
+        self,
+        fn: Callable[..., Any],
+        base: Program,
+        rewrites: tuple[Rewrite, ...],
+        arguments: Arguments,
+        paths: list[str],
     ) -> None:
         self.flat = Flat(base, rewrites)
         self._inlined: Flat | None = None
         self.out_tree = base.out_tree
         self.lifted: tuple[Closure, ...] = base.closures
         self.readers: list[Reader | None] = [reader_of(fn, c.value) for c in base.closures]
-        self.plain = [leaf.tag is None for leaf in base.outputs]
+        starts = [f"args[{n}]" for r in rewrites for n in getattr(r, "donate_argnums", ())]
+        self.donated = [i for i in arguments.traced if _under(paths[i], starts)]
+        ends = accumulate(self.flat.widths, initial=0)
+        self.positions = dict(zip(arguments.traced, ends, strict=False))
 
     @property
     def inlined(self) -> Flat:

@@ -1,0 +1,105 @@
+"""jit: run the traced program compiled. Tracing comes first, compiling after."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.codegen import compiled
+from torchard.functional.program import Bound, Program
+from torchard.functional.transform import Transformed
+
+__all__ = ["Compile", "jit"]
+
+
+def jit(
+    fn: Callable[..., Any],
+    *,
+    backend: str = "inductor",
+    donate_argnums: int | Sequence[int] = (),
+) -> Transformed:
+    """fn, traced once per signature and compiled.
+
+    The flat graph of the traced (and sharded, fused, ...) program goes to a backend of
+    torch.compile, forward and backward each for itself. torch.compile on the function would not
+    do: over torch.func transforms with autograd Functions inside it is silently wrong
+    (torch 2.13).
+
+    Args:
+        backend: any backend of torch.compile; "eager" runs generated straight-line Python.
+        donate_argnums: positional arguments whose memory the call may take. Using such a tensor
+            afterwards raises DonatedError.
+    """
+    numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    return Transformed(fn, (Compile(backend, numbers),))
+
+
+@dataclass(frozen=True)
+class Compile:
+    """The rewrite of `jit`: it leaves the graph alone and says how it is bound."""
+
+    backend: str = "inductor"
+    donate_argnums: tuple[int, ...] = ()
+
+    def annotate(self, program: Program) -> Program:
+        return program
+
+    def __call__(self, program: Program) -> Program:
+        return replace(program, facts={**program.facts, "compile": self})
+
+    def inline(self, program: Program) -> Program:
+        """Inside another trace the outermost transform decides how to run."""
+        return program
+
+    def bind(self, program: Program) -> Bound:
+        """The program compiled; a runtime may give a graph of its own for that."""
+        plain = (
+            compiled(program.graph) if program.runtime is None else program.runtime.bind(program)
+        )
+        if self.backend == "eager":
+            return plain
+        graph = _flat_module(program)
+        return plain if graph is None else _Compiled(graph, plain, self.backend)
+
+
+def _flat_module(program: Program) -> fx.GraphModule | None:
+    if program.runtime is None:
+        return fx.GraphModule(torch.nn.Module(), program.copy().graph)
+    make = getattr(program.runtime, "graph", None)
+    module: fx.GraphModule | None = make(program) if make else None
+    return module
+
+
+class _Compiled:
+    """Compiles at the first call, once per strides of the inputs (all else is in the key)."""
+
+    def __init__(self, module: fx.GraphModule, plain: Bound, backend: str) -> None:
+        self.module = module
+        self.plain = plain
+        self.backend = backend
+        self.made: dict[Any, Callable[..., Any]] = {}
+        self.lock = threading.Lock()
+
+    def __call__(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if internals.has_modes():  # a tracer wants to see the operations
+            return self.plain(parts)
+        key = tuple(part.stride() for part in parts)
+        run = self.made.get(key)
+        if run is None:
+            with self.lock:
+                run = self.made.get(key) or self.made.setdefault(key, self._compile(parts))
+        return list(run(parts if isinstance(parts, list) else list(parts)))
+
+    def _compile(self, parts: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        module = fx.GraphModule(self.module, self.module.graph)
+        with warnings.catch_warnings(), torch.no_grad():
+            # Importing the compiler warns about torch.jit.
+            warnings.simplefilter("ignore")
+            return internals.compile_graph(module, parts, self.backend)

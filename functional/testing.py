@@ -1,0 +1,201 @@
+"""verify: outputs and gradients of one function against a reference in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchard.functional import tree
+from torchard.functional.signature import is_placed, paths_of
+
+__all__ = ["TOLERANCE", "Report", "Row", "verify"]
+
+# Relative to the largest absolute value of the reference: a few hundred roundings.
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 5e-3,
+    torch.bfloat16: 4e-2,
+    torch.complex128: 1e-12,
+    torch.complex64: 1e-5,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compared value: relative errors of fn and of the reference in fn's own precision."""
+
+    path: str
+    dtype: torch.dtype
+    error: float
+    eager: float
+    tolerance: float
+    problem: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Within tolerance, or closer to float64 than the reference in the same precision."""
+        close = self.error <= self.tolerance or self.error <= self.eager
+        return not self.problem and close
+
+
+class Report(list[Row]):
+    """All rows; prints as a table."""
+
+    def __str__(self) -> str:
+        width = max([len(row.path) for row in self] or [0])
+        head = f"{'value'.ljust(width)}  {'dtype':9}  {'error':>9}  {'eager':>9}  tolerance"
+        lines = [
+            f"{row.path.ljust(width)}  {str(row.dtype).removeprefix('torch.'):9}  "
+            f"{row.error:9.2e}  {row.eager:9.2e}  {row.tolerance:9.2e}"
+            f"{'' if row.good else '  <-- ' + (row.problem or 'differs')}"
+            for row in self
+        ]
+        return "\n".join([head, *lines])
+
+
+def verify(
+    fn: Callable[..., Any],
+    reference: Callable[..., Any],
+    *args: Any,
+    grads: bool = True,
+    tolerance: float | None = None,
+) -> Report:
+    """Compare fn with reference on the same arguments: outputs and all gradients.
+
+    The reference runs in float64 (on whole values where fn gets placed ones), and once more in the
+    arguments' own precision: a value passes if its error against float64, relative to the largest
+    entry, is within the tolerance of its dtype or not larger than that of the second run
+    (Thunder's criterion: be closer than eager is). Gradients are those of the sum of the floating
+    outputs times fixed pseudo-random cotangents, for every floating tensor in args.
+
+    Args:
+        grads: False compares outputs only.
+        tolerance: instead of TOLERANCE, for all values.
+
+    Returns:
+        The report, one row per value; print it.
+
+    Raises:
+        AssertionError: with the report, if any value differs.
+    """
+    whole = tree.map(_whole, _leafwise(args))
+    exact = _run(reference, _map_floats(lambda t: t.to(_wide(t.dtype)), whole), grads)
+    eager = _run(reference, whole, grads)
+    ours = _run(fn, args, grads)
+    report = Report(
+        _compare(path, ours.get(path), exact.get(path), eager.get(path), tolerance)
+        for path in dict.fromkeys([*exact, *ours])
+    )
+    if not all(row.good for row in report):
+        raise AssertionError(f"fn differs from its reference:\n{report}")
+    return report
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _leafwise(value: Any) -> Any:
+    """The tree with placed values as whole tensors."""
+    import optree
+
+    return optree.tree_map(
+        lambda x: x.full() if is_placed(x) else x,
+        value,
+        is_leaf=is_placed,
+        none_is_leaf=True,
+        namespace=tree.NAMESPACE,
+    )
+
+
+def _whole(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _map_floats(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    return tree.map(lambda leaf: fn(leaf) if _is_float(leaf) else leaf, value)
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _run(fn: Callable[..., Any], args: Any, grads: bool) -> dict[str, torch.Tensor]:
+    """Every output and gradient by its path."""
+    leaves, structure = tree.flatten(args)
+    if grads:
+        leaves = [
+            leaf.detach().clone().requires_grad_() if _is_float(leaf) else leaf for leaf in leaves
+        ]
+    args = tree.unflatten(structure, leaves)
+    with torch.enable_grad() if grads else torch.no_grad():
+        output = _leafwise(fn(*args))
+    named = dict(zip(tree.paths(output, "out"), tree.leaves(output), strict=True))
+    found = {path: leaf.detach() for path, leaf in named.items() if isinstance(leaf, torch.Tensor)}
+    if grads:
+        found |= _gradients(list(named.values()), args, leaves, structure)
+    return found
+
+
+def _gradients(
+    outputs: list[Any], args: Any, leaves: list[Any], structure: Any
+) -> dict[str, torch.Tensor]:
+    followed = [out for out in outputs if _is_float(out) and out.requires_grad]
+    wanted = [leaf for leaf in leaves if _is_float(leaf)]
+    if not followed or not wanted:
+        return {}
+    generator = torch.Generator().manual_seed(7)
+    cotangents = [
+        torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in followed
+    ]
+    values = torch.autograd.grad(followed, wanted, cotangents, allow_unused=True)
+    by_leaf = iter(values)
+    filled = [_or_zeros(next(by_leaf), leaf) if _is_float(leaf) else None for leaf in leaves]
+    gradients = _leafwise(tree.unflatten(structure, filled))
+    paths = paths_of(gradients, {})
+    flat = tree.leaves(gradients)
+    return {
+        f"gradient of {path}": value
+        for path, value in zip(paths, flat, strict=True)
+        if value is not None
+    }
+
+
+def _or_zeros(value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(like) if value is None else value
+
+
+def _compare(
+    path: str,
+    ours: torch.Tensor | None,
+    exact: torch.Tensor | None,
+    eager: torch.Tensor | None,
+    tolerance: float | None,
+) -> Row:
+    if ours is None or exact is None or eager is None:
+        side = "fn" if ours is None else "the reference"
+        return Row(path, torch.float64, float("inf"), 0.0, 0.0, f"{side} has no such value")
+    if ours.shape != exact.shape:
+        problem = f"shape {list(ours.shape)}, reference {list(exact.shape)}"
+        return Row(path, ours.dtype, float("inf"), 0.0, 0.0, problem)
+    allowed = TOLERANCE.get(ours.dtype, 0.0) if tolerance is None else tolerance
+    problem = "" if ours.dtype == eager.dtype else f"dtype, reference has {eager.dtype}"
+    return Row(path, ours.dtype, _error(ours, exact), _error(eager, exact), allowed, problem)
+
+
+def _error(value: torch.Tensor, exact: torch.Tensor) -> float:
+    """Largest absolute difference over the largest finite entry; equal NaN and inf agree."""
+    wide = _wide(exact.dtype)
+    value, exact = value.to(wide).cpu(), exact.to(wide).cpu()
+    if not exact.numel():
+        return 0.0
+    same = (value == exact) | (value.isnan() & exact.isnan())
+    difference = torch.where(same, 0.0, (value - exact).abs())
+    if not bool(difference.isfinite().all()):
+        return float("inf")
+    scale = torch.where(exact.isfinite(), exact.abs(), 0.0).max()
+    return float(difference.max() / scale) if scale > 0 else float(difference.max())
