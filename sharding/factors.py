@@ -115,7 +115,7 @@ class _Builder:
         if names == ("1",):
             return ()
         if len(names) == 1:
-            return (self.factor(names[0], size),)
+            return (self.factor(_sized(names[0])[0], size),)
         sized = [_sized(n) for n in names]
         known = math.prod(s for _, s in sized if s is not None)
         missing = [n for n, s in sized if s is None]

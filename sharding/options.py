@@ -50,7 +50,7 @@ def atomic(rule: Rule, ins: Sequence[Layout], outs: Sequence[Layout], sizes: Siz
     if all(len(d) == 1 for layout in (*ins, *outs) for d in layout.dims):
         return rule
     cuts: dict[int, tuple[int, ...]] = {}
-    pairs = [*zip(rule.ins, ins, strict=True), *zip(rule.outs, outs, strict=False)]
+    pairs = [*zip(rule.ins, ins, strict=False), *zip(rule.outs, outs, strict=False)]
     for dims, layout in pairs:
         for factors, dim in zip(dims, layout.dims, strict=True):
             for factor, subs in zip(factors, _per_factor(rule, factors, dim, sizes), strict=True):
