@@ -66,7 +66,11 @@ class Compile:
         if self.backend == "eager":
             return plain
         graph = _flat_module(program)
-        return plain if graph is None else _Compiled(graph, plain, self.backend)
+        if graph is None:
+            return plain
+        made = _Compiled(graph, plain, self.backend)
+        guard = getattr(program.runtime, "guard", None)
+        return made if guard is None else guard(program, made)  # type: ignore[no-any-return]
 
 
 def _flat_module(program: Program) -> fx.GraphModule | None:

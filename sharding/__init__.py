@@ -3,14 +3,13 @@
 from torchard.sharding.agree import PlanMismatch, ReplicaMismatch
 from torchard.sharding.constrain import constrain
 from torchard.sharding.mesh import Mesh, MeshError
-from torchard.sharding.place import DonatedError, MeshTensor, PlacementError
+from torchard.sharding.place import MeshTensor, PlacementError
 from torchard.sharding.redistribute import place, redistribute
 from torchard.sharding.rules import register_rule
 from torchard.sharding.shard import shard
 from torchard.sharding.spec import P, SpecError
 
 __all__ = [
-    "DonatedError",
     "Mesh",
     "MeshError",
     "MeshTensor",

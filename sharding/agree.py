@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from torchard.functional.program import Program
 from torchard.sharding.mesh import Mesh
+from torchard.sharding.rules.registry import results
 
 __all__ = ["PlanMismatch", "ReplicaMismatch", "agreement"]
 
@@ -103,10 +104,10 @@ def plan_digest(program: Program) -> str:
     """A digest of everything that decides what the ranks do together."""
     digest = hashlib.sha256()
     for node in program.graph.nodes:
+        target = getattr(node.target, "__name__", str(node.target))
+        shapes = [(tuple(v.shape), v.dtype) for v in results(node)]
+        line = (node.op, target, str(node.args), str(node.meta.get("layout")), shapes)
         step = node.meta.get("step")
-        val = node.meta.get("val")
-        shape = [tuple(v.shape) for v in (val if isinstance(val, (tuple, list)) else [val]) if hasattr(v, "shape")]
-        line = (node.op, str(node.target), str(node.args), str(node.meta.get("layout")), shape)
         digest.update(repr((line, None if step is None else (step.kind, step.axes))).encode())
     return digest.hexdigest()
 

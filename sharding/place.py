@@ -10,20 +10,17 @@ from typing import Any
 import torch
 
 from torchard.functional import tree
+from torchard.functional.errors import DonatedError
 from torchard.functional.program import Rewrite
 from torchard.sharding.layout import Dim, Layout, Sub
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.spec import P, layout_of, spec_of
 
-__all__ = ["DonatedError", "Held", "MeshTensor", "PlacementError"]
+__all__ = ["Held", "MeshTensor", "PlacementError"]
 
 
 class PlacementError(ValueError):
     """A placed value used in a way its placement does not allow."""
-
-
-class DonatedError(RuntimeError):
-    """A value used after a call that was given its memory."""
 
 
 @dataclass(frozen=True)

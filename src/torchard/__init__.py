@@ -6,9 +6,16 @@ three folders behind it are `torchard.functional`, `torchard.sharding` and `torc
 """
 
 from torchard.functional import nn, optim, random
+from torchard.functional.errors import (
+    DonatedError,
+    PurityError,
+    RetraceWarning,
+    StaticArgumentError,
+)
+from torchard.functional.jit import jit
+from torchard.functional.testing import verify
 from torchard.functional.trace import name, scope, trace
 from torchard.sharding import (
-    DonatedError,
     Mesh,
     MeshError,
     MeshTensor,
@@ -34,10 +41,14 @@ __all__ = [
     "P",
     "PlacementError",
     "PlanMismatch",
+    "PurityError",
     "ReplicaMismatch",
+    "RetraceWarning",
     "SpecError",
+    "StaticArgumentError",
     "__version__",
     "constrain",
+    "jit",
     "name",
     "nn",
     "optim",
@@ -48,4 +59,5 @@ __all__ = [
     "scope",
     "shard",
     "trace",
+    "verify",
 ]
