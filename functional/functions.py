@@ -75,12 +75,16 @@ def _distinct(outputs: Tensors, inputs: Tensors) -> list[torch.Tensor]:
     return found
 
 
-def _zeros_like_outputs(shapes: Sequence[Any], grads: Sequence[Any]) -> list[torch.Tensor]:
-    """Cotangents, with zeros where there is none."""
-    return [
-        torch.zeros(spec[0], dtype=spec[1], device=spec[2]) if grad is None else grad.contiguous()
-        for spec, grad in zip(shapes, grads, strict=True)
-    ]
+def _cotangents(ctx: Any, wanted: Sequence[int], grads: Sequence[Any]) -> list[torch.Tensor]:
+    """Those of these output parts, with zeros where there is none."""
+    found = []
+    for i in wanted:
+        shape, dtype, device = ctx.shapes[i]
+        grad = grads[i]
+        if grad is None:
+            grad = torch.zeros(shape, dtype=dtype, device=device)
+        found.append(grad.contiguous())
+    return found
 
 
 def _shapes(outputs: Tensors) -> list[Any]:
@@ -116,16 +120,23 @@ class _Plain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return (None, None, None, *_backward(ctx, ctx.saved_tensors, grads))
+        saved = list(ctx.saved_tensors)
+        # Unless the graph is retained, residuals die as the backward uses them, not when it ends.
+        ctx.maybe_clear_saved_tensors()
+        return (None, None, None, *_backward(ctx, saved, grads))
 
 
-def _backward(ctx: Any, saved: Tensors, grads: Sequence[Any]) -> list[Any]:
+def _backward(ctx: Any, saved: list[torch.Tensor], grads: Sequence[Any]) -> list[Any]:
     halves: Halves = ctx.halves
-    wanted = halves.cotangents
-    cotangents = _zeros_like_outputs([ctx.shapes[i] for i in wanted], [grads[i] for i in wanted])
-    primals, residuals = saved[: ctx.count], saved[ctx.count :]
+    cotangents = _cotangents(ctx, halves.cotangents, grads)
     if not any(position is not None for position in halves.gradients):
         return [None] * ctx.count
+    if not torch.is_grad_enabled() and not internals.has_transforms():
+        del saved[: ctx.count]
+        saved += cotangents
+        del cotangents
+        return _spread(halves.backward(saved), halves.gradients)
+    primals, residuals = saved[: ctx.count], saved[ctx.count :]
     if not _fast():  # jacrev: vmap over the backward
         tags = tuple(leaf.tag for leaf in halves.outputs)
         return _pulled(ctx.flat, ctx.mask, tags, primals, cotangents)
@@ -162,14 +173,11 @@ class _Level(torch.autograd.Function):
         halves: Halves = ctx.halves
         needs = ctx.flat.per_input(ctx.needs_input_grad[3:])
         if all(m or not n for m, n in zip(ctx.mask, needs, strict=True)):
-            found = _backward(ctx, ctx.saved_tensors, grads[: halves.count])
+            found = _backward(ctx, list(ctx.saved_tensors), grads[: halves.count])
         else:
             tags = tuple(leaf.tag for leaf in halves.outputs)
             primals = ctx.saved_tensors[: ctx.count]
-            wanted = halves.cotangents
-            cotangents = _zeros_like_outputs(
-                [ctx.shapes[i] for i in wanted], [grads[i] for i in wanted]
-            )
+            cotangents = _cotangents(ctx, halves.cotangents, grads)
             found = _pulled(ctx.flat, needs, tags, primals, cotangents)
         return (None, None, None, *found)
 
@@ -257,10 +265,7 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         flat: Flat = ctx.flat
-        wanted = _float_parts(flat)
-        cotangents = _zeros_like_outputs(
-            [ctx.shapes[i] for i in wanted], [grads[i] for i in wanted]
-        )
+        cotangents = _cotangents(ctx, _float_parts(flat), grads)
         mask = flat.per_input(ctx.needs_input_grad[1:])
         return (None, *_pulled(flat, mask, flat.tags, ctx.saved_tensors, cotangents))
 
