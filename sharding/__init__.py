@@ -2,7 +2,9 @@
 
 from torchard.sharding.agree import PlanMismatch, ReplicaMismatch
 from torchard.sharding.constrain import constrain
+from torchard.sharding.dtensor import from_dtensor, to_dtensor
 from torchard.sharding.mesh import Mesh, MeshError
+from torchard.sharding.norms import clip_by_global_norm, global_norm
 from torchard.sharding.place import MeshTensor, PlacementError
 from torchard.sharding.redistribute import place, redistribute
 from torchard.sharding.rules import register_rule
@@ -18,9 +20,13 @@ __all__ = [
     "PlanMismatch",
     "ReplicaMismatch",
     "SpecError",
+    "clip_by_global_norm",
     "constrain",
+    "from_dtensor",
+    "global_norm",
     "place",
     "redistribute",
     "register_rule",
     "shard",
+    "to_dtensor",
 ]

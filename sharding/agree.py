@@ -7,10 +7,7 @@ the others' with a timeout; so a rank that alone retraced is a message, not a ha
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-import itertools
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from torchard.functional.program import Program
+from torchard.sharding.exchange import ExchangeError, exchange
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.rules.registry import results
 
@@ -30,9 +28,6 @@ class PlanMismatch(RuntimeError):
 
 class ReplicaMismatch(ValueError):
     """Ranks passed different values for one replicated tensor."""
-
-
-_turns = itertools.count()
 
 
 def agreement(
@@ -48,14 +43,19 @@ def agreement(
 
 
 def _exchange(mesh: Mesh, program: Program, sums: dict[str, str]) -> None:
-    store, turn = _store(), next(_turns)
     rank = dist.get_rank()
     mine = {"plan": plan_digest(program), "name": program.name, "inputs": _signature(program)}
-    store.set(f"torchard/{turn}/{rank}", json.dumps({**mine, "sums": sums}))
-    others = [r for r in range(mesh.size) if r != rank]
-    for other in others:
-        theirs = json.loads(_read(store, turn, other, mesh, program))
-        _compare(program, rank, mine, other, theirs, sums)
+    try:
+        told = exchange(mesh, "the plan", {**mine, "sums": sums})
+    except ExchangeError as error:
+        raise PlanMismatch(
+            f"rank {rank} planned {mine['name']}({mine['inputs']}) and waited for the others to plan "
+            f"it too: {error} Either that rank died, or its arguments differ (shapes, dtypes, static "
+            "values), so that it had nothing new to plan."
+        ) from error
+    for other, theirs in enumerate(told):
+        if theirs is not None and other != rank:
+            _compare(program, rank, mine, other, theirs, sums)
 
 
 def _compare(
@@ -81,23 +81,6 @@ def _compare(
                 "pass rank-local data with MeshTensor.from_local, or, to skip the check, "
                 "shard(..., check_replicated=False)."
             )
-
-
-def _read(store: Any, turn: int, other: int, mesh: Mesh, program: Program) -> str:
-    key = f"torchard/{turn}/{other}"
-    try:
-        store.wait([key], datetime.timedelta(seconds=mesh.timeout))
-        return bytes(store.get(key)).decode()
-    except (RuntimeError, dist.DistError) as error:
-        raise PlanMismatch(
-            f"rank {dist.get_rank()} planned {program.name}({_signature(program)}) and waited "
-            f"{mesh.timeout:g} s for rank {other} to plan it too. Either that rank died, or its "
-            "arguments differ (shapes, dtypes, static values), so that it had nothing new to plan."
-        ) from error
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()  # there is no public way to the store
 
 
 def plan_digest(program: Program) -> str:

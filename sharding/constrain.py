@@ -47,6 +47,12 @@ def pinned_spec(node: fx.Node) -> P | None:
     return _SPECS[number]
 
 
+def _apply(x: torch.Tensor, spec: int) -> torch.Tensor:
+    apply: Any = _Constrain.apply
+    out: torch.Tensor = apply(x, spec)
+    return out
+
+
 class _Constrain(torch.autograd.Function):
     @staticmethod
     def forward(x: torch.Tensor, spec: int) -> torch.Tensor:
@@ -59,15 +65,15 @@ class _Constrain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return _Constrain.apply(grads[0], ctx.spec), None
+        return _apply(grads[0], ctx.spec), None
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        return _Constrain.apply(tangents[0], ctx.spec)
+        return _apply(tangents[0], ctx.spec)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, spec: int) -> Any:
-        return _Constrain.apply(x.movedim(in_dims[0], 0), number_of(_SPECS[spec].led(1))), 0
+        return _apply(x.movedim(in_dims[0], 0), number_of(_SPECS[spec].led(1))), 0
 
 
 def constrain(x: torch.Tensor, spec: P) -> torch.Tensor:
@@ -85,5 +91,4 @@ def constrain(x: torch.Tensor, spec: P) -> torch.Tensor:
             f"constrain(x, {spec}) has {len(spec.entries)} entries, but x has shape "
             f"{list(x.shape)} (rank {x.ndim}); use {P(*spec.entries[: x.ndim])}."
         )
-    out: torch.Tensor = _Constrain.apply(x, number_of(spec))
-    return out
+    return _apply(x, number_of(spec))

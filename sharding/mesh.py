@@ -154,7 +154,7 @@ def _check_world(shape: Mapping[str, int]) -> None:
         )
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _joint_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
     """Groups over products of axes. Every rank makes all of them, in the same order."""
     others = [a for a in mesh.shape if a not in axes]

@@ -12,6 +12,7 @@ import torch
 from torchard.functional import tree
 from torchard.functional.errors import DonatedError
 from torchard.functional.program import Rewrite
+from torchard.sharding.exchange import exchange
 from torchard.sharding.layout import Dim, Layout, Sub
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.spec import P, layout_of, spec_of
@@ -92,7 +93,7 @@ class Held:
 
     def rewrite(self) -> Rewrite:
         """A program with such a value is sharded on its mesh."""
-        from torchard.sharding.shard import Shard  # noqa: PLC0415  the transform builds on this file
+        from torchard.sharding.shard import Shard
 
         return Shard(self.mesh)
 
@@ -118,8 +119,16 @@ class MeshTensor:
         self._dead = False
 
     @classmethod
-    def from_local(cls, part: torch.Tensor, mesh: Mesh, spec: P, *, shape: Sequence[int]) -> MeshTensor:
-        """This rank's shard of a value of global ``shape``, as data loaded rank by rank.
+    def from_local(
+        cls, part: torch.Tensor, mesh: Mesh, spec: P, *, shape: Sequence[int] | None = None
+    ) -> MeshTensor:
+        """This rank's shard of a value, as data loaded rank by rank.
+
+        Args:
+            part: the shard.
+            mesh, spec: where it belongs.
+            shape: of the whole; by default the ranks tell each other their shards' (one small
+                exchange, so every rank must call).
 
         Raises:
             PlacementError: the mesh is virtual (use ``from_shards``), or the shard's shape is not
@@ -130,6 +139,8 @@ class MeshTensor:
                 f"from_local takes one rank's shard, but {mesh} has all ranks in this process; "
                 "use MeshTensor.from_shards with one tensor for each distinct shard."
             )
+        if shape is None:
+            shape = _whole_shape(part, mesh, spec)
         return cls.from_shards([part], mesh, spec, shape=shape)
 
     @classmethod
@@ -165,7 +176,9 @@ class MeshTensor:
             self._facts = self._check()
         return self._facts  # type: ignore[no-any-return]
 
-    def _check(self) -> tuple[torch.Size, torch.dtype, torch.device, Held, tuple[torch.Tensor, ...]]:
+    def _check(
+        self,
+    ) -> tuple[torch.Size, torch.dtype, torch.device, Held, tuple[torch.Tensor, ...]]:
         held, first = self._held, self.parts[0]
         extra = first.ndim - len(held.dims) - held.lead
         if extra < 0 or any(
@@ -231,7 +244,7 @@ class MeshTensor:
 
     def full(self) -> torch.Tensor:
         """The whole value, gathered, as a plain tensor on every rank."""
-        from torchard.sharding.redistribute import full  # noqa: PLC0415  it builds on this file
+        from torchard.sharding.redistribute import full
 
         return full(self)
 
@@ -244,6 +257,22 @@ class MeshTensor:
         raise PlacementError("a MeshTensor has no truth value; call .full() first")
 
 
+def _whole_shape(part: torch.Tensor, mesh: Mesh, spec: P) -> tuple[int, ...]:
+    """The global shape, from the sizes of all ranks' shards."""
+    axes = layout_of(spec, part.shape, mesh)  # which axes split which dim; sizes do not matter
+    known = exchange(mesh, f"the shape of a shard with spec {spec}", list(part.shape))
+    whole = []
+    for d, n in enumerate(part.shape):
+        split = [a for sub in axes.dims[d] for a in sub.axes]
+        sizes = {
+            tuple(at[a] for a in split): known[mesh.rank_of(at)][d]
+            for at in mesh.all_coords()
+            if all(at[a] == mesh.coords[a] for a in mesh.axes if a not in split)  # type: ignore[index]
+        }
+        whole.append(sum(sizes.values()) if split else n)
+    return tuple(whole)
+
+
 def _flatten(value: MeshTensor) -> tuple[tuple[torch.Tensor, ...], Held]:
     return value.parts, value._held
 
@@ -253,4 +282,3 @@ def _unflatten(held: Held, parts: Sequence[torch.Tensor]) -> MeshTensor:
 
 
 tree.register(MeshTensor, _flatten, _unflatten)
-

@@ -62,7 +62,9 @@ def _placed(leaf: Any, mesh: Mesh, spec: P, path: str) -> Any:
     held = Held.of(mesh, layout)
     whole = Held.of(mesh, Layout.replicated(leaf.shape))
     # A shard of its own: it must neither keep the whole alive nor share memory with it.
-    parts = [part.clone() for part in _move(mesh, whole, held, tuple(leaf.shape), leaf.dtype)([leaf])]
+    parts = [
+        part.clone() for part in _move(mesh, whole, held, tuple(leaf.shape), leaf.dtype)([leaf])
+    ]
     return MeshTensor(held, parts)
 
 

@@ -197,7 +197,9 @@ def spec_of(layout: Layout) -> P:
     if all(len(dim) == 1 for dim in layout.dims):
         entries: list[Entry] = []
         for (sub,) in layout.dims:
-            entries.append(None if not sub.axes else sub.axes[0] if len(sub.axes) == 1 else sub.axes)
+            entries.append(
+                None if not sub.axes else sub.axes[0] if len(sub.axes) == 1 else sub.axes
+            )
         return P(*entries)
     names: dict[str, Any] = {}
     groups = []

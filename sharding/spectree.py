@@ -105,7 +105,9 @@ def broadcast(prefix: Any, full: Any, name: str, what: str) -> list[P | None]:
     """
     for leaf in optree.tree_leaves(prefix, none_is_leaf=True, namespace=tree.NAMESPACE):
         if leaf is not None and not isinstance(leaf, P):
-            raise SpecError(f"{name} has a leaf {leaf!r} of type {type(leaf).__name__}; use a P or None.")
+            raise SpecError(
+                f"{name} has a leaf {leaf!r} of type {type(leaf).__name__}; use a P or None."
+            )
     try:
         specs: list[P | None] = optree.broadcast_prefix(
             prefix, full, none_is_leaf=True, namespace=tree.NAMESPACE
@@ -116,9 +118,7 @@ def broadcast(prefix: Any, full: Any, name: str, what: str) -> list[P | None]:
 
 
 def _misfit(prefix: Any, full: Any, name: str, what: str) -> str:
-    problems = optree.prefix_errors(
-        prefix, full, none_is_leaf=True, namespace=tree.NAMESPACE
-    )
+    problems = optree.prefix_errors(prefix, full, none_is_leaf=True, namespace=tree.NAMESPACE)
     texts = [str(problem(name)) for problem in problems]
     details = "; ".join(" ".join(t.split()) for t in texts)
     return (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -83,7 +84,9 @@ class _Pieces:
         return self.low.emit.call(aten.slice.Tensor, x, dim, start, stop)
 
     def cat(self, parts: Sequence[fx.Node], dim: int) -> fx.Node:
-        return parts[0] if len(parts) == 1 else self.low.emit.call(aten.cat.default, list(parts), dim)
+        return (
+            parts[0] if len(parts) == 1 else self.low.emit.call(aten.cat.default, list(parts), dim)
+        )
 
 
 class Lockstep:
@@ -227,7 +230,7 @@ class _Started:
         rank = len(self.p.shape(self.p.step.before, self.at_))
         padded = []
         for i, size in enumerate(sizes):
-            part = self.call(_getitem, parts, i)
+            part = self.call(operator.getitem, parts, i)
             if size != widest:
                 pad = [0] * (2 * rank - 1) + [widest - size]
                 part = self.call(aten.constant_pad_nd.default, part, pad)
@@ -280,15 +283,12 @@ class _Started:
                 local = list(shape)
                 local[at] = n
                 local.insert(0, local.pop(to))
-                part = p.low.emit.view(self.call(_getitem, runs, i), local)
+                part = p.low.emit.view(self.call(operator.getitem, runs, i), local)
                 parts.append(self.back(part, to))
-            return decode(p.cat(parts, at))
+            whole: fx.Node = decode(p.cat(parts, at))
+            return whole
 
         return finish
-
-
-def _getitem(parts: Any, i: int) -> Any:
-    return parts[i]
 
 
 def _encoding(started: _Started, op: str) -> tuple[Any, Any]:

@@ -19,7 +19,7 @@ def updated_inputs(graph: fx.Graph) -> dict[int, fx.Node]:
     their specs agree in any sensible program.
     """
     found: dict[int, fx.Node] = {}
-    for i, value in enumerate(graph.output_node().args[0]):  # type: ignore[arg-type,union-attr]
+    for i, value in enumerate(graph.output_node().args[0]):  # type: ignore[arg-type]
         if isinstance(value, fx.Node) and value.op != "placeholder":
             source = _source(value)
             if source is not None:

@@ -24,11 +24,15 @@ from torchard.sharding import (
     PlanMismatch,
     ReplicaMismatch,
     SpecError,
+    clip_by_global_norm,
     constrain,
+    from_dtensor,
+    global_norm,
     place,
     redistribute,
     register_rule,
     shard,
+    to_dtensor,
 )
 
 __version__ = "0.1.0"
@@ -47,7 +51,10 @@ __all__ = [
     "SpecError",
     "StaticArgumentError",
     "__version__",
+    "clip_by_global_norm",
     "constrain",
+    "from_dtensor",
+    "global_norm",
     "jit",
     "name",
     "nn",
@@ -58,6 +65,7 @@ __all__ = [
     "register_rule",
     "scope",
     "shard",
+    "to_dtensor",
     "trace",
     "verify",
 ]

@@ -1,0 +1,78 @@
+"""The bridge to torch's DTensor."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from torchard.sharding.layout import Layout, Sub
+from torchard.sharding.mesh import Mesh
+from torchard.sharding.place import Held, MeshTensor, PlacementError
+
+__all__ = ["from_dtensor", "to_dtensor"]
+
+
+def to_dtensor(value: MeshTensor) -> DTensor:
+    """The same shards as a DTensor on the same DeviceMesh; nothing moves.
+
+    Raises:
+        PlacementError: the mesh is virtual, or the value's layout has no counterpart (factors inside
+            a dim, axes of a dim in another order than the mesh's): redistribute it first.
+    """
+    mesh = value.mesh
+    if mesh.device_mesh is None:
+        raise PlacementError(f"{value} is on a virtual mesh; a DTensor needs process groups.")
+    layout = value.layout
+    placements: list[Placement] = [Replicate() for _ in mesh.axes]
+    for d, dim in enumerate(layout.dims):
+        axes = [a for sub in dim for a in sub.axes]
+        if len(dim) != 1 or axes != sorted(axes, key=mesh.axes.index):
+            raise PlacementError(
+                f"{value} splits dim {d} in a way DTensor cannot say; redistribute it to plain "
+                "axis names in mesh order first."
+            )
+        for axis in axes:
+            placements[mesh.axes.index(axis)] = Shard(d)
+    return DTensor.from_local(
+        value.local,
+        mesh.device_mesh,
+        placements,
+        run_check=False,
+        shape=value.shape,
+        stride=_strides(value.shape),
+    )
+
+
+def from_dtensor(value: DTensor, mesh: Mesh | None = None) -> MeshTensor:
+    """The same shards as a MeshTensor; pending (Partial) sums are reduced first.
+
+    Args:
+        value: the DTensor.
+        mesh: the Mesh to put it on; by default one is made of the DTensor's own.
+
+    Raises:
+        MeshError: the DTensor's mesh has no dim names.
+        PlacementError: the meshes differ.
+    """
+    mesh = Mesh(value.device_mesh) if mesh is None else mesh
+    if mesh.device_mesh != value.device_mesh:
+        raise PlacementError(f"the DTensor is on {value.device_mesh}, not on {mesh}")
+    if any(isinstance(p, Partial) for p in value.placements):
+        done = [Replicate() if isinstance(p, Partial) else p for p in value.placements]
+        value = value.redistribute(placements=done)
+    axes: list[tuple[str, ...]] = [()] * value.ndim
+    for name, placement in zip(mesh.axes, value.placements, strict=True):
+        if type(placement) is Shard:
+            axes[placement.dim % value.ndim] += (name,) if mesh.shape[name] > 1 else ()
+        elif not isinstance(placement, Replicate):
+            raise PlacementError(f"{placement} has no counterpart in a spec; redistribute it first")
+    dims = tuple((Sub(n, a),) for n, a in zip(value.shape, axes, strict=True))
+    return MeshTensor(Held.of(mesh, Layout(dims)), [value.to_local()])
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))

@@ -1,0 +1,64 @@
+"""Norms over trees of placed values: leafwise reductions outside shard see this rank's shards only."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import optree
+import torch
+
+from torchard.functional import tree
+from torchard.functional.signature import is_placed
+from torchard.functional.transform import Transformed
+
+__all__ = ["clip_by_global_norm", "global_norm"]
+
+
+def global_norm(values: Any) -> torch.Tensor:
+    """The 2-norm of all leaves of a tree taken together: a 0-d tensor, the same on every rank.
+
+    Leaves may be tensors and MeshTensors; inside a traced function they are whole arrays anyway.
+    """
+    return _norm(_leaves(values)) if not _any_placed(values) else _on_mesh(_norm)(_leaves(values))
+
+
+def clip_by_global_norm(values: Any, limit: float | torch.Tensor) -> tuple[Any, torch.Tensor]:
+    """The tree scaled down to a global norm of at most ``limit``, and the norm it had.
+
+    Specs are kept. Source: Pascanu et al. 2013, section 3.2.
+    """
+    leaves, structure = optree.tree_flatten(
+        values, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
+    )
+    clip = _on_mesh(_clip) if _any_placed(values) else _clip
+    clipped, norm = clip(leaves, limit)
+    return structure.unflatten(clipped), norm
+
+
+def _leaves(values: Any) -> list[Any]:
+    found = optree.tree_leaves(values, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE)
+    return [leaf for leaf in found if leaf is not None]
+
+
+def _any_placed(values: Any) -> bool:
+    return any(is_placed(leaf) for leaf in _leaves(values))
+
+
+@functools.cache
+def _on_mesh(fn: Any) -> Transformed:
+    """The function of placed values: their placements ask for the sharding it needs."""
+    return Transformed(fn, ())
+
+
+def _norm(leaves: list[torch.Tensor]) -> torch.Tensor:
+    squares = [(leaf.abs() ** 2).sum() for leaf in leaves]
+    return torch.sqrt(functools.reduce(torch.add, squares))
+
+
+def _clip(
+    leaves: list[Any], limit: float | torch.Tensor
+) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+    norm = _norm([leaf for leaf in leaves if leaf is not None])
+    scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    return [None if leaf is None else leaf * scale.to(leaf.dtype) for leaf in leaves], norm
