@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.errors import DerivativeError
 from torchard.functional.program import Leaf, Program
 from torchard.functional.purify import purify, replay, specs_of
@@ -54,7 +55,8 @@ def _derive(
     constants = list(zip(program.inputs, specs_of(program.graph), strict=True))[count:]
     inputs = [*inputs, *constants]
     specs = [spec for _, spec in inputs]
-    found = purify(record(fn, specs, gradients=gradients), [leaf.path for leaf, _ in inputs])
+    with internals.autocast_off():
+        found = purify(record(fn, specs, gradients=gradients), [leaf.path for leaf, _ in inputs])
     fresh = [Leaf(f"constant {i}", role="constant") for i, _ in enumerate(found.closures)]
     return Program(
         graph=found.graph,

@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 
+from torchard.functional import source
 from torchard.functional import torch_internals as internals
 from torchard.functional.signature import is_placed
 
-__all__ = ["Reader", "owned_by", "path_to", "reader_of"]
+__all__ = ["Reader", "owned_by", "path_to", "reader_of", "settings_of"]
 
 # A path is followed at every call; an environment as large as a module tree is searched once.
 _DEPTH, _OBJECTS = 8, 20_000
+
+_SETTINGS = (bool, int, float, str, type(None), torch.dtype)
 
 Step = tuple[str, Callable[[Any], Any]]
 
@@ -27,7 +30,11 @@ class Reader:
         self.steps = steps
 
     def __str__(self) -> str:
-        return "".join(text for text, _ in self.steps)
+        texts = [text for text, _ in self.steps if text]
+        return "".join(
+            text if i == 0 or text.startswith(("[", ".")) else f".{text}"
+            for i, text in enumerate(texts)
+        )
 
     def __call__(self, fn: Any) -> Any:
         value = fn
@@ -80,7 +87,10 @@ def _global_names(code: types.CodeType) -> set[str]:
 
 def _children(value: Any) -> Iterator[tuple[Step, Any]]:
     if isinstance(value, types.FunctionType):
-        yield from _of_function(value)
+        if source.is_user(value.__code__):
+            yield from _of_function(value)
+    elif hasattr(value, "__torchard_function__"):
+        yield ("", lambda t: t.__torchard_function__), value.__torchard_function__
     elif isinstance(value, types.MethodType):
         yield ("", lambda m: m.__func__), value.__func__
         yield ("self", lambda m: m.__self__), value.__self__
@@ -99,7 +109,9 @@ def _children(value: Any) -> Iterator[tuple[Step, Any]]:
             yield (f".{key}", _attribute(key)), item
 
 
-def _walk(fn: Any) -> Iterator[tuple[tuple[Step, ...], Any]]:
+def _walk(
+    fn: Any, children: Callable[[Any], Iterator[tuple[Step, Any]]] = _children
+) -> Iterator[tuple[tuple[Step, ...], Any]]:
     """Everything reachable from a function, breadth first, each object once."""
     queue: list[tuple[tuple[Step, ...], Any]] = [((), fn)]
     seen = {id(fn)}
@@ -107,8 +119,11 @@ def _walk(fn: Any) -> Iterator[tuple[tuple[Step, ...], Any]]:
         yield steps, value
         if isinstance(value, torch.Tensor) or is_placed(value) or len(steps) >= _DEPTH:
             continue
-        for step, child in _children(value):
-            if id(child) not in seen and len(seen) < _OBJECTS:
+        for step, child in children(value):
+            if isinstance(child, _SETTINGS):
+                if children is not _children:
+                    yield (*steps, step), child
+            elif id(child) not in seen and len(seen) < _OBJECTS:
                 seen.add(id(child))
                 queue.append(((*steps, step), child))
 
@@ -119,6 +134,31 @@ def reader_of(fn: Any, value: Any) -> Reader | None:
         if found is value:
             return Reader(steps)
     return None
+
+
+def settings_of(fn: Any) -> list[tuple[Reader, Any]]:
+    """The plain numbers, strings and flags fn closes over or reads from its own module.
+
+    A trace has them baked in, so a cached one is good only while they are what they were.
+    """
+    found = []
+    for steps, value in _walk(fn, _setting_children):
+        if isinstance(value, _SETTINGS) and steps:
+            found.append((Reader(steps), value))
+    return found
+
+
+def _setting_children(value: Any) -> Iterator[tuple[Step, Any]]:
+    """Closure cells, through functions; a function's globals only for plain values."""
+    for step, child in _children(value):
+        if isinstance(child, _SETTINGS) or not _is_global(value, child):
+            yield step, child
+
+
+def _is_global(fn: Any, child: Any) -> bool:
+    return isinstance(fn, types.FunctionType) and any(
+        fn.__globals__.get(key) is child for key in fn.__code__.co_names
+    )
 
 
 def path_to(fn: Any, value: Any) -> str:

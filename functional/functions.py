@@ -16,6 +16,7 @@ import torch
 from torchard.functional import torch_internals as internals
 from torchard.functional.flat import Flat, Halves
 from torchard.functional.program import Leaf
+from torchard.functional.record import current_scopes, scopes_again
 
 __all__ = ["call"]
 
@@ -24,6 +25,13 @@ Tensors = Sequence[torch.Tensor]
 
 def call(flat: Flat, parts: Tensors) -> tuple[list[torch.Tensor], tuple[Leaf, ...]]:
     """Run a Flat on its input parts under whatever is live; the output parts and their leaves."""
+    if internals.autocast_on():
+        with internals.autocast_off():
+            return _call(flat, parts)
+    return _call(flat, parts)
+
+
+def _call(flat: Flat, parts: Tensors) -> tuple[list[torch.Tensor], tuple[Leaf, ...]]:
     if not _fast():
         return _call_again(flat, parts)
     if internals.has_transforms():
@@ -111,7 +119,7 @@ class _Plain(torch.autograd.Function):
         outputs = _distinct(results[: halves.count], parts)
         residuals = _pick(halves, parts, outputs, results[halves.count :])
         ctx.flat, ctx.mask, ctx.halves, ctx.count = flat, mask, halves, len(parts)
-        ctx.shapes = _shapes(outputs)
+        ctx.shapes, ctx.scopes = _shapes(outputs), current_scopes()
         ctx.save_for_backward(*parts, *residuals)
         ctx.set_materialize_grads(False)
         off = [o for o, d in zip(outputs, halves.differentiable, strict=True) if not d]
@@ -123,7 +131,8 @@ class _Plain(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         # Unless the graph is retained, residuals die as the backward uses them, not when it ends.
         ctx.maybe_clear_saved_tensors()
-        return (None, None, None, *_backward(ctx, saved, grads))
+        with scopes_again(ctx.scopes):
+            return (None, None, None, *_backward(ctx, saved, grads))
 
 
 def _backward(ctx: Any, saved: list[torch.Tensor], grads: Sequence[Any]) -> list[Any]:
@@ -162,7 +171,7 @@ class _Level(torch.autograd.Function):
         outputs, values = output[: halves.count], output[halves.count :]
         residuals = _pick(halves, parts, outputs, values)
         ctx.flat, ctx.mask, ctx.halves, ctx.count = flat, mask, halves, len(parts)
-        ctx.shapes = _shapes(outputs)
+        ctx.shapes, ctx.scopes = _shapes(outputs), current_scopes()
         ctx.save_for_backward(*parts, *residuals)
         ctx.set_materialize_grads(False)
         off = [o for o, d in zip(outputs, halves.differentiable, strict=True) if not d]
@@ -172,13 +181,14 @@ class _Level(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         halves: Halves = ctx.halves
         needs = ctx.flat.per_input(ctx.needs_input_grad[3:])
-        if all(m or not n for m, n in zip(ctx.mask, needs, strict=True)):
-            found = _backward(ctx, list(ctx.saved_tensors), grads[: halves.count])
-        else:
-            tags = tuple(leaf.tag for leaf in halves.outputs)
-            primals = ctx.saved_tensors[: ctx.count]
-            cotangents = _cotangents(ctx, halves.cotangents, grads)
-            found = _pulled(ctx.flat, needs, tags, primals, cotangents)
+        with scopes_again(ctx.scopes):
+            if all(m or not n for m, n in zip(ctx.mask, needs, strict=True)):
+                found = _backward(ctx, list(ctx.saved_tensors), grads[: halves.count])
+            else:
+                tags = tuple(leaf.tag for leaf in halves.outputs)
+                primals = ctx.saved_tensors[: ctx.count]
+                cotangents = _cotangents(ctx, halves.cotangents, grads)
+                found = _pulled(ctx.flat, needs, tags, primals, cotangents)
         return (None, None, None, *found)
 
 
@@ -254,7 +264,7 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         flat, *parts = inputs
-        ctx.flat, ctx.shapes = flat, _shapes(output)
+        ctx.flat, ctx.shapes, ctx.scopes = flat, _shapes(output), current_scopes()
         ctx.save_for_backward(*parts)
         ctx.save_for_forward(*parts)
         ctx.set_materialize_grads(False)
@@ -267,7 +277,8 @@ class _Again(torch.autograd.Function):
         flat: Flat = ctx.flat
         cotangents = _cotangents(ctx, _float_parts(flat), grads)
         mask = flat.per_input(ctx.needs_input_grad[1:])
-        return (None, *_pulled(flat, mask, flat.tags, ctx.saved_tensors, cotangents))
+        with scopes_again(ctx.scopes):
+            return (None, *_pulled(flat, mask, flat.tags, ctx.saved_tensors, cotangents))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

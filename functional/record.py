@@ -27,9 +27,11 @@ __all__ = [
     "Spec",
     "active",
     "contiguous",
+    "current_scopes",
     "is_weak",
     "record",
     "scope",
+    "scopes_again",
 ]
 
 # Tags that hold for every node which replaying one node makes, and those of the node itself.
@@ -237,7 +239,9 @@ class Room:
 
     def _operand(self, value: Any) -> tuple[Closure, torch.Tensor]:
         if isinstance(value, torch.Tensor):
-            spec, tag, parts = Spec.of(value), None, (value,)
+            with internals.no_function_modes():
+                spec = Spec.of(value)
+            tag, parts = None, (value,)
         else:
             shape, dtype, device, tag, parts = value.__torchard_placed__()
             spec = contiguous(shape, dtype, device)
@@ -391,6 +395,26 @@ def scope(name: str) -> Iterator[None]:
         yield
     finally:
         room.scopes.pop()
+
+
+def current_scopes() -> tuple[str, ...]:
+    """The scopes that are open in the active trace."""
+    room = active()
+    return tuple(room.scopes) if room else ()
+
+
+@contextlib.contextmanager
+def scopes_again(scopes: tuple[str, ...]) -> Iterator[None]:
+    """Open the scopes a forward ran in, for its backward."""
+    room = active()
+    if room is None or not scopes:
+        yield
+        return
+    before, room.scopes = room.scopes, list(scopes)
+    try:
+        yield
+    finally:
+        room.scopes = before
 
 
 def record(

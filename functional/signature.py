@@ -99,7 +99,7 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 def _surroundings() -> Hashable:
     """The global state a trace depends on."""
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
+    if internals.autocast_on():
         kinds = ("cpu", "cuda")
         auto = tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
         return torch.get_default_dtype(), auto

@@ -10,7 +10,7 @@ from types import CodeType, FrameType
 import optree
 import torch
 
-__all__ = ["of_error", "of_here"]
+__all__ = ["is_user", "of_error", "of_here"]
 
 
 def _library_folders() -> tuple[str, ...]:
@@ -28,7 +28,8 @@ _FOLDERS = _library_folders()
 _is_user: dict[CodeType, bool] = {}
 
 
-def _user_code(code: CodeType) -> bool:
+def is_user(code: CodeType) -> bool:
+    """Whether code is neither torch's, this library's nor generated."""
     known = _is_user.get(code)
     if known is None:
         name = code.co_filename
@@ -47,7 +48,7 @@ def of_here() -> str | None:
     """The innermost line of the user's on this thread's stack."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if _user_code(frame.f_code):
+        if is_user(frame.f_code):
             return _written(frame.f_code, frame.f_lineno)
         frame = frame.f_back
     return None
@@ -57,6 +58,6 @@ def of_error(error: BaseException) -> str | None:
     """The innermost line of the user's that this error passed through."""
     found = None
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if _user_code(frame.f_code):
+        if is_user(frame.f_code):
             found = _written(frame.f_code, line)
     return found

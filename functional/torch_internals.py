@@ -57,6 +57,8 @@ __all__ = [
     "GuardOnDataDependentSymNode",
     "OpOverload",
     "PythonKeyTracer",
+    "autocast_off",
+    "autocast_on",
     "autograd_sequence",
     "base_tensor",
     "clean_room",
@@ -71,6 +73,7 @@ __all__ = [
     "is_wrapped",
     "level_kinds",
     "needs_grad_at_top",
+    "no_function_modes",
     "no_modes",
     "proxy_node",
     "proxying",
@@ -159,8 +162,19 @@ def track(
 
 @contextlib.contextmanager
 def no_modes() -> Iterator[None]:
-    """No dispatch mode, no functorch level: what is done inside leaves no node."""
-    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+    """No mode of any kind, no functorch level: what is done inside leaves no node."""
+    with (
+        temporarily_clear_interpreter_stack(),
+        _disable_current_modes(),
+        torch._C.DisableTorchFunction(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def no_function_modes() -> Iterator[None]:
+    """Ask a tensor for its metadata without a TorchFunctionMode hearing of it."""
+    with torch._C.DisableTorchFunction():
         yield
 
 
@@ -201,6 +215,18 @@ def base_tensor(tensor: torch.Tensor) -> torch.Tensor:
     while functorch_c.is_functorch_wrapped_tensor(tensor):
         tensor = functorch_c.get_unwrapped(tensor)
     return tensor
+
+
+def autocast_on() -> bool:
+    """Whether autocast is enabled for any device."""
+    return torch._C._is_any_autocast_enabled()
+
+
+@contextlib.contextmanager
+def autocast_off() -> Iterator[None]:
+    """A traced program has its casts written out; autocast must not add more."""
+    with torch._C._DisableAutocast():
+        yield
 
 
 def has_modes() -> bool:

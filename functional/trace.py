@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -119,14 +120,32 @@ class _Shape:
     ) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
         """The function of its inputs and closures, for tracing derivatives of it."""
         count = len(self.arguments.traced)
+        autocast = _autocast_state()
 
         def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             room = active()
             assert room is not None
-            with room.standing_in(closures, tensors[count : count + len(closures)]):
+            operands = tensors[count : count + len(closures)]
+            with _autocast_as(autocast), room.standing_in(closures, operands):
                 return self(tensors[:count])
 
         return run
+
+
+def _autocast_state() -> list[tuple[str, torch.dtype]]:
+    return [
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+
+
+@contextlib.contextmanager
+def _autocast_as(state: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for kind, dtype in state:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+        yield
 
 
 class OutTree:

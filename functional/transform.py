@@ -7,12 +7,13 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
+from types import MethodType
 from typing import Any
 
 import torch
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.closures import Reader, reader_of
+from torchard.functional.closures import Reader, reader_of, settings_of
 from torchard.functional.donate import give_up
 from torchard.functional.errors import RetraceWarning
 from torchard.functional.flat import Flat
@@ -25,6 +26,8 @@ from torchard.functional.trace import trace_call
 __all__ = ["Transformed"]
 
 _RETRACES = 8
+# What following a path may raise once the environment has changed.
+_MISSING = (KeyError, IndexError, AttributeError, TypeError, ValueError)
 
 
 class Transformed:
@@ -65,6 +68,14 @@ class Transformed:
 
     def __repr__(self) -> str:
         return f"Transformed({self.__name__}, {list(self.rewrites)})"
+
+    @property
+    def __torchard_function__(self) -> Callable[..., Any]:
+        """Where closures.py looks for what this function closes over."""
+        return self.fn
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -117,7 +128,7 @@ class Transformed:
             if entry is not None:
                 self._entries.move_to_end(arguments.key)
         if entry is not None:
-            if not entry.readers:
+            if not entry.readers and not entry.settings:
                 return entry, []
             closures = entry.closures(self.fn)
             if closures is not None:
@@ -210,6 +221,7 @@ class _Entry:
         self._inlined: Flat | None = None
         self.out_tree = base.out_tree
         self.lifted: tuple[Closure, ...] = base.closures
+        self.settings = settings_of(fn)
         self.readers: list[Reader | None] = [reader_of(fn, c.value) for c in base.closures]
         starts = [f"args[{n}]" for r in rewrites for n in getattr(r, "donate_argnums", ())]
         self.donated = [i for i in arguments.traced if _under(paths[i], starts)]
@@ -233,10 +245,17 @@ class _Entry:
     def closures(self, fn: Callable[..., Any]) -> list[Any] | None:
         """The closed-over values as they are now; None if one no longer fits the trace."""
         found = []
+        for reader, value in self.settings:
+            try:
+                now = reader(fn)
+            except _MISSING:
+                return None
+            if now is not value and (type(now) is not type(value) or now != value):
+                return None
         for reader, closure in zip(self.readers, self.lifted, strict=True):
             try:
                 value = reader(fn) if reader else closure.value
-            except (KeyError, IndexError, AttributeError, TypeError, ValueError):
+            except _MISSING:
                 return None
             if value is not closure.value and not _fits(value, closure):
                 return None
