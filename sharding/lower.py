@@ -7,6 +7,7 @@ of it. How a step moves data is the transport's business; everything here is loc
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -121,7 +122,7 @@ class Lowering:
         self.graph = fx.Graph()
         self.emit = Emitter(self.graph)
         self.env: dict[fx.Node, dict[Key, Value]] = {}
-        self.left = {n: len(n.users) for n in graph.nodes}
+        self.numbers = itertools.count()
 
     def run(self) -> fx.Graph:
         """The local graph: parts of all inputs, in order, to parts of all outputs."""
@@ -151,10 +152,8 @@ class Lowering:
     def _placeholder(self, node: fx.Node) -> None:
         layout: Layout = node.meta["layout"]
         parts: dict[Key, Value] = {}
-        places = self.distinct([layout])
-        for i, at in enumerate(places):
-            name = str(node.target) if len(places) == 1 else f"{node.target}_{i}"
-            made = self.graph.placeholder(name)
+        for at in self.distinct([layout]):
+            made = self.graph.placeholder(f"part{next(self.numbers)}")
             made.meta.update(self.emit.tags)
             parts[layout.key(at)] = Value(made)
         self.env[node] = parts
