@@ -1,0 +1,294 @@
+"""What property-based tests of sharded code need: meshes and specs to draw, and one check.
+
+Needs hypothesis (``pip install torchard[test]``). ``check_sharded`` compares a function run by
+``shard`` with the function itself; ``meshes`` and ``specs`` are the strategies that feed it::
+
+    @given(st.data())
+    def test_mine(data):
+        mesh = data.draw(meshes())
+        spec = data.draw(specs(x.shape, mesh))
+        check_sharded(mine, (x,), mesh, (spec,))
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+from hypothesis import strategies as st
+
+from torchard.functional import tree
+from torchard.functional.signature import is_placed
+from torchard.sharding.layout import Coords, Dim, Layout, Sub, chunk
+from torchard.sharding.mesh import Mesh
+from torchard.sharding.redistribute import place
+from torchard.sharding.shard import shard
+from torchard.sharding.spec import P
+
+__all__ = [
+    "check_sharded",
+    "combined",
+    "contributions",
+    "layouts",
+    "meshes",
+    "shard_at",
+    "specs",
+    "whole_of",
+]
+
+_NAMES = ("dp", "tp", "pp", "ep")
+_FOLD: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def meshes(max_ranks: int = 8, max_axes: int = 3) -> st.SearchStrategy[Mesh]:
+    """Virtual meshes, axes of size one included."""
+    shapes = [
+        shape
+        for n in range(1, max_axes + 1)
+        for shape in itertools.product(range(1, max_ranks + 1), repeat=n)
+        if math.prod(shape) <= max_ranks
+    ]
+    shapes.sort(key=lambda shape: (math.prod(shape) == 1, len(shape), math.prod(shape)))
+    return st.sampled_from(shapes).map(_mesh)
+
+
+def _mesh(shape: tuple[int, ...]) -> Mesh:
+    return Mesh(dict(zip(_NAMES, shape, strict=False)), virtual=True)
+
+
+@st.composite
+def specs(draw: st.DrawFn, shape: Sequence[int], mesh: Mesh, *, fused: bool = False) -> P:
+    """Valid specs for a shape: every axis on some dim or unused, several on one dim in any order.
+
+    Dims need not divide. ``fused`` also draws specs that name the factors of a dim.
+    """
+    at = _assigned(draw, len(shape), mesh)
+    if fused and at and draw(st.integers(0, 4)) == 0:
+        return _named(draw, shape, at)
+    entries = [tuple(axes) if len(axes) != 1 else axes[0] for axes in at]
+    while entries and not entries[-1]:
+        entries.pop()
+    return P(*(e or None for e in entries))
+
+
+def _assigned(draw: st.DrawFn, rank: int, mesh: Mesh) -> list[list[str]]:
+    """For each dim, the axes that split it."""
+    at: list[list[str]] = [[] for _ in range(rank)]
+    for axis in draw(st.permutations(mesh.axes)):
+        dim = draw(st.integers(-1, rank - 1))
+        if dim >= 0:
+            at[dim].append(axis)
+    return at
+
+
+def _named(draw: st.DrawFn, shape: Sequence[int], at: list[list[str]]) -> P:
+    """Every dim cut in two factors, the axes on either of them."""
+    groups: list[str] = []
+    names: dict[str, Any] = {}
+    for d, (n, axes) in enumerate(zip(shape, at, strict=True)):
+        outer = draw(st.sampled_from([k for k in range(1, n + 1) if n % k == 0] or [1]))
+        cut = draw(st.integers(0, len(axes)))
+        groups.append(f"(o{d} i{d})")
+        names[f"o{d}"] = (outer, *axes[:cut])
+        names[f"i{d}"] = (n // outer, *axes[cut:])
+    return P.factors(" ".join(groups), **names)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, shape: Sequence[int], mesh: Mesh, *, pending: bool = False) -> Layout:
+    """Layouts with composite dims; ``pending`` lets unused axes be pending sums."""
+    at = _assigned(draw, len(shape), mesh)
+    dims: list[Dim] = []
+    for n, axes in zip(shape, at, strict=True):
+        outer = draw(st.sampled_from([k for k in range(1, n + 1) if n % k == 0] or [1]))
+        cut = draw(st.integers(0, len(axes)))
+        whole = outer in (1, n) or draw(st.booleans())
+        parts = (Sub(n, tuple(axes)),)
+        split = (Sub(outer, tuple(axes[:cut])), Sub(n // outer, tuple(axes[cut:])))
+        dims.append(parts if whole else split)
+    free = [a for a in mesh.axes if not any(a in axes for axes in at)]
+    sums = [a for a in free if pending and draw(st.booleans())]
+    return Layout(tuple(dims), tuple((a, "sum") for a in sorted(sums))).normal(mesh.sizes)
+
+
+# -- shards, by definition --------------------------------------------------------------------------
+
+
+def shard_at(x: torch.Tensor, layout: Layout, coords: Coords, mesh: Mesh) -> torch.Tensor:
+    """The shard of a whole value at a coordinate."""
+    subs = [s for dim in layout.dims for s in dim]
+    y = x.reshape([s.size for s in subs])
+    for i, sub in enumerate(subs):
+        own = chunk(sub.size, sub.axes, coords, mesh.shape)
+        y = y.narrow(i, own.start, len(own))
+    return y.reshape(layout.local_shape(coords, mesh.shape)).contiguous()
+
+
+def contributions(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
+    """A value's distinct shards, in order; where it is pending, parts that sum to it."""
+    axes = sorted(a for a, _ in layout.pending)
+    count = math.prod(mesh.shape[a] for a in axes)
+    generator = torch.Generator().manual_seed(count)
+    noise = [torch.randint(-3, 4, x.shape, generator=generator).to(x) for _ in range(count - 1)]
+    terms = [*noise, x - sum(noise, torch.zeros_like(x))] if noise else [x]
+    found = []
+    for at in _distinct(layout, mesh):
+        index = 0
+        for a in axes:
+            index = index * mesh.shape[a] + at[a]
+        found.append(shard_at(terms[index], layout, at, mesh))
+    return found
+
+
+def _distinct(layout: Layout, mesh: Mesh) -> list[dict[str, int]]:
+    first: dict[tuple[int, ...], dict[str, int]] = {}
+    for at in mesh.all_coords():
+        first.setdefault(layout.key(at), at)
+    return list(first.values())
+
+
+def whole_of(parts: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tensor:
+    """The value that these distinct shards (in order) make up; pending ones are combined."""
+    ops = dict(layout.pending)
+    filled: dict[tuple[int, ...], torch.Tensor] = {}
+    for part, at in zip(parts, _distinct(layout, mesh), strict=True):
+        group = tuple(at[a] for a in sorted(layout.axes) if a in ops)
+        whole = filled.setdefault(group, part.new_zeros(layout.shape))
+        _write(whole, part, layout, at, mesh)
+    return combined(list(filled.values()), next(iter(ops.values()), "sum"))
+
+
+def _write(
+    whole: torch.Tensor, part: torch.Tensor, layout: Layout, at: Coords, mesh: Mesh
+) -> None:
+    subs = [s for dim in layout.dims for s in dim]
+    view = whole.view([s.size for s in subs])
+    own = [chunk(s.size, s.axes, at, mesh.shape) for s in subs]
+    for i, run in enumerate(own):
+        view = view.narrow(i, run.start, len(run))
+    view.copy_(part.reshape([len(run) for run in own]))
+
+
+def combined(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """Parts joined by a reduction."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = _FOLD[op](total, part)
+    return total
+
+
+# -- the check ----------------------------------------------------------------------------------------
+
+
+def check_sharded(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any = None,
+    *,
+    grads: bool = True,
+    placed: bool = True,
+    tolerance: float = 1e-12,
+) -> None:
+    """Assert that ``shard(fn)`` is fn: outputs, and gradients of <outputs, cotangents>.
+
+    Args:
+        args: whole tensors (float64, unless the tolerance says otherwise) and static values.
+        in_specs, out_specs: pytree prefixes, as for ``shard``.
+        grads: compare the gradients of all floating arguments too. Cotangents are small integers,
+            so that integer-valued functions stay exact.
+        placed: hand the arguments over as MeshTensors; False passes plain tensors and in_specs.
+        tolerance: largest difference over the largest entry; 0 asks for equal values.
+
+    Raises:
+        AssertionError: says which value differs, by how much, and where it was run.
+    """
+    want = _evaluated(fn, args, grads)
+    if placed:
+        run, given = shard(fn, mesh, out_specs=out_specs), place(args, mesh, in_specs)
+    else:
+        run, given = shard(fn, mesh, in_specs, out_specs), args
+    have = _evaluated(run, given, grads)
+    where = f"on {mesh} with in_specs {in_specs} and out_specs {out_specs}"
+    assert have.keys() == want.keys(), f"{sorted(have)} instead of {sorted(want)} {where}"
+    for name, value in want.items():
+        _assert_same(name, have[name], value, tolerance, where)
+
+
+def _evaluated(fn: Callable[..., Any], args: Any, grads: bool) -> dict[str, torch.Tensor]:
+    leaves, structure = tree.flatten(args)
+    if grads:
+        leaves = [x.detach().clone().requires_grad_() if _floats(x) else x for x in leaves]
+    given = tree.unflatten(structure, leaves)
+    with torch.set_grad_enabled(grads):
+        out = _whole(fn(*given))
+        results = {f"result {i}": x for i, x in enumerate(tree.leaves(out)) if _tensor(x)}
+        found = {name: value.detach() for name, value in results.items()}
+        if grads:
+            filled = _gradients(list(results.values()), leaves)
+            whole = _whole(tree.unflatten(structure, filled))
+            found |= {f"gradient {i}": g for i, g in enumerate(tree.leaves(whole)) if _tensor(g)}
+    return found
+
+
+def _gradients(results: list[torch.Tensor], leaves: list[Any]) -> list[Any]:
+    """One for each leaf: None for what is no floating tensor, zeros where nothing arrives."""
+    followed = [out for out in results if _floats(out) and out.requires_grad]
+    wanted = [x for x in leaves if _floats(x)]
+    values: Sequence[torch.Tensor | None] = [None] * len(wanted)
+    if followed and wanted:
+        values = torch.autograd.grad(
+            followed, wanted, [_cotangent(out) for out in followed], allow_unused=True
+        )
+    rest = iter(
+        torch.zeros_like(x) if v is None else v for x, v in zip(wanted, values, strict=True)
+    )
+    return [next(rest) if _floats(x) else None for x in leaves]
+
+
+def _cotangent(out: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(out.numel())
+    return torch.randint(-3, 4, out.shape, generator=generator).to(out)
+
+
+def _tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def _floats(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def _whole(value: Any) -> Any:
+    return optree.tree_map(
+        lambda x: x.full() if is_placed(x) else x,
+        value,
+        is_leaf=is_placed,
+        none_is_leaf=True,
+        namespace=tree.NAMESPACE,
+    )
+
+
+def _assert_same(
+    name: str, have: torch.Tensor, want: torch.Tensor, tolerance: float, where: str
+) -> None:
+    assert have.shape == want.shape, f"{name} has shape {have.shape}, not {want.shape} {where}"
+    assert have.dtype == want.dtype, f"{name} has dtype {have.dtype}, not {want.dtype} {where}"
+    a, b = have.detach().double(), want.detach().double()
+    same = (a == b) | (a.isnan() & b.isnan())
+    if bool(same.all()):
+        return
+    scale = torch.where(b.isfinite(), b.abs(), 0.0).max().clamp(min=1e-300)
+    error = float((torch.where(same, 0.0, (a - b).abs()) / scale).max())
+    assert error <= tolerance, (
+        f"{name} differs by {error:.1e} of its largest entry {where}\nhave {have}\nwant {want}"
+    )
