@@ -16,6 +16,7 @@ from torch import fx
 
 from torchard.sharding.layout import Sizes
 from torchard.sharding.reshard import Step
+from torchard.sharding.rules import lookup
 
 __all__ = ["STEPS", "Collective", "emit_step", "table"]
 
@@ -66,6 +67,7 @@ class Collective:
         bytes: that a rank sends (and receives) under the ring algorithm, uneven parts padded.
         op: sum, max or min, where it reduces.
         source, scope, phase: of the operation that needed it.
+        note: why, where it could surprise: an operation without a factor rule is gathered.
     """
 
     kind: str
@@ -77,6 +79,7 @@ class Collective:
     source: str = ""
     scope: str = ""
     phase: str = "forward"
+    note: str = ""
 
     @classmethod
     def table(cls, records: Sequence[Collective]) -> str:
@@ -101,7 +104,7 @@ def emit_step(graph: fx.Graph, value: fx.Node, step: Step, near: fx.Node, sizes:
     tags = {k: told.meta[k] for k in ("source", "scope", "phase") if k in told.meta}
     node.meta.update(val=value.meta["val"], layout=step.after.normal(sizes), step=step, **tags)
     if step.kind != "slice":
-        node.meta["collective"] = _record(step, value.meta["val"], tags, sizes)
+        node.meta["collective"] = _record(step, value.meta["val"], {**tags, "note": _note(near)}, sizes)
     return node
 
 
@@ -126,20 +129,29 @@ def _record(step: Step, val: torch.Tensor, tags: dict[str, Any], sizes: Sizes) -
         tags.get("source") or "",
         tags.get("scope") or "",
         tags.get("phase") or "forward",
+        tags.get("note") or "",
     )
+
+
+def _note(near: fx.Node) -> str:
+    if near.op != "call_function" or "val" not in near.meta or not near.all_input_nodes:
+        return ""
+    gathered = lookup(near.target) is None and "step" not in near.meta
+    return f"{near.target} has no factor rule, so its operands are gathered" if gathered else ""
 
 
 def table(records: Sequence[Collective]) -> str:
     """Collectives as an aligned table with totals."""
     if not records:
         return "no collectives"
-    rows = [("collective", "axes", "shape", "dtype", "bytes/rank", "phase", "scope", "source")]
+    noted = any(r.note for r in records)
+    head = ("collective", "axes", "shape", "dtype", "bytes/rank", "phase", "scope", "source")
+    rows = [(*head, "note") if noted else head]
     for r in records:
         shape = "×".join(map(str, r.shape)) or "scalar"
         kind = r.kind if r.op in (None, "sum") else f"{r.kind}[{r.op}]"
-        rows.append(
-            (kind, "·".join(r.axes), shape, _dtype(r.dtype), f"{r.bytes:,}", r.phase, r.scope, r.source)
-        )
+        row = (kind, "·".join(r.axes), shape, _dtype(r.dtype), f"{r.bytes:,}", r.phase, r.scope)
+        rows.append((*row, r.source, r.note) if noted else (*row, r.source))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join(

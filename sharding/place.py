@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -255,6 +255,26 @@ class MeshTensor:
 
     def __bool__(self) -> bool:
         raise PlacementError("a MeshTensor has no truth value; call .full() first")
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        raise PlacementError(
+            f"{getattr(func, '__name__', func)} does not work on a MeshTensor, which only holds "
+            "shards: do it in a function under shard(...), or on .full()."
+        )
+
+
+def _refuse(name: str) -> Any:
+    def refuse(self: MeshTensor, *others: Any) -> NoReturn:
+        MeshTensor.__torch_function__(name, ())
+
+    return refuse
+
+
+for _name in "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul pow neg getitem".split():
+    setattr(MeshTensor, f"__{_name}__", _refuse(_name))
 
 
 def _whole_shape(part: torch.Tensor, mesh: Mesh, spec: P) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from torchard.functional.program import FREE, Leaf, Program
 from torchard.functional.transform import Transformed
 from torchard.sharding.constrain import number_of, pinned_spec
 from torchard.sharding.layout import Layout
-from torchard.sharding.mesh import Mesh, MeshError
+from torchard.sharding.mesh import Mesh, MeshError, default_device
 from torchard.sharding.partition import partition, unpartition
 from torchard.sharding.place import Held
 from torchard.sharding.plan import choose
@@ -125,6 +125,7 @@ class Shard:
         for leaf in program.inputs:
             if isinstance(leaf.tag, Held):
                 _check_mesh(leaf, self.mesh)
+        _check_devices(program, self.mesh)
         given = specs_of_arguments(program, self.in_specs, self.fn)
         wanted = specs_of_results(program, self.out_specs)
         errors: list[str] = []
@@ -290,6 +291,23 @@ def _check_mesh(leaf: Leaf, mesh: Mesh) -> None:
             f"{leaf.path} is on {leaf.tag.mesh}, but the enclosing shard runs on {mesh}. Place it on "
             "that mesh (place(x.full(), mesh, spec)), or shard the function on its own."
         )
+
+
+def _check_devices(program: Program, mesh: Mesh) -> None:
+    """All values of a program are on one kind of device: the mesh's."""
+    kinds: dict[str, str] = {}
+    for leaf, node in zip(program.inputs, program.placeholders, strict=True):
+        val = node.meta["val"]
+        if val.ndim and val.device.type != "meta":
+            kinds.setdefault(val.device.type, leaf.path)
+    want = default_device(mesh).type if not mesh.virtual else next(iter(kinds), None)
+    for kind, path in kinds.items():
+        if kind != want:
+            others = next((f" and {p} is on {k}" for k, p in kinds.items() if k != kind), "")
+            raise MeshError(
+                f"{path} is on {kind}{others}; {mesh} works on {want}. Move it there with "
+                f".to({want!r}) before the call."
+            )
 
 
 def _tag_layout(leaf: Leaf, node: fx.Node) -> Layout:

@@ -33,8 +33,9 @@ def specs_of_arguments(
     slots = [_Slot() for _ in range(program.in_tree.num_leaves)]
     args, kwargs = tree.unflatten(program.in_tree, slots)
     paths = paths_of(args, kwargs)
-    if isinstance(in_specs, Mapping):
-        specs = _by_name(in_specs, args, kwargs, fn)
+    names = _positional_names(fn, len(args))
+    if isinstance(in_specs, Mapping) and not _is_the_argument(in_specs, args, names, kwargs):
+        specs = _by_name(in_specs, args, kwargs, names)
     else:
         specs = broadcast(_as_arguments(in_specs, args), args, "in_specs", "args")
         specs += [None] * len(tree.leaves(kwargs))
@@ -58,10 +59,17 @@ def _as_arguments(in_specs: Any, args: tuple[Any, ...]) -> Any:
     return in_specs
 
 
+def _is_the_argument(
+    in_specs: Mapping[str, Any], args: tuple[Any, ...], names: list[str], kwargs: dict[str, Any]
+) -> bool:
+    """Whether a mapping is meant for the one argument there is (a dict), not by argument name."""
+    lone = len(args) == 1 and not kwargs and isinstance(args[0], Mapping)
+    return lone and not set(in_specs) <= set(names)
+
+
 def _by_name(
-    in_specs: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], fn: Any
+    in_specs: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]
 ) -> list[P | None]:
-    names = _positional_names(fn, len(args))
     unknown = sorted(set(in_specs) - set(names) - set(kwargs))
     if unknown:
         given = ", ".join([*(n for n in names if n), *kwargs])

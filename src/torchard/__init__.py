@@ -13,6 +13,7 @@ from torchard.functional.errors import (
     StaticArgumentError,
 )
 from torchard.functional.jit import jit
+from torchard.functional.signature import ShapeDtype
 from torchard.functional.testing import verify
 from torchard.functional.trace import name, scope, trace
 from torchard.sharding import (
@@ -48,6 +49,7 @@ __all__ = [
     "PurityError",
     "ReplicaMismatch",
     "RetraceWarning",
+    "ShapeDtype",
     "SpecError",
     "StaticArgumentError",
     "__version__",

@@ -1,0 +1,241 @@
+"""Bad input to shard: each error names the path, the spec, the shape, the mesh, and the remedy."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import torchard as ta
+from torchard import Mesh, MeshError, MeshTensor, P, PlacementError, SpecError, jit, place, shard
+
+MESH = Mesh({"dp": 2, "tp": 2}, virtual=True)
+X = torch.arange(24.0).reshape(4, 6)
+
+
+def says(error: BaseException, *parts: str) -> None:
+    for part in parts:
+        assert part in str(error), f"{part!r} is not in: {error}"
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def test_spec_longer_than_rank() -> None:
+    with pytest.raises(SpecError) as e:
+        shard(lambda p: p["w1"] * 2, MESH, in_specs={"w1": P("tp", None, "dp")})({"w1": X})
+    says(e.value, "args[0]['w1']", "P('tp', None, 'dp')", "length 3", "[4, 6]", "rank 2")
+    says(e.value, "use P('tp', None)")
+
+
+def test_unknown_axis() -> None:
+    with pytest.raises(SpecError) as e:
+        shard(double, MESH, in_specs=(P("model"),))(X)
+    says(e.value, "args[0]", "P('model')", "no axis 'model'", "dp, tp", "Mesh(dp=2, tp=2")
+
+
+def test_axis_twice() -> None:
+    with pytest.raises(SpecError, match="uses axis 'tp' twice"):
+        P("tp", "tp")
+    with pytest.raises(SpecError, match="uses axis 'tp' twice"):
+        P(("dp", "tp"), "tp")
+
+
+@pytest.mark.parametrize("entry", [0, 1.5, ("tp", 3)])
+def test_entry_of_a_wrong_type(entry: Any) -> None:
+    with pytest.raises(SpecError, match="neither an axis name"):
+        P(entry)
+
+
+def test_spec_tree_that_does_not_fit_arguments() -> None:
+    with pytest.raises(SpecError) as e:
+        shard(lambda p, x: x, MESH, in_specs=({"w": P(), "b": P()}, P()))({"w": X}, X)
+    says(e.value, "in_specs", "not a prefix of args", "'b'")
+
+
+def test_spec_tree_that_does_not_fit_the_result() -> None:
+    with pytest.raises(SpecError) as e:
+        shard(double, MESH, out_specs=(P(), P()))(X)
+    says(e.value, "out_specs", "not a prefix of out")
+
+
+def test_spec_tree_that_does_not_fit_values_to_place() -> None:
+    with pytest.raises(SpecError, match="specs is not a prefix of the values"):
+        place({"w": X}, MESH, {"v": P()})
+
+
+def test_all_misfits_are_told_at_once() -> None:
+    specs = ({"a": P("tp", None, None), "b": P("model")},)
+    with pytest.raises(SpecError) as e:
+        shard(lambda p: p["a"], MESH, in_specs=specs)({"a": X, "b": X})
+    says(e.value, "args[0]['a']", "args[0]['b']")
+
+
+def test_leaf_that_is_no_spec() -> None:
+    with pytest.raises(SpecError, match="leaf 'tp' of type str; use a P or None"):
+        shard(double, MESH, in_specs=("tp",))(X)
+
+
+def test_spec_on_a_non_tensor() -> None:
+    with pytest.raises(SpecError) as e:
+        shard(lambda x, n: x * n, MESH, in_specs=(P(), P("tp")))(X, 3)
+    says(e.value, "args[1]", "P('tp')", "not a tensor")
+
+
+def test_spec_by_unknown_name() -> None:
+    with pytest.raises(SpecError, match="in_specs names 'y', but the arguments are x"):
+        shard(double, MESH, in_specs={"y": P("tp")})(x=X)
+
+
+def test_factor_sizes_that_do_not_multiply() -> None:
+    with pytest.raises(SpecError) as e:
+        place(X, MESH, P.factors("(heads d) k", d=3, heads="tp"))
+    says(e.value, "(heads d)", "do not multiply", "4")
+
+
+def test_process_group_missing() -> None:
+    with pytest.raises(MeshError) as e:
+        Mesh({"tp": 2})
+    says(e.value, "Mesh(tp=2)", "2 processes", "init_process_group", "virtual=True")
+
+
+def test_argument_on_another_mesh() -> None:
+    other = Mesh({"tp": 2}, virtual=True)
+    x = place(X, other, P("tp"))
+    with pytest.raises(MeshError) as e:
+        shard(double, MESH)(x)
+    says(e.value, "args[0]", "Mesh(tp=2, virtual)", "Mesh(dp=2, tp=2, virtual)", "place(")
+
+
+def test_inner_shard_on_another_mesh() -> None:
+    other = Mesh({"tp": 2}, virtual=True)
+    inner = shard(double, other)
+    with pytest.raises(MeshError, match="enclosing shard"):
+        shard(lambda x: inner(x) + 1, MESH)(X)
+
+
+def test_vmap_over_a_mesh_tensor() -> None:
+    x = place(X, MESH, P("tp"))
+    with pytest.raises(PlacementError) as e:
+        torch.vmap(shard(double, MESH))(x)
+    says(e.value, "vmap cannot map over a MeshTensor", "shard(vmap(f))", "Mesh(dp=2, tp=2")
+
+
+def test_donated_mesh_tensor_used_again() -> None:
+    x = place(X, MESH, P("tp"))
+    run = jit(shard(double, MESH), backend="eager", donate_argnums=0)
+    y = run(x)
+    assert torch.equal(y.full(), X * 2)
+    with pytest.raises(ta.DonatedError, match="donated"):
+        run(x)
+    with pytest.raises(ta.DonatedError, match="donated"):
+        x.full()
+
+
+def test_retraced_eight_times_names_the_leaf() -> None:
+    run = shard(lambda x, n: x * n, MESH)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for n in range(7):
+            run(X, n)
+    with pytest.warns(ta.RetraceWarning, match=re.escape("args[1]")):
+        run(X, 7)
+
+
+def test_argument_mutated() -> None:
+    def grow(x: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return x
+
+    with pytest.raises(ta.PurityError) as e:
+        shard(grow, MESH)(X)
+    says(e.value, "args[0]", "test_errors.py", "grow")
+
+
+def test_branch_on_a_value() -> None:
+    def relu(x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+    with pytest.raises(ta.PurityError) as e:
+        shard(relu, MESH)(X)
+    says(e.value, "test_errors.py", "torch.where")
+
+
+def test_global_random_state() -> None:
+    with pytest.raises(ta.PurityError) as e:
+        shard(lambda x: x + torch.randn(4, 6), MESH)(X)
+    says(e.value, "test_errors.py", "key")
+
+
+def test_static_argument_that_is_not_hashable() -> None:
+    with pytest.raises(ta.StaticArgumentError, match=re.escape("args[1]")):
+        shard(lambda x, s: x, MESH)(X, bytearray(b"x"))
+
+
+def test_devices_that_do_not_mix() -> None:
+    run = shard(lambda x, y: (x * 2, y * 2), MESH)
+    with pytest.raises(MeshError) as e:
+        run.lower(X, ta.ShapeDtype((4, 6), torch.float32, "cuda"))
+    says(e.value, "args[0]", "cpu", "args[1]", "cuda", ".to(")
+
+
+def test_operation_without_a_rule_is_gathered_and_the_plan_says_so() -> None:
+    x = place(X, MESH, P("tp"))
+    run = shard(torch.linalg.pinv, MESH, out_specs=P())
+    torch.testing.assert_close(run(x), torch.linalg.pinv(X), rtol=1e-4, atol=1e-4)
+    plan = run.lower(x).collectives
+    assert [r.kind for r in plan] == ["all_gather"]
+    assert "has no factor rule" in plan[0].note
+    assert "has no factor rule" in str(plan)
+
+
+def test_shards_of_a_wrong_shape() -> None:
+    with pytest.raises(PlacementError) as e:
+        MeshTensor.from_shards([torch.ones(2, 2), torch.ones(2, 2)], MESH, P("tp"), shape=(3, 2))
+    says(e.value, "shard 1", "[2, 2]", "[1, 2]", "P('tp')")
+
+
+def test_shards_of_a_wrong_number() -> None:
+    with pytest.raises(PlacementError, match="2 distinct shards"):
+        MeshTensor.from_shards([torch.ones(3, 2)], MESH, P("tp"), shape=(3, 2))
+
+
+def test_from_local_on_a_virtual_mesh() -> None:
+    with pytest.raises(PlacementError, match="from_shards"):
+        MeshTensor.from_local(torch.ones(2, 2), MESH, P("tp"), shape=(4, 2))
+
+
+def test_arithmetic_on_a_mesh_tensor() -> None:
+    x = place(X, MESH, P("tp"))
+    with pytest.raises(PlacementError, match="add does not work on a MeshTensor"):
+        x + 1
+    with pytest.raises(PlacementError, match=re.escape(".full()")):
+        bool(x)
+
+
+def test_constrain_longer_than_rank() -> None:
+    with pytest.raises(SpecError) as e:
+        shard(lambda x: ta.constrain(x, P(None, None, "tp")), MESH)(X)
+    says(e.value, "P(None, None, 'tp')", "[4, 6]", "rank 2")
+
+
+def test_constrain_at_that_matches_nothing() -> None:
+    with pytest.raises(SpecError) as e:
+        shard(lambda x: ta.name(x * 2, "hidden"), MESH, constrain_at={"out": P("tp")})(X)
+    says(e.value, "'out'", "hidden")
+
+
+def test_rule_that_does_not_parse() -> None:
+    from torchard.sharding.factors import RuleError, instantiate
+
+    with pytest.raises(RuleError, match=re.escape("exactly one '->'")):
+        instantiate("i j", ((2, 2),), ((2, 2),))
+    with pytest.raises(RuleError) as e:
+        instantiate("i k, k j -> i j", ((2, 3), (4, 5)), ((2, 5),))
+    says(e.value, "i k, k j -> i j", "factor k is 3 and 4", "(2, 3)")
+    with pytest.raises(RuleError, match="unknown clause 'hole'"):
+        instantiate("i -> i | hole i", ((2,),), ((2,),))
