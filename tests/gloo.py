@@ -1,0 +1,265 @@
+"""Checks that run in every process of a real group; ``python gloo.py RANK WORLD STORE`` prints JSON.
+
+Each check returns what the test then asserts on; what raises is reported as its message.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+warnings.simplefilter("error")
+# torch imports its own TorchScript modules, and says so.
+warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarning)
+
+import seeds  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
+
+from torchard import (  # noqa: E402
+    Mesh,
+    MeshTensor,
+    P,
+    from_dtensor,
+    global_norm,
+    jit,
+    nn,
+    place,
+    random,
+    redistribute,
+    shard,
+    to_dtensor,
+)
+
+CHECKS: dict[str, Callable[[int, int], Any]] = {}
+
+
+def check(fn: Callable[[int, int], Any]) -> Callable[[int, int], Any]:
+    CHECKS[fn.__name__] = fn
+    return fn
+
+
+def worst(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    """The largest difference, relative to the largest value."""
+    assert have.keys() == want.keys()
+    return max(
+        float((have[k] - v).abs().max() / v.abs().max().clamp(min=1e-300)) for k, v in want.items()
+    )
+
+
+def seed_of(world: int) -> seeds.Seed:
+    return seeds.S0 if world == 2 else seeds.S4
+
+
+def results(mesh: Mesh, seed: seeds.Seed, jitted: bool = False) -> dict[str, torch.Tensor]:
+    params, x, ct = seed.normal(torch.float64)
+    fn = shard(seed.forward, mesh, out_specs=seed.out_spec)
+    arguments = seeds.sharded_arguments(seed, mesh, params, x)
+    return seeds.outputs_and_gradients(jit(fn) if jitted else fn, *arguments, ct)
+
+
+@check
+def seed_equals_virtual(rank: int, world: int) -> float:
+    seed = seed_of(world)
+    real = results(Mesh({"tp": world}), seed)
+    return worst(real, results(Mesh({"tp": world}, virtual=True), seed))
+
+
+@check
+def seed_equals_one_device(rank: int, world: int) -> float:
+    seed = seed_of(world)
+    params, x, ct = seed.normal(torch.float64)
+    want = seeds.outputs_and_gradients(seed.forward, params, x, ct)
+    return worst(results(Mesh({"tp": world}), seed), want)
+
+
+@check
+def compiled_seed_equals_one_device(rank: int, world: int) -> float:
+    seed = seeds.S4 if world == 3 else seeds.Seed(
+        (64, 64, 64), (2, 8), seeds.S0.specs, None, P(), seeds.S0.activation
+    )
+    params, x, ct = seed.normal(torch.float64)
+    want = seeds.outputs_and_gradients(seed.forward, params, x, ct)
+    return worst(results(Mesh({"tp": world}), seed, jitted=True), want)
+
+
+@check
+def collectives_that_really_run(rank: int, world: int) -> dict[str, int]:
+    """Counted by torch's own instrument, not by the plan."""
+    seed, mesh = seed_of(world), Mesh({"tp": world})
+    params, x, ct = seed.normal(torch.float32)
+    fn = shard(lambda p, x, c: seed.forward(p, x), mesh, out_specs=seed.out_spec)
+    arguments = seeds.sharded_arguments(seed, mesh, params, x)
+    leaves = [t.requires_grad_() for v in arguments[0].values() for t in v.parts]
+    inputs = arguments[1].parts if isinstance(arguments[1], MeshTensor) else (arguments[1],)
+    leaves += [t.requires_grad_() for t in inputs]
+    out = fn(*arguments, ct)
+    local = out.local if isinstance(out, MeshTensor) else out
+    torch.autograd.grad(local, leaves, torch.ones_like(local))  # plans the backward
+    with CommDebugMode() as count:
+        out = fn(*arguments, ct)
+        local = out.local if isinstance(out, MeshTensor) else out
+        torch.autograd.grad(local, leaves, torch.ones_like(local))
+    return {str(k).split(".")[-1]: v for k, v in count.get_comm_counts().items() if v}
+
+
+@check
+def small_integers_are_exact(rank: int, world: int) -> bool:
+    import dataclasses
+
+    seed = dataclasses.replace(seed_of(world), activation=torch.relu)
+    good = True
+    for dtype in (torch.float32, torch.bfloat16):
+        params, x, ct = seed.integers(dtype)
+        wide = {k: v.double() for k, v in params.items()}
+        want = seeds.outputs_and_gradients(seed.forward, wide, x.double(), ct.double())
+        mesh = Mesh({"tp": world})
+        fn = shard(seed.forward, mesh, out_specs=seed.out_spec)
+        have = seeds.outputs_and_gradients(
+            fn, *seeds.sharded_arguments(seed, mesh, params, x), ct
+        )
+        good &= all(torch.equal(have[k].double(), v) for k, v in want.items())
+    return good
+
+
+@check
+def ten_steps_of_adamw(rank: int, world: int) -> float:
+    seed = seeds.S4
+    params, x, ct = seed.normal(torch.float64)
+    mesh = Mesh({"tp": world})
+    _, want = seeds.train(seed.forward, params, x, ct, 10)
+    _, have = seeds.train(seed.forward, *seeds.sharded_arguments(seed, mesh, params, x), ct, 10)
+    return worst(have, want)
+
+
+SPECS = [P(), P("tp"), P(None, "tp"), P(None, None, "tp")]
+DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.bool]
+
+
+@check
+def every_reshard(rank: int, world: int) -> bool:
+    """Even, uneven and empty shards, every pair of specs, by every collective there is."""
+    mesh, good = Mesh({"tp": world}), True
+    for shape in ((4, 6, 2), (5, 7, 1)):
+        for dtype in DTYPES:
+            x = (torch.arange(shape[0] * shape[1] * shape[2]).reshape(shape) % 7).to(dtype)
+            for before in SPECS:
+                for after in SPECS:
+                    moved = redistribute(place(x, mesh, before), after)
+                    good &= torch.equal(moved.full(), x)
+    return good
+
+
+@check
+def every_reduction(rank: int, world: int) -> bool:
+    """Sums, maxima and minima of split dims, into every spec; NaN and infinities kept."""
+    real, virtual, good = Mesh({"tp": world}), Mesh({"tp": world}, virtual=True), True
+    x = torch.arange(35.0).reshape(5, 7).sin()
+    x[0, 0], x[1, 1], x[2, 2] = float("nan"), float("inf"), -float("inf")
+    counts = (lambda x: (x > 0).to(x.dtype).sum(0), lambda x: (x > 0).any(0))
+    for fn in (lambda x: x.amax(0), lambda x: x.amin(0), *counts):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            for spec in (P(), P("tp")):
+                y = x.to(dtype)
+                have = shard(fn, real, out_specs=spec)(place(y, real, P("tp")))
+                want = shard(fn, virtual, out_specs=spec)(place(y, virtual, P("tp")))
+                a, b = (seeds.whole(v).double().nan_to_num(99.0) for v in (have, want))
+                good &= torch.equal(a, b)
+    return good
+
+
+@check
+def dropout_is_the_same_everywhere(rank: int, world: int) -> bool:
+    mesh, x = Mesh({"tp": world}), torch.ones(7, 9)
+    want = nn.dropout(random.key(5), x, 0.5)
+    run = shard(lambda k, x: nn.dropout(k, x, 0.5), mesh)
+    placed = [place(x, mesh, s) for s in (P(), P("tp"), P(None, "tp"))]
+    return all(torch.equal(run(random.key(5), y).full(), want) for y in placed)
+
+
+@check
+def from_local_without_a_shape(rank: int, world: int) -> list[int]:
+    mesh = Mesh({"tp": world})
+    part = torch.full((4 if rank < world - 1 else 3, 2), float(rank))
+    value = MeshTensor.from_local(part, mesh, P("tp"))
+    return [*value.shape, int(value.full().sum())]
+
+
+@check
+def dtensor_and_back(rank: int, world: int) -> bool:
+    mesh, x = Mesh({"tp": world}), torch.arange(21.0).reshape(7, 3)
+    good = True
+    for spec in (P(), P("tp"), P(None, "tp")):
+        value = place(x, mesh, spec)
+        there = to_dtensor(value)
+        good &= torch.equal(there.full_tensor(), x)
+        back = from_dtensor(there, mesh)
+        good &= torch.equal(back.full(), x) and back.spec == value.spec
+    return good
+
+
+@check
+def norm_counts_each_value_once(rank: int, world: int) -> float:
+    mesh, x = Mesh({"tp": world}), torch.arange(21.0, dtype=torch.float64).reshape(7, 3)
+    tree = {"split": place(x, mesh, P("tp")), "whole": place(x, mesh, P()), "plain": x}
+    want = (3 * (x**2).sum()) ** 0.5
+    return float((global_norm(tree) - want).abs())
+
+
+def message(fn: Callable[[], Any]) -> str:
+    try:
+        fn()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@check
+def mesh_of_another_size(rank: int, world: int) -> str:
+    return message(lambda: Mesh({"tp": world + 1}))
+
+
+@check
+def replicas_that_differ(rank: int, world: int) -> str:
+    run = shard(lambda x, y: x * y, Mesh({"tp": world}))
+    return message(lambda: run(torch.ones(3), torch.ones(3) * rank))
+
+
+@check
+def plans_that_differ(rank: int, world: int) -> str:
+    run = shard(lambda x: x * 2, Mesh({"tp": world}))
+    return message(lambda: run(torch.ones(3 + rank)))
+
+
+@check
+def one_rank_retraces_alone(rank: int, world: int) -> list[Any]:
+    """Rank 0 has a new shape, the others a cached plan: rank 0 says so instead of hanging."""
+    mesh = Mesh({"tp": world}, timeout=1.5)
+    run = shard(lambda x: x * 2, mesh)
+    run(torch.ones(3))
+    began = time.monotonic()
+    said = message(lambda: run(torch.ones(4 if rank == 0 else 3)))
+    return [said, time.monotonic() - began]
+
+
+def main(rank: int, world: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    found = {}
+    for name, run in CHECKS.items():
+        try:
+            found[name] = run(rank, world)
+        except Exception:
+            found[name] = traceback.format_exc()
+    print(json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -1,0 +1,123 @@
+"""Real process groups: the same numbers as the virtual runtime, and one clear message when not."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+Results = list[dict[str, Any]]
+TIMEOUT = 240
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What every rank of a group found in all checks."""
+    world, store = request.param, tmp_path_factory.mktemp("store") / "store"
+    script = pathlib.Path(__file__).with_name("gloo.py")
+    running = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(world), str(store)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    try:
+        outputs = [process.communicate(timeout=TIMEOUT) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    for (_, errors), process in zip(outputs, running, strict=True):
+        assert process.returncode == 0, errors
+    return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+def every(ranks: Results, name: str) -> list[Any]:
+    """What each rank found in one check; a traceback fails the test."""
+    found = [rank[name] for rank in ranks]
+    for value in found:
+        assert not (isinstance(value, str) and value.startswith("Traceback")), value
+    return found
+
+
+def test_equals_the_virtual_runtime(ranks: Results) -> None:
+    """Two terms have one order of summation, so two ranks agree bit for bit."""
+    limit = 0.0 if len(ranks) == 2 else 1e-12
+    assert max(every(ranks, "seed_equals_virtual")) <= limit
+
+
+@pytest.mark.parametrize("name", ["seed_equals_one_device", "compiled_seed_equals_one_device"])
+def test_equals_one_device(ranks: Results, name: str) -> None:
+    assert max(every(ranks, name)) <= 1e-12
+
+
+def test_exactly_the_expert_s_collectives_run(ranks: Results) -> None:
+    expected = (
+        {"all_reduce": 2}
+        if len(ranks) == 2
+        else {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2, "all_reduce": 1}
+    )
+    assert every(ranks, "collectives_that_really_run") == [expected] * len(ranks)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "small_integers_are_exact",
+        "every_reshard",
+        "every_reduction",
+        "dropout_is_the_same_everywhere",
+        "dtensor_and_back",
+    ],
+)
+def test_holds(ranks: Results, name: str) -> None:
+    assert every(ranks, name) == [True] * len(ranks)
+
+
+def test_ten_steps_of_adamw_track_one_device(ranks: Results) -> None:
+    assert max(every(ranks, "ten_steps_of_adamw")) <= 1e-8
+
+
+def test_from_local_learns_the_shape(ranks: Results) -> None:
+    n = len(ranks)
+    total = sum(r * 2 * (4 if r < n - 1 else 3) for r in range(n))
+    assert every(ranks, "from_local_without_a_shape") == [[4 * n - 1, 2, total]] * n
+
+
+def test_global_norm_counts_each_value_once(ranks: Results) -> None:
+    assert max(every(ranks, "norm_counts_each_value_once")) <= 1e-12
+
+
+def test_mesh_of_another_size_than_the_world(ranks: Results) -> None:
+    n = len(ranks)
+    for said in every(ranks, "mesh_of_another_size"):
+        assert said.startswith(f"MeshError: Mesh(tp={n + 1}) is {n + 1} ranks")
+        assert f"the process group has {n}" in said
+
+
+def test_replicas_that_differ(ranks: Results) -> None:
+    for said in every(ranks, "replicas_that_differ"):
+        assert said.startswith("ReplicaMismatch: args[1]")
+        assert "passed different ones" in said and "from_local" in said
+
+
+def test_plans_that_differ(ranks: Results) -> None:
+    for said in every(ranks, "plans_that_differ"):
+        assert said.startswith("PlanMismatch: rank")
+        assert len(set(re.findall(r"float32\[\d\]", said))) == 2
+
+
+def test_a_rank_that_retraces_alone(ranks: Results) -> None:
+    found = every(ranks, "one_rank_retraces_alone")
+    said, seconds = found[0]
+    assert said.startswith("PlanMismatch: rank 0 planned")
+    assert "waited" in said and "rank 1 did not tell the plan within 1.5 s" in said
+    assert seconds < 20
+    assert [other[0] for other in found[1:]] == ["no error"] * (len(ranks) - 1)
