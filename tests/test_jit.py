@@ -1,0 +1,171 @@
+"""jit: compiled programs, under derivatives, with placed values, and donation."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from dummies import PairRuntime, Split, halves
+from torch.func import grad, hessian, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from torchard.functional.errors import DonatedError
+from torchard.functional.jit import jit
+from torchard.functional.program import Program
+from torchard.functional.transform import Transformed
+
+# torch's own, on importing the compiler.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+
+
+def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (x @ w).tanh().square().sum()
+
+
+def step(p: dict[str, torch.Tensor], x: torch.Tensor, lr: float) -> dict[str, torch.Tensor]:
+    g = grad(lambda p: loss(p["w"], x))(p)
+    return {key: p[key] - lr * g[key] for key in p}
+
+
+@pytest.fixture
+def w() -> torch.Tensor:
+    return torch.randn(4, 4, dtype=torch.float64)
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(2, 4, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_a_step(backend: str, w: torch.Tensor, x: torch.Tensor) -> None:
+    run = jit(step, backend=backend)
+    for lr in (0.1, 0.2):
+        got, want = run({"w": w}, x, lr), step({"w": w}, x, lr)
+        torch.testing.assert_close(got["w"], want["w"], rtol=1e-12, atol=1e-12)
+    assert run._traces == 1
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_derivatives(backend: str, w: torch.Tensor, x: torch.Tensor) -> None:
+    f = jit(loss, backend=backend)
+    leaf = w.clone().requires_grad_()
+    f(leaf, x).backward()
+    torch.testing.assert_close(leaf.grad, grad(loss)(w, x), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grad(f)(w, x), grad(loss)(w, x), rtol=1e-12, atol=1e-12)
+    rows = torch.stack([x, x * 2])
+    torch.testing.assert_close(
+        vmap(f, in_dims=(None, 0))(w, rows), vmap(loss, in_dims=(None, 0))(w, rows)
+    )
+    if backend == "eager":
+        torch.testing.assert_close(hessian(f)(w, x), hessian(loss)(w, x))
+
+
+def test_inputs_of_other_strides_are_compiled_again(x: torch.Tensor) -> None:
+    f = jit(lambda x: (x * 2).sin())
+    for value in (x, x.T, x[:, ::2]):
+        torch.testing.assert_close(f(value), (value * 2).sin())
+
+
+def test_a_foreign_tracer_sees_operations(w: torch.Tensor, x: torch.Tensor) -> None:
+    f = jit(loss, backend="inductor")
+    f(w, x)
+    assert "aten.tanh" in make_fx(f)(w, x).code
+
+
+def test_a_runtime_gives_the_graph_to_compile(w: torch.Tensor, x: torch.Tensor) -> None:
+    class Local(PairRuntime):
+        given: list[str] = []  # noqa: RUF012
+
+        def graph(self, program: Program) -> torch.fx.GraphModule:
+            self.given.append(program.name)
+            run = self.bind(program)
+            count = sum(1 if leaf.tag is None else leaf.tag.width for leaf in program.inputs)
+            shapes = [
+                p
+                for node, leaf in zip(program.placeholders, program.inputs, strict=True)
+                for p in _parts(node.meta["val"], leaf.tag)
+            ]
+            assert len(shapes) == count
+            return make_fx(lambda *parts: run(parts))(*shapes)
+
+    def _parts(value: torch.Tensor, tag: Any) -> list[torch.Tensor]:
+        whole = torch.zeros(value.shape, dtype=value.dtype)
+        return [whole] if tag is None else list(whole.chunk(2, tag.dim))
+
+    class Place(Split):
+        def covers(self, other: Any) -> bool:
+            return True
+
+        def __call__(self, program: Program) -> Program:
+            program = super().__call__(program)
+            program.runtime = Local()
+            return program
+
+    f = jit(Transformed(lambda w, x: (x @ w).tanh(), [Place()]))
+    torch.testing.assert_close(f(halves(w), x).full(), (x @ w).tanh())
+    assert Local.given == ["<lambda>"]
+
+
+def test_values_die_inside_a_compiled_call() -> None:
+    """Boxed: an input handed over is freed before the outputs are all there."""
+    alive: list[bool] = []
+    f = jit(lambda a: ((a * 2).sum(), a.sin()), backend="eager", donate_argnums=0)
+    value = torch.randn(8)
+    ref = weakref.ref(value.untyped_storage())
+    f(value)
+    gc.collect()
+    alive.append(ref() is not None)
+    assert alive == [False]
+
+
+# -- donation -------------------------------------------------------------------------------------
+
+
+def test_a_donated_tensor_is_gone(w: torch.Tensor, x: torch.Tensor) -> None:
+    run = jit(step, backend="eager", donate_argnums=0)
+    view = w[0]
+    want, row = step({"w": w}, x, 0.1), w[0].clone()
+    p = {"w": w}
+    got = run(p, x, 0.1)
+    torch.testing.assert_close(got["w"], want["w"])
+    assert view.equal(row)
+    for use in (
+        lambda: w + 1,
+        lambda: w.sum(),
+        lambda: torch.sum(w),
+        lambda: repr(w),
+        lambda: run(p, x, 0.1),
+        lambda: w.shape,
+    ):
+        with pytest.raises(DonatedError, match="had been donated"):
+            use()
+
+
+def test_a_chain_of_donations(w: torch.Tensor, x: torch.Tensor) -> None:
+    run = jit(step, backend="eager", donate_argnums=(0,))
+    ours, theirs = {"w": w.clone()}, {"w": w}
+    for _ in range(3):
+        ours, theirs = run(ours, x, 0.1), step(theirs, x, 0.1)
+    torch.testing.assert_close(ours["w"], theirs["w"])
+    assert run._traces == 1
+
+
+def test_donating_a_value_that_is_passed_twice(w: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="donated value is passed twice"):
+        jit(lambda a, b: a + b, backend="eager", donate_argnums=0)(w, w)
+    assert w.sum().isfinite()
+
+
+def test_donating_a_placed_value_marks_it(w: torch.Tensor, x: torch.Tensor) -> None:
+    held = halves(w)
+    marked = []
+    type(held).__torchard_donate__ = lambda self: marked.append(self)  # type: ignore[attr-defined]
+    try:
+        jit(lambda w, x: x @ w, backend="eager", donate_argnums=0)(held, x)
+    finally:
+        del type(held).__torchard_donate__  # type: ignore[attr-defined]
+    assert marked == [held]

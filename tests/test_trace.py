@@ -1,0 +1,269 @@
+"""trace: what becomes an input, what is refused, and what is written on the nodes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dummies import Identity, Mark, halves
+from torch.func import grad, vmap
+
+from torchard.functional.errors import PurityError, StaticArgumentError
+from torchard.functional.signature import ShapeDtype
+from torchard.functional.trace import name, scope, trace
+from torchard.functional.transform import Transformed
+
+W = torch.randn(4, 4)
+X = torch.randn(2, 4)
+
+
+def ops(program: Any) -> list[str]:
+    return [node.target.overloadpacket.__name__ for node in program.calls]
+
+
+def run(program: Any, *parts: torch.Tensor) -> list[torch.Tensor]:
+    closures = [closure.value for closure in program.closures]
+    return list(program.bind()((*parts, *closures, *program.constants)))
+
+
+def test_arguments_become_inputs_with_their_paths() -> None:
+    program = trace(lambda p, x, scale: p["w"] * x * scale)({"w": X}, X, scale=0.5)
+    assert [leaf.path for leaf in program.inputs] == ["args[0]['w']", "args[1]", "kwargs['scale']"]
+    assert [node.meta["val"].dtype for node in program.placeholders][2] == torch.float64
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, s: x.sum() * s,
+        lambda x, s: x.to(torch.int64) * s,
+        lambda x, s: x.bfloat16() * s,
+        lambda x, s: x * (s * 2 + 1),
+        lambda x, s: torch.where(x > 0, x, s),
+        lambda x, s: torch.arange(4) + s,
+        lambda x, s: x.sum() * (x * s),
+        lambda x, s: x.double().sum() - s,
+    ],
+)
+def test_traced_floats_promote_like_floats(fn: Any) -> None:
+    (ours,) = run(trace(fn)(X, 0.3), X, torch.tensor(0.3, dtype=torch.float64))
+    theirs = fn(X, 0.3)
+    assert ours.dtype == theirs.dtype
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+
+
+def test_the_graph_is_pure_and_clean() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = F.rms_norm(x, (4,))
+        y = y.clone()
+        y[0] = 1.0
+        y.add_(torch.tensor([1.0, 2.0, 3.0, 4.0])).mul_(torch.tensor(2.0))
+        _ = y.sin()
+        return y
+
+    program = trace(fn)(X)
+    assert not any(node.target._schema.is_mutable for node in program.calls)
+    assert "sin" not in ops(program)
+    assert all(node.op != "get_attr" for node in program.graph.nodes)
+    assert len(program.constants) == 1
+    torch.testing.assert_close(run(program, X)[0], fn(X))
+
+
+def test_only_the_users_detach_stays() -> None:
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return (x.tanh() * x.detach().sigmoid()).sum()
+
+    assert ops(trace(grad(inner))(X)).count("detach") == 1
+
+
+def test_closures_are_lifted_once_and_pruned() -> None:
+    held = {"w": W, "unused": W.clone()}
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        assert held["unused"].shape == (4, 4)
+        _ = held["unused"] + 1
+        return x @ held["w"] + (x @ held["w"]).sin() + F.linear(x, held["w"])
+
+    program = trace(fn)(X)
+    assert [(leaf.path, leaf.role) for leaf in program.inputs[1:]] == [
+        ("closure 'held['w']'", "closure")
+    ]
+    assert program.closures[0].value is W
+    torch.testing.assert_close(run(program, X)[0], fn(X))
+
+
+def test_closures_inside_transforms_inside() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return grad(lambda w: vmap(lambda row: (row @ w).sin().sum())(x).sum())(W)
+
+    program = trace(fn)(X)
+    assert sum(leaf.role == "closure" for leaf in program.inputs) == 1
+    torch.testing.assert_close(run(program, X)[0], fn(X))
+
+
+def test_a_placed_argument_is_one_global_value() -> None:
+    program = trace(lambda x: x.sum(0))(halves(torch.randn(6, 4)))
+    assert program.inputs[0].tag.width == 2
+    assert program.placeholders[0].meta["val"].shape == (6, 4)
+
+
+def test_a_placed_closure_reaches_a_nested_call() -> None:
+    w = halves(W)
+    nested = Transformed(lambda w, x: x @ w, [Identity()])
+    program = trace(lambda x: nested(w, x))(X)
+    assert program.inputs[1].tag == w.placement
+    assert program.inputs[1].path == "closure 'w'"
+
+
+def test_structures_in_and_out() -> None:
+    program = trace(lambda p, n: {"y": (p[0] * n, None), "n": n})([X], 3)
+    assert [leaf.path for leaf in program.outputs] == ["out['y'][0]"]
+    built = program.out_tree.build(run(program, X))
+    assert built["n"] == 3 and built["y"][1] is None
+    torch.testing.assert_close(built["y"][0], X * 3)
+
+
+def test_outputs_that_are_inputs_or_twice() -> None:
+    program = trace(lambda x: (x, x.sin(), x, W))(X)
+    found = run(program, X)
+    assert found[0] is X and found[2] is X and found[3] is W
+
+
+@pytest.mark.parametrize(
+    "like", [ShapeDtype((2, 4), torch.bfloat16), torch.empty(2, 4, device="meta")]
+)
+def test_shapes_are_enough(like: Any) -> None:
+    program = trace(lambda x: x @ x.T)(like)
+    assert program.results[0].meta["val"].shape == (2, 2)
+    assert program.results[0].meta["val"].dtype == like.dtype
+
+
+# -- purity ---------------------------------------------------------------------------------------
+
+
+def branches(x: torch.Tensor) -> torch.Tensor:
+    if x.sum() > 0:
+        return x
+    return -x
+
+
+def items(x: torch.Tensor) -> torch.Tensor:
+    return x * x.sum().item()
+
+
+def masks(x: torch.Tensor) -> torch.Tensor:
+    return x[x > 0]
+
+
+def mutates(x: torch.Tensor) -> torch.Tensor:
+    return x.view(-1).add_(1)
+
+
+def mutates_a_closure(x: torch.Tensor) -> torch.Tensor:
+    W[0] = 1.0
+    return x @ W
+
+
+def draws(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.rand(2, 4)
+
+
+def drops(x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(x, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("fn", "says", "remedy"),
+    [
+        (branches, "needs the value of a tensor", "torch.where"),
+        (items, "needs the value of a tensor", "static"),
+        (masks, "needs the value of a tensor", "torch.where"),
+        (mutates, r"changes args\[0\] in place", "clone"),
+        (mutates_a_closure, "changes a tensor it closes over in place", "clone"),
+        (draws, "draws random numbers from torch's global", "Pass a key"),
+        (drops, "draws random numbers from torch's global", "Pass a key"),
+    ],
+)
+def test_impurity_names_the_line_and_the_way_out(fn: Any, says: str, remedy: str) -> None:
+    with pytest.raises(PurityError, match=rf"^test_trace\.py:\d+ in {fn.__name__} {says}") as error:
+        trace(fn)(X.clone())
+    assert remedy in str(error.value)
+    line = int(str(error.value).split(":")[1].split()[0])
+    assert line > fn.__code__.co_firstlineno
+
+
+def test_attention_without_dropout_is_not_random() -> None:
+    q = torch.randn(1, 2, 8, 4)
+    trace(F.scaled_dot_product_attention)(q, q, q)
+
+
+def test_a_static_argument_must_be_hashable() -> None:
+    with pytest.raises(StaticArgumentError, match=r"args\[1\]\['a'\] is a bytearray"):
+        trace(lambda x, y: x)(X, {"a": bytearray(2)})
+
+
+def test_no_tensor_comes_back() -> None:
+    with pytest.raises(PurityError, match="returned no tensor but int"):
+        trace(lambda x: 3)(X)
+
+
+# -- tags -----------------------------------------------------------------------------------------
+
+
+@scope("head")
+def head(x: torch.Tensor) -> torch.Tensor:
+    return name(x.cos(), "out")
+
+
+def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    with scope("body"), scope("0"):
+        h = (x @ w).tanh()
+    return head(h).sum()
+
+
+def tags(program: Any, op: str, key: str) -> list[Any]:
+    found = [n for n in program.calls if n.target.overloadpacket.__name__ == op]
+    return [node.meta.get(key) for node in found]
+
+
+def test_nodes_know_their_line_scope_and_name() -> None:
+    program = trace(loss)(W, X)
+    first = loss.__code__.co_firstlineno
+    assert tags(program, "mm", "source") == [f"test_trace.py:{first + 2} in loss"]
+    assert tags(program, "mm", "scope") == ["body/0"]
+    assert tags(program, "cos", "scope") == ["head"]
+    assert tags(program, "cos", "name") == ["out"]
+    assert tags(program, "sum", "scope") == [None]
+
+
+def test_backward_nodes_know_their_forwards() -> None:
+    program = trace(grad(loss, argnums=(0, 1)))(W, X)
+    line = f"test_trace.py:{loss.__code__.co_firstlineno + 2} in loss"
+    assert tags(program, "mm", "source") == [line] * 3
+    assert tags(program, "mm", "phase") == ["forward", "backward", "backward"]
+    assert tags(program, "tanh_backward", "scope") == ["body/0"]
+    assert tags(program, "sin", "source")[0].endswith("in head")
+
+
+def test_tags_survive_inlining_forward_and_backward() -> None:
+    marked = Transformed(loss, [Mark("layout", "L")])
+
+    def outer(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with scope("outer"):
+            return marked(w, x * 2)
+
+    program = trace(outer)(W, X)
+    assert tags(program, "tanh", "layout") == ["L"]
+    assert tags(program, "mul", "layout") == [None]
+    assert tags(program, "mm", "scope") == ["outer/body/0"]
+    program = trace(grad(outer, argnums=(0, 1)))(W, X)
+    assert tags(program, "mm", "layout") == ["L"] * 3
+    assert tags(program, "mm", "scope") == ["outer/body/0"] * 3
+    assert tags(program, "mm", "phase") == ["forward", "backward", "backward"]
+    assert None in tags(program, "mul", "layout")
+
+
+def test_a_scope_costs_nothing_outside() -> None:
+    assert head(X).equal(X.cos())
