@@ -199,7 +199,7 @@ def pullback(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> Pro
         constants = rest[len(cotangents) :]
         f, at = _of_some(program, given, wanted, constants)
         # Not autograd.grad: this function may itself be run again under a transform.
-        _, vjp = torch.func.vjp(f, *at)
+        vjp: Any = torch.func.vjp(f, *at)[1]
         return list(vjp(tuple(rest[: len(cotangents)])))
 
     return _derive(

@@ -51,6 +51,14 @@ def _global(key: str) -> Callable[[Any], Any]:
     return lambda fn: fn.__globals__[key]
 
 
+def _default(i: int) -> Callable[[Any], Any]:
+    return lambda fn: fn.__defaults__[i]
+
+
+def _keyword(key: str) -> Callable[[Any], Any]:
+    return lambda fn: fn.__kwdefaults__[key]
+
+
 def _item(key: Any) -> Callable[[Any], Any]:
     return lambda value: value[key]
 
@@ -71,9 +79,9 @@ def _of_function(fn: types.FunctionType) -> Iterator[tuple[Step, Any]]:
         if key in fn.__globals__:
             yield (key, _global(key)), fn.__globals__[key]
     for i, value in enumerate(fn.__defaults__ or ()):
-        yield (f"default {i}", lambda fn, i=i: fn.__defaults__[i]), value
+        yield (f"default {i}", _default(i)), value
     for key, value in (fn.__kwdefaults__ or {}).items():
-        yield (f"default {key}", lambda fn, key=key: fn.__kwdefaults__[key]), value
+        yield (f"default {key}", _keyword(key)), value
 
 
 def _global_names(code: types.CodeType) -> set[str]:

@@ -43,7 +43,11 @@ def lower(program: Program, rewrites: Sequence[Rewrite]) -> Program:
     for rewrite in rewrites:
         program = rewrite(program)
     applied = list(rewrites)
-    placed = [leaf.tag.rewrite() for leaf in program.inputs if _is_placed(leaf)]
+    placed = [
+        leaf.tag.rewrite()
+        for leaf in program.inputs
+        if leaf.tag is not None and not isinstance(leaf.tag, Free)
+    ]
     for rewrite in dict.fromkeys((*program.asks, *placed)):
         if not covers(applied, rewrite):
             program = rewrite(program)
@@ -52,10 +56,6 @@ def lower(program: Program, rewrites: Sequence[Rewrite]) -> Program:
         replace(leaf, tag=None) if isinstance(leaf.tag, Free) else leaf for leaf in program.outputs
     )
     return replace(program, outputs=settled)
-
-
-def _is_placed(leaf: Leaf) -> bool:
-    return leaf.tag is not None and not isinstance(leaf.tag, Free)
 
 
 @dataclass

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.flat import Flat, Halves
+from torchard.functional.flat import Flat, Halves, width
 from torchard.functional.program import Leaf
 from torchard.functional.record import current_scopes, scopes_again
 
@@ -46,7 +46,7 @@ def _call_plain(flat: Flat, parts: Tensors) -> tuple[list[torch.Tensor], tuple[L
     if not any(mask):
         return flat.run(parts), flat.program.outputs
     halves = flat.halves(mask)
-    return list(_Plain.apply(flat, mask, halves, *parts)), halves.outputs
+    return list(_apply(_Plain, flat, mask, halves, *parts)), halves.outputs
 
 
 def _follows(part: torch.Tensor) -> bool:
@@ -58,12 +58,12 @@ def _call_level(flat: Flat, parts: Tensors) -> tuple[list[torch.Tensor], tuple[L
     if not any(mask):
         return _call_again(flat, parts)
     halves = flat.halves(mask)
-    results = _Level.apply(flat, mask, halves, *parts)
+    results = _apply(_Level, flat, mask, halves, *parts)
     return list(results[: halves.count]), halves.outputs
 
 
 def _call_again(flat: Flat, parts: Tensors) -> tuple[list[torch.Tensor], tuple[Leaf, ...]]:
-    return list(_Again.apply(flat, *parts)), flat.program.outputs
+    return list(_apply(_Again, flat, *parts)), flat.program.outputs
 
 
 def _fast() -> bool:
@@ -108,11 +108,15 @@ def _spread(found: Sequence[Any], positions: Sequence[int | None]) -> list[Any]:
     return [None if i is None else found[i] for i in positions]
 
 
+def _apply(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
+
+
 class _Plain(torch.autograd.Function):
     """No functorch level: the fewest steps between autograd and the halves."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, flat: Flat, mask: tuple[bool, ...], halves: Halves, *parts: torch.Tensor
     ) -> Any:
         results = halves.forward(list(parts))
@@ -149,8 +153,8 @@ def _backward(ctx: Any, saved: list[torch.Tensor], grads: Sequence[Any]) -> list
     if not _fast():  # jacrev: vmap over the backward
         tags = tuple(leaf.tag for leaf in halves.outputs)
         return _pulled(ctx.flat, ctx.mask, tags, primals, cotangents)
-    found = _Backward.apply(
-        ctx.flat, ctx.mask, halves, len(cotangents), *primals, *cotangents, *residuals
+    found = _apply(
+        _Backward, ctx.flat, ctx.mask, halves, len(cotangents), *primals, *cotangents, *residuals
     )
     return _spread(found, halves.gradients)
 
@@ -159,9 +163,7 @@ class _Level(torch.autograd.Function):
     """Exactly one Grad level: residuals travel as outputs, which is all setup_context sees."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        flat: Flat, mask: tuple[bool, ...], halves: Halves, *parts: torch.Tensor
-    ) -> Any:
+    def forward(flat: Flat, mask: tuple[bool, ...], halves: Halves, *parts: torch.Tensor) -> Any:
         results = halves.forward(list(parts))
         return tuple(_distinct(results, parts))
 
@@ -223,7 +225,7 @@ class _Backward(torch.autograd.Function):
     """The backward half, as a function of primals and cotangents (residuals are what it knows)."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         flat: Flat,
         mask: tuple[bool, ...],
         halves: Halves,
@@ -258,7 +260,7 @@ class _Again(torch.autograd.Function):
     """Any stack of levels: only primals are saved, every derivative is a derived Flat."""
 
     @staticmethod
-    def forward(flat: Flat, *parts: torch.Tensor) -> Any:  # type: ignore[override]
+    def forward(flat: Flat, *parts: torch.Tensor) -> Any:
         return tuple(_distinct(flat.run(parts), parts))
 
     @staticmethod
@@ -316,9 +318,10 @@ def _in_front(part: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
 
 def _float_parts(flat: Flat) -> list[int]:
     """Indices of the output parts that have a derivative."""
-    found, position = [], 0
+    found: list[int] = []
+    position = 0
     for leaf, node in zip(flat.program.outputs, flat.base.results, strict=True):
-        w = 1 if flat.inline or not hasattr(leaf.tag, "width") else leaf.tag.width
+        w = 1 if flat.inline else width(leaf)
         if _is_float(node):
             found += range(position, position + w)
         position += w

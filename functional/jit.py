@@ -70,7 +70,7 @@ class Compile:
             return plain
         made = _Compiled(graph, plain, self.backend)
         guard = getattr(program.runtime, "guard", None)
-        return made if guard is None else guard(program, made)  # type: ignore[no-any-return]
+        return made if guard is None else guard(program, made)
 
 
 def _flat_module(program: Program) -> fx.GraphModule | None:

@@ -54,13 +54,14 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _replay_node(node: fx.Node, env: dict[fx.Node, Any], room: Any) -> Any:
+    target: Any = node.target
     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
     if room is None:
-        return node.target(*args, **kwargs)
+        return target(*args, **kwargs)
     room.replaying = node
     room.cutting = "cut" in node.meta
     try:
-        value = node.target(*args, **kwargs)
+        value = target(*args, **kwargs)
     finally:
         room.replaying, room.cutting = None, False
     if node.target is operator.getitem and isinstance(value, torch.Tensor):
@@ -102,7 +103,8 @@ def _check_random(graph: fx.Graph) -> None:
 
 def _without_dropout(node: fx.Node) -> bool:
     """Attention is tagged random for a dropout that is mostly off."""
-    names = [argument.name for argument in node.target._schema.arguments]
+    target: Any = node.target
+    names = [argument.name for argument in target._schema.arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
 
@@ -199,7 +201,8 @@ def _inline_scalars(found: Recording) -> None:
 
 
 def _first_op(graph: fx.Graph) -> fx.Node:
-    return next(node for node in graph.nodes if node.op != "placeholder")
+    first: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
+    return first
 
 
 def sweep(graph: fx.Graph) -> None:

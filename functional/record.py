@@ -170,7 +170,7 @@ class Room:
         if self._backward():
             number = internals.current_backward_node()
             origin = self.origins.get(number, {}) if number is not None else {}
-            kept = {key: origin[key] for key in ("source", "scope") if key in origin}
+            kept: dict[str, Any] = {k: v for k, v in origin.items() if k in ("source", "scope")}
             return {"source": source.of_here(), **kept, "phase": "backward"}
         tags: dict[str, Any] = {"source": source.of_here(), "phase": "forward"}
         if self.scopes:

@@ -63,8 +63,9 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     Raises:
         StaticArgumentError: a leaf is neither tensor nor float nor hashable; names its path.
     """
+    call: Any = (args, kwargs)
     leaves, structure = optree.tree_flatten(
-        (args, kwargs), is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
+        call, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
     )
     key: list[Any] = [structure]
     traced: list[int] = []
@@ -108,9 +109,8 @@ def _surroundings() -> Hashable:
 
 def paths_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """Where each leaf is: ``args[0]['w1']``, or ``scale`` for a keyword."""
-    accessors = optree.tree_accessors(
-        (args, kwargs), is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
-    )
+    call: Any = (args, kwargs)
+    accessors = optree.tree_accessors(call, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE)
     found = []
     for accessor in accessors:
         first, rest = accessor[0].entry, accessor[1:]

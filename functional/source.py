@@ -20,7 +20,7 @@ def _library_folders() -> tuple[str, ...]:
         for root in (here, os.path.realpath(here))
         for room in ("functional", "sharding", "kernels")
     ]
-    packages = [os.path.dirname(os.path.abspath(module.__file__)) for module in (torch, optree)]
+    packages = [os.path.abspath(path) for module in (torch, optree) for path in module.__path__]
     return tuple(folder + os.sep for folder in rooms + packages)
 
 

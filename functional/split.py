@@ -71,8 +71,8 @@ class _Cut:
         if node.op == "placeholder":
             return node not in self.tainted
         if _is_item(node):
-            node_of = node.args[0]
-            return self._computed(node_of) and not _is_view(node_of) and not _again(node)
+            whole = _whole(node)
+            return self._computed(whole) and not _is_view(whole) and not _again(node)
         return self._computed(node) and not _is_view(node) and not _is_tuple(node)
 
     def _computed(self, node: fx.Node) -> bool:
@@ -80,13 +80,16 @@ class _Cut:
 
 
 def _again(node: fx.Node) -> bool:
-    if _is_item(node) and node.args[0].meta.get("recompute"):
-        return True
-    return bool(node.meta.get("recompute"))
+    return bool(node.meta.get("recompute")) or (_is_item(node) and _again(_whole(node)))
 
 
 def _is_item(node: fx.Node) -> bool:
     return node.target is operator.getitem
+
+
+def _whole(item: fx.Node) -> fx.Node:
+    """The tuple an item is taken from."""
+    return item.all_input_nodes[0]
 
 
 def _is_tuple(node: fx.Node) -> bool:
@@ -178,7 +181,8 @@ def split(program: Program) -> Split:
 def _where(
     residuals: list[fx.Node], inputs: list[fx.Node], outputs: list[Any]
 ) -> tuple[list[Saved], list[fx.Node]]:
-    saved, values = [], []
+    saved: list[Saved] = []
+    values: list[fx.Node] = []
     for node in residuals:
         if node in inputs:
             saved.append(Saved("input", inputs.index(node)))

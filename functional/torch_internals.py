@@ -270,7 +270,8 @@ def graph_task() -> int:
 
 def autograd_sequence() -> int:
     """The number the next autograd node gets: what links a backward to its forward's line."""
-    return torch.autograd._get_sequence_nr()
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
 
 
 def current_backward_node() -> int | None:

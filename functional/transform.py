@@ -55,9 +55,10 @@ class Transformed:
     ) -> None:
         inner: tuple[Rewrite, ...] = ()
         if isinstance(fn, Transformed):
-            fn, inner = fn.fn, fn.rewrites
-        self.fn = fn
-        self.rewrites = (*inner, *rewrites)
+            inner = fn.rewrites
+            fn = fn.fn
+        self.fn: Callable[..., Any] = fn
+        self.rewrites: tuple[Rewrite, ...] = (*inner, *rewrites)
         self.cache_size = cache_size
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = getattr(fn, "__doc__", None)
@@ -157,9 +158,12 @@ class Transformed:
             warnings.warn(_retraced(self.__name__, list(self._history)), RetraceWarning, 4)
 
 
-@torch.compiler.disable
-def _at_boundary(transformed: Transformed, args: Any, kwargs: Any) -> Any:
+def _call_plainly(transformed: Transformed, args: Any, kwargs: Any) -> Any:
     return transformed(*args, **kwargs)
+
+
+# torch.compile breaks its graph here and calls the transform as it is.
+_at_boundary: Any = torch.compiler.disable(_call_plainly)
 
 
 def _under(path: str, starts: Sequence[str]) -> bool:
@@ -252,9 +256,9 @@ class _Entry:
                 return None
             if now is not value and (type(now) is not type(value) or now != value):
                 return None
-        for reader, closure in zip(self.readers, self.lifted, strict=True):
+        for path, closure in zip(self.readers, self.lifted, strict=True):
             try:
-                value = reader(fn) if reader else closure.value
+                value = path(fn) if path else closure.value
             except _MISSING:
                 return None
             if value is not closure.value and not _fits(value, closure):

@@ -83,6 +83,11 @@ def test_leaves_say_what_is_what() -> None:
     assert program.facts["differentiable"] == (True, True, False, True)
 
 
+def test_autograds_own_detaches_are_gone() -> None:
+    program = joint(trace(lambda x: x.tanh().exp())(torch.randn(3)), (True,))
+    assert not [node for node in program.calls if "detach" in node.name]
+
+
 def test_only_what_is_asked_for_is_computed() -> None:
     base = trace(lambda a, b: (a @ b).sum())(torch.randn(2, 3), torch.randn(3, 2))
     matmuls = [

@@ -68,7 +68,7 @@ def test_what_differs_is_named(wrong: Any, where: str) -> None:
 
 def test_closer_than_eager_is_good_enough() -> None:
     """The tolerance is no judge of two orders of a sum; float64 is."""
-    x = torch.rand(400, generator=torch.Generator().manual_seed(0))
+    x = torch.rand(400, generator=torch.Generator().manual_seed(1))
 
     def naive(x: torch.Tensor) -> torch.Tensor:
         return functools.reduce(torch.add, x.unbind())
