@@ -16,7 +16,8 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.errors import DerivativeError
 from torchard.functional.program import Leaf, Program
 from torchard.functional.purify import purify, replay, specs_of
-from torchard.functional.record import Spec, contiguous, record
+from torchard.functional.record import record
+from torchard.functional.spec import Spec, contiguous
 
 __all__ = ["batched", "joint", "pullback", "pushforward"]
 

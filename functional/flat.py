@@ -18,7 +18,7 @@ import torch
 from torchard.functional.autodiff import batched, joint, pullback, pushforward
 from torchard.functional.program import Free, Leaf, Program, Rewrite
 from torchard.functional.purify import replay
-from torchard.functional.record import active
+from torchard.functional.room import active
 from torchard.functional.split import Saved, split
 
 __all__ = ["Flat", "Halves", "lower"]

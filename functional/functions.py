@@ -16,7 +16,7 @@ import torch
 from torchard.functional import torch_internals as internals
 from torchard.functional.flat import Flat, Halves, width
 from torchard.functional.program import Leaf
-from torchard.functional.record import current_scopes, scopes_again
+from torchard.functional.room import current_scopes, scopes_again
 
 __all__ = ["call"]
 

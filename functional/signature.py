@@ -12,7 +12,8 @@ import torch
 from torchard.functional import torch_internals as internals
 from torchard.functional import tree
 from torchard.functional.errors import StaticArgumentError
-from torchard.functional.record import Spec, contiguous, is_weak
+from torchard.functional.lift import is_weak
+from torchard.functional.spec import Spec, contiguous
 
 __all__ = ["Arguments", "ShapeDtype", "is_placed", "paths_of", "read", "specs_of_arguments"]
 

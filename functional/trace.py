@@ -14,7 +14,8 @@ from torchard.functional.closures import owned_by, path_to
 from torchard.functional.errors import PurityError
 from torchard.functional.program import FREE, Leaf, Program
 from torchard.functional.purify import purify
-from torchard.functional.record import Closure, active, record, scope
+from torchard.functional.record import record
+from torchard.functional.room import Closure, active, scope
 from torchard.functional.signature import Arguments, paths_of, read, specs_of_arguments
 
 __all__ = ["name", "scope", "trace", "trace_call"]

@@ -19,8 +19,9 @@ from torchard.functional.errors import RetraceWarning
 from torchard.functional.flat import Flat
 from torchard.functional.functions import call
 from torchard.functional.program import Free, Leaf, Program, Rewrite
-from torchard.functional.record import Closure, Room, Spec, active
+from torchard.functional.room import Closure, Room, active
 from torchard.functional.signature import Arguments, is_placed, paths_of, read
+from torchard.functional.spec import Spec
 from torchard.functional.trace import trace_call
 
 __all__ = ["Transformed"]

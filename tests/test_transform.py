@@ -301,26 +301,41 @@ def test_what_nested_pieces_ask_for_is_done() -> None:
     assert isinstance(outer.lower(w, x).runtime, PairRuntime)
 
 
-def test_opaque_gradients_of_inlined_pieces() -> None:
-    """The outer derivative cannot replay what the inner one knows better."""
+class Twice(torch.autograd.Function):
+    """A derivative that no graph of the forward shows."""
 
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            return x.round()
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.round()
 
-        @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            pass
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
 
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            return gradient * 2
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
 
-    inner = Transformed(lambda x: Twice.apply(x) * x, [Identity()])
-    outer = Transformed(lambda x: inner(x * 1).sum(), [Identity()])
-    x = torch.randn(3, dtype=F64)
-    torch.testing.assert_close(grad(outer)(x), x.round() + 2 * x)
+    @staticmethod
+    def vmap(info: Any, dims: Any, x: torch.Tensor) -> Any:
+        return Twice.apply(x), dims[0]
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    return (Twice.apply(x * 3) * x.sin()).sum()
+
+
+@pytest.mark.parametrize(
+    "case", ["grad", "grad2", "grad3", "vmap grad", "grad vmap", "jacrev", "double backward"]
+)
+def test_opaque_gradients(case: str) -> None:
+    w, x = torch.randn(4, dtype=F64), torch.randn(4, dtype=F64)
+    T = Transformed(rounded, [Identity()])
+    # Also as a piece of another: the outer derivative may not replay what the inner knows better.
+    outer = Transformed(lambda x: T(x * 1), [Identity()])
+    for f in (T, outer):
+        ours = CASES[case](lambda w, x, f=f: f(w + x), w, x)
+        assert_same(ours, CASES[case](lambda w, x: rounded(w + x), w, x))
 
 
 def test_autocast_is_part_of_the_signature() -> None:

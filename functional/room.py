@@ -1,0 +1,258 @@
+"""The state of a trace in progress: what is lifted, and what is written on the nodes.
+
+What is known of a node while it is made (source line, scope, phase, and the tags of the node that
+is being replayed) is written on it here; afterwards it could not be told any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional import source
+from torchard.functional import torch_internals as internals
+from torchard.functional.spec import Spec, contiguous
+
+__all__ = [
+    "Closure",
+    "Room",
+    "active",
+    "current_scopes",
+    "entered",
+    "scope",
+    "scopes_again",
+]
+
+# Tags that also hold for what else replaying one node makes (the items of a tuple).
+_SPREAD = ("source", "scope", "phase", "recompute", "offload")
+_NOT_TAGS = frozenset({"val", "tensor_meta", "seq_nr", "original_aten", "from_node", "stack_trace"})
+
+
+@dataclass
+class Closure:
+    """A tensor the function uses without being given it; it becomes a hidden operand.
+
+    Attributes:
+        value: the tensor, or the placed object.
+        parts: the tensors that hold it now.
+        tag: its Placement, if it is a placed object.
+        made: the trace made it itself (``torch.tensor([1, 2])``): it can never change.
+        node: its placeholder.
+    """
+
+    value: Any
+    parts: tuple[torch.Tensor, ...]
+    spec: Spec
+    node: fx.Node
+    tag: Any = None
+    made: bool = False
+
+
+@dataclass
+class Room:
+    """The state of one trace in progress."""
+
+    fakes: internals.FakeTensorMode
+    outer_levels: int
+    owned: frozenset[int] = frozenset()
+    scopes: list[str] = field(default_factory=list)
+    replaying: fx.Node | None = None
+    asks: list[Any] = field(default_factory=list)
+    closures: dict[int, tuple[Closure, torch.Tensor]] = field(default_factory=dict)
+    without_grad: bool = False
+    task: int = -1
+    last_input: fx.Node | None = None
+    origins: dict[int, dict[str, Any]] = field(default_factory=dict)
+    numbered: int = 0
+    cutting: bool = False
+    stood_in: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.tracer = _Tracer(self)
+        self.task = internals.graph_task()
+        self.numbered = internals.autograd_sequence()
+
+    # -- tags ---------------------------------------------------------------------------------
+
+    def tag(self, node: fx.Node) -> None:
+        """Write on a node what is known while it is made."""
+        tags = self._replayed_tags(node) if self.replaying else self._fresh_tags()
+        if self.cutting:
+            node.meta["cut"] = True
+        node.meta.update(tags)
+        if not torch.is_grad_enabled():
+            node.meta["without_grad"] = self.without_grad = True
+        self._remember(tags)
+
+    def retag(self, tensor: torch.Tensor, old: fx.Node) -> None:
+        """Give the node behind a tensor the old node's tags (for items of a tuple)."""
+        base = internals.base_tensor(tensor)
+        node = internals.proxy_node(self.tracer, base)
+        if node is not None and node.op == "call_function":
+            for key, value in old.meta.items():
+                if key not in _NOT_TAGS:
+                    node.meta.setdefault(key, value)
+
+    def _backward(self) -> bool:
+        return internals.graph_task() != self.task
+
+    def _fresh_tags(self) -> dict[str, Any]:
+        if self._backward():
+            number = internals.current_backward_node()
+            origin = self.origins.get(number, {}) if number is not None else {}
+            kept: dict[str, Any] = {k: v for k, v in origin.items() if k in ("source", "scope")}
+            return {"source": source.of_here(), **kept, "phase": "backward"}
+        tags: dict[str, Any] = {"source": source.of_here(), "phase": "forward"}
+        if self.scopes:
+            tags["scope"] = "/".join(self.scopes)
+        return tags
+
+    def _replayed_tags(self, node: fx.Node) -> dict[str, Any]:
+        replayed = self.replaying
+        assert replayed is not None
+        meta = replayed.meta
+        if node.target == replayed.target:
+            tags = {key: value for key, value in meta.items() if key not in _NOT_TAGS}
+        else:
+            tags = {key: meta[key] for key in _SPREAD if key in meta}
+        if self._backward() or "phase" not in tags:
+            tags["phase"] = "backward" if self._backward() else "forward"
+        scopes = [*self.scopes, *([tags["scope"]] if tags.get("scope") else [])]
+        if scopes:
+            tags["scope"] = "/".join(scopes)
+        return tags
+
+    def _remember(self, tags: dict[str, Any]) -> None:
+        """Autograd nodes made since the last graph node belong to this one."""
+        upto = internals.autograd_sequence()
+        for number in range(self.numbered, upto):
+            self.origins[number] = tags
+        self.numbered = upto
+
+    # -- closures -----------------------------------------------------------------------------
+
+    def native(self, tensor: torch.Tensor) -> bool:
+        """Whether this trace made the tensor (or an inner level wraps what is not ours to swap)."""
+        base = internals.base_tensor(tensor)
+        if isinstance(base, internals.FakeTensor) and base.fake_mode is self.fakes:
+            return True
+        if not internals.is_wrapped(tensor):
+            return False
+        # A level opened inside the traced function wraps a foreign tensor. Swapping it would cut
+        # it from that level; its base reaches the tracer as a constant and is lifted from there.
+        inner = internals.has_transforms()
+        return inner and (self.outer_levels == 0 or id(tensor) not in self.owned)
+
+    def lift(self, value: Any) -> torch.Tensor:
+        """The operand that stands for a foreign tensor or placed object."""
+        known = self.closures.get(id(value))
+        if known is not None:
+            return known[1]
+        closure, fake = self._operand(value)
+        self.closures[id(value)] = closure, fake
+        return fake
+
+    @contextlib.contextmanager
+    def standing_in(
+        self, closures: Sequence[Closure], tensors: Sequence[torch.Tensor]
+    ) -> Iterator[None]:
+        """Run the function again with these tensors for what it closed over the first time."""
+        before = dict(self.closures)
+        for closure, tensor in zip(closures, tensors, strict=True):
+            self.closures[id(closure.value)] = closure, tensor
+            self.stood_in.add(id(closure.value))
+        try:
+            yield
+        finally:
+            fresh = {k: v for k, v in self.closures.items() if k not in self.stood_in}
+            self.closures = {**before, **fresh}
+
+    def _operand(self, value: Any) -> tuple[Closure, torch.Tensor]:
+        if isinstance(value, torch.Tensor):
+            with internals.no_function_modes():
+                spec = Spec.of(value)
+            tag, parts = None, (value,)
+        else:
+            shape, dtype, device, tag, parts = value.__torchard_placed__()
+            spec = contiguous(shape, dtype, device)
+        with internals.no_modes(), self.fakes:
+            fake = spec.empty()
+        node = internals.track(self.tracer, fake, f"closure{len(self.closures)}", self.last_input)
+        self.last_input = node
+        return Closure(value, tuple(parts), spec, node, tag), fake
+
+
+class _Tracer(internals.PythonKeyTracer):
+    def __init__(self, room: Room) -> None:
+        super().__init__()
+        self.room = room
+
+    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(kind, *args, **kwargs)
+        if kind == "call_function":
+            self.room.tag(node)
+        return node
+
+
+_rooms = threading.local()
+
+
+def active() -> Room | None:
+    """The innermost trace of ours that is running in this thread."""
+    stack = getattr(_rooms, "stack", None)
+    return stack[-1] if stack else None
+
+
+@contextlib.contextmanager
+def entered(room: Room) -> Iterator[None]:
+    """Make it the active one."""
+    if not hasattr(_rooms, "stack"):
+        _rooms.stack = []
+    _rooms.stack.append(room)
+    try:
+        yield
+    finally:
+        _rooms.stack.pop()
+
+
+@contextlib.contextmanager
+def scope(name: str) -> Iterator[None]:
+    """Label what is computed inside (nested labels join with "/"); also works as a decorator.
+
+    Costs nothing outside a trace. The label is what ``where="block/*"`` matches.
+    """
+    room = active()
+    if room is None:
+        yield
+        return
+    room.scopes.append(name)
+    try:
+        yield
+    finally:
+        room.scopes.pop()
+
+
+def current_scopes() -> tuple[str, ...]:
+    """The scopes that are open in the active trace."""
+    room = active()
+    return tuple(room.scopes) if room else ()
+
+
+@contextlib.contextmanager
+def scopes_again(scopes: tuple[str, ...]) -> Iterator[None]:
+    """Open the scopes a forward ran in, for its backward."""
+    room = active()
+    if room is None or not scopes:
+        yield
+        return
+    before, room.scopes = room.scopes, list(scopes)
+    try:
+        yield
+    finally:
+        room.scopes = before

@@ -1,0 +1,39 @@
+"""What a placeholder stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Spec", "contiguous"]
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The tensor a placeholder stands for: shape, strides, dtype, device; weak for a float."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    weak: bool = False
+
+    @staticmethod
+    def of(tensor: torch.Tensor, *, weak: bool = False) -> Spec:
+        shape = tuple(tensor.shape)
+        return Spec(shape, tuple(tensor.stride()), tensor.dtype, tensor.device, weak)
+
+    def empty(self) -> torch.Tensor:
+        """A tensor like it (a fake one under a fake mode)."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+def contiguous(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Spec:
+    """The Spec of a contiguous tensor."""
+    stride, step = [], 1
+    for size in reversed(tuple(shape)):
+        stride.append(step)
+        step *= max(size, 1)
+    return Spec(tuple(shape), tuple(reversed(stride)), dtype, torch.device(device))
