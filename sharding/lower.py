@@ -230,8 +230,12 @@ class Lowering:
         kwargs = {k: swap(v) for k, v in node.kwargs.items()}
         rule = lookup(node.target)
         if rule is not None and rule.emit is not None and not node.meta.get("gathered"):
-            return rule.emit(call, _Local(self, call, at, args, kwargs))
-        return self.emit.call(node.target, *args, **kwargs)
+            made = rule.emit(call, _Local(self, call, at, args, kwargs))
+        else:
+            made = self.emit.call(node.target, *args, **kwargs)
+        if len(outs) == 1 and isinstance(made, fx.Node):
+            made.meta["shape"] = self.local_shape(outs[0], at)
+        return made
 
     def _empty(self, node: fx.Node, call: Call, outs: tuple[Layout, ...], at: Coords) -> Any:
         """A rank with nothing to compute runs no kernel (some crash): it has the identity."""
@@ -244,7 +248,7 @@ class Lowering:
         vals = _results(node)
         if all(0 in s for s in shapes) and not any(0 in v.shape for v in vals):
             made = [self.emit.full(s, 0, v) for s, v in zip(shapes, vals, strict=True)]
-            return made[0] if len(made) == 1 else _spread(node, made)
+            return _spread(node, made) if isinstance(node.meta["val"], (tuple, list)) else made[0]
         op = self._empty_reduction(call, at)
         if op is None:
             return None

@@ -19,6 +19,7 @@ from torchard.sharding.agree import agreement
 from torchard.sharding.lower import Lowering
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.place import Held
+from torchard.sharding.tidy import fold_views, reduce_in_place
 from torchard.sharding.transport import Lockstep, Wire
 
 __all__ = ["Distributed", "Simulated", "runtime_of"]
@@ -59,7 +60,9 @@ class Distributed:
         return _module(Lowering(program.graph, self.mesh, [self.mesh.coords], Wire()))
 
     def bind(self, program: Program) -> Bound:
-        return self.guard(program, compiled(self.graph(program).graph))
+        graph = self.graph(program).graph
+        reduce_in_place(graph)
+        return self.guard(program, compiled(graph))
 
     def residual_tag(self, node: fx.Node) -> Placement:
         """How a value of the program is held between its halves."""
@@ -84,7 +87,7 @@ def _is_traced(part: torch.Tensor) -> bool:
 
 def _module(lowering: Lowering) -> fx.GraphModule:
     graph = lowering.run()
-    graph.eliminate_dead_code()
+    fold_views(graph)
     return fx.GraphModule(torch.nn.Module(), graph)
 
 

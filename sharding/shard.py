@@ -21,6 +21,7 @@ from torchard.sharding.plan import choose
 from torchard.sharding.prepare import prepare
 from torchard.sharding.propagate import BATCH, CONSTRAINT, DERIVED, PARAMETER, Given
 from torchard.sharding.runtime import runtime_of
+from torchard.sharding.schedule import issue_early
 from torchard.sharding.spec import P, SpecError, layout_of
 from torchard.sharding.spectree import specs_of_arguments, specs_of_results
 from torchard.sharding.updates import updated_inputs
@@ -164,6 +165,7 @@ class Shard:
         prepare(graph)
         made = choose(graph, self._given(program, graph), self.mesh)
         new = partition(made.graph, made.given, made.decision, self.mesh.sizes)
+        issue_early(new)
         outputs = self._outputs(program, made.decision.outputs)
         inputs = tuple(
             replace(leaf, tag=outputs[leaf.of].tag)

@@ -57,9 +57,11 @@ class _Pieces:
 
     def close(self, x: fx.Node, at: Coords) -> fx.Node:
         """The dims of the value again."""
-        if not self.fused:
-            return x
-        return self.low.emit.view(x, self.low.local_shape(self.step.after, at))
+        shape = self.low.local_shape(self.step.after, at)
+        if self.fused:
+            return self.low.emit.view(x, shape)
+        x.meta["shape"] = shape
+        return x
 
     def range(self, layout: Layout, place: tuple[int, int], at: Coords) -> range:
         sub = layout.dims[place[0]][place[1]]

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("gloo")  # one worker starts the processes once
+
 Results = list[dict[str, Any]]
 TIMEOUT = 240
 

@@ -1,0 +1,38 @@
+"""When collectives are issued: as soon as what they send is there.
+
+The order is chosen on the SPMD graph, so it is the same on every rank. A collective that makes nothing
+larger (a reduction, an exchange) is issued right after its operand, ahead of work that does not need it,
+and waited for where it is used: the all_reduce of an activation's gradient runs beside the weight's
+matmul. Gathers stay where they are needed, since an early one holds memory.
+"""
+
+from __future__ import annotations
+
+from torch import fx
+
+from torchard.sharding.propagate import is_alias
+
+__all__ = ["issue_early"]
+
+_EARLY = ("all_reduce", "psum_scatter", "all_to_all")
+
+
+def issue_early(graph: fx.Graph) -> None:
+    """Move collectives, and the views they send, up to their operands."""
+    for node in list(graph.nodes):
+        step = node.meta.get("step")
+        if step is None or step.kind not in _EARLY:
+            continue
+        chain = [node]
+        while is_alias(chain[-1].all_input_nodes[0]):
+            chain.append(chain[-1].all_input_nodes[0])
+        after = chain[-1].all_input_nodes[0]
+        if after.op == "placeholder":
+            after = _last_placeholder(graph)
+        for moved in reversed(chain):
+            after.append(moved)
+            after = moved
+
+
+def _last_placeholder(graph: fx.Graph) -> fx.Node:
+    return graph.find_nodes(op="placeholder")[-1]  # type: ignore[no-any-return]
