@@ -46,16 +46,20 @@ class Arguments:
     placed: bool
 
 
-_placed_types: dict[type, bool] = {}
+class _PlacedTypes(dict[type, bool]):
+    """Asked for every node of every call's arguments, so each type is looked into once."""
+
+    def __missing__(self, kind: type) -> bool:
+        found = self[kind] = hasattr(kind, "__torchard_placed__")
+        return found
+
+
+_placed_types = _PlacedTypes()
 
 
 def is_placed(value: Any) -> bool:
     """Whether a leaf is one global value held as several tensors."""
-    kind = type(value)
-    known = _placed_types.get(kind)
-    if known is None:
-        known = _placed_types[kind] = hasattr(kind, "__torchard_placed__")
-    return known
+    return _placed_types[type(value)]
 
 
 def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
