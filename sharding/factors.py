@@ -9,6 +9,7 @@ After Shardy's sharding rules (https://openxla.org/shardy), in einops' spelling:
     "... d -> ... | reduce d max"      partial results combine by max (default: sum)
     "-> i j | index i j"               a creation op that knows its global index
     "1 -> i | free i"                  made here and the same at every index (expand, full)
+    "-> i | index i | run i"           the emitter asks which i it owns, and wants them in one run
     "i k, k j -> i j | linear 0 | linear 1"   linear in each operand alone: pending sums pass
     "..., ... -> ... | linear 0 1"     linear in both jointly: they must be pending together
 
@@ -44,6 +45,7 @@ class Rule:
         combine: factors that are on no result, and the reduction that joins partial results.
         linear: sets of operands in which the operation is jointly linear.
         index: factors made here, of which each coordinate can make its own part.
+        run: factors that are split as one dim or not at all.
         gathered: True for the rule of last resort.
     """
 
@@ -54,6 +56,7 @@ class Rule:
     combine: tuple[tuple[int, str], ...] = ()
     linear: tuple[frozenset[int], ...] = ()
     index: frozenset[int] = frozenset()
+    run: frozenset[int] = frozenset()
     gathered: bool = False
     names: tuple[str, ...] = ()
 
@@ -76,7 +79,7 @@ class _Text:
 _TOKEN = re.compile(r"\(([^()]*)\)|(\S+)")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _parse(text: str) -> _Text:
     body, *clauses = (part.strip() for part in text.split("|"))
     if body.count("->") != 1:
@@ -196,17 +199,21 @@ def _with_clauses(
     combine: dict[int, str] = {}
     linear: list[frozenset[int]] = []
     index: set[int] = set()
+    run: set[int] = set()
     for verb, *words in text.clauses:
         if verb == "whole":
             whole |= {build.ids[w] for w in words if w in build.ids}
         elif verb in ("index", "free"):
             index |= {build.ids[w] for w in words if w in build.ids}
+        elif verb == "run":
+            run |= {build.ids[w] for w in words}
         elif verb == "reduce":
             combine[build.ids[words[0]]] = words[1] if len(words) > 1 else "sum"
         elif verb == "linear":
             linear.append(frozenset(int(w) for w in words))
         else:
-            raise RuleError(f"unknown clause {verb!r}; there are whole, index, free, reduce and linear")
+            known = "whole, index, free, run, reduce and linear"
+            raise RuleError(f"unknown clause {verb!r}; there are {known}")
     on_result = {f for out in outs for dim in out for f in dim}
     on_operand = {f for i in ins for dim in i for f in dim}
     whole |= on_result - on_operand - index  # made here, of nothing that could be split
@@ -221,6 +228,7 @@ def _with_clauses(
         combine=tuple(sorted((f, op) for f, op in combine.items() if f not in whole)),
         linear=tuple(linear),
         index=frozenset(index),
+        run=frozenset(run),
         names=tuple(build.ids),
     )
 

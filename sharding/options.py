@@ -54,7 +54,7 @@ def atomic(rule: Rule, ins: Sequence[Layout], outs: Sequence[Layout], sizes: Siz
     for dims, layout in pairs:
         for factors, dim in zip(dims, layout.dims, strict=True):
             for factor, subs in zip(factors, _per_factor(rule, factors, dim, sizes), strict=True):
-                if subs is not None and len(subs) > 1:
+                if subs is not None and len(subs) > 1 and factor not in rule.run:
                     cut = _common_cut(cuts.get(factor), tuple(s.size for s in subs))
                     if cut is not None:
                         cuts[factor] = cut
@@ -102,6 +102,7 @@ def _cut_rule(rule: Rule, cuts: dict[int, tuple[int, ...]]) -> Rule:
         tuple((n, op) for f, op in rule.combine for n in renumber[f]),
         rule.linear,
         all_of(rule.index),
+        all_of(rule.run),
         rule.gathered,
         tuple(names),
     )

@@ -137,8 +137,7 @@ def contributions(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Ten
     axes = sorted(a for a, _ in layout.pending)
     count = math.prod(mesh.shape[a] for a in axes)
     generator = torch.Generator().manual_seed(count)
-    noise = [torch.randint(-3, 4, x.shape, generator=generator).to(x) for _ in range(count - 1)]
-    terms = [*noise, x - sum(noise, torch.zeros_like(x))] if noise else [x]
+    terms = _terms(x, count, generator)
     found = []
     for at in _distinct(layout, mesh):
         index = 0
@@ -146,6 +145,14 @@ def contributions(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Ten
             index = index * mesh.shape[a] + at[a]
         found.append(shard_at(terms[index], layout, at, mesh))
     return found
+
+
+def _terms(x: torch.Tensor, count: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """Tensors whose sum is x; bools are summed by "or"."""
+    noise = [torch.randint(-3, 4, x.shape, generator=generator) for _ in range(count - 1)]
+    if x.dtype == torch.bool:
+        return [*((n > 0) & x for n in noise), x]
+    return [*(n.to(x) for n in noise), x - sum(noise, torch.zeros_like(x))]
 
 
 def _distinct(layout: Layout, mesh: Mesh) -> list[dict[str, int]]:
@@ -166,9 +173,7 @@ def whole_of(parts: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch
     return combined(list(filled.values()), next(iter(ops.values()), "sum"))
 
 
-def _write(
-    whole: torch.Tensor, part: torch.Tensor, layout: Layout, at: Coords, mesh: Mesh
-) -> None:
+def _write(whole: torch.Tensor, part: torch.Tensor, layout: Layout, at: Coords, mesh: Mesh) -> None:
     subs = [s for dim in layout.dims for s in dim]
     view = whole.view([s.size for s in subs])
     own = [chunk(s.size, s.axes, at, mesh.shape) for s in subs]

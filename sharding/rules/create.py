@@ -77,16 +77,15 @@ register_rule(
     aten.arange.default,
     aten.arange.start,
     aten.arange.start_step,
-    text="-> i | index i",
+    text="-> i | index i | run i",
     emit=_emit_arange,
-    contiguous=True,
 )
 
 
 def _bits(call: Call) -> str:
     batch = letters(len(call.ins[0]) - 1)
     made = [f"i{k}" for k in range(len(call.outs[0]) - len(batch))]
-    index = f" | index {spell(made)}" if made else ""
+    index = f" | index {spell(made)} | run {spell(made)}" if made else ""
     return f"{spell([*batch, 'two'])} -> {spell(batch + made)}{index} | whole two"
 
 
@@ -102,10 +101,10 @@ def _emit_bits(call: Call, local: Local) -> Any:
 
 def register_bits() -> None:
     """The keyed generator's one operation (``torchard.functional.random``)."""
-    import torchard.functional.random  # noqa: F401, PLC0415  the import defines the operation
+    import torchard.functional.random  # noqa: F401  the import defines the operation
 
     register_rule(
-        torch.ops.torchard.random_bits.default, text=_bits, emit=_emit_bits, contiguous=True
+        torch.ops.torchard.random_bits.default, text=_bits, emit=_emit_bits
     )
 
 

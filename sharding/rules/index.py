@@ -45,16 +45,15 @@ def _emit_embedding(call: Call, local: Local) -> Any:
 
 register_rule(
     aten.embedding.default,
-    text="v d, ... -> ... d | reduce v sum | linear 0",
+    text="v d, ... -> ... d | reduce v sum | run v | linear 0",
     emit=_emit_embedding,
-    contiguous=True,
 )
 
 
 def _embedding_backward(call: Call) -> str | None:
     if call.arg(4, "scale_grad_by_freq", False):
         return None
-    return "... d, ... -> v d | index v | linear 0"
+    return "... d, ... -> v d | index v | run v | linear 0"
 
 
 def _emit_embedding_backward(call: Call, local: Local) -> Any:
@@ -73,7 +72,6 @@ register_rule(
     aten.embedding_dense_backward.default,
     text=_embedding_backward,
     emit=_emit_embedding_backward,
-    contiguous=True,
 )
 
 
@@ -94,7 +92,8 @@ def _gather(call: Call) -> str | None:
     if not call.ins[0]:
         return None
     names, picked, whole, dim = _gather_names(call, 1)
-    clauses = f" | reduce {names[dim]} sum | linear 0" + "".join(f" | whole {w}" for w in whole)
+    clauses = f" | reduce {names[dim]} sum | run {names[dim]} | linear 0"
+    clauses += "".join(f" | whole {w}" for w in whole)
     return f"{spell(names)}, {spell(picked)} -> {spell(picked)}{clauses}"
 
 
@@ -108,7 +107,7 @@ def _emit_gather(call: Call, local: Local) -> Any:
     return local.call(aten.where.ScalarOther, mask, found, 0)
 
 
-register_rule(aten.gather.default, text=_gather, emit=_emit_gather, contiguous=True)
+register_rule(aten.gather.default, text=_gather, emit=_emit_gather)
 
 
 def _scatter(call: Call) -> str | None:
@@ -120,12 +119,8 @@ def _scatter(call: Call) -> str | None:
     ins = [spell(names)] + [spell(picked)] * (len(call.ins) - 1)
     if len(call.ins) == 3 and call.ins[2] != call.ins[1]:
         return None
-    linear = ""
-    if call.target is aten.scatter_add.default:
-        linear = " | linear 0 2"
-    elif call.target is aten.scatter.src:
-        linear = " | linear 0 2"
-    return f"{', '.join(ins)} -> {spell(names)}{linear}" + "".join(f" | whole {w}" for w in whole)
+    clauses = f" | run {names[dim]}" + (" | linear 0 2" if len(ins) == 3 else "")
+    return f"{', '.join(ins)} -> {spell(names)}{clauses}" + "".join(f" | whole {w}" for w in whole)
 
 
 def _spare_slot(local: Local, table: Any, shape: list[int], dim: int) -> Any:
@@ -156,7 +151,6 @@ register_rule(
     aten.scatter_add.default,
     text=_scatter,
     emit=_emit_scatter,
-    contiguous=True,
 )
 
 
@@ -169,7 +163,8 @@ def _index_select(call: Call) -> str | None:
     out[dim] = "k"
     ids = "k" if len(call.ins[1]) == 1 else ""
     extra = "" if ids else " | whole k"
-    return f"{spell(names)}, {ids} -> {spell(out)} | reduce {names[dim]} sum | linear 0{extra}"
+    clauses = f" | reduce {names[dim]} sum | run {names[dim]} | linear 0"
+    return f"{spell(names)}, {ids} -> {spell(out)}{clauses}{extra}"
 
 
 def _emit_index_select(call: Call, local: Local) -> Any:
@@ -182,9 +177,7 @@ def _emit_index_select(call: Call, local: Local) -> Any:
     return _masked(local, mask, found, dim + 1, len(call.outs[0]))
 
 
-register_rule(
-    aten.index_select.default, text=_index_select, emit=_emit_index_select, contiguous=True
-)
+register_rule(aten.index_select.default, text=_index_select, emit=_emit_index_select)
 
 
 def _index(call: Call) -> str | None:
@@ -203,7 +196,7 @@ def _index(call: Call) -> str | None:
     at = used[0] if adjacent else 0
     out = rest[:at] + picked + rest[at:]
     ins = ", ".join([spell(names)] + [spell(picked)] * len(used))
-    verb = " | reduce {} sum" if len(used) == 1 else " | whole {}"
+    verb = " | reduce {0} sum | run {0}" if len(used) == 1 else " | whole {}"
     return f"{ins} -> {spell(out)} | linear 0" + "".join(verb.format(names[d]) for d in used)
 
 
@@ -219,7 +212,7 @@ def _emit_index(call: Call, local: Local) -> Any:
     return _masked(local, mask, found, used[0] + len(call.ins[1]), len(call.outs[0]))
 
 
-register_rule(aten.index.Tensor, text=_index, emit=_emit_index, contiguous=True)
+register_rule(aten.index.Tensor, text=_index, emit=_emit_index)
 
 
 def _index_put(call: Call) -> str | None:
@@ -234,8 +227,8 @@ def _index_put(call: Call) -> str | None:
     want = (*call.ins[0][:at], *call.ins[1], *call.ins[0][at + 1 :])
     if call.ins[2] != want:
         return None
-    whole = "".join(f" | whole {n}" for n in picked)
-    return f"{spell(names)}, {spell(picked)}, {spell(values)} -> {spell(names)}{whole} | linear 0 2"
+    clauses = "".join(f" | whole {n}" for n in picked) + f" | run {names[at]} | linear 0 2"
+    return f"{spell(names)}, {spell(picked)}, {spell(values)} -> {spell(names)}{clauses}"
 
 
 def _emit_index_put(call: Call, local: Local) -> Any:
@@ -252,4 +245,4 @@ def _emit_index_put(call: Call, local: Local) -> Any:
     return local.call(aten.slice.Tensor, out, at, 0, len(own))
 
 
-register_rule(aten.index_put.default, text=_index_put, emit=_emit_index_put, contiguous=True)
+register_rule(aten.index_put.default, text=_index_put, emit=_emit_index_put)

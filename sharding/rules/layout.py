@@ -176,6 +176,13 @@ def _split(call: Call) -> str:
     return _cut(call, dim_at=2)
 
 
+def _emit_split(call: Call, local: Local) -> Any:
+    """Into one part: the sizes given are the global ones."""
+    if len(call.outs) == 1:
+        return (local.args[0],)
+    return local.call(call.target, *local.args, **local.kwargs)
+
+
 def _unbind(call: Call) -> str:
     names = letters(len(call.ins[0]))
     dim = call.arg(1, "dim", 0) % len(names)
@@ -186,7 +193,9 @@ def _unbind(call: Call) -> str:
 
 register_rule(aten.slice.Tensor, text=_cut)
 register_rule(aten.select.int, text=_select)
-register_rule(aten.split.Tensor, aten.split_with_sizes.default, text=_split)
+register_rule(
+    aten.split.Tensor, aten.split_with_sizes.default, text=_split, emit=_emit_split
+)
 register_rule(aten.unbind.int, text=_unbind)
 
 

@@ -13,8 +13,8 @@ aten = torch.ops.aten
 
 
 def _body(call: Call) -> str:
-    ins = ", ".join(["..."] * len(call.operands))
-    return f"{ins} -> ..."
+    ins, outs = (", ".join(["..."] * len(shapes)) for shapes in (call.ins, call.outs))
+    return f"{ins} -> {outs}"
 
 
 def _plain(call: Call) -> str:
@@ -98,9 +98,12 @@ register_rule(
 def _pointwise(target: Any) -> OpRule | None:
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
-    if target._schema.is_mutable:
+    schema = target._schema
+    if schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
         return None
-    first = target._schema.arguments[0].name if target._schema.arguments else ""
-    if first == "grad_output" and "backward" in target._schema.name:
+    if not all(str(r.type) == "Tensor" for r in schema.returns):
+        return None  # aten.equal is tagged pointwise, too
+    first = schema.arguments[0].name if schema.arguments else ""
+    if first == "grad_output" and "backward" in schema.name:
         return OpRule(_linear_first)
     return OpRule(_plain)

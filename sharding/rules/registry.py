@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +12,7 @@ from torch import fx
 
 from torchard.sharding.factors import Rule, gathering_rule, instantiate
 
-__all__ = ["Call", "Local", "OpRule", "REGISTRY", "find", "lookup", "register_rule", "rule_of"]
+__all__ = ["REGISTRY", "Call", "Local", "OpRule", "find", "lookup", "register_rule", "rule_of"]
 
 aten = torch.ops.aten
 
@@ -108,14 +108,11 @@ class OpRule:
     Attributes:
         text: the factor rule, or a function of the call that gives it (None: gather).
         emit: how one coordinate computes its part; None applies the same operation.
-        contiguous: True if the emitter asks for index ranges, so that each dim of its operands and
-            results must be owned in one run.
         alias: True for bijective views: a reshard is made on the base and viewed again.
     """
 
     text: Text
     emit: Emit | None = None
-    contiguous: bool = False
     alias: bool = False
 
 
@@ -126,12 +123,11 @@ def register_rule(
     *targets: Any,
     text: Text,
     emit: Emit | None = None,
-    contiguous: bool = False,
     alias: bool = False,
 ) -> None:
     """Give operations (``torch.ops`` overloads) a factor rule. Users call it for their own."""
     for target in targets:
-        REGISTRY[target] = OpRule(text, emit, contiguous, alias)
+        REGISTRY[target] = OpRule(text, emit, alias)
 
 
 _POINTWISE: list[Callable[[Any], OpRule | None]] = []
@@ -143,7 +139,7 @@ def find(finder: Callable[[Any], OpRule | None]) -> Callable[[Any], OpRule | Non
     return finder
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _found(target: Any) -> OpRule | None:
     return next((r for finder in _POINTWISE if (r := finder(target)) is not None), None)
 
@@ -168,7 +164,16 @@ def rule_of(call: Call) -> Rule:
 
 def _instantiate(entry: OpRule, call: Call) -> Rule | None:
     text = entry.text if isinstance(entry.text, str) else entry.text(call)
-    return instantiate(text, call.ins, call.outs) if isinstance(text, str) else text
+    if text is None:
+        return None
+    rule = instantiate(text, call.ins, call.outs) if isinstance(text, str) else text
+    return replace(rule, linear=tuple(g for g in rule.linear if not _counts_bools(call, g)))
+
+
+def _counts_bools(call: Call, group: frozenset[int]) -> bool:
+    """Parts of a bool are joined by "or", which nothing that makes a number of it respects."""
+    bools = any(_val(call.operands[k]).dtype == torch.bool for k in group)
+    return bools and any(r.dtype != torch.bool for r in results(call.node))
 
 
 def letters(n: int) -> list[str]:

@@ -1,0 +1,390 @@
+"""Sample calls of every operation with a factor rule, and how to run one split in a chosen way."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import operator
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.codegen import compiled
+from torchard.sharding.factors import Rule
+from torchard.sharding.layout import Layout
+from torchard.sharding.lower import Lowering
+from torchard.sharding.mesh import Mesh
+from torchard.sharding.options import Option, build
+from torchard.sharding.partition import partition
+from torchard.sharding.propagate import BATCH, Decision, Given
+from torchard.sharding.rules import Call, rule_of
+from torchard.sharding.testing import contributions
+from torchard.sharding.transport import Lockstep
+
+aten, prims = torch.ops.aten, torch.ops.prims
+F64 = torch.float64
+
+
+@dataclass
+class Sample:
+    """One call. ``values`` is False where results are not determined (``empty``)."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    values: bool = True
+    tolerance: float = 0.0
+
+
+def S(*args: Any, values: bool = True, tolerance: float = 0.0, **kwargs: Any) -> Sample:
+    return Sample(args, kwargs, values, tolerance)
+
+
+_numbers = torch.Generator().manual_seed(0)
+
+
+def x(*shape: int, low: int = -4, high: int = 5, dtype: torch.dtype = F64) -> torch.Tensor:
+    """Small integers: sums of them are exact in any order."""
+    return torch.randint(low, high, shape, generator=_numbers).to(dtype)
+
+
+def ids(size: int, *shape: int) -> torch.Tensor:
+    return x(*shape, low=0, high=size, dtype=torch.int64)
+
+
+def holes(*shape: int) -> torch.Tensor:
+    """With NaN, infinities and ties."""
+    y = x(*shape, low=-1, high=2)
+    flat = y.view(-1)
+    flat[1], flat[-1] = float("nan"), float("-inf")
+    return y
+
+
+def bools(*shape: int) -> torch.Tensor:
+    return x(*shape) > 0
+
+
+def backward_of_norm(full: bool = True) -> Sample:
+    a, w = x(3, 4, 5), x(5)
+    _, mean, scale = aten.native_layer_norm(a, [5], w, w, 1e-5)
+    out = [a, [5], mean, scale, w if full else None, w if full else None, [True, full, full]]
+    return S(x(3, 4, 5), *out, tolerance=1e-13)
+
+
+def log_likelihood(*lead: int, weight: bool = False, how: int = 1) -> Sample:
+    classes = 4
+    target = ids(classes, *lead)
+    if lead:
+        target.view(-1)[0] = -100
+    return S(x(*lead, classes), target, x(classes, low=1) if weight else None, how, -100)
+
+
+def log_likelihood_backward(weight: bool = False, how: int = 1) -> Sample:
+    sample = log_likelihood(5, weight=weight, how=how)
+    loss, total = aten.nll_loss_forward(*sample.args)
+    return S(torch.full_like(loss, 2.0), *sample.args, total, tolerance=1e-14)
+
+
+SOFT = S(x(4, 5, 3), 1, False, tolerance=1e-14)
+SOFTS = [SOFT, S(x(5), 0, False, tolerance=1e-14), S(x(4, 3), -1, False, tolerance=1e-14)]
+SOFT_BACK = [S(x(4, 5), x(4, 5), d, F64, tolerance=1e-14) for d in (1, -1)]
+DIM = [S(x(5, 4, 2), [1]), S(x(5, 4), [0, -1], True), S(x(5, 4), [-2]), S(x(5, 4), [])]
+EXTREME = [*DIM, S(holes(5, 4), [0]), S(holes(4, 5), [0, 1], True), S(bools(5, 4), [0]),
+           S(x(5, 3, dtype=torch.int64), [0])]  # fmt: skip
+ONE_DIM = [S(x(5, 4), 0), S(x(5, 4), -1, True)]
+ALL = [S(x(5, 4)), S(x(7)), S(x())]
+LOGICAL = [S(bools(5, 4)), S(x(3))]
+VAR = [S(x(5, 4), [1], correction=1, tolerance=1e-14), S(x(5, 4), None, correction=0),
+       S(x(5, 4), [0], keepdim=True)]  # fmt: skip
+LIKE = [S(x(5, 4)), S(x())]
+VIEWS = [S(x(6, 4), [24]), S(x(24), [6, 4]), S(x(2, 6, 3), [12, 3]), S(x(6, 4), [8, 3]),
+         S(x(5, 1, 3), [5, 3]), S(x(4, 3), [2, -1]), S(x(0, 3), [3, 0]), S(x(1), [])]  # fmt: skip
+SQUEEZE = x(1, 5, 1, 4)
+SIZES = [S([5, 4], dtype=F64), S([], dtype=F64)]
+KEYS = torch.tensor([[3, 5], [4, 6], [7, 1]], dtype=torch.int64)
+PAIR = [S(x(5, 4), x(5, 4)), S(x(5, 4), x(4)), S(x(5, 1), x(1, 4)), S(x(4), 2)]
+
+SAMPLES: dict[Any, list[Sample]] = {
+    aten.mm.default: [S(x(5, 4), x(4, 3)), S(x(1, 2), x(2, 5))],
+    aten.bmm.default: [S(x(3, 5, 4), x(3, 4, 2))],
+    aten.mv.default: [S(x(5, 4), x(4))],
+    aten.dot.default: [S(x(5), x(5))],
+    aten.vdot.default: [S(x(5), x(5))],
+    aten.addmm.default: [S(x(3), x(5, 4), x(4, 3)), S(x(5, 1), x(5, 4), x(4, 3)), S(x(), x(5, 4), x(4, 3)),
+                         S(x(5, 3), x(5, 4), x(4, 3), beta=2, alpha=3), S(x(3, 3), x(3, 2), x(2, 3)),
+                         S(x(1), x(5, 4), x(4, 3))],
+    aten.baddbmm.default: [S(x(3, 5, 2), x(3, 5, 4), x(3, 4, 2)), S(x(2), x(3, 5, 4), x(3, 4, 2))],
+    aten.full.default: [S([5, 4], 7.0, dtype=F64), S([], 1.0)],
+    aten.zeros.default: SIZES,
+    aten.ones.default: SIZES,
+    aten.empty.memory_format: [S([5, 4], dtype=F64, values=False)],
+    aten.scalar_tensor.default: [S(3.0)],
+    aten.new_zeros.default: [S(x(3), [5, 4]), S(x(2, 2), [])],
+    aten.new_ones.default: [S(x(3), [5, 4])],
+    aten.new_full.default: [S(x(3), [5, 4], 2.0)],
+    aten.new_empty.default: [S(x(3), [5, 4], values=False)],
+    aten.arange.default: [S(5), S(5.5, dtype=F64)],
+    aten.arange.start: [S(2, 7), S(0.5, 5.0, dtype=F64)],
+    aten.arange.start_step: [S(9, -2, -2), S(0, 9, 2, dtype=torch.int32), S(0.0, 1.0, 0.3, dtype=F64),
+                             S(1, 10, 3)],
+    torch.ops.torchard.random_bits.default: [S(KEYS[0], [5, 4], [0, 0], [5, 4]), S(KEYS, [5], [1], [4])],
+    aten.embedding.default: [S(x(5, 3), ids(5, 4, 2)), S(x(5, 3), ids(5, 3), 2), S(x(5, 3), ids(5))],
+    aten.embedding_dense_backward.default: [
+        S(x(4, 2, 3), ids(5, 4, 2), 5, -1, False), S(x(7, 3), ids(5, 7), 5, 3, False),
+        S(x(7, 3), ids(5, 7), 5, 0, False), S(x(3), ids(5), 5, -1, False)],
+    aten.gather.default: [S(x(5, 4), 0, ids(5, 3, 4)), S(x(5, 4), -1, ids(4, 5, 2)), S(x(5, 4), 1, ids(4, 3, 2)),
+                          S(x(5), 0, ids(5, 7)), S(holes(5, 4), 0, ids(5, 3, 4)), S(x(), 0, ids(1))],
+    aten.scatter.value: [S(x(5, 4), 0, ids(5, 1, 4), 9.0), S(x(5, 4), 1, ids(4, 5, 1), 9.0)],
+    aten.scatter.src: [S(x(5, 4), 0, ids(5, 1, 4), x(1, 4)), S(x(5, 4), 1, ids(4, 3, 1), x(3, 1)),
+                       S(x(5, 4), 0, ids(5, 1, 4), x(3, 4))],
+    aten.scatter_add.default: [S(x(5, 4), 0, ids(5, 7, 4), x(7, 4)), S(x(5, 4), 1, ids(4, 5, 3), x(5, 3))],
+    aten.index_select.default: [S(x(5, 4), 0, ids(5, 7)), S(x(5, 4), -1, ids(4, 3)), S(x(5, 4), 1, ids(4))],
+    aten.index.Tensor: [S(x(5, 4), [ids(5, 7)]), S(x(5, 4), [ids(5, 3) - 5]), S(x(5, 4, 3), [None, ids(4, 2, 3)]),
+                        S(x(5, 4, 3), [ids(5, 2), None, ids(3, 2)]), S(x(5, 4), [ids(5, 6), ids(4, 6)]),
+                        S(x(5, 4), [bools(5)]), S(x(5, 4), [ids(5, 3, 1), ids(4, 2)]), S(x(5, 4), [ids(5)])],
+    aten.index_put.default: [
+        S(x(5, 4), [ids(5, 7)], x(7, 4), True), S(x(5, 4), [torch.tensor([4, -5, 2])], x(3, 4)),
+        S(x(5, 4), [None, ids(4, 6)], x(5, 6), True), S(x(5, 4), [ids(5, 7)], x(4), True),
+        S(x(5, 4), [ids(5, 6), ids(4, 6)], x(6), True)],
+    aten.view.default: VIEWS,
+    aten._unsafe_view.default: VIEWS,
+    aten.reshape.default: VIEWS,
+    aten.squeeze.default: [S(SQUEEZE), S(x(1, 1))],
+    aten.squeeze.dim: [S(SQUEEZE, 0), S(SQUEEZE, -2), S(SQUEEZE, 1)],
+    aten.squeeze.dims: [S(SQUEEZE, [0, 2]), S(SQUEEZE, [0, 1])],
+    aten.unsqueeze.default: [S(x(5, 4), 1), S(x(5, 4), -1), S(x(), 0)],
+    aten.permute.default: [S(x(5, 4, 3), [2, 0, 1]), S(x(5, 4), [-1, -2]), S(x(), [])],
+    aten.transpose.int: [S(x(5, 4, 3), 0, -1), S(x(5), 0, 0)],
+    aten.t.default: [S(x(5, 4)), S(x(5))],
+    aten.expand.default: [S(x(5, 1), [5, 4]), S(x(4), [5, 4]), S(x(1, 4), [3, -1, 4]), S(x(), [5]), S(x(1), [1]),
+                          S(x(5), [5])],
+    aten.slice.Tensor: [S(x(5, 4), 0, 1, 3), S(x(5, 4), -1, 0, 4), S(x(5, 4), 0, -5, 9), S(x(5, 4), 1, 0, 4, 2),
+                        S(x(5, 4)), S(x(5, 4), 0, 3, 3)],
+    aten.select.int: [S(x(5, 4), 0, -1), S(x(5, 4), -1, 2)],
+    aten.split.Tensor: [S(x(5, 4), 2), S(x(5, 4), 2, -1), S(x(5, 4), 5), S(x(5, 4), 9, 1)],
+    aten.split_with_sizes.default: [S(x(5, 4), [2, 3]), S(x(5, 4), [1, 3], -1), S(x(5, 4), [4], 1),
+                                    S(x(5, 4), [0, 5])],
+    aten.unbind.int: [S(x(3, 4)), S(x(3, 2), -1)],
+    aten.flip.default: [S(x(5, 4), [0]), S(x(5, 4), [-1, 0]), S(x(5, 4), [])],
+    aten.roll.default: [S(x(5, 4), [2], [0]), S(x(5, 4), [1, 1], [0, -1]), S(x(5, 4), [3])],
+    aten.slice_backward.default: [S(x(2, 4), [5, 4], 0, 1, 3, 1), S(x(5, 2), [5, 4], -1, 0, 4, 2),
+                                  S(x(5, 4), [5, 4], 0, 0, 5, 1)],
+    aten.select_backward.default: [S(x(4), [5, 4], 0, 2), S(x(5), [5, 4], -1, -1)],
+    aten.slice_scatter.default: [S(x(5, 4), x(2, 4), 0, 1, 3), S(x(5, 4), x(5, 2), -1, 0, 4, 2)],
+    aten.select_scatter.default: [S(x(5, 4), x(4), 0, 1), S(x(5, 4), x(5), -1, 0)],
+    aten.cat.default: [S([x(2, 4), x(3, 4)]), S([x(5, 4), x(5, 1), x(5, 2)], -1), S([x(0), x(5)]),
+                       S([x(0), x(5, 4)]), S([x(5, 4)], 1)],
+    aten.stack.default: [S([x(5, 4), x(5, 4)]), S([x(5), x(5), x(5)], -1)],
+    aten.constant_pad_nd.default: [S(x(5, 4), [1, 2]), S(x(5, 4), [0, 0, 2, 0], 7.0), S(x(5, 4), [-1, 1, 0, 0])],
+    aten.tril.default: [S(x(5, 4)), S(x(3, 5, 4), 1)],
+    aten.triu.default: [S(x(5, 4)), S(x(3, 5, 4), -1)],
+    aten._softmax.default: SOFTS,
+    aten._log_softmax.default: SOFTS,
+    aten._softmax_backward_data.default: SOFT_BACK,
+    aten._log_softmax_backward_data.default: SOFT_BACK,
+    aten.native_layer_norm.default: [S(x(3, 4, 5), [5], x(5), x(5), 1e-5, tolerance=1e-13),
+                                     S(x(3, 4, 5), [4, 5], None, None, 1e-5, tolerance=1e-13),
+                                     S(x(3, 5), [5], x(5), None, 1e-5, tolerance=1e-13)],
+    aten.add.Tensor: [*PAIR, S(x(5, 4), x(5, 4), alpha=3), S(x(5), 0), S(bools(5), bools(5))],
+    aten.sub.Tensor: [*PAIR, S(x(5, 4), x(4), alpha=2), S(x(5), 0)],
+    aten.mul.Tensor: [*PAIR, S(x(), x(5)), S(bools(5), x(5))],
+    aten.mul.Scalar: [S(x(5, 4), 3)],
+    aten.div.Tensor: [S(x(5, 4), 2), S(x(5, 4), torch.tensor(4.0, dtype=F64)),
+                      S(x(5, 4), torch.tensor([1.0, 2, 4, 8], dtype=F64))],
+    aten.div.Scalar: [S(x(5, 4), 2)],
+    aten.neg.default: LIKE,
+    aten.real.default: LIKE,
+    aten.where.self: [S(bools(5, 4), x(5, 4), x(5, 4)), S(bools(5, 1), x(4), x()), S(bools(4), holes(5, 4), x(5, 4))],
+    aten.masked_fill.Scalar: [S(x(5, 4), bools(4), 0), S(x(5, 4), bools(5, 4), 3.0), S(x(4), bools(5, 4), 0)],
+    aten._to_copy.default: [S(x(5, 4), dtype=torch.float32), S(x(5, 4), dtype=torch.int64),
+                            S(x(5, 4, dtype=torch.float32), dtype=F64), S(bools(5), dtype=F64)],
+    prims.convert_element_type.default: [S(x(5, 4), torch.float32), S(x(5, 4, dtype=torch.float32), F64)],
+    aten.clone.default: LIKE,
+    aten.detach.default: LIKE,
+    aten.alias.default: LIKE,
+    aten.lift_fresh_copy.default: LIKE,
+    aten.zeros_like.default: LIKE,
+    aten.ones_like.default: LIKE,
+    aten.full_like.default: [S(x(5, 4), 3.0)],
+    aten.empty_like.default: [S(x(5, 4), values=False)],
+    aten.sum.dim_IntList: [*DIM, S(x(5, 4), None), S(bools(5, 4), [0]), S(x(5, 4), [1], dtype=torch.float32)],
+    aten.sum.default: [*ALL, S(bools(5, 4))],
+    aten.amax.default: EXTREME,
+    aten.amin.default: EXTREME,
+    aten.max.default: [*ALL, S(holes(5, 4)), S(bools(5))],
+    aten.min.default: [*ALL, S(holes(5, 4)), S(x(5, dtype=torch.int32))],
+    aten.mean.default: ALL,
+    aten.prod.default: ALL,
+    aten.any.default: LOGICAL,
+    aten.all.default: LOGICAL,
+    aten.mean.dim: [*DIM, S(x(5, 4), None)],
+    aten.any.dim: ONE_DIM,
+    aten.all.dim: ONE_DIM,
+    aten.prod.dim_int: ONE_DIM,
+    aten.argmax.default: [*ONE_DIM, S(x(5, 4))],
+    aten.argmin.default: [*ONE_DIM, S(x(5, 4))],
+    aten.logsumexp.default: [S(x(5, 4), [0], tolerance=1e-14), S(x(5, 4), [1], True, tolerance=1e-14)],
+    aten.max.dim: ONE_DIM,
+    aten.min.dim: ONE_DIM,
+    aten.cumsum.default: [S(x(5, 4), 0), S(x(5, 4), -1), S(x(), 0)],
+    aten.cumprod.default: [S(x(5, 4), 0), S(x(5, 4), -1)],
+    aten.var.correction: VAR,
+    aten.clamp.default: [S(x(5, 4), -1, 2), S(x(5, 4), None, 2)],
+    aten.clip.default: [S(x(5, 4), -1, 2)],
+    aten.clamp.Tensor: [S(x(5, 4), x(4), x(5, 1)), S(x(5, 4), None, x(5, 4))],
+    aten.clip.Tensor: [S(x(5, 4), x(4), x(5, 1))],
+    aten.div.Tensor_mode: [S(x(5, 4), x(4, low=1), rounding_mode="floor")],
+    aten.div.Scalar_mode: [S(x(5, 4), 2, rounding_mode="trunc")],
+    aten.logit_backward.default: [S(x(5, 4), torch.full((5, 4), 0.5, dtype=F64))],
+    aten.std.correction: VAR,
+    aten.var_mean.correction: VAR,
+}  # fmt: skip
+
+
+def _pointwise_samples(target: Any) -> Iterator[Sample]:
+    """Simple calls of a pointwise overload: tensors for tensors, small numbers for numbers."""
+    made: dict[str, Any]
+    for dtype in (F64, torch.int64, torch.bool):
+        args: list[Any] = []
+        made = {}
+        shapes = itertools.cycle([(5, 4), (4,), (5, 1)])
+        for a in target._schema.arguments:
+            value = _argument(a, dtype, shapes)
+            if a.kwarg_only:
+                if value is not None and not a.has_default_value():
+                    made[a.name] = value
+            elif value is not None:
+                args.append(value)
+            else:
+                args.append(a.default_value)
+        yield S(*args, tolerance=1e-13, **made)
+
+
+def _argument(a: Any, dtype: torch.dtype, shapes: Iterator[tuple[int, ...]]) -> Any:
+    kind = str(a.type)
+    if kind == "Tensor":
+        shape = next(shapes)
+        if a.name in ("condition", "mask"):
+            return bools(*shape)
+        return x(*shape, low=0, high=4, dtype=dtype)
+    if a.has_default_value():
+        return None
+    return {"number": 2, "int": 1, "float": 0.5, "bool": True, "Scalar": 2}.get(kind)
+
+
+def pointwise_overloads() -> list[Any]:
+    """Every aten overload that torch tags pointwise and that changes nothing in place."""
+    found = []
+    for name in sorted(torch._C._dispatch_get_all_op_names()):
+        if not name.startswith("aten::"):
+            continue
+        head, _, overload = name[6:].partition(".")
+        op = getattr(getattr(aten, head, None), overload or "default", None)
+        if op is not None and torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
+            found.append(op)
+    return found
+
+
+@functools.cache
+def samples(target: Any) -> list[Sample]:
+    """The sample calls of an operation."""
+    if target in SAMPLES:
+        return SAMPLES[target]
+    return [s for s in _pointwise_samples(target) if _callable(target, s)]
+
+
+def _callable(target: Any, sample: Sample) -> bool:
+    try:
+        target(*sample.args, **sample.kwargs)
+    except Exception:
+        return False
+    return True
+
+
+# -- running one call, split in a chosen way --------------------------------------------------------
+
+
+@dataclass
+class OneOp:
+    """A graph of one call, its tensors as placeholders."""
+
+    graph: fx.Graph
+    node: fx.Node
+    inputs: list[torch.Tensor]
+    results: list[torch.Tensor]
+
+    @property
+    def rule(self) -> Rule:
+        return rule_of(Call.of(self.node))
+
+
+def one_op(target: Any, sample: Sample) -> OneOp:
+    graph = fx.Graph()
+    inputs: list[torch.Tensor] = []
+
+    def enter(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            node = graph.placeholder(f"x{len(inputs)}")
+            node.meta["val"] = value
+            inputs.append(value)
+            return node
+        return [enter(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+    args = tuple(enter(a) for a in sample.args)
+    node = graph.call_function(target, args, sample.kwargs)
+    val = target(*sample.args, **sample.kwargs)
+    node.meta["val"] = tuple(val) if isinstance(val, (list, tuple)) else val
+    if isinstance(val, torch.Tensor):
+        outs, results = [node], [val]
+    else:
+        outs, results = [], []
+        for i, v in enumerate(val):
+            if isinstance(v, torch.Tensor):
+                outs.append(graph.call_function(operator.getitem, (node, i)))
+                outs[-1].meta["val"] = v
+                results.append(v)
+    graph.output(tuple(outs))
+    return OneOp(graph, node, inputs, results)
+
+
+def run_option(op: OneOp, option: Option, mesh: Mesh) -> list[torch.Tensor]:
+    """The call run as the option says, its results made whole by the collectives it implies."""
+    placeholders = [n for n in op.graph.nodes if n.op == "placeholder"]
+    decision = Decision(option={op.node: option}, raw={op.node: option.outs})
+    decision.home.update(zip(placeholders, option.ins, strict=True))
+    outs = list(op.graph.output_node().args[0])
+    decision.home.update(zip(outs, option.outs, strict=True))
+    decision.outputs = tuple(Layout.replicated(r.shape) for r in op.results)
+    inputs = {n: (layout, BATCH) for n, layout in zip(placeholders, option.ins, strict=True)}
+    spmd = partition(op.graph, Given(inputs, decision.outputs), decision, mesh.sizes)
+    local = Lowering(spmd, mesh, mesh.all_coords(), Lockstep()).run()
+    parts = [
+        part
+        for value, layout in zip(op.inputs, option.ins, strict=True)
+        for part in contributions(value, layout, mesh)
+    ]
+    return compiled(local)(parts)
+
+
+MESHES = [Mesh(axes, virtual=True) for axes in ({"a": 2}, {"a": 3}, {"a": 2, "b": 3})]
+
+
+def ways(op: OneOp) -> Iterator[tuple[Mesh, Option]]:
+    """Every factor split over one axis and over two, every pair of factors, every linear claim."""
+    rule = op.rule
+    free = [f for f in range(len(rule.sizes)) if f not in rule.whole]
+    one, three, two = MESHES
+    choices: list[tuple[Mesh, dict[int, tuple[str, ...]], dict[str, frozenset[int]]]] = [
+        (mesh, {f: ("a",)}, {}) for mesh in (one, three) for f in free
+    ]
+    choices += [(two, {f: axes}, {}) for f in free for axes in (("a", "b"), ("b", "a"))]
+    choices += [(two, {f: ("a",), g: ("b",)}, {}) for f, g in itertools.permutations(free, 2)]
+    choices += [(mesh, {}, {"a": group}) for mesh in (one, three) for group in rule.linear]
+    choices += [(two, {f: ("b",)}, {"a": group}) for f in free for group in rule.linear]
+    for mesh, split, passed in choices:
+        axes = tuple(split.get(f, ()) for f in range(len(rule.sizes)))
+        option = build(rule, axes, tuple(passed.items()), mesh.sizes)
+        if option is not None:
+            yield mesh, option

@@ -1,0 +1,85 @@
+"""Every factor rule: each factor split in turn, local operation + implied collective = the operation.
+
+Driven by the registry: a rule without a sample call in ``op_samples`` fails here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from op_samples import OneOp, Sample, one_op, pointwise_overloads, run_option, samples, ways
+
+from torchard.sharding import Mesh
+from torchard.sharding.options import Option, options
+from torchard.sharding.rules import REGISTRY, lookup
+from torchard.sharding.testing import layouts, meshes
+
+# Tagged pointwise, and called by none of the simple samples (each is an error of torch itself).
+NOT_CALLABLE = set[str]()
+
+
+def _same(have: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
+    assert have.dtype == want.dtype
+    torch.testing.assert_close(have, want, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _check_option(target: Any, sample: Sample, op: OneOp, mesh: Mesh, option: Option) -> None:
+    where = f"{target} {sample.args} on {mesh} from {[str(i) for i in option.ins]}"
+    found = run_option(op, option, mesh)
+    assert [f.shape for f in found] == [r.shape for r in op.results], where
+    if not sample.values:
+        return
+    for have, want in zip(found, op.results, strict=True):
+        try:
+            _same(have, want, sample.tolerance)
+        except AssertionError as error:
+            raise AssertionError(f"{where}: {error}") from error
+
+
+def _check(target: Any) -> int:
+    count = 0
+    for sample in samples(target):
+        op = one_op(target, sample)
+        for mesh, option in ways(op):
+            _check_option(target, sample, op, mesh, option)
+            count += 1
+    return count
+
+
+@pytest.mark.parametrize("target", REGISTRY, ids=str)
+def test_registered_rule(target: Any) -> None:
+    assert samples(target), f"{target} has a rule and no sample call: add one to op_samples.py"
+    _check(target)
+
+
+FAMILY = [op for op in pointwise_overloads() if op not in REGISTRY and lookup(op) is not None]
+
+
+@pytest.mark.parametrize("target", FAMILY, ids=str)
+def test_pointwise_family(target: Any) -> None:
+    assert samples(target) or str(target) in NOT_CALLABLE
+    assert _check(target) or not samples(target)
+
+
+@pytest.mark.parametrize("target", [*REGISTRY, *FAMILY], ids=str)
+def test_every_option_for_any_layouts(target: Any) -> None:
+    """Whatever layouts the operands have, composite and pending ones too, and are wished for."""
+
+    @given(st.data())
+    @settings(max_examples=6, database=None)
+    def run(data: st.DataObject) -> None:
+        sample = data.draw(st.sampled_from(samples(target)))
+        op, mesh = one_op(target, sample), data.draw(meshes())
+        ins = [data.draw(layouts(v.shape, mesh, pending=True)) for v in op.inputs]
+        wished = [data.draw(layouts(op.results[0].shape, mesh))]
+        found = list(options(op.rule, ins, wished, mesh.sizes))
+        assert found
+        for option in data.draw(st.permutations(found))[:4]:
+            _check_option(target, sample, op, mesh, option)
+
+    if samples(target):
+        run()
