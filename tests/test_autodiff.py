@@ -88,6 +88,13 @@ def test_autograds_own_detaches_are_gone() -> None:
     assert not [node for node in program.calls if "detach" in node.name]
 
 
+def test_autocast_around_it_adds_nothing() -> None:
+    base = trace(lambda w, x: x @ w)(torch.randn(3, 3), torch.randn(2, 3))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        program = joint(base, (True, True))
+    assert not [node for node in program.calls if "_to_copy" in node.name]
+
+
 def test_only_what_is_asked_for_is_computed() -> None:
     base = trace(lambda a, b: (a @ b).sum())(torch.randn(2, 3), torch.randn(3, 2))
     matmuls = [
