@@ -8,8 +8,8 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS  ?= 2
 
-# Two gloo ranks on one machine; one thread each, or they fight over the cores.
-TORCHRUN := OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 2
+# torchrun, two gloo ranks on this machine; when a rank fails it leaves the last word to the ranks.
+TORCHRUN := $(BIN)/python examples/_torchrun.py --nproc-per-node 2
 
 .PHONY: help venv test lint types demo bench clean
 
@@ -49,8 +49,8 @@ demo: $(STAMP) ## train one model on two gloo ranks and on a virtual mesh (two m
 	$(TORCHRUN) examples/train_bytes.py --mesh dp=2
 	$(BIN)/python examples/train_bytes.py --virtual dp=2,tp=4
 
-bench: $(STAMP) ## timings
-	$(BIN)/python benchmarks/bench.py
+bench: $(STAMP) ## torchard, DTensor and Megatron by hand, in one table (ARGS=--quick)
+	$(BIN)/python benchmarks/bench.py $(ARGS)
 
 clean: ## everything that was built, .venv included
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,0 +1,70 @@
+"""PyTorch's own tensor parallelism: parallelize_module over DTensor, eager and compiled."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from workload import Problem, Rival
+
+__all__ = ["rivals"]
+
+
+class Mlp(nn.Module):
+    """One layer."""
+
+    def __init__(self, layer: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.up = _linear(layer["up_w"], layer["up_b"])
+        self.down = _linear(layer["down_w"], layer["down_b"])
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.down(F.gelu(self.up(x)))
+        return hidden
+
+
+def _linear(w: Tensor, b: Tensor) -> nn.Linear:
+    made = nn.Linear(w.shape[1], w.shape[0])
+    with torch.no_grad():
+        made.weight.copy_(w)
+        made.bias.copy_(b)
+    return made
+
+
+def rivals(problem: Problem, mesh: DeviceMesh | None, compiled: bool) -> list[Rival]:
+    """Eager, and compiled if asked for."""
+    found = [_rival("DTensor, eager", problem, mesh, False)]
+    if compiled:
+        found.append(_rival("DTensor, torch.compile", problem, mesh, True))
+    return found
+
+
+def _rival(name: str, problem: Problem, mesh: DeviceMesh | None, compiled: bool) -> Rival:
+    layers = [Mlp(layer) for layer in problem.layers]
+    for layer in layers:
+        parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    x = problem.x.clone().requires_grad_()
+    leaves = [x]
+    for layer in layers:  # in the order of NAMES
+        leaves += [layer.up.weight, layer.up.bias, layer.down.weight, layer.down.bias]
+    model = nn.Sequential(*layers)
+    call = torch.compile(model) if compiled else model
+
+    def run() -> tuple[Tensor, ...]:
+        y = call(x)
+        grads = torch.autograd.grad(y, leaves, problem.cotangent)
+        # The last layer's all_reduce would otherwise still be on its way.
+        return torch.ops._c10d_functional.wait_tensor(y), *grads
+
+    return Rival(name, run, _whole)
+
+
+def _whole(values: tuple[Tensor, ...]) -> list[Tensor]:
+    return [v.full_tensor() if isinstance(v, DTensor) else v.detach() for v in values]

@@ -1,0 +1,42 @@
+"""What the benchmark compares computes the same; nothing is timed here."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.mark.timeout(240)
+def test_rivals_agree() -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "bench.py"), "--check"],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"all rivals agree with one device in float64 to (\S+)", done.stdout)
+    assert found and 0 < float(found[1]) < 1e-5
+
+
+def test_a_wrong_rival_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import bench
+    import workload
+
+    shape = workload.Shape(8, 1, 2, rounds=1, layers=1)
+    right = workload.reference(shape)
+    wrong = [*right[:-1], right[-1] * (1 + 1e-3)]
+    rivals = [
+        workload.Rival(n, lambda: None, lambda _, v=v: v)
+        for n, v in (("right", right), ("wrong", wrong))
+    ]
+    errors = bench.errors_of(rivals, shape)
+    assert errors["right"] == 0 and errors["wrong"] > bench.TOLERANCE

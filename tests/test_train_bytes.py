@@ -1,0 +1,141 @@
+"""The main job: it trains like one device, and it ends in one message whatever happens to a rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SMALL = ["--steps", "8", "--batch", "64", "--hidden", "32", "--validate", "128", "--sample", "16"]
+# Of everything, starting two ranks included. A job that hung would take longer than this.
+PATIENCE = 120
+
+pytestmark = pytest.mark.timeout(2 * PATIENCE)
+
+
+def command(out: Path, *options: str, ranks: int) -> list[str]:
+    launcher = [str(EXAMPLES / "_torchrun.py"), "--nproc-per-node", str(ranks)] if ranks else []
+    script = str(EXAMPLES / "train_bytes.py")
+    return [sys.executable, *launcher, script, *SMALL, "--out", str(out), *options]
+
+
+def run(out: Path, *options: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """Run the example to its end, with what it prints on stdout and stderr together."""
+    return subprocess.run(
+        command(out, *options, ranks=ranks),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+
+
+def last_words(text: str, out: Path) -> str:
+    """The one message that a job ended with; checks that it is alone and that nothing is left."""
+    assert "Traceback" not in text, text
+    found = re.findall(r"^train_bytes: .*(?:\n.*)*", text, re.M)
+    assert text.count("train_bytes: ") == 1 and len(found) == 1, text
+    assert not survivors(out)
+    return str(found[0])
+
+
+def survivors(out: Path) -> list[str]:
+    """Command lines of processes of this test's job that still run."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if str(out) in line:
+            lines.append(line)
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "axes", "moved"),
+    [
+        ("--mesh tp=2", 2, "tp2", "all_reduce  tp"),
+        ("--mesh dp=2,tp=1", 2, "dp2-tp1", "all_reduce  dp"),
+        ("--virtual dp=2,tp=4", 0, "virtual-dp2-tp4", "all_reduce  dp·tp"),
+    ],
+)
+def test_trains_like_one_device(
+    tmp_path: Path, options: str, ranks: int, axes: str, moved: str
+) -> None:
+    done = run(tmp_path, *options.split(), ranks=ranks)
+    text = done.stdout
+    assert done.returncode == 0, text
+    plan, _, rest = text.partition("bytes per rank\n")
+    assert plan.startswith("What one step sends over Mesh(") and moved in plan
+    assert re.search(r"held-out text: loss \d\.\d{4}, \d\.\d{3} bits per byte", rest)
+    assert re.search(r"8/8 .*loss \d\.\d+, [\d,]+ bytes/s", rest), rest
+    compared = re.search(
+        r"loss after 8 steps: sharded (\S+), one device (\S+) \(dif\w+ (\S+)\)", rest
+    )
+    assert compared, rest
+    sharded, alone, difference = map(float, compared.groups())
+    assert difference < 1e-4 and abs(sharded - alone) < 1e-4
+    assert sharded < 5.4  # ln 256 is 5.55: it has learnt something
+    assert (tmp_path / f"loss-{axes}.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (
+            "kill",
+            r"rank 1 \(process \d+\) is gone .*rank 0 was in step 4 of 8, waiting for its part of a "
+            r"step's collectives \(\d+ all_.* over tp\)",
+        ),
+        ("stop", r"no answer from rank 1 \(process \d+\) within 5 s: rank 0 was in step 4 of 8"),
+        ("raise", r"ValueError \(rank 1, step 4 of 8, train_bytes.py:\d+\): asked to fail"),
+        ("replan", r"PlanMismatch \(rank [01], .*rank [01] planned step\("),
+    ],
+)
+def test_one_rank_fails(tmp_path: Path, how: str, message: str) -> None:
+    # Only the rank that hangs may need the transport's timeout.
+    seconds = "5" if how == "stop" else str(2 * PATIENCE)
+    options = ["--mesh", "tp=2", "--fail", how, "--fail-at", "3", "--timeout", seconds]
+    done = run(tmp_path, *options)
+    assert done.returncode != 0
+    assert re.search(message, last_words(done.stdout, tmp_path)), done.stdout
+
+
+@pytest.mark.parametrize(("options", "ranks"), [("--mesh tp=2", 2), ("--virtual tp=2", 0)])
+def test_interrupted(tmp_path: Path, options: str, ranks: int) -> None:
+    args = command(tmp_path, *options.split(), "--steps", "100000", ranks=ranks)
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        args, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+    ) as job:
+        assert job.stdout
+        try:
+            seen = ""
+            while "bytes/s" not in seen:
+                seen += job.stdout.read(1) or pytest.fail(f"ended early: {seen}")
+            job.send_signal(signal.SIGINT)
+            began = time.monotonic()
+            seen += job.stdout.read()
+            code = job.wait(PATIENCE)
+        finally:
+            job.kill()
+    assert time.monotonic() - began < 20
+    assert code == 128 + signal.SIGINT
+    assert re.search(r"interrupted in step \d+ of 100000; stopped", last_words(seen, tmp_path))
+
+
+def test_without_torchrun(tmp_path: Path) -> None:
+    done = run(tmp_path, "--mesh", "tp=2", ranks=0)
+    assert done.returncode == 1
+    assert re.search(
+        r"MeshError .*no process group.*torchrun", last_words(done.stdout, tmp_path), re.S
+    )
