@@ -16,6 +16,7 @@ from torch import fx
 
 from torchard.functional.record import Spec, record
 from torchard.sharding.rules import Call
+from torchard.sharding.rules.registry import result_index, results
 from torchard.sharding.rules.reduce import reduced_dims
 
 __all__ = ["DECOMPOSITIONS", "decompose", "register_decomposition"]
@@ -159,6 +160,36 @@ def _layer_norm(
     return out.to(x.dtype), mean, scale
 
 
+@register_decomposition(aten.native_layer_norm_backward.default)
+def _layer_norm_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    shape: Sequence[int],
+    mean: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mask: Sequence[bool],
+) -> tuple[torch.Tensor | None, ...]:
+    wide = x.dtype if x.dtype not in (torch.bfloat16, torch.float16) else torch.float32
+    dims = list(range(x.ndim - len(shape), x.ndim))
+    rows = list(range(x.ndim - len(shape)))
+    g, normed = grad.to(wide), (x.to(wide) - mean) * scale
+    scaled = g if weight is None else g * weight.to(wide)
+    n = _numel(x, dims)
+    centre = torch.sum(scaled, dims, True) / n
+    slope = torch.sum(scaled * normed, dims, True) / n
+    dx = ((scaled - centre - normed * slope) * scale).to(x.dtype)
+    dw = (torch.sum(g * normed, rows) if rows else g * normed) if mask[1] else None
+    db = (torch.sum(g, rows) if rows else g) if mask[2] else None
+    like = x.dtype if weight is None else weight.dtype
+    return (
+        dx if mask[0] else None,
+        None if dw is None else dw.to(like),
+        None if db is None else db.to(like),
+    )
+
+
 def _torch_decomposition(target: Any) -> Callable[..., Any] | None:
     """torch's own table, for what this file leaves out."""
     found: Any = torch._decomp.decomposition_table.get(target)
@@ -195,7 +226,8 @@ def _trace(
 
         args = [swap(a) for a in node.args]
         out = rule(*args, **{k: swap(v) for k, v in node.kwargs.items()})
-        return list(out) if isinstance(out, (tuple, list)) else [out]
+        values = out if isinstance(out, (tuple, list)) else [out]
+        return [v for v in values if v is not None]
 
     specs = [Spec.of(o.meta["val"]) for o in operands]
     found = record(run, specs)
@@ -205,11 +237,10 @@ def _trace(
 
 
 def _same_results(graph: fx.Graph, node: fx.Node) -> bool:
-    want = node.meta["val"]
-    want = list(want) if isinstance(want, (tuple, list)) else [want]
+    want = results(node)
     have = [n.meta["val"] for n in graph.output_node().args[0]]  # type: ignore[union-attr]
     return len(want) == len(have) and all(
-        isinstance(w, torch.Tensor) and w.shape == h.shape and w.dtype == h.dtype
+        w.shape == h.shape and w.dtype == h.dtype
         for w, h in zip(want, have, strict=True)
     )
 
@@ -238,9 +269,8 @@ def _inline(
 def _replace(graph: fx.Graph, node: fx.Node, pieces: list[fx.Node]) -> None:
     if isinstance(node.meta["val"], (tuple, list)):
         for user in list(node.users):
-            position = user.args[1]
-            assert isinstance(position, int)
-            user.replace_all_uses_with(pieces[position])
+            if hasattr(user.meta.get("val"), "shape"):
+                user.replace_all_uses_with(pieces[result_index(user)])
             graph.erase_node(user)
     else:
         node.replace_all_uses_with(pieces[0])

@@ -252,7 +252,10 @@ class Lowering:
         op = self._empty_reduction(call, at)
         if op is None:
             return None
-        return self.emit.full(shapes[0], identity(op, vals[0].dtype), vals[0])
+        made = [
+            self.emit.full(s, identity(op, v.dtype), v) for s, v in zip(shapes, vals, strict=True)
+        ]
+        return made[0] if len(made) == 1 else _spread(node, made)
 
     def _empty_reduction(self, call: Call, at: Coords) -> str | None:
         """The combiner of a factor of which this coordinate has no element."""

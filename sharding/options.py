@@ -168,18 +168,29 @@ def build(
     sizes: Sizes,
 ) -> Option | None:
     """The option with these choices, or None if its results would pend in two ways at once."""
-    out_pending = {a: "sum" for a, _ in passed}
-    for factor, op in rule.combine:
-        for a in axes[factor]:
-            out_pending[a] = op
-    if len(set(out_pending.values())) > 1:
+    pending = [_pending_of(rule, dims, axes, passed) for dims in rule.outs]
+    if any(len(set(p.values())) > 1 for p in pending):
         return None
     ins = []
     for k, dims in enumerate(rule.ins):
-        pending = [(a, "sum") for a, group in passed if k in group]
-        ins.append(image(dims, rule, axes, pending, sizes))
-    outs = tuple(image(d, rule, axes, out_pending.items(), sizes) for d in rule.outs)
+        through = [(a, "sum") for a, group in passed if k in group]
+        ins.append(image(dims, rule, axes, through, sizes))
+    outs = tuple(
+        image(d, rule, axes, p.items(), sizes) for d, p in zip(rule.outs, pending, strict=True)
+    )
     return Option(rule, axes, passed, tuple(ins), outs)
+
+
+def _pending_of(
+    rule: Rule,
+    dims: tuple[Factors, ...],
+    axes: tuple[tuple[str, ...], ...],
+    passed: tuple[tuple[str, frozenset[int]], ...],
+) -> dict[str, str]:
+    """What one result is pending over: what passed, and the factors it has lost."""
+    kept = {f for d in dims for f in d}
+    lost = {a: op for f, op in rule.combine if f not in kept for a in axes[f]}
+    return {a: "sum" for a, _ in passed} | lost
 
 
 def options(

@@ -21,10 +21,10 @@ from torchard.sharding.propagate import (
     output_node,
     output_values,
     pull,
-    result_index,
 )
 from torchard.sharding.reshard import cost, plan
 from torchard.sharding.rules import Call
+from torchard.sharding.rules.registry import result_index
 
 __all__ = ["partition", "unpartition"]
 

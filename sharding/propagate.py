@@ -27,6 +27,7 @@ from torchard.sharding.layout import Layout, Sizes
 from torchard.sharding.options import Option, atomic, factor_axes, image, options
 from torchard.sharding.reshard import cost
 from torchard.sharding.rules import Call, lookup, rule_of
+from torchard.sharding.rules.registry import result_index
 
 __all__ = ["BATCH", "CONSTRAINT", "DERIVED", "PARAMETER", "Decision", "Given", "propagate"]
 
@@ -128,14 +129,6 @@ def is_alias(node: fx.Node) -> bool:
         return True
     rule = lookup(node.target)
     return rule is not None and rule.alias
-
-
-def result_index(node: fx.Node) -> int:
-    """Which of its source's tensors a getitem takes (results that are None do not count)."""
-    source, position = node.args
-    assert isinstance(source, fx.Node) and isinstance(position, int)
-    val = source.meta["val"]
-    return sum(hasattr(v, "shape") for v in val[:position])
 
 
 def pull(node: fx.Node, layout: Layout, sizes: Sizes) -> Layout | None:

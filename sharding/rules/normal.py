@@ -40,3 +40,22 @@ def _layer_norm(call: Call) -> str:
 
 
 register_rule(aten.native_layer_norm.default, text=_layer_norm)
+
+
+def _layer_norm_backward(call: Call) -> str:
+    """The gradients of weight and bias sum over the rows, that of x keeps them."""
+    names = letters(len(call.ins[0]))
+    inner = len(call.arg(2))
+    outer, normed = names[: len(names) - inner], names[len(names) - inner :]
+    stats = spell(outer + ["1"] * inner)
+    ins = [spell(names), spell(names), stats, stats] + [spell(normed)] * (len(call.ins) - 4)
+    outs = [spell(names) if len(s) == len(names) else spell(normed) for s in call.outs]
+    if inner == len(names):
+        outs = [spell(names)] * len(call.outs)
+    clauses = "".join(f" | reduce {n} sum" for n in outer) + "".join(
+        f" | whole {n}" for n in normed
+    )
+    return f"{', '.join(ins)} -> {', '.join(outs)}{clauses}"
+
+
+register_rule(aten.native_layer_norm_backward.default, text=_layer_norm_backward)

@@ -63,6 +63,14 @@ def results(node: fx.Node) -> tuple[torch.Tensor, ...]:
     return ()
 
 
+def result_index(node: fx.Node) -> int:
+    """Which of its source's tensors a getitem takes (results that are None do not count)."""
+    source, position = node.args
+    assert isinstance(source, fx.Node) and isinstance(position, int)
+    val = _val(source)
+    return sum(hasattr(v, "shape") for v in val[:position])
+
+
 def _tensor_args(node: fx.Node) -> Iterator[fx.Node]:
     def walk(value: Any) -> Iterator[fx.Node]:
         if isinstance(value, fx.Node):
