@@ -324,7 +324,10 @@ def _pin(graph: fx.Graph, node: fx.Node, hint: Hint, path: str, soft: bool) -> f
     made.meta = {k: v for k, v in node.meta.items() if k in ("val", "source", "scope", "phase")}
     made.meta["soft"] = soft
     made.meta.setdefault("source", path)
-    node.replace_all_uses_with(made, lambda user: user is not made and user.op != "output")
+    # An input that is returned as it came stays as it is.
+    node.replace_all_uses_with(
+        made, lambda user: user is not made and not (soft and user.op == "output")
+    )
     return made
 
 
