@@ -102,7 +102,7 @@ def emit_step(graph: fx.Graph, value: fx.Node, step: Step, near: fx.Node, sizes:
     node = graph.call_function(STEPS[step.kind], (value,), args)
     # A reduction completes what its producer began; anything else serves the consumer.
     told = near if near.meta.get("source") and step.op is None else value
-    tags = {k: told.meta[k] for k in ("source", "scope", "phase") if k in told.meta}
+    tags: dict[str, Any] = {k: told.meta[k] for k in ("source", "scope", "phase") if k in told.meta}
     node.meta.update(val=value.meta["val"], layout=step.after.normal(sizes), step=step, **tags)
     if step.kind != "slice":
         node.meta["collective"] = _record(step, value.meta["val"], {**tags, "note": _note(near)}, sizes)

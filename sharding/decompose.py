@@ -16,8 +16,8 @@ from torch import fx
 
 from torchard.functional.record import Spec, record
 from torchard.sharding.rules import Call
-from torchard.sharding.rules.registry import result_index, results
 from torchard.sharding.rules.reduce import reduced_dims
+from torchard.sharding.rules.registry import result_index, results
 
 __all__ = ["DECOMPOSITIONS", "decompose", "register_decomposition"]
 

@@ -186,7 +186,7 @@ class Lowering:
 
     def _getitem(self, node: fx.Node) -> None:
         source, position = node.args
-        assert isinstance(source, fx.Node)
+        assert isinstance(source, fx.Node) and isinstance(position, int)
         layout: Layout = node.meta["layout"]
         parts: dict[Key, Value] = {}
         axes = _axes_of(source)

@@ -86,7 +86,8 @@ def _cut_rule(rule: Rule, cuts: dict[int, tuple[int, ...]]) -> Rule:
         parts = cuts.get(f, (size,))
         renumber[f] = tuple(range(len(sizes), len(sizes) + len(parts)))
         sizes.extend(parts)
-        names.extend(rule.names[f] if len(parts) == 1 else f"{rule.names[f]}.{i}" for i in range(len(parts)))
+        dotted = [f"{rule.names[f]}.{i}" for i, _ in enumerate(parts)]
+        names.extend([rule.names[f]] if len(parts) == 1 else dotted)
 
     def dims(operand: tuple[Factors, ...]) -> tuple[Factors, ...]:
         return tuple(tuple(n for f in d for n in renumber[f]) for d in operand)

@@ -273,7 +273,8 @@ def _refuse(name: str) -> Any:
     return refuse
 
 
-for _name in "add radd sub rsub mul rmul truediv rtruediv matmul rmatmul pow neg getitem".split():
+for _name in ("add", "sub", "mul", "truediv", "matmul", "pow", "neg", "getitem"):
+    setattr(MeshTensor, f"__r{_name}__", _refuse(_name))
     setattr(MeshTensor, f"__{_name}__", _refuse(_name))
 
 

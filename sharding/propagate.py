@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import fx
 
@@ -112,10 +113,11 @@ def _output_needs(graph: fx.Graph, given: Given) -> Needs:
 
 def output_node(graph: fx.Graph) -> fx.Node:
     """The output node of a graph."""
-    return next(n for n in reversed(graph.nodes) if n.op == "output")
+    node: fx.Node = next(n for n in reversed(graph.nodes) if n.op == "output")
+    return node
 
 
-def output_values(graph: fx.Graph) -> tuple[object, ...]:
+def output_values(graph: fx.Graph) -> tuple[Any, ...]:
     """What the graph returns."""
     values = output_node(graph).args[0]
     return tuple(values) if isinstance(values, (tuple, list)) else (values,)
@@ -263,7 +265,8 @@ class _Sweep:
         layout = self.given.pins[node]
         (source,) = node.all_input_nodes
         self._take(source, layout, node)
-        self._settle(node, layout, dict.fromkeys(layout.split_axes, self.given.ranks.get(node, CONSTRAINT)))
+        rank = self.given.ranks.get(node, CONSTRAINT)
+        self._settle(node, layout, dict.fromkeys(layout.split_axes, rank))
 
     def _choose(self, node: fx.Node) -> None:
         call = Call.of(node)
@@ -421,8 +424,4 @@ def _itemsize(node: fx.Node, result: int) -> int:
 
 def _uses(node: fx.Node) -> int:
     """How many operations use a value, counted through its aliases."""
-    return sum(_uses(u) if is_alias(u) else 1 for u in _distinct(node.users))
-
-
-def _distinct(users: Iterable[fx.Node]) -> list[fx.Node]:
-    return list(users)
+    return sum(_uses(user) if is_alias(user) else 1 for user in node.users)
