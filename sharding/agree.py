@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.program import Program
 from torchard.sharding.exchange import ExchangeError, exchange
 from torchard.sharding.mesh import Mesh
@@ -73,14 +74,40 @@ def _compare(
             "collectives. Every rank must call the same function with arguments of the same shapes, "
             "dtypes, specs and static values."
         )
-    for path, value in sums.items():
-        if theirs["sums"].get(path, value) != value:
+    _compare_sums(program.name, "shard", rank, sums, other, theirs["sums"])
+
+
+def _compare_sums(
+    name: str, verb: str, rank: int, mine: dict[str, str], other: int, theirs: dict[str, str]
+) -> None:
+    for path, value in mine.items():
+        if theirs.get(path, value) != value:
             raise ReplicaMismatch(
-                f"{path} of {program.name} is one value for all ranks, but rank {rank} and rank "
-                f"{other} passed different ones. Make it from the same key or seed on every rank, "
-                "pass rank-local data with MeshTensor.from_local, or, to skip the check, "
-                "shard(..., check_replicated=False)."
+                f"{path} of {name} is one value for all ranks, but rank {rank} and rank {other} "
+                "passed different ones. Make it from the same key or seed on every rank, pass "
+                "rank-local data with MeshTensor.from_local, or, to skip the check, "
+                f"{verb}(..., check_replicated=False)."
             )
+
+
+def agree_on_values(mesh: Mesh, verb: str, values: dict[str, Any]) -> None:
+    """Check that all ranks hold the same tensors under the same names.
+
+    Raises:
+        ReplicaMismatch: they do not; names the first that differs.
+        ExchangeError: a rank did not come within ``mesh.timeout`` seconds.
+    """
+    if mesh.virtual or mesh.size == 1:
+        return
+    rank = dist.get_rank()
+    mine = {p: checksum(v) for p, v in values.items() if _is_whole(v)}
+    for other, theirs in enumerate(exchange(mesh, f"what it passed to {verb}", mine)):
+        _compare_sums(verb, verb, rank, mine, other, theirs)
+
+
+def _is_whole(value: Any) -> bool:
+    """A plain tensor with values of its own (a transform's has none to compare)."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and not internals.is_wrapped(value)
 
 
 def plan_digest(program: Program) -> str:

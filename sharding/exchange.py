@@ -33,10 +33,13 @@ def exchange(mesh: Mesh, what: str, mine: Any) -> list[Any]:
     store, turn = _store(), next(_turns)
     store.set(_key(turn, dist.get_rank()), json.dumps(mine))
     ranks = mesh.device_mesh.mesh.flatten().tolist()
-    return [
+    told = [
         mine if r == dist.get_rank() else json.loads(_read(store, turn, r, mesh, what))
         for r in ranks
     ]
+    # Who has come to this turn has read all of the last one.
+    store.delete_key(_key(turn - 1, dist.get_rank()))
+    return told
 
 
 def _key(turn: int, rank: int) -> str:

@@ -7,33 +7,35 @@ from typing import Any
 
 import optree
 import torch
-from torch import fx
 
+from torchard.functional import torch_internals as internals
 from torchard.functional import tree
-from torchard.functional.codegen import compiled
-from torchard.functional.program import Bound
+from torchard.functional.room import active
 from torchard.functional.signature import is_placed
-from torchard.sharding.collectives import emit_step
-from torchard.sharding.layout import Layout
-from torchard.sharding.lower import Lowering
-from torchard.sharding.mesh import Mesh, MeshError
+from torchard.functional.transform import Transformed
+from torchard.sharding.agree import agree_on_values
+from torchard.sharding.constrain import constrain
+from torchard.sharding.exchange import exchange
+from torchard.sharding.layout import Coords, Layout, chunk
+from torchard.sharding.mesh import Mesh
 from torchard.sharding.place import Held, MeshTensor
-from torchard.sharding.reshard import plan
+from torchard.sharding.shard import Shard
 from torchard.sharding.spec import P, SpecError, layout_of
 from torchard.sharding.spectree import broadcast
-from torchard.sharding.transport import Lockstep, Wire
 
 __all__ = ["full", "place", "redistribute"]
 
 
-def place(values: Any, mesh: Mesh, specs: Any) -> Any:
+def place(values: Any, mesh: Mesh, specs: Any, *, check_replicated: bool = True) -> Any:
     """A tree of global tensors as MeshTensors; every rank keeps its shards only.
 
     Args:
         values: a pytree; tensors are placed, MeshTensors redistributed, other leaves kept.
         specs: a pytree prefix of it with P at its leaves.
+        check_replicated: compare the tensors over ranks by checksum: each is one value.
 
     Raises:
+        ReplicaMismatch: ranks passed different tensors.
         SpecError: the specs are no prefix of the values, or one does not fit its value.
     """
     leaves, structure = optree.tree_flatten(
@@ -42,6 +44,8 @@ def place(values: Any, mesh: Mesh, specs: Any) -> Any:
     shape = structure.unflatten([object() for _ in leaves])
     wanted = broadcast(specs, shape, "specs", "the values")
     paths = tree.paths(shape, "values")
+    if check_replicated and active() is None:
+        agree_on_values(mesh, "place", dict(zip(paths, leaves, strict=True)))
     placed, errors = [], []
     for leaf, spec, path in zip(leaves, wanted, paths, strict=True):
         try:
@@ -59,41 +63,56 @@ def _placed(leaf: Any, mesh: Mesh, spec: P, path: str) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     layout = layout_of(spec, leaf.shape, mesh, path)
+    if active() is not None:
+        return constrain(leaf, spec)  # inside a trace every value is whole, wherever it lives
     held = Held.of(mesh, layout)
-    whole = Held.of(mesh, Layout.replicated(leaf.shape))
+    if layout.is_replicated:
+        return MeshTensor(held, [leaf.clone()])
+    if leaf.requires_grad or internals.has_transforms():
+        return _mover(mesh, spec, leaf.shape, leaf.dtype)(leaf)
     # A shard of its own: it must neither keep the whole alive nor share memory with it.
-    parts = [
-        part.clone() for part in _move(mesh, whole, held, tuple(leaf.shape), leaf.dtype)([leaf])
-    ]
-    return MeshTensor(held, parts)
+    return MeshTensor(held, [cut(leaf, layout, at, mesh).clone() for at in held.places])
+
+
+def cut(value: torch.Tensor, layout: Layout, at: Coords, mesh: Mesh) -> torch.Tensor:
+    """The part of a whole value that a coordinate holds."""
+    opened = value.reshape([sub.size for dim in layout.dims for sub in dim])
+    subs = [sub for dim in layout.dims for sub in dim]
+    for d, sub in enumerate(subs):
+        own = chunk(sub.size, sub.axes, at, mesh.shape)
+        opened = opened.narrow(d, own.start, len(own))
+    return opened.reshape(layout.local_shape(at, mesh.shape))
 
 
 def full(value: MeshTensor) -> torch.Tensor:
-    """The whole value on every rank."""
-    shape, dtype, _, held, parts = value._read()
-    whole = Held.of(held.mesh, Layout.replicated(shape))
-    return _move(held.mesh, held, whole, tuple(shape), dtype)(list(parts))[0]
+    """The whole value on every rank. Every rank must call it."""
+    _agree(value, "full()")
+    whole: torch.Tensor = _mover(value.mesh, P(), value.shape, value.dtype)(value)
+    return whole
 
 
 def redistribute(value: MeshTensor, spec: P) -> MeshTensor:
-    """The same value with another spec, moved by the cheapest collectives."""
-    shape, dtype, _, held, parts = value._read()
-    wanted = Held.of(held.mesh, layout_of(spec, shape, held.mesh))
-    return MeshTensor(wanted, _move(held.mesh, held, wanted, tuple(shape), dtype)(list(parts)))
+    """The same value with another spec, moved by the cheapest collectives. Every rank must call it.
+
+    Raises:
+        SpecError: the spec does not fit the value.
+        ExchangeError: another rank did not call within ``mesh.timeout`` seconds.
+    """
+    layout = layout_of(spec, value.shape, value.mesh)
+    _agree(value, f"redistribute(to {spec})")
+    moved = _mover(value.mesh, spec, value.shape, value.dtype)(value)
+    if isinstance(moved, MeshTensor):
+        return moved
+    return MeshTensor(Held.of(value.mesh, layout), [moved])
+
+
+def _agree(value: MeshTensor, what: str) -> None:
+    """A rank that alone asks for a value would wait for the others in a collective."""
+    if not value.mesh.virtual and value.mesh.size > 1 and value.layout.axes:
+        exchange(value.mesh, f"that it called {what} of a value of shape {list(value.shape)}", what)
 
 
 @functools.lru_cache(maxsize=1024)
-def _move(mesh: Mesh, have: Held, want: Held, shape: tuple[int, ...], dtype: torch.dtype) -> Bound:
-    """What moves a value of this shape from one placement to another."""
-    if have.mesh != want.mesh:
-        raise MeshError(f"cannot move a value from {have.mesh} to {want.mesh}; go through .full()")
-    graph = fx.Graph()
-    node = graph.placeholder("x")
-    node.meta.update(val=torch.empty(shape, dtype=dtype, device="meta"), layout=have.layout(shape))
-    value = node
-    for step in plan(have.layout(shape), want.layout(shape), mesh.sizes):
-        value = emit_step(graph, value, step, node, mesh.sizes)
-    graph.output((value,))
-    coords = mesh.all_coords() if mesh.coords is None else [mesh.coords]
-    transport = Lockstep() if mesh.virtual else Wire()
-    return compiled(Lowering(graph, mesh, coords, transport).run())
+def _mover(mesh: Mesh, spec: P, shape: torch.Size, dtype: torch.dtype) -> Transformed:
+    """What takes a value of a shape to a spec; as any transform it has the right gradient."""
+    return Transformed(torch.clone, (Shard(mesh, None, spec),))

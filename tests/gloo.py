@@ -22,6 +22,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+import torchard.sharding.exchange as exchange_module  # noqa: E402
 from torchard import (  # noqa: E402
     Mesh,
     MeshTensor,
@@ -243,6 +244,28 @@ def mesh_of_another_size(rank: int, world: int) -> str:
 def replicas_that_differ(rank: int, world: int) -> str:
     run = shard(lambda x, y: x * y, Mesh({"tp": world}))
     return message(lambda: run(torch.ones(3), torch.ones(3) * rank))
+
+
+@check
+def placed_replicas_that_differ(rank: int, world: int) -> str:
+    mesh = Mesh({"tp": world})
+    return message(lambda: place({"w": torch.ones(4) * rank}, mesh, P("tp")))
+
+
+@check
+def one_rank_gathers_alone(rank: int, world: int) -> list[Any]:
+    """Rank 0 prints what the others do not: it is told, not left hanging."""
+    value = place(torch.arange(6.0), Mesh({"tp": world}, timeout=1.5), P("tp"))
+    began = time.monotonic()
+    said = message(value.full) if rank == 0 else "no error"
+    exchange_once_more(rank)
+    return [said, time.monotonic() - began]
+
+
+def exchange_once_more(rank: int) -> None:
+    """The others catch up with the turn that rank 0 spent."""
+    if rank:
+        next(exchange_module._turns)
 
 
 @check

@@ -110,6 +110,18 @@ def test_replicas_that_differ(ranks: Results) -> None:
         assert "passed different ones" in said and "from_local" in said
 
 
+def test_placed_replicas_that_differ(ranks: Results) -> None:
+    for said in every(ranks, "placed_replicas_that_differ"):
+        assert said.startswith("ReplicaMismatch: values['w'] of place")
+        assert "place(..., check_replicated=False)" in said
+
+
+def test_a_rank_that_gathers_alone(ranks: Results) -> None:
+    found = every(ranks, "one_rank_gathers_alone")
+    assert found[0][0].startswith("ExchangeError: rank 1 did not tell that it called full()")
+    assert found[0][1] < 20
+
+
 def test_plans_that_differ(ranks: Results) -> None:
     for said in every(ranks, "plans_that_differ"):
         assert said.startswith("PlanMismatch: rank")
