@@ -12,6 +12,7 @@ import functools
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -93,13 +94,9 @@ def _common(before: Layout, after: Layout, sizes: Sizes) -> tuple[Layout, Layout
 def _common_dim(before: Dim, after: Dim, sizes: Sizes) -> tuple[Dim, Dim] | None:
     if len(before) == 1 and len(after) == 1:
         return before, after
-    boundaries = sorted(
-        set(itertools.accumulate((s.size for s in before), lambda x, y: x * y))
-        | set(itertools.accumulate((s.size for s in after), lambda x, y: x * y))
-    )
-    if any(s.size <= 1 for s in (*before, *after)) or 0 in boundaries:
-        return None
-    if any(b % a for a, b in itertools.pairwise(boundaries)):
+    # As multisets: a factor of size one, which one shard alone may own, is a boundary met twice.
+    boundaries = sorted((_boundaries(before) | _boundaries(after)).elements())
+    if 0 in boundaries or any(b % a for a, b in itertools.pairwise(boundaries)):
         return None
     factors = tuple(b // a for a, b in itertools.pairwise([1, *boundaries]))
     cut_before, cut_after = refine(before, factors, sizes), refine(after, factors, sizes)
@@ -108,6 +105,10 @@ def _common_dim(before: Dim, after: Dim, sizes: Sizes) -> tuple[Dim, Dim] | None
     if any(len(d) != 1 for d in (*cut_before, *cut_after)):
         return None
     return tuple(d[0] for d in cut_before), tuple(d[0] for d in cut_after)
+
+
+def _boundaries(dim: Dim) -> Counter[int]:
+    return Counter(itertools.accumulate((s.size for s in dim), lambda x, y: x * y))
 
 
 def _release(before: Layout, after: Layout, sizes: Sizes) -> Layout:

@@ -66,11 +66,14 @@ def bools(*shape: int) -> torch.Tensor:
     return x(*shape) > 0
 
 
-def backward_of_norm(full: bool = True) -> Sample:
-    a, w = x(3, 4, 5), x(5)
-    _, mean, scale = aten.native_layer_norm(a, [5], w, w, 1e-5)
-    out = [a, [5], mean, scale, w if full else None, w if full else None, [True, full, full]]
-    return S(x(3, 4, 5), *out, tolerance=1e-13)
+def backward_of_norm(full: bool = True, mask: list[bool] | None = None, inner: int = 1) -> Sample:
+    a = x(3, 4, 5)
+    shape = a.shape[3 - inner :]
+    w = x(*shape) if full else None
+    _, mean, scale = aten.native_layer_norm(a, shape, w, w, 1e-5)
+    return S(
+        *(x(3, 4, 5), a, shape, mean, scale, w, w, mask or [True, full, full]), tolerance=1e-13
+    )
 
 
 def log_likelihood(*lead: int, weight: bool = False, how: int = 1) -> Sample:
@@ -187,6 +190,13 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.native_layer_norm.default: [S(x(3, 4, 5), [5], x(5), x(5), 1e-5, tolerance=1e-13),
                                      S(x(3, 4, 5), [4, 5], None, None, 1e-5, tolerance=1e-13),
                                      S(x(3, 5), [5], x(5), None, 1e-5, tolerance=1e-13)],
+    aten.native_layer_norm_backward.default: [
+        backward_of_norm(),
+        backward_of_norm(full=False),
+        backward_of_norm(mask=[False, True, True]),
+        backward_of_norm(inner=2),
+        backward_of_norm(inner=3),
+    ],
     aten.add.Tensor: [*PAIR, S(x(5, 4), x(5, 4), alpha=3), S(x(5), 0), S(bools(5), bools(5))],
     aten.sub.Tensor: [*PAIR, S(x(5, 4), x(4), alpha=2), S(x(5), 0)],
     aten.mul.Tensor: [*PAIR, S(x(), x(5)), S(bools(5), x(5))],

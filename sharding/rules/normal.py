@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from torchard.sharding.rules.registry import Call, letters, register_rule, spell
+from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
 
 aten = torch.ops.aten
 
@@ -58,4 +60,15 @@ def _layer_norm_backward(call: Call) -> str:
     return f"{', '.join(ins)} -> {', '.join(outs)}{clauses}"
 
 
-register_rule(aten.native_layer_norm_backward.default, text=_layer_norm_backward)
+def _emit_layer_norm_backward(call: Call, local: Local) -> Any:
+    """torch's CPU kernel reads mean and scale as if they were contiguous; a slice need not be."""
+    grad, x, shape, mean, scale, *rest = local.args
+    stats = [local.call(aten.contiguous.default, s) for s in (mean, scale)]
+    return local.call(call.target, grad, x, shape, *stats, *rest)
+
+
+register_rule(
+    aten.native_layer_norm_backward.default,
+    text=_layer_norm_backward,
+    emit=_emit_layer_norm_backward,
+)
