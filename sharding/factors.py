@@ -61,6 +61,13 @@ class Rule:
     names: tuple[str, ...] = ()
 
     @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.sizes, self.ins, self.outs, self.whole, self.combine, self.linear))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
     def combiner(self) -> dict[int, str]:
         return dict(self.combine)
 

@@ -7,9 +7,10 @@ have and that the results get. What is possible is decided here; what is good, i
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torchard.sharding.factors import Factors, Rule
@@ -199,23 +200,32 @@ def options(
     ins: Sequence[Layout],
     wished: Sequence[Layout],
     sizes: Sizes,
-    pass_pending: bool = True,
-) -> Iterator[Option]:
-    """Every option that its operands' layouts, or layouts wished of its result, suggest."""
+) -> tuple[Option, ...]:
+    """Every option that its operands' layouts, or layouts wished of its result, suggest.
+
+    Layers repeat, and so do sweeps: the answer is kept.
+    """
+    return _options(rule, tuple(ins), tuple(wished), sizes)
+
+
+@functools.lru_cache(maxsize=65536)
+def _options(
+    rule: Rule, ins: tuple[Layout, ...], wished: tuple[Layout, ...], sizes: Sizes
+) -> tuple[Option, ...]:
     rule = atomic(rule, ins, wished[:1], sizes)
     hints = _suggestions(rule, ins, wished, sizes)
-    groups = _passable(rule, ins) if pass_pending else {}
+    groups = _passable(rule, ins)
     used = sorted({a for h in hints for a in h[1]} | set(groups))
     modes: list[list[int | frozenset[int] | None]] = []
     for axis in used:
         factors = dict.fromkeys(f for f, axes in hints if axis in axes)
         modes.append([*factors, *groups.get(axis, ()), None])
-    seen = set()
+    found: dict[tuple[object, ...], Option] = {}
     for choice in itertools.product(*modes):
         option = _choose(rule, hints, dict(zip(used, choice, strict=True)), sizes)
-        if option is not None and (option.axes, option.passed) not in seen:
-            seen.add((option.axes, option.passed))
-            yield option
+        if option is not None:
+            found.setdefault((option.axes, option.passed), option)
+    return tuple(found.values())
 
 
 _Hint = tuple[int, tuple[str, ...]]  # a factor, and axes that some layout splits it over

@@ -16,6 +16,7 @@ cheapest sweep is kept. Nothing outside this file knows how the choice is made.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from typing import Any
 
 from torch import fx
 
+from torchard.sharding.factors import Rule
 from torchard.sharding.layout import Layout, Sizes
 from torchard.sharding.options import Option, atomic, factor_axes, image, options
 from torchard.sharding.reshard import cost
@@ -135,7 +137,12 @@ def is_alias(node: fx.Node) -> bool:
 
 def pull(node: fx.Node, layout: Layout, sizes: Sizes) -> Layout | None:
     """The layout of a view's base under which the view has ``layout``; None if there is none."""
-    rule = atomic(rule_of(Call.of(node)), [], [layout], sizes)
+    return _pulled(rule_of(Call.of(node)), layout, sizes)
+
+
+@functools.lru_cache(maxsize=65536)
+def _pulled(rule: Rule, layout: Layout, sizes: Sizes) -> Layout | None:
+    rule = atomic(rule, [], [layout], sizes)
     found = factor_axes(rule, rule.outs[0], layout, sizes)
     if any(f in rule.whole or f in rule.index for f in found):
         return None
@@ -275,7 +282,7 @@ class _Sweep:
         wished = list(self.asked.get(node, ()))
         if node in self.wishes:
             wished.append(self.wishes[node])
-        candidates = list(options(rule, homes, wished, self.sizes))
+        candidates = options(rule, homes, wished, self.sizes)
         option = (
             candidates[0]
             if len(candidates) == 1
