@@ -72,7 +72,7 @@ def _error(value: Tensor, expected: Tensor) -> float:
 
 
 def table(timings: dict[Shape, list[Timing]]) -> str:
-    """Medians, quartiles and ratios to the best by hand at each size."""
+    """Medians, quartiles, and how many times as long as the best by hand at each size."""
     head = ["milliseconds, forward + backward"]
     for shape in timings:
         head += [str(shape), "quartiles", "× hand"]
@@ -81,14 +81,15 @@ def table(timings: dict[Shape, list[Timing]]) -> str:
         row = [first.name]
         for ran in timings.values():
             low, high = (1e3 * q for q in ran[number].quartiles)
-            ratio = ran[number].median / best_by_hand(ran)
+            ratio = ran[number].times(best_by_hand(ran))
             row += [f"{1e3 * ran[number].median:.2f}", f"{low:.2f}–{high:.2f}", f"{ratio:.2f}"]
         rows.append(row)
     return aligned(rows)
 
 
-def best_by_hand(timings: Sequence[Timing]) -> float:
-    return min(t.median for t in timings if t.name.startswith("by hand"))
+def best_by_hand(timings: Sequence[Timing]) -> Timing:
+    by_hand = [t for t in timings if t.name.startswith("by hand")]
+    return min(by_hand, key=lambda t: t.median)
 
 
 def aligned(rows: list[list[str]]) -> str:
@@ -165,7 +166,8 @@ def measure(plan: Plan, mesh: Mesh) -> str:
         return agree
     note("overheads")
     costs = overheads(plan.shapes[0], mesh)
-    return "\n".join([machine(), agree, "", table(timings), "", costs])
+    ratios = "× hand: against the best by hand, round by round; the median over all rounds"
+    return "\n".join([machine(), agree, ratios, "", table(timings), "", costs])
 
 
 def note(text: str) -> None:

@@ -55,7 +55,8 @@ def _rival(name: str, problem: Problem, mesh: DeviceMesh | None, compiled: bool)
     for layer in layers:  # in the order of NAMES
         leaves += [layer.up.weight, layer.up.bias, layer.down.weight, layer.down.bias]
     model = nn.Sequential(*layers)
-    call = torch.compile(model) if compiled else model
+    # Static: at the second size dynamic shapes would set in, and torch 2.13 fails on these.
+    call = torch.compile(model, dynamic=False) if compiled else model
 
     def run() -> tuple[Tensor, ...]:
         y = call(x)

@@ -32,6 +32,13 @@ class Timing:
         low, _, high = statistics.quantiles(self.seconds, n=4)
         return low, high
 
+    def times(self, other: Timing) -> float:
+        """How many times as long as another took in the same round: the median over rounds.
+
+        What disturbs the machine for longer than a round disturbs both, and cancels.
+        """
+        return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
+
 
 def in_turns(rivals: Sequence[Rival], rounds: int, warmup: int = 3) -> list[Timing]:
     """Every rival once in each round, in an order that moves on by one each time."""
@@ -61,16 +68,20 @@ def _timed(run: Callable[[], Any]) -> float:
 
 
 def per_call(call: Callable[[], Any], budget: float = 0.2, blocks: int = 15) -> float:
-    """Seconds that one call takes: the median over blocks of calls, `budget` seconds in all."""
+    """Seconds of this thread's processor time that one call takes, `budget` seconds in all.
+
+    For calls that wait for nobody: other processes on the machine do not count. The median over
+    blocks of calls.
+    """
     call()
-    began = time.perf_counter()
+    began = time.thread_time()
     call()
-    once = max(time.perf_counter() - began, 1e-6)
+    once = max(time.thread_time() - began, 1e-6)
     calls = max(1, int(budget / blocks / once))
     means = []
     for _ in range(blocks):
-        began = time.perf_counter()
+        began = time.thread_time()
         for _ in range(calls):
             call()
-        means.append((time.perf_counter() - began) / calls)
+        means.append((time.thread_time() - began) / calls)
     return statistics.median(means)

@@ -76,7 +76,14 @@ class Task:
         train, held_out = load()
         schedule = optim.warmup_cosine(options.lr, options.steps, options.steps // 10)
         size = Size(hidden=options.hidden)
-        return cls(options, size, train, held_out, random.key(options.seed), optim.adamw(schedule))
+        return cls(
+            options,
+            size,
+            train,
+            held_out,
+            random.key(options.seed),
+            optim.adamw(schedule, weight_decay=options.decay),
+        )
 
     def init(self) -> Params:
         return init(random.fold_in(self.key, 0), self.size)
@@ -138,11 +145,11 @@ def sharded(task: Task, mesh: Mesh, here: _job.Job) -> tuple[Params, Curve, floa
         backend=task.options.backend,
         donate_argnums=(0, 1),
     )
+    here.doing, here.awaited = "planning", "its plan"
     params = place(task.init(), mesh, where)
     state = task.optimizer.init(params)  # placed as the parameters are
     batches = (place(batch, mesh, rows) for batch in task.batches())
 
-    here.doing, here.awaited = "planning", "its plan"
     plan = run.lower(params, state, place(next(task.batches()), mesh, rows)).collectives
     here.awaited = f"its part of a step's collectives ({counted(plan)})"
     if here.leads:
@@ -239,6 +246,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=512, help="windows in a step")
     parser.add_argument("--hidden", type=int, default=Size.hidden, help="width of the MLPs")
     parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--decay", type=float, default=1e-2, help="of weights, in AdamW")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--validate", type=int, default=4096, help="windows of held-out text")
     parser.add_argument("--sample", type=int, default=240, help="bytes to go on with")
@@ -264,7 +272,7 @@ def main(argv: list[str] | None = None) -> None:
         else:
             mesh = Mesh(options.mesh, timeout=options.timeout)
         if options.fail == "replan" and here.rank == options.fail_rank:
-            options.hidden *= 2
+            options.decay *= 2
         task = Task.of(options)
         params, curve, held_out = sharded(task, mesh, here)
         if here.leads:

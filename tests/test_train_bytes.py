@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +39,37 @@ def run(out: Path, *options: str, ranks: int = 2) -> subprocess.CompletedProcess
         timeout=PATIENCE,
         check=False,
     )
+
+
+@contextlib.contextmanager
+def started(args: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """A running job, killed at the end of the block if it still runs."""
+    env = os.environ | {"PYTHONUNBUFFERED": "1"}
+    pipe: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    with subprocess.Popen(args, **pipe, text=True, env=env) as job:
+        try:
+            yield job
+        finally:
+            job.kill()
+
+
+def read_until(job: subprocess.Popen[str], sign: str) -> str:
+    """What the job prints until it has printed `sign`."""
+    assert job.stdout
+    seen = ""
+    while sign not in seen:
+        seen += job.stdout.read(1) or pytest.fail(f"ended without {sign!r}: {seen}")
+    return seen
+
+
+def ends_soon(job: subprocess.Popen[str]) -> str:
+    """The rest of what the job prints; it must not need long for that."""
+    assert job.stdout
+    began = time.monotonic()
+    text = job.stdout.read()
+    job.wait(PATIENCE)
+    assert time.monotonic() - began < 15, text
+    return text
 
 
 def last_words(text: str, out: Path) -> str:
@@ -105,32 +139,21 @@ def test_one_rank_fails(tmp_path: Path, how: str, message: str) -> None:
     # Only the rank that hangs may need the transport's timeout.
     seconds = "5" if how == "stop" else str(2 * PATIENCE)
     options = ["--mesh", "tp=2", "--fail", how, "--fail-at", "3", "--timeout", seconds]
-    done = run(tmp_path, *options)
-    assert done.returncode != 0
-    assert re.search(message, last_words(done.stdout, tmp_path)), done.stdout
+    with started(command(tmp_path, *options, ranks=2)) as job:
+        text = read_until(job, "train_bytes: ") + ends_soon(job)
+    assert job.returncode > 0
+    assert re.search(message, last_words(text, tmp_path)), text
 
 
 @pytest.mark.parametrize(("options", "ranks"), [("--mesh tp=2", 2), ("--virtual tp=2", 0)])
 def test_interrupted(tmp_path: Path, options: str, ranks: int) -> None:
     args = command(tmp_path, *options.split(), "--steps", "100000", ranks=ranks)
-    env = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(
-        args, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
-    ) as job:
-        assert job.stdout
-        try:
-            seen = ""
-            while "bytes/s" not in seen:
-                seen += job.stdout.read(1) or pytest.fail(f"ended early: {seen}")
-            job.send_signal(signal.SIGINT)
-            began = time.monotonic()
-            seen += job.stdout.read()
-            code = job.wait(PATIENCE)
-        finally:
-            job.kill()
-    assert time.monotonic() - began < 20
-    assert code == 128 + signal.SIGINT
-    assert re.search(r"interrupted in step \d+ of 100000; stopped", last_words(seen, tmp_path))
+    with started(args) as job:
+        text = read_until(job, "bytes/s")
+        job.send_signal(signal.SIGINT)
+        text += ends_soon(job)
+    assert job.returncode == 128 + signal.SIGINT
+    assert re.search(r"interrupted in step \d+ of 100000; stopped", last_words(text, tmp_path))
 
 
 def test_without_torchrun(tmp_path: Path) -> None:
