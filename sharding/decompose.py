@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.errors import PurityError
+from torchard.functional.purify import purify
 from torchard.functional.record import Spec, record
 from torchard.sharding.rules import Call
 from torchard.sharding.rules.reduce import reduced_dims
@@ -231,9 +233,22 @@ def _trace(
 
     specs = [Spec.of(o.meta["val"]) for o in operands]
     found = record(run, specs)
+    if any(_writes_for_good(n) for n in found.graph.nodes):
+        return None
+    try:
+        found = purify(found, ())
+    except PurityError:
+        return None
     if found.closures or not _same_results(found.graph, node) or _is_itself(found.graph, node):
         return None
     return found.graph
+
+
+def _writes_for_good(node: fx.Node) -> bool:
+    """``prims.copy_to`` and the like, in some of torch's table: nothing makes them pure."""
+    target: Any = node.target
+    is_op = isinstance(target, torch._ops.OpOverload)
+    return is_op and target._schema.is_mutable and target.namespace != "aten"
 
 
 def _same_results(graph: fx.Graph, node: fx.Node) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import optree
@@ -35,6 +36,7 @@ __all__ = [
     "contributions",
     "layouts",
     "meshes",
+    "random_spec",
     "shard_at",
     "specs",
     "whole_of",
@@ -64,38 +66,50 @@ def _mesh(shape: tuple[int, ...]) -> Mesh:
     return Mesh(dict(zip(_NAMES, shape, strict=False)), virtual=True)
 
 
-@st.composite
-def specs(draw: st.DrawFn, shape: Sequence[int], mesh: Mesh, *, fused: bool = False) -> P:
+def specs(shape: Sequence[int], mesh: Mesh, *, fused: bool = False) -> st.SearchStrategy[P]:
     """Valid specs for a shape: every axis on some dim or unused, several on one dim in any order.
 
     Dims need not divide. ``fused`` also draws specs that name the factors of a dim.
     """
-    at = _assigned(draw, len(shape), mesh)
-    if fused and at and draw(st.integers(0, 4)) == 0:
-        return _named(draw, shape, at)
+    return st.randoms(use_true_random=False).map(
+        lambda rng: random_spec(rng, shape, mesh, fused=fused)
+    )
+
+
+def random_spec(rng: Random, shape: Sequence[int], mesh: Mesh, *, fused: bool = False) -> P:
+    """One of ``specs``."""
+    at = _assigned(rng, len(shape), mesh)
+    if fused and at and rng.randint(0, 4) == 0:
+        return _named(rng, shape, at)
     entries = [tuple(axes) if len(axes) != 1 else axes[0] for axes in at]
     while entries and not entries[-1]:
         entries.pop()
     return P(*(e or None for e in entries))
 
 
-def _assigned(draw: st.DrawFn, rank: int, mesh: Mesh) -> list[list[str]]:
+def _assigned(rng: Random, rank: int, mesh: Mesh) -> list[list[str]]:
     """For each dim, the axes that split it."""
     at: list[list[str]] = [[] for _ in range(rank)]
-    for axis in draw(st.permutations(mesh.axes)):
-        dim = draw(st.integers(-1, rank - 1))
+    axes = list(mesh.axes)
+    rng.shuffle(axes)
+    for axis in axes:
+        dim = rng.randint(-1, rank - 1)
         if dim >= 0:
             at[dim].append(axis)
     return at
 
 
-def _named(draw: st.DrawFn, shape: Sequence[int], at: list[list[str]]) -> P:
+def _divisors(n: int) -> list[int]:
+    return [k for k in range(1, n + 1) if n % k == 0] or [1]
+
+
+def _named(rng: Random, shape: Sequence[int], at: list[list[str]]) -> P:
     """Every dim cut in two factors, the axes on either of them."""
     groups: list[str] = []
     names: dict[str, Any] = {}
     for d, (n, axes) in enumerate(zip(shape, at, strict=True)):
-        outer = draw(st.sampled_from([k for k in range(1, n + 1) if n % k == 0] or [1]))
-        cut = draw(st.integers(0, len(axes)))
+        outer = rng.choice(_divisors(n))
+        cut = rng.randint(0, len(axes))
         groups.append(f"(o{d} i{d})")
         names[f"o{d}"] = (outer, *axes[:cut])
         names[f"i{d}"] = (n // outer, *axes[cut:])
@@ -105,10 +119,10 @@ def _named(draw: st.DrawFn, shape: Sequence[int], at: list[list[str]]) -> P:
 @st.composite
 def layouts(draw: st.DrawFn, shape: Sequence[int], mesh: Mesh, *, pending: bool = False) -> Layout:
     """Layouts with composite dims; ``pending`` lets unused axes be pending sums."""
-    at = _assigned(draw, len(shape), mesh)
+    at = _assigned(draw(st.randoms(use_true_random=False)), len(shape), mesh)
     dims: list[Dim] = []
     for n, axes in zip(shape, at, strict=True):
-        outer = draw(st.sampled_from([k for k in range(1, n + 1) if n % k == 0] or [1]))
+        outer = draw(st.sampled_from(_divisors(n)))
         cut = draw(st.integers(0, len(axes)))
         whole = n == 0 or draw(st.booleans())
         parts = (Sub(n, tuple(axes)),)

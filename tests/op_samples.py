@@ -1,28 +1,16 @@
-"""Sample calls of every operation with a factor rule, and how to run one split in a chosen way."""
+"""Sample calls of every operation with a factor rule."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import fx
 
-from torchard.functional.codegen import compiled
-from torchard.sharding.factors import Rule
-from torchard.sharding.layout import Layout
-from torchard.sharding.lower import Lowering
-from torchard.sharding.mesh import Mesh
-from torchard.sharding.options import Option, build
-from torchard.sharding.partition import partition
-from torchard.sharding.propagate import BATCH, Decision, Given
-from torchard.sharding.rules import Call, rule_of
-from torchard.sharding.testing import contributions
-from torchard.sharding.transport import Lockstep
+import torchard.sharding.rules  # noqa: F401  registers the keyed generator, too
 
 aten, prims = torch.ops.aten, torch.ops.prims
 F64 = torch.float64
@@ -94,16 +82,32 @@ SOFT = S(x(4, 5, 3), 1, False, tolerance=1e-14)
 SOFTS = [SOFT, S(x(5), 0, False, tolerance=1e-14), S(x(4, 3), -1, False, tolerance=1e-14)]
 SOFT_BACK = [S(x(4, 5), x(4, 5), d, F64, tolerance=1e-14) for d in (1, -1)]
 DIM = [S(x(5, 4, 2), [1]), S(x(5, 4), [0, -1], True), S(x(5, 4), [-2]), S(x(5, 4), [])]
-EXTREME = [*DIM, S(holes(5, 4), [0]), S(holes(4, 5), [0, 1], True), S(bools(5, 4), [0]),
-           S(x(5, 3, dtype=torch.int64), [0])]  # fmt: skip
+EXTREME = [
+    *DIM,
+    S(holes(5, 4), [0]),
+    S(holes(4, 5), [0, 1], True),
+    S(bools(5, 4), [0]),
+    S(x(5, 3, dtype=torch.int64), [0]),
+]
 ONE_DIM = [S(x(5, 4), 0), S(x(5, 4), -1, True)]
 ALL = [S(x(5, 4)), S(x(7)), S(x())]
 LOGICAL = [S(bools(5, 4)), S(x(3))]
-VAR = [S(x(5, 4), [1], correction=1, tolerance=1e-14), S(x(5, 4), None, correction=0),
-       S(x(5, 4), [0], keepdim=True)]  # fmt: skip
+VAR = [
+    S(x(5, 4), [1], correction=1, tolerance=1e-14),
+    S(x(5, 4), None, correction=0),
+    S(x(5, 4), [0], keepdim=True),
+]
 LIKE = [S(x(5, 4)), S(x())]
-VIEWS = [S(x(6, 4), [24]), S(x(24), [6, 4]), S(x(2, 6, 3), [12, 3]), S(x(6, 4), [8, 3]),
-         S(x(5, 1, 3), [5, 3]), S(x(4, 3), [2, -1]), S(x(0, 3), [3, 0]), S(x(1), [])]  # fmt: skip
+VIEWS = [
+    S(x(6, 4), [24]),
+    S(x(24), [6, 4]),
+    S(x(2, 6, 3), [12, 3]),
+    S(x(6, 4), [8, 3]),
+    S(x(5, 1, 3), [5, 3]),
+    S(x(4, 3), [2, -1]),
+    S(x(0, 3), [3, 0]),
+    S(x(1), []),
+]
 SQUEEZE = x(1, 5, 1, 4)
 SIZES = [S([5, 4], dtype=F64), S([], dtype=F64)]
 KEYS = torch.tensor([[3, 5], [4, 6], [7, 1]], dtype=torch.int64)
@@ -115,9 +119,14 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.mv.default: [S(x(5, 4), x(4))],
     aten.dot.default: [S(x(5), x(5))],
     aten.vdot.default: [S(x(5), x(5))],
-    aten.addmm.default: [S(x(3), x(5, 4), x(4, 3)), S(x(5, 1), x(5, 4), x(4, 3)), S(x(), x(5, 4), x(4, 3)),
-                         S(x(5, 3), x(5, 4), x(4, 3), beta=2, alpha=3), S(x(3, 3), x(3, 2), x(2, 3)),
-                         S(x(1), x(5, 4), x(4, 3))],
+    aten.addmm.default: [
+        S(x(3), x(5, 4), x(4, 3)),
+        S(x(5, 1), x(5, 4), x(4, 3)),
+        S(x(), x(5, 4), x(4, 3)),
+        S(x(5, 3), x(5, 4), x(4, 3), beta=2, alpha=3),
+        S(x(3, 3), x(3, 2), x(2, 3)),
+        S(x(1), x(5, 4), x(4, 3)),
+    ],
     aten.baddbmm.default: [S(x(3, 5, 2), x(3, 5, 4), x(3, 4, 2)), S(x(2), x(3, 5, 4), x(3, 4, 2))],
     aten.full.default: [S([5, 4], 7.0, dtype=F64), S([], 1.0)],
     aten.zeros.default: SIZES,
@@ -130,27 +139,67 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.new_empty.default: [S(x(3), [5, 4], values=False)],
     aten.arange.default: [S(5), S(5.5, dtype=F64)],
     aten.arange.start: [S(2, 7), S(0.5, 5.0, dtype=F64)],
-    aten.arange.start_step: [S(9, -2, -2), S(0, 9, 2, dtype=torch.int32), S(0.0, 1.0, 0.3, dtype=F64),
-                             S(1, 10, 3)],
-    torch.ops.torchard.random_bits.default: [S(KEYS[0], [5, 4], [0, 0], [5, 4]), S(KEYS, [5], [1], [4])],
-    aten.embedding.default: [S(x(5, 3), ids(5, 4, 2)), S(x(5, 3), ids(5, 3), 2), S(x(5, 3), ids(5))],
+    aten.arange.start_step: [
+        S(9, -2, -2),
+        S(0, 9, 2, dtype=torch.int32),
+        S(0.0, 1.0, 0.3, dtype=F64),
+        S(1, 10, 3),
+    ],
+    torch.ops.torchard.random_bits.default: [
+        S(KEYS[0], [5, 4], [0, 0], [5, 4]),
+        S(KEYS, [5], [1], [4]),
+    ],
+    aten.embedding.default: [
+        S(x(5, 3), ids(5, 4, 2)),
+        S(x(5, 3), ids(5, 3), 2),
+        S(x(5, 3), ids(5)),
+    ],
     aten.embedding_dense_backward.default: [
-        S(x(4, 2, 3), ids(5, 4, 2), 5, -1, False), S(x(7, 3), ids(5, 7), 5, 3, False),
-        S(x(7, 3), ids(5, 7), 5, 0, False), S(x(3), ids(5), 5, -1, False)],
-    aten.gather.default: [S(x(5, 4), 0, ids(5, 3, 4)), S(x(5, 4), -1, ids(4, 5, 2)), S(x(5, 4), 1, ids(4, 3, 2)),
-                          S(x(5), 0, ids(5, 7)), S(holes(5, 4), 0, ids(5, 3, 4)), S(x(), 0, ids(1))],
+        S(x(4, 2, 3), ids(5, 4, 2), 5, -1, False),
+        S(x(7, 3), ids(5, 7), 5, 3, False),
+        S(x(7, 3), ids(5, 7), 5, 0, False),
+        S(x(3), ids(5), 5, -1, False),
+    ],
+    aten.gather.default: [
+        S(x(5, 4), 0, ids(5, 3, 4)),
+        S(x(5, 4), -1, ids(4, 5, 2)),
+        S(x(5, 4), 1, ids(4, 3, 2)),
+        S(x(5), 0, ids(5, 7)),
+        S(holes(5, 4), 0, ids(5, 3, 4)),
+        S(x(), 0, ids(1)),
+    ],
     aten.scatter.value: [S(x(5, 4), 0, ids(5, 1, 4), 9.0), S(x(5, 4), 1, ids(4, 5, 1), 9.0)],
-    aten.scatter.src: [S(x(5, 4), 0, ids(5, 1, 4), x(1, 4)), S(x(5, 4), 1, ids(4, 3, 1), x(3, 1)),
-                       S(x(5, 4), 0, ids(5, 1, 4), x(3, 4))],
-    aten.scatter_add.default: [S(x(5, 4), 0, ids(5, 7, 4), x(7, 4)), S(x(5, 4), 1, ids(4, 5, 3), x(5, 3))],
-    aten.index_select.default: [S(x(5, 4), 0, ids(5, 7)), S(x(5, 4), -1, ids(4, 3)), S(x(5, 4), 1, ids(4))],
-    aten.index.Tensor: [S(x(5, 4), [ids(5, 7)]), S(x(5, 4), [ids(5, 3) - 5]), S(x(5, 4, 3), [None, ids(4, 2, 3)]),
-                        S(x(5, 4, 3), [ids(5, 2), None, ids(3, 2)]), S(x(5, 4), [ids(5, 6), ids(4, 6)]),
-                        S(x(5, 4), [bools(5)]), S(x(5, 4), [ids(5, 3, 1), ids(4, 2)]), S(x(5, 4), [ids(5)])],
+    aten.scatter.src: [
+        S(x(5, 4), 0, ids(5, 1, 4), x(1, 4)),
+        S(x(5, 4), 1, ids(4, 3, 1), x(3, 1)),
+        S(x(5, 4), 0, ids(5, 1, 4), x(3, 4)),
+    ],
+    aten.scatter_add.default: [
+        S(x(5, 4), 0, ids(5, 7, 4), x(7, 4)),
+        S(x(5, 4), 1, ids(4, 5, 3), x(5, 3)),
+    ],
+    aten.index_select.default: [
+        S(x(5, 4), 0, ids(5, 7)),
+        S(x(5, 4), -1, ids(4, 3)),
+        S(x(5, 4), 1, ids(4)),
+    ],
+    aten.index.Tensor: [
+        S(x(5, 4), [ids(5, 7)]),
+        S(x(5, 4), [ids(5, 3) - 5]),
+        S(x(5, 4, 3), [None, ids(4, 2, 3)]),
+        S(x(5, 4, 3), [ids(5, 2), None, ids(3, 2)]),
+        S(x(5, 4), [ids(5, 6), ids(4, 6)]),
+        S(x(5, 4), [bools(5)]),
+        S(x(5, 4), [ids(5, 3, 1), ids(4, 2)]),
+        S(x(5, 4), [ids(5)]),
+    ],
     aten.index_put.default: [
-        S(x(5, 4), [ids(5, 7)], x(7, 4), True), S(x(5, 4), [torch.tensor([4, -5, 2])], x(3, 4)),
-        S(x(5, 4), [None, ids(4, 6)], x(5, 6), True), S(x(5, 4), [ids(5, 7)], x(4), True),
-        S(x(5, 4), [ids(5, 6), ids(4, 6)], x(6), True)],
+        S(x(5, 4), [ids(5, 7)], x(7, 4), True),
+        S(x(5, 4), [torch.tensor([4, -5, 2])], x(3, 4)),
+        S(x(5, 4), [None, ids(4, 6)], x(5, 6), True),
+        S(x(5, 4), [ids(5, 7)], x(4), True),
+        S(x(5, 4), [ids(5, 6), ids(4, 6)], x(6), True),
+    ],
     aten.view.default: VIEWS,
     aten._unsafe_view.default: VIEWS,
     aten.reshape.default: VIEWS,
@@ -161,35 +210,65 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.permute.default: [S(x(5, 4, 3), [2, 0, 1]), S(x(5, 4), [-1, -2]), S(x(), [])],
     aten.transpose.int: [S(x(5, 4, 3), 0, -1), S(x(5), 0, 0)],
     aten.t.default: [S(x(5, 4)), S(x(5))],
-    aten.expand.default: [S(x(5, 1), [5, 4]), S(x(4), [5, 4]), S(x(1, 4), [3, -1, 4]), S(x(), [5]), S(x(1), [1]),
-                          S(x(5), [5])],
-    aten.slice.Tensor: [S(x(5, 4), 0, 1, 3), S(x(5, 4), -1, 0, 4), S(x(5, 4), 0, -5, 9), S(x(5, 4), 1, 0, 4, 2),
-                        S(x(5, 4)), S(x(5, 4), 0, 3, 3)],
+    aten.expand.default: [
+        S(x(5, 1), [5, 4]),
+        S(x(4), [5, 4]),
+        S(x(1, 4), [3, -1, 4]),
+        S(x(), [5]),
+        S(x(1), [1]),
+        S(x(5), [5]),
+    ],
+    aten.slice.Tensor: [
+        S(x(5, 4), 0, 1, 3),
+        S(x(5, 4), -1, 0, 4),
+        S(x(5, 4), 0, -5, 9),
+        S(x(5, 4), 1, 0, 4, 2),
+        S(x(5, 4)),
+        S(x(5, 4), 0, 3, 3),
+    ],
     aten.select.int: [S(x(5, 4), 0, -1), S(x(5, 4), -1, 2)],
     aten.split.Tensor: [S(x(5, 4), 2), S(x(5, 4), 2, -1), S(x(5, 4), 5), S(x(5, 4), 9, 1)],
-    aten.split_with_sizes.default: [S(x(5, 4), [2, 3]), S(x(5, 4), [1, 3], -1), S(x(5, 4), [4], 1),
-                                    S(x(5, 4), [0, 5])],
+    aten.split_with_sizes.default: [
+        S(x(5, 4), [2, 3]),
+        S(x(5, 4), [1, 3], -1),
+        S(x(5, 4), [4], 1),
+        S(x(5, 4), [0, 5]),
+    ],
     aten.unbind.int: [S(x(3, 4)), S(x(3, 2), -1)],
     aten.flip.default: [S(x(5, 4), [0]), S(x(5, 4), [-1, 0]), S(x(5, 4), [])],
     aten.roll.default: [S(x(5, 4), [2], [0]), S(x(5, 4), [1, 1], [0, -1]), S(x(5, 4), [3])],
-    aten.slice_backward.default: [S(x(2, 4), [5, 4], 0, 1, 3, 1), S(x(5, 2), [5, 4], -1, 0, 4, 2),
-                                  S(x(5, 4), [5, 4], 0, 0, 5, 1)],
+    aten.slice_backward.default: [
+        S(x(2, 4), [5, 4], 0, 1, 3, 1),
+        S(x(5, 2), [5, 4], -1, 0, 4, 2),
+        S(x(5, 4), [5, 4], 0, 0, 5, 1),
+    ],
     aten.select_backward.default: [S(x(4), [5, 4], 0, 2), S(x(5), [5, 4], -1, -1)],
     aten.slice_scatter.default: [S(x(5, 4), x(2, 4), 0, 1, 3), S(x(5, 4), x(5, 2), -1, 0, 4, 2)],
     aten.select_scatter.default: [S(x(5, 4), x(4), 0, 1), S(x(5, 4), x(5), -1, 0)],
-    aten.cat.default: [S([x(2, 4), x(3, 4)]), S([x(5, 4), x(5, 1), x(5, 2)], -1), S([x(0), x(5)]),
-                       S([x(0), x(5, 4)]), S([x(5, 4)], 1)],
+    aten.cat.default: [
+        S([x(2, 4), x(3, 4)]),
+        S([x(5, 4), x(5, 1), x(5, 2)], -1),
+        S([x(0), x(5)]),
+        S([x(0), x(5, 4)]),
+        S([x(5, 4)], 1),
+    ],
     aten.stack.default: [S([x(5, 4), x(5, 4)]), S([x(5), x(5), x(5)], -1)],
-    aten.constant_pad_nd.default: [S(x(5, 4), [1, 2]), S(x(5, 4), [0, 0, 2, 0], 7.0), S(x(5, 4), [-1, 1, 0, 0])],
+    aten.constant_pad_nd.default: [
+        S(x(5, 4), [1, 2]),
+        S(x(5, 4), [0, 0, 2, 0], 7.0),
+        S(x(5, 4), [-1, 1, 0, 0]),
+    ],
     aten.tril.default: [S(x(5, 4)), S(x(3, 5, 4), 1)],
     aten.triu.default: [S(x(5, 4)), S(x(3, 5, 4), -1)],
     aten._softmax.default: SOFTS,
     aten._log_softmax.default: SOFTS,
     aten._softmax_backward_data.default: SOFT_BACK,
     aten._log_softmax_backward_data.default: SOFT_BACK,
-    aten.native_layer_norm.default: [S(x(3, 4, 5), [5], x(5), x(5), 1e-5, tolerance=1e-13),
-                                     S(x(3, 4, 5), [4, 5], None, None, 1e-5, tolerance=1e-13),
-                                     S(x(3, 5), [5], x(5), None, 1e-5, tolerance=1e-13)],
+    aten.native_layer_norm.default: [
+        S(x(3, 4, 5), [5], x(5), x(5), 1e-5, tolerance=1e-13),
+        S(x(3, 4, 5), [4, 5], None, None, 1e-5, tolerance=1e-13),
+        S(x(3, 5), [5], x(5), None, 1e-5, tolerance=1e-13),
+    ],
     aten.native_layer_norm_backward.default: [
         backward_of_norm(),
         backward_of_norm(full=False),
@@ -201,16 +280,34 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.sub.Tensor: [*PAIR, S(x(5, 4), x(4), alpha=2), S(x(5), 0)],
     aten.mul.Tensor: [*PAIR, S(x(), x(5)), S(bools(5), x(5))],
     aten.mul.Scalar: [S(x(5, 4), 3)],
-    aten.div.Tensor: [S(x(5, 4), 2), S(x(5, 4), torch.tensor(4.0, dtype=F64)),
-                      S(x(5, 4), torch.tensor([1.0, 2, 4, 8], dtype=F64))],
+    aten.div.Tensor: [
+        S(x(5, 4), 2),
+        S(x(5, 4), torch.tensor(4.0, dtype=F64)),
+        S(x(5, 4), torch.tensor([1.0, 2, 4, 8], dtype=F64)),
+    ],
     aten.div.Scalar: [S(x(5, 4), 2)],
     aten.neg.default: LIKE,
     aten.real.default: LIKE,
-    aten.where.self: [S(bools(5, 4), x(5, 4), x(5, 4)), S(bools(5, 1), x(4), x()), S(bools(4), holes(5, 4), x(5, 4))],
-    aten.masked_fill.Scalar: [S(x(5, 4), bools(4), 0), S(x(5, 4), bools(5, 4), 3.0), S(x(4), bools(5, 4), 0)],
-    aten._to_copy.default: [S(x(5, 4), dtype=torch.float32), S(x(5, 4), dtype=torch.int64),
-                            S(x(5, 4, dtype=torch.float32), dtype=F64), S(bools(5), dtype=F64)],
-    prims.convert_element_type.default: [S(x(5, 4), torch.float32), S(x(5, 4, dtype=torch.float32), F64)],
+    aten.where.self: [
+        S(bools(5, 4), x(5, 4), x(5, 4)),
+        S(bools(5, 1), x(4), x()),
+        S(bools(4), holes(5, 4), x(5, 4)),
+    ],
+    aten.masked_fill.Scalar: [
+        S(x(5, 4), bools(4), 0),
+        S(x(5, 4), bools(5, 4), 3.0),
+        S(x(4), bools(5, 4), 0),
+    ],
+    aten._to_copy.default: [
+        S(x(5, 4), dtype=torch.float32),
+        S(x(5, 4), dtype=torch.int64),
+        S(x(5, 4, dtype=torch.float32), dtype=F64),
+        S(bools(5), dtype=F64),
+    ],
+    prims.convert_element_type.default: [
+        S(x(5, 4), torch.float32),
+        S(x(5, 4, dtype=torch.float32), F64),
+    ],
     aten.clone.default: LIKE,
     aten.detach.default: LIKE,
     aten.alias.default: LIKE,
@@ -219,7 +316,12 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.ones_like.default: LIKE,
     aten.full_like.default: [S(x(5, 4), 3.0)],
     aten.empty_like.default: [S(x(5, 4), values=False)],
-    aten.sum.dim_IntList: [*DIM, S(x(5, 4), None), S(bools(5, 4), [0]), S(x(5, 4), [1], dtype=torch.float32)],
+    aten.sum.dim_IntList: [
+        *DIM,
+        S(x(5, 4), None),
+        S(bools(5, 4), [0]),
+        S(x(5, 4), [1], dtype=torch.float32),
+    ],
     aten.sum.default: [*ALL, S(bools(5, 4))],
     aten.amax.default: EXTREME,
     aten.amin.default: EXTREME,
@@ -235,7 +337,10 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.prod.dim_int: ONE_DIM,
     aten.argmax.default: [*ONE_DIM, S(x(5, 4))],
     aten.argmin.default: [*ONE_DIM, S(x(5, 4))],
-    aten.logsumexp.default: [S(x(5, 4), [0], tolerance=1e-14), S(x(5, 4), [1], True, tolerance=1e-14)],
+    aten.logsumexp.default: [
+        S(x(5, 4), [0], tolerance=1e-14),
+        S(x(5, 4), [1], True, tolerance=1e-14),
+    ],
     aten.max.dim: ONE_DIM,
     aten.min.dim: ONE_DIM,
     aten.cumsum.default: [S(x(5, 4), 0), S(x(5, 4), -1), S(x(), 0)],
@@ -250,7 +355,7 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.logit_backward.default: [S(x(5, 4), torch.full((5, 4), 0.5, dtype=F64))],
     aten.std.correction: VAR,
     aten.var_mean.correction: VAR,
-}  # fmt: skip
+}
 
 
 def _pointwise_samples(target: Any) -> Iterator[Sample]:
@@ -311,90 +416,3 @@ def _callable(target: Any, sample: Sample) -> bool:
     except Exception:
         return False
     return True
-
-
-# -- running one call, split in a chosen way --------------------------------------------------------
-
-
-@dataclass
-class OneOp:
-    """A graph of one call, its tensors as placeholders."""
-
-    graph: fx.Graph
-    node: fx.Node
-    inputs: list[torch.Tensor]
-    results: list[torch.Tensor]
-
-    @property
-    def rule(self) -> Rule:
-        return rule_of(Call.of(self.node))
-
-
-def one_op(target: Any, sample: Sample) -> OneOp:
-    graph = fx.Graph()
-    inputs: list[torch.Tensor] = []
-
-    def enter(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            node = graph.placeholder(f"x{len(inputs)}")
-            node.meta["val"] = value
-            inputs.append(value)
-            return node
-        return [enter(v) for v in value] if isinstance(value, (list, tuple)) else value
-
-    args = tuple(enter(a) for a in sample.args)
-    node = graph.call_function(target, args, sample.kwargs)
-    val = target(*sample.args, **sample.kwargs)
-    node.meta["val"] = tuple(val) if isinstance(val, (list, tuple)) else val
-    if isinstance(val, torch.Tensor):
-        outs, results = [node], [val]
-    else:
-        outs, results = [], []
-        for i, v in enumerate(val):
-            if isinstance(v, torch.Tensor):
-                outs.append(graph.call_function(operator.getitem, (node, i)))
-                outs[-1].meta["val"] = v
-                results.append(v)
-    graph.output(tuple(outs))
-    return OneOp(graph, node, inputs, results)
-
-
-def run_option(op: OneOp, option: Option, mesh: Mesh) -> list[torch.Tensor]:
-    """The call run as the option says, its results made whole by the collectives it implies."""
-    placeholders = [n for n in op.graph.nodes if n.op == "placeholder"]
-    decision = Decision(option={op.node: option}, raw={op.node: option.outs})
-    decision.home.update(zip(placeholders, option.ins, strict=True))
-    outs = list(op.graph.output_node().args[0])
-    decision.home.update(zip(outs, option.outs, strict=True))
-    decision.outputs = tuple(Layout.replicated(r.shape) for r in op.results)
-    inputs = {n: (layout, BATCH) for n, layout in zip(placeholders, option.ins, strict=True)}
-    spmd = partition(op.graph, Given(inputs, decision.outputs), decision, mesh.sizes)
-    local = Lowering(spmd, mesh, mesh.all_coords(), Lockstep()).run()
-    parts = [
-        part
-        for value, layout in zip(op.inputs, option.ins, strict=True)
-        for part in contributions(value, layout, mesh)
-    ]
-    return compiled(local)(parts)
-
-
-MESHES = [Mesh(axes, virtual=True) for axes in ({"a": 2}, {"a": 3}, {"a": 2, "b": 3})]
-
-
-def ways(op: OneOp) -> Iterator[tuple[Mesh, Option]]:
-    """Every factor split over one axis and over two, every pair of factors, every linear claim."""
-    rule = op.rule
-    free = [f for f in range(len(rule.sizes)) if f not in rule.whole]
-    one, three, two = MESHES
-    choices: list[tuple[Mesh, dict[int, tuple[str, ...]], dict[str, frozenset[int]]]] = [
-        (mesh, {f: ("a",)}, {}) for mesh in (one, three) for f in free
-    ]
-    choices += [(two, {f: axes}, {}) for f in free for axes in (("a", "b"), ("b", "a"))]
-    choices += [(two, {f: ("a",), g: ("b",)}, {}) for f, g in itertools.permutations(free, 2)]
-    choices += [(mesh, {}, {"a": group}) for mesh in (one, three) for group in rule.linear]
-    choices += [(two, {f: ("b",)}, {"a": group}) for f in free for group in rule.linear]
-    for mesh, split, passed in choices:
-        axes = tuple(split.get(f, ()) for f in range(len(rule.sizes)))
-        option = build(rule, axes, tuple(passed.items()), mesh.sizes)
-        if option is not None:
-            yield mesh, option

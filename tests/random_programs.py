@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import torch
@@ -12,20 +13,21 @@ from hypothesis import strategies as st
 
 from torchard.functional import nn, random
 from torchard.sharding import Mesh, P, constrain
-from torchard.sharding.testing import specs
+from torchard.sharding.testing import meshes, random_spec
 
 F64 = torch.float64
-Draw = st.DrawFn
 Made = tuple[str, Callable[[list[torch.Tensor]], torch.Tensor]]
 
 
 class Pool:
-    """The values so far, as meta tensors, and what to draw of them."""
+    """The values so far, as meta tensors, and what to choose of them."""
 
-    def __init__(self, draw: Draw, mesh: Mesh) -> None:
-        self.draw, self.mesh = draw, mesh
+    def __init__(self, rng: Random, mesh: Mesh) -> None:
+        self.rng, self.mesh = rng, mesh
         self.values: list[torch.Tensor] = []
-        self.vocab = 0
+
+    def flip(self) -> bool:
+        return self.rng.random() < 0.5
 
     def any(self, least: int = 0, most: int = 4, where: Any = None) -> int | None:
         """The index of a floating value, the latest more likely than others."""
@@ -36,25 +38,25 @@ class Pool:
         ]
         if not found:
             return None
-        return found[-1] if self.draw(st.booleans()) else self.draw(st.sampled_from(found))
+        return found[-1] if self.flip() else self.rng.choice(found)
 
-    def ids(self, size: int, rank: int | None = None) -> int | None:
-        """Integer values all below ``size``."""
+    def ids(self, rank: int | None = None) -> int | None:
+        """Integer values below IDS."""
         found = [
             i
             for i, v in enumerate(self.values)
-            if v.dtype == torch.int64 and IDS <= size and (rank is None or v.ndim == rank)
+            if v.dtype == torch.int64 and v.shape != (2,) and (rank is None or v.ndim == rank)
         ]
-        return self.draw(st.sampled_from(found)) if found else None
+        return self.rng.choice(found) if found else None
 
     def dim(self, i: int) -> int:
         rank = self.values[i].ndim
-        return self.draw(st.integers(-rank, rank - 1))
+        return self.rng.randint(*(-rank, rank - 1))
 
     def dims(self, i: int) -> list[int]:
         rank = self.values[i].ndim
-        some = self.draw(st.lists(st.integers(0, rank - 1), min_size=1, unique=True))
-        return [d - rank if self.draw(st.booleans()) else d for d in some]
+        some = self.rng.sample(range(rank), self.rng.randint(1, rank))
+        return [d - rank if self.flip() else d for d in some]
 
 
 IDS = 3  # every id is 0, 1 or 2
@@ -91,7 +93,7 @@ UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @maker
 def unary(pool: Pool) -> Made | None:
-    i, name = pool.any(), pool.draw(st.sampled_from(sorted(UNARY)))
+    i, name = pool.any(), pool.rng.choice(sorted(UNARY))
     return None if i is None else (f"{name}(v{i})", lambda v: UNARY[name](v[i]))
 
 
@@ -113,7 +115,7 @@ def binary(pool: Pool) -> Made | None:
         return None
     shape = pool.values[i].shape
     j = pool.any(where=lambda v: _broadcasts(v.shape, shape))
-    name = pool.draw(st.sampled_from(sorted(BINARY)))
+    name = pool.rng.choice(sorted(BINARY))
     return f"{name}(v{i}, v{j})", lambda v: BINARY[name](v[i], v[j])
 
 
@@ -149,7 +151,7 @@ def linear(pool: Pool) -> Made | None:
         return None
     out = pool.values[j].shape[0]
     k = pool.any(least=1, most=1, where=lambda v: v.shape[0] == out)
-    if k is None or pool.draw(st.booleans()):
+    if k is None or pool.flip():
         return f"linear(v{i}, v{j})", lambda v: F.linear(v[i], v[j])
     return f"linear(v{i}, v{j}, v{k})", lambda v: F.linear(v[i], v[j], v[k])
 
@@ -169,8 +171,8 @@ def reduction(pool: Pool) -> Made | None:
     i = pool.any(least=1)
     if i is None:
         return None
-    dims, keep = pool.dims(i), pool.draw(st.booleans())
-    name = pool.draw(st.sampled_from(sorted(REDUCE)))
+    dims, keep = pool.dims(i), pool.flip()
+    name = pool.rng.choice(sorted(REDUCE))
     return f"{name}(v{i}, {dims}, {keep})", lambda v: REDUCE[name](v[i], dims, keep)
 
 
@@ -189,7 +191,7 @@ def along(pool: Pool) -> Made | None:
     i = pool.any(least=1)
     if i is None:
         return None
-    d, name = pool.dim(i), pool.draw(st.sampled_from(sorted(ALONG)))
+    d, name = pool.dim(i), pool.rng.choice(sorted(ALONG))
     return f"{name}(v{i}, {d})", lambda v: ALONG[name](v[i], d)
 
 
@@ -200,7 +202,7 @@ def layer_norm(pool: Pool) -> Made | None:
         return None
     n = pool.values[i].shape[-1]
     j = pool.any(least=1, most=1, where=lambda v: v.shape[0] == n)
-    if j is None or pool.draw(st.booleans()):
+    if j is None or pool.flip():
         return f"layer_norm(v{i})", lambda v: nn.layer_norm(v[i])
     return f"layer_norm(v{i}, v{j}, v{j})", lambda v: nn.layer_norm(v[i], v[j], v[j])
 
@@ -211,12 +213,12 @@ def view(pool: Pool) -> Made | None:
     if i is None:
         return None
     x = pool.values[i]
-    if x.ndim >= 2 and pool.draw(st.booleans()):
-        a = pool.draw(st.integers(0, x.ndim - 2))
+    if x.ndim >= 2 and pool.flip():
+        a = pool.rng.randint(*(0, x.ndim - 2))
         return f"v{i}.flatten({a}, {a + 1})", lambda v: v[i].flatten(a, a + 1)
-    d = pool.draw(st.integers(0, x.ndim - 1))
+    d = pool.rng.randint(*(0, x.ndim - 1))
     n = x.shape[d]
-    k = pool.draw(st.sampled_from([k for k in range(1, n + 1) if n % k == 0]))
+    k = pool.rng.choice([k for k in range(1, n + 1) if n % k == 0])
     return f"v{i}.unflatten({d}, ({k}, {n // k}))", lambda v: v[i].unflatten(d, (k, n // k))
 
 
@@ -226,20 +228,20 @@ def rearranged(pool: Pool) -> Made | None:
     if i is None:
         return None
     x = pool.values[i]
-    which = pool.draw(st.integers(0, 4))
+    which = pool.rng.randint(*(0, 4))
     if which == 0:
-        order = pool.draw(st.permutations(range(x.ndim)))
+        order = pool.rng.sample(range(x.ndim), x.ndim)
         return f"v{i}.permute({order})", lambda v: v[i].permute(order)
     if which == 1:
         a, b = pool.dim(i), pool.dim(i)
         return f"v{i}.transpose({a}, {b})", lambda v: v[i].transpose(a, b)
     if which == 2:
-        d = pool.draw(st.integers(-x.ndim - 1, x.ndim))
+        d = pool.rng.randint(*(-x.ndim - 1, x.ndim))
         return f"v{i}.unsqueeze({d})", lambda v: v[i].unsqueeze(d)
     if which == 3:
         d = pool.dim(i)
         return f"v{i}.squeeze({d})", lambda v: v[i].squeeze(d)
-    n = pool.draw(st.integers(2, 4))
+    n = pool.rng.randint(*(2, 4))
     shape = [n, *x.shape]
     return f"v{i}.expand({shape})", lambda v: v[i].expand(shape)
 
@@ -251,7 +253,7 @@ def reshaped(pool: Pool) -> Made | None:
     if i is None:
         return None
     n = pool.values[i].numel()
-    k = pool.draw(st.sampled_from([k for k in range(1, n + 1) if n % k == 0]))
+    k = pool.rng.choice([k for k in range(1, n + 1) if n % k == 0])
     return f"v{i}.reshape({k}, {n // k})", lambda v: v[i].reshape(k, n // k)
 
 
@@ -261,7 +263,7 @@ def joined(pool: Pool) -> Made | None:
     if i is None:
         return None
     shape, d = pool.values[i].shape, pool.dim(i)
-    if pool.draw(st.booleans()):
+    if pool.flip():
         j = pool.any(where=lambda v: v.shape == shape)
         return f"stack([v{i}, v{j}], {d})", lambda v: torch.stack([v[i], v[j]], d)
     at = d % len(shape)
@@ -282,14 +284,14 @@ def cut(pool: Pool) -> Made | None:
         return None
     d = pool.dim(i)
     n = pool.values[i].shape[d]
-    which = pool.draw(st.integers(0, 4))
-    a = pool.draw(st.integers(0, n - 1))
+    which = pool.rng.randint(*(0, 4))
+    a = pool.rng.randint(*(0, n - 1))
     if which == 0:
         return f"v{i}.select({d}, {a})", lambda v: v[i].select(d, a)
     if which == 1:
         return f"v{i}.narrow({d}, {a}, {n - a})", lambda v: v[i].narrow(d, a, n - a)
     if which == 2:
-        k = pool.draw(st.integers(1, n))
+        k = pool.rng.randint(*(1, n))
         return f"sum of split(v{i}, {k}, {d})", lambda v: _first_and_last(v[i].split(k, d))
     if which == 3:
         pads = [0, 0] * (pool.values[i].ndim - 1 - d % pool.values[i].ndim) + [1, 2]
@@ -304,28 +306,28 @@ def _first_and_last(parts: Any) -> torch.Tensor:
 @maker
 def lookup(pool: Pool) -> Made | None:
     i = pool.any(least=1, where=lambda v: v.shape[0] >= IDS)
-    k = pool.ids(IDS)
+    k = pool.ids()
     if i is None or k is None:
         return None
     x, ids = pool.values[i], pool.values[k]
-    if x.ndim == 2 and pool.draw(st.booleans()):
-        pad = pool.draw(st.sampled_from([None, 1]))
+    if x.ndim == 2 and pool.flip():
+        pad = pool.rng.choice([None, 1])
         return (
             f"embedding(v{i}, v{k}, {pad})",
             lambda v: F.embedding(v[k], v[i], padding_idx=pad),
         )
-    if ids.ndim == 1 and pool.draw(st.booleans()):
+    if ids.ndim == 1 and pool.flip():
         return f"v{i}.index_select(0, v{k})", lambda v: v[i].index_select(0, v[k])
     if ids.ndim == 0:  # torch reads the number
         return None
-    if pool.draw(st.booleans()):
+    if pool.flip():
         return f"v{i}[-1 - v{k}]", lambda v: v[i][-1 - v[k]]
     return f"v{i}[v{k}]", lambda v: v[i][v[k]]
 
 
 @maker
 def gathered(pool: Pool) -> Made | None:
-    k = pool.ids(IDS)
+    k = pool.ids()
     if k is None:
         return None
     ids = pool.values[k]
@@ -345,15 +347,15 @@ def gathered(pool: Pool) -> Made | None:
 
 @maker
 def cross_entropy(pool: Pool) -> Made | None:
-    k = pool.ids(IDS)
+    k = pool.ids()
     if k is None:
         return None
     lead = pool.values[k].shape
     i = pool.any(least=1, where=lambda v: v.shape[:-1] == lead and v.shape[-1] >= IDS)
     if i is None:
         return None
-    how = pool.draw(st.sampled_from(["mean", "sum", "none"]))
-    ignore = pool.draw(st.sampled_from([-100, 1]))
+    how = pool.rng.choice(["mean", "sum", "none"])
+    ignore = pool.rng.choice([-100, 1])
     return (
         f"cross_entropy(v{i}, v{k}, {how!r}, {ignore})",
         lambda v: nn.cross_entropy(v[i], v[k], how, ignore) if how != "mean" else _mean(v[i], v[k]),
@@ -369,7 +371,7 @@ def dropout(pool: Pool) -> Made | None:
     i = pool.any()
     if i is None:
         return None
-    seed = pool.draw(st.integers(0, 3))
+    seed = pool.rng.randint(*(0, 3))
     return (
         f"dropout(key(0) + {seed}, v{i})",
         lambda v: nn.dropout(random.fold_in(v[0], seed), v[i], 0.5),
@@ -405,7 +407,7 @@ def pinned(pool: Pool) -> Made | None:
     i = pool.any(least=1)
     if i is None:
         return None
-    spec = pool.draw(specs(pool.values[i].shape, pool.mesh, fused=True))
+    spec = random_spec(pool.rng, pool.values[i].shape, pool.mesh, fused=True)
     return f"constrain(v{i}, {spec})", lambda v: constrain(v[i], spec)
 
 
@@ -457,48 +459,59 @@ class Example:
 _SIZES = [1, 2, 3, 4, 5, 6]
 
 
-@st.composite
-def programs(draw: Draw, most: int = 7) -> Example:
-    """Programs over a key, floating inputs and ids."""
-    from torchard.sharding.testing import meshes
+def programs(most: int = 8) -> st.SearchStrategy[Example]:
+    """Programs over a key, floating inputs and ids.
 
-    mesh = draw(meshes())
-    pool = Pool(draw, mesh)
-    shapes = [
-        draw(st.lists(st.sampled_from(_SIZES), max_size=3)) for _ in range(draw(st.integers(1, 3)))
-    ]
-    shapes.append([draw(st.sampled_from([n for s in shapes for n in s] or [3])), 4])
-    ids = draw(st.lists(st.sampled_from(_SIZES), max_size=2))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 100)))
-    inputs = [random.key(7)]
-    inputs += [torch.randn(s, generator=generator, dtype=F64) for s in shapes]
-    inputs.append(torch.randint(0, IDS, ids, generator=generator))
+    A program is made by a seed, its length alone is hypothesis's: a shorter one is a prefix of it.
+    """
+    return st.builds(
+        _program, st.integers(0, 2**32 - 1), meshes(), st.sampled_from(range(1, most + 1))
+    )
+
+
+def _program(seed: int, mesh: Mesh, length: int) -> Example:
+    rng = Random(seed)
+    pool = Pool(rng, mesh)
+    inputs = _inputs(rng)
     pool.values = [x.to("meta") for x in inputs]
+    makers = [*MAKERS, unary, unary, binary, binary, matmul, linear]
     lines: list[str] = []
     steps: list[Callable[[list[torch.Tensor]], torch.Tensor]] = []
-    for _ in range(draw(st.integers(1, most))):
-        made = draw(st.sampled_from(MAKERS))(pool)
-        if made is None:
-            continue
-        value = _shape_of(made, inputs, steps)
-        if value is None or value.numel() > 2000 or value.ndim > 4:
+    for _ in range(4 * length):
+        if len(lines) == length:
+            break
+        made = rng.choice(makers)(pool)
+        value = None if made is None else _shape_of(made, inputs, steps)
+        if made is None or value is None or value.numel() > 2000 or value.ndim > 4:
             continue
         pool.values.append(value)
         lines.append(made[0])
         steps.append(made[1])
     floating = [i for i, v in enumerate(pool.values) if v.is_floating_point()]
-    results = (floating[-1],)
-    if draw(st.booleans()):
-        results = (*results, draw(st.sampled_from(floating)))
+    results = (floating[-1], rng.choice(floating))[: rng.randint(1, 2)]
+    shapes = [x.shape for x in inputs]
     in_specs = tuple(
-        draw(specs(x.shape, mesh, fused=True)) if i else P() for i, x in enumerate(inputs)
+        random_spec(rng, s, mesh, fused=True) if i else P() for i, s in enumerate(shapes)
     )
     out_specs = tuple(
-        draw(specs(pool.values[i].shape, mesh)) if draw(st.booleans()) else None for i in results
+        random_spec(rng, pool.values[i].shape, mesh) if pool.flip() else None for i in results
     )
-    return Example(
-        mesh, lines, steps, tuple(inputs), results, in_specs, out_specs, draw(st.booleans())
-    )
+    placed = pool.flip()
+    return Example(mesh, lines, steps, tuple(inputs), results, in_specs, out_specs, placed)
+
+
+def _inputs(rng: Random) -> list[torch.Tensor]:
+    """A key, floating inputs whose dims often agree, and ids."""
+    sizes = rng.sample(_SIZES, 3)
+    generator = torch.Generator().manual_seed(rng.randint(0, 1000))
+    shapes = [
+        rng.choices(sizes, k=rng.choice([0, 1, 2, 2, 2, 3, 3])) for _ in range(rng.randint(2, 4))
+    ]
+    ids = rng.choices(sizes, k=rng.randint(0, 2))
+    while ids == [2]:  # a key's shape
+        ids = rng.choices(sizes, k=2)
+    floating = [torch.randn(s, generator=generator, dtype=F64) for s in shapes]
+    return [random.key(7), *floating, torch.randint(0, IDS, ids, generator=generator)]
 
 
 def _shape_of(made: Made, inputs: list[torch.Tensor], steps: list[Any]) -> torch.Tensor | None:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from random_programs import Example, programs
 
+from torchard.sharding.rules import REGISTRY
+from torchard.sharding.rules.pointwise import _linear_each
+from torchard.sharding.rules.registry import OpRule
 from torchard.sharding.testing import check_sharded
 
-SLICES, EXAMPLES = 6, 200
+aten = torch.ops.aten
+PARTS, EXAMPLES = 8, 150
 quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 
-def check(example: Example) -> None:
+def outside(example: Example) -> None:
+    """Gradients through the sharded function."""
     check_sharded(
         example,
         example.inputs,
@@ -23,14 +32,61 @@ def check(example: Example) -> None:
     )
 
 
-@pytest.mark.parametrize("part", range(SLICES))
-def test_random_programs(part: int) -> None:
-    """Values and gradients equal the plain function's. Parts, so that processes can share them."""
+def inside(example: Example) -> None:
+    """The sharded function takes the gradients itself."""
+    check_sharded(
+        example.gradients,
+        example.inputs,
+        example.mesh,
+        example.in_specs,
+        grads=False,
+        placed=example.placed,
+    )
 
+
+def search(check: Callable[[Example], None], part: int, count: int, **options: Any) -> None:
     @seed(part)
-    @settings(max_examples=EXAMPLES, database=None, derandomize=False, suppress_health_check=quiet)
+    @settings(
+        max_examples=count,
+        database=None,
+        derandomize=False,
+        deadline=None,
+        suppress_health_check=quiet,
+        **options,
+    )
     @given(programs())
     def run(example: Example) -> None:
         check(example)
 
     run()
+
+
+# In parts, so that the processes of a test run can share them.
+@pytest.mark.parametrize("part", range(PARTS))
+def test_values_and_gradients_equal_the_plain_functions(part: int) -> None:
+    search(outside, part, EXAMPLES)
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_gradients_taken_inside_equal_the_plain_functions(part: int) -> None:
+    search(inside, part, EXAMPLES)
+
+
+BROKEN = {
+    "softmax split along its dim": (aten._softmax.default, OpRule("... -> ...")),
+    "maxima added up": (aten.amax.default, REGISTRY[aten.sum.dim_IntList]),
+    "a product linear in both": (aten.mul.Tensor, OpRule(lambda c: f"{_linear_each(c)} | linear 0 1")),
+    "rows gathered without a mask": (
+        aten.index.Tensor,
+        OpRule(REGISTRY[aten.index.Tensor].text),
+    ),
+    "a flip in place": (aten.flip.default, OpRule("... -> ...")),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_a_broken_rule_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, rule = BROKEN[name]
+    monkeypatch.setitem(REGISTRY, target, rule)
+    with pytest.raises((AssertionError, RuntimeError, IndexError)):
+        search(outside, 0, PARTS * EXAMPLES, phases=[Phase.generate])

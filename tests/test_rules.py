@@ -11,15 +11,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from op_samples import OneOp, Sample, one_op, pointwise_overloads, run_option, samples, ways
+from one_op import OneOp, one_op, run_option, ways
+from op_samples import Sample, pointwise_overloads, samples
 
+from torchard.functional.codegen import compiled
 from torchard.sharding import Mesh
+from torchard.sharding.decompose import DECOMPOSITIONS, decompose
 from torchard.sharding.options import Option, options
 from torchard.sharding.rules import REGISTRY, lookup
 from torchard.sharding.testing import layouts, meshes
 
+aten = torch.ops.aten
 # Tagged pointwise, and called by none of the simple samples (each is an error of torch itself).
 NOT_CALLABLE = set[str]()
+NONE = aten.sin.default._schema
 
 
 def _same(have: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
@@ -83,3 +88,20 @@ def test_every_option_for_any_layouts(target: Any) -> None:
 
     if samples(target):
         run()
+
+
+@pytest.mark.parametrize("target", [*REGISTRY, *DECOMPOSITIONS], ids=str)
+def test_taken_apart_it_is_the_operation(target: Any) -> None:
+    """Whatever ``decompose`` makes of a call (torch's table may write in place) gives its results."""
+    for sample in samples(target):
+        op = one_op(target, sample)
+        if not decompose(op.graph, op.node):
+            assert target not in DECOMPOSITIONS
+            continue
+        op.graph.lint()
+        assert not any(n.target is target for n in op.graph.nodes)
+        assert not any(getattr(n.target, "_schema", NONE).is_mutable for n in op.graph.nodes)
+        found = compiled(op.graph)(op.inputs)
+        for have, want in zip(found, op.results, strict=True):
+            if sample.values:
+                _same(have, want, max(sample.tolerance, 1e-12))
