@@ -16,20 +16,18 @@ cheapest sweep is kept. Nothing outside this file knows how the choice is made.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch import fx
 
-from torchard.sharding.factors import Rule
+from torchard.sharding.aliases import is_alias, output_node, output_values, pull
 from torchard.sharding.layout import Layout, Sizes
 from torchard.sharding.options import Option, atomic, factor_axes, image, options
 from torchard.sharding.reshard import cost
-from torchard.sharding.rules import Call, lookup, rule_of
+from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.rules.registry import result_index
 
 __all__ = ["BATCH", "CONSTRAINT", "DERIVED", "PARAMETER", "Decision", "Given", "propagate"]
@@ -111,45 +109,6 @@ def _output_needs(graph: fx.Graph, given: Given) -> Needs:
         if isinstance(value, fx.Node) and layout is not None:
             needs.setdefault(value, {})[out] = layout
     return needs
-
-
-def output_node(graph: fx.Graph) -> fx.Node:
-    """The output node of a graph."""
-    node: fx.Node = next(n for n in reversed(graph.nodes) if n.op == "output")
-    return node
-
-
-def output_values(graph: fx.Graph) -> tuple[Any, ...]:
-    """What the graph returns."""
-    values = output_node(graph).args[0]
-    return tuple(values) if isinstance(values, (tuple, list)) else (values,)
-
-
-def is_alias(node: fx.Node) -> bool:
-    """A bijective view of its operand, or one result of several."""
-    if node.op != "call_function":
-        return False
-    if node.target is operator.getitem:
-        return True
-    rule = lookup(node.target)
-    return rule is not None and rule.alias
-
-
-def pull(node: fx.Node, layout: Layout, sizes: Sizes) -> Layout | None:
-    """The layout of a view's base under which the view has ``layout``; None if there is none."""
-    return _pulled(rule_of(Call.of(node)), layout, sizes)
-
-
-@functools.lru_cache(maxsize=65536)
-def _pulled(rule: Rule, layout: Layout, sizes: Sizes) -> Layout | None:
-    rule = atomic(rule, [], [layout], sizes)
-    found = factor_axes(rule, rule.outs[0], layout, sizes)
-    if any(f in rule.whole or f in rule.index for f in found):
-        return None
-    axes = [found.get(f, ()) for f in range(len(rule.sizes))]
-    if image(rule.outs[0], rule, axes, layout.pending, sizes) != layout:
-        return None
-    return image(rule.ins[0], rule, axes, layout.pending, sizes)
 
 
 def _wishes(graph: fx.Graph, given: Given, sizes: Sizes) -> dict[fx.Node, Layout]:

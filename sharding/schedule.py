@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from torchard.sharding.propagate import is_alias
+from torchard.sharding.aliases import is_alias
 
 __all__ = ["issue_early"]
 
