@@ -225,7 +225,8 @@ def _with_clauses(
     on_operand = {f for i in ins for dim in i for f in dim}
     whole |= on_result - on_operand - index  # made here, of nothing that could be split
     on_each = [{f for dim in out for f in dim} for out in outs]
-    for f in on_operand - whole - set.intersection(*on_each or [set()]):
+    on_all = set[int]().union(*on_each).intersection(*on_each)
+    for f in on_operand - whole - on_all:
         combine.setdefault(f, "sum")
     sizes = tuple(0 if s is None else s for s in build.sizes)
     return Rule(
