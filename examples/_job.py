@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from datetime import timedelta
@@ -32,6 +33,8 @@ __all__ = ["Job", "job"]
 
 # What torch.distributed's errors say when the other side is gone, or silent for too long.
 LOST = ("connection closed", "connection reset", "broken pipe", "gloo", "timed out", "timeout")
+# A process that is killed loses its connections a moment before it is gone.
+GRACE = 2.0
 
 
 class Job:
@@ -105,10 +108,11 @@ class Job:
 
     def failed(self, error: Exception) -> NoReturn:
         """Leave because of an exception."""
-        gone = self._gone()
+        lost = self._store is not None and any(sign in str(error).lower() for sign in LOST)
+        gone = self._gone(GRACE if lost else 0)
         if gone:
             self.end(self._bereft(gone))
-        if self._store and any(sign in str(error).lower() for sign in LOST):
+        if lost:
             self._unanswered(error)
         if "TRACEBACK" in os.environ:
             traceback.print_exception(error)
@@ -157,8 +161,14 @@ class Job:
                         found[rank] = int(pid)
         return found
 
-    def _gone(self) -> dict[int, int]:
-        return {rank: pid for rank, pid in self._others().items() if not _alive(pid)}
+    def _gone(self, seconds: float = 0) -> dict[int, int]:
+        """The others that have ended, as soon as there are any, or after some seconds."""
+        last = time.monotonic() + seconds
+        while True:
+            gone = {rank: pid for rank, pid in self._others().items() if not _alive(pid)}
+            if gone or time.monotonic() >= last:
+                return gone
+            time.sleep(0.02)
 
     def _first(self) -> bool:
         """Whether this rank is the one that speaks."""
