@@ -18,6 +18,7 @@ from torchard.functional.errors import PurityError
 from torchard.functional.purify import purify
 from torchard.functional.record import Spec, record
 from torchard.sharding.rules import Call
+from torchard.sharding.rules.loss import MEAN, SUM, class_dim
 from torchard.sharding.rules.reduce import reduced_dims
 from torchard.sharding.rules.registry import result_index, results
 
@@ -190,6 +191,47 @@ def _layer_norm_backward(
         None if dw is None else dw.to(like),
         None if db is None else db.to(like),
     )
+
+
+def _weights(
+    target: torch.Tensor, weight: torch.Tensor | None, ignored: int, like: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A class that exists for every row, and what the row counts."""
+    counts = target != ignored
+    known = torch.where(counts, target, 0)
+    each = counts.to(like.dtype) if weight is None else weight[known].masked_fill(~counts, 0)
+    return known, each
+
+
+@register_decomposition(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def _nll_loss(
+    x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, how: int, ignored: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    at = class_dim(tuple(x.shape))
+    known, each = _weights(target, weight, ignored, x)
+    loss = -torch.gather(x, at, known.unsqueeze(at)).squeeze(at) * each
+    loss = loss.masked_fill(target == ignored, 0)
+    if how not in (MEAN, SUM):
+        return loss, x.new_zeros(())
+    total = torch.sum(each)
+    return (torch.sum(loss) / total if how == MEAN else torch.sum(loss)), total
+
+
+@register_decomposition(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+def _nll_loss_backward(
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+    how: int,
+    ignored: int,
+    total: torch.Tensor,
+) -> torch.Tensor:
+    at = class_dim(tuple(x.shape))
+    known, each = _weights(target, weight, ignored, x)
+    slope = -(grad / total if how == MEAN else grad) * each
+    slope = slope.masked_fill(target == ignored, 0).unsqueeze(at)
+    return torch.zeros_like(x).scatter(at, known.unsqueeze(at), slope)
 
 
 def _torch_decomposition(target: Any) -> Callable[..., Any] | None:

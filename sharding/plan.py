@@ -27,23 +27,27 @@ class Plan:
 
 
 def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
-    """The best plan found: operations whose whole dims are split come apart if that is cheaper."""
-    plan = Plan(graph, given, propagate(graph, given, mesh.sizes))
+    """The best plan found: operations whose whole dims are split come apart if that is cheaper.
+
+    What comes apart leaves its result split, so that the next operation may (a softmax and the loss
+    after it): the rounds go on to the end, and the cheapest wins.
+    """
+    best = plan = Plan(graph, given, propagate(graph, given, mesh.sizes))
     for _ in range(_ROUNDS):
         torn = _torn(plan, mesh)
-        if not torn:
-            break
-        tried = _taken_apart(plan, torn, mesh)
-        if tried is None or tried.decision.total >= plan.decision.total:
+        tried = _taken_apart(plan, torn, mesh) if torn else None
+        if tried is None:
             break
         plan = tried
-    return plan
+        if plan.decision.total < best.decision.total:
+            best = plan
+    return best
 
 
 def _torn(plan: Plan, mesh: Mesh) -> list[fx.Node]:
     """Operations that must gather an operand because a dim they need whole is split."""
     found = []
-    for node, option in plan.decision.option.items():
+    for node in plan.decision.option:
         rule = rule_of(Call.of(node))
         if rule.gathered or not rule.whole:
             continue
@@ -53,7 +57,6 @@ def _torn(plan: Plan, mesh: Mesh) -> list[fx.Node]:
             if any(f in rule.whole for f in split):
                 found.append(node)
                 break
-        del option
     return found
 
 

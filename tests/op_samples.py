@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-import torchard.sharding.rules  # noqa: F401  registers the keyed generator, too
+from torchard.sharding.rules.pointwise import _is_pointwise
 
 aten, prims = torch.ops.aten, torch.ops.prims
 F64 = torch.float64
@@ -64,20 +64,31 @@ def backward_of_norm(full: bool = True, mask: list[bool] | None = None, inner: i
     )
 
 
-def log_likelihood(*lead: int, weight: bool = False, how: int = 1) -> Sample:
-    classes = 4
-    target = ids(classes, *lead)
-    if lead:
+def likelihood(*shape: int, how: int = 1, weight: bool = False, ignored: int = -100) -> Sample:
+    """A loss of [c], [n, c] or [n, c, h, w]."""
+    at = min(len(shape) - 1, 1)
+    target = ids(shape[at], *shape[:at], *shape[at + 1 :])
+    if ignored == -100 and len(shape) > 1:
         target.view(-1)[0] = -100
-    return S(x(*lead, classes), target, x(classes, low=1) if weight else None, how, -100)
+    w = x(shape[at], low=1) if weight else None
+    return S(x(*shape), target, w, how, ignored, tolerance=1e-14)
 
 
-def log_likelihood_backward(weight: bool = False, how: int = 1) -> Sample:
-    sample = log_likelihood(5, weight=weight, how=how)
-    loss, total = aten.nll_loss_forward(*sample.args)
-    return S(torch.full_like(loss, 2.0), *sample.args, total, tolerance=1e-14)
+def likelihood_backward(*shape: int, how: int = 1, **options: Any) -> Sample:
+    forward = likelihood(*shape, how=how, **options)
+    op = aten.nll_loss2d_forward if len(shape) == 4 else aten.nll_loss_forward
+    loss, total = op(*forward.args)
+    return S(x(*loss.shape), *forward.args, total, tolerance=1e-14)
 
 
+HOWS = [
+    dict(how=0),
+    dict(how=1),
+    dict(how=2),
+    dict(how=1, weight=True),
+    dict(how=2, weight=True),
+    dict(how=1, ignored=1),
+]
 SOFT = S(x(4, 5, 3), 1, False, tolerance=1e-14)
 SOFTS = [SOFT, S(x(5), 0, False, tolerance=1e-14), S(x(4, 3), -1, False, tolerance=1e-14)]
 SOFT_BACK = [S(x(4, 5), x(4, 5), d, F64, tolerance=1e-14) for d in (1, -1)]
@@ -276,6 +287,11 @@ SAMPLES: dict[Any, list[Sample]] = {
         backward_of_norm(inner=2),
         backward_of_norm(inner=3),
     ],
+    aten.nll_loss_forward.default: [likelihood(5, 4, **h) for h in HOWS] + [likelihood(4)],
+    aten.nll_loss2d_forward.default: [likelihood(2, 3, 2, 4, **h) for h in HOWS],
+    aten.nll_loss_backward.default: [likelihood_backward(5, 4, **h) for h in HOWS]
+    + [likelihood_backward(4)],
+    aten.nll_loss2d_backward.default: [likelihood_backward(2, 3, 2, 4, **h) for h in HOWS],
     aten.add.Tensor: [*PAIR, S(x(5, 4), x(5, 4), alpha=3), S(x(5), 0), S(bools(5), bools(5))],
     aten.sub.Tensor: [*PAIR, S(x(5, 4), x(4), alpha=2), S(x(5), 0)],
     aten.mul.Tensor: [*PAIR, S(x(), x(5)), S(bools(5), x(5))],
@@ -346,6 +362,8 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.cumsum.default: [S(x(5, 4), 0), S(x(5, 4), -1), S(x(), 0)],
     aten.cumprod.default: [S(x(5, 4), 0), S(x(5, 4), -1)],
     aten.var.correction: VAR,
+    aten.masked_fill.Tensor: [S(x(5, 4), bools(4), x()), S(x(4), bools(5, 4), x())],
+    aten._prelu_kernel.default: [S(x(5, 4), x(1, 4))],
     aten.clamp.default: [S(x(5, 4), -1, 2), S(x(5, 4), None, 2)],
     aten.clip.default: [S(x(5, 4), -1, 2)],
     aten.clamp.Tensor: [S(x(5, 4), x(4), x(5, 1)), S(x(5, 4), None, x(5, 4))],
@@ -390,14 +408,14 @@ def _argument(a: Any, dtype: torch.dtype, shapes: Iterator[tuple[int, ...]]) -> 
 
 
 def pointwise_overloads() -> list[Any]:
-    """Every aten overload that torch tags pointwise and that changes nothing in place."""
+    """Every pointwise aten overload that changes nothing in place."""
     found = []
     for name in sorted(torch._C._dispatch_get_all_op_names()):
         if not name.startswith("aten::"):
             continue
         head, _, overload = name[6:].partition(".")
         op = getattr(getattr(aten, head, None), overload or "default", None)
-        if op is not None and torch.Tag.pointwise in op.tags and not op._schema.is_mutable:
+        if op is not None and _is_pointwise(op) and not op._schema.is_mutable:
             found.append(op)
     return found
 

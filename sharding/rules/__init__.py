@@ -1,6 +1,6 @@
 """Factor rules, one file per family of operations; importing this package registers them all."""
 
-from torchard.sharding.rules import contract, create, index, layout, normal, pointwise, reduce
+from torchard.sharding.rules import contract, create, index, layout, loss, normal, pointwise, reduce
 from torchard.sharding.rules.registry import (
     REGISTRY,
     Call,
@@ -23,6 +23,7 @@ __all__ = [
     "index",
     "layout",
     "lookup",
+    "loss",
     "normal",
     "pointwise",
     "reduce",

@@ -94,9 +94,35 @@ register_rule(
 )
 
 
+# Pointwise, though torch does not tag them so.
+_UNTAGGED = {
+    "_prelu_kernel",
+    "complex",
+    "elu_backward",
+    "hardshrink_backward",
+    "hardsigmoid_backward",
+    "hardswish",
+    "hardswish_backward",
+    "hardtanh_backward",
+    "leaky_relu_backward",
+    "masked_fill",
+    "mish_backward",
+    "rsub",
+    "softplus_backward",
+    "softshrink_backward",
+}
+
+
+def _is_pointwise(target: Any) -> bool:
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    untagged = target.namespace == "aten" and target._schema.name[6:] in _UNTAGGED
+    return untagged or torch.Tag.pointwise in target.tags
+
+
 @find
 def _pointwise(target: Any) -> OpRule | None:
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+    if not _is_pointwise(target):
         return None
     schema = target._schema
     if schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
@@ -104,6 +130,6 @@ def _pointwise(target: Any) -> OpRule | None:
     if not all(str(r.type) == "Tensor" for r in schema.returns):
         return None  # aten.equal is tagged pointwise, too
     first = schema.arguments[0].name if schema.arguments else ""
-    if first == "grad_output" and "backward" in schema.name:
+    if first in ("grad_output", "grad_out") and "backward" in schema.name:
         return OpRule(_linear_first)
     return OpRule(_plain)
