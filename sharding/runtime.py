@@ -33,10 +33,13 @@ class Simulated:
 
     def graph(self, program: Program) -> fx.GraphModule:
         """What runs: from all parts of all inputs to all parts of all outputs."""
-        return _module(Lowering(program.graph, self.mesh, self.mesh.all_coords(), Lockstep()))
+        return fx.GraphModule(torch.nn.Module(), self._graph(program))
+
+    def _graph(self, program: Program) -> fx.Graph:
+        return _local(Lowering(program.graph, self.mesh, self.mesh.all_coords(), Lockstep()))
 
     def bind(self, program: Program) -> Bound:
-        return compiled(self.graph(program).graph)
+        return compiled(self._graph(program))
 
     def residual_tag(self, node: fx.Node) -> Placement:
         """How a value of the program is held between its halves."""
@@ -56,11 +59,14 @@ class Distributed:
 
     def graph(self, program: Program) -> fx.GraphModule:
         """What this rank runs."""
+        return fx.GraphModule(torch.nn.Module(), self._graph(program))
+
+    def _graph(self, program: Program) -> fx.Graph:
         assert self.mesh.coords is not None
-        return _module(Lowering(program.graph, self.mesh, [self.mesh.coords], Wire()))
+        return _local(Lowering(program.graph, self.mesh, [self.mesh.coords], Wire()))
 
     def bind(self, program: Program) -> Bound:
-        graph = self.graph(program).graph
+        graph = self._graph(program)
         reduce_in_place(graph)
         return self.guard(program, compiled(graph))
 
@@ -85,10 +91,10 @@ def _is_traced(part: torch.Tensor) -> bool:
     return type(part) is not torch.Tensor and type(part) is not torch.nn.Parameter
 
 
-def _module(lowering: Lowering) -> fx.GraphModule:
+def _local(lowering: Lowering) -> fx.Graph:
     graph = lowering.run()
     fold_views(graph)
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return graph
 
 
 def runtime_of(mesh: Mesh, check_replicated: bool = True) -> Any:
