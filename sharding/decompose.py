@@ -246,6 +246,8 @@ def decompose(graph: fx.Graph, node: fx.Node) -> bool:
     if rule is None:
         return False
     operands = Call.of(node).operands
+    if any(0 in o.meta["val"].shape for o in operands):
+        return False  # nothing to gather; and nothing has no maximum
     traced = _trace(rule, node, operands)
     if traced is None:
         return False

@@ -1,0 +1,123 @@
+"""The edges of values and shapes, on every mesh and every way to split one dim: equal, bit for bit
+where sums are exact."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from torchard.functional import nn
+from torchard.sharding import Mesh, P
+from torchard.sharding.testing import check_sharded
+
+F64, BF16, I64 = torch.float64, torch.bfloat16, torch.int64
+INF, NAN = float("inf"), float("nan")
+MESHES = [Mesh(axes, virtual=True) for axes in ({"a": 2}, {"a": 3}, {"a": 2, "b": 3}, {"a": 8})]
+
+
+def ints(*shape: int, low: int = -3, high: int = 4, dtype: torch.dtype = F64) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(len(shape))
+    return torch.randint(low, high, shape, generator=generator).to(dtype)
+
+
+def rows(*values: float) -> torch.Tensor:
+    """[len(values), 4]: each value first in its row, on and off repeated."""
+    x = ints(len(values), 4)
+    x[:, 0] = torch.tensor(values, dtype=F64)
+    x[::2, 3] = x[::2, 0]
+    return x
+
+
+TIES = torch.tensor([[1.0, 2, 2, 2, 0], [3, 3, 3, 3, 3], [0, 0, 1, 0, 1]], dtype=F64)
+ODD = rows(INF, -INF, NAN, 5, 5)
+LOST = torch.where(ints(5, 4) > -9, -INF, 0.0).to(F64)
+LOST[1:3] = ints(2, 4)
+LOST[3, 1] = 1.0
+
+Case = tuple[Callable[..., Any], tuple[torch.Tensor, ...], float]
+EXACT, CLOSE = 0.0, 1e-12
+
+CASES: dict[str, Case] = {
+    "amax of ties": (lambda x: x.amax(1), (TIES,), CLOSE),
+    "amin of ties, both dims": (lambda x: x.amin((0, 1)), (TIES,), CLOSE),
+    "max of ties": (lambda x: x.max(1).values, (TIES,), EXACT),
+    "maximum of equals": (lambda x, y: torch.maximum(x, y), (TIES, TIES.clone()), EXACT),
+    "amax of nan and inf": (lambda x: x.amax(1), (ODD,), CLOSE),
+    "amax over rows of nan and inf": (lambda x: x.amax(0), (ODD,), CLOSE),
+    "sum of nan and inf": (lambda x: x.sum(0), (ODD,), EXACT),
+    "softmax of nan and inf": (lambda x: torch.softmax(x, 1), (ODD,), CLOSE),
+    "softmax of masked rows": (lambda x: torch.softmax(x, 1), (LOST,), CLOSE),
+    "log_softmax of masked rows": (lambda x: torch.log_softmax(x, 1), (LOST,), CLOSE),
+    "logsumexp of masked rows": (lambda x: torch.logsumexp(x, 1), (LOST,), CLOSE),
+    "logsumexp of nan and inf": (lambda x: torch.logsumexp(x, 1), (ODD,), CLOSE),
+    "isnan": (lambda x: (x.isnan(), x.isfinite().all(), x.isinf().any(1)), (ODD,), EXACT),
+    "nan_to_num": (lambda x: x.nan_to_num().clamp(-9, 9), (ODD,), EXACT),
+    "masked before the sum": (lambda x: x.masked_fill(~x.isfinite(), 0).sum(1), (ODD,), EXACT),
+    "where around nan": (lambda x: torch.where(x > 0, x, 1.0).sum(0), (ODD,), EXACT),
+    "0-d": (lambda x, y: x * y + x, (torch.tensor(3.0, dtype=F64), ints(5)), EXACT),
+    "0-d alone": (lambda x: x.square().sum() + 1, (torch.tensor(3.0, dtype=F64),), EXACT),
+    "size one": (lambda x, y: x * y + y.sum(0, True), (ints(1, 4), ints(3, 1)), EXACT),
+    "one by one": (lambda x: (x @ x).squeeze(0), (ints(1, 1),), EXACT),
+    "one expanded": (lambda x: x.expand(5, 4) * 2, (ints(1, 4),), EXACT),
+    "nothing": (lambda x: (x * 2 + 1, x.sum(0), x.sum()), (ints(0, 3),), EXACT),
+    "nothing contracted": (lambda x, y: x @ y, (ints(3, 0), ints(0, 4)), EXACT),
+    "nothing joined": (lambda x, y: torch.cat([x, y]), (ints(0, 3), ints(4, 3)), EXACT),
+    "nothing viewed": (lambda x: x.reshape(3, 0, 2).transpose(0, 2), (ints(0, 6),), EXACT),
+    "nothing normalised": (lambda x: torch.softmax(x, -1), (ints(3, 0),), EXACT),
+    "the mean of nothing": (lambda x: x.mean(0), (ints(0, 3),), EXACT),
+    "counts": (lambda x: ((x > 0).sum(0), (x > 0).any(), (x > 0).all(1)), (ints(5, 4),), EXACT),
+    "integers": (lambda x: (x.sum(0), x.cumsum(1), x // 2, x % 2), (ints(5, 4, dtype=I64),), EXACT),
+    "integer maxima": (lambda x: (x.amax(0), x.amin(), x.max()), (ints(5, 4, dtype=I64),), EXACT),
+    "indices": (lambda x: (x.argmax(1), x.argmin(), x.max(0).indices), (ints(5, 4),), EXACT),
+    "mean of integers as floats": (lambda x: x.double().mean(0), (ints(4, 2, dtype=I64),), EXACT),
+    "negative indices": (lambda x, i: x[i - 5], (ints(5, 3), ints(7, low=0, high=5, dtype=I64)), EXACT),
+    "padding": (
+        lambda w, i: F.embedding(i, w, padding_idx=1),
+        (ints(5, 3), ints(4, 2, low=0, high=5, dtype=I64)),
+        EXACT,
+    ),
+    "padding counted from the end": (
+        lambda w, i: F.embedding(i, w, padding_idx=-5),
+        (ints(5, 3), ints(7, low=0, high=5, dtype=I64)),
+        EXACT,
+    ),
+    "no target left": (
+        lambda x, i: nn.cross_entropy(x, i, "sum", ignore_index=2),
+        (ints(4, 5), torch.full((4,), 2)),
+        EXACT,
+    ),
+    "half precision": (lambda x: torch.softmax(x.bfloat16(), 1).double(), (ints(5, 4),), 1e-2),
+}  # fmt: skip
+
+
+def relu_mlp(w1: torch.Tensor, b1: torch.Tensor, w2: torch.Tensor, x: torch.Tensor) -> Any:
+    return F.linear(F.relu(F.linear(x, w1, b1)), w2)
+
+
+for _dtype in (BF16, torch.float32):
+    _small = [ints(*s, low=-1, high=2, dtype=_dtype) for s in ((6, 5), (6,), (3, 6), (4, 5))]
+    CASES[f"relu mlp of integers in {_dtype}"] = (relu_mlp, tuple(_small), EXACT)
+
+
+def splits(args: tuple[torch.Tensor, ...], mesh: Mesh) -> Iterator[tuple[P, ...]]:
+    """All arguments whole but one, which has one dim split; then every first dim, every last."""
+    axes = mesh.axes if len(mesh.axes) > 1 else "a"
+    for i, x in enumerate(args):
+        for d in range(x.ndim):
+            yield tuple(P(*[None] * d, axes) if j == i else P() for j in range(len(args)))
+    yield tuple(P(*mesh.axes[: x.ndim]) for x in args)
+    yield tuple(P(*[None] * (x.ndim - 1), axes) if x.ndim else P() for x in args)
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh"), list(itertools.product(CASES, MESHES)), ids=lambda v: str(v).removeprefix("Mesh")
+)
+def test_edges(name: str, mesh: Mesh) -> None:
+    fn, args, tolerance = CASES[name]
+    for specs in splits(args, mesh):
+        check_sharded(fn, args, mesh, specs, tolerance=tolerance)
