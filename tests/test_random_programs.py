@@ -16,7 +16,7 @@ from torchard.sharding.rules.registry import OpRule
 from torchard.sharding.testing import check_sharded
 
 aten = torch.ops.aten
-PARTS, EXAMPLES = 8, 150
+PARTS, EXAMPLES = 8, 130
 quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 
@@ -80,7 +80,7 @@ BROKEN = {
         aten.index.Tensor,
         OpRule(REGISTRY[aten.index.Tensor].text),
     ),
-    "a flip in place": (aten.flip.default, OpRule("... -> ...")),
+    "sums joined by their largest": (aten.sum.dim_IntList, REGISTRY[aten.amax.default]),
 }
 
 
