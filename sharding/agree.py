@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.program import Program
-from torchard.sharding.exchange import ExchangeError, exchange
+from torchard.sharding.exchange import ExchangeError, OutOfStep, exchange
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.rules.registry import results
 
@@ -48,6 +48,8 @@ def _exchange(mesh: Mesh, program: Program, sums: dict[str, str]) -> None:
     mine = {"plan": plan_digest(program), "name": program.name, "inputs": _signature(program)}
     try:
         told = exchange(mesh, "the plan", {**mine, "sums": sums})
+    except OutOfStep:
+        raise
     except ExchangeError as error:
         raise PlanMismatch(
             f"rank {rank} planned {mine['name']}({mine['inputs']}) and waited for the others to plan "
@@ -132,15 +134,19 @@ def _signature(program: Program) -> str:
 
 
 def _common_values(program: Program, parts: Sequence[torch.Tensor]) -> dict[str, str]:
-    """Checksums of the plain inputs, which are one value everywhere."""
+    """Checksums of what is one value everywhere: plain inputs, given or closed over, and constants.
+
+    Placed inputs take several parts in a simulation only; here every input is one.
+    """
     sums = {}
     for leaf, part in zip(program.inputs, parts, strict=True):
-        if leaf.tag is None and leaf.role == "primal":
+        if leaf.tag is None and leaf.role in ("primal", "closure", "constant"):
             sums[leaf.path] = checksum(part)
     return sums
 
 
 def checksum(value: torch.Tensor) -> str:
-    """A digest of a tensor's bytes."""
-    data = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    """A digest of a tensor's bytes, whatever transforms are live around it."""
+    with internals.no_modes():
+        data = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(data.tobytes(), digest_size=12).hexdigest()

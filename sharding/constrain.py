@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ __all__ = ["constrain", "number_of", "pinned_spec"]
 
 _SPECS: list[P] = []
 _NUMBERS: dict[P, int] = {}
+_lock = threading.Lock()
 
 _library = torch.library.Library("torchard", "FRAGMENT")
 _library.define("constrain(Tensor x, int spec) -> Tensor")
@@ -32,10 +34,11 @@ torch.library.register_fake("torchard::constrain", _fake, lib=_library)
 
 def number_of(spec: P) -> int:
     """Specs travel through graphs as numbers."""
-    if spec not in _NUMBERS:
-        _NUMBERS[spec] = len(_SPECS)
-        _SPECS.append(spec)
-    return _NUMBERS[spec]
+    with _lock:
+        if spec not in _NUMBERS:
+            _NUMBERS[spec] = len(_SPECS)
+            _SPECS.append(spec)
+        return _NUMBERS[spec]
 
 
 def pinned_spec(node: fx.Node) -> P | None:

@@ -26,6 +26,7 @@ __all__ = ["DECOMPOSITIONS", "decompose", "register_decomposition"]
 
 aten = torch.ops.aten
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
+BIASED_PRODUCTS = frozenset({aten.addmm.default, aten.baddbmm.default})
 
 
 def register_decomposition(*targets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

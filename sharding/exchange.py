@@ -11,11 +11,15 @@ import torch.distributed as dist
 
 from torchard.sharding.mesh import Mesh
 
-__all__ = ["ExchangeError", "exchange"]
+__all__ = ["ExchangeError", "OutOfStep", "exchange"]
 
 
 class ExchangeError(RuntimeError):
     """A rank did not tell what the others waited for."""
+
+
+class OutOfStep(ExchangeError):
+    """Ranks make different calls."""
 
 
 _turns = itertools.count()
@@ -28,18 +32,29 @@ def exchange(mesh: Mesh, what: str, mine: Any) -> list[Any]:
 
     Raises:
         ExchangeError: a rank said nothing for ``mesh.timeout`` seconds; names it and ``what``.
+        OutOfStep: a rank spoke of something else.
     """
     assert mesh.device_mesh is not None
     store, turn = _store(), next(_turns)
-    store.set(_key(turn, dist.get_rank()), json.dumps(mine))
+    store.set(_key(turn, dist.get_rank()), json.dumps([what, mine]))
     ranks = mesh.device_mesh.mesh.flatten().tolist()
     told = [
-        mine if r == dist.get_rank() else json.loads(_read(store, turn, r, mesh, what))
+        mine if r == dist.get_rank() else _told(_read(store, turn, r, mesh, what), r, what)
         for r in ranks
     ]
     # Who has come to this turn has read all of the last one.
     store.delete_key(_key(turn - 1, dist.get_rank()))
     return told
+
+
+def _told(text: str, rank: int, what: str) -> Any:
+    about, data = json.loads(text)
+    if about != what:
+        raise OutOfStep(
+            f"rank {dist.get_rank()} tells {what} while rank {rank} tells {about}: the ranks are at "
+            "different calls. Every rank must make the same calls of placed values, in the same order."
+        )
+    return data
 
 
 def _key(turn: int, rank: int) -> str:

@@ -123,6 +123,7 @@ class Lowering:
         self.emit = Emitter(self.graph)
         self.env: dict[fx.Node, dict[Key, Value]] = {}
         self.numbers = itertools.count()
+        self.in_flight: list[Value] = []
 
     def run(self) -> fx.Graph:
         """The local graph: parts of all inputs, in order, to parts of all outputs."""
@@ -135,7 +136,12 @@ class Lowering:
             elif node.op == "call_function":
                 self._node(node)
             elif node.op == "output":
-                self.graph.output(tuple(self._outputs(node)))
+                parts = tuple(self._outputs(node))
+                # Nobody drops a collective: others count on it, even if this rank's shard is empty
+                # and nothing here reads the result.
+                for value in self.in_flight:
+                    value.get()
+                self.graph.output(parts)
         return self.graph
 
     def distinct(self, layouts: Sequence[Layout]) -> list[Coords]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from torchard.sharding.decompose import decompose
+from torchard.sharding.decompose import BIASED_PRODUCTS, decompose
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.options import factor_axes
 from torchard.sharding.propagate import Decision, Given, propagate
@@ -32,16 +32,30 @@ def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
     What comes apart leaves its result split, so that the next operation may (a softmax and the loss
     after it): the rounds go on to the end, and the cheapest wins.
     """
-    best = plan = Plan(graph, given, propagate(graph, given, mesh.sizes))
+    best = plan = _with_split_products(Plan(graph, given, propagate(graph, given, mesh.sizes)), mesh)
     for _ in range(_ROUNDS):
         torn = _torn(plan, mesh)
         tried = _taken_apart(plan, torn, mesh) if torn else None
         if tried is None:
             break
-        plan = tried
+        plan = _with_split_products(tried, mesh)
         if plan.decision.total < best.decision.total:
             best = plan
     return best
+
+
+def _with_split_products(plan: Plan, mesh: Mesh) -> Plan:
+    """Products that carry their bias, and whose contraction is split, leave it for afterwards.
+
+    Not a matter of price: together the two hide the option to split the contraction, and the work.
+    """
+    for _ in range(_ROUNDS):
+        torn = [node for node in _torn(plan, mesh) if node.target in BIASED_PRODUCTS]
+        tried = _taken_apart(plan, torn, mesh) if torn else None
+        if tried is None:
+            break
+        plan = tried
+    return plan
 
 
 def _torn(plan: Plan, mesh: Mesh) -> list[fx.Node]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Hashable
 from typing import Any
 
 import optree
@@ -69,7 +70,7 @@ def _placed(leaf: Any, mesh: Mesh, spec: P, path: str) -> Any:
     if layout.is_replicated:
         return MeshTensor(held, [leaf.clone()])
     if leaf.requires_grad or internals.has_transforms():
-        return _mover(mesh, spec, leaf.shape, leaf.dtype)(leaf)
+        return _mover(mesh, spec, (leaf.shape, leaf.dtype))(leaf)
     # A shard of its own: it must neither keep the whole alive nor share memory with it.
     return MeshTensor(held, [cut(leaf, layout, at, mesh).clone() for at in held.places])
 
@@ -87,7 +88,7 @@ def cut(value: torch.Tensor, layout: Layout, at: Coords, mesh: Mesh) -> torch.Te
 def full(value: MeshTensor) -> torch.Tensor:
     """The whole value on every rank. Every rank must call it."""
     _agree(value, "full()")
-    whole: torch.Tensor = _mover(value.mesh, P(), value.shape, value.dtype)(value)
+    whole: torch.Tensor = _mover(value.mesh, P(), value._read()[:4])(value)
     return whole
 
 
@@ -100,7 +101,7 @@ def redistribute(value: MeshTensor, spec: P) -> MeshTensor:
     """
     layout = layout_of(spec, value.shape, value.mesh)
     _agree(value, f"redistribute(to {spec})")
-    moved = _mover(value.mesh, spec, value.shape, value.dtype)(value)
+    moved = _mover(value.mesh, spec, value._read()[:4])(value)
     if isinstance(moved, MeshTensor):
         return moved
     return MeshTensor(Held.of(value.mesh, layout), [moved])
@@ -113,6 +114,6 @@ def _agree(value: MeshTensor, what: str) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _mover(mesh: Mesh, spec: P, shape: torch.Size, dtype: torch.dtype) -> Transformed:
-    """What takes a value of a shape to a spec; as any transform it has the right gradient."""
+def _mover(mesh: Mesh, spec: P, kind: Hashable) -> Transformed:
+    """What takes values of a kind to a spec; as any transform it has the right gradient."""
     return Transformed(torch.clone, (Shard(mesh, None, spec),))

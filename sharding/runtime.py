@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.codegen import compiled
 from torchard.functional.program import Bound, Placement, Program
 from torchard.sharding.agree import agreement
@@ -88,7 +89,9 @@ class Distributed:
 
 
 def _is_traced(part: torch.Tensor) -> bool:
-    return type(part) is not torch.Tensor and type(part) is not torch.nn.Parameter
+    """A transform's tensor has no values to agree on; the call that has them comes later."""
+    plain = type(part) in (torch.Tensor, torch.nn.Parameter)
+    return not plain or internals.is_wrapped(part)
 
 
 def _local(lowering: Lowering) -> fx.Graph:

@@ -30,7 +30,12 @@ def fold_views(graph: fx.Graph) -> None:
             _fold_reshape(node, source)
         elif node.target is aten.t.default and source.target is aten.t.default:
             node.replace_all_uses_with(source.all_input_nodes[0])
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(is_impure_node=_must_stay)
+
+
+def _must_stay(node: fx.Node) -> bool:
+    """A collective that this rank has no use for is one that the others wait for."""
+    return node.op in ("placeholder", "output") or "c10d" in getattr(node.target, "namespace", "")
 
 
 def _fold_reshape(node: fx.Node, source: fx.Node) -> None:

@@ -163,7 +163,8 @@ class Wire:
             finally:
                 low.emit.tags = now
 
-        return {step.after.key(at): Value(wait=wait)}
+        low.in_flight.append(Value(wait=wait))
+        return {step.after.key(at): low.in_flight[-1]}
 
 
 class _Started:

@@ -227,6 +227,36 @@ def norm_counts_each_value_once(rank: int, world: int) -> float:
     return float((global_norm(tree) - want).abs())
 
 
+@check
+def a_batch_shorter_than_the_mesh(rank: int, world: int) -> float:
+    """Ranks without rows still take part in gathers that only the others need."""
+    mesh = Mesh({"dp": world})
+    w = torch.arange(24.0, dtype=torch.float64).reshape(4, 6).sin()
+    x = torch.arange(4.0, dtype=torch.float64).reshape(1, 4)
+
+    def f(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ w).sum()
+
+    have = torch.func.grad(shard(f, mesh))(place(w, mesh, P("dp")), place(x, mesh, P("dp")))
+    compiled = torch.func.grad(jit(shard(f, mesh)))
+    again = compiled(place(w, mesh, P("dp")), place(x, mesh, P("dp")))
+    want = torch.func.grad(f)(w, x)
+    return max(worst({"w": v.full()}, {"w": want}) for v in (have, again))
+
+
+@check
+def gradient_through_place_and_full(rank: int, world: int) -> float:
+    mesh = Mesh({"tp": world})
+    w, x = torch.arange(6.0).sin().double(), torch.arange(6.0).cos().double()
+
+    def f(w: torch.Tensor) -> torch.Tensor:
+        moved = shard(lambda a, b: a * b, mesh)(place(w, mesh, P("tp")), place(x, mesh, P("tp")))
+        return moved.full().square().sum()
+
+    have = torch.func.grad(f)(w)
+    return worst({"w": have}, {"w": torch.func.grad(lambda w: (w * x).square().sum())(w)})
+
+
 def message(fn: Callable[[], Any]) -> str:
     try:
         fn()
@@ -244,6 +274,19 @@ def mesh_of_another_size(rank: int, world: int) -> str:
 def replicas_that_differ(rank: int, world: int) -> str:
     run = shard(lambda x, y: x * y, Mesh({"tp": world}))
     return message(lambda: run(torch.ones(3), torch.ones(3) * rank))
+
+
+@check
+def closed_over_replicas_that_differ(rank: int, world: int) -> str:
+    scale = torch.ones(3) * rank
+    return message(lambda: shard(lambda x: x * scale, Mesh({"tp": world}))(torch.ones(3)))
+
+
+@check
+def calls_that_differ(rank: int, world: int) -> str:
+    mesh = Mesh({"tp": world})
+    x = place(torch.arange(6.0), mesh, P("tp"))
+    return message(x.full if rank == 0 else lambda: place(torch.ones(3), mesh, P("tp")))
 
 
 @check

@@ -122,6 +122,24 @@ def test_a_rank_that_gathers_alone(ranks: Results) -> None:
     assert found[0][1] < 20
 
 
+def test_closed_over_replicas_that_differ(ranks: Results) -> None:
+    for said in every(ranks, "closed_over_replicas_that_differ"):
+        assert said.startswith("ReplicaMismatch: closure"), said
+
+
+def test_calls_that_differ(ranks: Results) -> None:
+    for said in every(ranks, "calls_that_differ"):
+        assert said.startswith("OutOfStep: rank"), said
+        assert "full()" in said and "passed to place" in said
+
+
+@pytest.mark.parametrize(
+    "name", ["a_batch_shorter_than_the_mesh", "gradient_through_place_and_full"]
+)
+def test_gradients(ranks: Results, name: str) -> None:
+    assert max(every(ranks, name)) <= 1e-12
+
+
 def test_plans_that_differ(ranks: Results) -> None:
     for said in every(ranks, "plans_that_differ"):
         assert said.startswith("PlanMismatch: rank")

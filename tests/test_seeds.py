@@ -190,3 +190,12 @@ def test_the_plan_prints_as_a_table() -> None:
     assert row.split()[:5] == ["all_reduce", "tp", "16×64", "float64", "8,192"]
     assert "seeds.py" in row
     assert total == "1 collectives, 8,192 bytes per rank"
+
+
+def test_work_stays_split_where_gathering_would_send_less() -> None:
+    """A tiny hidden layer between wide ones: its shards are smaller than the result to reduce."""
+    seed = dataclasses.replace(S0, sizes=(16, 8, 256), batch=(64,))
+    params, x, _ = seed.normal(torch.float64)
+    mesh = virtual(2)
+    run = shard(seed.forward, mesh)
+    assert kinds(run.lower(*sharded_arguments(seed, mesh, params, x)).collectives) == S0_FORWARD
