@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,7 +65,7 @@ def _item(key: Any) -> Callable[[Any], Any]:
 
 
 def _attribute(key: str) -> Callable[[Any], Any]:
-    return lambda value: value.__dict__[key]
+    return lambda value: getattr(value, key)
 
 
 def _of_function(fn: types.FunctionType) -> Iterator[tuple[Step, Any]]:
@@ -75,13 +76,29 @@ def _of_function(fn: types.FunctionType) -> Iterator[tuple[Step, Any]]:
             yield (key, _cell(i)), cell.cell_contents
         except ValueError:  # not assigned yet
             continue
-    for key in _global_names(fn.__code__):
+    names = _global_names(fn.__code__)
+    for key in names:
         if key in fn.__globals__:
-            yield (key, _global(key)), fn.__globals__[key]
+            child = fn.__globals__[key]
+            yield (key, _global(key)), child
+            if isinstance(child, types.ModuleType):
+                yield from _of_module(child, key, names)
     for i, value in enumerate(fn.__defaults__ or ()):
         yield (f"default {i}", _default(i)), value
     for key, value in (fn.__kwdefaults__ or {}).items():
         yield (f"default {key}", _keyword(key)), value
+
+
+def _of_module(module: types.ModuleType, key: str, names: set[str]) -> Iterator[tuple[Step, Any]]:
+    """The tensors and settings of a module that the function may name."""
+    for name in names & vars(module).keys():
+        item = vars(module)[name]
+        if isinstance(item, (torch.Tensor, *_SETTINGS)) or is_placed(item):
+            yield (f"{key}.{name}", _through(key, name)), item
+
+
+def _through(key: str, name: str) -> Callable[[Any], Any]:
+    return lambda fn: vars(fn.__globals__[key])[name]
 
 
 def _global_names(code: types.CodeType) -> set[str]:
@@ -109,12 +126,53 @@ def _children(value: Any) -> Iterator[tuple[Step, Any]]:
     elif isinstance(value, dict):
         for key, item in value.items():
             yield (f"[{key!r}]", _item(key)), item
-    elif isinstance(value, (list, tuple)):
+    elif isinstance(value, (list, tuple, deque)):
         for i, item in enumerate(value):
             yield (f"[{i}]", _item(i)), item
-    elif not isinstance(value, (type, types.ModuleType)) and hasattr(value, "__dict__"):
-        for key, item in vars(value).items():
+    elif isinstance(value, type):
+        yield from _of_class(value, value)
+    elif not isinstance(value, types.ModuleType):
+        yield from _of_object(value)
+
+
+def _of_object(value: Any) -> Iterator[tuple[Step, Any]]:
+    """What an instance holds, in its dict, in slots, or through its class."""
+    held = getattr(value, "__dict__", {})
+    for key, item in list(held.items()):
+        yield (f".{key}", _attribute(key)), item
+    for cls in type(value).__mro__:
+        for key in _slots(cls):
+            if hasattr(value, key):
+                yield (f".{key}", _attribute(key)), getattr(value, key)
+    for step, item in _of_class(type(value), value):
+        if step[0][1:] not in held:
+            yield step, item
+
+
+def _slots(cls: type) -> tuple[str, ...]:
+    slots = cls.__dict__.get("__slots__", ()) if _is_users(cls) else ()
+    names = (slots,) if isinstance(slots, str) else tuple(slots)
+    return tuple(name for name in names if not name.startswith("__"))
+
+
+def _of_class(cls: type, owner: Any) -> Iterator[tuple[Step, Any]]:
+    """Data on a class of the user's and its bases: not methods, not descriptors."""
+    seen: set[str] = set()
+    for base in cls.__mro__:
+        if not _is_users(base):
+            continue
+        for key, item in list(vars(base).items()):
+            if key in seen or key.startswith("__") or hasattr(type(item), "__get__"):
+                continue
+            seen.add(key)
             yield (f".{key}", _attribute(key)), item
+
+
+_OTHERS = ("builtins", "torch", "torchard", "typing", "collections", "abc", "enum", "numpy")
+
+
+def _is_users(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] not in _OTHERS
 
 
 def _walk(
@@ -157,16 +215,51 @@ def settings_of(fn: Any) -> list[tuple[Reader, Any]]:
 
 
 def _setting_children(value: Any) -> Iterator[tuple[Step, Any]]:
-    """Closure cells, through functions; a function's globals only for plain values."""
+    """All that closure cells lead to; of what is global, functions and what they name."""
     for step, child in _children(value):
-        if isinstance(child, _SETTINGS) or not _is_global(value, child):
+        if isinstance(child, (*_SETTINGS, types.FunctionType)) or not _is_global(value, child):
             yield step, child
+        else:
+            yield from _named(step, child, _named_in(value.__code__))
 
 
 def _is_global(fn: Any, child: Any) -> bool:
     return isinstance(fn, types.FunctionType) and any(
-        fn.__globals__.get(key) is child for key in fn.__code__.co_names
+        fn.__globals__.get(key) is child for key in _global_names(fn.__code__)
     )
+
+
+def _named_in(code: types.CodeType) -> set[Any]:
+    """Attribute names and constant keys that a function uses."""
+    found = {*code.co_names, *(c for c in code.co_consts if isinstance(c, (str, int)))}
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            found |= _named_in(constant)
+    return found
+
+
+def _named(
+    step: Step, value: Any, names: set[Any], depth: int = 3
+) -> Iterator[tuple[Step, Any]]:
+    """The settings in a global object that a function names: ``cfg["s"]``, ``cfg.model.width``."""
+    if depth == 0 or isinstance(value, (torch.Tensor, types.ModuleType)) or is_placed(value):
+        return
+    for (text, inner), child in _children(value):
+        if text.strip(".[]'") not in names and not _names_index(text, names):
+            continue
+        joined = (f"{step[0]}{text}", _after(step[1], inner))
+        if isinstance(child, _SETTINGS):
+            yield joined, child
+        else:
+            yield from _named(joined, child, names, depth - 1)
+
+
+def _names_index(text: str, names: set[Any]) -> bool:
+    return text[1:-1].isdigit() and int(text[1:-1]) in names
+
+
+def _after(first: Callable[[Any], Any], then: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: then(first(value))
 
 
 def path_to(fn: Any, value: Any) -> str:

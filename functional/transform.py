@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from torchard.functional import torch_internals as internals
 from torchard.functional.closures import Reader, reader_of, settings_of
 from torchard.functional.donate import give_up
 from torchard.functional.errors import RetraceWarning
@@ -241,11 +240,12 @@ class _Entry:
 
     @property
     def lasting(self) -> bool:
-        """Whether the trace outlives the call: not if it holds a transform's own tensors."""
-        return all(
-            reader is not None or not _passing(closure.value)
-            for reader, closure in zip(self.readers, self.lifted, strict=True)
-        )
+        """Whether the trace outlives the call: only if every closed-over tensor can be read anew.
+
+        One whose place in fn's environment was not found may be another one next time, and a
+        transform's own tensor (found or not) surely is.
+        """
+        return all(reader is not None for reader in self.readers)
 
     def closures(self, fn: Callable[..., Any]) -> list[Any] | None:
         """The closed-over values as they are now; None if one no longer fits the trace."""
@@ -300,13 +300,6 @@ class _Entry:
                 values.append(leaf.tag.wrap(parts[position:stop]))
                 position = stop
         return self.out_tree.build(values)
-
-
-def _passing(value: Any) -> bool:
-    """A tensor of a functorch level or of another trace, which dies with it."""
-    if not isinstance(value, torch.Tensor):
-        return False
-    return internals.is_wrapped(value) or isinstance(value, internals.FakeTensor)
 
 
 def _fits(value: Any, closure: Closure) -> bool:
