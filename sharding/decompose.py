@@ -17,7 +17,7 @@ from torch import fx
 from torchard.functional.errors import PurityError
 from torchard.functional.purify import purify
 from torchard.functional.record import Spec, record
-from torchard.sharding.rules import Call
+from torchard.sharding.rules import Call, lookup
 from torchard.sharding.rules.loss import MEAN, SUM, class_dim
 from torchard.sharding.rules.reduce import reduced_dims
 from torchard.sharding.rules.registry import result_index, results
@@ -40,6 +40,11 @@ def register_decomposition(*targets: Any) -> Callable[[Callable[..., Any]], Call
     return register
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What statistics of a dtype are computed in."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
 def _numel(x: torch.Tensor, dims: Sequence[int]) -> int:
     return math.prod(x.shape[d] for d in dims)
 
@@ -58,7 +63,7 @@ def _moments(
     """Variance and mean in two passes, as torch's: exact where the mean is large."""
     dims = reduced_dims(dim, x.ndim)
     n = _numel(x, dims)
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    wide = x.to(_wide(x.dtype))
     mean = torch.sum(wide, dims, True) / n
     freedom = max(n - (1 if correction is None else correction), 0)
     square = torch.sum((wide - mean) ** 2, dims, keepdim)
@@ -109,7 +114,7 @@ def _baddbmm(
 
 @register_decomposition(aten._softmax.default)
 def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    wide = x.to(_wide(x.dtype))
     powers = torch.exp(wide - torch.amax(wide, dim, True))
     out = powers / torch.sum(powers, dim, True)
     return out if half_to_float else out.to(x.dtype)
@@ -117,7 +122,7 @@ def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
 
 @register_decomposition(aten._log_softmax.default)
 def _log_softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    wide = x.to(_wide(x.dtype))
     shifted = wide - torch.amax(wide, dim, True)
     out = shifted - torch.log(torch.sum(torch.exp(shifted), dim, True))
     return out if half_to_float else out.to(x.dtype)
@@ -138,6 +143,29 @@ def _log_softmax_backward(
     return (grad - torch.exp(out) * torch.sum(grad, dim, True)).to(input_dtype)
 
 
+@register_decomposition(aten.linalg_vector_norm.default)
+def _vector_norm(
+    x: torch.Tensor,
+    ord: float = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    dims = reduced_dims(dim, x.ndim)
+    kind = x.dtype if dtype is None else dtype
+    size = x.to(_wide(kind)).abs()
+    if ord in (math.inf, -math.inf):
+        extreme = torch.amax if ord > 0 else torch.amin
+        return extreme(size, dims, keepdim).to(kind)
+    if ord == 0:
+        return torch.sum((size != 0).to(kind), dims, keepdim)
+    if ord == 1:
+        return torch.sum(size, dims, keepdim).to(kind)
+    total = torch.sum(size * size if ord == 2 else size**ord, dims, keepdim)
+    return (torch.sqrt(total) if ord == 2 else total ** (1 / ord)).to(kind)
+
+
 @register_decomposition(aten.logsumexp.default)
 def _logsumexp(x: torch.Tensor, dim: Any, keepdim: bool = False) -> torch.Tensor:
     top = torch.amax(x, dim, True)
@@ -154,7 +182,7 @@ def _layer_norm(
     bias: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    wide = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+    wide = x.to(_wide(x.dtype))
     dims = list(range(x.ndim - len(shape), x.ndim))
     var, mean = _moments(wide, dims, 0, True)
     scale = torch.rsqrt(var + eps)
@@ -175,7 +203,7 @@ def _layer_norm_backward(
     bias: torch.Tensor | None,
     mask: Sequence[bool],
 ) -> tuple[torch.Tensor | None, ...]:
-    wide = x.dtype if x.dtype not in (torch.bfloat16, torch.float16) else torch.float32
+    wide = _wide(x.dtype)
     dims = list(range(x.ndim - len(shape), x.ndim))
     rows = list(range(x.ndim - len(shape)))
     g, normed = grad.to(wide), (x.to(wide) - mean) * scale
@@ -235,15 +263,26 @@ def _nll_loss_backward(
     return torch.zeros_like(x).scatter(at, known.unsqueeze(at), slope)
 
 
-def _torch_decomposition(target: Any) -> Callable[..., Any] | None:
-    """torch's own table, for what this file leaves out."""
-    found: Any = torch._decomp.decomposition_table.get(target)
+def comes_apart(node: fx.Node) -> bool:
+    """Whether there is a decomposition worth trying."""
+    return _decomposition(node.target) is not None
+
+
+def _decomposition(target: Any) -> Callable[..., Any] | None:
+    """This file's, or torch's own for what has no rule.
+
+    Not for what has one and no entry here: slices and the like only move data, and more of it in
+    pieces.
+    """
+    found: Any = DECOMPOSITIONS.get(target)
+    if found is None and lookup(target) is None:
+        found = torch._decomp.decomposition_table.get(target)
     return found  # type: ignore[no-any-return]
 
 
 def decompose(graph: fx.Graph, node: fx.Node) -> bool:
     """Replace a node by its pieces. False, the graph untouched, if it does not come apart."""
-    rule = DECOMPOSITIONS.get(node.target) or _torch_decomposition(node.target)
+    rule = _decomposition(node.target)
     if rule is None:
         return False
     operands = Call.of(node).operands

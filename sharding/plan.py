@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from torchard.sharding.decompose import BIASED_PRODUCTS, decompose
+from torchard.sharding.decompose import BIASED_PRODUCTS, comes_apart, decompose
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.options import factor_axes
 from torchard.sharding.propagate import Decision, Given, propagate
@@ -27,14 +27,30 @@ class Plan:
 
 
 def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
-    """The best plan found: operations whose whole dims are split come apart if that is cheaper.
+    """The best plan found: operations that would be gathered come apart if that is cheaper.
+
+    All that can are tried together; if that does not pay, without one kind of them at a time.
+    """
+    first = _with_split_products(Plan(graph, given, propagate(graph, given, mesh.sizes)), mesh)
+    kinds = dict.fromkeys(_kind(node) for node in _torn(first, mesh))
+    best, kept_whole = _explore(first, mesh, frozenset()), frozenset[str]()
+    if best is first and len(kinds) > 1:
+        for kind in kinds:
+            tried = _explore(first, mesh, kept_whole | {kind})
+            if tried.decision.total < best.decision.total:
+                best, kept_whole = tried, kept_whole | {kind}
+    return best
+
+
+def _explore(plan: Plan, mesh: Mesh, kept_whole: frozenset[str]) -> Plan:
+    """The cheapest of the plans that taking apart leads to, some kinds of operations excepted.
 
     What comes apart leaves its result split, so that the next operation may (a softmax and the loss
-    after it): the rounds go on to the end, and the cheapest wins.
+    after it): the rounds go on to the end.
     """
-    best = plan = _with_split_products(Plan(graph, given, propagate(graph, given, mesh.sizes)), mesh)
+    best = plan
     for _ in range(_ROUNDS):
-        torn = _torn(plan, mesh)
+        torn = [node for node in _torn(plan, mesh) if _kind(node) not in kept_whole]
         tried = _taken_apart(plan, torn, mesh) if torn else None
         if tried is None:
             break
@@ -42,6 +58,13 @@ def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
         if plan.decision.total < best.decision.total:
             best = plan
     return best
+
+
+def _kind(node: fx.Node) -> str:
+    """A forward and its backward are one kind."""
+    name = getattr(node.target, "_schema", None)
+    text = str(node.target) if name is None else str(name.name)
+    return text.split("::")[-1].replace("_backward", "").replace("_forward", "").strip("_")
 
 
 def _with_split_products(plan: Plan, mesh: Mesh) -> Plan:
@@ -63,7 +86,7 @@ def _torn(plan: Plan, mesh: Mesh) -> list[fx.Node]:
     found = []
     for node in plan.decision.option:
         rule = rule_of(Call.of(node))
-        if rule.gathered or not rule.whole:
+        if not rule.whole or not comes_apart(node):
             continue
         for operand, dims in zip(Call.of(node).operands, rule.ins, strict=True):
             home = plan.decision.home[operand]

@@ -81,12 +81,13 @@ register_rule(aten.amax.default, text=_extreme("max"))
 register_rule(aten.amin.default, text=_extreme("min"))
 register_rule(aten.max.default, text=_extreme_all("max"))
 register_rule(aten.min.default, text=_extreme_all("min"))
-register_rule(aten.mean.default, text=_whole_all)
-register_rule(aten.prod.default, aten.any.default, aten.all.default, text=_whole_all)
+register_rule(aten.any.default, text=_extreme_all("max"))
+register_rule(aten.all.default, text=_extreme_all("min"))
+register_rule(aten.any.dim, text=_extreme("max"))
+register_rule(aten.all.dim, text=_extreme("min"))
+register_rule(aten.mean.default, aten.prod.default, text=_whole_all)
 register_rule(
     aten.mean.dim,
-    aten.any.dim,
-    aten.all.dim,
     aten.prod.dim_int,
     aten.argmax.default,
     aten.argmin.default,
@@ -105,5 +106,10 @@ def _var(results: int) -> Any:
     return text
 
 
+def _norm(call: Call) -> str:
+    return _reduction(call, call.arg(2, "dim"), bool(call.arg(3, "keepdim", False)), "whole {}")
+
+
+register_rule(aten.linalg_vector_norm.default, text=_norm)
 register_rule(aten.var.correction, aten.std.correction, text=_var(1))
 register_rule(aten.var_mean.correction, text=_var(2))
