@@ -281,3 +281,39 @@ def test_norms_of_placed_trees() -> None:
     torch.testing.assert_close(norm, want)
     torch.testing.assert_close(global_norm(clipped), torch.tensor(0.5, dtype=torch.float64))
     assert clipped["a"].spec == P("dp", "tp")
+
+
+@pytest.mark.parametrize("ids", [[7], [0, 6], [-8], [3, -1]], ids=str)
+@pytest.mark.parametrize("how", ["embedding", "index", "index_select", "gather"])
+def test_ids_outside_a_split_table_are_refused_as_outside_a_whole_one(
+    how: str, ids: list[int]
+) -> None:
+    lookups = {
+        "embedding": lambda t, i: F.embedding(i, t),
+        "index": lambda t, i: t[i],
+        "index_select": lambda t, i: t.index_select(0, i),
+        "gather": lambda t, i: t.gather(0, i[:, None].expand(-1, 6)),
+    }
+    lookup, index = lookups[how], torch.tensor(ids)
+    table = place(W[:6], Mesh({"tp": 4}, virtual=True), P("tp"))  # the last shard is empty
+    run = shard(lookup, table.mesh)
+    try:
+        want = lookup(W[:6], index)
+    except (IndexError, RuntimeError) as error:
+        with pytest.raises(type(error)):
+            run(table, index)
+    else:
+        assert torch.equal(run(table, index).full(), want)
+
+
+def test_a_mean_square_error_over_rows_sends_scalars() -> None:
+    x, y = place(X, MESH, P("dp")), place(X + 1, MESH, P("dp"))
+    program = shard(F.mse_loss, MESH).lower_joint(x, y)
+    assert [(r.kind, r.shape) for r in program.collectives] == [("all_reduce", ())]
+
+
+def test_what_moves_data_does_not_keep_statistics_from_coming_apart() -> None:
+    x, y = (place(X, MESH, P(None, "tp")) for _ in range(2))
+    run = shard(lambda x, y: (F.layer_norm(x, (6,)), y[:, 1:] - y[:, :-1]), MESH)
+    norm = [r for r in run.lower(x, y).collectives if r.shape == (8, 1)]
+    assert [r.kind for r in norm] == ["all_reduce", "all_reduce"]

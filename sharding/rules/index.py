@@ -12,19 +12,27 @@ from torchard.sharding.rules.registry import Call, Local, letters, register_rule
 aten = torch.ops.aten
 
 
-def _owned(local: Local, ids: Any, own: range, size: int) -> tuple[Any, Any]:
-    """Which ids fall into the owned run (negative ones counted from the end), and where there."""
-    wrapped = local.call(
-        aten.where.self,
-        local.call(aten.lt.Scalar, ids, 0),
-        local.call(aten.add.Tensor, ids, size),
-        ids,
-    )
-    above = local.call(aten.ge.Scalar, wrapped, own.start)
-    below = local.call(aten.lt.Scalar, wrapped, own.stop)
-    mask = local.call(aten.logical_and.default, above, below)
-    shifted = local.call(aten.sub.Tensor, wrapped, own.start)
+def _owned(local: Local, ids: Any, own: range, size: int, *, refuse: bool) -> tuple[Any, Any]:
+    """Which ids fall into the owned run, and where there.
+
+    With ``refuse``, ids beyond either end are left to the shard at that end, whose kernel refuses
+    them as the whole table's would; without, they are no one's (a write to them is the forward's
+    error already).
+    """
+    checks = []
+    if own.start > 0 or not refuse:
+        checks.append(local.call(aten.ge.Scalar, ids, own.start))
+    if own.stop < size or not refuse:
+        checks.append(local.call(aten.lt.Scalar, ids, own.stop))
+    mask = checks[0] if len(checks) == 1 else local.call(aten.logical_and.default, *checks)
+    shifted = local.call(aten.sub.Tensor, ids, own.start)
     return mask, local.call(aten.where.ScalarOther, mask, shifted, 0)
+
+
+def _from_the_end(local: Local, ids: Any, size: int) -> Any:
+    """Negative ids count from the end, where the operation has it so."""
+    negative = local.call(aten.lt.Scalar, ids, 0)
+    return local.call(aten.where.self, negative, local.call(aten.add.Tensor, ids, size), ids)
 
 
 def _masked(local: Local, mask: Any, value: Any, like: int, rank: int) -> Any:
@@ -38,7 +46,7 @@ def _emit_embedding(call: Call, local: Local) -> Any:
     own, size = local.operand_range(0, 0), call.ins[0][0]
     if len(own) == size:
         return local.call(call.target, *local.args, **local.kwargs)
-    mask, ids = _owned(local, local.args[1], own, size)
+    mask, ids = _owned(local, local.args[1], own, size, refuse=True)
     rows = local.call(aten.embedding.default, local.args[0], ids)
     return _masked(local, mask, rows, len(call.ins[1]), len(call.outs[0]))
 
@@ -61,7 +69,7 @@ def _emit_embedding_backward(call: Call, local: Local) -> Any:
     if len(own) == size:
         return local.call(call.target, *local.args, **local.kwargs)
     grad, ids = local.args[0], local.args[1]
-    mask, ids = _owned(local, ids, own, size)
+    mask, ids = _owned(local, ids, own, size, refuse=False)
     grad = _masked(local, mask, grad, len(call.ins[1]), len(call.ins[0]))
     pad = call.arg(3)
     pad = pad - own.start if pad in own else -1
@@ -102,7 +110,7 @@ def _emit_gather(call: Call, local: Local) -> Any:
     own, size = local.operand_range(0, dim), call.ins[0][dim]
     if len(own) == size:
         return local.call(call.target, *local.args, **local.kwargs)
-    mask, ids = _owned(local, local.args[2], own, size)
+    mask, ids = _owned(local, local.args[2], own, size, refuse=True)
     found = local.call(aten.gather.default, local.args[0], dim, ids)
     return local.call(aten.where.ScalarOther, mask, found, 0)
 
@@ -137,7 +145,7 @@ def _emit_scatter(call: Call, local: Local) -> Any:
     if len(own) == size:
         return local.call(call.target, *local.args, **local.kwargs)
     table, _, ids, *rest = local.args
-    mask, shifted = _owned(local, ids, own, size)
+    mask, shifted = _owned(local, ids, own, size, refuse=False)
     inverse = local.call(aten.logical_not.default, mask)
     ids = local.call(aten.masked_fill.Scalar, shifted, inverse, len(own))
     longer = _spare_slot(local, table, local.shape(), dim)
@@ -172,7 +180,7 @@ def _emit_index_select(call: Call, local: Local) -> Any:
     own, size = local.operand_range(0, dim), call.ins[0][dim]
     if len(own) == size:
         return local.call(call.target, *local.args, **local.kwargs)
-    mask, ids = _owned(local, local.args[2], own, size)
+    mask, ids = _owned(local, local.args[2], own, size, refuse=True)
     found = local.call(aten.index_select.default, local.args[0], dim, ids)
     return _masked(local, mask, found, dim + 1, len(call.outs[0]))
 
@@ -206,8 +214,11 @@ def _emit_index(call: Call, local: Local) -> Any:
     own, size = local.operand_range(0, used[0]), call.ins[0][used[0]]
     if len(used) > 1 or len(own) == size:
         return local.call(call.target, *local.args, **local.kwargs)
-    ids = local.args[1][used[0]]
-    mask, shifted = _owned(local, ids, own, size)
+    ids = _from_the_end(local, local.args[1][used[0]], size)
+    mask, shifted = _owned(local, ids, own, size, refuse=True)
+    if own.start == 0:  # what is negative still is beyond the start; here it would count again
+        beyond = local.call(aten.lt.Scalar, shifted, 0)
+        shifted = local.call(aten.masked_fill.Scalar, shifted, beyond, len(own))
     found = local.call(call.target, local.args[0], [None] * used[0] + [shifted])
     return _masked(local, mask, found, used[0] + len(call.ins[1]), len(call.outs[0]))
 
@@ -237,7 +248,8 @@ def _emit_index_put(call: Call, local: Local) -> Any:
     if len(own) == size:
         return local.call(call.target, *local.args, **local.kwargs)
     table, indices, *rest = local.args
-    mask, shifted = _owned(local, indices[at], own, size)
+    ids = _from_the_end(local, indices[at], size)
+    mask, shifted = _owned(local, ids, own, size, refuse=False)
     inverse = local.call(aten.logical_not.default, mask)
     ids = local.call(aten.masked_fill.Scalar, shifted, inverse, len(own))
     longer = _spare_slot(local, table, local.shape(), at)

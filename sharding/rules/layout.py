@@ -289,3 +289,26 @@ def _triangle(call: Call) -> str:
 
 
 register_rule(aten.tril.default, aten.triu.default, text=_triangle)
+
+
+def _as_strided(call: Call) -> str:
+    names, outs = letters(len(call.ins[0])), [f"w{i}" for i in range(len(call.outs[0]))]
+    whole = f" | whole {spell(names + outs)}" if names + outs else ""
+    return f"{spell(names)} -> {spell(outs)}{whole} | linear 0"
+
+
+def _emit_as_strided(call: Call, local: Local) -> Any:
+    """It reads memory, so the operand is first laid out in memory as it was while tracing."""
+    val = call.operands[0].meta["val"]
+    order = sorted(range(val.ndim), key=lambda d: (-val.stride(d), d))
+    if val.storage_offset() or not val.permute(order).is_contiguous():
+        raise NotImplementedError(
+            f"as_strided at {call.node.meta.get('source')} reads the memory around a slice, which "
+            "sharded values do not have; index the tensor it is a slice of instead."
+        )
+    packed = local.call(aten.permute.default, local.args[0], order)
+    packed = local.call(aten.clone.default, packed, memory_format=torch.contiguous_format)
+    return local.call(call.target, packed, *local.args[1:], **local.kwargs)
+
+
+register_rule(aten.as_strided.default, text=_as_strided, emit=_emit_as_strided)
