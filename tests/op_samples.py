@@ -214,6 +214,7 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.view.default: VIEWS,
     aten._unsafe_view.default: VIEWS,
     aten.reshape.default: VIEWS,
+    aten.as_strided.default: [S(x(5, 4), [3, 4], [1, 3], 2), S(x(5, 4).t(), [3, 4], [1, 3])],
     aten.squeeze.default: [S(SQUEEZE), S(x(1, 1))],
     aten.squeeze.dim: [S(SQUEEZE, 0), S(SQUEEZE, -2), S(SQUEEZE, 1)],
     aten.squeeze.dims: [S(SQUEEZE, [0, 2]), S(SQUEEZE, [0, 1])],

@@ -91,6 +91,9 @@ CASES: dict[str, Case] = {
         (ints(4, 5), torch.full((4,), 2)),
         EXACT,
     ),
+    "memory as traced": (
+        lambda x: torch.as_strided(x.t() + 1, (3, 4), (1, 3)), (ints(5, 4),), EXACT
+    ),
     "half precision": (lambda x: torch.softmax(x.bfloat16(), 1).double(), (ints(5, 4),), 1e-2),
 }  # fmt: skip
 
