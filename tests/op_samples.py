@@ -194,6 +194,8 @@ SAMPLES: dict[Any, list[Sample]] = {
         S(x(5, 4), -1, ids(4, 3)),
         S(x(5, 4), 1, ids(4)),
     ],
+    aten.index_add.default: [S(x(5, 4), 0, ids(5, 7), x(7, 4)), S(x(5, 4), -1, ids(4, 3), x(5, 3)),
+                             S(x(5), 0, ids(5, 7), x(7), alpha=2)],
     aten.index.Tensor: [
         S(x(5, 4), [ids(5, 7)]),
         S(x(5, 4), [ids(5, 3) - 5]),

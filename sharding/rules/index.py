@@ -131,6 +131,13 @@ def _scatter(call: Call) -> str | None:
     return f"{', '.join(ins)} -> {spell(names)}{clauses}" + "".join(f" | whole {w}" for w in whole)
 
 
+def _sent_away(local: Local, ids: Any, own: range, size: int) -> Any:
+    """Where ids fall in the owned run; those of other rows go to the spare slot behind it."""
+    mask, shifted = _owned(local, ids, own, size)
+    others = local.call(aten.logical_not.default, mask)
+    return local.call(aten.masked_fill.Scalar, shifted, others, len(own))
+
+
 def _spare_slot(local: Local, table: Any, shape: list[int], dim: int) -> Any:
     """The table with one more slot along ``dim``, where writes to others' rows go to die."""
     shape = list(shape)
@@ -258,3 +265,29 @@ def _emit_index_put(call: Call, local: Local) -> Any:
 
 
 register_rule(aten.index_put.default, text=_index_put, emit=_emit_index_put)
+
+
+def _index_add(call: Call) -> str | None:
+    """The transpose of index_select: rows masked, the index's dim whole."""
+    if not call.ins[0] or len(call.ins[1]) != 1:
+        return None
+    names = letters(len(call.ins[0]))
+    dim = call.arg(1) % len(names)
+    source = [*names[:dim], "k", *names[dim + 1 :]]
+    clauses = f" | whole k | run {names[dim]} | linear 0 2"
+    return f"{spell(names)}, k, {spell(source)} -> {spell(names)}{clauses}"
+
+
+def _emit_index_add(call: Call, local: Local) -> Any:
+    dim = call.arg(1) % len(call.ins[0])
+    own, size = local.result_range(dim), call.outs[0][dim]
+    if len(own) == size:
+        return local.call(call.target, *local.args, **local.kwargs)
+    table, _, ids, *rest = local.args
+    ids = _sent_away(local, ids, own, size)
+    longer = _spare_slot(local, table, local.shape(), dim)
+    out = local.call(call.target, longer, dim, ids, *rest, **local.kwargs)
+    return local.call(aten.slice.Tensor, out, dim, 0, len(own))
+
+
+register_rule(aten.index_add.default, text=_index_add, emit=_emit_index_add)
