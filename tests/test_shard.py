@@ -205,6 +205,25 @@ def test_fused_heads_are_split_inside_their_dim() -> None:
     torch.testing.assert_close(out.full(), f(w, x))
 
 
+def test_fused_projections_come_apart_by_chunk_without_a_gather() -> None:
+    w = random.normal(random.key(2), (2 * 9, 8), dtype=torch.float64)
+    x = random.normal(random.key(3), (5, 8), dtype=torch.float64)
+    placed = place(w, MESH, P.factors("(two f) e", two=2, f="tp"))
+
+    def swiglu(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        gate, up = F.linear(x, w).chunk(2, -1)
+        return F.silu(gate) * up
+
+    run = shard(swiglu, MESH)
+    assert run(placed, x).spec == P(None, "tp")
+    torch.testing.assert_close(run(placed, x).full(), swiglu(w, x))
+    assert kinds(run.lower(placed, x)) == []
+    assert kinds(run.lower_joint(placed, x, argnums=0)) == []
+    joined = shard(lambda w: torch.cat(torch.split(w, 9)), MESH)
+    assert kinds(joined.lower(placed)) == []
+    assert torch.equal(joined(placed).full(), w)
+
+
 @pytest.mark.parametrize(
     ("before", "after", "want"),
     [

@@ -1,6 +1,16 @@
 """Factor rules, one file per family of operations; importing this package registers them all."""
 
-from torchard.sharding.rules import contract, create, index, layout, loss, normal, pointwise, reduce
+from torchard.sharding.rules import (
+    contract,
+    create,
+    cut,
+    index,
+    layout,
+    loss,
+    normal,
+    pointwise,
+    reduce,
+)
 from torchard.sharding.rules.registry import (
     REGISTRY,
     Call,
@@ -19,6 +29,7 @@ __all__ = [
     "OpRule",
     "contract",
     "create",
+    "cut",
     "find",
     "index",
     "layout",

@@ -133,7 +133,7 @@ def _scatter(call: Call) -> str | None:
 
 def _sent_away(local: Local, ids: Any, own: range, size: int) -> Any:
     """Where ids fall in the owned run; those of other rows go to the spare slot behind it."""
-    mask, shifted = _owned(local, ids, own, size)
+    mask, shifted = _owned(local, ids, own, size, refuse=False)
     others = local.call(aten.logical_not.default, mask)
     return local.call(aten.masked_fill.Scalar, shifted, others, len(own))
 

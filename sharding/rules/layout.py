@@ -1,4 +1,4 @@
-"""Operations that only move or rename: views, expand, slices, concatenation, padding."""
+"""Operations that only move or rename: views, expand, select, stacking, padding."""
 
 from __future__ import annotations
 
@@ -149,38 +149,11 @@ def _emit_expand(call: Call, local: Local) -> Any:
 register_rule(aten.expand.default, text=_expand, emit=_emit_expand)
 
 
-def _cut(call: Call, dim_at: int = 1, results: int = 1) -> str:
-    """slice, split, flip…: the dim is whole unless the result keeps all of it."""
-    rank = len(call.ins[0])
-    names = letters(rank)
-    dim = call.arg(dim_at, "dim", 0) % rank
-    outs = []
-    whole = {names[dim]}
-    for k, shape in enumerate(call.outs):
-        outs.append([f"w{k}" if i == dim else n for i, n in enumerate(names)])
-        whole.add(f"w{k}")
-        if shape[dim] == call.ins[0][dim] and len(call.outs) == 1:
-            return f"{spell(names)} -> {spell(names)} | linear 0"
-    result = ", ".join(spell(o) for o in outs)
-    return f"{spell(names)} -> {result} | linear 0 | whole {' '.join(sorted(whole))}"
-
-
 def _select(call: Call) -> str:
     names = letters(len(call.ins[0]))
     dim = call.arg(1) % len(names)
     kept = names[:dim] + names[dim + 1 :]
     return f"{spell(names)} -> {spell(kept)} | linear 0 | whole {names[dim]}"
-
-
-def _split(call: Call) -> str:
-    return _cut(call, dim_at=2)
-
-
-def _emit_split(call: Call, local: Local) -> Any:
-    """Into one part: the sizes given are the global ones."""
-    if len(call.outs) == 1:
-        return (local.args[0],)
-    return local.call(call.target, *local.args, **local.kwargs)
 
 
 def _unbind(call: Call) -> str:
@@ -191,11 +164,7 @@ def _unbind(call: Call) -> str:
     return f"{spell(names)} -> {outs} | linear 0 | whole {names[dim]}"
 
 
-register_rule(aten.slice.Tensor, text=_cut)
 register_rule(aten.select.int, text=_select)
-register_rule(
-    aten.split.Tensor, aten.split_with_sizes.default, text=_split, emit=_emit_split
-)
 register_rule(aten.unbind.int, text=_unbind)
 
 
@@ -209,26 +178,20 @@ def _flip(call: Call) -> str:
 register_rule(aten.flip.default, aten.roll.default, text=_flip)
 
 
-def _cut_backward(call: Call) -> str:
-    """slice_backward, select_backward: the gradient of a cut, padded with zeros."""
-    out = call.outs[0]
-    names = letters(len(out))
-    dim = call.arg(2) % len(out)
-    grad = [f"w{i}" if i == dim else n for i, n in enumerate(names)]
-    if call.target is aten.select_backward.default:
-        grad.pop(dim)
-    return f"{spell(grad)} -> {spell(names)} | linear 0 | whole {names[dim]} w{dim}"
+def _select_backward(call: Call) -> str:
+    """The gradient of a select, padded with zeros."""
+    names = letters(len(call.outs[0]))
+    dim = call.arg(2) % len(names)
+    kept = names[:dim] + names[dim + 1 :]
+    return f"{spell(kept)} -> {spell(names)} | linear 0 | whole {names[dim]}"
 
 
-def _emit_cut_backward(call: Call, local: Local) -> Any:
-    return local.call(call.target, local.args[0], local.shape(), *local.args[2:], **local.kwargs)
+def _emit_select_backward(call: Call, local: Local) -> Any:
+    return local.call(call.target, local.args[0], local.shape(), *local.args[2:])
 
 
 register_rule(
-    aten.slice_backward.default,
-    aten.select_backward.default,
-    text=_cut_backward,
-    emit=_emit_cut_backward,
+    aten.select_backward.default, text=_select_backward, emit=_emit_select_backward
 )
 
 
@@ -246,19 +209,6 @@ def _scatter_cut(call: Call) -> str:
 register_rule(aten.slice_scatter.default, aten.select_scatter.default, text=_scatter_cut)
 
 
-def _cat(call: Call) -> str | None:
-    if len({len(s) for s in call.ins}) != 1:
-        return None  # torch lets a legacy empty tensor of rank one take part
-    names = letters(len(call.ins[0]))
-    dim = call.arg(1, "dim", 0) % len(names)
-    ins, whole = [], [names[dim]]
-    for k in range(len(call.ins)):
-        ins.append(spell([f"w{k}" if i == dim else n for i, n in enumerate(names)]))
-        whole.append(f"w{k}")
-    joint = " ".join(str(k) for k in range(len(ins)))
-    return f"{', '.join(ins)} -> {spell(names)} | linear {joint} | whole {' '.join(whole)}"
-
-
 def _stack(call: Call) -> str:
     names = letters(len(call.ins[0]))
     dim = call.arg(1, "dim", 0) % (len(names) + 1)
@@ -267,7 +217,6 @@ def _stack(call: Call) -> str:
     return f"{', '.join([spell(names)] * len(call.ins))} -> {spell(out)} | linear {joint}"
 
 
-register_rule(aten.cat.default, text=_cat)
 register_rule(aten.stack.default, text=_stack)
 
 
