@@ -152,9 +152,7 @@ def _emit_scatter(call: Call, local: Local) -> Any:
     if len(own) == size:
         return local.call(call.target, *local.args, **local.kwargs)
     table, _, ids, *rest = local.args
-    mask, shifted = _owned(local, ids, own, size, refuse=False)
-    inverse = local.call(aten.logical_not.default, mask)
-    ids = local.call(aten.masked_fill.Scalar, shifted, inverse, len(own))
+    ids = _sent_away(local, ids, own, size)
     longer = _spare_slot(local, table, local.shape(), dim)
     out = local.call(call.target, longer, dim, ids, *rest, **local.kwargs)
     return local.call(aten.slice.Tensor, out, dim, 0, len(own))
@@ -256,9 +254,7 @@ def _emit_index_put(call: Call, local: Local) -> Any:
         return local.call(call.target, *local.args, **local.kwargs)
     table, indices, *rest = local.args
     ids = _from_the_end(local, indices[at], size)
-    mask, shifted = _owned(local, ids, own, size, refuse=False)
-    inverse = local.call(aten.logical_not.default, mask)
-    ids = local.call(aten.masked_fill.Scalar, shifted, inverse, len(own))
+    ids = _sent_away(local, ids, own, size)
     longer = _spare_slot(local, table, local.shape(), at)
     out = local.call(call.target, longer, [None] * at + [ids], *rest, **local.kwargs)
     return local.call(aten.slice.Tensor, out, at, 0, len(own))
@@ -278,16 +274,4 @@ def _index_add(call: Call) -> str | None:
     return f"{spell(names)}, k, {spell(source)} -> {spell(names)}{clauses}"
 
 
-def _emit_index_add(call: Call, local: Local) -> Any:
-    dim = call.arg(1) % len(call.ins[0])
-    own, size = local.result_range(dim), call.outs[0][dim]
-    if len(own) == size:
-        return local.call(call.target, *local.args, **local.kwargs)
-    table, _, ids, *rest = local.args
-    ids = _sent_away(local, ids, own, size)
-    longer = _spare_slot(local, table, local.shape(), dim)
-    out = local.call(call.target, longer, dim, ids, *rest, **local.kwargs)
-    return local.call(aten.slice.Tensor, out, dim, 0, len(own))
-
-
-register_rule(aten.index_add.default, text=_index_add, emit=_emit_index_add)
+register_rule(aten.index_add.default, text=_index_add, emit=_emit_scatter)
