@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import re
 import subprocess
@@ -10,17 +11,14 @@ import sys
 from typing import Any
 
 import pytest
-
-pytestmark = pytest.mark.xdist_group("gloo")  # one worker starts the processes once
+from filelock import FileLock
 
 Results = list[dict[str, Any]]
 TIMEOUT = 240
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
-def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """What every rank of a group found in all checks."""
-    world, store = request.param, tmp_path_factory.mktemp("store") / "store"
+def run_group(world: int, store: pathlib.Path) -> Results:
+    """Every check in ``world`` processes."""
     script = pathlib.Path(__file__).with_name("gloo.py")
     running = [
         subprocess.Popen(
@@ -39,6 +37,19 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     for (_, errors), process in zip(outputs, running, strict=True):
         assert process.returncode == 0, errors
     return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+
+
+@pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
+def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """What every rank of a group found in all checks; of several test workers one runs them."""
+    world, folder = request.param, tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # the workers' common one
+    found = folder / f"gloo-{world}.json"
+    with FileLock(f"{found}.lock", timeout=2 * TIMEOUT):
+        if not found.exists():
+            found.write_text(json.dumps(run_group(world, folder / f"gloo-{world}.store")))
+    return json.loads(found.read_text())
 
 
 def every(ranks: Results, name: str) -> list[Any]:

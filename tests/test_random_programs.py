@@ -16,7 +16,7 @@ from torchard.sharding.rules.registry import OpRule
 from torchard.sharding.testing import check_sharded
 
 aten = torch.ops.aten
-PARTS, EXAMPLES = 8, 200
+PARTS, EXAMPLES = 6, 200
 quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 
