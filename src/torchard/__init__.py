@@ -13,6 +13,7 @@ from torchard.functional.errors import (
     StaticArgumentError,
 )
 from torchard.functional.jit import jit
+from torchard.functional.module import functionalize
 from torchard.functional.signature import ShapeDtype
 from torchard.functional.testing import verify
 from torchard.functional.trace import name, scope, trace
@@ -56,6 +57,7 @@ __all__ = [
     "clip_by_global_norm",
     "constrain",
     "from_dtensor",
+    "functionalize",
     "global_norm",
     "jit",
     "name",

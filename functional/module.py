@@ -1,0 +1,222 @@
+"""functionalize: an nn.Module as a pure function of its parameters."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.dropout import Keyed
+from torchard.functional.errors import PurityError
+from torchard.functional.room import Room, active, scopes_again
+from torchard.functional.trace import name
+
+__all__ = ["Functional", "functionalize"]
+
+
+def functionalize(module: nn.Module) -> tuple[Functional, dict[str, Tensor]]:
+    """``fn, params = functionalize(module)``: fn(params, *args) is ``module(*args)``, and pure.
+
+    The module is left as it is and may be thrown away: fn works on a copy without weights, in
+    the train or eval mode that the module has now. Modules on the meta device have their fn too.
+
+    Args:
+        module: any nn.Module that can be deep-copied.
+
+    Returns:
+        fn: see `Functional`.
+        params: the module's parameters by dotted path, detached, sharing its memory. Tied ones
+            appear once, under their first name, and their gradient is the sum over the uses.
+    """
+    return Functional(module), {k: p.detach() for k, p in module.named_parameters()}
+
+
+class Functional:
+    """A pure function ``fn(params, *args, key=None, buffers=None, **kwargs)``.
+
+    What it computes is in the scope of the module that computes it: nodes of a trace, plans and
+    messages speak of ``transformer.h.0.mlp``. For ``constrain_at``, the first tensor that a module
+    with parameters is given is named ``in``, the first one it returns ``out``:
+    ``"transformer.h.*.mlp/out"``.
+
+    Args (of a call):
+        params: a dict with the names of those that `functionalize` returned.
+        key: int64 [2]; every dropout in train mode draws from a key of its own, folded from it.
+        buffers: a dict like ``fn.buffers``. Given, the result is a pair, the module's result and
+            the buffers after the call.
+
+    ``key`` and ``buffers`` are always fn's own: a module whose forward has arguments of these
+    names takes them by position.
+
+    Attributes:
+        buffers: the module's buffers by dotted path; constants of a call that gives none.
+        module: the copy; its parameters and buffers are on the meta device.
+
+    Raises (when called):
+        PurityError: dropout in train mode without a key, or an update of a buffer without buffers.
+        KeyError: params or buffers have other names than the module.
+    """
+
+    # In slots, the copy is out of sight of closures.py: it would guard every setting in it.
+    __slots__ = ("__dict__", "_lock", "_names", "_training", "module")
+
+    def __init__(self, module: nn.Module) -> None:
+        self.__name__ = type(module).__name__
+        self.buffers = {k: b.detach() for k, b in module.named_buffers()}
+        self.constants = _plain_tensors(module)
+        self.module = _hollow(module, self.constants)
+        self._names = [k for k, _ in module.named_parameters()]
+        self._training = {k for k in self.buffers if module.get_submodule(_owner(k)).training}
+        self._lock = threading.RLock()
+        for path, part in self.module.named_modules():
+            part.forward = _scoped(path, part, part.forward)
+
+    def __repr__(self) -> str:
+        return f"functionalize({self.__name__}, {len(self._names)} parameters)"
+
+    def __call__(
+        self,
+        params: Mapping[str, Tensor],
+        *args: Any,
+        key: Tensor | None = None,
+        buffers: Mapping[str, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        _check_names("params", params, self._names)
+        if buffers is None:
+            given = {k: b.clone() if k in self._training else b for k, b in self.buffers.items()}
+        else:
+            _check_names("buffers", buffers, self.buffers)
+            given = {k: buffers[k].clone() for k in self.buffers}
+        versions = {k: b._version for k, b in given.items()}
+        values = {**params, **given}
+        # One copy serves all threads, with one thread's parameters in it at a time.
+        with self._lock, Keyed(key):
+            out = torch.func.functional_call(self.module, values, args, kwargs)
+        # functional_call writes back what the module has put in the place of what it was given.
+        after = {k: values[k] for k in given}
+        if buffers is not None:
+            return out, after
+        for k, value in after.items():
+            if value is not given[k] or value._version != versions[k]:
+                raise _updated(k)
+        return out
+
+
+def _hollow(module: nn.Module, constants: list[Tensor]) -> nn.Module:
+    """A copy of the module tree with no weights in it, ties and all."""
+    memo: dict[int, Any] = {id(t): t for t in constants}
+    for tensor in (*module.parameters(), *module.buffers()):
+        bare: Tensor = torch.empty_like(tensor, device="meta", requires_grad=False)
+        if isinstance(tensor, nn.Parameter):
+            bare = nn.Parameter(bare, tensor.requires_grad)
+        memo[id(tensor)] = bare
+    return copy.deepcopy(module, memo)
+
+
+def _plain_tensors(module: nn.Module) -> list[Tensor]:
+    """Tensors that modules hold as mere attributes, so that a trace finds them again."""
+    registered = {id(t) for t in (*module.parameters(), *module.buffers())}
+    held = [v for part in module.modules() for v in vars(part).values() if isinstance(v, Tensor)]
+    return [t for t in held if id(t) not in registered]
+
+
+def _owner(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _check_names(what: str, given: Mapping[str, Any], wanted: Any) -> None:
+    missing = sorted(set(wanted) - set(given))
+    unknown = sorted(set(given) - set(wanted))
+    if missing or unknown:
+        problems = [f"lack {', '.join(missing)}"] * bool(missing)
+        problems += [f"have {', '.join(unknown)}, which the module has not"] * bool(unknown)
+        raise KeyError(
+            f"{what} {' and '.join(problems)}; pass a dict with the names that functionalize gave "
+            "(of tied parameters, the first)."
+        )
+
+
+def _updated(path: str) -> PurityError:
+    return PurityError(
+        f"module {_owner(path)!r} updates its buffer {path!r}: a pure function returns new values. "
+        "Pass buffers=fn.buffers and go on with the ones that come back, as in "
+        "out, buffers = fn(params, ..., buffers=buffers), or functionalize(module.eval())."
+    )
+
+
+# -- scopes and boundaries --------------------------------------------------------------------------
+
+
+def _scoped(path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """forward, in the scope of its module; its first tensor and its result get names."""
+    named = any(True for _ in module.parameters())
+
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        room = active()
+        if room is None or not path:
+            return forward(*args, **kwargs)
+        with _inside(room, path):
+            if named:
+                args, kwargs = _named_argument(room, args, kwargs)
+            out = forward(*args, **kwargs)
+            return _named_result(room, out) if named else out
+
+    return run
+
+
+@contextlib.contextmanager
+def _inside(room: Room, path: str) -> Iterator[None]:
+    """The scope of a module takes the place of those around it, of which it has the names."""
+    outer = tuple(room.scopes)
+    above = getattr(room.scopes[-1], "above", outer) if outer else outer
+    with scopes_again((*above, _Path(path, above))):
+        yield
+
+
+class _Path(str):
+    """A scope that is a module's path; ``above`` are the scopes around the outermost module."""
+
+    above: tuple[str, ...]
+
+    def __new__(cls, path: str, above: tuple[str, ...]) -> _Path:
+        made = super().__new__(cls, path)
+        made.above = above
+        return made
+
+
+def _named_argument(
+    room: Room, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    for i, value in enumerate(args):
+        if isinstance(value, Tensor):
+            # A node of its own: what reads the value elsewhere is not the module's business.
+            return (*args[:i], name(value.view_as(value), "in"), *args[i + 1 :]), kwargs
+    for k, value in kwargs.items():
+        if isinstance(value, Tensor):
+            return args, {**kwargs, k: name(value.view_as(value), "in")}
+    return args, kwargs
+
+
+def _named_result(room: Room, out: Any) -> Any:
+    if isinstance(out, Tensor):
+        return name(out if _is_own(room, out) else out.view_as(out), "out")
+    if type(out) in (tuple, list) and out and isinstance(out[0], Tensor):
+        return type(out)((_named_result(room, out[0]), *out[1:]))
+    return out
+
+
+def _is_own(room: Room, value: Tensor) -> bool:
+    """Whether the open module itself made the value, and nobody has named it."""
+    node = internals.proxy_node(room.tracer, internals.base_tensor(value))
+    if node is None or node.op != "call_function":
+        return False
+    return node.meta.get("scope") == "/".join(room.scopes) and "name" not in node.meta
