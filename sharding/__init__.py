@@ -5,25 +5,41 @@ from torchard.sharding.constrain import constrain
 from torchard.sharding.dtensor import from_dtensor, to_dtensor
 from torchard.sharding.mesh import Mesh, MeshError
 from torchard.sharding.norms import clip_by_global_norm, global_norm
+from torchard.sharding.parallelize import parallelize
 from torchard.sharding.place import MeshTensor, PlacementError
 from torchard.sharding.redistribute import place, redistribute
 from torchard.sharding.rules import register_rule
 from torchard.sharding.shard import shard
 from torchard.sharding.spec import P, SpecError
+from torchard.sharding.styles import (
+    Activations,
+    Colwise,
+    Pairwise,
+    Rowwise,
+    SequenceParallel,
+    Style,
+)
 
 __all__ = [
+    "Activations",
+    "Colwise",
     "Mesh",
     "MeshError",
     "MeshTensor",
     "P",
+    "Pairwise",
     "PlacementError",
     "PlanMismatch",
     "ReplicaMismatch",
+    "Rowwise",
+    "SequenceParallel",
     "SpecError",
+    "Style",
     "clip_by_global_norm",
     "constrain",
     "from_dtensor",
     "global_norm",
+    "parallelize",
     "place",
     "redistribute",
     "register_rule",

@@ -1,0 +1,133 @@
+"""parallelize: from styles by module path to specs of parameters and constraints."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+from torchard.sharding.layers import Layer, layers_of
+from torchard.sharding.mesh import Mesh, MeshError
+from torchard.sharding.spec import P, SpecError, layout_of
+from torchard.sharding.styles import Placing, Style
+
+__all__ = ["parallelize"]
+
+
+def parallelize(
+    model: Any,
+    mesh: Mesh,
+    plan: Mapping[str, Style],
+    *,
+    axis: str = "tp",
+    batch: str | tuple[str, ...] | None = None,
+) -> tuple[Any, dict[str, P]]:
+    """The specs of a model's parameters, and the constraints on its activations.
+
+    ::
+
+        fn, params = functionalize(module)
+        specs, pins = parallelize(fn, mesh, {"*.q_proj": Colwise(), "*.o_proj": Rowwise()})
+        run = shard(fn, mesh, constrain_at=pins)
+        y = run(place(params, mesh, specs), x)
+
+    Args:
+        model: what `functionalize` returned (the function or the params), an nn.Module, or params
+            in nested dicts. Parameters alone do not say what they are for: a layer with a ``weight``
+            of two dims is a linear then, whose weight is [out, in].
+        mesh: where it will run.
+        plan: styles, by patterns over module paths (``*`` also matches dots; "" is the model).
+        axis: the mesh axis that styles split over.
+        batch: the axes that split dim 0 of activations; what a style places stays split by them.
+
+    Returns:
+        specs: a tree like params, with a P for each; those of no style are replicated.
+        constraints: what ``shard`` takes as ``constrain_at``; empty unless styles have layouts.
+
+    Raises:
+        SpecError: a pattern matches no module, a style does not suit its layer or is none, two
+            patterns say different things of one parameter. All that is wrong is in one message.
+        MeshError: the mesh has not these axes.
+    """
+    for name in (axis, *([batch] if isinstance(batch, str) else batch or ())):
+        if name not in mesh.axes:
+            raise MeshError(f"{mesh} has no axis {name!r}; its axes are {', '.join(mesh.axes)}.")
+    layers, names = layers_of(model)
+    claims, errors = _Claims(mesh, axis, batch), list[str]()
+    for pattern, style in plan.items():
+        try:
+            _check_style(pattern, style)
+            for layer in _matched(pattern, layers):
+                for placing in style.placings(layer, layers, axis):
+                    claims.add(f"plan[{pattern!r}]", placing, layers)
+        except SpecError as error:
+            errors.append(f"plan[{pattern!r}]: {error}")
+    if errors:
+        raise SpecError("\n".join(errors))
+    return _specs_like(names, claims.specs), dict(claims.pins)
+
+
+def _check_style(pattern: str, style: Any) -> None:
+    if isinstance(style, type) and issubclass(style, Style):
+        raise SpecError(f"{style.__name__} is a class; write {style.__name__}().")
+    if not isinstance(style, Style):
+        raise SpecError(
+            f"{style!r} is not a style; use Colwise(), Rowwise(), Pairwise(), SequenceParallel(), "
+            "Activations(), or a subclass of Style."
+        )
+
+
+def _matched(pattern: str, layers: Mapping[str, Layer]) -> list[Layer]:
+    paths = [path for path in layers if path] if pattern else [""]
+    found = [layers[path] for path in paths if fnmatch.fnmatchcase(path, pattern)]
+    if not found:
+        near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.5) or paths[:8]
+        raise SpecError(
+            f"it matches no module; there are {len(paths)}, such as {', '.join(near) or 'none'}."
+        )
+    return found
+
+
+def _specs_like(names: Any, specs: Mapping[str, P]) -> Any:
+    if isinstance(names, dict):
+        return {k: _specs_like(v, specs) for k, v in names.items()}
+    return specs.get(names, P())
+
+
+class _Claims:
+    """What has been said so far of parameters and activations, and by which pattern."""
+
+    def __init__(self, mesh: Mesh, axis: str, batch: str | tuple[str, ...] | None) -> None:
+        self.mesh, self.axis, self.batch = mesh, axis, batch
+        self.specs: dict[str, P] = {}
+        self.pins: dict[str, P] = {}
+        self._by: dict[str, str] = {}
+
+    def add(self, by: str, placing: Placing, layers: Mapping[str, Layer]) -> None:
+        """Take down what a pattern says of one layer; SpecError if it cannot be."""
+        layer = layers[placing.path]
+        shapes = {name: layer.shapes[k] for k, name in layer.names.items()}
+        for name, spec in placing.specs.items():
+            layout_of(spec, shapes[name], self.mesh, name)
+            self._claim(self.specs, name, spec, by)
+        for which, split in (("in", placing.input_layouts), ("out", placing.output_layouts)):
+            if split is not None:
+                label = f"{placing.path}/{which}"
+                self._claim(self.pins, label, self._pin(split, label), by)
+
+    def _claim(self, said: dict[str, P], name: str, spec: P, by: str) -> None:
+        if said.setdefault(name, spec) != spec:
+            raise SpecError(
+                f"{name} would get spec {spec}, but {self._by[name]} gives it {said[name]}; one "
+                "parameter has one spec, also where it is tied. Narrow one of the patterns."
+            )
+        self._by.setdefault(name, by)
+
+    def _pin(self, split: int | P, label: str) -> P:
+        if isinstance(split, P):
+            return P(self.batch) if split.is_replicated and self.batch else split
+        if split == 0:
+            batch = (self.batch,) if isinstance(self.batch, str) else self.batch or ()
+            return P((*batch, self.axis))
+        return P(self.batch, *[None] * (split - 1), self.axis)
