@@ -10,7 +10,21 @@ from torchard.sharding.place import MeshTensor, PlacementError
 from torchard.sharding.redistribute import place, redistribute
 from torchard.sharding.rules import register_rule
 from torchard.sharding.shard import shard
+from torchard.sharding.shard_map import shard_map
 from torchard.sharding.spec import P, SpecError
+from torchard.sharding.spmd import (
+    all_gather,
+    all_to_all,
+    axis_index,
+    axis_size,
+    pmax,
+    pmean,
+    pmin,
+    ppermute,
+    psum,
+    psum_scatter,
+    pvary,
+)
 from torchard.sharding.styles import (
     Activations,
     Colwise,
@@ -35,14 +49,26 @@ __all__ = [
     "SequenceParallel",
     "SpecError",
     "Style",
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
     "clip_by_global_norm",
     "constrain",
     "from_dtensor",
     "global_norm",
     "parallelize",
     "place",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "psum",
+    "psum_scatter",
+    "pvary",
     "redistribute",
     "register_rule",
     "shard",
+    "shard_map",
     "to_dtensor",
 ]

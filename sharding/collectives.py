@@ -18,7 +18,7 @@ from torchard.sharding.layout import Sizes
 from torchard.sharding.reshard import Step
 from torchard.sharding.rules import lookup
 
-__all__ = ["STEPS", "Collective", "emit_step", "table"]
+__all__ = ["STEPS", "Collective", "emit_step", "record_of", "table"]
 
 
 def all_reduce(x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> torch.Tensor:
@@ -105,11 +105,12 @@ def emit_step(graph: fx.Graph, value: fx.Node, step: Step, near: fx.Node, sizes:
     tags: dict[str, Any] = {k: told.meta[k] for k in ("source", "scope", "phase") if k in told.meta}
     node.meta.update(val=value.meta["val"], layout=step.after.normal(sizes), step=step, **tags)
     if step.kind != "slice":
-        node.meta["collective"] = _record(step, value.meta["val"], {**tags, "note": _note(near)}, sizes)
+        node.meta["collective"] = record_of(step, value.meta["val"], {**tags, "note": _note(near)}, sizes)
     return node
 
 
-def _record(step: Step, val: torch.Tensor, tags: dict[str, Any], sizes: Sizes) -> Collective:
+def record_of(step: Step, val: torch.Tensor, tags: dict[str, Any], sizes: Sizes) -> Collective:
+    """What a step sends, as the plan lists it."""
     table_ = dict(sizes)
     shape = []
     for dim in step.before.dims:

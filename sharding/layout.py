@@ -17,7 +17,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Layout", "Sub", "chunk", "merge", "refine"]
+__all__ = ["VARYING", "Layout", "Sub", "chunk", "merge", "refine"]
+
+# Pending in a way that no reduction completes: each coordinate has a value of its own (manual.py).
+VARYING = "varying"
 
 Sizes = tuple[tuple[str, int], ...]  # the mesh's axes and their sizes: hashable
 Coords = Mapping[str, int]
@@ -186,6 +189,11 @@ class Layout:
     @property
     def is_replicated(self) -> bool:
         return not self.axes
+
+    @property
+    def sums(self) -> bool:
+        """Whether a reduction is still to come."""
+        return any(op != VARYING for _, op in self.pending)
 
     def dim_of(self, axis: str) -> int | None:
         """The dim that the axis splits, or None."""

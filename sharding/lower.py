@@ -185,6 +185,8 @@ class Lowering:
             self.env[node] = self.transport.step(
                 self, node.meta["step"], self.env[source], val, last
             )
+        elif "lowered" in node.meta:
+            self.env[node] = node.meta["lowered"](self, node)
         elif node.target is operator.getitem:
             self._getitem(node)
         else:

@@ -108,6 +108,7 @@ def _taken_apart(plan: Plan, torn: list[fx.Node], mesh: Mesh) -> Plan | None:
         inputs={env[n]: v for n, v in plan.given.inputs.items()},
         pins={env[n]: v for n, v in plan.given.pins.items()},
         ranks={env[n]: v for n, v in plan.given.ranks.items()},
+        fixed={env[n]: v for n, v in plan.given.fixed.items()},
     )
     return Plan(graph, given, propagate(graph, given, mesh.sizes))
 

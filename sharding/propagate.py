@@ -46,12 +46,14 @@ class Given:
         outputs: the layout each output must have; None leaves it open.
         pins: the layouts that constraints give their nodes.
         ranks: of the shards that pins make.
+        fixed: operations with one option only (those on local values, in manual mode).
     """
 
     inputs: dict[fx.Node, tuple[Layout, int] | int]
     outputs: tuple[Layout | None, ...]
     pins: dict[fx.Node, Layout] = field(default_factory=dict)
     ranks: dict[fx.Node, int] = field(default_factory=dict)
+    fixed: dict[fx.Node, Option] = field(default_factory=dict)
 
 
 @dataclass
@@ -241,7 +243,8 @@ class _Sweep:
         wished = list(self.asked.get(node, ()))
         if node in self.wishes:
             wished.append(self.wishes[node])
-        candidates = options(rule, homes, wished, self.sizes)
+        fixed = self.given.fixed.get(node)
+        candidates = (fixed,) if fixed else options(rule, homes, wished, self.sizes)
         option = (
             candidates[0]
             if len(candidates) == 1
@@ -325,7 +328,7 @@ class _Sweep:
 
     def _resolve(self, node: fx.Node, raw: Layout, ranks: dict[str, int]) -> None:
         """A pending value that several want is reduced once, into the layout that suits them."""
-        if isinstance(node.meta["val"], (tuple, list)) or not raw.pending or _uses(node) == 1:
+        if isinstance(node.meta["val"], (tuple, list)) or not raw.sums or _uses(node) == 1:
             self._settle(node, raw, ranks)
             return
         wanted = dict.fromkeys(w.without_pending() for w in self.needed.get(node, {}).values())

@@ -28,11 +28,12 @@ class Step:
     """One move of one axis (or of several that are reduced together).
 
     Attributes:
-        kind: all_reduce, psum_scatter, all_gather, all_to_all or slice.
+        kind: all_reduce, psum_scatter, all_gather, all_to_all or slice; ppermute in manual mode.
         axes: the mesh axes it runs over.
         before, after: layouts with explicit sub-dims, which ``at`` and ``to`` count in.
         at: (dim, sub-dim) the axis splits before; to: after.
         op: the reduction, for all_reduce and psum_scatter.
+        pairs: (source, target) positions along the axes, for ppermute.
     """
 
     kind: str
@@ -42,6 +43,7 @@ class Step:
     at: tuple[int, int] | None = None
     to: tuple[int, int] | None = None
     op: str | None = None
+    pairs: tuple[tuple[int, int], ...] = ()
 
     def elements(self, sizes: Sizes) -> float:
         """Elements on the wire per rank, of the largest shard, by the ring algorithm."""
@@ -54,6 +56,7 @@ class Step:
             "all_to_all": before,
             "psum_scatter": before,
             "all_reduce": 2.0 * before,
+            "ppermute": before * k / max(k - 1, 1),
         }[self.kind]
         return volume * (k - 1) / k
 

@@ -14,6 +14,7 @@ from torchard.functional.program import FREE, Leaf, Program
 from torchard.functional.transform import Transformed
 from torchard.sharding.constrain import number_of, pinned_spec
 from torchard.sharding.layout import Layout
+from torchard.sharding.manual import attach_moves, fixed_options
 from torchard.sharding.mesh import Mesh, MeshError, default_device
 from torchard.sharding.partition import partition, unpartition
 from torchard.sharding.place import Held
@@ -165,6 +166,7 @@ class Shard:
         prepare(graph)
         made = choose(graph, self._given(program, graph), self.mesh)
         new = partition(made.graph, made.given, made.decision, self.mesh.sizes)
+        attach_moves(new, self.mesh)
         issue_early(new)
         outputs = self._outputs(program, made.decision.outputs)
         inputs = tuple(
@@ -249,7 +251,8 @@ class Shard:
         )
         pins = {n: _pinned_layout(n, self.mesh) for n in graph.nodes if _is_pin(n)}
         ranks = {n: _pin_rank(n, inputs) for n in pins}
-        return Given(inputs, outputs, pins, ranks)
+        fixed = fixed_options(graph, program, self.mesh)
+        return Given(inputs, outputs, pins, ranks, fixed)
 
     def _wanted_layout(
         self,

@@ -132,6 +132,14 @@ class Lockstep:
         parts = self._members(p, values, at)
         return p.cat([p.slice(x, p.to, start, stop) for x in parts], p.at)
 
+    def _ppermute(self, p: _Pieces, values: dict[Key, Value], at: Coords) -> fx.Node:
+        sender = dict((t, s) for s, t in p.step.pairs).get(p.members(at).index(at))
+        if sender is None:
+            own: fx.Node = values[p.step.before.key(at)].get()
+            return p.low.emit.call(aten.zeros_like.default, own)
+        sent: fx.Node = values[p.step.before.key(p.members(at)[sender])].get()
+        return sent
+
     def _slice(self, p: _Pieces, values: dict[Key, Value], at: Coords) -> fx.Node:
         assert p.to is not None
         start, stop = p.cut(at)
@@ -290,6 +298,32 @@ class _Started:
                 parts.append(self.back(part, to))
             whole: fx.Node = decode(p.cat(parts, at))
             return whole
+
+        return finish
+
+
+    def _ppermute(self, x: fx.Node) -> Any:
+        """As an exchange in which most parts are empty; every rank takes part."""
+        p, count = self.p, math.prod(self.p.shape(self.p.step.before, self.at_))
+        own = p.members(self.at_).index(self.at_)
+        give, take = [0] * self.size, [0] * self.size
+        for source, target in p.step.pairs:
+            if source == own:
+                give[target] = count
+            if target == own:
+                take[source] = count
+        encode, decode = _carrier(self)
+        flat = p.low.emit.view(self.contiguous(encode(x)), [count])
+        if not any(give):
+            flat = p.slice(flat, 0, 0, 0)
+        sent = self.issue("all_to_all_single", flat, take, give)
+
+        def finish() -> fx.Node:
+            arrived = self.wait(sent)
+            if not any(take):
+                return self.call(aten.zeros_like.default, x)
+            done: fx.Node = decode(p.low.emit.view(arrived, p.shape(p.step.before, self.at_)))
+            return done
 
         return finish
 
