@@ -1,8 +1,9 @@
-"""Which outputs are updates of inputs: new parameters, optimizer state."""
+"""Which outputs are updates or gradients of inputs: new parameters, optimizer state, their slopes."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -13,24 +14,39 @@ __all__ = ["updated_inputs"]
 
 
 def updated_inputs(graph: fx.Graph) -> dict[int, fx.Node]:
-    """For each output that is made elementwise from one same-shaped input: that input.
+    """For each output that is made elementwise from one same-shaped input, or is its gradient: that input.
 
     Where several inputs qualify (parameter and momentum), the first reached from the output does:
     their specs agree in any sensible program.
     """
     found: dict[int, fx.Node] = {}
+    rest: dict[int, fx.Node] = {}
     for i, value in enumerate(graph.output_node().args[0]):  # type: ignore[arg-type]
-        if isinstance(value, fx.Node) and value.op != "placeholder":
+        if isinstance(value, fx.Node) and value.op != "placeholder" and _shape(value):
             source = _source(value)
             if source is not None:
                 found[i] = source
-    return found
+            elif value.meta.get("phase") == "backward":
+                rest[i] = value
+    return found | dict(_gradients(graph, rest))
+
+
+def _gradients(graph: fx.Graph, outputs: dict[int, fx.Node]) -> Iterator[tuple[int, fx.Node]]:
+    """Gradients come in the order of their inputs: paired where a shape has as many of both."""
+    inputs = [n for n in graph.nodes if n.op == "placeholder" and n.meta["val"].is_floating_point()]
+    for shape in dict.fromkeys(map(_shape, outputs.values())):
+        sources = [n for n in inputs if _shape(n) == shape]
+        slopes = [i for i, value in outputs.items() if _shape(value) == shape]
+        if len(sources) == len(slopes):
+            yield from zip(slopes, sources, strict=True)
+
+
+def _shape(node: fx.Node) -> tuple[int, ...]:
+    return tuple(node.meta["val"].shape)
 
 
 def _source(output: fx.Node) -> fx.Node | None:
-    shape = output.meta["val"].shape
-    if not shape:
-        return None
+    shape = _shape(output)
     stack, seen = [output], {output}
     while stack:
         node = stack.pop()
@@ -40,7 +56,7 @@ def _source(output: fx.Node) -> fx.Node | None:
             continue
         for operand in reversed(node.all_input_nodes):
             val = operand.meta.get("val")
-            if operand not in seen and isinstance(val, torch.Tensor) and val.shape == shape:
+            if operand not in seen and isinstance(val, torch.Tensor) and tuple(val.shape) == shape:
                 seen.add(operand)
                 stack.append(operand)
     return None

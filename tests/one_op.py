@@ -52,7 +52,8 @@ def one_op(target: Any, sample: Sample) -> OneOp:
         return [enter(v) for v in value] if isinstance(value, (list, tuple)) else value
 
     args = tuple(enter(a) for a in sample.args)
-    node = graph.call_function(target, args, sample.kwargs)
+    kwargs = {k: enter(v) for k, v in sample.kwargs.items()}
+    node = graph.call_function(target, args, kwargs)
     val = target(*sample.args, **sample.kwargs)
     node.meta["val"] = tuple(val) if isinstance(val, (list, tuple)) else val
     if isinstance(val, torch.Tensor):

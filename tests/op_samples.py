@@ -81,6 +81,33 @@ def likelihood_backward(*shape: int, how: int = 1, **options: Any) -> Sample:
     return S(x(*loss.shape), *forward.args, total, tolerance=1e-14)
 
 
+def attention(
+    heads: int = 4, groups: int = 4, mask: tuple[int, ...] | None = None, causal: bool = False
+) -> Sample:
+    """[batch, heads, queries, width] on [batch, groups, keys, width]; some keys are out of sight."""
+    q, k, v = x(2, heads, 5, 3), x(2, groups, 6, 3), x(2, groups, 6, 3)
+    bias = None if mask is None else x(*mask).masked_fill(bools(*mask), -10.0)
+    return S(q, k, v, 0.0, causal, attn_mask=bias, tolerance=1e-13)
+
+
+def attention_backward(**options: Any) -> Sample:
+    forward = attention(**options)
+    op = aten._scaled_dot_product_flash_attention_for_cpu
+    out, logsumexp = op(*forward.args, **forward.kwargs)
+    q, k, v, *rest = forward.args
+    args = (x(*out.shape), q, k, v, out, logsumexp, *rest)
+    return S(*args, **forward.kwargs, tolerance=1e-12)
+
+
+ATTENTION: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"heads": 6, "groups": 3},
+    {"heads": 6, "groups": 2, "causal": True},
+    {"mask": (5, 6)},
+    {"mask": (2, 1, 5, 6)},
+    {"heads": 4, "groups": 2, "mask": (1, 4, 1, 6)},
+]
 HOWS = [
     dict(how=0),
     dict(how=1),
@@ -212,6 +239,10 @@ SAMPLES: dict[Any, list[Sample]] = {
         S(x(5, 4), [None, ids(4, 6)], x(5, 6), True),
         S(x(5, 4), [ids(5, 7)], x(4), True),
         S(x(5, 4), [ids(5, 6), ids(4, 6)], x(6), True),
+    ],
+    aten._scaled_dot_product_flash_attention_for_cpu.default: [attention(**o) for o in ATTENTION],
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: [
+        attention_backward(**o) for o in ATTENTION
     ],
     aten.view.default: VIEWS,
     aten._unsafe_view.default: VIEWS,

@@ -1,6 +1,7 @@
 """Factor rules, one file per family of operations; importing this package registers them all."""
 
 from torchard.sharding.rules import (
+    attention,
     contract,
     create,
     cut,
@@ -27,6 +28,7 @@ __all__ = [
     "Call",
     "Local",
     "OpRule",
+    "attention",
     "contract",
     "create",
     "cut",

@@ -1,0 +1,110 @@
+"""Attention: batch and heads may be split, and the queries; keys and values are whole.
+
+Grouped heads are written ``(g r)``: r query heads read one key head, so a group is split as one. Split
+queries of causal attention know their place in the sequence, which the kernel's own causal mask (query
+0 sees key 0) does not: a shard that does not start at 0 brings its rows of the mask instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchard.sharding.rules.registry import Call, Local, register_rule
+
+aten = torch.ops.aten
+OUT_OF_SIGHT = float("-inf")
+
+
+def _dims(query: Sequence[int], key: Sequence[int]) -> tuple[str, str, str] | None:
+    """Query, key and value of [batch, heads, length, width] by their factors."""
+    heads, groups = query[1], key[1]
+    if groups == 0 or heads % groups:
+        return None
+    of_query = "h" if heads == groups else f"(h={groups} r={heads // groups})"
+    return f"b {of_query} s d", "b h t d", "b h t e"
+
+
+def _mask_dims(mask: Sequence[int], scores: Sequence[int], heads: str) -> str:
+    """A mask broadcasts from the right to the scores, [batch, heads, queries, keys]."""
+    names = ["b", heads, "s", "t"][4 - len(mask) :]
+    sizes = scores[4 - len(mask) :]
+    return " ".join(n if m == s else "1" for n, m, s in zip(names, mask, sizes, strict=True))
+
+
+def _clauses(causal: bool) -> str:
+    return " | whole t d e" + (" | run s" if causal else "")
+
+
+def _attention(call: Call) -> str | None:
+    query, key, *_ = call.ins
+    named = _dims(query, key)
+    if named is None or call.arg(3, "dropout_p", 0.0):
+        return None
+    heads = named[0].removeprefix("b ").removesuffix(" s d")
+    ins = [*named]
+    if len(call.ins) == 4:
+        ins.append(_mask_dims(call.ins[3], (*query[:3], key[2]), heads))
+    clauses = _clauses(bool(call.arg(4, "is_causal", False)))
+    return f"{', '.join(ins)} -> b {heads} s e, b {heads} s{clauses}"
+
+
+def _attention_backward(call: Call) -> str | None:
+    """What keys and values get is summed over the queries and query heads that read them."""
+    _, query, key, *_ = call.ins
+    named = _dims(query, key)
+    if named is None or call.arg(6):
+        return None
+    heads = named[0].removeprefix("b ").removesuffix(" s d")
+    out = f"b {heads} s e"
+    ins = [out, *named, out, f"b {heads} s"]
+    if len(call.ins) == 7:
+        ins.append(_mask_dims(call.ins[6], (*query[:3], key[2]), heads))
+    return f"{', '.join(ins)} -> {', '.join(named)}{_clauses(bool(call.arg(7)))} | linear 0"
+
+
+def _rows_of_causal_mask(local: Local, query: Any, rows: range, keys: int, like: Any) -> Any:
+    """[rows, keys] of zeros where a query may look, and minus infinity where it may not."""
+    at = {"device": like.device}
+    row = local.call(aten.arange.start_step, rows.start, rows.stop, 1, **at)
+    column = local.call(aten.arange.start_step, 0, keys, 1, **at)
+    hidden = local.call(aten.lt.Tensor, local.call(aten.unsqueeze.default, row, 1), column)
+    zeros = local.call(aten.new_zeros.default, query, [len(rows), keys])
+    return local.call(aten.masked_fill.Scalar, zeros, hidden, OUT_OF_SIGHT)
+
+
+def _emit(call: Call, local: Local, query: int, causal: int) -> Any:
+    """``query``: which operand it is; ``causal``: at which argument the kernel is told."""
+    args = list(local.args)
+    rows = local.operand_range(query, 2) if call.arg(causal, "is_causal", False) else range(0)
+    if rows.start == 0:
+        return local.call(call.target, *args, **local.kwargs)
+    keys = call.ins[query + 1][2]
+    args = [*args[:causal], False]
+    args += [0.0] * (causal + 1 - len(args))
+    like = call.operands[query].meta["val"]
+    mask = _rows_of_causal_mask(local, local.args[query], rows, keys, like)
+    rest = {k: v for k, v in local.kwargs.items() if k != "is_causal"}
+    return local.call(call.target, *args, **{**rest, "attn_mask": mask})
+
+
+def _emit_attention(call: Call, local: Local) -> Any:
+    return _emit(call, local, 0, 4)
+
+
+def _emit_attention_backward(call: Call, local: Local) -> Any:
+    return _emit(call, local, 1, 7)
+
+
+register_rule(
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    text=_attention,
+    emit=_emit_attention,
+)
+register_rule(
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    text=_attention_backward,
+    emit=_emit_attention_backward,
+)
