@@ -164,7 +164,36 @@ def _functionalize(found: Recording) -> Recording:
         closure.node = node
     found.closures.extend(again.closures)
     found.graph = again.graph
+    _rewrite_copies(found.graph)
     return found
+
+
+def _rewrite_copies(graph: fx.Graph) -> None:
+    """``copy(self, source)``, left behind by ``y[:2] = x``, is source in the shape and dtype of self.
+
+    torch has no derivative of it, and as an operation of two tensors it would move a sharded self.
+    """
+    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
+        into, value = node.args[:2]
+        want = into.meta["val"]
+        with graph.inserting_before(node):
+            if value.meta["val"].shape != want.shape:
+                value = _call(graph, node, aten.expand.default, value, list(want.shape))
+            kind = {"dtype": want.dtype, "device": want.device}
+            if any(getattr(value.meta["val"], k) != v for k, v in kind.items()):
+                value = _call(graph, node, aten._to_copy.default, value, **kind)
+            else:
+                value = _call(graph, node, aten.clone.default, value)
+        node.replace_all_uses_with(value)
+        graph.erase_node(node)
+
+
+def _call(graph: fx.Graph, like: fx.Node, target: Any, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
+    made = graph.call_function(target, (x, *args), kwargs)
+    with internals.no_modes(), torch.no_grad():
+        val = target(x.meta["val"], *args, **kwargs)
+    made.meta.update(like.meta, val=val)
+    return made
 
 
 # -- bookkeeping ----------------------------------------------------------------------------------

@@ -81,6 +81,10 @@ def _fake_inputs(
     return inputs
 
 
+# What torch says where C++ code reads a value from a tensor that has none.
+_READS_A_VALUE = ("get value out of a tracing tensor", "its data is not allocated yet")
+
+
 def _last_placeholder(graph: fx.Graph) -> fx.Node | None:
     placeholders = graph.find_nodes(op="placeholder")
     return placeholders[-1] if placeholders else None
@@ -97,7 +101,7 @@ def _run(room: Room, fn: Callable[..., Any], inputs: list[torch.Tensor]) -> list
     ) as error:
         raise _branching(error) from error
     except RuntimeError as error:
-        if "get value out of a tracing tensor" in str(error):
+        if any(text in str(error) for text in _READS_A_VALUE):
             raise _branching(error) from error
         raise
 
@@ -154,7 +158,7 @@ def _is_made(node: fx.Node) -> bool:
 
 
 def _placeholder(graph: fx.Graph, room: Room, value: torch.Tensor) -> fx.Node:
-    with graph.inserting_after(_last_placeholder(graph)):
+    with internals.inserting_after(graph, _last_placeholder(graph)):
         node = graph.placeholder("constant")
     with internals.clean_room(), room.fakes:
         node.meta["val"] = Spec.of(value).empty()

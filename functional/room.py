@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,13 @@ __all__ = [
 # Tags that also hold for what else replaying one node makes (the items of a tuple).
 _SPREAD = ("source", "scope", "phase", "recompute", "offload")
 _NOT_TAGS = frozenset({"val", "tensor_meta", "seq_nr", "original_aten", "from_node", "stack_trace"})
+
+
+# torch picks these because nothing asks for a gradient while tracing, and they have none (or, worse,
+# zeros): for derivatives the function runs again.
+_CHOSEN_WITHOUT_GRADIENT = frozenset(
+    {"_embedding_bag_forward_only.default", "_linear_cross_entropy_batch_chunked.default"}
+)
 
 
 @dataclass
@@ -72,6 +79,8 @@ class Room:
     numbered: int = 0
     cutting: bool = False
     stood_in: set[int] = field(default_factory=set)
+    # What the operands of a nested transform go through, ahead of its autograd Function.
+    together: Callable[[list[torch.Tensor]], list[torch.Tensor]] = list
 
     def __post_init__(self) -> None:
         self.tracer = _Tracer(self)
@@ -88,6 +97,8 @@ class Room:
         node.meta.update(tags)
         if not torch.is_grad_enabled():
             node.meta["without_grad"] = self.without_grad = True
+        elif getattr(node.target, "__name__", None) in _CHOSEN_WITHOUT_GRADIENT:
+            self.without_grad = True
         self._remember(tags)
 
     def retag(self, tensor: torch.Tensor, old: fx.Node) -> None:

@@ -66,7 +66,8 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Flatten and sort a call's arguments.
 
     Raises:
-        StaticArgumentError: a leaf is neither tensor nor float nor hashable; names its path.
+        StaticArgumentError: a leaf is a sparse tensor, or neither tensor nor float nor hashable;
+            names its path.
     """
     call: Any = (args, kwargs)
     leaves, structure = optree.tree_flatten(
@@ -77,6 +78,8 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     placed = False
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
+            if leaf.layout is not torch.strided:
+                raise _sparse(leaf, paths_of(args, kwargs)[i])
             if leaf.ndim == 0 and is_weak(leaf):
                 key.append(float)
             else:
@@ -137,6 +140,13 @@ def _unhashable(args: Any, kwargs: Any, leaves: Sequence[Any]) -> StaticArgument
                 "torchard.tree.register."
             )
     return StaticArgumentError("an argument is not hashable")
+
+
+def _sparse(leaf: torch.Tensor, path: str) -> StaticArgumentError:
+    return StaticArgumentError(
+        f"{path} has the layout {leaf.layout}, and a traced function takes strided tensors only. Pass "
+        "its parts (values and indices) and put it together inside, or pass x.to_dense()."
+    )
 
 
 def specs_of_arguments(arguments: Arguments) -> list[Spec]:

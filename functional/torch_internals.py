@@ -154,10 +154,17 @@ def track(
     tracer: PythonKeyTracer, tensor: torch.Tensor, name: str, after: fx.Node | None
 ) -> fx.Node:
     """A placeholder for this fake tensor, after another one or (None) ahead of everything."""
-    with no_modes(), tracer.graph.inserting_after(after):
+    with no_modes(), inserting_after(tracer.graph, after):
         proxy = tracer.create_proxy("placeholder", name, (), {})
         track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
     return proxy.node
+
+
+def inserting_after(graph: fx.Graph, node: fx.Node | None) -> contextlib.AbstractContextManager[None]:
+    """Insert after a node or (None) ahead of everything, where fx would append."""
+    first = next(iter(graph.nodes), None)
+    ahead = node is None and first is not None
+    return graph.inserting_before(first) if ahead else graph.inserting_after(node)
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from torchard.sharding.constrain import constrain
 from torchard.sharding.exchange import exchange
 from torchard.sharding.layout import Coords, Layout, chunk
 from torchard.sharding.mesh import Mesh
-from torchard.sharding.place import Held, MeshTensor
+from torchard.sharding.place import Held, MeshTensor, PlacementError
 from torchard.sharding.shard import Shard
 from torchard.sharding.spec import P, SpecError, layout_of
 from torchard.sharding.spectree import broadcast
@@ -63,6 +63,11 @@ def _placed(leaf: Any, mesh: Mesh, spec: P, path: str) -> Any:
         return redistribute(leaf, spec)
     if not isinstance(leaf, torch.Tensor):
         return leaf
+    if leaf.layout is not torch.strided:
+        raise PlacementError(
+            f"{path} has the layout {leaf.layout}, which cannot be cut into shards; place its parts "
+            "(values and indices), or x.to_dense()."
+        )
     layout = layout_of(spec, leaf.shape, mesh, path)
     if active() is not None:
         return constrain(leaf, spec)  # inside a trace every value is whole, wherever it lives

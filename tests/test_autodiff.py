@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from dummies import Identity
 
 from torchard.functional.autodiff import joint, pullback
 from torchard.functional.errors import DerivativeError
 from torchard.functional.program import Program
 from torchard.functional.split import residual_bytes, split
 from torchard.functional.trace import trace
+from torchard.functional.transform import Transformed
 
 F64 = torch.float64
 
@@ -267,3 +269,32 @@ def test_a_leaking_cotangent_is_refused() -> None:
     output.args = ((gradient, gradient),)
     with pytest.raises(ValueError, match="depends on a cotangent"):
         split(program)
+
+
+def test_overwritten_parts_have_gradients() -> None:
+    """Functionalisation leaves ``copy`` behind, of which torch knows no derivative."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        out = x.new_zeros(3, 4)
+        out[:2] = x * w
+        out[2:, :3] = w.to(torch.float32)[:3]
+        return out
+
+    x, w = torch.randn(2, 4), torch.randn(4, dtype=torch.float64)
+    same = Transformed(fn, (Identity(),))
+    ct = torch.randn(3, 4)
+    have, want = (torch.func.vjp(f, x, w)[1](ct) for f in (same, fn))
+    for h, wanted in zip(have, want, strict=True):
+        torch.testing.assert_close(h, wanted)
+
+
+def test_kernels_torch_picks_where_no_gradient_is_asked_for() -> None:
+    """While tracing none is; embedding_bag's then has no derivative, and chunked losses give zeros."""
+
+    def bags(w: torch.Tensor) -> torch.Tensor:
+        return F.embedding_bag(torch.tensor([0, 2, 1]), w, torch.tensor([0, 2]), mode="sum").sin()
+
+    w = torch.randn(3, 4)
+    same = Transformed(bags, (Identity(),))
+    have, want = (torch.func.vjp(f, w)[1](torch.ones(2, 4))[0] for f in (same, bags))
+    torch.testing.assert_close(have, want)

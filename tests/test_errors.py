@@ -239,3 +239,9 @@ def test_rule_that_does_not_parse() -> None:
     says(e.value, "i k, k j -> i j", "factor k is 3 and 4", "(2, 3)")
     with pytest.raises(RuleError, match="unknown clause 'hole'"):
         instantiate("i -> i | hole i", ((2,),), ((2,),))
+
+
+def test_sparse_tensors_are_not_placed() -> None:
+    with pytest.raises(PlacementError) as e:
+        place({"w": X.to_sparse()}, MESH, P("tp"))
+    says(e.value, "values['w']", "torch.sparse_coo", "to_dense()")

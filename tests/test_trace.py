@@ -267,3 +267,19 @@ def test_tags_survive_inlining_forward_and_backward() -> None:
 
 def test_a_scope_costs_nothing_outside() -> None:
     assert head(X).equal(X.cos())
+
+
+def test_constants_of_a_function_without_arguments() -> None:
+    program = trace(lambda: torch.tensor([1.0, 2.0]) * 2 + W[0, :2])()
+    assert [n.op for n in program.graph.nodes][-1] == "output"
+    assert torch.equal(run(program)[0], torch.tensor([2.0, 4.0]) + W[0, :2])
+
+
+def test_a_value_read_by_torch_itself() -> None:
+    with pytest.raises(PurityError, match="needs the value of a tensor"):
+        trace(lambda x, at: x.tensor_split(at))(X, torch.tensor([1]))
+
+
+def test_sparse_arguments_are_refused() -> None:
+    with pytest.raises(StaticArgumentError, match=r"args\[1\] has the layout torch.sparse_coo"):
+        trace(lambda x, s: s @ x)(X, torch.eye(2).to_sparse())
