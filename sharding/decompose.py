@@ -312,6 +312,8 @@ def _trace(
 
         args = [swap(a) for a in node.args]
         out = rule(*args, **{k: swap(v) for k, v in node.kwargs.items()})
+        if out is NotImplemented:
+            return []  # some of torch's table decline some calls
         values = out if isinstance(out, (tuple, list)) else [out]
         return [v for v in values if v is not None]
 
