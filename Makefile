@@ -11,7 +11,7 @@ JOBS  ?= 2
 # torchrun, two gloo ranks on this machine; when a rank fails it leaves the last word to the ranks.
 TORCHRUN := $(BIN)/python examples/_torchrun.py --nproc-per-node 2
 
-.PHONY: help venv test lint types demo bench clean
+.PHONY: help venv test sweep lint types demo bench clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -36,6 +36,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: $(STAMP) ## all tests (JOBS processes)
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+sweep: $(STAMP) ## torch's own sample calls of every operator, sharded (half an hour; ARGS="--only sort")
+	OMP_NUM_THREADS=1 $(BIN)/python tests/op_sweep.py $(ARGS)
 
 lint: $(STAMP) ## ruff
 	$(BIN)/ruff check .

@@ -294,7 +294,8 @@ def _gradients(results: list[torch.Tensor], leaves: list[Any]) -> list[Any]:
 
 def _cotangent(out: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(out.numel())
-    return torch.randint(-3, 4, out.shape, generator=generator).to(out)
+    parts = [torch.randint(-3, 4, out.shape, generator=generator) for _ in range(2)]
+    return (torch.complex(*(p.double() for p in parts)) if out.is_complex() else parts[0]).to(out)
 
 
 def _tensor(x: Any) -> bool:
@@ -302,7 +303,7 @@ def _tensor(x: Any) -> bool:
 
 
 def _floats(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and x.is_floating_point()
+    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def _whole(value: Any) -> Any:
@@ -318,10 +319,17 @@ def _whole(value: Any) -> Any:
 def _error(name: str, have: torch.Tensor, want: torch.Tensor, where: str) -> float:
     assert have.shape == want.shape, f"{name} has shape {have.shape}, not {want.shape} {where}"
     assert have.dtype == want.dtype, f"{name} has dtype {have.dtype}, not {want.dtype} {where}"
-    a, b = have.detach().double(), want.detach().double()
+    a, b = _real(have.detach()), _real(want.detach())
     same = (a == b) | (a.isnan() & b.isnan())
     if bool(same.all()):
         return 0.0
     scale = torch.where(b.isfinite(), b.abs(), 0.0).max().clamp(min=1.0)
     difference = torch.where(same, 0.0, (a - b).abs())
     return float((difference / scale).nan_to_num(nan=math.inf).max())
+
+
+def _real(x: torch.Tensor) -> torch.Tensor:
+    """As float64; a complex number as its two parts."""
+    if x.is_complex():
+        x = torch.view_as_real(x.resolve_conj())
+    return x.double()
