@@ -95,6 +95,14 @@ def _specs_like(names: Any, specs: Mapping[str, P]) -> Any:
     return specs.get(names, P())
 
 
+def _check_inside(layer: Layer, split: Any) -> None:
+    if not layer.path:
+        raise SpecError(
+            f"a layout ({split!r}) for the model itself; what it takes and returns is placed by "
+            "shard's in_specs and out_specs."
+        )
+
+
 class _Claims:
     """What has been said so far of parameters and activations, and by which pattern."""
 
@@ -113,6 +121,7 @@ class _Claims:
             self._claim(self.specs, name, spec, by)
         for which, split in (("in", placing.input_layouts), ("out", placing.output_layouts)):
             if split is not None:
+                _check_inside(layer, split)
                 label = f"{placing.path}/{which}"
                 self._claim(self.pins, label, self._pin(split, label), by)
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchard import Mesh, PurityError, functionalize, jit, random, scope, shard, trace
+from torchard import Mesh, PurityError, functionalize, jit, name, random, scope, shard, trace
 
 KEY = random.key(5)
 IDS = torch.tensor([1, 4, 4, 9, 0])
@@ -77,8 +77,8 @@ def test_values_and_gradients_are_the_modules(how: str) -> None:
     out = out.full() if hasattr(out, "full") else out
     torch.testing.assert_close(out, want_out)
     assert got.keys() == want.keys()
-    for name in want:
-        torch.testing.assert_close(got[name], want[name])
+    for k in want:
+        torch.testing.assert_close(got[k], want[k])
 
 
 def test_tied_weights_appear_once() -> None:
@@ -95,8 +95,8 @@ def test_the_module_is_left_alone() -> None:
     trace(fn)(params, IDS, key=KEY, buffers=fn.buffers)
     with pytest.raises(PurityError):
         fn(params, IDS)
-    for name, value in module.state_dict(keep_vars=True).items():
-        assert id(value) == before[name][0] and torch.equal(value, before[name][1])
+    for k, value in module.state_dict(keep_vars=True).items():
+        assert id(value) == before[k][0] and torch.equal(value, before[k][1])
     assert [part.forward for part in module.modules()] == forwards
     assert not any("forward" in vars(part) for part in module.modules())
 
@@ -146,8 +146,8 @@ def test_updated_buffers_come_back(how: str) -> None:
     full = {k: b.full() if hasattr(b, "full") else b for k, b in buffers.items()}
     torch.testing.assert_close(out.full() if hasattr(out, "full") else out, want_out)
     assert full.keys() == dict(want.named_buffers()).keys()
-    for name, value in want.named_buffers():
-        torch.testing.assert_close(full[name], value)
+    for k, value in want.named_buffers():
+        torch.testing.assert_close(full[k], value)
     assert torch.equal(fn.buffers["bn.running_mean"], torch.zeros(6))
 
 
@@ -212,8 +212,8 @@ def test_masks_are_the_same_on_any_mesh(mesh: Mesh) -> None:
 
     want, _ = torch.func.grad(loss, has_aux=True)(params, fn.buffers, KEY)
     got, _ = torch.func.grad(shard(loss, mesh), has_aux=True)(params, fn.buffers, KEY)
-    for name in want:
-        torch.testing.assert_close(got[name], want[name])
+    for k in want:
+        torch.testing.assert_close(got[k], want[k])
 
 
 def test_a_batch_of_keys_has_a_batch_of_masks() -> None:
@@ -319,6 +319,22 @@ def test_scopes_are_module_paths() -> None:
     named = {f"{n.meta['scope']}/{n.meta['name']}" for n in program.calls if "name" in n.meta}
     for path in inside:
         assert {f"model/{path}/in", f"model/{path}/out"} <= named
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return name(self.lin(x).relu(), "hidden")
+
+
+def test_names_given_inside_a_module_stay() -> None:
+    fn, params = functionalize(nn.Sequential(Named()))
+    program = trace(fn)(params, torch.ones(3, 2))
+    named = [f"{n.meta['scope']}/{n.meta['name']}" for n in program.calls if "name" in n.meta]
+    assert named == ["0/in", "0.lin/in", "0.lin/out", "0/hidden", "0/out"]
 
 
 def test_backward_nodes_have_their_modules_scope() -> None:

@@ -176,9 +176,12 @@ IDS = torch.tensor([[0, 11, 5, 2], [7, 7, 1, 3]])
 
 
 def test_a_tied_embedding_split_by_rows() -> None:
-    """Lookup reduced once; the logits stay split by vocabulary."""
-    plan = {"emb": Rowwise(), "out": Colwise()}
-    assert check(Embedded().double(), IDS, TP, plan) == [("all_reduce", "tp")]
+    """Lookup reduced once; the logits stay split by vocabulary. Either name of it will do."""
+    for plan in ({"emb": Rowwise(), "out": Colwise()}, {"emb": Rowwise()}, {"out": Colwise()}):
+        found = check(Embedded().double(), IDS, TP, plan)
+        assert found[:1] == [("all_reduce", "tp")] and len(found) == 1
+        specs, _ = parallelize(Embedded(), TP, plan)
+        assert specs["emb.weight"] == P("tp", None)
 
 
 def test_an_embedding_split_by_features() -> None:
@@ -290,6 +293,11 @@ def test_an_axis_that_the_mesh_has_not() -> None:
         parallelize(Two(), DP_TP, {"net": Pairwise()})
     with pytest.raises(MeshError, match="no axis 'data'"):
         parallelize(Two(), TP, {"net": Pairwise()}, batch="data")
+
+
+def test_the_model_itself_has_no_layouts() -> None:
+    with pytest.raises(SpecError, match="in_specs and out_specs"):
+        parallelize(Two(), TP, {"": Activations(output_layouts=1)})
 
 
 def test_what_is_no_model() -> None:
