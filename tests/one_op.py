@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from op_samples import Sample
+from sample_calls import Sample
 from torch import fx
 
 from torchard.functional.codegen import compiled

@@ -5,53 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from batched_samples import BATCHED
+from sample_calls import F64, S, Sample, bools, holes, ids, x
 
 from torchard.sharding.rules.pointwise import _is_pointwise
 
 aten, prims = torch.ops.aten, torch.ops.prims
-F64 = torch.float64
-
-
-@dataclass
-class Sample:
-    """One call. ``values`` is False where results are not determined (``empty``)."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    values: bool = True
-    tolerance: float = 0.0
-
-
-def S(*args: Any, values: bool = True, tolerance: float = 0.0, **kwargs: Any) -> Sample:
-    return Sample(args, kwargs, values, tolerance)
-
-
-_numbers = torch.Generator().manual_seed(0)
-
-
-def x(*shape: int, low: int = -4, high: int = 5, dtype: torch.dtype = F64) -> torch.Tensor:
-    """Small integers: sums of them are exact in any order."""
-    return torch.randint(low, high, shape, generator=_numbers).to(dtype)
-
-
-def ids(size: int, *shape: int) -> torch.Tensor:
-    return x(*shape, low=0, high=size, dtype=torch.int64)
-
-
-def holes(*shape: int) -> torch.Tensor:
-    """With NaN, infinities and ties."""
-    y = x(*shape, low=-1, high=2)
-    flat = y.view(-1)
-    flat[1], flat[-1] = float("nan"), float("-inf")
-    return y
-
-
-def bools(*shape: int) -> torch.Tensor:
-    return x(*shape) > 0
 
 
 def backward_of_norm(full: bool = True, mask: list[bool] | None = None, inner: int = 1) -> Sample:
@@ -427,6 +389,7 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.std.correction: VAR,
     aten.var_mean.correction: VAR,
 }
+SAMPLES |= BATCHED
 
 
 def _pointwise_samples(target: Any) -> Iterator[Sample]:
