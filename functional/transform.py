@@ -199,7 +199,7 @@ def _leaf_text(part: Any) -> str:
 def _lifted(room: Room, arguments: Arguments, closures: Sequence[Any]) -> list[torch.Tensor]:
     """The operands of a call inside a trace: global tensors of that trace."""
     values = [arguments.leaves[i] for i in arguments.traced]
-    return [_native(room, value) for value in (*values, *closures)]
+    return room.together([_native(room, value) for value in (*values, *closures)])
 
 
 def _native(room: Room, value: Any) -> torch.Tensor:

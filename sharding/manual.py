@@ -71,10 +71,11 @@ def fixed_options(graph: fx.Graph, program: Program, mesh: Mesh) -> dict[fx.Node
 
     Raises:
         DerivativeError: a gradient varies over ranks while its value does not.
-        MeshError: ``constrain`` on a local value.
+        MeshError: ``constrain`` on a local value, or a shard_map on one mesh sharded on another.
     """
     varying = varying_in_graph(graph)
     _check_results(program, graph, varying)
+    mapped = getattr(program.runtime, "mesh", mesh)
     found: dict[fx.Node, Option] = {}
     for node in graph.nodes:
         if node.op != "call_function" or node.target is operator.getitem:
@@ -86,6 +87,11 @@ def fixed_options(graph: fx.Graph, program: Program, mesh: Mesh) -> dict[fx.Node
             raise MeshError(
                 f"constrain at {node.meta.get('source')} is inside a shard_map, where every "
                 "rank's values are its own; constrain global values, outside of it."
+            )
+        if mapped != mesh:
+            raise MeshError(
+                f"a shard of a shard_map is on {mesh}, the shard_map on {mapped}; one program runs on "
+                "one mesh, and shard_map's needs no shard around it."
             )
         found[node] = _only_option(node, move, varying, mesh)
     return found
@@ -145,7 +151,8 @@ def _step(move: Move, node: fx.Node, mesh: Mesh) -> Step | None:
     make = _STEPS.get(type(move))
     if make is None:
         return None
-    if math.prod(mesh.shape[a] for a in move.over) == 1 and not isinstance(move, Permute):
+    alone = math.prod(mesh.shape[a] for a in move.over) == 1
+    if alone and not (isinstance(move, Permute) and not move.sources):
         return None
     (source,) = node.all_input_nodes
     rest = tuple(p for p in source.meta["layout"].pending if p[0] not in move.over)

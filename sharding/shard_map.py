@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ def shard_map(
     in_specs: Any,
     out_specs: Any,
     *,
+    axis_names: Collection[str] | None = None,
     check_replicated: bool = True,
 ) -> Transformed:
     """``fn``, which is written for one rank's shards, run on every rank of a mesh.
@@ -50,20 +51,28 @@ def shard_map(
             argument is invariant over the axes its spec leaves out.
         out_specs: a pytree prefix of the result. A dim with axes is the concatenation of the ranks'
             results along them; over an axis that a spec leaves out the result must be invariant.
+        axis_names: the axes that are manual. Only all of them, which is the default, are supported.
         check_replicated: compare plain tensors over ranks by checksum when first used.
 
     Returns:
         A function of plain tensors (one global value) and MeshTensors. Results with spec ``P()``
         are plain tensors, others MeshTensors.
 
-    Raises (when called):
+    Raises (when called, but for axis_names):
         SpecError: a spec does not fit its value, does not divide it evenly, or claims that a
             varying result is replicated; names the path, the axis and the remedy.
-        MeshError: shard_map inside shard_map, or a collective that makes no sense.
+        MeshError: shard_map inside shard_map, a collective that makes no sense, or axis_names that
+            leave an axis out.
         DerivativeError: through pmax or pmin.
 
     Source: jax.shard_map with check_vma=True, whose semantics it has.
     """
+    if axis_names is not None and set(axis_names) != set(mesh.axes):
+        raise MeshError(
+            f"shard_map over {sorted(axis_names)} of {mesh}: all axes of the mesh are manual inside a "
+            "shard_map. Leave axis_names out, and leave an axis out of every spec to have its ranks do "
+            "the same; or use shard for what should be automatic."
+        )
     local = _Local(fn, mesh, in_specs, out_specs)
     functools.update_wrapper(local, fn, updated=())
     return Transformed(

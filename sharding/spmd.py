@@ -93,7 +93,12 @@ def _reduced(who: str, x: torch.Tensor, move: Move) -> torch.Tensor:
             f"{who}: the value is invariant over {names}: every rank holds the same already, so it "
             f"needs no {who}; {remedy}."
         )
-    return apply(move, x)
+    return apply(move, _number(x) if isinstance(move, Sum) else x)
+
+
+def _number(x: torch.Tensor) -> torch.Tensor:
+    """What is summed: bools are counted, as torch.sum does."""
+    return x.long() if x.dtype == torch.bool else x
 
 
 def psum(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
@@ -169,7 +174,7 @@ def psum_scatter(
     if not tiled:
         _check_is("psum_scatter", x, dim, size)
     _check_divides("psum_scatter", x, dim, size)
-    done = apply(Scatter(names, size, dim), x)
+    done = apply(Scatter(names, size, dim), _number(x))
     return done if tiled else done.squeeze(dim)
 
 

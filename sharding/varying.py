@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.errors import DerivativeError
+from torchard.functional.lift import is_weak
 from torchard.functional.room import Room, active
 from torchard.sharding.mesh import Mesh, MeshError
 from torchard.sharding.moves import Move, Vary, is_axis_index, move_of
@@ -73,7 +74,7 @@ def varying_axes(tensor: torch.Tensor) -> Axes:
         missing = [source for source in node.all_input_nodes if source not in known]
         if node in known or not missing:
             stack.pop()
-            known.setdefault(node, node_varies(node, known)) if node not in known else None
+            known[node] = node_varies(node, known)
         else:
             stack.extend(missing)
     return known[root]
@@ -96,36 +97,50 @@ class Region(TorchFunctionMode):
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Make it the current one, and bring together what its operations mix."""
-        before = getattr(_regions, "current", None)
-        _regions.current = self
+        assert self.room is not None
+        before, together = getattr(_regions, "current", None), self.room.together
+        _regions.current, self.room.together = self, _made_alike
         try:
             with self:
                 yield
         finally:
-            _regions.current = before
+            _regions.current, self.room.together = before, together
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = list(_tensors((args, kwargs)))
         if len(tensors) < 2 or func in _NOT_MIXING:
             return func(*args, **kwargs)
-        varies = {id(t): varying_axes(t) for t in tensors}
-        union = _NONE.union(*varies.values())
-        if all(v == union for v in varies.values()):
+        made = _made_varying(tensors)
+        if not made:
             return func(*args, **kwargs)
-        made: dict[int, torch.Tensor] = {}
-        for t in tensors:
-            if varies[id(t)] != union and id(t) not in made:
-                made[id(t)] = apply(Vary(_sorted(union - varies[id(t)])), t)
         before = {key: t._version for key, t in made.items()}
         out = func(*_swap(args, made), **_swap(kwargs, made))
         if any(t._version != before[key] for key, t in made.items()):
             raise MeshError(
-                f"{getattr(func, '__name__', func)} writes a value that varies over "
-                f"{_words(union)} into one that does not, in place. Return a new value "
-                "(torch.where, torch.cat), or make it varying first: x = pvary(x, axes)."
+                f"{getattr(func, '__name__', func)} writes a value that varies over more axes than "
+                "what it is written into, in place. Return a new value (torch.where, torch.cat), or "
+                "make it varying first: x = pvary(x, axes)."
             )
         return out
+
+
+def _made_varying(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    """By id, what stands for those tensors that vary less than the others."""
+    varies = {id(t): varying_axes(t) for t in tensors}
+    union = _NONE.union(*varies.values())
+    made: dict[int, torch.Tensor] = {}
+    for t in tensors:
+        if varies[id(t)] != union and id(t) not in made:
+            made[id(t)] = new = apply(Vary(_sorted(union - varies[id(t)])), t)
+            if is_weak(t):  # a Python float goes on promoting like one
+                new._torchard_weak = True  # type: ignore[attr-defined]
+    return made
+
+
+def _made_alike(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    made = _made_varying(tensors)
+    return [made.get(id(t), t) for t in tensors]
 
 
 # What takes several tensors without computing with them.

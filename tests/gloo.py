@@ -5,6 +5,7 @@ Each check returns what the test then asserts on; what raises is reported as its
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -20,8 +21,10 @@ warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarn
 import seeds  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from ranks import COLLECTIVES  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
+import torchard  # noqa: E402
 import torchard.sharding.exchange as exchange_module  # noqa: E402
 from torchard import (  # noqa: E402
     Mesh,
@@ -35,6 +38,7 @@ from torchard import (  # noqa: E402
     random,
     redistribute,
     shard,
+    shard_map,
     to_dtensor,
 )
 
@@ -255,6 +259,37 @@ def gradient_through_place_and_full(rank: int, world: int) -> float:
 
     have = torch.func.grad(f)(w)
     return worst({"w": have}, {"w": torch.func.grad(lambda w: (w * x).square().sum())(w)})
+
+
+@check
+def manual_collectives(rank: int, world: int) -> dict[str, float]:
+    """Inside shard_map: values and gradients as on a virtual mesh, also with an axis of one."""
+    x = torch.randn(36, 36, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    w = torch.full((1, 1), 0.7, dtype=torch.float64)
+
+    def both(name: str, over: Any, virtual: bool) -> dict[str, torch.Tensor]:
+        fn, varies = COLLECTIVES[name]
+        mesh = Mesh({"x": world, "y": 1}, virtual=virtual)
+        run = shard_map(
+            lambda x, w: fn(torchard, over, torch.tanh(x * w), w).sin(),
+            mesh, (P("x", "y"), P()), P("x" if varies else None, "y"),
+        )  # fmt: skip
+
+        def loss(x: torch.Tensor, w: torch.Tensor) -> Any:
+            out = run(x, w)
+            whole = out.full()
+            return whole.square().sum(), whole
+
+        grads, out = torch.func.grad(loss, (0, 1), has_aux=True)(x, w)
+        return {"x": grads[0], "w": grads[1], "out": out}
+
+    names = (
+        *("psum", "pmax", "all_gather 1", "all_gather invariant", "psum_scatter tiled"),
+        *("all_to_all", "all_to_all one dim", "ppermute", "axis_index"),
+    )
+    overs = itertools.cycle(("x", ("x", "y")))
+    pairs = list(zip(names, overs, strict=False))
+    return {name: worst(both(name, over, False), both(name, over, True)) for name, over in pairs}
 
 
 def message(fn: Callable[[], Any]) -> str:

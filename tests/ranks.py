@@ -131,3 +131,48 @@ def run(
     if "error" in slots:
         raise slots["error"]
     return joined({key: found[key] for key in sorted(found)}, out_spec, axes)
+
+
+def rotation(c: Any, axes: Any) -> list[tuple[int, int]]:
+    n = c.axis_size(axes)
+    return [(i, (i + 1) % n) for i in range(n - 1)]  # the last rank sends nothing: zeros arrive
+
+
+# By name: the function of a [2m, 2n]-or-larger shard and a [1, 1] weight, and whether what it gives
+# still varies over the axes. Every dim divides by the number of ranks.
+COLLECTIVES: dict[str, tuple[Callable[..., Any], bool]] = {
+    "psum": (lambda c, a, x, w: c.psum(x, a), False),
+    "pmean": (lambda c, a, x, w: c.pmean(x, a), False),
+    "pmax": (lambda c, a, x, w: c.pmax(x.detach(), a) + c.psum(x, a), False),
+    "pmin": (lambda c, a, x, w: c.pmin(x.detach(), a) + c.psum(x, a), False),
+    "pvary": (lambda c, a, x, w: c.pvary(w, a) * x, True),
+    "all_gather": (lambda c, a, x, w: c.all_gather(x, a)[0] * x, True),
+    "all_gather 1": (lambda c, a, x, w: c.all_gather(x, a, dim=1).sum(1) * x, True),
+    "all_gather tiled": (lambda c, a, x, w: c.all_gather(x, a, dim=1, tiled=True), True),
+    "all_gather invariant": (
+        lambda c, a, x, w: c.all_gather(x, a, dim=1, tiled=True, invariant=True).cos() * w,
+        False,
+    ),
+    "psum_scatter tiled": (lambda c, a, x, w: c.psum_scatter(x, a, dim=1, tiled=True), True),
+    "psum_scatter": (
+        lambda c, a, x, w: c.psum_scatter(x.unflatten(0, (c.axis_size(a), -1)), a),
+        True,
+    ),
+    "all_to_all tiled": (
+        lambda c, a, x, w: c.all_to_all(x, a, split_dim=1, concat_dim=0, tiled=True),
+        True,
+    ),
+    "all_to_all one dim": (
+        lambda c, a, x, w: c.all_to_all(x, a, split_dim=0, concat_dim=0, tiled=True) * x,
+        True,
+    ),
+    "all_to_all": (
+        lambda c, a, x, w: c.all_to_all(
+            x.unflatten(1, (c.axis_size(a), -1)), a, split_dim=1, concat_dim=2
+        ),
+        True,
+    ),
+    "ppermute": (lambda c, a, x, w: c.ppermute(x, a, rotation(c, a)) * x, True),
+    "axis_index": (lambda c, a, x, w: x * (c.axis_index(a) + 1), True),
+    "none": (lambda c, a, x, w: x.cumsum(0), True),
+}

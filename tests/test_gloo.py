@@ -66,6 +66,11 @@ def test_equals_the_virtual_runtime(ranks: Results) -> None:
     assert max(every(ranks, "seed_equals_virtual")) <= limit
 
 
+def test_manual_collectives_equal_the_virtual_ones(ranks: Results) -> None:
+    for found in every(ranks, "manual_collectives"):
+        assert max(found.values()) <= 1e-12, found
+
+
 @pytest.mark.parametrize("name", ["seed_equals_one_device", "compiled_seed_equals_one_device"])
 def test_equals_one_device(ranks: Results, name: str) -> None:
     assert max(every(ranks, name)) <= 1e-12

@@ -8,58 +8,31 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import run
-from torch.func import jvp, vjp
+from ranks import COLLECTIVES, run
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import torchard
-from torchard import Mesh, MeshTensor, P, shard_map
+from torchard import (
+    Mesh,
+    MeshTensor,
+    P,
+    all_gather,
+    axis_index,
+    axis_size,
+    jit,
+    place,
+    ppermute,
+    psum,
+    psum_scatter,
+    pvary,
+    random,
+    shard,
+    shard_map,
+)
+
+X2, XY = Mesh({"x": 2}, virtual=True), Mesh({"x": 2, "y": 2}, virtual=True)
 
 AXES = ["x", "y", ("x", "y"), ("y", "x")]
-
-
-def rotation(c: Any, axes: Any) -> list[tuple[int, int]]:
-    n = c.axis_size(axes)
-    return [(i, (i + 1) % n) for i in range(n - 1)]  # the last rank sends nothing: zeros arrive
-
-
-# By name: the function of a [2m, 2n]-or-larger shard and a [1, 1] weight, and whether what it gives
-# still varies over the axes. Every dim divides by the number of ranks.
-COLLECTIVES: dict[str, tuple[Callable[..., Any], bool]] = {
-    "psum": (lambda c, a, x, w: c.psum(x, a), False),
-    "pmean": (lambda c, a, x, w: c.pmean(x, a), False),
-    "pmax": (lambda c, a, x, w: c.pmax(x.detach(), a) + c.psum(x, a), False),
-    "pmin": (lambda c, a, x, w: c.pmin(x.detach(), a) + c.psum(x, a), False),
-    "pvary": (lambda c, a, x, w: c.pvary(w, a) * x, True),
-    "all_gather": (lambda c, a, x, w: c.all_gather(x, a)[0] * x, True),
-    "all_gather 1": (lambda c, a, x, w: c.all_gather(x, a, dim=1).sum(1) * x, True),
-    "all_gather tiled": (lambda c, a, x, w: c.all_gather(x, a, dim=1, tiled=True), True),
-    "all_gather invariant": (
-        lambda c, a, x, w: c.all_gather(x, a, dim=1, tiled=True, invariant=True).cos() * w,
-        False,
-    ),
-    "psum_scatter tiled": (lambda c, a, x, w: c.psum_scatter(x, a, dim=1, tiled=True), True),
-    "psum_scatter": (
-        lambda c, a, x, w: c.psum_scatter(x.unflatten(0, (c.axis_size(a), -1)), a),
-        True,
-    ),
-    "all_to_all tiled": (
-        lambda c, a, x, w: c.all_to_all(x, a, split_dim=1, concat_dim=0, tiled=True),
-        True,
-    ),
-    "all_to_all one dim": (
-        lambda c, a, x, w: c.all_to_all(x, a, split_dim=0, concat_dim=0, tiled=True) * x,
-        True,
-    ),
-    "all_to_all": (
-        lambda c, a, x, w: c.all_to_all(
-            x.unflatten(1, (c.axis_size(a), -1)), a, split_dim=1, concat_dim=2
-        ),
-        True,
-    ),
-    "ppermute": (lambda c, a, x, w: c.ppermute(x, a, rotation(c, a)) * x, True),
-    "axis_index": (lambda c, a, x, w: x * (c.axis_index(a) + 1), True),
-    "none": (lambda c, a, x, w: x.cumsum(0), True),
-}
 
 
 def cases() -> list[Any]:
@@ -116,11 +89,10 @@ def test_collective(axes: dict[str, int], spec: P, over: Any, name: str) -> None
         return run(body, axes, specs, out_spec, x, w)
 
     want = reference(x, w)
-    close(whole(x, w), want)
+    close(whole(x.detach(), w.detach()), want)
     ct = torch.randn_like(want)
     expected = torch.autograd.grad(want, (x, w), ct)
-    have, pull = vjp(whole, x, w)
-    close(have, want)
+    pull = vjp(whole, x, w)[1]
     for a, b in zip(pull(ct), expected, strict=True):
         close(a, b)
     tangents = (torch.randn_like(x), torch.randn_like(w))
@@ -131,3 +103,211 @@ def close(have: torch.Tensor, want: torch.Tensor) -> None:
     assert have.shape == want.shape
     assert have.dtype == want.dtype
     assert (have - want).abs().max() <= 1e-12 * want.abs().max().clamp(min=1.0)
+
+
+# -- with other transforms, and inside ------------------------------------------------------------
+
+
+def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x * w).sum()
+
+
+def local_loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return psum(loss(w, x), "x")
+
+
+mapped = shard_map(local_loss, X2, (P(), P("x")), P())
+total = lambda w, x: mapped(w * 2, x.sin()) + x.sum()  # noqa: E731
+dense_total = lambda w, x: loss(w * 2, x.sin()) + x.sum()  # noqa: E731
+
+
+def inner(fn: Any, out: P | None = None) -> Any:
+    return shard_map(fn, X2, (P(), P("x")), out or P())
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
+
+
+def backward(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    leaf = w.clone().requires_grad_()
+    mapped(leaf, x).backward()
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def two(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([x, 2 * x])
+
+
+STACKS: dict[str, tuple[Any, Any]] = {
+    "call": (mapped, loss),
+    "placed": (lambda w, x: mapped(w, place(x, X2, P("x"))), loss),
+    "placed otherwise": (lambda w, x: mapped(w, place(x, X2, P(None, "x"))), loss),
+    "grad": (grad(mapped), grad(loss)),
+    "grad of the split one": (grad(mapped, 1), grad(loss, 1)),
+    "backward": (backward, grad(loss)),
+    "hessian": (hessian(mapped), hessian(loss)),
+    "jacrev∘jacfwd": (jacrev(jacfwd(mapped)), hessian(loss)),
+    "grad∘jvp": (
+        grad(lambda w, x: jvp(lambda w: mapped(w, x), (w,), (w,))[1]),
+        grad(lambda w, x: jvp(lambda w: loss(w, x), (w,), (w,))[1]),
+    ),
+    "vmap": (lambda w, x: vmap(mapped, (None, 0))(w, two(x)), lambda w, x: two_of(loss, w, x)),
+    "vmap∘grad": (
+        lambda w, x: vmap(grad(mapped), (None, 0))(w, two(x)),
+        lambda w, x: two_of(grad(loss), w, x),
+    ),
+    "grad∘vmap": (
+        grad(lambda w, x: vmap(mapped, (None, 0))(w, two(x)).sum()),
+        grad(lambda w, x: vmap(loss, (None, 0))(w, two(x)).sum()),
+    ),
+    "jit": (jit(mapped, backend="eager"), loss),
+    "jit∘grad": (jit(grad(mapped), backend="eager"), grad(loss)),
+    "grad∘jit": (grad(jit(mapped, backend="eager")), grad(loss)),
+    "shard of it": (shard(mapped, X2), loss),
+    "in shard": (shard(total, X2), dense_total),
+    "in shard, split otherwise": (
+        lambda w, x: shard(total, X2)(place(w, X2, P("x")), place(x, X2, P(None, "x"))),
+        dense_total,
+    ),
+    "grad∘(in shard)": (grad(shard(total, X2)), grad(dense_total)),
+    "shard∘grad∘(in shard)": (shard(grad(total), X2, out_specs=P()), grad(dense_total)),
+    "hessian∘(in shard)": (hessian(shard(total, X2)), hessian(dense_total)),
+    "closure": (
+        grad(lambda w, x: shard_map(lambda x: local_loss(w, x), X2, P("x"), P())(x)),
+        grad(loss),
+    ),
+    "grad inside": (inner(lambda w, x: grad(loss)(w, x)), grad(loss)),
+    "step inside": (inner(lambda w, x: w - 0.1 * grad(local_loss)(w, x)), None),
+    "hessian inside": (inner(hessian(local_loss)), hessian(loss)),
+    "jvp inside": (
+        inner(lambda w, x: jvp(lambda w: local_loss(w, x), (w,), (w,))[1]),
+        lambda w, x: jvp(lambda w: loss(w, x), (w,), (w,))[1],
+    ),
+    "vmap inside": (
+        inner(lambda w, x: vmap(lambda r: psum(torch.sin(r * w), "x"))(x)),
+        lambda w, x: torch.sin(x[:2] * w) + torch.sin(x[2:] * w),
+    ),
+    "jit inside": (
+        grad(inner(lambda w, x: psum(jit(loss)(w, x), "x"))),
+        grad(loss),
+    ),
+    "grad∘jit inside": (inner(lambda w, x: grad(jit(loss))(w, x)), grad(loss)),
+    "grad∘(grad inside)": (
+        grad(inner(lambda w, x: grad(loss)(w, x).square().sum())),
+        grad(lambda w, x: grad(loss)(w, x).square().sum()),
+    ),
+    "in place": (inner(lambda w, x: written(w, x)), lambda w, x: x[[0, 2]].sum(0) * 3 + 2 * w),
+    "invariant, split when it leaves": (
+        grad(lambda w, x: (shard_map(lambda w: w, X2, P(), P("x"))(w).full() * x[:2].view(-1)).sum()),
+        lambda w, x: x[0] + x[1],
+    ),
+}
+STACKS["step inside"] = (STACKS["step inside"][0], lambda w, x: w - 0.1 * grad(loss)(w, x))
+
+
+def two_of(fn: Any, w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([fn(w, x), fn(w, 2 * x)])
+
+
+def written(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    y = pvary(torch.zeros(2, 6, dtype=x.dtype), "x")
+    y[0] = x[0]
+    y[:1].mul_(3)
+    y[0] += w
+    return psum(y, "x")[0]
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_stack(name: str) -> None:
+    have, want = STACKS[name]
+    w, x = data()
+    close(full(have(w, x)), want(w, x))
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.softmax(q @ k.T, -1) @ v
+
+
+def ring_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Keys and values travel round the ring; the softmax is completed part by part."""
+    n = axis_size("x")
+    top, mass, out = torch.full_like(q[:, :1], -torch.inf), 0.0, 0.0
+    for _ in range(n):
+        scores = q @ k.T
+        new = torch.maximum(top, scores.amax(1, keepdim=True)).detach()
+        part, kept = torch.exp(scores - new), torch.exp(top - new)
+        mass, out, top = mass * kept + part.sum(1, keepdim=True), out * kept + part @ v, new
+        k, v = (ppermute(t, "x", [(i, (i + 1) % n) for i in range(n)]) for t in (k, v))
+    return out / mass
+
+
+def test_ring_attention() -> None:
+    mesh = Mesh({"x": 3}, virtual=True)
+    qkv = [torch.randn(12, 4, dtype=torch.float64) for _ in range(3)]
+    ring = shard_map(ring_attention, mesh, P("x"), P("x"))
+    have, pull = vjp(lambda *t: ring(*t).full(), *qkv)
+    want, expected = vjp(attention, *qkv)
+    close(have, want)
+    ct = torch.randn_like(want)
+    for a, b in zip(pull(ct), expected(ct), strict=True):
+        close(a, b)
+    assert [str(c) for c in ring.lower(*qkv).collectives] == ["ppermute(x) [4, 4] float64"] * 4
+
+
+def test_megatron_by_hand_has_its_two_sums_and_no_more() -> None:
+    """Tensor parallel over x, data parallel over y: gradients of weights are summed over y alone."""
+
+    def mlp(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return psum(torch.tanh(x @ p["a"]) @ p["b"], "x")
+
+    def dense(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ p["a"]) @ p["b"]
+
+    specs = {"a": P(None, "x"), "b": P("x")}
+    params = {k: torch.randn(4, 4, dtype=torch.float64) for k in specs}
+    x = torch.randn(6, 4, dtype=torch.float64)
+    run = shard_map(mlp, XY, (specs, P("y")), P("y"))
+    placed = place(params, XY, specs), place(x, XY, P("y"))
+    have = grad(lambda p, x: sum(part.square().sum() for part in run(p, x).parts), (0, 1))(*placed)
+    want = grad(lambda p, x: dense(p, x).square().sum(), (0, 1))(params, x)
+    for a, b in ((have[0]["a"], want[0]["a"]), (have[0]["b"], want[0]["b"]), (have[1], want[1])):
+        close(a.full(), b)
+    found = [(c.kind, c.axes, c.phase) for c in run.lower_joint(*placed).collectives]
+    assert found[0] == ("all_reduce", ("x",), "forward")
+    assert sorted(found[1:]) == [("all_reduce", ("x",), "backward")] + [
+        ("all_reduce", ("y",), "backward")
+    ] * 2
+
+
+def test_a_float_argument_still_promotes_like_one() -> None:
+    _, x = data()
+    run = inner(lambda rate, x: psum(x.sum() * rate, "x"))
+    assert run(0.1, x.float()).dtype == torch.float32
+
+
+def test_bools_are_counted() -> None:
+    _, x = data()
+    close(shard_map(lambda x: psum(x > 0, "x"), X2, P("x"), P())(x), (x[:2] > 0) * 1 + (x[2:] > 0) * 1)
+
+
+def test_each_rank_draws_its_own_numbers() -> None:
+    run = shard_map(
+        lambda k: random.uniform(random.fold_in(k, axis_index("x")), (3,)), X2, P(), P("x")
+    )
+    want = [random.uniform(random.fold_in(random.key(3), i), (3,)) for i in range(2)]
+    assert torch.equal(run(random.key(3)).full(), torch.cat(want))
+
+
+def test_an_axis_of_one() -> None:
+    mesh = Mesh({"x": 2, "y": 1}, virtual=True)
+    w, x = data()
+
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        y = ppermute(all_gather(x * w, "y", tiled=True), "y", [(0, 0)])
+        return psum(psum_scatter(y, "y", tiled=True).sin().sum(), ("x", "y"))
+
+    run = shard_map(fn, mesh, (P(), P("x", "y")), P())
+    close(grad(run)(w, x), grad(loss)(w, x))
+    assert [c.axes for c in run.lower(w, x).collectives] == [("x", "y")]

@@ -1,0 +1,199 @@
+"""What shard_map refuses: every message, with what it names."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch.func import grad, jvp
+
+from torchard import (
+    Mesh,
+    MeshError,
+    P,
+    SpecError,
+    all_gather,
+    constrain,
+    jit,
+    pmax,
+    pmean,
+    ppermute,
+    psum,
+    psum_scatter,
+    shard,
+    shard_map,
+)
+from torchard.functional.errors import DerivativeError
+
+X2, XY = Mesh({"x": 2}, virtual=True), Mesh({"x": 2, "y": 2}, virtual=True)
+
+
+def local_loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return psum(torch.sin(x * w).sum(), "x")
+
+
+def on_two(fn: Any, out: P | None = None) -> Any:
+    return shard_map(fn, X2, (P(), P("x")), out or P())
+
+
+mapped = on_two(local_loss)
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
+
+
+class Product(torch.autograd.Function):
+    """Mixes its operands where shard_map cannot see it."""
+
+    @staticmethod
+    def forward(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a * b
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        a, b = ctx.saved_tensors
+        return grads[0] * b, grads[0] * a
+
+
+def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    found: Any = Product.apply
+    out: torch.Tensor = found(a, b)
+    return out
+
+
+def into(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros_like(w)
+    y += x[0]
+    return psum(y, "x")
+
+
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "a sum too many": (
+        on_two(lambda w, x: psum(w, "x")),
+        MeshError,
+        r"psum: the value is invariant over 'x': every rank holds the same .* pvary",
+    ),
+    "a mean of a sum": (
+        on_two(lambda w, x: pmean(psum(x, "x"), "x")),
+        MeshError,
+        r"pmean: the value is invariant over 'x'",
+    ),
+    "varying, said to be replicated": (
+        on_two(lambda w, x: {"a": w, "b": x * 2}),
+        SpecError,
+        r"out\['b'\] \(local shape \[2, 6\]\) the spec P\(\).* along 'x', but it varies .* Reduce it .*"
+        r"all_gather\(x, 'x', invariant=True\), or name 'x' in the spec",
+    ),
+    "gathered, said to be replicated": (
+        on_two(lambda w, x: all_gather(x, "x")),
+        SpecError,
+        r"out .* varies over it",
+    ),
+    "uneven": (
+        lambda w, x: mapped(w, x[:3]),
+        SpecError,
+        r"args\[1\] the spec P\('x'\), which splits dim 0 of shape \[3, 6\] over 'x' into 2 parts.* "
+        r"Pad it to 4, or use shard",
+    ),
+    "a spec too long": (
+        shard_map(local_loss, X2, (P("x", None), P("x")), P()),
+        SpecError,
+        r"in_specs: args\[0\] has spec .* of length 2, but its shape is \[6\]",
+    ),
+    "an axis the mesh has not": (
+        shard_map(local_loss, X2, (P(), P("z")), P()),
+        SpecError,
+        r"args\[1\] has spec P\('z'\), but .* has no axis 'z'",
+    ),
+    "a collective over an axis the mesh has not": (
+        on_two(lambda w, x: psum(x, "z")),
+        MeshError,
+        r"psum over 'z': name one or several different axes of .*: x\.",
+    ),
+    "named factors": (
+        shard_map(local_loss, X2, (P(), P.factors("(a b) c", a=2, b="x")), P()),
+        SpecError,
+        r"shard_map has no named factors",
+    ),
+    "specs that are no prefix": (
+        shard_map(local_loss, X2, (P(), P(), P()), P()),
+        SpecError,
+        r"in_specs is not a prefix of args",
+    ),
+    "outside": (lambda w, x: psum(x, "x"), MeshError, r"psum is called outside shard_map"),
+    "shard_map inside": (
+        on_two(lambda w, x: mapped(w, x)),
+        MeshError,
+        r"shard_map inside shard_map",
+    ),
+    "a collective in jit inside": (
+        on_two(lambda w, x: jit(lambda x: psum(x, "x"))(x)),
+        MeshError,
+        r"psum is called in a function that another transform .* traces inside shard_map",
+    ),
+    "constrain inside": (
+        on_two(lambda w, x: psum(constrain(x, P("x")), "x")),
+        MeshError,
+        r"constrain at .*test_shard_map_errors.py:\d+ in <lambda> is inside a shard_map",
+    ),
+    "parts that do not divide": (
+        on_two(lambda w, x: psum_scatter(x[:, :3], "x", dim=1, tiled=True), P("x")),
+        MeshError,
+        r"psum_scatter: dim 1 of shape \[2, 3\] does not divide into 2 equal parts",
+    ),
+    "sent twice": (
+        on_two(lambda w, x: ppermute(x, "x", [(0, 1), (1, 1)]), P("x")),
+        MeshError,
+        r"ppermute over 'x': .* every target at most once, each from 0 to 1",
+    ),
+    "the gradient of a maximum": (
+        grad(on_two(lambda w, x: pmax(x * w, "x").sum())),
+        DerivativeError,
+        r"pmax has no derivative; detach\(\) its operand",
+    ),
+    "the tangent of a maximum": (
+        lambda w, x: jvp(on_two(lambda w, x: pmax(x * w, "x").sum()), (w, x), (w, x)),
+        DerivativeError,
+        r"pmax has no derivative",
+    ),
+    "writing into an invariant value": (
+        on_two(into),
+        MeshError,
+        r"writes a value that varies over more axes than what it is written into",
+    ),
+    "an unseen mixture": (
+        grad(on_two(lambda w, x: psum(product(w, x[0]).sum(), "x"))),
+        DerivativeError,
+        r"the gradient of args\[0\] varies over \('x',\).* pvary\(x, \('x',\)\)",
+    ),
+    "an unseen mixture behind a sum": (
+        grad(on_two(lambda w, x: psum(product(psum(w * x[0], "x"), x[0]).sum(), "x"))),
+        DerivativeError,
+        r"the cotangent that psum got varies over 'x'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refuses(name: str) -> None:
+    fn, kind, message = REFUSED[name]
+    with pytest.raises(kind) as caught:
+        fn(*data())
+    assert re.search(message, str(caught.value)), str(caught.value)
+
+
+def test_some_axes_alone_cannot_be_manual() -> None:
+    with pytest.raises(MeshError, match="all axes of the mesh are manual"):
+        shard_map(local_loss, XY, (P(), P("x")), P(), axis_names={"x"})
+
+
+def test_another_mesh_inside_shard() -> None:
+    with pytest.raises(MeshError, match="one program runs on one mesh"):
+        shard(mapped, XY)(*data())
