@@ -3,6 +3,7 @@
 from torchard.sharding.agree import PlanMismatch, ReplicaMismatch
 from torchard.sharding.constrain import constrain
 from torchard.sharding.dtensor import from_dtensor, to_dtensor
+from torchard.sharding.initial import initialize
 from torchard.sharding.mesh import Mesh, MeshError
 from torchard.sharding.norms import clip_by_global_norm, global_norm
 from torchard.sharding.parallelize import parallelize
@@ -57,6 +58,7 @@ __all__ = [
     "constrain",
     "from_dtensor",
     "global_norm",
+    "initialize",
     "parallelize",
     "place",
     "pmax",

@@ -1,0 +1,94 @@
+"""Parameters that come into being on the mesh, shard by shard."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch
+from torch import Tensor
+
+from torchard.functional import random, tree
+from torchard.functional.signature import is_placed
+from torchard.sharding.constrain import constrain
+from torchard.sharding.mesh import Mesh
+from torchard.sharding.redistribute import place
+from torchard.sharding.shard import shard
+from torchard.sharding.spec import P, SpecError
+from torchard.sharding.spectree import broadcast
+
+__all__ = ["initialize"]
+
+Init = Callable[[str, Tensor, torch.Size, torch.dtype], Tensor]
+
+
+def initialize(init: Init, params: Any, mesh: Mesh, specs: Any, key: Tensor) -> Any:
+    """New parameters, of which each rank makes its shards only.
+
+    ::
+
+        with torch.device("meta"):
+            fn, params = functionalize(Model())
+        specs, pins = parallelize(fn, mesh, plan)
+        params = initialize(init, params, mesh, specs, random.key(0))
+
+    Args:
+        init: ``init(name, key, shape, dtype)`` is the parameter of this (dotted) name as a whole.
+            Every name has a key of its own, folded from ``key``, so that a parameter does not
+            depend on which others there are, nor on the mesh.
+        params: a tree of dicts of what has a shape and a dtype: tensors on ``meta``, ShapeDtype.
+        mesh, specs: as `place` takes them.
+        key: int64 [2], on the mesh's device.
+
+    Returns:
+        A tree like params of MeshTensors.
+
+    Raises:
+        SpecError: specs do not fit, or init returned another shape or dtype; names the parameter.
+        PurityError: init draws from torch's global random state.
+    """
+    leaves, structure = optree.tree_flatten(
+        params, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
+    )
+    names = [_dotted(path) for path in structure.paths()]
+    wanted = broadcast(specs, structure.unflatten(names), "specs", "params")
+    given = [spec or P() for spec in wanted]
+
+    # Folded here, not inside: half of what there would be to plan.
+    numbers = torch.tensor([_number(name) for name in names], device=key.device)
+    keys = random.fold_in(key.expand(len(names), 2), numbers)
+
+    def make(keys: Tensor) -> list[Tensor]:
+        made = []
+        for i, (name, leaf, spec) in enumerate(zip(names, leaves, given, strict=True)):
+            value = init(name, keys[i], torch.Size(leaf.shape), leaf.dtype)
+            _check_made(name, value, leaf)
+            # An out_spec alone would slice what was made whole; a constraint is carried back to
+            # the draw.
+            made.append(value if spec.is_replicated else constrain(value, spec))
+        return made
+
+    values = shard(make, mesh, out_specs=given)(keys)
+    return structure.unflatten(
+        place(value, mesh, P(), check_replicated=False) if isinstance(value, Tensor) else value
+        for value in values
+    )
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))
+
+
+def _number(name: str) -> int:
+    """63 bits of a name, the same in every process."""
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1
+
+
+def _check_made(name: str, value: Tensor, leaf: Any) -> None:
+    if tuple(value.shape) != tuple(leaf.shape) or value.dtype != leaf.dtype:
+        raise SpecError(
+            f"init({name!r}, ...) returned {value.dtype} {list(value.shape)}, but the parameter is "
+            f"{leaf.dtype} {list(leaf.shape)}; make it of the shape and dtype it was given."
+        )
