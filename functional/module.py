@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.adopt import adopt
 from torchard.functional.dropout import Keyed
 from torchard.functional.errors import PurityError
 from torchard.functional.room import Room, active, scopes_again
@@ -100,6 +101,7 @@ class Functional:
         # One copy serves all threads, with one thread's parameters in it at a time.
         with self._lock, Keyed(key):
             out = torch.func.functional_call(self.module, values, args, kwargs)
+        adopt(out)
         # functional_call writes back what the module has put in the place of what it was given.
         after = {k: values[k] for k in given}
         if buffers is not None:

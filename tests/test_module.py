@@ -9,8 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils import _pytree as torch_pytree
 
-from torchard import Mesh, PurityError, functionalize, jit, name, random, scope, shard, trace
+from torchard import Mesh, P, PurityError, functionalize, jit, name, random, scope, shard, trace
 
 KEY = random.key(5)
 IDS = torch.tensor([1, 4, 4, 9, 0])
@@ -130,6 +131,31 @@ def test_meta_modules_have_their_program() -> None:
     assert all(p.is_meta for p in params.values())
     program = trace(fn)(params, IDS.to("meta"))
     assert tuple(program.results[0].meta["val"].shape) == (5, 10)
+
+
+class Result:
+    def __init__(self, **found: Tensor) -> None:
+        self.found = found
+
+
+torch_pytree.register_pytree_node(
+    Result,
+    lambda r: (list(r.found.values()), list(r.found)),
+    lambda values, names: Result(**dict(zip(names, values, strict=True))),
+)
+
+
+class Returns(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Result, Tensor]:
+        return Result(double=x * 2, triple=x * 3), x + 1
+
+
+def test_results_that_torchs_pytree_knows_are_trees() -> None:
+    fn, params = functionalize(Returns())
+    x = torch.arange(4.0)
+    for call in (fn, jit(fn, backend="eager"), shard(fn, MESHES[0], out_specs=P())):
+        result, more = call(params, x)
+        assert torch.equal(result.found["triple"], x * 3) and torch.equal(more, x + 1)
 
 
 # -- buffers ----------------------------------------------------------------------------------------
