@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.sharding.constrain import pinned_spec
 from torchard.sharding.layout import Sizes
 from torchard.sharding.reshard import Step
 from torchard.sharding.rules import lookup
@@ -137,6 +138,8 @@ def record_of(step: Step, val: torch.Tensor, tags: dict[str, Any], sizes: Sizes)
 
 def _note(near: fx.Node) -> str:
     if near.op != "call_function" or "val" not in near.meta or not near.all_input_nodes:
+        return ""
+    if pinned_spec(near) is not None:
         return ""
     gathered = lookup(near.target) is None and "step" not in near.meta
     return f"{near.target} has no factor rule, so its operands are gathered" if gathered else ""

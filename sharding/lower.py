@@ -50,6 +50,11 @@ class Transport(Protocol):
     ) -> dict[Key, Value]:
         """The values after a step, by key of ``step.after``. ``last``: nobody reads ``values`` again."""
 
+    def together(
+        self, low: Lowering, moves: Sequence[tuple[Step, dict[Key, Value], torch.Tensor]]
+    ) -> list[dict[Key, Value]]:
+        """The values after each of the steps of one bucket."""
+
 
 class Emitter:
     """Appends operations to the local graph."""
@@ -124,13 +129,17 @@ class Lowering:
         self.env: dict[fx.Node, dict[Key, Value]] = {}
         self.numbers = itertools.count()
         self.in_flight: list[Value] = []
+        self.buckets: dict[Any, list[fx.Node]] = {}
+        for node in graph.nodes:
+            if node.op == "call_function" and "bucket" in node.meta:
+                self.buckets.setdefault(node.meta["bucket"], []).append(node)
 
     def run(self) -> fx.Graph:
         """The local graph: parts of all inputs, in order, to parts of all outputs."""
         for node in self.spmd.nodes:
-            self.emit.tags = {
-                k: node.meta[k] for k in ("source", "scope", "phase") if k in node.meta
-            }
+            if node in self.env:
+                continue
+            self._tag(node)
             if node.op == "placeholder":
                 self._placeholder(node)
             elif node.op == "call_function":
@@ -143,6 +152,9 @@ class Lowering:
                     value.get()
                 self.graph.output(parts)
         return self.graph
+
+    def _tag(self, node: fx.Node) -> None:
+        self.emit.tags = {k: node.meta[k] for k in ("source", "scope", "phase") if k in node.meta}
 
     def distinct(self, layouts: Sequence[Layout]) -> list[Coords]:
         """One of our coordinates for each distinct key over the axes of these layouts."""
@@ -177,8 +189,28 @@ class Lowering:
                 parts.append(value)
         return parts
 
+    def _bucket(self, members: Sequence[fx.Node]) -> None:
+        """Steps that are moved together; a split may have left their operands for later."""
+        for node in members:
+            self._have(node.all_input_nodes[0])
+        moves = [
+            (m.meta["step"], self.env[m.all_input_nodes[0]], m.meta["val"]) for m in members
+        ]
+        self._tag(members[0])
+        self.env.update(zip(members, self.transport.together(self, moves), strict=True))
+
+    def _have(self, node: fx.Node) -> None:
+        if node not in self.env:
+            for source in node.all_input_nodes:
+                self._have(source)
+            self._tag(node)
+            self._node(node)
+
     def _node(self, node: fx.Node) -> None:
-        if "step" in node.meta:
+        together = self.buckets.get(node.meta.get("bucket"), ())
+        if len(together) > 1:
+            self._bucket(together)
+        elif "step" in node.meta:
             (source,) = node.all_input_nodes
             val = node.meta["val"]
             last = len(source.users) == 1 and source.op != "placeholder"

@@ -21,7 +21,8 @@ from torchard.sharding.lower import Lowering
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.place import Held
 from torchard.sharding.tidy import fold_views, reduce_in_place
-from torchard.sharding.transport import Lockstep, Wire
+from torchard.sharding.transport import Lockstep
+from torchard.sharding.wire import Wire
 
 __all__ = ["Distributed", "Simulated", "runtime_of"]
 

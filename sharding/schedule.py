@@ -3,7 +3,8 @@
 The order is chosen on the SPMD graph, so it is the same on every rank. A collective that makes nothing
 larger (a reduction, an exchange) is issued right after its operand, ahead of work that does not need it,
 and waited for where it is used: the all_reduce of an activation's gradient runs beside the weight's
-matmul. Gathers stay where they are needed, since an early one holds memory.
+matmul. Views of what arrives wait with it. Gathers stay where they are needed, since an early one holds
+memory; those of parameters are ``gathers.py``'s.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import fx
 
 from torchard.sharding.aliases import is_alias
 
-__all__ = ["issue_early"]
+__all__ = ["issue_early", "wait_late"]
 
 _EARLY = ("all_reduce", "psum_scatter", "all_to_all")
 
@@ -36,3 +37,19 @@ def issue_early(graph: fx.Graph) -> None:
 
 def _last_placeholder(graph: fx.Graph) -> fx.Node:
     return graph.find_nodes(op="placeholder")[-1]  # type: ignore[no-any-return]
+
+
+def wait_late(graph: fx.Graph) -> None:
+    """Move views of what a collective brings down to where they are used."""
+    at = {node: i for i, node in enumerate(graph.nodes)}
+    for node in reversed(list(graph.nodes)):
+        if is_alias(node) and node.users and _arrives(node):
+            first = min(node.users, key=at.__getitem__)
+            first.prepend(node)
+            at[node] = at[first]
+
+
+def _arrives(node: fx.Node) -> bool:
+    while is_alias(node):
+        node = node.all_input_nodes[0]
+    return "step" in node.meta

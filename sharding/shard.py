@@ -12,7 +12,9 @@ from torch import fx
 
 from torchard.functional.program import FREE, Leaf, Program
 from torchard.functional.transform import Transformed
+from torchard.sharding.bucket import merge_reductions
 from torchard.sharding.constrain import number_of, pinned_spec
+from torchard.sharding.gathers import gather_again, gather_by_layer, layer_of
 from torchard.sharding.layout import Layout
 from torchard.sharding.manual import attach_moves, fixed_options
 from torchard.sharding.mesh import Mesh, MeshError, default_device
@@ -22,7 +24,7 @@ from torchard.sharding.plan import choose
 from torchard.sharding.prepare import prepare
 from torchard.sharding.propagate import BATCH, CONSTRAINT, DERIVED, PARAMETER, Given
 from torchard.sharding.runtime import runtime_of
-from torchard.sharding.schedule import issue_early
+from torchard.sharding.schedule import issue_early, wait_late
 from torchard.sharding.spec import P, SpecError, layout_of
 from torchard.sharding.spectree import specs_of_arguments, specs_of_results
 from torchard.sharding.updates import updated_inputs
@@ -167,7 +169,7 @@ class Shard:
         made = choose(graph, self._given(program, graph), self.mesh)
         new = partition(made.graph, made.given, made.decision, self.mesh.sizes)
         attach_moves(new, self.mesh)
-        issue_early(new)
+        self._schedule(new, program, made.given)
         outputs = self._outputs(program, made.decision.outputs)
         inputs = tuple(
             replace(leaf, tag=outputs[leaf.of].tag)
@@ -177,6 +179,27 @@ class Shard:
         )
         runtime = runtime_of(self.mesh, self.check_replicated)
         return replace(program, graph=new, inputs=inputs, outputs=outputs, runtime=runtime)
+
+    def _schedule(self, graph: fx.Graph, program: Program, given: Given) -> None:
+        """When collectives run, and which of them run as one."""
+        placeholders = graph.find_nodes(op="placeholder")
+        layers: dict[fx.Node, str] = {}
+        batch: set[str] = set()
+        for leaf, node, known in zip(
+            program.inputs, placeholders, given.inputs.values(), strict=True
+        ):
+            if isinstance(known, int):
+                continue
+            layout, rank = known
+            if rank == PARAMETER:
+                layers[node] = layer_of(leaf.path)
+            elif rank == BATCH:
+                batch |= set(layout.split_axes)
+        gather_again(graph, layers, batch)
+        issue_early(graph)
+        wait_late(graph)
+        merge_reductions(graph)
+        gather_by_layer(graph, layers)
 
     def inline(self, program: Program) -> Program:
         """For an outer trace: the same global program, its specs as constraints."""

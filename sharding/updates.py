@@ -14,7 +14,7 @@ __all__ = ["updated_inputs"]
 
 
 def updated_inputs(graph: fx.Graph) -> dict[int, fx.Node]:
-    """For each output that is made elementwise from one same-shaped input, or is its gradient: that input.
+    """For each output made elementwise from one same-shaped input, or its gradient: that input.
 
     Where several inputs qualify (parameter and momentum), the first reached from the output does:
     their specs agree in any sensible program.

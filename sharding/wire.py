@@ -1,0 +1,335 @@
+"""Transport over process groups: one rank's values, moved by torch's functional collectives.
+
+A collective is issued where its value is ready and waited for where its result is first used.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.sharding.layout import Layout
+from torchard.sharding.lower import Key, Lowering, Value
+from torchard.sharding.reshard import Step
+from torchard.sharding.transport import Coords, Pieces
+
+__all__ = ["Wire"]
+
+aten = torch.ops.aten
+
+
+class Wire:
+    """One rank: collectives are torch's functional ones over the mesh's process groups."""
+
+    def step(
+        self, low: Lowering, step: Step, values: dict[Key, Value], val: torch.Tensor, last: bool
+    ) -> dict[Key, Value]:
+        pieces = Pieces(low, step, low.mesh)
+        (at,) = low.coords
+        x = pieces.open(values[step.before.key(at)].get(), at)
+        if step.kind == "slice":
+            start, stop = pieces.cut(at)
+            assert pieces.to is not None
+            done = pieces.close(pieces.slice(x, pieces.to, start, stop), at)
+            return {step.after.key(at): Value(done)}
+        started = _Started(pieces, at, val)
+        low.in_flight.append(Value(wait=_later(started, started.begun(x))))
+        return {step.after.key(at): low.in_flight[-1]}
+
+    def together(
+        self, low: Lowering, moves: Sequence[tuple[Step, dict[Key, Value], torch.Tensor]]
+    ) -> list[dict[Key, Value]]:
+        (at,) = low.coords
+        begun = [_Started(Pieces(low, step, low.mesh), at, val) for step, _, val in moves]
+        finish = _together(
+            begun[0],
+            [
+                each.packed(each.p.open(values[step.before.key(at)].get(), at))
+                for each, (step, values, _) in zip(begun, moves, strict=True)
+            ],
+        )
+        done: list[dict[Key, Value]] = []
+        for i, (each, (step, _, _)) in enumerate(zip(begun, moves, strict=True)):
+            low.in_flight.append(Value(wait=_later(each, functools.partial(finish, i))))
+            done.append({step.after.key(at): low.in_flight[-1]})
+        return done
+
+
+def _later(started: _Started, finish: Callable[[], fx.Node]) -> Callable[[], fx.Node]:
+    """Wait under the tags of the collective, not of whoever uses its result first."""
+    low = started.p.low
+    tags = dict(low.emit.tags)
+
+    def wait() -> fx.Node:
+        now, low.emit.tags = low.emit.tags, tags
+        try:
+            return started.p.close(finish(), started.at_)
+        finally:
+            low.emit.tags = now
+
+    return wait
+
+
+def _together(started: _Started, parts: Sequence[_Packed]) -> Callable[[int], fx.Node]:
+    """One all_reduce or all_gather of several values; gives back what takes the i-th result out."""
+    call, view = started.call, started.p.low.emit.view
+    widths = [math.prod(part.shape) for part in parts]
+    flat = [view(part.buffer, [n]) for part, n in zip(parts, widths, strict=True)]
+    sent = started.send(call(aten.cat.default, flat, 0))
+    copies = started.size if started.p.step.kind == "all_gather" else 1
+    runs: list[fx.Node] = []
+
+    def finish(i: int) -> fx.Node:
+        if not runs:
+            arrived = view(started.wait(sent), [copies, sum(widths)])
+            runs.append(call(aten.split_with_sizes.default, arrived, widths, 1))
+        shape = list(parts[i].shape)
+        if copies > 1:
+            shape[0] *= copies
+        return parts[i].unpack(view(call(operator.getitem, runs[0], i), shape))
+
+    return finish
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """What a collective sends of one value, its shape, and how the answer becomes the result."""
+
+    buffer: fx.Node
+    shape: Sequence[int]
+    unpack: Callable[[fx.Node], fx.Node]
+
+
+class _Started:
+    """Issues one collective and gives back the function that waits for its result."""
+
+    def __init__(self, p: Pieces, at: Coords, val: torch.Tensor) -> None:
+        self.p, self.at_, self.val = p, at, val
+        self.call = p.low.emit.call
+        self.group = p.mesh.group(p.step.axes).group_name
+        self.size = math.prod(p.mesh.shape[a] for a in p.step.axes)
+
+    def issue(self, name: str, x: fx.Node, *args: Any) -> fx.Node:
+        op = getattr(torch.ops._c10d_functional, name).default
+        return self.call(op, x, *args, self.group)
+
+    def wait(self, x: fx.Node) -> fx.Node:
+        return self.call(torch.ops._c10d_functional.wait_tensor.default, x)
+
+    def contiguous(self, x: fx.Node) -> fx.Node:
+        return self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+
+    def front(self, x: fx.Node, dim: int) -> fx.Node:
+        """A dim moved to the front, contiguous: what collectives on dim 0 need."""
+        if dim:
+            x = self.call(aten.movedim.int, x, dim, 0)
+        return self.contiguous(x)
+
+    def back(self, x: fx.Node, dim: int) -> fx.Node:
+        return self.call(aten.movedim.int, x, 0, dim) if dim else x
+
+    def sizes(self, layout: Layout, place: tuple[int, int]) -> list[int]:
+        return [len(self.p.range(layout, place, m)) for m in self.p.members(self.at_)]
+
+    def begun(self, x: fx.Node) -> Callable[[], fx.Node]:
+        """Issue the collective of one value."""
+        kind = self.p.step.kind
+        if kind in ("all_to_all", "ppermute"):
+            exchange: Callable[[], fx.Node] = getattr(self, f"_{kind}")(x)
+            return exchange
+        packed = self.packed(x)
+        sent = self.send(packed.buffer)
+        return lambda: packed.unpack(self.wait(sent))
+
+    def packed(self, x: fx.Node) -> _Packed:
+        """What an all_reduce, a psum_scatter or an all_gather sends."""
+        made: _Packed = getattr(self, f"_{self.p.step.kind}")(x)
+        return made
+
+    def send(self, buffer: fx.Node) -> fx.Node:
+        op = self.p.step.op or "sum"
+        if self.p.step.kind == "all_reduce":
+            return self.issue("all_reduce", buffer, op)
+        if self.p.step.kind == "psum_scatter":
+            return self.issue("reduce_scatter_tensor", buffer, op, self.size)
+        return self.issue("all_gather_into_tensor", buffer, self.size)
+
+    # -- reductions -------------------------------------------------------------------------------
+
+    def _all_reduce(self, x: fx.Node) -> _Packed:
+        encode, decode = _encoding(self, self.p.step.op or "sum")
+        buffer = self.call(aten.contiguous.default, encode(x))
+        return _Packed(buffer, self.p.shape(self.p.step.before, self.at_), decode)
+
+    def _psum_scatter(self, x: fx.Node) -> _Packed:
+        p = self.p
+        assert p.to is not None and p.step.to is not None
+        dim, sizes = p.to, self.sizes(p.step.after, p.step.to)
+        widest, own = max(sizes), len(p.range(p.step.after, p.step.to, self.at_))
+        encode, decode = _encoding(self, p.step.op or "sum")
+        x = self.front(encode(x), dim)
+        if len(set(sizes)) > 1:
+            x = self.padded(x, sizes, widest)
+
+        def unpack(part: fx.Node) -> fx.Node:
+            if own != widest:
+                part = p.slice(part, 0, 0, own)
+            return self.back(decode(part), dim)
+
+        return _Packed(x, self.at_front(p.step.before, dim, widest * len(sizes)), unpack)
+
+    def at_front(self, layout: Layout, dim: int, size: int) -> list[int]:
+        """The local shape with a dim moved to the front, where it has another size."""
+        shape = self.p.shape(layout, self.at_)
+        shape.pop(dim)
+        return [size, *shape]
+
+    def padded(self, x: fx.Node, sizes: list[int], widest: int) -> fx.Node:
+        """Uneven parts along dim 0, each brought to the widest's size."""
+        parts = self.call(aten.split_with_sizes.default, x, sizes)
+        rank = len(self.p.shape(self.p.step.before, self.at_))
+        padded = []
+        for i, size in enumerate(sizes):
+            part = self.call(operator.getitem, parts, i)
+            if size != widest:
+                pad = [0] * (2 * rank - 1) + [widest - size]
+                part = self.call(aten.constant_pad_nd.default, part, pad)
+            padded.append(part)
+        return self.call(aten.cat.default, padded, 0)
+
+    # -- exchanges --------------------------------------------------------------------------------
+
+    def _all_gather(self, x: fx.Node) -> _Packed:
+        p = self.p
+        assert p.at is not None and p.step.at is not None
+        dim, sizes = p.at, self.sizes(p.step.before, p.step.at)
+        widest, own = max(sizes), len(p.range(p.step.before, p.step.at, self.at_))
+        encode, decode = _carrier(self)
+        x = self.front(encode(x), dim)
+        if own != widest:
+            rank = len(p.shape(p.step.before, self.at_))
+            pad = [0] * (2 * rank - 1) + [widest - own]
+            x = self.call(aten.constant_pad_nd.default, x, pad)
+
+        def unpack(whole: fx.Node) -> fx.Node:
+            if len(set(sizes)) > 1:
+                runs = [p.slice(whole, 0, i * widest, i * widest + n) for i, n in enumerate(sizes)]
+                whole = p.cat(runs, 0)
+            return self.back(decode(whole), dim)
+
+        return _Packed(x, self.at_front(p.step.before, dim, widest), unpack)
+
+    def _all_to_all(self, x: fx.Node) -> Any:
+        p = self.p
+        assert p.step.at is not None and p.step.to is not None and p.at is not None
+        at, to = p.at, p.to
+        assert to is not None
+        give, take = self.sizes(p.step.after, p.step.to), self.sizes(p.step.before, p.step.at)
+        shape = p.shape(p.step.before, self.at_)
+        shape[to] = len(p.range(p.step.after, p.step.to, self.at_))
+        mine = math.prod(p.shape(p.step.before, self.at_)) // max(sum(give), 1)
+        each = math.prod(n for i, n in enumerate(shape) if i != at)
+        encode, decode = _carrier(self)
+        flat = p.low.emit.view(self.front(encode(x), to), [-1] if sum(give) * mine else [0])
+        splits_out, splits_in = [n * each for n in take], [n * mine for n in give]
+        sent = self.issue("all_to_all_single", flat, splits_out, splits_in)
+
+        def finish() -> fx.Node:
+            runs = self.call(aten.split_with_sizes.default, self.wait(sent), splits_out)
+            parts = []
+            for i, n in enumerate(take):
+                local = list(shape)
+                local[at] = n
+                local.insert(0, local.pop(to))
+                part = p.low.emit.view(self.call(operator.getitem, runs, i), local)
+                parts.append(self.back(part, to))
+            whole: fx.Node = decode(p.cat(parts, at))
+            return whole
+
+        return finish
+
+    def _ppermute(self, x: fx.Node) -> Any:
+        """As an exchange in which most parts are empty; every rank takes part."""
+        p, count = self.p, math.prod(self.p.shape(self.p.step.before, self.at_))
+        own = p.members(self.at_).index(self.at_)
+        give, take = [0] * self.size, [0] * self.size
+        for source, target in p.step.pairs:
+            if source == own:
+                give[target] = count
+            if target == own:
+                take[source] = count
+        encode, decode = _carrier(self)
+        flat = p.low.emit.view(self.contiguous(encode(x)), [count])
+        if not any(give):
+            flat = p.slice(flat, 0, 0, 0)
+        sent = self.issue("all_to_all_single", flat, take, give)
+
+        def finish() -> fx.Node:
+            arrived = self.wait(sent)
+            if not any(take):
+                return self.call(aten.zeros_like.default, x)
+            done: fx.Node = decode(p.low.emit.view(arrived, p.shape(p.step.before, self.at_)))
+            return done
+
+        return finish
+
+
+def _encoding(started: _Started, op: str) -> tuple[Any, Any]:
+    """How values travel through a reduction that the transport does not know or gets wrong.
+
+    gloo's maximum drops NaN. Floats are mapped to integers of the same order, with one NaN above (or,
+    for a minimum, below) all numbers, and back.
+    """
+    call, dtype = started.call, started.val.dtype
+    if op == "sum" or not (dtype.is_floating_point or dtype == torch.bool):
+        return _carrier(started) if dtype == torch.bool else (_same, _same)
+    if dtype == torch.bool:
+        return _carrier(started)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    bits = torch.int64 if wide == torch.float64 else torch.int32
+    info = torch.iinfo(bits)
+    nan = info.max if op == "max" else info.min + 1
+
+    def order(x: fx.Node) -> fx.Node:
+        """Two's complement order of sign-magnitude bits; its own inverse."""
+        flipped = call(aten.bitwise_xor.Scalar, x, info.max)
+        return call(aten.where.self, call(aten.lt.Scalar, x, 0), flipped, x)
+
+    def encode(x: fx.Node) -> fx.Node:
+        x = call(aten._to_copy.default, x, dtype=wide)
+        ordered = order(call(aten.view.dtype, x, bits))
+        return call(aten.masked_fill.Scalar, ordered, call(aten.isnan.default, x), nan)
+
+    def decode(x: fx.Node) -> fx.Node:
+        is_nan = call(aten.eq.Scalar, x, nan)
+        value = call(aten.view.dtype, order(x), wide)
+        value = call(aten.masked_fill.Scalar, value, is_nan, math.nan)
+        return call(aten._to_copy.default, value, dtype=dtype)
+
+    return encode, decode
+
+
+def _carrier(started: _Started) -> tuple[Any, Any]:
+    """Bools, which transports do not carry, travel as bytes."""
+    dtype = started.val.dtype
+    if dtype != torch.bool:
+        return _same, _same
+
+    def encode(x: fx.Node) -> fx.Node:
+        return started.call(aten._to_copy.default, x, dtype=torch.uint8)
+
+    def decode(x: fx.Node) -> fx.Node:
+        return started.call(aten._to_copy.default, x, dtype=torch.bool)
+
+    return encode, decode
+
+
+def _same(x: fx.Node) -> fx.Node:
+    return x

@@ -1,0 +1,126 @@
+"""Transformers: the known recipes are specs, and get exactly the communication of an expert's code."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import optree
+import pytest
+import torch
+from seeds import whole
+from transformer import CONTEXT, LAYERS, RECIPES, VOCAB, WIDTH, Recipe, batch, parameters
+
+from torchard import Mesh, MeshTensor, P, place, shard
+
+BATCH = 4
+ROWS = BATCH * CONTEXT
+
+
+def arguments(recipe: Recipe) -> tuple[Mesh, tuple[Any, ...]]:
+    mesh = Mesh(recipe.mesh, virtual=True)
+    params = place(parameters(), mesh, recipe.specs)
+    return mesh, (params, *(place(t, mesh, recipe.batch) for t in batch(BATCH)))
+
+
+def leaves(tree: Any) -> list[torch.Tensor]:
+    found = optree.tree_leaves(tree, is_leaf=lambda v: isinstance(v, MeshTensor))
+    return [whole(v) for v in found]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_equals_one_device(name: str) -> None:
+    recipe = RECIPES[name]
+    mesh, args = arguments(recipe)
+    have = shard(recipe.step, mesh, out_specs=(recipe.specs, P()))(*args)
+    want = Recipe({}, P()).step(parameters(), *batch(BATCH))
+    for a, b in zip(leaves(have), leaves(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["tp=3 sequence", "fsdp=4", "fsdp=2 tp=2"])
+def test_gradients_from_outside_equal_one_device(name: str) -> None:
+    """The halves of a split joint program merge and gather as the whole does."""
+    recipe = RECIPES[name]
+    mesh, args = arguments(recipe)
+    have = torch.func.grad(shard(recipe.loss, mesh))(*args)
+    want = torch.func.grad(Recipe({}, P()).loss)(parameters(), *batch(BATCH))
+    for a, b in zip(leaves(have), leaves(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+def collectives(name: str) -> Counter[tuple[str, str, int, str]]:
+    """(phase, kind, elements, axes) of everything that crosses the network in a training step."""
+    recipe = RECIPES[name]
+    mesh, args = arguments(recipe)
+    plan = shard(recipe.step, mesh, out_specs=(recipe.specs, P())).lower(*args).collectives
+    assert not any("no factor rule" in c.note for c in plan), str(plan)
+    return Counter(
+        (c.phase, c.kind, torch.Size(c.shape).numel(), "·".join(c.axes)) for c in plan
+    )
+
+
+def of(phase: str, kind: str, elements: int, axes: str, count: int = 1) -> Counter[Any]:
+    return Counter({(phase, kind, elements, axes): count})
+
+
+STREAM = ROWS * WIDTH
+EMBEDDING = VOCAB * WIDTH
+LAYER = 12 * WIDTH * WIDTH + 13 * WIDTH  # weights; biases and norms
+MODEL = EMBEDDING + 2 * WIDTH + LAYERS * LAYER
+
+
+def cross_entropy(rows: int) -> Counter[Any]:
+    """Of logits split by vocabulary: maximum and sum of each row, the picked ones, a backward sum."""
+    return (
+        of("forward", "all_reduce", rows, "tp", 2)
+        + of("forward", "all_reduce", 1, "tp")
+        + of("backward", "all_reduce", rows, "tp")
+    )
+
+
+def test_tensor_parallel() -> None:
+    """Two all_reduces per layer and pass, one for the embedding and one for the output's input."""
+    per_pass = 2 * LAYERS + 1
+    assert collectives("tp=2") == cross_entropy(ROWS) + of(
+        "forward", "all_reduce", STREAM, "tp", per_pass
+    ) + of("backward", "all_reduce", STREAM, "tp", per_pass)
+
+
+def test_sequence_parallel() -> None:
+    """Four gathers and four scatters per layer; no activation is reduced whole.
+
+    The gradients of norms and row biases, sums over positions, cross the network in one call.
+    """
+    local, per_pass = STREAM // 2, 2 * LAYERS + 1
+    replicated = (4 + 2) * LAYERS * WIDTH + 2 * WIDTH
+    assert collectives("tp=2 sequence") == (
+        cross_entropy(ROWS)
+        + of("forward", "psum_scatter", STREAM, "tp", per_pass)
+        + of("forward", "all_gather", local, "tp", per_pass)
+        + of("backward", "psum_scatter", STREAM, "tp", per_pass)
+        + of("backward", "all_gather", local, "tp", per_pass - 1)
+        + of("backward", "psum_scatter", EMBEDDING, "tp")
+        + of("backward", "all_reduce", replicated, "tp")
+    )
+
+
+def test_data_parallel() -> None:
+    """One call for all gradients of a small model; the loss is a sum over the batch and a count."""
+    assert collectives("dp=2") == of("forward", "all_reduce", 1, "dp", 2) + of(
+        "backward", "all_reduce", MODEL, "dp"
+    )
+
+
+def test_fully_sharded() -> None:
+    """One gather per layer and pass, one scatter per gradient."""
+    found = collectives("fsdp=4")
+    gathers = {k: n for k, n in found.items() if k[1] == "all_gather"}
+    scatters = {k: n for k, n in found.items() if k[1] == "psum_scatter"}
+    assert sum(n for k, n in gathers.items() if k[0] == "forward") == LAYERS + 1
+    assert sum(n for k, n in gathers.items() if k[0] == "backward") == LAYERS + 1
+    assert sum(k[2] * n for k, n in gathers.items() if k[0] == "forward") == MODEL // 4
+    assert sum(scatters.values()) == 12 * LAYERS + 3
+    assert sum(k[2] * n for k, n in scatters.items()) == MODEL
+    rest = found - Counter(gathers) - Counter(scatters)
+    assert rest == of("forward", "all_reduce", 1, "dp", 2)
