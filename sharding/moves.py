@@ -73,10 +73,11 @@ class Move:
 
     def transposed(self) -> Move:
         """The move of cotangents."""
-        raise DerivativeError(
-            f"p{getattr(self, 'which', self.op)} has no derivative; detach() its operand, as the "
-            "maximum of a softmax may be, or take the maximum of an all_gather."
-        )
+        raise NotImplementedError
+
+    def excess(self, varying: frozenset[str]) -> frozenset[str]:
+        """Axes over which the operand varies and must not."""
+        return varying & self.over if self.takes == "invariant" else frozenset()
 
     def batched(self) -> Move:
         """The same move of values with a new dim in front."""
@@ -129,6 +130,9 @@ class Leave(_Edge):
     def transposed(self) -> Move:
         return Enter(self.entries, self.counts)
 
+    def excess(self, varying: frozenset[str]) -> frozenset[str]:
+        return varying - self.over
+
 
 @dataclass(frozen=True)
 class _Over(Move):
@@ -159,6 +163,12 @@ class Extreme(_Over):
 
     which: str
     op, schema, gives = "pextreme", "str[] axes, str which", "invariant"
+
+    def transposed(self) -> Move:
+        raise DerivativeError(
+            f"p{self.which} has no derivative; detach() its operand, as the maximum of a softmax may "
+            "be, or take the maximum of an all_gather."
+        )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from torchard.functional import tree
 from torchard.functional.signature import paths_of
 from torchard.functional.transform import Transformed
-from torchard.sharding.mesh import Mesh, MeshError
+from torchard.sharding.mesh import Mesh, MeshError, default_device
 from torchard.sharding.moves import Enter, Leave
 from torchard.sharding.shard import Shard
 from torchard.sharding.spec import P, SpecError, layout_of
@@ -99,8 +99,9 @@ class _Local:
                 "shard_map over all of them."
             )
         given, named = self._entered(args, kwargs)
-        region = Region(self.mesh)
-        with region.entered():
+        tensors = [x for x in tree.leaves(args) if isinstance(x, torch.Tensor) and x.ndim]
+        device = tensors[0].device if tensors else default_device(self.mesh)
+        with Region(self.mesh, device).entered():
             out = self.fn(*given, **named)
         return self._left(out)
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchard.sharding.mesh import MeshError, default_device
+from torchard.sharding.mesh import MeshError
 from torchard.sharding.moves import (
     Exchange,
     Extreme,
@@ -234,10 +234,10 @@ def axis_index(axes: AxisNames, *, device: torch.device | str | None = None) -> 
     """This rank's position along ``axes`` (the first outermost), an int64 scalar that varies.
 
     Args:
-        device: by default that of the mesh.
+        device: by default that of the function's arguments.
     """
     names = _axes("axis_index", axes)
-    where = default_device(current("axis_index").mesh) if device is None else torch.device(device)
+    where = current("axis_index").device if device is None else torch.device(device)
     return axis_index_op(names, where)
 
 

@@ -25,7 +25,6 @@ from torch.overrides import TorchFunctionMode
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.errors import DerivativeError
-from torchard.functional.lift import is_weak
 from torchard.functional.room import Room, active
 from torchard.sharding.mesh import Mesh, MeshError
 from torchard.sharding.moves import Move, Vary, is_axis_index, move_of
@@ -87,11 +86,17 @@ _regions = threading.local()
 
 
 class Region(TorchFunctionMode):
-    """What runs inside is a function of local values on this mesh."""
+    """What runs inside is a function of local values on this mesh.
 
-    def __init__(self, mesh: Mesh) -> None:
+    Attributes:
+        mesh: whose ranks the values belong to.
+        device: where new values are made.
+        room: the trace in progress.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device) -> None:
         super().__init__()
-        self.mesh = mesh
+        self.mesh, self.device = mesh, device
         self.room: Room | None = active()
 
     @contextlib.contextmanager
@@ -132,9 +137,7 @@ def _made_varying(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
     made: dict[int, torch.Tensor] = {}
     for t in tensors:
         if varies[id(t)] != union and id(t) not in made:
-            made[id(t)] = new = apply(Vary(_sorted(union - varies[id(t)])), t)
-            if is_weak(t):  # a Python float goes on promoting like one
-                new._torchard_weak = True  # type: ignore[attr-defined]
+            made[id(t)] = apply(Vary(_sorted(union - varies[id(t)])), t)
     return made
 
 
@@ -226,10 +229,7 @@ def _function(x: torch.Tensor, move: Move) -> torch.Tensor:
 def _pull(move: Move, ct: torch.Tensor) -> torch.Tensor:
     """The transposed move of a cotangent, which must vary as the result of the move did."""
     back = move.transposed()
-    extra = varying_axes(ct) & back.over if back.takes == "invariant" else _NONE
-    if back.op == "leave":
-        extra = varying_axes(ct) - back.over
-    if extra:
+    if extra := back.excess(varying_axes(ct)):
         raise DerivativeError(
             f"the cotangent that {move.op} got varies over {_words(extra)}, but its value does "
             "not: values that vary differently met where it could not be seen (in an "

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import COLLECTIVES, run
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import torchard
 from torchard import (
@@ -285,6 +285,8 @@ def test_a_float_argument_still_promotes_like_one() -> None:
     _, x = data()
     run = inner(lambda rate, x: psum(x.sum() * rate, "x"))
     assert run(0.1, x.float()).dtype == torch.float32
+    inside = inner(lambda rate, x: psum(grad_and_value(lambda x: x.sum() * rate)(x)[1], "x"))
+    assert inside(0.1, x.float()).dtype == torch.float32
 
 
 def test_bools_are_counted() -> None:
