@@ -82,6 +82,49 @@ register_rule(
 )
 
 
+def _spaced(call: Call) -> str:
+    """Its ends may be tensors; they are numbers all the same."""
+    return f"{', '.join([''] * len(call.ins))} -> i | index i | run i"
+
+
+def _emit_cut(call: Call, local: Local) -> Any:
+    """Bit for bit the same as the whole, because cut out of it: along the last dim."""
+    dim = len(call.outs[0]) - 1
+    own, whole = local.result_range(dim), local.call(call.target, *local.args, **local.kwargs)
+    return local.call(aten.slice.Tensor, whole, dim, own.start, own.stop)
+
+
+register_rule(
+    *(
+        getattr(packet, overload)
+        for packet in (aten.linspace, aten.logspace)
+        for overload in ("default", "Tensor_Tensor", "Tensor_Scalar", "Scalar_Tensor")
+    ),
+    text=_spaced,
+    emit=_emit_cut,
+)
+register_rule(
+    aten.tril_indices.default,
+    aten.triu_indices.default,
+    text="-> two i | index i | run i",
+    emit=_emit_cut,
+)
+
+
+def _emit_eye(call: Call, local: Local) -> Any:
+    rows, columns = local.result_range(0), local.result_range(1)
+    device = call.node.meta["val"].device
+    i = local.call(aten.arange.start, rows.start, rows.stop, device=device)
+    j = local.call(aten.arange.start, columns.start, columns.stop, device=device)
+    equal = local.call(aten.eq.Tensor, local.call(aten.unsqueeze.default, i, 1), j)
+    return local.call(aten._to_copy.default, equal, dtype=call.node.meta["val"].dtype)
+
+
+register_rule(
+    aten.eye.default, aten.eye.m, text="-> i j | index i j | run i j", emit=_emit_eye
+)
+
+
 def _bits(call: Call) -> str:
     batch = letters(len(call.ins[0]) - 1)
     made = [f"i{k}" for k in range(len(call.outs[0]) - len(batch))]

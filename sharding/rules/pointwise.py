@@ -72,6 +72,11 @@ register_rule(aten.mul.Tensor, aten.mul.Scalar, text=_linear_each)
 register_rule(
     aten.div.Tensor, aten.div.Scalar, aten.neg.default, aten.real.default, text=_linear_first
 )
+register_rule(
+    aten._conj.default, aten._neg_view.default, aten._conj_physical.default, text="... -> ... | linear 0"
+)
+register_rule(aten.view_as_real.default, text="... -> ... two | linear 0")
+register_rule(aten.view_as_complex.default, text="... two -> ... | linear 0 | whole two")
 register_rule(aten.where.self, text=_linear_where)
 register_rule(aten.masked_fill.Scalar, text=_linear_fill)
 register_rule(
@@ -97,8 +102,11 @@ register_rule(
 # Pointwise, though torch does not tag them so.
 _UNTAGGED = {
     "_prelu_kernel",
+    "_prelu_kernel_backward",
     "complex",
     "elu_backward",
+    "fill",
+    "floor_divide",
     "hardshrink_backward",
     "hardsigmoid_backward",
     "hardswish",
@@ -107,9 +115,11 @@ _UNTAGGED = {
     "leaky_relu_backward",
     "masked_fill",
     "mish_backward",
+    "polar",
     "rsub",
     "softplus_backward",
     "softshrink_backward",
+    "zero",
 }
 
 

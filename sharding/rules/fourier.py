@@ -1,0 +1,24 @@
+"""Fourier transforms: the dims transformed are whole."""
+
+from __future__ import annotations
+
+import torch
+
+from torchard.sharding.rules.registry import Call, register_rule
+
+aten = torch.ops.aten
+
+
+def _fourier(call: Call) -> str:
+    """A transform along some dims; of real numbers, half of the last one."""
+    rank = len(call.ins[0])
+    whole = {d % rank for d in call.arg(1)}
+    ins = [f"d{i}" for i in range(rank)]
+    outs = [f"w{i}" if i in whole else n for i, n in enumerate(ins)]
+    clause = " ".join(f"d{i} w{i}" for i in sorted(whole))
+    return f"{' '.join(ins)} -> {' '.join(outs)} | linear 0" + (f" | whole {clause}" if clause else "")
+
+
+register_rule(
+    aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default, text=_fourier
+)

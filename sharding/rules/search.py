@@ -1,0 +1,75 @@
+"""Looking values up in a sorted row or a set, which is whole; and statistics that need a whole dim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchard.sharding.rules.registry import Call, letters, register_rule, spell
+
+aten = torch.ops.aten
+
+
+def _buckets(call: Call) -> str:
+    return "..., n -> ... | whole n"
+
+
+def _sorted_rows(call: Call) -> str | None:
+    """One sorted row for all values, or one for each row of values."""
+    rows, *values = call.ins
+    if len(call.ins) != 2 or not values[0]:
+        return None
+    if len(rows) == 1:
+        return "n, ... -> ... | whole n"
+    return "... n, ... m -> ... m | whole n"
+
+
+def _member(call: Call) -> str | None:
+    if len(call.ins) != 2:
+        return None
+    tests = [f"t{i}" for i in range(len(call.ins[1]))]
+    return f"..., {spell(tests)} -> ..." + (f" | whole {spell(tests)}" if tests else "")
+
+
+register_rule(aten.bucketize.Tensor, text=_buckets)
+register_rule(aten.searchsorted.Tensor, text=_sorted_rows)
+register_rule(aten.isin.Tensor_Tensor, text=_member)
+
+
+def _along(position: int, default: int) -> Any:
+    """A value and its place along a dim."""
+
+    def text(call: Call) -> str:
+        names = letters(len(call.ins[0]))
+        if not names:
+            return " -> ,"
+        dim = call.arg(position, "dim", default) % len(names)
+        keep = call.arg(position + 1, "keepdim", False)
+        out = [("1" if i == dim else n) for i, n in enumerate(names) if keep or i != dim]
+        return f"{spell(names)} -> {spell(out)}, {spell(out)} | whole {names[dim]}"
+
+    return text
+
+
+register_rule(aten.kthvalue.default, text=_along(2, -1))
+register_rule(aten.mode.default, aten.median.dim, aten.nanmedian.dim, text=_along(1, -1))
+
+
+def _halves(call: Call) -> str:
+    """glu: the first half of a dim gates the second."""
+    names = letters(len(call.ins[0]))
+    dim = call.arg(1, "dim", -1) % len(names)
+    out = ["half" if i == dim else n for i, n in enumerate(names)]
+    return f"{spell(names)} -> {spell(out)} | whole half {names[dim]}"
+
+
+def _halves_backward(call: Call) -> str:
+    names = letters(len(call.ins[1]))
+    dim = call.arg(2) % len(names)
+    half = ["half" if i == dim else n for i, n in enumerate(names)]
+    return f"{spell(half)}, {spell(names)} -> {spell(names)} | linear 0 | whole half {names[dim]}"
+
+
+register_rule(aten.glu.default, text=_halves)
+register_rule(aten.glu_backward.default, text=_halves_backward)

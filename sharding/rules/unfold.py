@@ -1,0 +1,57 @@
+"""Sliding windows along a dim, and repetition."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
+
+aten = torch.ops.aten
+
+
+def _ends(rank: int, dim: int) -> tuple[str, str, str]:
+    names = letters(rank)
+    windows = [*(f"w{i}" if i == dim else n for i, n in enumerate(names)), "step"]
+    return spell(names), spell(windows), f" | linear 0 | whole d{dim} w{dim} step"
+
+
+def _unfold(call: Call) -> str | None:
+    if not call.ins[0]:
+        return None
+    rank = len(call.ins[0])
+    whole, windows, clauses = _ends(rank, call.arg(1) % rank)
+    return f"{whole} -> {windows}{clauses}"
+
+
+def _unfold_backward(call: Call) -> str | None:
+    if not call.outs[0]:
+        return None
+    rank = len(call.outs[0])
+    whole, windows, clauses = _ends(rank, call.arg(2) % rank)
+    return f"{windows} -> {whole}{clauses}"
+
+
+def _emit_unfold_backward(call: Call, local: Local) -> Any:
+    grad, _, *rest = local.args
+    return local.call(call.target, grad, local.shape(), *rest)
+
+
+register_rule(aten.unfold.default, aten.unfold_copy.default, text=_unfold)
+register_rule(aten.unfold_backward.default, text=_unfold_backward, emit=_emit_unfold_backward)
+
+
+def _repeat(call: Call) -> str | None:
+    """Each dim becomes (times, dim); the times are made on every rank."""
+    if 0 in call.outs[0]:
+        return None
+    names, times = letters(len(call.ins[0])), call.arg(1)
+    lead = len(times) - len(names)
+    out = [f"r{i}={n}" for i, n in enumerate(times[:lead])]
+    sizes = zip(names, call.ins[0], times[lead:], strict=True)
+    out += [f"(r{lead + i}={n} {d}={size})" for i, (d, size, n) in enumerate(sizes)]
+    return f"{spell(names)} -> {spell(out)} | linear 0"
+
+
+register_rule(aten.repeat.default, text=_repeat)
