@@ -8,7 +8,7 @@ from torch import fx
 
 from torchard.sharding.decompose import BIASED_PRODUCTS, comes_apart, decompose
 from torchard.sharding.mesh import Mesh
-from torchard.sharding.options import factor_axes
+from torchard.sharding.options import atomic, factor_axes
 from torchard.sharding.propagate import Decision, Given, propagate
 from torchard.sharding.rules import Call, rule_of
 
@@ -85,11 +85,13 @@ def _torn(plan: Plan, mesh: Mesh) -> list[fx.Node]:
     """Operations that must gather an operand because a dim they need whole is split."""
     found = []
     for node in plan.decision.option:
-        rule = rule_of(Call.of(node))
+        call = Call.of(node)
+        rule = rule_of(call)
         if not rule.whole or not comes_apart(node):
             continue
-        for operand, dims in zip(Call.of(node).operands, rule.ins, strict=True):
-            home = plan.decision.home[operand]
+        homes = [plan.decision.home[operand] for operand in call.operands]
+        rule = atomic(rule, homes, [], mesh.sizes)
+        for home, dims in zip(homes, rule.ins, strict=True):
             split = factor_axes(rule, dims, home, mesh.sizes)
             if any(f in rule.whole for f in split):
                 found.append(node)

@@ -157,6 +157,48 @@ def ten_steps_of_adamw(rank: int, world: int) -> float:
     return worst(have, want)
 
 
+@check
+def transformers_equal_one_device(rank: int, world: int) -> float:
+    """Merged reductions and gathers, over even and uneven shards."""
+    import transformer
+    from optree import tree_leaves
+
+    def flat(tree: Any) -> dict[str, torch.Tensor]:
+        found = tree_leaves(tree, is_leaf=lambda v: isinstance(v, MeshTensor))
+        return {str(i): seeds.whole(v) for i, v in enumerate(found)}
+
+    batch = transformer.batch(4)
+    want = flat(transformer.Recipe({}, P()).step(transformer.parameters(), *batch))
+    differences = []
+    for recipe in (
+        transformer.Recipe({"dp": world}, P(), P("dp")),
+        transformer.Recipe({"dp": world}, P("dp"), P("dp")),
+        transformer.Recipe({"tp": world}, transformer.tensor_parallel("tp"), P(), P(None, "tp")),
+    ):
+        mesh = Mesh(recipe.mesh)
+        params = place(transformer.parameters(), mesh, recipe.specs)
+        args = (params, *(place(t, mesh, recipe.batch) for t in batch))
+        step = shard(recipe.step, mesh, out_specs=(recipe.specs, P()))
+        differences.append(worst(flat(step(*args)), want))
+    return max(differences)
+
+
+@check
+def merged_collectives_that_really_run(rank: int, world: int) -> dict[str, int]:
+    """One gather per layer and pass, one scatter per gradient, however many tensors they carry."""
+    import transformer
+
+    recipe = transformer.Recipe({"dp": world}, P("dp"), P("dp"))
+    mesh = Mesh(recipe.mesh)
+    params = place(transformer.parameters(), mesh, recipe.specs)
+    args = (params, *(place(t, mesh, recipe.batch) for t in transformer.batch(4)))
+    step = shard(recipe.step, mesh, out_specs=(recipe.specs, P()))
+    step(*args)
+    with Counter() as count:
+        step(*args)
+    return count.counts
+
+
 SPECS = [P(), P("tp"), P(None, "tp"), P(None, None, "tp")]
 DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.bool]
 

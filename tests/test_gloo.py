@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 import pytest
+import transformer
 from filelock import FileLock
 
 Results = list[dict[str, Any]]
@@ -85,6 +86,16 @@ def test_exactly_the_expert_s_collectives_run(ranks: Results) -> None:
     assert every(ranks, "collectives_that_really_run") == [expected] * len(ranks)
 
 
+def test_merged_collectives_really_are_one(ranks: Results) -> None:
+    per_pass, gradients = transformer.LAYERS + 1, 12 * transformer.LAYERS + 3
+    expected = {
+        "all_gather_into_tensor": 2 * per_pass,
+        "reduce_scatter_tensor": gradients,
+        "all_reduce": 2,
+    }
+    assert every(ranks, "merged_collectives_that_really_run") == [expected] * len(ranks)
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -150,7 +161,12 @@ def test_calls_that_differ(ranks: Results) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["a_batch_shorter_than_the_mesh", "gradient_through_place_and_full"]
+    "name",
+    [
+        "a_batch_shorter_than_the_mesh",
+        "gradient_through_place_and_full",
+        "transformers_equal_one_device",
+    ],
 )
 def test_gradients(ranks: Results, name: str) -> None:
     assert max(every(ranks, name)) <= 1e-12

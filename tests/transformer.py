@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -75,7 +75,7 @@ class Recipe:
 
     mesh: dict[str, int]
     specs: Any
-    batch: P = P()
+    batch: P = field(default_factory=P)
     stream: P | None = None
 
     @property
@@ -90,13 +90,14 @@ class Recipe:
 
 
 def tensor_parallel(axis: str, data: str | None = None) -> Params:
-    """Megatron's: heads and hidden units split, q, k and v of a head together. ``data``: ZeRO beside it."""
+    """Megatron's: heads and hidden units split, q, k and v of a head together; ``data``: and ZeRO."""
     fused = {"three": 3, "d": WIDTH // HEADS}
     layer = {
         **{"norm1": P(data), "norm1_bias": P(data), "norm2": P(data), "norm2_bias": P(data)},
         "qkv": P.factors("(three h d) e", **fused, h=axis, e=data),
         "qkv_bias": P.factors("(three h d)", **fused, h=axis),
-        **{"proj": P(data, axis), "proj_bias": P(data)},
+        "proj": P.factors("o (h d)", d=WIDTH // HEADS, h=axis, o=data),
+        "proj_bias": P(data),
         **{"up": P(axis, data), "up_bias": P(axis), "down": P(data, axis), "down_bias": P(data)},
     }
     norms = {"norm": P(data), "norm_bias": P(data)}
