@@ -17,6 +17,7 @@ from torch import fx
 
 from torchard.functional import source
 from torchard.functional import torch_internals as internals
+from torchard.functional.chosen import without_gradient
 from torchard.functional.spec import Spec, contiguous
 
 __all__ = [
@@ -32,13 +33,6 @@ __all__ = [
 # Tags that also hold for what else replaying one node makes (the items of a tuple).
 _SPREAD = ("source", "scope", "phase", "recompute", "offload")
 _NOT_TAGS = frozenset({"val", "tensor_meta", "seq_nr", "original_aten", "from_node", "stack_trace"})
-
-
-# torch picks these because nothing asks for a gradient while tracing, and they have none (or, worse,
-# zeros): for derivatives the function runs again.
-_CHOSEN_WITHOUT_GRADIENT = frozenset(
-    {"_embedding_bag_forward_only.default", "_linear_cross_entropy_batch_chunked.default"}
-)
 
 
 @dataclass
@@ -97,7 +91,7 @@ class Room:
         node.meta.update(tags)
         if not torch.is_grad_enabled():
             node.meta["without_grad"] = self.without_grad = True
-        elif getattr(node.target, "__name__", None) in _CHOSEN_WITHOUT_GRADIENT:
+        elif without_gradient(node):
             self.without_grad = True
         self._remember(tags)
 

@@ -286,7 +286,7 @@ class Lowering:
             return None
         shapes = [self.local_shape(o, at) for o in outs]
         vals = _results(node)
-        if all(0 in s for s in shapes) and not any(0 in v.shape for v in vals):
+        if all(0 in s for s in shapes):
             made = [self.emit.full(s, 0, v) for s, v in zip(shapes, vals, strict=True)]
             return _spread(node, made) if isinstance(node.meta["val"], (tuple, list)) else made[0]
         op = self._empty_reduction(call, at)

@@ -298,3 +298,16 @@ def test_kernels_torch_picks_where_no_gradient_is_asked_for() -> None:
     same = Transformed(bags, (Identity(),))
     have, want = (torch.func.vjp(f, w)[1](torch.ones(2, 4))[0] for f in (same, bags))
     torch.testing.assert_close(have, want)
+
+
+def test_attention_to_a_learned_bias() -> None:
+    """torch's fast kernel has no gradient for the mask; it is not what eager torch would run."""
+
+    def attend(q: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=bias * 2)
+
+    q, bias = torch.randn(2, 2, 5, 4), torch.randn(5, 5)
+    same = Transformed(attend, (Identity(),))
+    have, want = (torch.func.vjp(f, q, bias)[1](torch.ones_like(q)) for f in (same, attend))
+    for h, wanted in zip(have, want, strict=True):
+        torch.testing.assert_close(h, wanted)

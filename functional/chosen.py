@@ -1,0 +1,44 @@
+"""Kernels that torch picks by whether a gradient is asked for; while tracing, none is.
+
+Some of those have no derivative, or (worse) one of zeros: for derivatives the function runs again, with
+gradients asked for, and torch picks what it would have picked.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+__all__ = ["without_gradient"]
+
+# Never differentiable as picked.
+_ALWAYS = frozenset(
+    {"_embedding_bag_forward_only.default", "_linear_cross_entropy_batch_chunked.default"}
+)
+# Picked where this argument asks for no gradient: it has none here.
+_ARGUMENT = {"_scaled_dot_product_flash_attention_for_cpu.default": "attn_mask"}
+
+
+def without_gradient(node: fx.Node) -> bool:
+    """Whether torch may have picked this operation for want of a gradient."""
+    name = getattr(node.target, "__name__", "")
+    if name in _ALWAYS:
+        return True
+    operand = node.kwargs.get(_ARGUMENT.get(name, ""))
+    return isinstance(operand, fx.Node) and _may_follow(operand)
+
+
+def _may_follow(node: fx.Node) -> bool:
+    """Whether a gradient could be asked for: some floating input leads here by way of floats."""
+    seen, stack = set[fx.Node](), [node]
+    while stack:
+        node = stack.pop()
+        val = node.meta.get("val")
+        floats = not isinstance(val, torch.Tensor) or val.is_floating_point() or val.is_complex()
+        if node in seen or not floats or "cut" in node.meta:
+            continue
+        if node.op == "placeholder":
+            return True
+        seen.add(node)
+        stack.extend(node.all_input_nodes)
+    return False
