@@ -46,7 +46,7 @@ def cases() -> list[Any]:
     for axes, specs in meshes:
         overs = [a for a in AXES if set((a,) if isinstance(a, str) else a) <= set(axes)]
         for spec, over, name in itertools.product(specs, overs, COLLECTIVES):
-            several = name in ("psum", "all_gather tiled", "all_to_all", "ppermute")
+            several = name in ("psum", "all_gather tiled", "all_to_all", "ppermute", "axis_index")
             if (over == "x" and spec == specs[0]) or (several and over != "x"):
                 label = "".join(over)
                 ident = f"{name} {label}-{'×'.join(map(str, axes.values()))}-{spec}"
