@@ -32,7 +32,9 @@ from torch import fx
 
 from torchard.functional.errors import RetraceWarning
 from torchard.sharding import Mesh, P, place, shard
+from torchard.sharding.decompose import comes_apart
 from torchard.sharding.plan import Plan, choose
+from torchard.sharding.rules import lookup
 from torchard.sharding.testing import check_sharded, random_spec
 
 # The package's attribute of that name is the function.
@@ -58,24 +60,28 @@ class Verdict:
 
 @dataclass
 class Seen:
-    """Every ATen overload that was planned, and how."""
+    """Every overload that was planned, and how."""
 
+    without: set[str] = field(default_factory=set)
     ruled: set[str] = field(default_factory=set)
     apart: set[str] = field(default_factory=set)
     gathered: set[str] = field(default_factory=set)
 
     def plan(self, graph: fx.Graph, given: Any, mesh: Mesh) -> Plan:
-        before = Counter(_calls(graph))
+        before = Counter(n.target for n in graph.nodes if n.op == "call_function")
+        could = {n.target for n in graph.nodes if n.op == "call_function" and comes_apart(n)}
+        self.without |= {str(op) for op in before if _is_operation(op) and lookup(op) is None}
         made = choose(graph, given, mesh)
-        self.apart |= {op for op, n in (before - Counter(_calls(made.graph))).items() if n}
+        after = Counter(n.target for n in made.graph.nodes if n.op == "call_function")
+        self.apart |= {str(op) for op in before - after if op in could}
         for node, option in made.decision.option.items():
             gathered = option.rule.gathered and bool(option.rule.ins)
             (self.gathered if gathered else self.ruled).add(str(node.target))
         return made
 
 
-def _calls(graph: fx.Graph) -> list[str]:
-    return [str(n.target) for n in graph.nodes if n.op == "call_function"]
+def _is_operation(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload)
 
 
 @contextmanager
@@ -222,12 +228,14 @@ def report(verdicts: list[tuple[str, Verdict]], seen: Seen, seconds: float) -> s
             for kind in (RIGHT, REFUSED, NOTHING, WRONG, BROKEN)
         ),
         "",
-        f"{len(seen.ruled | seen.gathered | seen.apart)} overloads planned: {len(seen.ruled)} with a "
-        f"factor rule, {len(gathered)} always gathered; {len(seen.apart)} came apart at least once",
+        f"{len(seen.ruled | seen.gathered | seen.apart)} overloads planned: {len(seen.ruled)} split by a "
+        f"factor rule; {len(seen.without)} have none, of which {len(seen.without & seen.apart)} came "
+        f"apart at least once and {len(gathered)} were gathered",
         "",
         *_listed("gathered for want of a rule", gathered),
+        *_listed("without a rule, and taken apart at least once", seen.without & seen.apart),
         *_listed("gathered in some calls", seen.gathered & seen.ruled),
-        *_listed("came apart at least once", seen.apart),
+        *_listed("with a rule, and taken apart at least once", seen.apart - seen.without),
         *_listed("with a factor rule", seen.ruled),
     ]
     for kind in (WRONG, BROKEN):
