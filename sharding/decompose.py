@@ -26,7 +26,14 @@ __all__ = ["DECOMPOSITIONS", "decompose", "register_decomposition"]
 
 aten = torch.ops.aten
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
-BIASED_PRODUCTS = frozenset({aten.addmm.default, aten.baddbmm.default})
+BIASED_PRODUCTS = frozenset(
+    {
+        aten.addmm.default,
+        aten.baddbmm.default,
+        aten.convolution.default,
+        aten.convolution_backward.default,
+    }
+)
 
 
 def register_decomposition(*targets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -112,6 +119,22 @@ def _baddbmm(
     return product + (bias if beta == 1 else bias * beta)
 
 
+@register_decomposition(aten.convolution.default)
+def _convolution(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *how: Any
+) -> torch.Tensor:
+    out: torch.Tensor = aten.convolution(x, weight, None, *how)
+    return out if bias is None else out + bias.reshape(-1, *[1] * (x.ndim - 2))
+
+
+@register_decomposition(aten.convolution_backward.default)
+def _convolution_backward(grad: torch.Tensor, *args: Any) -> tuple[torch.Tensor | None, ...]:
+    *how, mask = args
+    dx, dw, _ = aten.convolution_backward(grad, *how, [*mask[:2], False])
+    db = torch.sum(grad, [0, *range(2, grad.ndim)]) if mask[2] else None
+    return dx if mask[0] else None, dw if mask[1] else None, db
+
+
 @register_decomposition(aten._softmax.default)
 def _softmax(x: torch.Tensor, dim: int, half_to_float: bool) -> torch.Tensor:
     wide = x.to(_wide(x.dtype))
@@ -141,6 +164,45 @@ def _log_softmax_backward(
     grad: torch.Tensor, out: torch.Tensor, dim: int, input_dtype: torch.dtype
 ) -> torch.Tensor:
     return (grad - torch.exp(out) * torch.sum(grad, dim, True)).to(input_dtype)
+
+
+def _place_of_extreme(x: torch.Tensor, top: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """Where an extreme (its dims kept) is found first; NaN is the largest and the smallest of all."""
+    place = torch.zeros((), dtype=torch.int64, device=x.device)
+    for d in dims:
+        shape = [1] * x.ndim
+        shape[d] = x.shape[d]
+        place = place * x.shape[d] + torch.arange(x.shape[d], device=x.device).reshape(shape)
+    found = x == top
+    if x.is_floating_point():
+        found = found | (x != x)
+    return torch.amin(torch.where(found, place, _numel(x, dims)), dims, True)
+
+
+def _arg_extreme(extreme: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def decomposed(x: torch.Tensor, dim: int | None = None, keepdim: bool = False) -> torch.Tensor:
+        dims = reduced_dims(dim, x.ndim)
+        place = _place_of_extreme(x, extreme(x, dims, True), dims)
+        return place if keepdim else place.reshape([n for d, n in enumerate(x.shape) if d not in dims])
+
+    return decomposed
+
+
+def _extreme_and_place(extreme: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    def decomposed(
+        x: torch.Tensor, dim: int, keepdim: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        top = extreme(x, [dim], True)
+        place = _place_of_extreme(x, top, reduced_dims(dim, x.ndim))
+        return (top, place) if keepdim else (top.squeeze(dim), place.squeeze(dim))
+
+    return decomposed
+
+
+register_decomposition(aten.argmax.default)(_arg_extreme(torch.amax))
+register_decomposition(aten.argmin.default)(_arg_extreme(torch.amin))
+register_decomposition(aten.max.dim)(_extreme_and_place(torch.amax))
+register_decomposition(aten.min.dim)(_extreme_and_place(torch.amin))
 
 
 @register_decomposition(aten.linalg_vector_norm.default)
@@ -347,7 +409,18 @@ def _same_results(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def _is_itself(graph: fx.Graph, node: fx.Node) -> bool:
-    return any(n.target is node.target for n in graph.nodes)
+    return any(same_call(n, node) for n in graph.nodes)
+
+
+def same_call(one: fx.Node, other: fx.Node) -> bool:
+    """The same operation, told to do the same: a product without its bias is another call."""
+    return one.target is other.target and _told(one) == _told(other)
+
+
+def _told(node: fx.Node) -> list[Any]:
+    return [None if isinstance(a, fx.Node) else a for a in node.args] + [
+        isinstance(a, fx.Node) for a in node.args
+    ]
 
 
 _KEPT = ("source", "scope", "phase", "recompute", "name")

@@ -70,6 +70,31 @@ ATTENTION: list[dict[str, Any]] = [
     {"mask": (2, 1, 5, 6)},
     {"heads": 4, "groups": 2, "mask": (1, 4, 1, 6)},
 ]
+def convolution(
+    image: tuple[int, ...] = (7,), groups: int = 1, bias: bool = True, transposed: bool = False
+) -> Sample:
+    """Three images of four channels to six, or of six to four."""
+    i, o, n = 4, 6, len(image)
+    weight = x(i, o // groups, *[3] * n) if transposed else x(o, i // groups, *[3] * n)
+    how = ([2] * n, [1] * n, [1] * n, transposed, [0] * n, groups)
+    return S(x(3, i, *image), weight, x(o) if bias else None, *how, tolerance=1e-13)
+
+
+def convolution_backward(mask: tuple[bool, bool, bool] = (True,) * 3, **options: Any) -> Sample:
+    forward = convolution(**options)
+    out = aten.convolution(*forward.args)
+    image, weight, _, *how = forward.args
+    return S(x(*out.shape), image, weight, [out.shape[1]], *how, mask, tolerance=1e-12)
+
+
+CONVOLUTIONS: list[dict[str, Any]] = [
+    {},
+    {"bias": False},
+    {"image": (5, 4), "groups": 2},
+    {"groups": 2, "bias": False},
+    {"transposed": True},
+    {"image": (4, 3), "transposed": True, "groups": 2, "bias": False},
+]
 HOWS = [
     dict(how=0),
     dict(how=1),
@@ -205,6 +230,12 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten._scaled_dot_product_flash_attention_for_cpu.default: [attention(**o) for o in ATTENTION],
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: [
         attention_backward(**o) for o in ATTENTION
+    ],
+    aten.convolution.default: [convolution(**o) for o in CONVOLUTIONS],
+    aten.convolution_backward.default: [
+        *(convolution_backward(**o) for o in CONVOLUTIONS),
+        convolution_backward((False, True, False)),
+        convolution_backward((True, False, True), groups=2),
     ],
     aten.view.default: VIEWS,
     aten._unsafe_view.default: VIEWS,
