@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from torchard.sharding.decompose import BIASED_PRODUCTS, comes_apart, decompose
+from torchard.sharding.decompose import comes_apart, decompose
+from torchard.sharding.decompositions import BIASED_PRODUCTS
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.options import atomic, factor_axes
 from torchard.sharding.propagate import Decision, Given, propagate
@@ -82,7 +83,7 @@ def _with_split_products(plan: Plan, mesh: Mesh) -> Plan:
 
 
 def _torn(plan: Plan, mesh: Mesh) -> list[fx.Node]:
-    """Operations that must gather an operand because a dim they need whole is split."""
+    """Operations that must gather an operand: a dim they need whole is split, or cut elsewhere."""
     found = []
     for node in plan.decision.option:
         call = Call.of(node)
@@ -93,7 +94,8 @@ def _torn(plan: Plan, mesh: Mesh) -> list[fx.Node]:
         rule = atomic(rule, homes, [], mesh.sizes)
         for home, dims in zip(homes, rule.ins, strict=True):
             split = factor_axes(rule, dims, home, mesh.sizes)
-            if any(f in rule.whole for f in split):
+            kept = {a for f, axes in split.items() if f not in rule.whole for a in axes}
+            if not kept.issuperset(home.split_axes):
                 found.append(node)
                 break
     return found

@@ -95,6 +95,19 @@ CONVOLUTIONS: list[dict[str, Any]] = [
     {"transposed": True},
     {"image": (4, 3), "transposed": True, "groups": 2, "bias": False},
 ]
+def group_norm(groups: int = 3, weight: bool = True, image: tuple[int, ...] = (5,)) -> Sample:
+    n, c = 4, 6
+    area = torch.Size(image).numel()
+    w = x(c) if weight else None
+    return S(x(n, c, *image), w, w, n, c, area, groups, 1e-5, tolerance=1e-13)
+
+
+def group_norm_backward(mask: tuple[bool, bool, bool] = (True,) * 3, **options: Any) -> Sample:
+    a, w, _, *sizes, eps = group_norm(**options).args
+    _, mean, scale = aten.native_group_norm(a, w, w, *sizes, eps)
+    return S(x(*a.shape), a, mean, scale, w, *sizes, mask, tolerance=1e-12)
+
+
 HOWS = [
     dict(how=0),
     dict(how=1),
@@ -236,6 +249,17 @@ SAMPLES: dict[Any, list[Sample]] = {
         *(convolution_backward(**o) for o in CONVOLUTIONS),
         convolution_backward((False, True, False)),
         convolution_backward((True, False, True), groups=2),
+    ],
+    aten.native_group_norm.default: [
+        group_norm(),
+        group_norm(2, weight=False),
+        group_norm(6, image=(2, 3)),
+        group_norm(1, image=()),
+    ],
+    aten.native_group_norm_backward.default: [
+        group_norm_backward(),
+        group_norm_backward((True, False, False), weight=False),
+        group_norm_backward((False, True, True), groups=2, image=(2, 3)),
     ],
     aten.view.default: VIEWS,
     aten._unsafe_view.default: VIEWS,
@@ -389,7 +413,7 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.any.dim: ONE_DIM,
     aten.all.dim: ONE_DIM,
     aten.prod.dim_int: ONE_DIM,
-    aten.argmax.default: [*ONE_DIM, S(x(5, 4))],
+    aten.argmax.default: [*ONE_DIM, S(x(5, 4)), S(holes(5, 4), 0), S(holes(4, 5)), S(ids(3, 5, 4), 0)],
     aten.argmin.default: [*ONE_DIM, S(x(5, 4))],
     aten.logsumexp.default: [
         S(x(5, 4), [0], tolerance=1e-14),
@@ -403,7 +427,7 @@ SAMPLES: dict[Any, list[Sample]] = {
         S(x(5, 4), float("inf"), [1]),
         S(x(5, 4), 0),
     ],
-    aten.max.dim: ONE_DIM,
+    aten.max.dim: [*ONE_DIM, S(holes(5, 4), 0, True), S(bools(5, 4), 0), S(ids(3, 5, 4), -2)],
     aten.min.dim: ONE_DIM,
     aten.cumsum.default: [S(x(5, 4), 0), S(x(5, 4), -1), S(x(), 0)],
     aten.cumprod.default: [S(x(5, 4), 0), S(x(5, 4), -1)],

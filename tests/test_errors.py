@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from typing import Any
@@ -185,8 +186,9 @@ def test_devices_that_do_not_mix() -> None:
 
 def test_operation_without_a_rule_is_gathered_and_the_plan_says_so() -> None:
     x = place(X, MESH, P("tp"))
-    run = shard(torch.linalg.pinv, MESH, out_specs=P())
-    torch.testing.assert_close(run(x), torch.linalg.pinv(X), rtol=1e-4, atol=1e-4)
+    count = functools.partial(torch.histc, bins=4, min=-3, max=3)
+    run = shard(count, MESH, out_specs=P())
+    torch.testing.assert_close(run(x), count(X))
     plan = run.lower(x).collectives
     assert [r.kind for r in plan] == ["all_gather"]
     assert "has no factor rule" in plan[0].note

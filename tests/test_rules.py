@@ -17,7 +17,8 @@ from sample_calls import Sample
 
 from torchard.functional.codegen import compiled
 from torchard.sharding import Mesh
-from torchard.sharding.decompose import BIASED_PRODUCTS, DECOMPOSITIONS, decompose, same_call
+from torchard.sharding.decompose import decompose, same_call
+from torchard.sharding.decompositions import BIASED_PRODUCTS, DECOMPOSITIONS
 from torchard.sharding.options import Option, options
 from torchard.sharding.rules import REGISTRY, lookup
 from torchard.sharding.testing import layouts, meshes

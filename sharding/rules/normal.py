@@ -72,3 +72,57 @@ register_rule(
     text=_layer_norm_backward,
     emit=_emit_layer_norm_backward,
 )
+
+
+def _group_dims(shape: tuple[int, ...], groups: int) -> tuple[str, str, str]:
+    """Image, channels and statistics by their factors, and what must be whole."""
+    area = [f"s{i}" for i in range(len(shape) - 2)]
+    return spell(["n", f"(g={groups} c)", *area]), f"(g={groups} c)", f" | whole {spell(['c', *area])}"
+
+
+def _group_norm(call: Call) -> str | None:
+    if 0 in call.ins[0]:
+        return None
+    image, channels, whole = _group_dims(call.ins[0], call.arg(6))
+    ins = [image] + [channels] * (len(call.ins) - 1)
+    return f"{', '.join(ins)} -> {image}, n g, n g{whole}"
+
+
+def _group_norm_backward(call: Call) -> str | None:
+    """The gradients of weight and bias sum over the batch."""
+    if 0 in call.ins[0]:
+        return None
+    image, channels, whole = _group_dims(call.ins[0], call.arg(8))
+    ins = [image, image, "n g", "n g"] + [channels] * (len(call.ins) - 4)
+    outs = [of for of, asked in zip((image, channels, channels), call.arg(9), strict=True) if asked]
+    return f"{', '.join(ins)} -> {', '.join(outs)}{whole}"
+
+
+def _emit_group_norm(call: Call, local: Local) -> Any:
+    return _with_local_sizes(call, local, 3)
+
+
+def _emit_group_norm_backward(call: Call, local: Local) -> Any:
+    return _with_local_sizes(call, local, 5)
+
+
+def _with_local_sizes(call: Call, local: Local, at: int) -> Any:
+    """torch is told the sizes: of the batch, the channels, the image, and how many groups.
+
+    Its kernels refuse images with gaps between them, which slices have.
+    """
+    args, (n, channels, *_) = list(local.args), local.operand_shape(0)
+    for i in range(at):
+        if args[i] is not None:
+            args[i] = local.call(aten.contiguous.default, args[i])
+    groups = args[at + 3] * channels // args[at + 1]
+    args[at], args[at + 1], args[at + 3] = n, channels, groups
+    return local.call(call.target, *args)
+
+
+register_rule(aten.native_group_norm.default, text=_group_norm, emit=_emit_group_norm)
+register_rule(
+    aten.native_group_norm_backward.default,
+    text=_group_norm_backward,
+    emit=_emit_group_norm_backward,
+)
