@@ -61,6 +61,7 @@ def attention_backward(**options: Any) -> Sample:
     return S(*args, **forward.kwargs, tolerance=1e-12)
 
 
+DISTINCT = (7 * torch.arange(20) % 20).reshape(5, 4)
 ATTENTION: list[dict[str, Any]] = [
     {},
     {"causal": True},
@@ -228,6 +229,7 @@ SAMPLES: dict[Any, list[Sample]] = {
         S(x(5, 4), [ids(5, 3) - 5]),
         S(x(5, 4, 3), [None, ids(4, 2, 3)]),
         S(x(5, 4, 3), [ids(5, 2), None, ids(3, 2)]),
+        S(x(5, 4, 3), [None, ids(4, 2, 5), ids(3, 2, 5) - 3]),
         S(x(5, 4), [ids(5, 6), ids(4, 6)]),
         S(x(5, 4), [bools(5)]),
         S(x(5, 4), [ids(5, 3, 1), ids(4, 2)]),
@@ -239,6 +241,7 @@ SAMPLES: dict[Any, list[Sample]] = {
         S(x(5, 4), [None, ids(4, 6)], x(5, 6), True),
         S(x(5, 4), [ids(5, 7)], x(4), True),
         S(x(5, 4), [ids(5, 6), ids(4, 6)], x(6), True),
+        S(x(5, 4, 3), [None, ids(4, 2, 5), ids(3, 2, 5) - 3], x(5, 2, 5), True),
     ],
     aten._scaled_dot_product_flash_attention_for_cpu.default: [attention(**o) for o in ATTENTION],
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: [
@@ -261,6 +264,11 @@ SAMPLES: dict[Any, list[Sample]] = {
         group_norm_backward((True, False, False), weight=False),
         group_norm_backward((False, True, True), groups=2, image=(2, 3)),
     ],
+    aten.cummax.default: [S(x(5, 4), 0), S(x(5, 4), -1)],
+    aten.cummin.default: [S(x(5, 4), 0)],
+    aten.sort.default: [S(DISTINCT, 0)],
+    aten.sort.stable: [S(x(5, 4), stable=True, dim=0, descending=True), S(x(5, 4), stable=True)],
+    aten.topk.default: [S(DISTINCT, 2, 0)],
     aten.view.default: VIEWS,
     aten._unsafe_view.default: VIEWS,
     aten.reshape.default: VIEWS,

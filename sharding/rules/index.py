@@ -194,7 +194,7 @@ register_rule(aten.index_select.default, text=_index_select, emit=_emit_index_se
 
 
 def _index(call: Call) -> str | None:
-    """``x[..., i, ...]``: one index masks like a lookup; under several, their dims are whole."""
+    """``x[..., i, j, ...]``: masked like a lookup along every indexed dim that is split."""
     indices = call.arg(1)
     used = [d for d, i in enumerate(indices) if isinstance(i, fx.Node)]
     if any(i.meta["val"].dtype == torch.bool for i in indices if isinstance(i, fx.Node)):
@@ -209,55 +209,72 @@ def _index(call: Call) -> str | None:
     at = used[0] if adjacent else 0
     out = rest[:at] + picked + rest[at:]
     ins = ", ".join([spell(names)] + [spell(picked)] * len(used))
-    verb = " | reduce {0} sum | run {0}" if len(used) == 1 else " | whole {}"
+    verb = " | reduce {0} sum | run {0}"
     return f"{ins} -> {spell(out)} | linear 0" + "".join(verb.format(names[d]) for d in used)
 
 
 def _emit_index(call: Call, local: Local) -> Any:
-    indices = list(call.arg(1))
+    table, indices = local.args[0], list(local.args[1])
     used = [d for d, i in enumerate(indices) if i is not None]
-    own, size = local.operand_range(0, used[0]), call.ins[0][used[0]]
-    if len(used) > 1 or len(own) == size:
-        return local.call(call.target, *local.args, **local.kwargs)
-    ids = _from_the_end(local, local.args[1][used[0]], size)
-    mask, shifted = _owned(local, ids, own, size, refuse=True)
-    if own.start == 0:  # what is negative still is beyond the start; here it would count again
-        beyond = local.call(aten.lt.Scalar, shifted, 0)
-        shifted = local.call(aten.masked_fill.Scalar, shifted, beyond, len(own))
-    found = local.call(call.target, local.args[0], [None] * used[0] + [shifted])
-    return _masked(local, mask, found, used[0] + len(call.ins[1]), len(call.outs[0]))
+    masks = []
+    for d in used:
+        own, size = local.operand_range(0, d), call.ins[0][d]
+        if len(own) == size:
+            continue
+        ids = _from_the_end(local, indices[d], size)
+        mask, shifted = _owned(local, ids, own, size, refuse=True)
+        if own.start == 0:  # what is negative still is beyond the start; here it would count again
+            beyond = local.call(aten.lt.Scalar, shifted, 0)
+            shifted = local.call(aten.masked_fill.Scalar, shifted, beyond, len(own))
+        indices[d] = shifted
+        masks.append(mask)
+    found = local.call(call.target, table, indices)
+    adjacent = used == list(range(used[0], used[0] + len(used)))
+    after = (used[0] if adjacent else 0) + len(call.ins[1])
+    for mask in masks:
+        found = _masked(local, mask, found, after, len(call.outs[0]))
+    return found
 
 
 register_rule(aten.index.Tensor, text=_index, emit=_emit_index)
 
 
 def _index_put(call: Call) -> str | None:
-    """The transpose of ``x[..., i, ...]`` with one index: rows masked, the index's dims whole."""
+    """The transpose of ``x[..., i, j, ...]``: rows masked, the indices' dims whole."""
     indices = call.arg(1)
     used = [d for d, i in enumerate(indices) if isinstance(i, fx.Node)]
-    if len(used) != 1 or indices[used[0]].meta["val"].dtype == torch.bool:
+    if any(indices[d].meta["val"].dtype == torch.bool for d in used):
         return None
-    names, at = letters(len(call.ins[0])), used[0]
-    picked = [f"k{i}" for i in range(len(call.ins[1]))]
-    values = names[:at] + picked + names[at + 1 :]
-    want = (*call.ins[0][:at], *call.ins[1], *call.ins[0][at + 1 :])
-    if call.ins[2] != want:
+    if used != list(range(used[0], used[0] + len(used))) or len(set(call.ins[1:-1])) > 1:
         return None
-    clauses = "".join(f" | whole {n}" for n in picked) + f" | run {names[at]} | linear 0 2"
-    return f"{spell(names)}, {spell(picked)}, {spell(values)} -> {spell(names)}{clauses}"
+    table, ids, values = call.ins[0], call.ins[1], call.ins[-1]
+    if values != (*table[: used[0]], *ids, *table[used[-1] + 1 :]):
+        return None
+    names, picked = letters(len(table)), [f"k{i}" for i in range(len(ids))]
+    ins = [spell(names), *[spell(picked)] * len(used)]
+    ins.append(spell(names[: used[0]] + picked + names[used[-1] + 1 :]))
+    clauses = "".join(f" | whole {n}" for n in picked)
+    clauses += "".join(f" | run {names[d]}" for d in used)
+    return f"{', '.join(ins)} -> {spell(names)}{clauses} | linear 0 {len(ins) - 1}"
 
 
 def _emit_index_put(call: Call, local: Local) -> Any:
-    at = next(d for d, i in enumerate(call.arg(1)) if i is not None)
-    own, size = local.result_range(at), call.outs[0][at]
-    if len(own) == size:
-        return local.call(call.target, *local.args, **local.kwargs)
+    """Writes to other ranks' rows go to a spare slot along each dim that is split."""
     table, indices, *rest = local.args
-    ids = _from_the_end(local, indices[at], size)
-    ids = _sent_away(local, ids, own, size)
-    longer = _spare_slot(local, table, local.shape(), at)
-    out = local.call(call.target, longer, [None] * at + [ids], *rest, **local.kwargs)
-    return local.call(aten.slice.Tensor, out, at, 0, len(own))
+    indices, shape = list(indices), local.shape()
+    split = []
+    for d, ids in enumerate(indices):
+        own, size = (local.result_range(d), call.outs[0][d]) if ids is not None else (range(0), 0)
+        if len(own) == size:
+            continue
+        indices[d] = _sent_away(local, _from_the_end(local, ids, size), own, size)
+        table = _spare_slot(local, table, shape, d)
+        shape[d] += 1
+        split.append((d, len(own)))
+    out = local.call(call.target, table, indices, *rest, **local.kwargs)
+    for d, n in split:
+        out = local.call(aten.slice.Tensor, out, d, 0, n)
+    return out
 
 
 register_rule(aten.index_put.default, text=_index_put, emit=_emit_index_put)

@@ -96,6 +96,27 @@ register_rule(
 register_rule(aten.logsumexp.default, text=_whole(1))
 register_rule(aten.max.dim, aten.min.dim, text=_whole(2))
 register_rule(aten.cumsum.default, aten.cumprod.default, text=_scan(1))
+register_rule(aten.cummax.default, aten.cummin.default, aten.sort.default, text=_scan(2))
+
+
+def _sort_stable(call: Call) -> str:
+    names = letters(len(call.ins[0]))
+    dim = call.arg(2, "dim", -1)
+    whole = f" | whole {names[dim]}" if names else ""
+    return f"{spell(names)} -> {spell(names)}, {spell(names)}{whole}"
+
+
+def _topk(call: Call) -> str:
+    names = letters(len(call.ins[0]))
+    if not names:
+        return "-> ,"
+    out, dim = list(names), call.arg(2, "dim", -1)
+    out[dim] = "k"
+    return f"{spell(names)} -> {spell(out)}, {spell(out)} | whole {names[dim]} k"
+
+
+register_rule(aten.sort.stable, text=_sort_stable)
+register_rule(aten.topk.default, text=_topk)
 
 
 def _var(results: int) -> Any:
