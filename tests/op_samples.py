@@ -206,6 +206,7 @@ SAMPLES: dict[Any, list[Sample]] = {
         S(x(5), 0, ids(5, 7)),
         S(holes(5, 4), 0, ids(5, 3, 4)),
         S(x(), 0, ids(1)),
+        S(x(5), 0, ids(5, 2, 0)),
     ],
     aten.scatter.value: [S(x(5, 4), 0, ids(5, 1, 4), 9.0), S(x(5, 4), 1, ids(4, 5, 1), 9.0)],
     aten.scatter.src: [
@@ -214,6 +215,7 @@ SAMPLES: dict[Any, list[Sample]] = {
         S(x(5, 4), 0, ids(5, 1, 4), x(3, 4)),
     ],
     aten.scatter_add.default: [
+        S(x(5, 4), 0, ids(5, 0), x(0)),
         S(x(5, 4), 0, ids(5, 7, 4), x(7, 4)),
         S(x(5, 4), 1, ids(4, 5, 3), x(5, 3)),
     ],

@@ -97,8 +97,8 @@ def _gather_names(call: Call, index: int) -> tuple[list[str], list[str], list[st
 
 
 def _gather(call: Call) -> str | None:
-    if not call.ins[0]:
-        return None
+    if not call.ins[0] or len(call.ins[0]) != len(call.ins[1]):
+        return None  # an empty index may have any rank
     names, picked, whole, dim = _gather_names(call, 1)
     clauses = f" | reduce {names[dim]} sum | run {names[dim]} | linear 0"
     clauses += "".join(f" | whole {w}" for w in whole)
@@ -120,8 +120,8 @@ register_rule(aten.gather.default, text=_gather, emit=_emit_gather)
 
 def _scatter(call: Call) -> str | None:
     """scatter, scatter_add: the index's own dim is whole, the table's may be split (masked)."""
-    if not call.ins[0]:
-        return None
+    if not call.ins[0] or len(call.ins[0]) != len(call.ins[1]):
+        return None  # an empty index may have any rank
     names, picked, whole, dim = _gather_names(call, 1)
     whole = [*whole, picked[dim]]
     ins = [spell(names)] + [spell(picked)] * (len(call.ins) - 1)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torchard.sharding.rules.batched import emit_contiguous
 from torchard.sharding.rules.registry import Call, letters, register_rule, spell
 
 aten = torch.ops.aten
@@ -32,8 +33,9 @@ def _member(call: Call) -> str | None:
     return f"..., {spell(tests)} -> ..." + (f" | whole {spell(tests)}" if tests else "")
 
 
-register_rule(aten.bucketize.Tensor, text=_buckets)
-register_rule(aten.searchsorted.Tensor, text=_sorted_rows)
+# torch warns where what it looks up is not contiguous, as a shard need not be.
+register_rule(aten.bucketize.Tensor, text=_buckets, emit=emit_contiguous)
+register_rule(aten.searchsorted.Tensor, text=_sorted_rows, emit=emit_contiguous)
 register_rule(aten.isin.Tensor_Tensor, text=_member)
 
 
