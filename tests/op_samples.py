@@ -133,8 +133,8 @@ ALL = [S(x(5, 4)), S(x(7)), S(x())]
 LOGICAL = [S(bools(5, 4)), S(x(3))]
 VAR = [
     S(x(5, 4), [1], correction=1, tolerance=1e-14),
-    S(x(5, 4), None, correction=0),
-    S(x(5, 4), [0], keepdim=True),
+    S(x(5, 4), None, correction=0, tolerance=1e-14),
+    S(x(5, 4), [0], keepdim=True, tolerance=1e-14),
 ]
 LIKE = [S(x(5, 4)), S(x())]
 VIEWS = [
