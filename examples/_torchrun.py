@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing import SignalException  # noqa: E
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: E402
 
 # A rank that does not end when asked to is killed after these seconds.
-PATIENCE = 3
+PATIENCE = 8
 
 
 def main() -> int:
