@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,16 @@ def specs_of(graph: fx.Graph) -> list[Spec]:
     return [Spec.of(n.meta["val"], weak=n.meta.get("weak", False)) for n in nodes]
 
 
-def replay(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> list[Any]:
-    """Run a graph node by node; under a trace of ours every new node gets the old one's tags."""
+def replay(
+    graph: fx.Graph, inputs: Sequence[torch.Tensor], call: Callable[..., Any] | None = None
+) -> list[Any]:
+    """Run a graph node by node; under a trace of ours every new node gets the old one's tags.
+
+    Args:
+        call: how a node is run, given the node, its args and its kwargs; as in a pure graph, where
+            strides mean nothing, if left out.
+    """
+    call = call or _call_pure
     room, env, values = active(), {}, iter(inputs)
     before = room.replaying if room else None
     last_use = _last_uses(graph)
@@ -35,7 +43,7 @@ def replay(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> list[Any]:
         if node.op == "placeholder":
             env[node] = next(values)
         elif node.op == "call_function":
-            env[node] = _replay_node(node, env, room)
+            env[node] = _replay_node(node, env, room, call)
         else:
             result = fx.map_arg(node.args[0], env.__getitem__)
         for dead in last_use.get(node, ()):
@@ -55,20 +63,27 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     return uses
 
 
-def _replay_node(node: fx.Node, env: dict[fx.Node, Any], room: Any) -> Any:
-    target: Any = node.target
+def _replay_node(
+    node: fx.Node, env: dict[fx.Node, Any], room: Any, call: Callable[..., Any]
+) -> Any:
     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
     if room is None:
-        return target(*args, **kwargs)
+        return call(node, args, kwargs)
     room.replaying = node
     room.cutting = "cut" in node.meta
     try:
-        value = target(*args, **kwargs)
+        value = call(node, args, kwargs)
     finally:
         room.replaying, room.cutting = None, False
     if node.target is operator.getitem and isinstance(value, torch.Tensor):
         room.retag(value, node)
     return value
+
+
+def _call_pure(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Nothing is written, so a view may be a copy: vmap lays values out in its own way."""
+    target: Any = aten.reshape.default if node.target is aten.view.default else node.target
+    return target(*args, **kwargs)
 
 
 def purify(found: Recording, paths: Sequence[str]) -> Recording:
@@ -155,7 +170,7 @@ def _functionalize(found: Recording) -> Recording:
             found.detached_writes.append(str(node.meta.get("source")))
 
     def run(*inputs: torch.Tensor) -> tuple[Any, ...]:
-        return tuple(replay(graph, inputs))
+        return tuple(replay(graph, inputs, _call_writing))
 
     pure = internals.functionalized(run)
     again = record(lambda inputs: pure(*inputs), specs_of(graph))
@@ -166,6 +181,24 @@ def _functionalize(found: Recording) -> Recording:
     found.graph = again.graph
     _rewrite_copies(found.graph)
     return found
+
+
+def _call_writing(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A write keeps the strides of what it writes to; torch's functional twin may not.
+
+    ``x.t().masked_fill_(...)`` leaves the memory of x contiguous, while masked_fill of x.t() is
+    contiguous itself: a later view of x would fail.
+    """
+    target: Any = node.target
+    written = _written(node)
+    if target is aten.copy_.default or written != list(node.args[:1]) or _contiguous(written[0]):
+        return target(*args, **kwargs)
+    target(value := args[0].clone(), *args[1:], **kwargs)
+    return args[0].copy_(value)
+
+
+def _contiguous(node: fx.Node) -> bool:
+    return bool(node.meta["val"].is_contiguous())
 
 
 def _rewrite_copies(graph: fx.Graph) -> None:
@@ -180,12 +213,27 @@ def _rewrite_copies(graph: fx.Graph) -> None:
             if value.meta["val"].shape != want.shape:
                 value = _call(graph, node, aten.expand.default, value, list(want.shape))
             kind = {"dtype": want.dtype, "device": want.device}
-            if any(getattr(value.meta["val"], k) != v for k, v in kind.items()):
+            cast = any(getattr(value.meta["val"], k) != v for k, v in kind.items())
+            if cast:
                 value = _call(graph, node, aten._to_copy.default, value, **kind)
-            else:
-                value = _call(graph, node, aten.clone.default, value)
+            if not cast or value.meta["val"].stride() != want.stride():
+                value = _laid_out(graph, node, value, want)
         node.replace_all_uses_with(value)
         graph.erase_node(node)
+
+
+def _laid_out(graph: fx.Graph, like: fx.Node, value: fx.Node, want: torch.Tensor) -> fx.Node:
+    """A clone of value, dense, its dimensions in memory in the order of want's."""
+    order = sorted(range(want.ndim), key=lambda d: (-want.stride(d), d))
+    turned = order != list(range(want.ndim))
+    if turned:
+        value = _call(graph, like, aten.permute.default, value, order)
+    contiguous = torch.contiguous_format
+    value = _call(graph, like, aten.clone.default, value, memory_format=contiguous)
+    if turned:
+        back = [order.index(d) for d in range(want.ndim)]
+        value = _call(graph, like, aten.permute.default, value, back)
+    return value
 
 
 def _call(graph: fx.Graph, like: fx.Node, target: Any, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:

@@ -1,0 +1,64 @@
+"""Writes in place become values; the views of what was written read the memory torch would read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.func import grad, vmap
+
+from torchard import jit, shard
+from torchard.sharding import Mesh, P
+
+torch.manual_seed(0)
+X, Y = torch.randn(2, 3, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
+
+Write = Callable[[torch.Tensor, torch.Tensor], object]
+
+# Into a value of x's shape, from one laid out the other way round.
+WRITES: dict[str, Write] = {
+    "masked_fill_": lambda x, y: x.masked_fill_(y > 0, 0.5),
+    "mul_": lambda x, y: x.mul_(y),
+    "fill_": lambda x, y: x.fill_(2.0),
+    "copy_": lambda x, y: x.copy_(y),
+    "copy_ of another dtype": lambda x, y: x.copy_(y.float()),
+    "copy_ of a row": lambda x, y: x.copy_(y[0]),
+    "scatter_": lambda x, y: x.scatter_(0, (y > 0).long() * 0, y),
+    "index_fill_": lambda x, y: x.index_fill_(0, torch.tensor([1]), 0.5),
+    "a column": lambda x, y: x[:, 0].copy_(y[:, 1]),
+    "a column scaled": lambda x, y: x[:, 0].mul_(y[:, 1]),
+    "clamp_": lambda x, y: x.clamp_(max=y),
+    "sort into": lambda x, y: x.copy_(y.sort(dim=0).values),
+}
+
+
+def written(write: Write, turned: bool) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        into = (x * 1).contiguous()
+        if turned:
+            write(into.t(), y)
+        else:
+            write(into, y.t())
+        return into.view(6).cos() * into.view(3, 2).view(-1)
+
+    return fn
+
+
+@pytest.mark.parametrize("turned", [False, True], ids=["x", "x.t()"])
+@pytest.mark.parametrize("name", WRITES)
+def test_a_view_of_what_was_written(name: str, turned: bool) -> None:
+    fn = written(WRITES[name], turned)
+    y = Y if turned else Y.clone()
+    want = fn(X, y)
+    assert torch.equal(jit(fn, backend="eager")(X, y), want)
+    sharded = shard(fn, Mesh({"x": 2}, virtual=True), in_specs=(P("x"), P()), out_specs=P())
+    torch.testing.assert_close(sharded(X, y), want, rtol=1e-14, atol=1e-14)
+
+    def slope(f: Callable[..., torch.Tensor]) -> torch.Tensor:
+        return grad(lambda x: f(x, y).sum())(X)
+
+    torch.testing.assert_close(slope(jit(fn, backend="eager")), slope(fn), rtol=1e-14, atol=1e-14)
+    many = [torch.stack([a, -a], -1) for a in (X, y)]
+    have = vmap(jit(fn, backend="eager"), in_dims=-1)(*many)
+    assert torch.equal(have, torch.stack([want, fn(-X, -y)]))
