@@ -224,7 +224,8 @@ def _rewrite_copies(graph: fx.Graph) -> None:
 
 def _laid_out(graph: fx.Graph, like: fx.Node, value: fx.Node, want: torch.Tensor) -> fx.Node:
     """A clone of value, dense, its dimensions in memory in the order of want's."""
-    order = sorted(range(want.ndim), key=lambda d: (-want.stride(d), d))
+    strides = want.stride()
+    order = sorted(range(want.ndim), key=lambda d: (-strides[d], d))
     turned = order != list(range(want.ndim))
     if turned:
         value = _call(graph, like, aten.permute.default, value, order)
