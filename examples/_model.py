@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from _text import BYTES
 from torch import Tensor
 
 from torchard import nn, random
 
-__all__ = ["Size", "generate", "init", "logits", "loss"]
+__all__ = ["Size", "init", "logits", "loss"]
 
-BYTES = 256
 Params = dict[str, Any]
 
 
@@ -75,16 +75,3 @@ def logits(params: Params, context: Tensor) -> Tensor:
 def loss(params: Params, batch: Tensor) -> Tensor:
     """Mean nats per byte: batch int64 [batch, context + 1], the last byte of each the target."""
     return nn.cross_entropy(logits(params, batch[:, :-1]), batch[:, -1])
-
-
-def generate(params: Params, key: Tensor, start: bytes, count: int, heat: float = 0.7) -> bytes:
-    """`count` bytes that the model goes on with, drawn at temperature `heat`."""
-    context = torch.tensor(list(start), dtype=torch.int64)
-    found = bytearray()
-    # Gumbel's trick: the largest of logits + noise is a draw from their softmax.
-    noise = -torch.log(-torch.log(random.uniform(key, (count, BYTES)).clamp_min(1e-20)))
-    for gumbel in noise:
-        byte = (logits(params, context[None])[0] / heat + gumbel).argmax()
-        found.append(int(byte))
-        context = torch.cat([context[1:], byte[None]])
-    return bytes(found)

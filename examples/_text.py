@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pydoc_data.topics
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchard import random
 
-__all__ = ["batch_at", "load", "windows"]
+__all__ = ["BYTES", "batch_at", "generate", "load", "windows"]
 
+BYTES = 256
 HELD_OUT = 0.1
 
 
@@ -32,3 +35,26 @@ def batch_at(data: Tensor, key: Tensor, step: int, size: int, context: int) -> T
     """The batch of a step, [size, context + 1]: a function of the key and the step alone."""
     starts = random.randint(random.fold_in(key, step), (size,), 0, len(data) - context)
     return windows(data, starts, context)
+
+
+def generate(
+    predict: Callable[[Any, Tensor], Tensor],
+    params: Any,
+    key: Tensor,
+    start: bytes,
+    count: int,
+    heat: float = 0.7,
+) -> bytes:
+    """`count` bytes that a model goes on with, drawn at temperature `heat`.
+
+    `predict` takes bytes [1, len(start)] to logits [1, 256] of the next one.
+    """
+    context = torch.tensor(list(start), dtype=torch.int64)
+    found = bytearray()
+    # Gumbel's trick: the largest of logits + noise is a draw from their softmax.
+    noise = -torch.log(-torch.log(random.uniform(key, (count, BYTES)).clamp_min(1e-20)))
+    for gumbel in noise:
+        byte = (predict(params, context[None])[0] / heat + gumbel).argmax()
+        found.append(int(byte))
+        context = torch.cat([context[1:], byte[None]])
+    return bytes(found)

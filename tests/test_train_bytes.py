@@ -131,7 +131,7 @@ def test_trains_like_one_device(
             r"step's collectives \(\d+ all_.* over tp\)",
         ),
         ("stop", r"no answer from rank 1 \(process \d+\) within 5 s: rank 0 was in step 4 of 8"),
-        ("raise", r"ValueError \(rank 1, step 4 of 8, train_bytes.py:\d+\): asked to fail"),
+        ("raise", r"ValueError \(rank 1, step 4 of 8, _train.py:\d+\): asked to fail"),
         ("replan", r"PlanMismatch \(rank [01], .*rank [01] planned step\("),
     ],
 )

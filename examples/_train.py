@@ -1,0 +1,309 @@
+"""Training a byte-level language model on a mesh, and again on one device: all but the model.
+
+A `Model` is plain functions that know of no mesh; a `Recipe` is specs that know of no functions. What
+an example brings is one of each; here they meet, in `sharded`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import _job
+import torch
+from _text import batch_at, generate, load, windows
+from torch import Tensor
+from tqdm import tqdm  # type: ignore[import-untyped]
+
+from torchard import Mesh, MeshTensor, P, jit, optim, place, random, shard
+
+__all__ = ["Model", "Params", "Recipe", "options", "run"]
+
+Params = dict[str, Any]
+Step = Callable[[Params, Any, Tensor], tuple[Params, Any, Tensor]]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A language model over bytes: pure functions of its parameters.
+
+    Attributes:
+        context: how many bytes it sees.
+        targets: how many it is asked for in a window of context + 1.
+        init: of a key, the parameters.
+        loss: of parameters and windows int64 [batch, context + 1], mean nats per byte asked for.
+        predict: of parameters and bytes [batch, context], logits [batch, 256] of the next.
+    """
+
+    context: int
+    targets: int
+    init: Callable[[Tensor], Params]
+    loss: Callable[[Params, Tensor], Tensor]
+    predict: Callable[[Params, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model lies on a mesh.
+
+    Attributes:
+        specs: of the parameters, a tree like theirs or a prefix of it.
+        batch: of the windows.
+        pins: of activations, by the names that the model gave them.
+    """
+
+    specs: Any
+    batch: P = field(default_factory=P)
+    pins: Mapping[str, P] = field(default_factory=dict)
+
+
+def make_step(loss: Callable[[Params, Tensor], Tensor], optimizer: optim.Optimizer) -> Step:
+    """One step of training on one device: a pure function."""
+
+    def step(params: Params, state: Any, batch: Tensor) -> tuple[Params, Any, Tensor]:
+        grads, value = torch.func.grad_and_value(loss)(params, batch)
+        params, state = optimizer.update(grads, state, params)
+        return params, state, value
+
+    return step
+
+
+@dataclass
+class Curve:
+    """What a run showed: losses in nats per byte, and training bytes per second."""
+
+    losses: list[float] = field(default_factory=list)
+    rate: float = 0.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained on what; equal for the sharded run and the one on one device."""
+
+    options: argparse.Namespace
+    model: Model
+    train: Tensor
+    held_out: Tensor
+    key: Tensor
+    optimizer: optim.Optimizer
+
+    @classmethod
+    def of(cls, options: argparse.Namespace, model: Model) -> Task:
+        train, held_out = load()
+        schedule = optim.warmup_cosine(options.lr, options.steps, options.steps // 10)
+        optimizer = optim.adamw(schedule, weight_decay=options.decay)
+        return cls(options, model, train, held_out, random.key(options.seed), optimizer)
+
+    def init(self) -> Params:
+        return self.model.init(random.fold_in(self.key, 0))
+
+    def batches(self) -> Iterator[Tensor]:
+        key, size = random.fold_in(self.key, 1), self.options.batch
+        for number in range(self.options.steps):
+            yield batch_at(self.train, key, number, size, self.model.context)
+
+    def validation(self) -> Tensor:
+        """Windows spread evenly over the held-out text."""
+        last = len(self.held_out) - self.model.context - 1
+        starts = torch.linspace(0, last, self.options.validate).long()
+        return windows(self.held_out, starts, self.model.context)
+
+
+def train(
+    step: Step,
+    params: Params,
+    state: Any,
+    batches: Iterator[Tensor],
+    task: Task,
+    here: _job.Job,
+    title: str,
+) -> tuple[Params, Curve]:
+    """Run every batch through `step`, with a progress bar on the leading rank."""
+    curve, count = Curve(), task.options.steps
+    work = task.options.batch * task.model.targets
+    with tqdm(batches, title, count, disable=not here.leads, unit="step", mininterval=0.5) as bar:
+        for number, batch in enumerate(bar):
+            here.doing = f"step {number + 1} of {count}"
+            misbehave(task.options, here.rank, number)
+            params, state, value = step(params, state, batch)
+            curve.losses.append(float(value))
+            if number == 0:
+                began = time.perf_counter()  # the first step traces and plans
+            elif here.leads:
+                curve.rate = number * work / (time.perf_counter() - began)
+                bar.set_postfix_str(f"loss {curve.losses[-1]:.3f}, {curve.rate:,.0f} bytes/s")
+    return params, curve
+
+
+def misbehave(options: argparse.Namespace, rank: int, number: int) -> None:
+    """What the tests of the endings ask for: one rank comes to grief."""
+    if (rank, number) != (options.fail_rank, options.fail_at):
+        return
+    if options.fail == "raise":
+        raise ValueError("asked to fail")
+    if options.fail in ("kill", "stop"):
+        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[options.fail])
+
+
+def sharded(task: Task, recipe: Recipe, mesh: Mesh, here: _job.Job) -> tuple[Params, Curve, float]:
+    """Train on the mesh: the parameters gathered, the curve, the loss on held-out text."""
+    step = make_step(task.model.loss, task.optimizer)
+    run = jit(
+        shard(step, mesh, out_specs=(recipe.specs, None, P()), constrain_at=recipe.pins),
+        backend=task.options.backend,
+        donate_argnums=(0, 1),
+    )
+    here.doing, here.awaited = "planning", "its plan"
+    params = place(task.init(), mesh, recipe.specs)
+    state = task.optimizer.init(params)  # placed as the parameters are
+    batches = (place(batch, mesh, recipe.batch) for batch in task.batches())
+
+    first = place(next(task.batches()), mesh, recipe.batch)
+    plan = run.lower(params, state, first).collectives
+    here.awaited = f"its part of a step's collectives ({counted(plan)})"
+    if here.leads:
+        print(f"What one step sends over {mesh}:\n\n{plan}\n", flush=True)
+    params, curve = train(run, params, state, batches, task, here, str(mesh))
+
+    here.doing = "validation"
+    evaluate = shard(task.model.loss, mesh, out_specs=P(), constrain_at=recipe.pins)
+    held_out = evaluate(params, place(task.validation(), mesh, recipe.batch))
+    here.awaited = "its shards of the parameters"
+    return gathered(params), curve, float(held_out)
+
+
+def counted(plan: Any) -> str:
+    """A plan in a few words: "7 all_reduce over tp"."""
+    kinds = Counter((c.kind, "·".join(c.axes)) for c in plan)
+    return ", ".join(f"{n} {kind} over {axes}" for (kind, axes), n in kinds.items()) or "none"
+
+
+def gathered(params: Any) -> Any:
+    """The same tree of whole tensors."""
+    if isinstance(params, dict):
+        return {name: gathered(value) for name, value in params.items()}
+    if isinstance(params, list):
+        return [gathered(value) for value in params]
+    return params.full() if isinstance(params, MeshTensor) else params
+
+
+def one_device(task: Task, here: _job.Job) -> Curve:
+    """The same run, plain torch in this process alone."""
+    params = task.init()
+    step = make_step(task.model.loss, task.optimizer)
+    state = task.optimizer.init(params)
+    return train(step, params, state, task.batches(), task, here, "one device")[1]
+
+
+def draw(path: Path, curves: dict[str, Curve], held_out: float) -> None:
+    """Loss curves as a picture."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for (title, curve), style in zip(curves.items(), ("-", "--"), strict=True):
+        axes.plot(curve.losses, style, label=title)
+    axes.axhline(held_out, color="gray", linestyle=":", label="held-out text")
+    axes.set(xlabel="step", ylabel="loss, nats per byte")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+def readable(text: bytes) -> str:
+    return text.decode("utf-8", "replace")
+
+
+def report(
+    task: Task, params: Params, sharded_curve: Curve, held_out: float, here: _job.Job, mesh: Mesh
+) -> None:
+    """What came of it: held-out loss, a continuation, the comparison with one device, a picture."""
+    start = bytes(task.held_out[1000 : 1000 + task.model.context].tolist())
+    key = random.fold_in(task.key, 2)
+    more = generate(task.model.predict, params, key, start, task.options.sample)
+    bits = held_out / torch.log(torch.tensor(2.0)).item()
+    print(f"\nheld-out text: loss {held_out:.4f}, {bits:.3f} bits per byte")
+    print(f"\n{readable(start)}|{readable(more)}\n", flush=True)
+
+    alone = one_device(task, here)
+    ours, theirs = sharded_curve.losses[-1], alone.losses[-1]
+    path = task.options.out / f"loss-{stem(task.options, mesh)}.png"
+    draw(path, {str(mesh): sharded_curve, "one device": alone}, held_out)
+    print(
+        f"\nloss after {task.options.steps} steps: sharded {ours:.5f}, one device {theirs:.5f} "
+        f"(difference {abs(ours - theirs):.1e})\ncurves: {path}",
+        flush=True,
+    )
+
+
+def stem(options: argparse.Namespace, mesh: Mesh) -> str:
+    """What tells one run's files from another's: "fsdp-dp2", "virtual-dp2-tp4"."""
+    plan = [options.plan] if "plan" in options else []
+    axes = [f"{name}{size}" for name, size in mesh.shape.items()]
+    return "-".join([*plan, *["virtual"] * mesh.virtual, *axes])
+
+
+def axes_of(text: str) -> dict[str, int]:
+    """``"dp=2,tp=4"`` as a mesh's axes."""
+    try:
+        return {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form dp=2,tp=4") from None
+
+
+def options(about: str | None) -> argparse.ArgumentParser:
+    """The options that every training example has; the first line of its docstring on top."""
+    parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--mesh", type=axes_of, help="axes over torchrun's processes: dp=2,tp=1")
+    where.add_argument("--virtual", type=axes_of, help="axes over ranks inside this process")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, default=512, help="windows in a step")
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--decay", type=float, default=1e-2, help="of weights, in AdamW")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--validate", type=int, default=4096, help="windows of held-out text")
+    parser.add_argument("--sample", type=int, default=240, help="bytes to go on with")
+    parser.add_argument("--backend", default="eager", help="of jit; inductor compiles first")
+    # More threads than free cores cost far more than they bring: torch's threads spin while waiting.
+    parser.add_argument("--threads", type=int, default=1, help="of torch, in each process")
+    parser.add_argument("--timeout", type=float, default=20.0, help="seconds to wait for a rank")
+    parser.add_argument("--out", type=Path, default=Path("out"))
+    # Only for the tests of what happens then.
+    quiet = argparse.SUPPRESS
+    parser.add_argument("--fail", choices=("raise", "kill", "stop", "replan"), help=quiet)
+    parser.add_argument("--fail-rank", type=int, default=1, help=quiet)
+    parser.add_argument("--fail-at", type=int, default=5, help=quiet)
+    return parser
+
+
+def run(
+    name: str,
+    options: argparse.Namespace,
+    model: Model,
+    recipe_on: Callable[[Mesh], Recipe],
+) -> None:
+    """All of an example: the job, the mesh, the sharded run, the report."""
+    torch.set_num_threads(options.threads)
+    with _job.job(name, options.timeout) as here:
+        if options.virtual:
+            mesh = Mesh(options.virtual, virtual=True)
+        else:
+            mesh = Mesh(options.mesh, timeout=options.timeout)
+        if options.fail == "replan" and here.rank == options.fail_rank:
+            options.decay *= 2
+        task = Task.of(options, model)
+        params, curve, held_out = sharded(task, recipe_on(mesh), mesh, here)
+        if here.leads:
+            here.awaited = "nobody"
+            report(task, params, curve, held_out, here, mesh)
