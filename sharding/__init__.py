@@ -26,6 +26,7 @@ from torchard.sharding.spmd import (
     psum_scatter,
     pvary,
 )
+from torchard.sharding.storage import StorageError, load, save
 from torchard.sharding.styles import (
     Activations,
     Colwise,
@@ -49,6 +50,7 @@ __all__ = [
     "Rowwise",
     "SequenceParallel",
     "SpecError",
+    "StorageError",
     "Style",
     "all_gather",
     "all_to_all",
@@ -59,6 +61,7 @@ __all__ = [
     "from_dtensor",
     "global_norm",
     "initialize",
+    "load",
     "parallelize",
     "place",
     "pmax",
@@ -70,6 +73,7 @@ __all__ = [
     "pvary",
     "redistribute",
     "register_rule",
+    "save",
     "shard",
     "shard_map",
     "to_dtensor",

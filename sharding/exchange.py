@@ -25,21 +25,23 @@ class OutOfStep(ExchangeError):
 _turns = itertools.count()
 
 
-def exchange(mesh: Mesh, what: str, mine: Any) -> list[Any]:
+def exchange(mesh: Mesh, what: str, mine: Any, timeout: float | None = None) -> list[Any]:
     """What every rank of the mesh has to say (JSON), by position in the mesh.
 
     Every rank must call, in the same order.
 
     Raises:
-        ExchangeError: a rank said nothing for ``mesh.timeout`` seconds; names it and ``what``.
+        ExchangeError: a rank said nothing for ``timeout`` seconds, or by default ``mesh.timeout``;
+            names it and ``what``.
         OutOfStep: a rank spoke of something else.
     """
     assert mesh.device_mesh is not None
     store, turn = _store(), next(_turns)
+    seconds = mesh.timeout if timeout is None else timeout
     store.set(_key(turn, dist.get_rank()), json.dumps([what, mine]))
     ranks = mesh.device_mesh.mesh.flatten().tolist()
     told = [
-        mine if r == dist.get_rank() else _told(_read(store, turn, r, mesh, what), r, what)
+        mine if r == dist.get_rank() else _told(_read(store, turn, r, seconds, what), r, what)
         for r in ranks
     ]
     # Who has come to this turn has read all of the last one.
@@ -61,15 +63,13 @@ def _key(turn: int, rank: int) -> str:
     return f"torchard/{turn}/{rank}"
 
 
-def _read(store: Any, turn: int, rank: int, mesh: Mesh, what: str) -> str:
+def _read(store: Any, turn: int, rank: int, seconds: float, what: str) -> str:
     key = _key(turn, rank)
     try:
-        store.wait([key], datetime.timedelta(seconds=mesh.timeout))
+        store.wait([key], datetime.timedelta(seconds=seconds))
         return bytes(store.get(key)).decode()
     except (RuntimeError, dist.DistError) as error:
-        raise ExchangeError(
-            f"rank {rank} did not tell {what} within {mesh.timeout:g} s."
-        ) from error
+        raise ExchangeError(f"rank {rank} did not tell {what} within {seconds:g} s.") from error
 
 
 def _store() -> Any:

@@ -1,0 +1,189 @@
+"""Checkpoints in the format of torch.distributed.checkpoint (DCP): any mesh writes, any other reads.
+
+A rank writes the shards it has, of replicated ones its share, and reads what its own shards overlap: no
+process ever puts a whole value together. No collective runs either; ranks speak through the store, where
+one that died is a message and not a hang. A checkpoint appears under its path when all of it is on the
+disk, by a rename.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import pickle
+import shutil
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
+
+from torchard.sharding.agree import agree_on_values
+from torchard.sharding.boxes import Reads, Writes, entry
+from torchard.sharding.mesh import Mesh
+from torchard.sharding.spec import SpecError
+from torchard.sharding.spectree import broadcast
+from torchard.sharding.stored import (
+    Leaf,
+    StorageError,
+    check_storable,
+    check_types,
+    compare,
+    empty,
+    leaves_of,
+    read_index,
+)
+from torchard.sharding.together import check_same, common_mesh, owned, together
+
+__all__ = ["StorageError", "load", "save"]
+
+PathLike = str | os.PathLike[str]
+
+
+def save(
+    path: PathLike, tree: Any, *, check_replicated: bool = True, timeout: float = 600.0
+) -> None:
+    """Write a tree as a checkpoint. Every rank must call it; when it returns all is on the disk.
+
+    A leaf's key is its path joined by dots, as in DCP: of ``{"w": [a, b]}`` they are ``w.0`` and
+    ``w.1``; fields of named tuples go by their names.
+
+    Args:
+        path: of a new directory, on a disk that all ranks share.
+        tree: of MeshTensors, tensors (one value each, the same on every rank), and Python's int,
+            float, bool, complex, str and None.
+        check_replicated: compare the plain tensors over ranks by checksum.
+        timeout: seconds to wait for the slowest rank to have written its part.
+
+    Raises:
+        StorageError: the path exists, or leaves cannot be stored (names them), or ranks passed
+            different trees, or one failed. All ranks raise it, and the path does not come to be.
+        ReplicaMismatch: ranks passed different tensors.
+    """
+    target, (leaves, _) = Path(path).absolute(), leaves_of(tree, "tree")
+    mesh = common_mesh([leaf.value for leaf in leaves])
+    rank = 0 if mesh is None or mesh.coords is None else mesh.rank_of(mesh.coords)
+    unfinished = _unfinished(target)
+
+    def prepare() -> str:
+        check_storable(leaves)
+        if rank == 0 and os.path.lexists(target):
+            raise StorageError(
+                f"{target} exists already; save to a new path (with the step in its name, say), or "
+                "remove it first."
+            )
+        if rank == 0:  # what a save left that did not come to its end
+            shutil.rmtree(unfinished, ignore_errors=True)
+        return hashlib.sha256("\n".join(map(str, leaves)).encode()).hexdigest()
+
+    check_same(mesh, leaves, together(mesh, f"what to save to {target}", prepare))
+    if mesh is not None and check_replicated:
+        agree_on_values(mesh, "save", {leaf.label: leaf.value for leaf in leaves})
+    writer = FileSystemWriter(unfinished)
+
+    def write() -> str:
+        mine = {leaf.key: leaf.value for leaf in owned(leaves, mesh)}
+        return base64.b64encode(zlib.compress(pickle.dumps(_write(writer, mine, rank)))).decode()
+
+    def finish() -> None:
+        if rank == 0:
+            done = [pickle.loads(zlib.decompress(base64.b64decode(text))) for text in written]
+            entries = {leaf.key: entry(leaf.value) for leaf in leaves}
+            writer.finish(Metadata(entries, {leaf.key: leaf.path for leaf in leaves}), done)
+            os.rename(unfinished, target)
+
+    try:
+        written = together(mesh, f"its part of {target}", write, timeout)
+        together(mesh, f"the end of {target}", finish, timeout)
+    except StorageError:
+        if rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def load(
+    path: PathLike,
+    like: Any,
+    mesh: Mesh | None = None,
+    specs: Any = None,
+    *,
+    partial: bool = False,
+    timeout: float = 600.0,
+) -> Any:
+    """Read a checkpoint of `save`'s or of DCP's. Every rank must call it, and reads its own shards.
+
+    ::
+
+        with torch.device("meta"):
+            fn, params = functionalize(Model())
+        params = load("step-100", params, mesh, specs)
+
+    Args:
+        path: of the directory.
+        like: a tree of what is wanted, of which no value is read: MeshTensors, tensors (on ``meta``,
+            say), ShapeDtypes, and scalars of the type to expect.
+        mesh, specs: where to put tensors, as `place` takes them. One without a spec (None) comes as
+            what it is in like: a MeshTensor with the same spec, or a plain tensor.
+        partial: the checkpoint may hold more than like.
+        timeout: seconds to wait for the slowest rank.
+
+    Returns:
+        A tree like ``like``. (DCP keeps its index as a pickle: load only what you trust.)
+
+    Raises:
+        StorageError: path is no checkpoint; or leaves are missing, too many, or of another shape or
+            dtype (names all of them); or a rank failed. All ranks raise it.
+        SpecError: specs do not fit.
+    """
+    source, (leaves, structure) = Path(path).absolute(), leaves_of(like, "like")
+    if specs is not None and mesh is None:
+        raise SpecError("load was given specs and no mesh; write load(path, like, mesh, specs).")
+    wanted = broadcast(specs, structure.unflatten([leaf.key for leaf in leaves]), "specs", "like")
+    rooms = [empty(leaf, mesh, spec) for leaf, spec in zip(leaves, wanted, strict=True)]
+    common = common_mesh([room.value for room in rooms])
+    objects: dict[str, Any] = {}
+    together(
+        common,
+        f"what to load from {source}",
+        lambda: objects.update(_read(source, rooms, partial)),
+        timeout,
+    )
+    return structure.unflatten([objects.get(room.key, room.value) for room in rooms])
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f"{path.name}.unfinished")
+
+
+def _write(writer: FileSystemWriter, values: Mapping[str, Any], rank: int) -> list[Any]:
+    """Write this rank's file; what DCP's index is to say of it."""
+    planner = Writes(values)
+    writer.set_up_storage_writer(rank == 0)
+    plan = writer.prepare_local_plan(SavePlan(planner.items))
+    # A rank's place in the list is all that the writer takes from the others' plans.
+    plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
+    return list(writer.write_data(plan, planner).wait())
+
+
+def _read(path: Path, rooms: Sequence[Leaf], partial: bool) -> dict[str, Any]:
+    """Fill the tensors among the leaves; the other values, by key."""
+    reader, planner = FileSystemReader(path), Reads()
+    index = read_index(reader, path, _unfinished(path))
+    compare(rooms, index.state_dict_metadata, path, partial)
+    for room in rooms:
+        saved = index.state_dict_metadata[room.key]
+        if isinstance(saved, BytesStorageMetadata):
+            planner.add_object(room.key)
+        elif missing := planner.add_tensor(room.key, room.value, saved):
+            raise StorageError(
+                f"{path} lacks {missing} of the elements of {room.label}, {room.kind}: whoever saved "
+                "it did not save all shards. Take another checkpoint."
+            )
+    reader.set_up_storage_reader(index, is_coordinator=False)
+    reader.read_data(LoadPlan(planner.items), planner).wait()
+    check_types(rooms, planner.objects, path)
+    return planner.objects
