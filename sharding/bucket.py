@@ -61,7 +61,8 @@ def _windows(graph: fx.Graph, found: Sequence[fx.Node]) -> Iterator[list[fx.Node
     """Runs of collectives, in order: each is ready before the first result of its run is used."""
     at = positions(graph)
     uses = [first_use(node, at) for node in found]
-    ready = [*(at[node] for node in found[1:]), math.inf]
+    # The last has nobody to wait for: others may wait for it.
+    ready = [*(at[node] for node in found[1:]), 0]
     patient = [(n, use) for n, use, after in zip(found, uses, ready, strict=True) if use >= after]
     limit = max(_LEAST_BYTES, math.ceil(sum(_bytes(n) for n, _ in patient) / _MOST_CALLS))
     run: list[fx.Node] = []

@@ -7,6 +7,7 @@ changes. A runtime lowers the nodes to what each rank really does.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -139,7 +140,7 @@ def record_of(step: Step, val: torch.Tensor, tags: dict[str, Any], sizes: Sizes)
 def _note(near: fx.Node) -> str:
     if near.op != "call_function" or "val" not in near.meta or not near.all_input_nodes:
         return ""
-    if pinned_spec(near) is not None:
+    if pinned_spec(near) is not None or near.target is operator.getitem:
         return ""
     gathered = lookup(near.target) is None and "step" not in near.meta
     return f"{near.target} has no factor rule, so its operands are gathered" if gathered else ""

@@ -18,7 +18,7 @@ from seeds import (
     train,
 )
 
-from torchard import Mesh, P, place, shard
+from torchard import Mesh, P, optim, place, shard
 
 S0_SMALL = dataclasses.replace(S0, sizes=(64, 64, 64), batch=(2, 8))
 S0_FORWARD = [("forward", "all_reduce")]
@@ -171,6 +171,21 @@ def test_data_parallel_reduces_each_gradient_once() -> None:
     assert [r.kind for r in gradients] == ["all_reduce"]  # of all four gradients at once
     assert [r.shape for r in gradients] == [(sum(p.numel() for p in params.values()),)]
     assert [r.kind for r in found if r.phase == "forward"] == ["all_reduce"]  # the scalar loss
+
+
+def test_an_update_after_the_gradients_still_leaves_one_reduction() -> None:
+    """The last gradient is used before the end, as all are; the others can wait for it."""
+    params, x, ct = S0_SMALL.normal(torch.float64)
+    mesh = Mesh({"dp": 2}, virtual=True)
+    optimizer = optim.adamw(0.1)
+
+    def step(p: Any, x: Any, ct: Any) -> Any:
+        gradients = torch.func.grad(lambda p: (S0_SMALL.forward(p, x) * ct).sum())(p)
+        return optimizer.update(gradients, optimizer.init(p), p)[0]
+
+    args = place(params, mesh, P()), place(x, mesh, P("dp")), place(ct, mesh, P("dp"))
+    (found,) = shard(step, mesh, out_specs=P()).lower(*args).collectives
+    assert (found.kind, found.note) == ("all_reduce", "4 merged")
 
 
 def collect(records: Any) -> str:
