@@ -155,8 +155,9 @@ def misbehave(options: argparse.Namespace, rank: int, number: int) -> None:
 def sharded(task: Task, recipe: Recipe, mesh: Mesh, here: _job.Job) -> tuple[Params, Curve, float]:
     """Train on the mesh: the parameters gathered, the curve, the loss on held-out text."""
     step = make_step(task.model.loss, task.optimizer)
+    state_specs = optim.AdamState(P(), recipe.specs, recipe.specs)
     run = jit(
-        shard(step, mesh, out_specs=(recipe.specs, None, P()), constrain_at=recipe.pins),
+        shard(step, mesh, out_specs=(recipe.specs, state_specs, P()), constrain_at=recipe.pins),
         backend=task.options.backend,
         donate_argnums=(0, 1),
     )
@@ -237,7 +238,7 @@ def report(
 
     alone = one_device(task, here)
     ours, theirs = sharded_curve.losses[-1], alone.losses[-1]
-    path = task.options.out / f"loss-{stem(task.options, mesh)}.png"
+    path = task.options.out / f"loss-{stem(task.options)}.png"
     draw(path, {str(mesh): sharded_curve, "one device": alone}, held_out)
     print(
         f"\nloss after {task.options.steps} steps: sharded {ours:.5f}, one device {theirs:.5f} "
@@ -246,11 +247,12 @@ def report(
     )
 
 
-def stem(options: argparse.Namespace, mesh: Mesh) -> str:
+def stem(options: argparse.Namespace) -> str:
     """What tells one run's files from another's: "fsdp-dp2", "virtual-dp2-tp4"."""
     plan = [options.plan] if "plan" in options else []
-    axes = [f"{name}{size}" for name, size in mesh.shape.items()]
-    return "-".join([*plan, *["virtual"] * mesh.virtual, *axes])
+    kind = ["virtual"] if options.virtual else []
+    axes = [f"{name}{size}" for name, size in (options.virtual or options.mesh).items()]
+    return "-".join([*plan, *kind, *axes])
 
 
 def axes_of(text: str) -> dict[str, int]:
@@ -288,22 +290,20 @@ def options(about: str | None) -> argparse.ArgumentParser:
 
 
 def run(
-    name: str,
-    options: argparse.Namespace,
-    model: Model,
-    recipe_on: Callable[[Mesh], Recipe],
+    name: str, options: argparse.Namespace, model: Model, recipe: Recipe, axes: tuple[str, ...]
 ) -> None:
-    """All of an example: the job, the mesh, the sharded run, the report."""
+    """All of an example: the job, the mesh, the sharded run, the report.
+
+    `axes` are those that the recipe names; where the user has not said how many ranks, it is one.
+    """
     torch.set_num_threads(options.threads)
     with _job.job(name, options.timeout) as here:
-        if options.virtual:
-            mesh = Mesh(options.virtual, virtual=True)
-        else:
-            mesh = Mesh(options.mesh, timeout=options.timeout)
+        shape = dict.fromkeys(axes, 1) | (options.virtual or options.mesh)
+        mesh = Mesh(shape, virtual=bool(options.virtual), timeout=options.timeout)
         if options.fail == "replan" and here.rank == options.fail_rank:
             options.decay *= 2
         task = Task.of(options, model)
-        params, curve, held_out = sharded(task, recipe_on(mesh), mesh, here)
+        params, curve, held_out = sharded(task, recipe, mesh, here)
         if here.leads:
             here.awaited = "nobody"
             report(task, params, curve, held_out, here, mesh)

@@ -17,16 +17,15 @@ import functools
 import _model
 import _train
 
-from torchard import Mesh, P
+from torchard import P
 
 
-def recipe(size: _model.Size, mesh: Mesh) -> _train.Recipe:
+def recipe(size: _model.Size) -> _train.Recipe:
     """Which mesh axis splits which dimension of each parameter, and of the batch."""
-    tp = "tp" if "tp" in mesh.axes else None
-    up, down = {"w": P(tp, None), "b": P(tp)}, {"w": P(None, tp), "b": P()}
+    up, down = {"w": P("tp", None), "b": P("tp")}, {"w": P(None, "tp"), "b": P()}
     blocks = [{"up": up, "down": down}] * size.blocks
     specs = {"embed": P(), "blocks": blocks, "out": {"w": P(), "b": P()}}
-    return _train.Recipe(specs, P("dp") if "dp" in mesh.axes else P())
+    return _train.Recipe(specs, P("dp"))
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -41,7 +40,7 @@ def main(argv: list[str] | None = None) -> None:
         loss=_model.loss,
         predict=_model.logits,
     )
-    _train.run("train_bytes", options, model, functools.partial(recipe, size))
+    _train.run("train_bytes", options, model, recipe(size), axes=("dp", "tp"))
 
 
 if __name__ == "__main__":

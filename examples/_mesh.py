@@ -1,0 +1,31 @@
+"""A mesh for an example: over torchrun's processes, or without torchrun over virtual ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+
+from torchard import Mesh
+
+__all__ = ["mesh_of"]
+
+
+@contextlib.contextmanager
+def mesh_of(**axes: int) -> Iterator[Mesh]:
+    """``with mesh_of(dp=2, tp=2) as mesh``: among processes, only the first one prints inside."""
+    if "RANK" not in os.environ:
+        yield Mesh(axes, virtual=True)
+        return
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    speaks = dist.get_rank() == 0
+    try:
+        with contextlib.nullcontext() if speaks else contextlib.redirect_stdout(io.StringIO()):
+            yield Mesh(axes)
+    finally:
+        dist.destroy_process_group()
