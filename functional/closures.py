@@ -114,6 +114,8 @@ def _children(value: Any) -> Iterator[tuple[Step, Any]]:
     if isinstance(value, types.FunctionType):
         if source.is_user(value.__code__):
             yield from _of_function(value)
+        elif hasattr(value, "__wrapped__"):  # torch.func.grad(f) and the like
+            yield ("", lambda f: f.__wrapped__), value.__wrapped__
     elif hasattr(value, "__torchard_function__"):
         yield ("", lambda t: t.__torchard_function__), value.__torchard_function__
     elif isinstance(value, types.MethodType):

@@ -144,6 +144,29 @@ def test_is_read_anew(case: Callable[[], Case]) -> None:
         assert torch.equal(run(X), fn(X))
 
 
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
+def test_is_read_anew_behind_a_transform_of_torchs(case: Callable[[], Case]) -> None:
+    fn, put, *values = case()
+    fn = torch.func.grad(lambda x, fn=fn: fn(x).square().sum())
+    run = jit(fn, backend="eager")
+    for value in (*values, values[0]):
+        put(value)
+        assert torch.equal(run(X), fn(X))
+
+
+def test_what_a_transform_of_torchs_reads_does_not_retrace() -> None:
+    traced, weight = [], X + 1
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        traced.append(None)
+        return (x * weight).square().sum()
+
+    run = jit(torch.vmap(torch.func.grad(fn)), backend="eager")
+    for _ in range(3):
+        run(X[None])
+    assert len(traced) == 1
+
+
 def test_a_tensor_that_cannot_be_found_is_not_cached() -> None:
     """Kept where no walk looks: right numbers, at the price of a trace for each call."""
 
