@@ -9,6 +9,7 @@ from typing import Any
 
 from torchard.sharding.layers import Layer, layers_of
 from torchard.sharding.mesh import Mesh, MeshError
+from torchard.sharding.names import AxisRules, resolved
 from torchard.sharding.spec import P, SpecError, layout_of
 from torchard.sharding.styles import Placing, Style
 
@@ -22,6 +23,8 @@ def parallelize(
     *,
     axis: str = "tp",
     batch: str | tuple[str, ...] | None = None,
+    fsdp: str | tuple[str, ...] | None = None,
+    rules: AxisRules | None = None,
 ) -> tuple[Any, dict[str, P]]:
     """The specs of a model's parameters, and the constraints on its activations.
 
@@ -40,6 +43,12 @@ def parallelize(
         plan: styles, by patterns over module paths (``*`` also matches dots; "" is the model).
         axis: the mesh axis that styles split over.
         batch: the axes that split dim 0 of activations; what a style places stays split by them.
+        fsdp: the axes that split every parameter besides, in the first dim that no style splits
+            (ZeRO, Rajbhandari et al., arXiv:1910.02054): with the batch split over the same ones,
+            the parameters of a layer are gathered where they are used. One whose only dim is split
+            stays as it is.
+        rules: axes for names of dims (`sharding.names`), in ``batch``, ``fsdp`` and in the specs and
+            layouts of styles. What comes back has axes only.
 
     Returns:
         specs: a tree like params, with a P for each; those of no style are replicated.
@@ -50,11 +59,15 @@ def parallelize(
             patterns say different things of one parameter. All that is wrong is in one message.
         MeshError: the mesh has not these axes.
     """
-    for name in (axis, *([batch] if isinstance(batch, str) else batch or ())):
+    batch, fsdp = (
+        resolved(P(given), rules, mesh, what).entries[0]
+        for what, given in (("batch", batch), ("fsdp", fsdp))
+    )
+    for name in (*([axis] if plan else []), *_axes(batch), *_axes(fsdp)):
         if name not in mesh.axes:
             raise MeshError(f"{mesh} has no axis {name!r}; its axes are {', '.join(mesh.axes)}.")
     layers, names = layers_of(model)
-    claims, errors = _Claims(mesh, axis, batch), list[str]()
+    claims, errors = _Claims(mesh, axis, batch, rules), list[str]()
     for pattern, style in plan.items():
         try:
             _check_style(pattern, style)
@@ -65,7 +78,13 @@ def parallelize(
             errors.append(f"plan[{pattern!r}]: {error}")
     if errors:
         raise SpecError("\n".join(errors))
+    if fsdp:
+        claims.split_further(_axes(fsdp), layers)
     return _specs_like(names, claims.specs), dict(claims.pins)
+
+
+def _axes(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given or ())
 
 
 def _check_style(pattern: str, style: Any) -> None:
@@ -106,8 +125,10 @@ def _check_inside(layer: Layer, split: Any) -> None:
 class _Claims:
     """What has been said so far of parameters and activations, and by which pattern."""
 
-    def __init__(self, mesh: Mesh, axis: str, batch: str | tuple[str, ...] | None) -> None:
-        self.mesh, self.axis, self.batch = mesh, axis, batch
+    def __init__(
+        self, mesh: Mesh, axis: str, batch: str | tuple[str, ...] | None, rules: AxisRules | None
+    ) -> None:
+        self.mesh, self.axis, self.batch, self.rules = mesh, axis, batch, rules
         self.specs: dict[str, P] = {}
         self.pins: dict[str, P] = {}
         self._by: dict[str, str] = {}
@@ -116,14 +137,23 @@ class _Claims:
         """Take down what a pattern says of one layer; SpecError if it cannot be."""
         layer = layers[placing.path]
         shapes = {name: layer.shapes[k] for k, name in layer.names.items()}
-        for name, spec in placing.specs.items():
+        for name, spec in self._known(dict(placing.specs), "specs").items():
             layout_of(spec, shapes[name], self.mesh, name)
             self._claim(self.specs, name, spec, by)
         for which, split in (("in", placing.input_layouts), ("out", placing.output_layouts)):
             if split is not None:
                 _check_inside(layer, split)
                 label = f"{placing.path}/{which}"
-                self._claim(self.pins, label, self._pin(split, label), by)
+                self._claim(self.pins, label, self._pin(self._known(split, label)), by)
+
+    def split_further(self, axes: tuple[str, ...], layers: Mapping[str, Layer]) -> None:
+        """Every parameter over these axes too, in the first dim that is whole so far."""
+        for layer in layers.values():
+            for key, name in layer.names.items():
+                rank = len(layer.shapes[key])
+                spec = self.specs.get(name, P())
+                if not set(axes) & set(spec.axes):  # a tied one comes up more than once
+                    self.specs[name] = spec.split_further(axes, rank)
 
     def _claim(self, said: dict[str, P], name: str, spec: P, by: str) -> None:
         if said.setdefault(name, spec) != spec:
@@ -133,10 +163,12 @@ class _Claims:
             )
         self._by.setdefault(name, by)
 
-    def _pin(self, split: int | P, label: str) -> P:
+    def _known(self, specs: Any, where: str) -> Any:
+        return resolved(specs, self.rules, self.mesh, where)
+
+    def _pin(self, split: int | P) -> P:
         if isinstance(split, P):
             return P(self.batch) if split.is_replicated and self.batch else split
         if split == 0:
-            batch = (self.batch,) if isinstance(self.batch, str) else self.batch or ()
-            return P((*batch, self.axis))
+            return P((*_axes(self.batch), self.axis))
         return P(self.batch, *[None] * (split - 1), self.axis)

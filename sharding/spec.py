@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torchard.sharding.layout import Dim, Layout, Sub
@@ -22,6 +22,7 @@ class P:
     """A partition spec: for each dim an axis name, a tuple of them (outermost first), or None.
 
     ``P("tp", None)`` splits dim 0 over tp; missing trailing entries are None; ``P()`` is replicated.
+    Entries may be names of dims instead, to which ``rules=`` gives axes (see `sharding.names`).
     ``weak=True`` lets propagation overrule it more readily than other specs.
 
     Raises:
@@ -83,6 +84,37 @@ class P:
         lead = " ".join(f"lead{i}" for i in range(dims))
         return P.factors(f"{lead} {self.named[0]}", weak=self.weak, **dict(self.named[1]))
 
+    def split_further(self, axes: tuple[str, ...], rank: int) -> P:
+        """The spec with the first dim it leaves whole split over these axes, if there is one."""
+        if self.named is None:
+            entries = [*self.entries, *[None] * (rank - len(self.entries))]
+            if None in entries:
+                entries[entries.index(None)] = _entry(axes)
+            return P(*entries, weak=self.weak)
+        pattern, named = self.named[0], dict(self.named[1])
+        for group in _groups(pattern):
+            if not any(_sized(named.get(factor))[1] for factor in group):
+                size, _ = _sized(named.get(group[0]))
+                named[group[0]] = _entry(axes) if size is None else (size, *axes)
+                break
+        return P.factors(pattern, weak=self.weak, **named)
+
+    def renamed(self, axes_of: Callable[[str], tuple[str, ...]]) -> P:
+        """The spec with each axis replaced by others, or by none; asked for from left to right."""
+
+        def swap(axes: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(new for axis in axes for new in axes_of(axis))
+
+        if self.named is None:
+            return P(*[_entry(swap(_axes(e))) for e in self.entries], weak=self.weak)
+        pattern, named = self.named[0], dict(self.named[1])
+        for factor in [f for group in _groups(pattern) for f in group if f in named]:
+            size, axes = _sized(named.pop(factor))
+            new = swap(axes)
+            if size is not None or new:
+                named[factor] = _entry(new) if size is None else (size, *new) if new else size
+        return P.factors(pattern, weak=self.weak, **named)
+
     def _key(self) -> tuple[Any, ...]:
         return self.entries, self.named, self.weak
 
@@ -102,6 +134,11 @@ class P:
 
 def _axes(entry: Any) -> tuple[str, ...]:
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _entry(axes: tuple[str, ...]) -> Entry:
+    """As one would write it."""
+    return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 def _sized(value: Any) -> tuple[int | None, tuple[str, ...]]:
@@ -131,7 +168,7 @@ def layout_of(spec: P, shape: Sequence[int], mesh: Mesh, path: str = "the value"
     if unknown:
         raise SpecError(
             f"{path} has spec {spec}, but {mesh} has no axis {unknown[0]!r}; its axes are "
-            f"{', '.join(mesh.axes)}."
+            f"{', '.join(mesh.axes)}. Names of dims are mapped to them by rules=."
         )
     if spec.named is not None:
         dims = _named_dims(spec, shape, path)
@@ -160,10 +197,15 @@ def _strip(sub: Sub, sizes: Mapping[str, int]) -> Sub:
 _GROUP = re.compile(r"\(([^()]*)\)|(\S+)")
 
 
+def _groups(pattern: str) -> list[list[str]]:
+    """The factors of each dim."""
+    return [(m[1].split() if m[1] is not None else [m[2]]) for m in _GROUP.finditer(pattern)]
+
+
 def _named_dims(spec: P, shape: tuple[int, ...], path: str) -> list[Dim]:
     assert spec.named is not None
     pattern, named = spec.named[0], dict(spec.named[1])
-    groups = [(m[1].split() if m[1] is not None else [m[2]]) for m in _GROUP.finditer(pattern)]
+    groups = _groups(pattern)
     if len(groups) != len(shape):
         raise SpecError(
             f"{path} has spec {spec} for {len(groups)} dims, but its shape is {list(shape)} "
@@ -195,12 +237,7 @@ def _named_dim(spec: P, group: list[str], size: int, named: dict[str, Any], path
 def spec_of(layout: Layout) -> P:
     """The spec a layout would be written as."""
     if all(len(dim) == 1 for dim in layout.dims):
-        entries: list[Entry] = []
-        for (sub,) in layout.dims:
-            entries.append(
-                None if not sub.axes else sub.axes[0] if len(sub.axes) == 1 else sub.axes
-            )
-        return P(*entries)
+        return P(*[_entry(sub.axes) for (sub,) in layout.dims])
     names: dict[str, Any] = {}
     groups = []
     for d, dim in enumerate(layout.dims):

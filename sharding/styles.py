@@ -85,16 +85,27 @@ class _Product(Style):
 
     Args:
         unit: this many consecutive features stay together (the size of an attention head).
+        heads: the features are those of this many heads, each of which stays whole: the same said
+            by their number. Where k and v have fewer heads than q, it is theirs for q, k, v and the
+            output alike, so that a group of queries stays with its k and v.
         transposed: the weight is [in, out]. None asks the layer's class; True or False also makes
             a linear of a layer whose class is not known.
     """
 
     unit: int = 1
+    heads: int | None = None
     transposed: bool | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_count(self, "unit", self.unit)
+        if self.heads is not None:
+            _check_count(self, "heads", self.heads)
+            if self.unit > 1:
+                raise SpecError(
+                    f"{type(self).__name__}(unit={self.unit}, heads={self.heads}): the size of a "
+                    "head and their number say the same of a layer; give one of them."
+                )
 
     def _of_linear(self, layer: Layer) -> bool:
         """Whether the weight is [in, out]; SpecError if the layer has none."""
@@ -108,6 +119,17 @@ class _Product(Style):
                 f"what goes in and out, or {style}(transposed=False) if its weight is a [out, in]."
             )
         return layer.transposed if self.transposed is None else self.transposed
+
+    def _split(self, axis: str, other: str, parts: int = 1) -> P:
+        """A dim of ``parts`` times units, with another dim before it, after it, or none."""
+        if parts == self.unit == 1 and self.heads is None:
+            return P(None, axis) if other == "before" else P(axis, *[None] * (other == "after"))
+        fused = "(parts units unit)"
+        pattern = {"": fused, "before": f"other {fused}", "after": f"{fused} other"}[other]
+        sizes: dict[str, Any] = {"unit": self.unit, "units": axis}
+        if self.heads is not None:
+            sizes = {"units": (self.heads, axis)}
+        return P.factors(pattern, parts=parts, **sizes)
 
 
 def _check_count(style: Style, which: str, count: Any) -> None:
@@ -136,8 +158,8 @@ class Colwise(_Product):
 
     def specs(self, layer: Layer, axis: str) -> dict[str, P]:
         transposed = layer.kind == EMBEDDING or self._of_linear(layer)
-        weight = _split(axis, self.parts, self.unit, "before" if transposed else "after")
-        found = {"weight": weight, "bias": _split(axis, self.parts, self.unit)}
+        weight = self._split(axis, "before" if transposed else "after", self.parts)
+        found = {"weight": weight, "bias": self._split(axis, "", self.parts)}
         return {layer.names[k]: spec for k, spec in found.items() if k in layer.names}
 
 
@@ -153,17 +175,8 @@ class Rowwise(_Product):
 
     def specs(self, layer: Layer, axis: str) -> dict[str, P]:
         transposed = layer.kind == EMBEDDING or self._of_linear(layer)
-        weight = _split(axis, 1, self.unit, "after" if transposed else "before")
+        weight = self._split(axis, "after" if transposed else "before")
         return {layer.names["weight"]: weight}
-
-
-def _split(axis: str, parts: int, unit: int, other: str = "") -> P:
-    """A dim of ``parts`` times units, with another dim before it, after it, or none."""
-    if parts == unit == 1:
-        return P(None, axis) if other == "before" else P(axis, *[None] * (other == "after"))
-    fused = "(parts units unit)"
-    pattern = {"": fused, "before": f"other {fused}", "after": f"{fused} other"}[other]
-    return P.factors(pattern, parts=parts, units=axis, unit=unit)
 
 
 @dataclass(frozen=True, kw_only=True)

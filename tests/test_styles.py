@@ -255,6 +255,7 @@ def test_params_in_dicts_do_as_well() -> None:
         ({"net.l1": "col"}, ["'col' is not a style", "Colwise()"]),
         ({"net.l1": Pairwise()}, ["Pairwise", "'net.l1' is a Linear with 0 inside"]),
         ({"net.l1": Colwise(parts=3)}, ["net.l1.weight", "parts", "multiply to the dim's 32"]),
+        ({"net.l1": Colwise(heads=5)}, ["net.l1.weight", "units", "multiply to the dim's 32"]),
         (
             {"*.l1": Colwise(), "net.*": Rowwise()},
             ["plan['net.*']", "net.l1.weight", "P(None, 'tp')", "plan['*.l1']", "P('tp', None)"],
@@ -286,6 +287,32 @@ def test_tied_weights_have_one_spec() -> None:
 def test_a_wrong_layout(layout: Any) -> None:
     with pytest.raises(SpecError, match=r"Colwise\(output_layouts="):
         Colwise(output_layouts=layout)
+
+
+def test_heads_are_said_once() -> None:
+    with pytest.raises(SpecError, match=r"Colwise\(unit=4, heads=2\).* give one of them"):
+        Colwise(unit=4, heads=2)
+    with pytest.raises(SpecError, match=r"Rowwise\(heads=0\): it must be an int from 1 on"):
+        Rowwise(heads=0)
+
+
+def test_fully_sharded_parameters() -> None:
+    """The first dim that is whole; what has no such dim stays as it is."""
+    module = nn.Sequential(Embedded(), Fused(3))
+    plan = {"0.emb": Rowwise(), "1.qkv": Colwise(parts=3, heads=3), "1.out": Rowwise(heads=3)}
+    specs, _ = parallelize(module, DP_TP, plan, axis="model", fsdp="dp")
+    units = {"parts": 3, "units": (3, "model")}
+    assert specs == {
+        "0.emb.weight": P("model", "dp"),
+        **dict.fromkeys(["0.norm.weight", "0.norm.bias", "0.out.bias"], P("dp")),
+        "1.qkv.weight": P.factors("(parts units unit) other", **units, other="dp"),
+        "1.qkv.bias": P.factors("(parts units unit)", **units),
+        "1.out.weight": P.factors("other (parts units unit)", **{**units, "parts": 1}, other="dp"),
+    }
+    specs, _ = parallelize(module, DP_TP, {}, fsdp=("dp", "model"))
+    assert {spec.entries[0] for spec in specs.values()} == {("dp", "model")}
+    with pytest.raises(MeshError, match="no axis 'z'"):
+        parallelize(module, DP_TP, {}, fsdp="z")
 
 
 def test_an_axis_that_the_mesh_has_not() -> None:

@@ -1,0 +1,156 @@
+"""HuggingFace's models through functionalize: logits, loss and all gradients under every plan."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchard import Colwise, Mesh, P, Rowwise, functionalize, parallelize, place, shard
+
+transformers = pytest.importorskip("transformers")
+
+WIDTH, VOCAB, BATCH, CONTEXT = 24, 32, 4, 6
+LAYERS = {"gpt2": 2, "llama": 1}
+IDS = torch.arange(BATCH * CONTEXT).mul(7).remainder(VOCAB).reshape(BATCH, CONTEXT)
+
+
+def gpt2() -> Any:
+    """Four heads of six features."""
+    size = {"n_layer": LAYERS["gpt2"], "n_embd": WIDTH, "n_head": 4, "n_inner": 40}
+    more = {"vocab_size": VOCAB, "n_positions": CONTEXT, "bos_token_id": 0, "eos_token_id": 0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, **more))
+
+
+def llama() -> Any:
+    """Eight heads of four features in four groups: over three ranks, 2, 2 and no groups."""
+    size = {"hidden_size": WIDTH, "intermediate_size": 40, "num_hidden_layers": LAYERS["llama"]}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 4}
+    more = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, **heads, **more))
+
+
+GPT2 = {
+    "transformer.wte": Rowwise(),  # the head is tied to it
+    "*.attn.c_attn": Colwise(parts=3, heads=4),
+    "*.attn.c_proj": Rowwise(heads=4),
+    "*.mlp.c_fc": Colwise(),
+    "*.mlp.c_proj": Rowwise(),
+}
+LLAMA = {
+    "model.embed_tokens": Rowwise(),
+    "*.[qkv]_proj": Colwise(heads=4),
+    "*.o_proj": Rowwise(heads=4),
+    "*.gate_proj": Colwise(),
+    "*.up_proj": Colwise(),
+    "*.down_proj": Rowwise(),
+    "lm_head": Colwise(),
+}
+MODELS: dict[str, tuple[Any, dict[str, Any]]] = {"gpt2": (gpt2, GPT2), "llama": (llama, LLAMA)}
+# The library's rotary embeddings and RMS norms work in float32 whatever the model is in.
+CLOSE = {"gpt2": {"rtol": 1e-11, "atol": 1e-12}, "llama": {"rtol": 1e-5, "atol": 1e-7}}
+
+TENSOR: dict[str, Any] = {"axis": "tp"}
+DATA: dict[str, Any] = {"batch": "dp"}
+FULLY: dict[str, Any] = {"batch": "dp", "fsdp": "dp"}
+MESHES = {
+    "tp=3": ({"tp": 3}, TENSOR),
+    "dp=2 tp=2": ({"dp": 2, "tp": 2}, DATA),
+    "fsdp=4": ({"dp": 4}, FULLY),
+    "fsdp=2 tp=2": ({"dp": 2, "tp": 2}, FULLY),
+}
+
+
+@functools.cache
+def model(name: str) -> Any:
+    """fn, params, and what one device makes of them: gradients, and (loss, logits)."""
+    torch.manual_seed(0)
+    module = MODELS[name][0]().double().eval()
+    for parameter in module.parameters():  # ones and zeros would hide what is dropped
+        torch.nn.init.normal_(parameter, std=0.3)
+    fn, params = functionalize(module)
+    logits = module(IDS, use_cache=False).logits
+    value = of_logits(logits, IDS)
+    value.backward()
+    gradients = {k: p.grad for k, p in module.named_parameters()}
+    return fn, params, (gradients, (value.detach(), logits.detach()))
+
+
+def of_logits(logits: Tensor, ids: Tensor) -> Tensor:
+    """The mean cross-entropy of the next token, in float64: the library's own is in float32."""
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def step(name: str) -> Any:
+    fn = model(name)[0]
+
+    def loss(p: Any, ids: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        logits = fn(p, ids, use_cache=False).logits
+        value = of_logits(logits, ids)
+        return value, (value, logits)
+
+    return torch.func.grad(loss, has_aux=True)
+
+
+def whole(value: Any) -> Tensor:
+    return value.full() if hasattr(value, "full") else value
+
+
+def compare(name: str, have: Any) -> None:
+    gradients, aux = model(name)[2]
+    for a, b in zip(have[1], aux, strict=True):
+        torch.testing.assert_close(whole(a), b, **CLOSE[name])
+    assert have[0].keys() == gradients.keys()
+    for path, want in gradients.items():
+        got = whole(have[0][path])
+        torch.testing.assert_close(got, want, **CLOSE[name], msg=lambda m, p=path: f"{p}: {m}")
+
+
+def sharded(name: str, on: str) -> tuple[Any, Any, Any]:
+    """A training step under a plan, and its arguments."""
+    fn, params, _ = model(name)
+    axes, how = MESHES[on]
+    mesh = Mesh(axes, virtual=True)
+    plan = MODELS[name][1] if "tp" in axes else {}
+    specs, pins = parallelize(fn, mesh, plan, **how)
+    ids = place(IDS, mesh, P("dp")) if "dp" in axes else IDS
+    run = shard(step(name), mesh, out_specs=(specs, (P(), None)), constrain_at=pins)
+    return run, place(params, mesh, specs), ids
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_functionalized_as_it_is(name: str) -> None:
+    compare(name, step(name)(model(name)[1], IDS))
+
+
+def crossed(program: Any, phase: str, kind: str, axis: str) -> list[int]:
+    """The elements of each collective of a kind."""
+    plan = program.collectives
+    assert not any("no factor rule" in c.note for c in plan), str(plan)
+    found = [c for c in plan if (c.phase, c.kind, c.axes) == (phase, kind, (axis,))]
+    return [torch.Size(c.shape).numel() for c in found]
+
+
+@pytest.mark.parametrize("on", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_one_device(name: str, on: str) -> None:
+    """And moves what the recipes of test_transformer.py do: heads stay whole, layers are gathered."""
+    run, params, ids = sharded(name, on)
+    have = run(params, ids)
+    compare(name, have)
+    for path, gradient in have[0].items():
+        assert getattr(gradient, "spec", P()).axes == params[path].spec.axes, path
+    axes, how = MESHES[on]
+    stream = IDS.numel() * WIDTH // axes.get("dp", 1)
+    for phase in ("forward", "backward"):
+        program = run.lower(params, ids)
+        if "tp" in axes:  # an embedding or a head, and two sums in each layer
+            sums = crossed(program, phase, "all_reduce", "tp")
+            assert sums.count(stream) == 2 * LAYERS[name] + 1
+            assert not crossed(program, phase, "all_gather", "tp")
+        if "fsdp" in how:
+            assert len(crossed(program, phase, "all_gather", "dp")) == LAYERS[name] + 1
