@@ -37,7 +37,7 @@ class Size:
         tied: whether the embedding is also the output's weight.
     """
 
-    context: int = 64
+    context: int = 32
     width: int = 64
     heads: int = 4
     layers: int = 2
@@ -48,12 +48,12 @@ class Size:
 
 
 def init(size: Size, key: Tensor) -> Params:
-    """Parameters as GPT-2 has them: normal, smaller where a block adds to the residual stream."""
+    """Parameters; as in GPT-2, what adds to the residual stream starts smaller the more there are."""
     keys = iter(random.split(key, 3 + 4 * size.layers).unbind())
-    width, last = size.width, 0.02 / (2 * size.layers) ** 0.5
+    width, adding = size.width, (2 * size.layers) ** -0.5
 
-    def linear(out: int, into: int, std: float = 0.02) -> Params:
-        return {"w": nn.init_normal(next(keys), (out, into), std), "b": torch.zeros(out)}
+    def linear(out: int, into: int, gain: float = 1.0) -> Params:
+        return {"w": nn.init_normal_fan_in(next(keys), (out, into), gain), "b": torch.zeros(out)}
 
     def norm() -> Params:
         return {"w": torch.ones(width), "b": torch.zeros(width)}
@@ -62,19 +62,21 @@ def init(size: Size, key: Tensor) -> Params:
         return {
             "norm1": norm(),
             "qkv": linear(3 * width, width),
-            "out": linear(width, width, last),
+            "out": linear(width, width, adding),
             "norm2": norm(),
             "up": linear(4 * width, width),
-            "down": linear(width, 4 * width, last),
+            "down": linear(width, 4 * width, adding),
         }
 
     params = {
-        "embedding": nn.init_normal(next(keys), (BYTES, width), 0.02),
-        "positions": nn.init_normal(next(keys), (size.context, width), 0.02),
+        "embedding": nn.init_normal(next(keys), (BYTES, width), 0.1),
+        "positions": nn.init_normal(next(keys), (size.context, width), 0.1),
         "blocks": [block() for _ in range(size.layers)],
         "norm": norm(),
     }
-    return params if size.tied else {**params, "head": nn.init_normal(next(keys), (BYTES, width))}
+    return (
+        params if size.tied else {**params, "head": nn.init_normal(next(keys), (BYTES, width), 0.1)}
+    )
 
 
 def linear(p: Params, x: Tensor) -> Tensor:
@@ -165,7 +167,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--heads", type=int, default=Size.heads)
     parser.add_argument("--layers", type=int, default=Size.layers)
     parser.add_argument("--untied", action="store_true", help="an output weight of its own")
-    parser.set_defaults(steps=100, batch=32, validate=256)
+    parser.set_defaults(batch=32, lr=5e-3, validate=256)
     options = parser.parse_args(argv)
 
     size = Size(options.context, options.width, options.heads, options.layers, not options.untied)
