@@ -1,0 +1,145 @@
+"""The examples, in this process on virtual meshes: they assert their own plans and comparisons."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import re
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from torchard import Mesh, place, random, shard
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Import an example by name."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    handler = signal.getsignal(signal.SIGINT)  # which those that train take over
+    yield importlib.import_module
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_slapo_mlp(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    load("slapo_mlp").main(width=32, rows=(2, 4))
+    text = capsys.readouterr().out
+    assert "2 collectives" in text and "gradient of args[0]['w1']" in text
+    assert len(re.findall(r"^\S+\(.*\) +\d\.\de-\d\d$", text, re.M)) == 4
+
+
+def test_sequence_parallel(load: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    load("sequence_parallel").main(steps=3, out=tmp_path)
+    assert "5 collectives" in capsys.readouterr().out
+    (trace,) = tmp_path.glob("*.json")
+    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+    assert {"step 0", "step 2"} <= names
+
+
+def test_parallelize_plan(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    load("parallelize_plan").main(width=16)
+    text = capsys.readouterr().out
+    assert "0.norm/in          pinned       P('dp', 'tp')" in text
+    assert "plan['*.l3']: it matches no module" in text and "'columns' is not a style" in text
+
+
+def test_nvfuser_mlp(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    load("nvfuser_mlp").main()
+    assert "bit for bit" in capsys.readouterr().out
+
+
+# -- train_gpt: every plan has its recipe's collectives, and trains like one device -------------------
+
+SMALL = ["--width", "16", "--context", "8", "--heads", "2", "--layers", "1", "--steps", "3"]
+LITTLE = ["--batch", "8", "--validate", "8", "--sample", "4", "--lr", "0.01"]
+# By pass, kind and axes, of one layer. Logits split by vocabulary take a maximum, two sums and, in the
+# backward, one more; otherwise the loss takes a sum and a count.
+VOCABULARY = {
+    "forward all_reduce[max] tp": 1,
+    "forward all_reduce tp": 2,
+    "backward all_reduce tp": 1,
+}
+RECIPES = {
+    "tp": VOCABULARY
+    | {
+        "forward all_reduce tp": 2 + 3,
+        "backward all_reduce tp": 1 + 3,
+    },  # embedding, attention, mlp
+    "tp+sp": VOCABULARY
+    | {
+        "forward psum_scatter tp": 3,
+        "forward all_gather tp": 3,
+        "backward psum_scatter tp": 3 + 1,  # the embedding's gradient
+        "backward all_gather tp": 2,
+        "backward all_reduce tp": 1 + 1,  # the gradients of norms and biases, as one
+    },
+    "fsdp": {
+        "forward all_gather dp": 2 + 1,  # the layer, what is around it, and positions by themselves
+        "backward all_gather dp": 2,
+        "backward psum_scatter dp": 12 + 5,  # each gradient
+        "forward all_reduce dp": 2,
+    },
+}
+
+
+def sent(text: str) -> Counter[str]:
+    """Pass, kind and axes of each line of a printed plan."""
+    rows = re.findall(r"^(\w+\S*) +([a-z·]+) .* (forward|backward) ", text, re.M)
+    return Counter(f"{phase} {kind} {axes}" for kind, axes, phase in rows)
+
+
+@pytest.mark.parametrize(
+    ("plan", "axes", "untied"),
+    [("tp+sp", "tp=3", False), ("fsdp", "dp=2", True)],
+)
+def test_train_gpt(
+    load: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    plan: str,
+    axes: str,
+    untied: bool,
+) -> None:
+    jobs, example = load("_job"), load("train_gpt")
+    # Without the signals and the exits of a process of its own.
+    monkeypatch.setattr(jobs, "job", lambda *args: contextlib.nullcontext(jobs.Job(*args)))
+    options = ["--virtual", axes, "--plan", plan, *["--untied"] * untied, "--out", str(tmp_path)]
+    example.main([*SMALL, *LITTLE, *options])
+    text = capsys.readouterr().out
+    assert sent(text) == RECIPES[plan]
+    assert "no factor rule" not in text
+    compared = re.search(r"sharded (\S+), one device (\S+) \(difference (\S+)\)", text)
+    assert compared, text
+    sharded, alone, difference = map(float, compared.groups())
+    assert difference < 1e-4 and abs(sharded - alone) < 1e-4
+    assert sharded < 5.53 and "held-out text: loss " in text
+    stem = axes.replace("=", "").replace(",", "-")
+    assert (tmp_path / f"loss-{plan}-virtual-{stem}.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("plan", ["tp", "fsdp+tp"])
+def test_train_gpt_s_other_plans(load: Any, plan: str) -> None:
+    example, mesh = load("train_gpt"), Mesh({"dp": 1 + (plan != "tp"), "tp": 2}, virtual=True)
+    size = example.Size(context=8, width=16, heads=2, layers=1)
+    recipe = example.recipes(size)[plan]
+    params = place(example.init(size, random.key(0)), mesh, recipe.specs)
+    batch = place(torch.zeros(4, 9, dtype=torch.int64), mesh, recipe.batch)
+    run = shard(functools.partial(example.loss, size), mesh, constrain_at=recipe.pins)
+    found = sent(str(run.lower_joint(params, batch).collectives))
+    # The same over tp, whatever is gathered and scattered over dp; the loss is a sum over both.
+    over_tp = Counter[str]()
+    for key, count in found.items():
+        if key.endswith("tp"):
+            over_tp[key.replace("dp·tp", "tp")] += count
+    assert over_tp == RECIPES["tp"]
+    assert (found["backward psum_scatter dp"] > 8) == (plan == "fsdp+tp")
