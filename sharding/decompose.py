@@ -7,6 +7,7 @@ decomposition is taken only if it returns what the operation returns, in shape a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,39 +17,51 @@ from torch import fx
 from torchard.functional.errors import PurityError
 from torchard.functional.purify import purify
 from torchard.functional.record import Spec, record
+from torchard.sharding import images, pools  # noqa: F401  (their entries)
 from torchard.sharding.decompositions import DECOMPOSITIONS
+from torchard.sharding.neighbours import NEIGHBOURS
 from torchard.sharding.rules import Call, lookup
 from torchard.sharding.rules.registry import result_index, results
 
 __all__ = ["comes_apart", "decompose", "same_call"]
 
 
+Parts = tuple[tuple[int, ...], ...]
+_OF_SEVERAL = (torch.ops.aten.cat.default,)  # which may have something all the same
+
+
 def comes_apart(node: fx.Node) -> bool:
     """Whether there is a decomposition worth trying."""
-    return _decomposition(node.target) is not None
+    return bool(_decompositions(node.target, ()))
 
 
-def _decomposition(target: Any) -> Callable[..., Any] | None:
-    """The table's, or torch's own for what has no rule.
+def _decompositions(target: Any, parts: Parts | None) -> list[Callable[..., Any]]:
+    """Those by blocks, then the table's; torch's own for what has no rule.
 
     Not for what has one and no entry here: slices and the like only move data, and more of it in
     pieces.
     """
-    found: Any = DECOMPOSITIONS.get(target)
-    if found is None and lookup(target) is None:
-        found = torch._decomp.decomposition_table.get(target)
-    return found  # type: ignore[no-any-return]
+    found: list[Callable[..., Any]] = []
+    if parts is not None and target in NEIGHBOURS:
+        found.append(functools.partial(NEIGHBOURS[target], parts))
+    if target in DECOMPOSITIONS:
+        found.append(DECOMPOSITIONS[target])
+    if not found and lookup(target) is None and target in torch._decomp.decomposition_table:
+        found.append(torch._decomp.decomposition_table[target])
+    return found
 
 
-def decompose(graph: fx.Graph, node: fx.Node) -> bool:
-    """Replace a node by its pieces. False, the graph untouched, if it does not come apart."""
-    rule = _decomposition(node.target)
-    if rule is None:
-        return False
+def decompose(graph: fx.Graph, node: fx.Node, parts: Parts | None = None) -> bool:
+    """Replace a node by its pieces. False, the graph untouched, if it does not come apart.
+
+    Args:
+        parts: for each operand, how many ranks split each dim; None: not by blocks.
+    """
     operands = Call.of(node).operands
-    if any(0 in o.meta["val"].shape for o in operands):
+    if node.target not in _OF_SEVERAL and any(0 in o.meta["val"].shape for o in operands):
         return False  # nothing to gather; and nothing has no maximum
-    traced = _trace(rule, node, operands)
+    ways = _decompositions(node.target, parts)
+    traced = next((t for way in ways if (t := _trace(way, node, operands)) is not None), None)
     if traced is None:
         return False
     with graph.inserting_before(node):
@@ -111,14 +124,16 @@ def _is_itself(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def same_call(one: fx.Node, other: fx.Node) -> bool:
-    """The same operation, told to do the same: a product without its bias is another call."""
+    """The same operation on the same shapes, told to do the same."""
     return one.target is other.target and _told(one) == _told(other)
 
 
 def _told(node: fx.Node) -> list[Any]:
-    return [None if isinstance(a, fx.Node) else a for a in node.args] + [
-        isinstance(a, fx.Node) for a in node.args
-    ]
+    return [_shape(a) if isinstance(a, fx.Node) else a for a in node.args]
+
+
+def _shape(node: fx.Node) -> Any:
+    return getattr(node.meta["val"], "shape", None), "of an operand"
 
 
 _KEPT = ("source", "scope", "phase", "recompute", "name")

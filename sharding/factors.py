@@ -10,6 +10,8 @@ After Shardy's sharding rules (https://openxla.org/shardy), in einops' spelling:
     "-> i j | index i j"               a creation op that knows its global index
     "1 -> i | free i"                  made here and the same at every index (expand, full)
     "-> i | index i | run i"           the emitter asks which i it owns, and wants them in one run
+    "n -> r c | whole c | tie n r"     r blocks of a dim: split together, one block a rank
+    "r c -> r w | whole c w | halo r c 2"  moves data along r itself: of each block 2 of its c
     "i k, k j -> i j | linear 0 | linear 1"   linear in each operand alone: pending sums pass
     "..., ... -> ... | linear 0 1"     linear in both jointly: they must be pending together
 
@@ -46,6 +48,9 @@ class Rule:
         linear: sets of operands in which the operation is jointly linear.
         index: factors made here, of which each coordinate can make its own part.
         run: factors that are split as one dim or not at all.
+        ties: pairs of a dim and its blocks, split together, one block a rank.
+        halo: the blocks between which the operation itself moves data: their factor, that of a block's
+            elements, and how many of these the busiest rank sends or receives.
         gathered: True for the rule of last resort.
     """
 
@@ -59,6 +64,8 @@ class Rule:
     run: frozenset[int] = frozenset()
     gathered: bool = False
     names: tuple[str, ...] = ()
+    ties: tuple[tuple[int, int], ...] = ()
+    halo: tuple[int, int, int] | None = None
 
     @functools.cached_property
     def _hash(self) -> int:
@@ -70,6 +77,29 @@ class Rule:
     @functools.cached_property
     def combiner(self) -> dict[int, str]:
         return dict(self.combine)
+
+    @functools.cached_property
+    def space(self) -> tuple[tuple[frozenset[int], ...], tuple[frozenset[int], ...]]:
+        """What an operation iterates over: products of shared factors, and whole tensors.
+
+        A factor on one tensor alone is read or looked up there, as a table's rows are; those that stand
+        for the same points on different tensors, as a slice's two sizes do, are not multiplied. Shared
+        factors multiply, as in a contraction, where some tensor has both: the places of a scatter and
+        what it scatters into do not.
+        """
+        tensors = [frozenset(f for d in dims for f in d) for dims in (*self.ins, *self.outs)]
+        rewritten = self.whole | {f for pair in self.ties for f in pair}
+        everywhere = frozenset.intersection(*tensors) if tensors else frozenset[int]()
+        groups: list[frozenset[int]] = []
+        for f in range(len(self.sizes)):
+            on = [t for t in tensors if f in t]
+            if len(on) < 2 or f in rewritten or f in everywhere:
+                continue
+            near = frozenset({f}).union(*on)
+            joined = frozenset({f}).union(*(g for g in groups if g & near))
+            groups = [g for g in groups if not g & near] + [joined]
+        shared = tuple(g | everywhere for g in groups) or (everywhere,)
+        return tuple(g - rewritten for g in shared), tuple(tensors)
 
     @functools.cached_property
     def on_result(self) -> frozenset[int]:
@@ -207,6 +237,8 @@ def _with_clauses(
     linear: list[frozenset[int]] = []
     index: set[int] = set()
     run: set[int] = set()
+    ties: list[tuple[int, int]] = []
+    halo: tuple[int, int, int] | None = None
     for verb, *words in text.clauses:
         if verb == "whole":
             whole |= {build.ids[w] for w in words if w in build.ids}
@@ -216,17 +248,22 @@ def _with_clauses(
             run |= {build.ids[w] for w in words}
         elif verb == "reduce":
             combine[build.ids[words[0]]] = words[1] if len(words) > 1 else "sum"
+        elif verb == "tie":
+            ties.append((build.ids[words[0]], build.ids[words[1]]))
+        elif verb == "halo":
+            halo = (build.ids[words[0]], build.ids[words[1]], int(words[2]))
         elif verb == "linear":
             linear.append(frozenset(int(w) for w in words))
         else:
-            known = "whole, index, free, run, reduce and linear"
+            known = "whole, index, free, run, reduce, tie, halo and linear"
             raise RuleError(f"unknown clause {verb!r}; there are {known}")
     on_result = {f for out in outs for dim in out for f in dim}
     on_operand = {f for i in ins for dim in i for f in dim}
-    whole |= on_result - on_operand - index  # made here, of nothing that could be split
+    tied = {f for pair in ties for f in pair}
+    whole |= on_result - on_operand - index - tied  # made of nothing that could be split
     on_each = [{f for dim in out for f in dim} for out in outs]
     on_all = set[int]().union(*on_each).intersection(*on_each)
-    for f in on_operand - whole - on_all:
+    for f in on_operand - whole - on_all - tied:
         combine.setdefault(f, "sum")
     sizes = tuple(0 if s is None else s for s in build.sizes)
     return Rule(
@@ -237,8 +274,10 @@ def _with_clauses(
         combine=tuple(sorted((f, op) for f, op in combine.items() if f not in whole)),
         linear=tuple(linear),
         index=frozenset(index),
-        run=frozenset(run),
+        run=frozenset(run | tied | set(halo[:1] if halo else ())),
         names=tuple(build.ids),
+        ties=tuple(ties),
+        halo=halo,
     )
 
 

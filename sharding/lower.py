@@ -11,6 +11,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +21,9 @@ from torchard.sharding.layout import Layout
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.reshard import Step
 from torchard.sharding.rules import Call, lookup, rule_of
+from torchard.sharding.rules.blocks import Piece
 
-__all__ = ["Emitter", "Lowering", "Transport", "Value", "placed_layouts"]
+__all__ = ["Emitter", "Fetch", "Lowering", "Transport", "Value", "placed_layouts"]
 
 aten = torch.ops.aten
 Coords = dict[str, int]
@@ -54,6 +56,22 @@ class Transport(Protocol):
         self, low: Lowering, moves: Sequence[tuple[Step, dict[Key, Value], torch.Tensor]]
     ) -> list[dict[Key, Value]]:
         """The values after each of the steps of one bucket."""
+
+    def fetch(
+        self, low: Lowering, what: Fetch, values: dict[Key, Value]
+    ) -> dict[Key, Callable[[], list[fx.Node]]]:
+        """For each coordinate, what gives (waiting, if it must) the pieces its rank wants."""
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """What each rank wants of the blocks along a dim: pieces, by the rank's place along ``axes``."""
+
+    layout: Layout
+    dim: int
+    axes: tuple[str, ...]
+    wanted: Sequence[Sequence[Piece]]
+    val: torch.Tensor
 
 
 class Emitter:
@@ -163,6 +181,26 @@ class Lowering:
         for at in self.coords:
             first.setdefault(tuple(at[a] for a in axes), at)
         return list(first.values())
+
+    def position(self, at: Coords, axes: Sequence[str]) -> int:
+        """A coordinate's place along some axes, the first outermost."""
+        place = 0
+        for axis in axes:
+            place = place * self.mesh.shape[axis] + at[axis]
+        return place
+
+    def tagged(self, finish: Callable[[], Any]) -> Callable[[], Any]:
+        """Wait under the tags of now, not of whoever uses the result first."""
+        tags = dict(self.emit.tags)
+
+        def wait() -> Any:
+            now, self.emit.tags = self.emit.tags, tags
+            try:
+                return finish()
+            finally:
+                self.emit.tags = now
+
+        return wait
 
     def local_shape(self, layout: Layout, coords: Coords) -> tuple[int, ...]:
         return layout.local_shape(coords, self.mesh.shape)

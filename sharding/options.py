@@ -14,9 +14,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torchard.sharding.factors import Factors, Rule
-from torchard.sharding.layout import Dim, Layout, Sizes, Sub, merge, refine
+from torchard.sharding.layout import Dim, Layout, Sizes, Sub, chunk, merge, refine
 
-__all__ = ["Option", "atomic", "dim_of_factors", "factor_axes", "image", "options"]
+__all__ = [
+    "Option",
+    "atomic",
+    "dim_of_factors",
+    "factor_axes",
+    "image",
+    "in_blocks",
+    "options",
+]
 
 
 @dataclass(frozen=True)
@@ -38,12 +46,28 @@ class Option:
 
     def work(self, sizes: dict[str, int]) -> int:
         """Points of the iteration space that the busiest rank computes."""
-        n = 1
-        for size, axes in zip(self.rule.sizes, self.axes, strict=True):
-            for a in axes:
-                size = -(-size // sizes[a])
-            n *= max(size, 1)
-        return n
+        rule = self.rule
+        local = [_local_size(n, axes, sizes) for n, axes in zip(rule.sizes, self.axes, strict=True)]
+        shared, tensors = rule.space
+        product = max(math.prod(local[f] for f in group) for group in shared)
+        rest = max((math.prod(local[f] for f in t & rule.whole) for t in tensors), default=1)
+        own = max((math.prod(local[f] for f in t) for t in tensors), default=1)
+        return max(product * rest, own)
+
+    def exchanged(self, sizes: dict[str, int]) -> int:
+        """Elements that the busiest rank sends or receives within the operation."""
+        if self.rule.halo is None:
+            return 0
+        blocks, each, moved = self.rule.halo
+        if not self.axes[blocks]:
+            return 0
+        return self.ins[0].largest_local(sizes) // max(self.rule.sizes[each], 1) * moved
+
+
+def _local_size(size: int, axes: tuple[str, ...], sizes: dict[str, int]) -> int:
+    for a in axes:
+        size = -(-size // sizes[a])
+    return max(size, 1)
 
 
 def atomic(rule: Rule, ins: Sequence[Layout], outs: Sequence[Layout], sizes: Sizes) -> Rule:
@@ -96,17 +120,22 @@ def _cut_rule(rule: Rule, cuts: dict[int, tuple[int, ...]]) -> Rule:
     def all_of(factors: Iterable[int]) -> frozenset[int]:
         return frozenset(n for f in factors for n in renumber[f])
 
+    def one(factor: int) -> int:
+        return renumber[factor][0]  # ties and halos are among those that are not cut
+
     return Rule(
-        tuple(sizes),
-        tuple(dims(o) for o in rule.ins),
-        tuple(dims(o) for o in rule.outs),
-        all_of(rule.whole),
-        tuple((n, op) for f, op in rule.combine for n in renumber[f]),
-        rule.linear,
-        all_of(rule.index),
-        all_of(rule.run),
-        rule.gathered,
-        tuple(names),
+        sizes=tuple(sizes),
+        ins=tuple(dims(o) for o in rule.ins),
+        outs=tuple(dims(o) for o in rule.outs),
+        whole=all_of(rule.whole),
+        combine=tuple((n, op) for f, op in rule.combine for n in renumber[f]),
+        linear=rule.linear,
+        index=all_of(rule.index),
+        run=all_of(rule.run),
+        gathered=rule.gathered,
+        names=tuple(names),
+        ties=tuple((one(a), one(b)) for a, b in rule.ties),
+        halo=rule.halo and (one(rule.halo[0]), one(rule.halo[1]), rule.halo[2]),
     )
 
 
@@ -170,6 +199,7 @@ def build(
     sizes: Sizes,
 ) -> Option | None:
     """The option with these choices, or None if its results would pend in two ways at once."""
+    axes = _with_blocks(rule, axes, sizes)
     pending = [_pending_of(rule, dims, axes, passed) for dims in rule.outs]
     if any(len(set(p.values())) > 1 for p in pending):
         return None
@@ -240,6 +270,8 @@ def _suggestions(
     for layout in wished:
         if rule.outs and len(layout.dims) == len(rule.outs[0]):
             hints.extend(factor_axes(rule, rule.outs[0], layout, sizes).items())
+    tied = {blocks: dim for dim, blocks in rule.ties}
+    hints = [(tied.get(f, f), axes) for f, axes in hints]
     return [(f, axes) for f, axes in dict.fromkeys(hints) if f not in rule.whole]
 
 
@@ -269,3 +301,38 @@ def _choose(
         axes[factor] = (*axes[factor], *chosen)
     passed = tuple((a, c) for a, c in choice.items() if isinstance(c, frozenset))
     return build(rule, tuple(axes), passed, sizes)
+
+
+def _with_blocks(
+    rule: Rule, chosen: tuple[tuple[str, ...], ...], sizes: Sizes
+) -> tuple[tuple[str, ...], ...]:
+    """Blocks are split with their dim, where each rank gets one; else neither is."""
+    if not rule.ties and rule.halo is None:
+        return chosen
+    axes, table = list(chosen), dict(sizes)
+    for dim, blocks in rule.ties:
+        if not in_blocks(rule.sizes[dim], rule.sizes[blocks], axes[dim], sizes):
+            axes[dim] = ()
+        axes[blocks] = axes[dim]
+    if rule.halo is not None:
+        blocks = rule.halo[0]
+        if math.prod(table[a] for a in axes[blocks]) != rule.sizes[blocks]:
+            axes[blocks] = ()
+    return tuple(axes)
+
+
+@functools.lru_cache(maxsize=4096)
+def in_blocks(size: int, count: int, axes: tuple[str, ...], sizes: Sizes) -> bool:
+    """Whether a dim split over these axes is ``count`` blocks in order, one for each coordinate.
+
+    Not so where uneven parts are nested: 5 over 2 x 2 is 2, 1, 1, 1, and over 4 it is 2, 2, 1, 0.
+    """
+    table, each = dict(sizes), -(-size // count) if count else 0
+    if math.prod(table[a] for a in axes) != count:
+        return False
+    starts = []
+    for index in itertools.product(*(range(table[a]) for a in axes)):
+        at = dict(zip(axes, index, strict=True))
+        part = chunk(size, axes, at, table)
+        starts.append((min(part.start, size), part.stop))
+    return starts == [(min(j * each, size), min((j + 1) * each, size)) for j in range(count)]

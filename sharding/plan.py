@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from torch import fx
@@ -75,7 +76,7 @@ def _with_split_products(plan: Plan, mesh: Mesh) -> Plan:
     """
     for _ in range(_ROUNDS):
         torn = [node for node in _torn(plan, mesh) if node.target in BIASED_PRODUCTS]
-        tried = _taken_apart(plan, torn, mesh) if torn else None
+        tried = _taken_apart(plan, torn, mesh, by_blocks=False) if torn else None
         if tried is None:
             break
         plan = tried
@@ -101,10 +102,13 @@ def _torn(plan: Plan, mesh: Mesh) -> list[fx.Node]:
     return found
 
 
-def _taken_apart(plan: Plan, torn: list[fx.Node], mesh: Mesh) -> Plan | None:
+def _taken_apart(
+    plan: Plan, torn: list[fx.Node], mesh: Mesh, *, by_blocks: bool = True
+) -> Plan | None:
     """The plan with these operations decomposed, on a copy of the graph."""
     graph, env = copy_graph(plan.graph)
-    if not any([decompose(graph, env[node]) for node in torn]):
+    parts = {node: _parts(plan, node, mesh) if by_blocks else None for node in torn}
+    if not any([decompose(graph, env[node], parts[node]) for node in torn]):
         return None
     graph.eliminate_dead_code()
     given = replace(
@@ -115,6 +119,18 @@ def _taken_apart(plan: Plan, torn: list[fx.Node], mesh: Mesh) -> Plan | None:
         fixed={env[n]: v for n, v in plan.given.fixed.items()},
     )
     return Plan(graph, given, propagate(graph, given, mesh.sizes))
+
+
+def _parts(plan: Plan, node: fx.Node, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    """How many ranks split each dim of a node's operands; those split inside count as whole."""
+    homes = [plan.decision.home[operand] for operand in Call.of(node).operands]
+    return tuple(
+        tuple(
+            math.prod(mesh.shape[a] for a in dim[0].axes) if len(dim) == 1 else 1
+            for dim in home.dims
+        )
+        for home in homes
+    )
 
 
 def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:

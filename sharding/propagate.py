@@ -234,7 +234,10 @@ class _Sweep:
         (source,) = node.all_input_nodes
         self._take(source, layout, node)
         rank = self.given.ranks.get(node, CONSTRAINT)
-        self._settle(node, layout, dict.fromkeys(layout.split_axes, rank))
+        # A batch that is pinned as it was split remains one: no parameter goes before it.
+        home, had = self.home(source), self.ranks[source]
+        batch = {a for a in had if had[a] == BATCH and home.dim_of(a) == layout.dim_of(a)}
+        self._settle(node, layout, {a: BATCH if a in batch else rank for a in layout.split_axes})
 
     def _choose(self, node: fx.Node) -> None:
         call = Call.of(node)
@@ -255,6 +258,7 @@ class _Sweep:
         self.decision.option[node] = option
         self.decision.raw[node] = option.outs
         self.decision.work += option.work(self.table)
+        self.decision.bytes += self._exchanged(call, option)
         ranks = self._ranks_of(call, homes, option)
         if isinstance(node.meta["val"], (tuple, list)):
             self.ranks[node] = ranks
@@ -292,9 +296,14 @@ class _Sweep:
                 for axis in home.split_axes:
                     if home.dim_of(axis) != layout.dim_of(axis):
                         moved[self.ranks[operand].get(axis, DERIVED)] += 1
-        wire += self._onward(node, option)
+        wire += self._exchanged(call, option) + self._onward(node, option)
         volume = sum(out.largest_local(self.table) for out in option.outs)
         return lost, self._missed(node, option), tuple(moved), wire, volume
+
+    def _exchanged(self, call: Call, option: Option) -> float:
+        """Bytes that the operation itself moves."""
+        moved = option.exchanged(self.table)
+        return float(moved * _itemsize(call.operands[0], 0)) if moved else 0.0
 
     def _missed(self, node: fx.Node, option: Option) -> int:
         """Axes that a wished layout splits, and this option splits otherwise."""

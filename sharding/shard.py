@@ -28,6 +28,7 @@ from torchard.sharding.schedule import issue_early, wait_late
 from torchard.sharding.spec import P, SpecError, layout_of
 from torchard.sharding.spectree import specs_of_arguments, specs_of_results
 from torchard.sharding.updates import updated_inputs
+from torchard.sharding.windows import attach_windows
 
 __all__ = ["Shard", "shard"]
 
@@ -169,6 +170,7 @@ class Shard:
         made = choose(graph, self._given(program, graph), self.mesh)
         new = partition(made.graph, made.given, made.decision, self.mesh.sizes)
         attach_moves(new, self.mesh)
+        attach_windows(new, self.mesh)
         self._schedule(new, program, made.given)
         outputs = self._outputs(program, made.decision.outputs)
         inputs = tuple(

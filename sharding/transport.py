@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
 
 from torchard.sharding.layout import Layout, chunk
-from torchard.sharding.lower import Key, Lowering, Value
+from torchard.sharding.lower import Fetch, Key, Lowering, Value
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.reshard import Step
+from torchard.sharding.rules.blocks import take
 
-__all__ = ["Lockstep", "Pieces"]
+__all__ = ["Lockstep", "Pieces", "members"]
 
 aten = torch.ops.aten
 Coords = dict[str, int]
@@ -29,6 +31,12 @@ def _position(layout: Layout, place: tuple[int, int]) -> int:
     """Where a sub-dim is when every sub-dim is a dim of its own."""
     dim, sub = place
     return sum(len(d) for d in layout.dims[:dim]) + sub
+
+
+def members(mesh: Mesh, axes: Sequence[str], at: Coords) -> list[Coords]:
+    """The coordinates that differ from one along some axes only, the first axis outermost."""
+    ranges = (range(mesh.shape[a]) for a in axes)
+    return [at | dict(zip(axes, index, strict=True)) for index in itertools.product(*ranges)]
 
 
 class Pieces:
@@ -68,11 +76,7 @@ class Pieces:
 
     def members(self, at: Coords) -> list[Coords]:
         """The coordinates of the group, ordered with the first axis outermost."""
-        ranges = (range(self.mesh.shape[a]) for a in self.step.axes)
-        return [
-            at | dict(zip(self.step.axes, index, strict=True))
-            for index in itertools.product(*ranges)
-        ]
+        return members(self.mesh, self.step.axes, at)
 
     def slice(self, x: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
         return self.low.emit.call(aten.slice.Tensor, x, dim, start, stop)
@@ -101,6 +105,22 @@ class Lockstep:
     ) -> list[dict[Key, Value]]:
         """One after another: here nothing is gained by sending them at once."""
         return [self.step(low, step, values, val, False) for step, values, val in moves]
+
+    def fetch(
+        self, low: Lowering, what: Fetch, values: dict[Key, Value]
+    ) -> dict[Key, Callable[[], list[fx.Node]]]:
+        """Every block is here."""
+
+        def found(at: Coords) -> list[fx.Node]:
+            group = [what.layout.key(m) for m in members(low.mesh, what.axes, at)]
+            return [
+                take(low.emit.call, values[group[piece.block]].get(), what.dim, piece)
+                for piece in what.wanted[low.position(at, what.axes)]
+                if piece.block is not None
+            ]
+
+        places = low.distinct([what.layout])
+        return {what.layout.key(at): functools.partial(found, at) for at in places}
 
     def _members(self, p: Pieces, values: dict[Key, Value], at: Coords) -> list[fx.Node]:
         return [p.open(values[p.step.before.key(m)].get(), m) for m in p.members(at)]

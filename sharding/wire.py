@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.sharding.fetch import fetch
 from torchard.sharding.layout import Layout
-from torchard.sharding.lower import Key, Lowering, Value
+from torchard.sharding.lower import Fetch, Key, Lowering, Value
 from torchard.sharding.reshard import Step
 from torchard.sharding.transport import Coords, Pieces
 
@@ -61,20 +62,16 @@ class Wire:
             done.append({step.after.key(at): low.in_flight[-1]})
         return done
 
+    def fetch(
+        self, low: Lowering, what: Fetch, values: dict[Key, Value]
+    ) -> dict[Key, Callable[[], list[fx.Node]]]:
+        (at,) = low.coords
+        key = what.layout.key(at)
+        return {key: fetch(low, what, values[key].get())}
+
 
 def _later(started: _Started, finish: Callable[[], fx.Node]) -> Callable[[], fx.Node]:
-    """Wait under the tags of the collective, not of whoever uses its result first."""
-    low = started.p.low
-    tags = dict(low.emit.tags)
-
-    def wait() -> fx.Node:
-        now, low.emit.tags = low.emit.tags, tags
-        try:
-            return started.p.close(finish(), started.at_)
-        finally:
-            low.emit.tags = now
-
-    return wait
+    return started.p.low.tagged(lambda: started.p.close(finish(), started.at_))
 
 
 def _together(started: _Started, parts: Sequence[_Packed]) -> Callable[[int], fx.Node]:

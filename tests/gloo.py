@@ -18,6 +18,7 @@ warnings.simplefilter("error")
 # torch imports its own TorchScript modules, and says so.
 warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarning)
 
+import neighbours  # noqa: E402
 import seeds  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
@@ -233,6 +234,12 @@ def every_reduction(rank: int, world: int) -> bool:
                 a, b = (seeds.whole(v).double().nan_to_num(99.0) for v in (have, want))
                 good &= torch.equal(a, b)
     return good
+
+
+@check
+def neighbours_equal_virtual(rank: int, world: int) -> list[str]:
+    """The functions of neighbours whose results are not those of the virtual runtime."""
+    return neighbours.differing(Mesh({"tp": world}), Mesh({"tp": world}, virtual=True))
 
 
 @check

@@ -23,6 +23,7 @@ from torchard.sharding.propagate import BATCH, Decision, Given
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.testing import contributions
 from torchard.sharding.transport import Lockstep
+from torchard.sharding.windows import attach_windows
 
 
 @dataclass
@@ -79,6 +80,7 @@ def run_option(op: OneOp, option: Option, mesh: Mesh) -> list[torch.Tensor]:
     decision.outputs = tuple(Layout.replicated(r.shape) for r in op.results)
     inputs = {n: (layout, BATCH) for n, layout in zip(placeholders, option.ins, strict=True)}
     spmd = partition(op.graph, Given(inputs, decision.outputs), decision, mesh.sizes)
+    attach_windows(spmd, mesh)
     local = Lowering(spmd, mesh, mesh.all_coords(), Lockstep()).run()
     parts = [
         part

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from batched_samples import BATCHED
+from block_samples import BLOCKS
 from sample_calls import F64, S, Sample, bools, holes, ids, x
 
 from torchard.sharding.rules.pointwise import _is_pointwise
@@ -454,7 +455,7 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten.std.correction: VAR,
     aten.var_mean.correction: VAR,
 }
-SAMPLES |= BATCHED
+SAMPLES |= BATCHED | BLOCKS
 
 
 def _pointwise_samples(target: Any) -> Iterator[Sample]:

@@ -110,6 +110,10 @@ def test_holds(ranks: Results, name: str) -> None:
     assert every(ranks, name) == [True] * len(ranks)
 
 
+def test_neighbours_are_fetched(ranks: Results) -> None:
+    assert every(ranks, "neighbours_equal_virtual") == [[]] * len(ranks)
+
+
 def test_ten_steps_of_adamw_track_one_device(ranks: Results) -> None:
     assert max(every(ranks, "ten_steps_of_adamw")) <= 1e-8
 

@@ -48,12 +48,13 @@ CASES: dict[str, tuple[Any, ...]] = {
         (P(), P("dp"), P("dp")),
         {1: 2, V * D: 1},
     ),
+    # mean and variance; in the backward two means, merged
     "layer_norm over the split dim": (
         norm,
         TP,
         (torch.randn(ROWS, D, dtype=F64), torch.randn(D, dtype=F64)),
         (P(None, "tp"), P("tp")),
-        {ROWS: 4},
+        {ROWS: 2, 2 * ROWS: 1},
     ),
     # the gradients of weight and bias, which are one parameter
     "layer_norm over split rows": (

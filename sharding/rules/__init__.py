@@ -3,6 +3,7 @@
 from torchard.sharding.rules import (
     attention,
     batched,
+    blocks,
     contract,
     conv,
     copies,
@@ -39,6 +40,7 @@ __all__ = [
     "OpRule",
     "attention",
     "batched",
+    "blocks",
     "contract",
     "conv",
     "copies",

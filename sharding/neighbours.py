@@ -1,0 +1,215 @@
+"""How operations that read their neighbours come apart along a split dim: the table.
+
+Each is written with the blocks of the dim (``rules/blocks.py``): a window of the neighbours' elements is
+fetched, and the operation itself runs on the windows, where the dim is whole. Only elements that change
+rank cross the network. An entry is given, before the operation's own arguments, how many ranks split
+each dim of each operand; it declines (NotImplemented) what it can not do, which is then gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchard.sharding.rules.blocks import Window, blocks, unblocks, windows
+
+__all__ = ["NEIGHBOURS", "Parts", "each_of", "register", "strided", "worthwhile"]
+
+aten = torch.ops.aten
+Parts = Sequence[Sequence[int]]
+NEIGHBOURS: dict[Any, Callable[..., Any]] = {}
+
+
+def register(*targets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        for target in targets:
+            NEIGHBOURS[target] = fn
+        return fn
+
+    return register
+
+
+def each_of(n: int, count: int) -> int:
+    return -(-n // count)
+
+
+def worthwhile(n: int, count: int) -> bool:
+    """Blocks of one element are no smaller than the whole of what is fetched for them."""
+    return 1 < count < n
+
+
+def _clipped(start: int, stop: int, size: int) -> tuple[tuple[int, int, int, int], ...]:
+    """The run of a window that begins at ``start``, without what is outside of the dim."""
+    low, high = max(start, 0), min(stop, size)
+    return ((low, high - low, 1, low - start),) if low < high else ()
+
+
+def strided(
+    x: torch.Tensor, dim: int, count: int, made: int, step: int, first: int, reach: int, fill: Any = 0
+) -> torch.Tensor:
+    """The windows for the blocks of a result of which element i reads x from first + i step.
+
+    Args:
+        made: elements of the result along the dim.
+        reach: how many elements of x each of them reads.
+        fill: what they read outside of x.
+    Returns:
+        [..., count, width, ...]: in block j, what its elements of the result read.
+    """
+    each, n = each_of(made, count), x.shape[dim]
+    runs = []
+    for j in range(count):
+        own = min(each, made - j * each)
+        start = first + j * each * step
+        runs.append(_clipped(start, start + (own - 1) * step + reach, n) if own > 0 else ())
+    width = (each - 1) * step + reach
+    return windows(blocks(x, dim, count), Window(dim, width, fill, tuple(runs)))
+
+
+# -- moving along the dim -------------------------------------------------------------------------
+
+
+@register(aten.slice.Tensor)
+def _slice(
+    parts: Parts, x: torch.Tensor, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1
+) -> Any:
+    dim, n = dim % x.ndim, x.shape[dim]
+    count, places = parts[0][dim], range(*slice(start, stop, step).indices(n))
+    if not worthwhile(n, count) or not places:
+        return NotImplemented
+    each, runs = each_of(len(places), count), []
+    for j in range(count):
+        own = places[j * each : (j + 1) * each]
+        runs.append(((own[0], len(own), step, 0),) if own else ())
+    found = windows(blocks(x, dim, count), Window(dim, each, 0, tuple(runs)))
+    return unblocks(found, dim, len(places))
+
+
+@register(aten.slice_backward.default)
+def _slice_backward(
+    parts: Parts, grad: torch.Tensor, sizes: list[int], dim: int, start: int, stop: int, step: int
+) -> Any:
+    dim %= grad.ndim
+    first = slice(start, stop).indices(sizes[dim])[0]
+    return _shifted(parts, grad, dim, sizes[dim], -first) if step == 1 else NotImplemented
+
+
+def _shifted(
+    parts: Parts, x: torch.Tensor, dim: int, made: int, first: int, fill: Any = 0
+) -> Any:
+    """x, moved along a dim into a result of another size."""
+    count = parts[0][dim]
+    if not worthwhile(x.shape[dim], count):
+        return NotImplemented
+    return unblocks(strided(x, dim, count, made, 1, first, 1, fill), dim, made)
+
+
+@register(aten.constant_pad_nd.default)
+def _pad(parts: Parts, x: torch.Tensor, pad: list[int], value: Any = 0) -> Any:
+    for place in range(len(pad) // 2):
+        dim = x.ndim - 1 - place
+        before, after = pad[2 * place : 2 * place + 2]
+        made = x.shape[dim] + before + after
+        if parts[0][dim] == 1 or not (before or after) or made <= 0:
+            continue
+        moved = _shifted(parts, x, dim, made, -before, value)
+        if moved is NotImplemented:
+            return moved
+        rest = [*pad[: 2 * place], 0, 0, *pad[2 * place + 2 :]]
+        return aten.constant_pad_nd.default(moved, rest, value) if any(rest) else moved
+    return NotImplemented
+
+
+@register(aten.roll.default)
+def _roll(parts: Parts, x: torch.Tensor, shifts: list[int], dims: Sequence[int] = ()) -> Any:
+    for k, dim in enumerate(d % x.ndim for d in dims):
+        n, count = x.shape[dim], parts[0][dim]
+        if not worthwhile(n, count):
+            continue
+        each, shift = each_of(n, count), shifts[k] % n
+        runs = []
+        for j in range(count):
+            start, stop = j * each - shift, min((j + 1) * each, n) - shift
+            runs.append((*_clipped(start + n, stop + n, n), *_clipped(start, stop, n)))
+        moved = windows(blocks(x, dim, count), Window(dim, each, 0, tuple(runs)))
+        done = unblocks(moved, dim, n)
+        rest = [(s, d) for i, (s, d) in enumerate(zip(shifts, dims, strict=True)) if i != k]
+        return aten.roll.default(done, *map(list, zip(*rest, strict=True))) if rest else done
+    return NotImplemented
+
+
+@register(aten.flip.default)
+def _flip(parts: Parts, x: torch.Tensor, dims: Sequence[int]) -> Any:
+    for k, dim in enumerate(d % x.ndim for d in dims):
+        n, count = x.shape[dim], parts[0][dim]
+        if not worthwhile(n, count):
+            continue
+        each = each_of(n, count)
+        runs = []
+        for j in range(count):
+            start = n - (j + 1) * each
+            runs.append(_clipped(start, start + each, n))
+        moved = windows(blocks(x, dim, count), Window(dim, each, 0, tuple(runs)))
+        turned = aten.flip.default(moved, [dim + 1])
+        done = unblocks(turned, dim, n)
+        rest = [d for i, d in enumerate(dims) if i != k]
+        return aten.flip.default(done, rest) if rest else done
+    return NotImplemented
+
+
+@register(aten.cat.default)
+def _cat(parts: Parts, tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+    dim %= tensors[0].ndim
+    made = sum(x.shape[dim] for x in tensors)
+    count = max(part[dim] for part in parts)
+    if not worthwhile(made, count):
+        return NotImplemented
+    each, offset, found = each_of(made, count), 0, None
+    places = torch.arange(count * each, device=tensors[0].device).reshape(count, each)
+    places = places.reshape(count, each, *(1 for _ in tensors[0].shape[dim + 1 :]))
+    for x in tensors:
+        if x.shape[dim] == 0:
+            continue
+        part = strided(x, dim, count, made, 1, -offset, 1)
+        found = part if found is None else torch.where(places < offset, found, part)
+        offset += x.shape[dim]
+    return NotImplemented if found is None else unblocks(found, dim, made)
+
+
+# -- running along the dim ------------------------------------------------------------------------
+
+
+@register(aten.cumsum.default)
+def _cumsum(parts: Parts, x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
+    """Sums within blocks, and before each block the sum of those before it."""
+    dim %= max(x.ndim, 1)
+    if not x.ndim or not worthwhile(x.shape[dim], parts[0][dim]):
+        return NotImplemented
+    count, kind = parts[0][dim], dtype or (x.dtype if x.is_floating_point() else torch.int64)
+    within = torch.cumsum(blocks(x.to(kind), dim, count), dim + 1)
+    totals = within.select(dim + 1, -1)
+    before = torch.cumsum(totals, dim).narrow(dim, 0, count - 1)
+    pad = [0, 0] * (totals.ndim - 1 - dim) + [1, 0]
+    before = aten.constant_pad_nd.default(before, pad, 0)
+    return unblocks(within + before.unsqueeze(dim + 1), dim, x.shape[dim])
+
+
+@register(aten.topk.default)
+def _topk(
+    parts: Parts, x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+) -> Any:
+    """The best of each block's best."""
+    dim %= max(x.ndim, 1)
+    n, count = (x.shape[dim], parts[0][dim]) if x.ndim else (0, 1)
+    # Filling could tie with what it is to lose against.
+    if not worthwhile(n, count) or n % count or count * min(k, n // count) >= n:
+        return NotImplemented
+    each = n // count
+    values, places = torch.topk(blocks(x, dim, count), min(k, each), dim + 1, largest)
+    first = torch.arange(count, device=x.device) * each
+    places = places + first.reshape(count, *(1 for _ in x.shape[dim:]))
+    shape = [*x.shape[:dim], -1, *x.shape[dim + 1 :]]
+    best, at = torch.topk(values.reshape(shape), k, dim, largest, sorted)
+    return best, torch.gather(places.reshape(shape), dim, at)

@@ -1,0 +1,297 @@
+"""Blocks and windows: what an operation that reads its neighbours along a split dim is made of.
+
+A dim of n elements over R ranks is R *blocks* of ceil(n/R), the last ones filled up, so that the dim of
+blocks is split evenly and a block is whole: ``blocks`` and ``unblocks`` are local. ``windows`` alone
+crosses the network: each block's window is a list of runs of the blocked dim, of which a rank fetches
+what it does not have. ``neighbours.py`` writes operations with these three; ``windows.py`` lowers them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
+
+__all__ = [
+    "Piece",
+    "Window",
+    "assemble",
+    "blocks",
+    "fetched",
+    "pieces",
+    "take",
+    "unblocks",
+    "window_of",
+    "windows",
+]
+
+aten = torch.ops.aten
+
+Run = tuple[int, int, int, int]  # start in the blocked dim, length, step, place in the window
+Apply = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Window:
+    """The windows of all blocks along one dim.
+
+    Attributes:
+        dim: of the blocks; the elements of a block are the dim behind it.
+        width: elements of a window.
+        fill: what is in a window where no run is.
+        runs: for each block, runs that do not overlap, in the order of their places.
+    """
+
+    dim: int
+    width: int
+    fill: float | int | bool
+    runs: tuple[tuple[Run, ...], ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some elements of a block; of no block, as many fillings."""
+
+    block: int | None
+    start: int
+    stop: int
+    step: int = 1
+
+    @property
+    def size(self) -> int:
+        return len(range(self.start, self.stop, self.step))
+
+
+def pieces(window: Window, each: int) -> list[list[Piece]]:
+    """What every window is put together from, where a block has ``each`` elements."""
+    return [list(_pieces(runs, window.width, each)) for runs in window.runs]
+
+
+def _pieces(runs: Sequence[Run], width: int, each: int) -> Iterator[Piece]:
+    filled = 0
+    for start, length, step, place in runs:
+        if place > filled:
+            yield Piece(None, 0, place - filled)
+        yield from _by_block(start, start + (length - 1) * step, step, each)
+        filled = place + length
+    if filled < width:
+        yield Piece(None, 0, width - filled)
+
+
+def _by_block(first: int, last: int, step: int, each: int) -> Iterator[Piece]:
+    while first <= last:
+        block = first // each
+        near = range(first, min((block + 1) * each, last + 1), step)
+        yield Piece(block, first - block * each, near[-1] - block * each + 1, step)
+        first = near[-1] + step
+
+
+def fetched(window: Window, each: int) -> int:
+    """Elements along the dim that the busiest rank sends or receives, one block a rank."""
+    count = len(window.runs)
+    sent, received = [0] * count, [0] * count
+    for rank, parts in enumerate(pieces(window, each)):
+        for piece in parts:
+            if piece.block not in (None, rank):
+                received[rank] += piece.size
+                sent[piece.block or 0] += piece.size
+    return max(*sent, *received, 0)
+
+
+# -- the operations -------------------------------------------------------------------------------
+
+
+def _to_blocks(
+    do: Apply, x: Any, have: Sequence[int], dim: int, want: Sequence[int], fill: Any
+) -> Any:
+    """``have`` and ``want`` are the shapes before and after: global ones, or a coordinate's."""
+    missing = want[dim] * want[dim + 1] - have[dim]
+    if missing:
+        pad = [0, 0] * (len(have) - 1 - dim) + [0, missing]
+        x = do(aten.constant_pad_nd.default, x, pad, fill)
+    return do(aten.reshape.default, x, list(want))
+
+
+def _from_blocks(do: Apply, x: Any, have: Sequence[int], dim: int, want: Sequence[int]) -> Any:
+    flat = [*have[:dim], have[dim] * have[dim + 1], *have[dim + 2 :]]
+    x = do(aten.reshape.default, x, flat)
+    return x if flat[dim] == want[dim] else do(aten.slice.Tensor, x, dim, 0, want[dim])
+
+
+def assemble(do: Apply, taken: Sequence[Any], shape: Sequence[int], like: torch.Tensor, w: Window,
+             parts: Sequence[Piece]) -> Any:
+    """One window, of shape [..., 1, width, ...], from what was taken for its pieces."""
+    at, found, rest = w.dim + 1, [], iter(taken)
+    for piece in parts:
+        if piece.block is not None:
+            found.append(next(rest))
+        else:
+            size = [*shape[:at], piece.size, *shape[at + 1 :]]
+            kind = {"dtype": like.dtype, "device": like.device}
+            found.append(do(aten.full.default, size, w.fill, **kind))
+    return found[0] if len(found) == 1 else do(aten.cat.default, found, at)
+
+
+def take(do: Apply, block: Any, dim: int, piece: Piece) -> Any:
+    """A piece of its block, of shape [..., 1, each, ...]."""
+    return do(aten.slice.Tensor, block, dim + 1, piece.start, piece.stop, piece.step)
+
+
+def _all_windows(do: Apply, x: Any, shape: Sequence[int], like: torch.Tensor, w: Window) -> Any:
+    """Every window, where all blocks are at hand."""
+    one = [*shape[: w.dim], 1, *shape[w.dim + 1 :]]
+    blocks_ = [do(aten.slice.Tensor, x, w.dim, j, j + 1) for j in range(shape[w.dim])]
+    made = []
+    for parts in pieces(w, shape[w.dim + 1]):
+        taken = [take(do, blocks_[p.block], w.dim, p) for p in parts if p.block is not None]
+        made.append(assemble(do, taken, one, like, w, parts))
+    return do(aten.cat.default, made, w.dim)
+
+
+def _eagerly(op: Any, *args: Any, **kwargs: Any) -> Any:
+    return op(*args, **kwargs)
+
+
+def _blocks(x: torch.Tensor, dim: int, count: int, fill: Any) -> torch.Tensor:
+    n = x.shape[dim]
+    want = [*x.shape[:dim], count, -(-n // count), *x.shape[dim + 1 :]]
+    made: torch.Tensor = _to_blocks(_eagerly, x, x.shape, dim, want, fill)
+    return made.clone() if made._is_view() else made
+
+
+def _unblocks(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    want = [*x.shape[:dim], size, *x.shape[dim + 2 :]]
+    made: torch.Tensor = _from_blocks(_eagerly, x, x.shape, dim, want)
+    return made.clone()
+
+
+def _windows(x: torch.Tensor, dim: int, runs: list[int], width: int, fill: Any) -> torch.Tensor:
+    window = _window(x.shape[dim], dim, runs, width, fill)
+    made: torch.Tensor = _all_windows(_eagerly, x, x.shape, x, window)
+    return made
+
+
+_library = torch.library.Library("torchard", "FRAGMENT")
+for _fn, _schema in (
+    (_blocks, "blocks(Tensor x, int dim, int count, Scalar fill) -> Tensor"),
+    (_unblocks, "unblocks(Tensor x, int dim, int size) -> Tensor"),
+    (_windows, "windows(Tensor x, int dim, int[] runs, int width, Scalar fill) -> Tensor"),
+):
+    _library.define(_schema)
+    _name = _schema.partition("(")[0]
+    _library.impl(_name, _fn, "CompositeExplicitAutograd")
+
+_BLOCKS: Any = torch.ops.torchard.blocks.default
+_UNBLOCKS: Any = torch.ops.torchard.unblocks.default
+_WINDOWS: Any = torch.ops.torchard.windows.default
+
+
+def _fake_blocks(x: torch.Tensor, dim: int, count: int, fill: Any) -> torch.Tensor:
+    n = x.shape[dim]
+    return x.new_empty([*x.shape[:dim], count, -(-n // count), *x.shape[dim + 1 :]])
+
+
+def _fake_unblocks(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    return x.new_empty([*x.shape[:dim], size, *x.shape[dim + 2 :]])
+
+
+def _fake_windows(x: torch.Tensor, dim: int, runs: list[int], width: int, fill: Any) -> torch.Tensor:
+    return x.new_empty([*x.shape[: dim + 1], width, *x.shape[dim + 2 :]])
+
+
+torch.library.register_fake("torchard::blocks", _fake_blocks, lib=_library)
+torch.library.register_fake("torchard::unblocks", _fake_unblocks, lib=_library)
+torch.library.register_fake("torchard::windows", _fake_windows, lib=_library)
+
+
+def blocks(x: torch.Tensor, dim: int, count: int, fill: float | int | bool = 0) -> torch.Tensor:
+    """[..., n, ...] as [..., count, ceil(n / count), ...]; ``fill`` is in the last blocks' rest."""
+    made: torch.Tensor = _BLOCKS(x, dim, count, fill)
+    return made
+
+
+def unblocks(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """[..., count, each, ...] as [..., size, ...]; what was filled up is cut off."""
+    made: torch.Tensor = _UNBLOCKS(x, dim, size)
+    return made
+
+
+def windows(x: torch.Tensor, window: Window) -> torch.Tensor:
+    """The windows of blocks: [..., count, each, ...] to [..., count, width, ...]."""
+    runs = [n for j, each in enumerate(window.runs) for run in each for n in (j, *run)]
+    made: torch.Tensor = _WINDOWS(x, window.dim, runs, window.width, window.fill)
+    return made
+
+
+def _window(count: int, dim: int, runs: Sequence[int], width: int, fill: Any) -> Window:
+    by_block: list[list[Run]] = [[] for _ in range(count)]
+    for j, start, length, step, place in zip(*[iter(runs)] * 5, strict=True):
+        by_block[j].append((start, length, step, place))
+    return Window(dim, width, fill, tuple(map(tuple, by_block)))
+
+
+def window_of(node: fx.Node) -> Window | None:
+    """The windows a graph node makes, or None for other nodes."""
+    if node.target is not _WINDOWS:
+        return None
+    x, dim, runs, width, fill = node.args
+    return _window(x.meta["val"].shape[dim], dim, runs, width, fill)  # type: ignore[union-attr,arg-type]
+
+
+# -- their rules ----------------------------------------------------------------------------------
+
+
+def _blocks_text(call: Call) -> str:
+    dim, names = call.arg(1), letters(len(call.ins[0]))
+    out = [*names[:dim], "r", "c", *names[dim + 1 :]]
+    return f"{spell(names)} -> {spell(out)}{_linear(call.arg(3))} | whole c | tie {names[dim]} r"
+
+
+def _unblocks_text(call: Call) -> str:
+    dim, names = call.arg(1), letters(len(call.outs[0]))
+    have = [*names[:dim], "r", "c", *names[dim + 1 :]]
+    return f"{spell(have)} -> {spell(names)} | linear 0 | whole c | tie {names[dim]} r"
+
+
+def _windows_text(call: Call) -> str:
+    window = window_of(call.node)
+    assert window is not None
+    dim, names = window.dim, letters(len(call.ins[0]))
+    out = [*names[: dim + 1], "w", *names[dim + 2 :]]
+    rows = fetched(window, call.ins[0][dim + 1])
+    r, c = names[dim : dim + 2]
+    return f"{spell(names)} -> {spell(out)}{_linear(window.fill)} | whole {c} w | halo {r} {c} {rows}"
+
+
+def _linear(fill: Any) -> str:
+    """Parts of a sum may not bring the filling once each."""
+    return " | linear 0" if fill == 0 else ""
+
+
+def _emit_blocks(call: Call, local: Local) -> Any:
+    _, dim, _, fill = call.node.args
+    have, want = local.operand_shape(0), local.shape()
+    return _to_blocks(local.call, local.args[0], have, dim, want, fill)  # type: ignore[arg-type]
+
+
+def _emit_unblocks(call: Call, local: Local) -> Any:
+    have, want = local.operand_shape(0), local.shape()
+    return _from_blocks(local.call, local.args[0], have, call.arg(1), want)
+
+
+def _emit_windows(call: Call, local: Local) -> Any:
+    """Where every block is here; where they are not, ``windows.py`` lowers the node."""
+    window = window_of(call.node)
+    assert window is not None
+    like = call.node.meta["val"]
+    return _all_windows(local.call, local.args[0], local.operand_shape(0), like, window)
+
+
+register_rule(_BLOCKS, text=_blocks_text, emit=_emit_blocks)
+register_rule(_UNBLOCKS, text=_unblocks_text, emit=_emit_unblocks)
+register_rule(_WINDOWS, text=_windows_text, emit=_emit_windows)

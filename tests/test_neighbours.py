@@ -1,0 +1,65 @@
+"""Operations that read their neighbours along a split dim fetch those, and are right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from neighbours import FUNCTIONS, KERNEL, image, slope
+
+from torchard import Mesh, P, place, shard
+
+MESHES: dict[str, tuple[dict[str, int], Any, int]] = {
+    "13 lines over 3": ({"tp": 3}, "tp", 13),
+    "12 lines over 2 x 2": ({"dp": 2, "tp": 2}, ("tp", "dp"), 12),
+}
+NESTED = ("difference", "roll", "cat", "convolution")
+RUNS = [(n, m) for m, names in zip(MESHES, (FUNCTIONS, NESTED), strict=True) for n in names]
+
+
+@pytest.mark.parametrize(("name", "mesh"), RUNS)
+def test_equals_one_device(name: str, mesh: str) -> None:
+    axes, split, lines = MESHES[mesh]
+    on, spec = Mesh(axes, virtual=True), P(None, None, split)
+    for fn in (FUNCTIONS[name], slope(FUNCTIONS[name])):
+        x = image(lines)
+        have, want = shard(fn, on, out_specs=spec)(place(x, on, spec)).full(), fn(x)
+        torch.testing.assert_close(have, want, rtol=0, atol=1e-12 * float(want.abs().max()))
+
+
+def sent(fn: Any, lines: int, spec: P = P(None, None, "tp")) -> list[tuple[str, tuple[int, ...]]]:
+    mesh = Mesh({"tp": 3}, virtual=True)
+    plan = shard(fn, mesh, out_specs=spec).lower(place(image(lines), mesh, spec)).collectives
+    return [(c.kind, c.shape) for c in plan]
+
+
+def test_what_a_rank_has_is_not_sent() -> None:
+    assert sent(lambda x: torch.nn.functional.max_pool2d(x, 2), 12) == []
+    assert sent(lambda x: torch.nn.functional.pad(x, (0, 0, 0, 2)), 13) == []
+    assert sent(lambda x: x.roll(4, 2), 12) == [("all_to_all", (2, 3, 4, 4))]
+
+
+def test_a_gradient_lends_its_border_too() -> None:
+    fn = slope(lambda x: torch.nn.functional.conv2d(x, KERNEL, padding=(1, 0)))
+    assert sent(fn, 12) == [("all_to_all", (2, 3, 2, 4))] * 2
+
+
+def test_the_weight_s_gradient_is_reduced() -> None:
+    mesh, spec = Mesh({"tp": 3}, virtual=True), P(None, None, "tp")
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.conv2d(x, w, padding=(1, 0)).cos().sum()
+
+    run, x = shard(torch.func.grad(loss), mesh), image(13)
+    have = run(KERNEL, place(x, mesh, spec))
+    torch.testing.assert_close(have.full(), torch.func.grad(loss)(KERNEL, x), rtol=0, atol=1e-11)
+    plan = run.lower(KERNEL, place(x, mesh, spec)).collectives
+    kinds = {c.kind: c.shape for c in plan}
+    assert kinds == {"all_to_all": (2, 3, 2, 4), "all_reduce": tuple(KERNEL.shape)}
+
+
+def test_strides_that_meet_blocks_at_other_phases_are_gathered() -> None:
+    """Blocks of 5 lines, every second one: the gradient has no one window for all."""
+    fn = slope(lambda x: torch.nn.functional.conv2d(x, KERNEL, padding=(1, 0), stride=(2, 1)))
+    assert "all_gather" in {kind for kind, _ in sent(fn, 13)}
