@@ -28,8 +28,8 @@ def test_equals_one_device(name: str, mesh: str) -> None:
         torch.testing.assert_close(have, want, rtol=0, atol=1e-12 * float(want.abs().max()))
 
 
-def sent(fn: Any, lines: int, spec: P = P(None, None, "tp")) -> list[tuple[str, tuple[int, ...]]]:
-    mesh = Mesh({"tp": 3}, virtual=True)
+def sent(fn: Any, lines: int) -> list[tuple[str, tuple[int, ...]]]:
+    mesh, spec = Mesh({"tp": 3}, virtual=True), P(None, None, "tp")
     plan = shard(fn, mesh, out_specs=spec).lower(place(image(lines), mesh, spec)).collectives
     return [(c.kind, c.shape) for c in plan]
 
