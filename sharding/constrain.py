@@ -82,7 +82,8 @@ class _Constrain(torch.autograd.Function):
 def constrain(x: torch.Tensor, spec: P) -> torch.Tensor:
     """Pin the layout of ``x`` where it is sharded; the identity everywhere else.
 
-    The cotangent is pinned alike. The mesh is that of the enclosing ``shard``.
+    The cotangent is pinned alike. The mesh is that of the enclosing ``shard``, and so are the rules
+    for names of dims: ``constrain(x, P("batch", "seq", "embed"))``.
 
     Raises:
         SpecError: the spec is longer than the rank of x.

@@ -14,6 +14,7 @@ from torchard.functional import random, tree
 from torchard.functional.signature import is_placed
 from torchard.sharding.constrain import constrain
 from torchard.sharding.mesh import Mesh
+from torchard.sharding.names import AxisRules, resolved
 from torchard.sharding.redistribute import place
 from torchard.sharding.shard import shard
 from torchard.sharding.spec import P, SpecError
@@ -24,7 +25,15 @@ __all__ = ["initialize"]
 Init = Callable[[str, Tensor, torch.Size, torch.dtype], Tensor]
 
 
-def initialize(init: Init, params: Any, mesh: Mesh, specs: Any, key: Tensor) -> Any:
+def initialize(
+    init: Init,
+    params: Any,
+    mesh: Mesh,
+    specs: Any,
+    key: Tensor,
+    *,
+    rules: AxisRules | None = None,
+) -> Any:
     """New parameters, of which each rank makes its shards only.
 
     ::
@@ -39,7 +48,7 @@ def initialize(init: Init, params: Any, mesh: Mesh, specs: Any, key: Tensor) -> 
             Every name has a key of its own, folded from ``key``, so that a parameter does not
             depend on which others there are, nor on the mesh.
         params: a tree of dicts of what has a shape and a dtype: tensors on ``meta``, ShapeDtype.
-        mesh, specs: as `place` takes them.
+        mesh, specs, rules: as `place` takes them.
         key: int64 [2], on the mesh's device.
 
     Returns:
@@ -53,6 +62,7 @@ def initialize(init: Init, params: Any, mesh: Mesh, specs: Any, key: Tensor) -> 
         params, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
     )
     names = [_dotted(path) for path in structure.paths()]
+    specs = resolved(specs, rules, mesh, "specs")
     wanted = broadcast(specs, structure.unflatten(names), "specs", "params")
     given = [spec or P() for spec in wanted]
 

@@ -19,6 +19,7 @@ from torchard.sharding.constrain import constrain
 from torchard.sharding.exchange import exchange
 from torchard.sharding.layout import Coords, Layout, chunk
 from torchard.sharding.mesh import Mesh
+from torchard.sharding.names import AxisRules, resolved
 from torchard.sharding.place import Held, MeshTensor, PlacementError
 from torchard.sharding.shard import Shard
 from torchard.sharding.spec import P, SpecError, layout_of
@@ -27,12 +28,20 @@ from torchard.sharding.spectree import broadcast
 __all__ = ["full", "place", "redistribute"]
 
 
-def place(values: Any, mesh: Mesh, specs: Any, *, check_replicated: bool = True) -> Any:
+def place(
+    values: Any,
+    mesh: Mesh,
+    specs: Any,
+    *,
+    rules: AxisRules | None = None,
+    check_replicated: bool = True,
+) -> Any:
     """A tree of global tensors as MeshTensors; every rank keeps its shards only.
 
     Args:
         values: a pytree; tensors are placed, MeshTensors redistributed, other leaves kept.
         specs: a pytree prefix of it with P at its leaves.
+        rules: axes for names of dims in the specs.
         check_replicated: compare the tensors over ranks by checksum: each is one value.
 
     Raises:
@@ -43,7 +52,7 @@ def place(values: Any, mesh: Mesh, specs: Any, *, check_replicated: bool = True)
         values, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
     )
     shape = structure.unflatten([object() for _ in leaves])
-    wanted = broadcast(specs, shape, "specs", "the values")
+    wanted = broadcast(resolved(specs, rules, mesh, "specs"), shape, "specs", "the values")
     paths = tree.paths(shape, "values")
     if check_replicated and active() is None:
         agree_on_values(mesh, "place", dict(zip(paths, leaves, strict=True)))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from torchard.functional.program import FREE, Leaf, Program
@@ -18,11 +16,13 @@ from torchard.sharding.gathers import gather_again, gather_by_layer, layer_of
 from torchard.sharding.layout import Layout
 from torchard.sharding.manual import attach_moves, fixed_options
 from torchard.sharding.mesh import Mesh, MeshError, default_device
+from torchard.sharding.names import AxisRules, Rules, resolved
 from torchard.sharding.partition import partition, unpartition
+from torchard.sharding.pins import Hint, is_pin, pin, pin_named, pin_rank, pinned_layout, where_of
 from torchard.sharding.place import Held
 from torchard.sharding.plan import choose
 from torchard.sharding.prepare import prepare
-from torchard.sharding.propagate import BATCH, CONSTRAINT, DERIVED, PARAMETER, Given
+from torchard.sharding.propagate import BATCH, DERIVED, PARAMETER, Given
 from torchard.sharding.runtime import runtime_of
 from torchard.sharding.schedule import issue_early, wait_late
 from torchard.sharding.spec import P, SpecError, layout_of
@@ -33,23 +33,6 @@ from torchard.sharding.windows import attach_windows
 __all__ = ["Shard", "shard"]
 
 
-@dataclass(frozen=True)
-class Hint:
-    """The spec a leaf was given, and the leading dims that vmap has added since."""
-
-    spec: P
-    lead: int = 0
-
-    def batched(self) -> Hint:
-        return replace(self, lead=self.lead + 1)
-
-    def layout(self, shape: Sequence[int], mesh: Mesh, path: str) -> Layout:
-        inner = layout_of(self.spec, shape[self.lead :], mesh, path)
-        for size in reversed(shape[: self.lead]):
-            inner = inner.with_leading(size)
-        return inner
-
-
 def shard(
     fn: Callable[..., Any],
     mesh: Mesh,
@@ -57,6 +40,7 @@ def shard(
     out_specs: Any = None,
     *,
     constrain_at: Mapping[str, P] | None = None,
+    rules: AxisRules | None = None,
     check_replicated: bool = True,
 ) -> Transformed:
     """``fn``, which is written for whole arrays, run on a mesh.
@@ -68,6 +52,7 @@ def shard(
             leaves are P; None takes the specs that placed arguments carry.
         out_specs: a pytree prefix of the result; None leaves specs to propagation.
         constrain_at: specs for named values, by a pattern over ``scope/name``.
+        rules: axes for names of dims, in these specs and in ``constrain`` inside (`sharding.names`).
         check_replicated: compare plain tensors over ranks by checksum when first used.
 
     Returns:
@@ -81,8 +66,11 @@ def shard(
 
     Source: GSPMD (Xu et al. 2021), Shardy's factor propagation.
     """
+    in_specs = resolved(in_specs, rules, mesh, "in_specs")
+    out_specs = resolved(out_specs, rules, mesh, "out_specs")
     pins = tuple((constrain_at or {}).items())
-    return Transformed(fn, (Shard(mesh, in_specs, out_specs, pins, check_replicated, fn),))
+    known = None if rules is None else Rules.of(rules, mesh)
+    return Transformed(fn, (Shard(mesh, in_specs, out_specs, pins, check_replicated, fn, known),))
 
 
 class Shard:
@@ -96,14 +84,15 @@ class Shard:
         pins: tuple[tuple[str, P], ...] = (),
         check_replicated: bool = True,
         fn: Callable[..., Any] | None = None,
+        rules: Rules | None = None,
     ) -> None:
         self.mesh, self.in_specs, self.out_specs = mesh, in_specs, out_specs
-        self.pins, self.check_replicated, self.fn = pins, check_replicated, fn
+        self.pins, self.check_replicated, self.fn, self.rules = pins, check_replicated, fn, rules
 
     def _key(self) -> tuple[Any, ...]:
         specs = (self.in_specs, self.out_specs)
         given = tuple(None if s is None else id(s) for s in specs)
-        return self.mesh, given, self.pins, self.check_replicated
+        return self.mesh, given, self.pins, self.check_replicated, self.rules
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Shard) and self._key() == other._key()
@@ -165,7 +154,8 @@ class Shard:
         graph = unpartition(program.graph)
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         self._pin_inputs(graph, program, placeholders)
-        self._pin_named(graph)
+        pin_named(graph, self.pins)
+        self._resolve_pins(graph)
         prepare(graph)
         made = choose(graph, self._given(program, graph), self.mesh)
         new = partition(made.graph, made.given, made.decision, self.mesh.sizes)
@@ -210,6 +200,8 @@ class Shard:
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         self._pin_inputs(graph, copied, placeholders)
         self._pin_outputs(graph, copied)
+        pin_named(graph, self.pins)
+        self._resolve_pins(graph)
         plain = tuple(
             replace(leaf, tag=None) if leaf.tag is FREE else leaf for leaf in copied.outputs
         )
@@ -226,7 +218,7 @@ class Shard:
                     continue
                 assert last is not None
                 with graph.inserting_after(last):
-                    _pin(graph, node, leaf.hint, leaf.path, soft=True)
+                    pin(graph, node, leaf.hint, leaf.path, soft=True)
 
     def _pin_outputs(self, graph: fx.Graph, program: Program) -> None:
         out = graph.output_node()
@@ -234,21 +226,18 @@ class Shard:
         for i, leaf in enumerate(program.outputs):
             if isinstance(leaf.hint, Hint) and isinstance(values[i], fx.Node):
                 with graph.inserting_before(out):
-                    values[i] = _pin(graph, values[i], leaf.hint, leaf.path, soft=False)
+                    values[i] = pin(graph, values[i], leaf.hint, leaf.path, soft=False)
         out.args = (tuple(values),)
 
-    def _pin_named(self, graph: fx.Graph) -> None:
-        for pattern, spec in self.pins:
-            found = [n for n in graph.nodes if "name" in n.meta and _matches(n, pattern)]
-            if not found:
-                names = sorted({_label(n) for n in graph.nodes if "name" in n.meta})
-                raise SpecError(
-                    f"constrain_at[{pattern!r}] matches no named value; there are "
-                    f"{', '.join(names) or 'none: label one with name(x, ...)'}."
-                )
-            for node in found:
-                with graph.inserting_after(node):
-                    _pin(graph, node, Hint(spec), f"constrain_at[{pattern!r}]", soft=False)
+    def _resolve_pins(self, graph: fx.Graph) -> None:
+        """Axes for what ``constrain`` named, here and not in what is around this shard."""
+        if self.rules is None:
+            return
+        for node in graph.nodes:
+            spec = pinned_spec(node)
+            if spec is not None:
+                spec = self.rules.spec(spec, where_of(node))
+                node.args = (node.args[0], number_of(spec))
 
     def _layout_of_hint(self, leaf: Leaf, node: fx.Node) -> Layout:
         hint: Hint = leaf.hint
@@ -274,8 +263,8 @@ class Shard:
             self._wanted_layout(i, leaf, value, program, placeholders, updated)
             for i, (leaf, value) in enumerate(zip(program.outputs, results, strict=True))  # type: ignore[arg-type]
         )
-        pins = {n: _pinned_layout(n, self.mesh) for n in graph.nodes if _is_pin(n)}
-        ranks = {n: _pin_rank(n, inputs) for n in pins}
+        pins = {n: pinned_layout(n, self.mesh) for n in graph.nodes if is_pin(n)}
+        ranks = {n: pin_rank(n, inputs) for n in pins}
         fixed = fixed_options(graph, program, self.mesh)
         return Given(inputs, outputs, pins, ranks, fixed)
 
@@ -343,43 +332,3 @@ def _check_devices(program: Program, mesh: Mesh) -> None:
 def _tag_layout(leaf: Leaf, node: fx.Node) -> Layout:
     shape = tuple(node.meta["val"].shape)
     return leaf.tag.layout(shape) if isinstance(leaf.tag, Held) else Layout.replicated(shape)
-
-
-def _pin(graph: fx.Graph, node: fx.Node, hint: Hint, path: str, soft: bool) -> fx.Node:
-    """A constraint on a node, which its users then see in its place. Soft: it is an input's own."""
-    number = number_of(hint.spec.led(hint.lead))
-    made = graph.call_function(torch.ops.torchard.constrain.default, (node, number))
-    made.meta = {k: v for k, v in node.meta.items() if k in ("val", "source", "scope", "phase")}
-    made.meta["soft"] = soft
-    made.meta.setdefault("source", path)
-    # An input that is returned as it came stays as it is.
-    node.replace_all_uses_with(
-        made, lambda user: user is not made and not (soft and user.op == "output")
-    )
-    return made
-
-
-def _is_pin(node: fx.Node) -> bool:
-    return pinned_spec(node) is not None
-
-
-def _pin_rank(node: fx.Node, inputs: Mapping[fx.Node, tuple[Layout, int] | int]) -> int:
-    """An input's own spec ranks as the input does."""
-    given = inputs.get(node.all_input_nodes[0])
-    return given[1] if node.meta.get("soft") and isinstance(given, tuple) else CONSTRAINT
-
-
-def _pinned_layout(node: fx.Node, mesh: Mesh) -> Layout:
-    spec = pinned_spec(node)
-    assert spec is not None
-    where = f"constrain at {node.meta.get('source') or 'an unknown line'}: the value"
-    return layout_of(spec, tuple(node.meta["val"].shape), mesh, where)
-
-
-def _label(node: fx.Node) -> str:
-    scope = node.meta.get("scope")
-    return f"{scope}/{node.meta['name']}" if scope else str(node.meta["name"])
-
-
-def _matches(node: fx.Node, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(_label(node), pattern) or node.meta["name"] == pattern
