@@ -20,7 +20,7 @@ from torchard.sharding.agree import agreement
 from torchard.sharding.lower import Lowering
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.place import Held
-from torchard.sharding.tidy import fold_views, reduce_in_place
+from torchard.sharding.tidy import dense_rows, fold_views, reduce_in_place
 from torchard.sharding.transport import Lockstep
 from torchard.sharding.wire import Wire
 
@@ -98,6 +98,7 @@ def _is_traced(part: torch.Tensor) -> bool:
 def _local(lowering: Lowering) -> fx.Graph:
     graph = lowering.run()
     fold_views(graph)
+    dense_rows(graph)
     return graph
 
 

@@ -1,4 +1,5 @@
-"""Tidying a local graph: views of views become one, and collectives work in place where they may.
+"""Tidying a local graph: views of views become one, collectives work in place where they may, and
+kernels get the strides they take for granted.
 
 All of it is exact. What autograd and un-flattening leave behind (``t(t(x))``, reshapes back and forth)
 costs a microsecond each, which is what small layers take to compute.
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["fold_views", "reduce_in_place"]
+__all__ = ["dense_rows", "fold_views", "reduce_in_place"]
 
 aten = torch.ops.aten
 functional = torch.ops._c10d_functional
@@ -66,3 +67,31 @@ def reduce_in_place(graph: fx.Graph) -> None:
                 node.update_arg(0, inner)
                 graph.erase_node(source)
                 node.target = functional.all_reduce_.default
+
+
+# Kernels that read whole rows and do not look at the last stride: torch checks it before it picks one.
+_READ_ROWS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+
+
+def dense_rows(graph: fx.Graph) -> None:
+    """Operands of kernels that read rows are copied where their rows are not dense.
+
+    Torch picked the kernel for the strides of the traced values; those of a shard, which was gathered
+    or placed, may be others.
+    """
+    for node in list(graph.nodes):
+        name = getattr(node.target, "_opname", "")
+        if node.op == "call_function" and name.startswith(_READ_ROWS):
+            with graph.inserting_before(node):
+                dense = {x: graph.call_function(_dense, (x,)) for x in node.all_input_nodes}
+            for x, copy in dense.items():
+                copy.meta.update({k: v for k, v in node.meta.items() if k != "shape"})
+                node.replace_input_with(x, copy)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous() if x.ndim and x.shape[-1] > 1 and x.stride(-1) != 1 else x
