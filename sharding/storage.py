@@ -80,7 +80,7 @@ def save(
             shutil.rmtree(unfinished, ignore_errors=True)
         return hashlib.sha256("\n".join(map(str, leaves)).encode()).hexdigest()
 
-    check_same(mesh, leaves, together(mesh, f"what to save to {target}", prepare))
+    check_same(mesh, leaves, together(mesh, f"planning to save {target}", prepare))
     if mesh is not None and check_replicated:
         agree_on_values(mesh, "save", {leaf.label: leaf.value for leaf in leaves})
     writer = FileSystemWriter(unfinished)
@@ -97,8 +97,8 @@ def save(
             os.rename(unfinished, target)
 
     try:
-        written = together(mesh, f"its part of {target}", write, timeout)
-        together(mesh, f"the end of {target}", finish, timeout)
+        written = together(mesh, f"writing its part of {target}", write, timeout)
+        together(mesh, f"the index of {target}", finish, timeout)
     except StorageError:
         if rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -148,7 +148,7 @@ def load(
     objects: dict[str, Any] = {}
     together(
         common,
-        f"what to load from {source}",
+        f"loading {source}",
         lambda: objects.update(_read(source, rooms, partial)),
         timeout,
     )

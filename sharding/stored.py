@@ -83,16 +83,18 @@ def leaves_of(tree: Any, root: str) -> tuple[list[Leaf], optree.PyTreeSpec]:
     values, structure = optree.tree_flatten(
         tree, is_placed, none_is_leaf=True, namespace=trees.NAMESPACE
     )
-    first: dict[str, Leaf] = {}
+    found: dict[str, Leaf] = {}
     for accessor, value in zip(structure.accessors(), values, strict=True):
-        leaf = Leaf(accessor.codify(root), tuple(map(_step, accessor)), value)
-        if leaf.key in first:
+        # DCP's outermost tree is a dict, whatever ours is.
+        first, *rest = [_step(entry) for entry in accessor] or [""]
+        leaf = Leaf(accessor.codify(root), (str(first), *rest), value)
+        if leaf.key in found:
             raise StorageError(
-                f"{first[leaf.key].label} and {leaf.label} would both be stored as {leaf.key!r}; "
+                f"{found[leaf.key].label} and {leaf.label} would both be stored as {leaf.key!r}; "
                 "rename one of them."
             )
-        first[leaf.key] = leaf
-    return list(first.values()), structure
+        found[leaf.key] = leaf
+    return list(found.values()), structure
 
 
 def _step(entry: Any) -> str | int:
@@ -112,8 +114,10 @@ def check_storable(leaves: Iterable[Leaf]) -> None:
 
 def _unstorable(value: Any) -> str | None:
     if isinstance(value, MeshTensor):
+        if value._dead:
+            return "was donated to a jitted function; store what that call returned."
         if value.layout.pending:
-            return "is a contribution to a sum that was not reduced; store what the shard returns."
+            return "is a sum whose terms were not added up; store what shard returns."
         tensors: Sequence[Tensor] = value.parts
     elif isinstance(value, Tensor):
         tensors = [value]

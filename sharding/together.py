@@ -30,26 +30,30 @@ def common_mesh(values: Sequence[Any]) -> Mesh | None:
 
 
 def together(
-    mesh: Mesh | None, about: str, fn: Callable[[], Any], timeout: float | None = None
+    mesh: Mesh | None, doing: str, fn: Callable[[], Any], timeout: float | None = None
 ) -> list[Any]:
-    """What fn returns, by rank; where it fails on one rank it is an error on all."""
+    """What fn returns, by rank; where it fails on one rank it is an error on all.
+
+    Raises:
+        StorageError: fn failed somewhere, or a rank is not done within ``timeout`` seconds.
+        OutOfStep: a rank does something else.
+    """
     mine, failure, cause = None, None, None
     try:
         mine = fn()
     except Exception as error:
         cause, failure = error, str(error)
         if not isinstance(error, StorageError):
-            failure = f"{about} failed with {type(error).__name__}: {error}"
+            failure = f"{doing} failed with {type(error).__name__}: {error}"
     told = [[failure, mine]]
     if mesh is not None:
         try:
-            told = exchange(mesh, about, [failure, mine], timeout)
+            told = exchange(mesh, f"that it is done with {doing}", [failure, mine], timeout)
         except OutOfStep:
             raise
         except ExchangeError as error:
             raise StorageError(
-                f"{error} Either it died, or it is that much slower than this one: then pass a larger "
-                "timeout."
+                f"{error} Either it died, or its disk is that much slower: then pass a larger timeout."
             ) from error
     failed = {rank: text for rank, (text, _) in enumerate(told) if text is not None}
     if len(set(failed.values())) == 1 and len(failed) == len(told):

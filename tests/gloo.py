@@ -18,6 +18,7 @@ warnings.simplefilter("error")
 # torch imports its own TorchScript modules, and says so.
 warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarning)
 
+import gloo_storage  # noqa: E402
 import neighbours  # noqa: E402
 import seeds  # noqa: E402
 import torch  # noqa: E402
@@ -43,7 +44,7 @@ from torchard import (  # noqa: E402
     to_dtensor,
 )
 
-CHECKS: dict[str, Callable[[int, int], Any]] = {}
+CHECKS: dict[str, Callable[[int, int], Any]] = {**gloo_storage.CHECKS}
 
 
 def check(fn: Callable[[int, int], Any]) -> Callable[[int, int], Any]:

@@ -189,3 +189,44 @@ def test_a_rank_that_retraces_alone(ranks: Results) -> None:
     assert "waited" in said and "rank 1 did not tell the plan within 1.5 s" in said
     assert seconds < 20
     assert [other[0] for other in found[1:]] == ["no error"] * (len(ranks) - 1)
+
+
+@pytest.mark.parametrize(
+    "name", ["storage_from_mesh_to_mesh", "storage_without_a_mesh", "storage_and_plain_dcp"]
+)
+def test_storage(ranks: Results, name: str) -> None:
+    assert every(ranks, name) == [True] * len(ranks)
+
+
+def test_everything_is_stored_once_and_ranks_share_the_work(ranks: Results) -> None:
+    """Of 2 n replicated values each of n ranks writes two."""
+    n = len(ranks)
+    assert every(ranks, "storage_writes_everything_once") == [[1, 1, *[2] * n]] * n
+
+
+def test_a_rank_that_cannot_store_its_part(ranks: Results) -> None:
+    for said, left in every(ranks, "storage_one_rank_fails"):
+        assert said == (
+            "StorageError: rank 1: writing its part of PATH failed with OSError: [Errno 28] No space "
+            "left on device"
+        )
+        assert left == []
+    for said in every(ranks, "storage_one_rank_cannot_read"):
+        assert said.startswith("StorageError: rank 1: loading PATH failed with OSError")
+
+
+def test_a_rank_that_dies_while_it_stores(ranks: Results) -> None:
+    found = every(ranks, "storage_one_rank_dies")
+    assert found.pop(1)[0].startswith("KeyboardInterrupt")
+    for said, seconds, left in found:
+        assert said.startswith("StorageError: rank 1 did not tell that it is done with writing")
+        assert "within 1 s. Either it died" in said and "timeout" in said
+        assert seconds < 20 and left == []
+
+
+def test_ranks_that_store_different_trees(ranks: Results) -> None:
+    for scalars, tensors, keys, left in every(ranks, "storage_trees_that_differ"):
+        assert "rank 0 alone has tree['step']: 0, rank 1 alone has tree['step']: 1" in scalars
+        assert tensors.startswith("ReplicaMismatch: tree['x'] of save is one value")
+        assert "rank 1 alone has tree['x1']: float32 [4] split P(tp) over Mesh(tp=" in keys
+        assert left == "[]"
