@@ -22,6 +22,7 @@ from _text import batch_at, generate, load, windows
 from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
+import torchard
 from torchard import Mesh, MeshTensor, P, jit, optim, place, random, shard
 
 __all__ = ["Model", "Params", "Recipe", "options", "run"]
@@ -77,8 +78,9 @@ def make_step(loss: Callable[[Params, Tensor], Tensor], optimizer: optim.Optimiz
 
 @dataclass
 class Curve:
-    """What a run showed: losses in nats per byte, and training bytes per second."""
+    """What a run showed: losses in nats per byte from a step on, and training bytes per second."""
 
+    first: int = 0
     losses: list[float] = field(default_factory=list)
     rate: float = 0.0
 
@@ -104,9 +106,10 @@ class Task:
     def init(self) -> Params:
         return self.model.init(random.fold_in(self.key, 0))
 
-    def batches(self) -> Iterator[Tensor]:
+    def batches(self, first: int = 0) -> Iterator[Tensor]:
+        """Of each step from the first on: a function of the key and the step alone."""
         key, size = random.fold_in(self.key, 1), self.options.batch
-        for number in range(self.options.steps):
+        for number in range(first, self.options.steps):
             yield batch_at(self.train, key, number, size, self.model.context)
 
     def validation(self) -> Tensor:
@@ -124,21 +127,30 @@ def train(
     task: Task,
     here: _job.Job,
     title: str,
+    first: int = 0,
+    keep: Callable[[int, Params, Any], None] = lambda number, params, state: None,
 ) -> tuple[Params, Curve]:
-    """Run every batch through `step`, with a progress bar on the leading rank."""
-    curve, count = Curve(), task.options.steps
+    """Run every batch through `step`, with a progress bar on the leading rank.
+
+    `keep` is called after each step, with the number of steps that were taken from the beginning on.
+    """
+    curve, count = Curve(first), task.options.steps
     work = task.options.batch * task.model.targets
-    with tqdm(batches, title, count, disable=not here.leads, unit="step", mininterval=0.5) as bar:
-        for number, batch in enumerate(bar):
+    with tqdm(
+        *(batches, title, count),
+        **{"initial": first, "disable": not here.leads, "unit": "step", "mininterval": 0.5},
+    ) as bar:
+        for number, batch in enumerate(bar, first):
             here.doing = f"step {number + 1} of {count}"
             misbehave(task.options, here.rank, number)
             params, state, value = step(params, state, batch)
             curve.losses.append(float(value))
-            if number == 0:
+            if number == first:
                 began = time.perf_counter()  # the first step traces and plans
             elif here.leads:
-                curve.rate = number * work / (time.perf_counter() - began)
+                curve.rate = (number - first) * work / (time.perf_counter() - began)
                 bar.set_postfix_str(f"loss {curve.losses[-1]:.3f}, {curve.rate:,.0f} bytes/s")
+            keep(number + 1, params, state)
     return params, curve
 
 
@@ -164,20 +176,47 @@ def sharded(task: Task, recipe: Recipe, mesh: Mesh, here: _job.Job) -> tuple[Par
     here.doing, here.awaited = "planning", "its plan"
     params = place(task.init(), mesh, recipe.specs)
     state = task.optimizer.init(params)  # placed as the parameters are
-    batches = (place(batch, mesh, recipe.batch) for batch in task.batches())
+    params, state, first = resumed(task.options, params, state)
+    batches = (place(batch, mesh, recipe.batch) for batch in task.batches(first))
 
-    first = place(next(task.batches()), mesh, recipe.batch)
-    plan = run.lower(params, state, first).collectives
+    example = place(next(task.batches(first)), mesh, recipe.batch)
+    plan = run.lower(params, state, example).collectives
     here.awaited = f"its part of a step's collectives ({counted(plan)})"
     if here.leads:
         print(f"What one step sends over {mesh}:\n\n{plan}\n", flush=True)
-    params, curve = train(run, params, state, batches, task, here, str(mesh))
+
+    def keep(number: int, params: Params, state: Any) -> None:
+        here.doing = f"saving step {number}"
+        save_step(task.options, number, params, state)
+
+    params, curve = train(run, params, state, batches, task, here, str(mesh), first, keep)
 
     here.doing = "validation"
     evaluate = shard(task.model.loss, mesh, out_specs=P(), constrain_at=recipe.pins)
     held_out = evaluate(params, place(task.validation(), mesh, recipe.batch))
     here.awaited = "its shards of the parameters"
     return gathered(params), curve, float(held_out)
+
+
+def save_step(options: argparse.Namespace, number: int, params: Params, state: Any) -> None:
+    """A checkpoint after every so many steps, and after the last."""
+    if options.save and (number % options.save_every == 0 or number == options.steps):
+        tree = {"params": params, "state": state, "step": number}
+        torchard.save(options.save / f"step-{number}", tree, timeout=options.timeout)
+
+
+def resumed(options: argparse.Namespace, params: Params, state: Any) -> tuple[Params, Any, int]:
+    """Where to go on: from these values, or from the last checkpoint, on whatever mesh it was made."""
+    if options.resume is None:
+        return params, state, 0
+    found = {int(path.name[5:]): path for path in options.resume.glob("step-*[0-9]")}
+    last = max(found, default=0)
+    if not last or last >= options.steps:
+        what = f"is of step {last}, and --steps is {options.steps}" if last else "does not exist"
+        raise ValueError(f"the last checkpoint in {options.resume} {what}: there is no way to go on")
+    tree = {"params": params, "state": state, "step": last}
+    tree = torchard.load(found[last], tree, timeout=options.timeout)
+    return tree["params"], tree["state"], tree["step"]
 
 
 def counted(plan: Any) -> str:
@@ -212,7 +251,8 @@ def draw(path: Path, curves: dict[str, Curve], held_out: float) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for (title, curve), style in zip(curves.items(), ("-", "--"), strict=True):
-        axes.plot(curve.losses, style, label=title)
+        steps = range(curve.first, curve.first + len(curve.losses))
+        axes.plot(steps, curve.losses, style, label=title)
     axes.axhline(held_out, color="gray", linestyle=":", label="held-out text")
     axes.set(xlabel="step", ylabel="loss, nats per byte")
     axes.legend()
@@ -280,6 +320,9 @@ def options(about: str | None) -> argparse.ArgumentParser:
     # More threads than free cores cost far more than they bring: torch's threads spin while waiting.
     parser.add_argument("--threads", type=int, default=1, help="of torch, in each process")
     parser.add_argument("--timeout", type=float, default=20.0, help="seconds to wait for a rank")
+    parser.add_argument("--save", type=Path, metavar="DIR", help="write checkpoints to DIR/step-…")
+    parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the last of DIR")
     parser.add_argument("--out", type=Path, default=Path("out"))
     # Only for the tests of what happens then.
     quiet = argparse.SUPPRESS

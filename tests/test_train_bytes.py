@@ -105,9 +105,11 @@ def survivors(out: Path) -> list[str]:
 def test_trains_like_one_device(
     tmp_path: Path, options: str, ranks: int, axes: str, moved: str
 ) -> None:
-    done = run(tmp_path, *options.split(), ranks=ranks)
+    kept = ["--save", str(tmp_path / "kept"), "--save-every", "5"]
+    done = run(tmp_path, *options.split(), *kept, ranks=ranks)
     text = done.stdout
     assert done.returncode == 0, text
+    assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["step-5", "step-8"]
     plan, _, rest = text.partition("bytes per rank\n")
     assert plan.startswith("What one step sends over Mesh(") and moved in plan
     assert re.search(r"held-out text: loss \d\.\d{4}, \d\.\d{3} bits per byte", rest)
@@ -120,6 +122,19 @@ def test_trains_like_one_device(
     assert difference < 1e-4 and abs(sharded - alone) < 1e-4
     assert sharded < 5.4  # ln 256 is 5.55: it has learnt something
     assert (tmp_path / f"loss-{axes}.png").stat().st_size > 10_000
+    if options == "--mesh tp=2":
+        goes_on_to_the_same_bits(tmp_path, *options.split(), *kept)
+
+
+def goes_on_to_the_same_bits(out: Path, *options: str) -> None:
+    """Resumed from what it would have left if it had been killed after step 5."""
+    kept = out / "kept"
+    want = {path.name: path.read_bytes() for path in (kept / "step-8").glob("*.distcp")}
+    (kept / "step-8").rename(kept / "step-8.unfinished")
+    done = run(out, *options, "--resume", str(kept))
+    assert done.returncode == 0 and re.search(r"Mesh\(.*\): *62%.* 5/8", done.stdout), done.stdout
+    have = {path.name: path.read_bytes() for path in (kept / "step-8").glob("*.distcp")}
+    assert have == want and len(want) == 2
 
 
 @pytest.mark.parametrize(
@@ -138,11 +153,14 @@ def test_trains_like_one_device(
 def test_one_rank_fails(tmp_path: Path, how: str, message: str) -> None:
     # Only the rank that hangs may need the transport's timeout.
     seconds = "5" if how == "stop" else str(2 * PATIENCE)
-    options = ["--mesh", "tp=2", "--fail", how, "--fail-at", "3", "--timeout", seconds]
+    kept = ["--save", str(tmp_path / "kept"), "--save-every", "2"]
+    options = ["--mesh", "tp=2", "--fail", how, "--fail-at", "3", "--timeout", seconds, *kept]
     with started(command(tmp_path, *options, ranks=2)) as job:
         text = read_until(job, "train_bytes: ") + ends_soon(job)
     assert job.returncode > 0
     assert re.search(message, last_words(text, tmp_path)), text
+    if how != "replan":
+        assert (tmp_path / "kept" / "step-2" / ".metadata").exists()
 
 
 @pytest.mark.parametrize(("options", "ranks"), [("--mesh tp=2", 2), ("--virtual tp=2", 0)])
