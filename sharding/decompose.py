@@ -17,7 +17,7 @@ from torch import fx
 from torchard.functional.errors import PurityError
 from torchard.functional.purify import purify
 from torchard.functional.record import Spec, record
-from torchard.sharding import images, pools  # noqa: F401  (their entries)
+from torchard.sharding import images, pools, resample  # noqa: F401  (their entries)
 from torchard.sharding.decompositions import DECOMPOSITIONS
 from torchard.sharding.neighbours import NEIGHBOURS
 from torchard.sharding.rules import Call, lookup

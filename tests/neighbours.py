@@ -34,6 +34,8 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "max pool with strides": lambda x: F.max_pool2d(x, (3, 1), (2, 1), ceil_mode=True),
     "mean pool": lambda x: F.avg_pool2d(x, 3, 1, padding=1),
     "mean pool with strides": lambda x: F.avg_pool2d(x, 2),
+    "each line twice": lambda x: F.interpolate(x, scale_factor=2, mode="nearest"),
+    "three lines between": lambda x: F.interpolate(x, size=(3 * x.shape[2], 4), mode="bilinear"),
 }
 
 

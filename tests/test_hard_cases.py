@@ -190,6 +190,10 @@ CASES = {
     "max pool, image": image(lambda a: F.max_pool1d(a, 3, 1, padding=1), 2),
     "max pool, image in 2-d": image(lambda a: F.max_pool2d(a, 3, 1, padding=1), 2, square=True),
     "mean pool, image": image(lambda a: F.avg_pool1d(a, 3, 1, padding=1), 2),
+    "interpolation, nearest": image(lambda a: F.interpolate(a, scale_factor=2), 0, square=True),
+    "interpolation, bilinear": image(
+        lambda a: F.interpolate(a, scale_factor=2, mode="bilinear"), 2, square=True
+    ),
     "topk": of_columns(lambda a: a.topk(2, 1), lambda size: 2 * size * 2 * ROWS),
     "least of k": of_columns(lambda a: a.topk(2, 1, largest=False), lambda size: 2 * size * 2 * ROWS),
     "cumsum": of_columns(lambda a: a.cumsum(1), lambda size: size * ROWS),
