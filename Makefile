@@ -47,10 +47,10 @@ lint: $(STAMP) ## ruff
 types: $(STAMP) ## mypy --strict
 	$(BIN)/mypy --strict -p torchard
 
-demo: $(STAMP) ## train one model on two gloo ranks and on a virtual mesh (two minutes at most)
-	$(TORCHRUN) examples/train_bytes.py --mesh tp=2
-	$(TORCHRUN) examples/train_bytes.py --mesh dp=2
-	$(BIN)/python examples/train_bytes.py --virtual dp=2,tp=4
+demo: $(STAMP) ## train one model by three plans, on two gloo ranks and a virtual mesh (two minutes at most)
+	$(TORCHRUN) examples/train_gpt.py --mesh tp=2 --plan tp
+	$(TORCHRUN) examples/train_gpt.py --mesh dp=2 --plan fsdp
+	$(BIN)/python examples/train_gpt.py --virtual dp=2,tp=2 --plan fsdp+tp --steps 50
 
 bench: $(STAMP) ## torchard, DTensor and Megatron by hand, in one table (ARGS=--quick)
 	$(BIN)/python benchmarks/bench.py $(ARGS)

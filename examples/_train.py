@@ -213,7 +213,9 @@ def resumed(options: argparse.Namespace, params: Params, state: Any) -> tuple[Pa
     last = max(found, default=0)
     if not last or last >= options.steps:
         what = f"is of step {last}, and --steps is {options.steps}" if last else "does not exist"
-        raise ValueError(f"the last checkpoint in {options.resume} {what}: there is no way to go on")
+        raise ValueError(
+            f"the last checkpoint in {options.resume} {what}: there is no way to go on"
+        )
     tree = {"params": params, "state": state, "step": last}
     tree = torchard.load(found[last], tree, timeout=options.timeout)
     return tree["params"], tree["state"], tree["step"]
@@ -234,12 +236,13 @@ def gathered(params: Any) -> Any:
     return params.full() if isinstance(params, MeshTensor) else params
 
 
-def one_device(task: Task, here: _job.Job) -> Curve:
+def one_device(task: Task, here: _job.Job) -> tuple[Curve, float]:
     """The same run, plain torch in this process alone."""
     params = task.init()
     step = make_step(task.model.loss, task.optimizer)
     state = task.optimizer.init(params)
-    return train(step, params, state, task.batches(), task, here, "one device")[1]
+    params, curve = train(step, params, state, task.batches(), task, here, "one device")
+    return curve, float(task.model.loss(params, task.validation()))
 
 
 def draw(path: Path, curves: dict[str, Curve], held_out: float) -> None:
@@ -276,15 +279,19 @@ def report(
     print(f"\nheld-out text: loss {held_out:.4f}, {bits:.3f} bits per byte")
     print(f"\n{readable(start)}|{readable(more)}\n", flush=True)
 
-    alone = one_device(task, here)
-    ours, theirs = sharded_curve.losses[-1], alone.losses[-1]
+    alone, held_out_alone = one_device(task, here)
     path = task.options.out / f"loss-{stem(task.options)}.png"
     draw(path, {str(mesh): sharded_curve, "one device": alone}, held_out)
+    after = f"after {task.options.steps} steps"
     print(
-        f"\nloss after {task.options.steps} steps: sharded {ours:.5f}, one device {theirs:.5f} "
-        f"(difference {abs(ours - theirs):.1e})\ncurves: {path}",
+        f"\nloss {after}: {compared(sharded_curve.losses[-1], alone.losses[-1])}\n"
+        f"on held-out text: {compared(held_out, held_out_alone)}\ncurves: {path}",
         flush=True,
     )
+
+
+def compared(ours: float, theirs: float) -> str:
+    return f"sharded {ours:.5f}, one device {theirs:.5f} (difference {abs(ours - theirs):.1e})"
 
 
 def stem(options: argparse.Namespace) -> str:
