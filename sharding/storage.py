@@ -14,7 +14,7 @@ import os
 import pickle
 import shutil
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 from torchard.sharding.agree import agree_on_values
 from torchard.sharding.boxes import Reads, Writes, entry
 from torchard.sharding.mesh import Mesh
+from torchard.sharding.names import AxisRules, resolved
 from torchard.sharding.spec import SpecError
 from torchard.sharding.spectree import broadcast
 from torchard.sharding.stored import (
@@ -50,7 +51,8 @@ def save(
     """Write a tree as a checkpoint. Every rank must call it; when it returns all is on the disk.
 
     A leaf's key is its path joined by dots, as in DCP: of ``{"w": [a, b]}`` they are ``w.0`` and
-    ``w.1``; fields of named tuples go by their names.
+    ``w.1``; fields of named tuples go by their names. (DCP itself makes one value of a list in which
+    there is no tensor: for such lists the keys differ.)
 
     Args:
         path: of a new directory, on a disk that all ranks share.
@@ -61,47 +63,26 @@ def save(
 
     Raises:
         StorageError: the path exists, or leaves cannot be stored (names them), or ranks passed
-            different trees, or one failed. All ranks raise it, and the path does not come to be.
+            different trees, or one failed. All ranks raise it; nothing but a whole checkpoint ever
+            is at the path.
         ReplicaMismatch: ranks passed different tensors.
     """
     target, (leaves, _) = Path(path).absolute(), leaves_of(tree, "tree")
     mesh = common_mesh([leaf.value for leaf in leaves])
     rank = 0 if mesh is None or mesh.coords is None else mesh.rank_of(mesh.coords)
-    unfinished = _unfinished(target)
-
-    def prepare() -> str:
-        check_storable(leaves)
-        if rank == 0 and os.path.lexists(target):
-            raise StorageError(
-                f"{target} exists already; save to a new path (with the step in its name, say), or "
-                "remove it first."
-            )
-        if rank == 0:  # what a save left that did not come to its end
-            shutil.rmtree(unfinished, ignore_errors=True)
-        return hashlib.sha256("\n".join(map(str, leaves)).encode()).hexdigest()
-
-    check_same(mesh, leaves, together(mesh, f"planning to save {target}", prepare))
+    plan = f"planning to save {target}"
+    digests = together(mesh, plan, lambda: _prepared(target, leaves, rank))
+    check_same(mesh, leaves, digests)
     if mesh is not None and check_replicated:
         agree_on_values(mesh, "save", {leaf.label: leaf.value for leaf in leaves})
-    writer = FileSystemWriter(unfinished)
-
-    def write() -> str:
-        mine = {leaf.key: leaf.value for leaf in owned(leaves, mesh)}
-        return base64.b64encode(zlib.compress(pickle.dumps(_write(writer, mine, rank)))).decode()
-
-    def finish() -> None:
-        if rank == 0:
-            done = [pickle.loads(zlib.decompress(base64.b64decode(text))) for text in written]
-            entries = {leaf.key: entry(leaf.value) for leaf in leaves}
-            writer.finish(Metadata(entries, {leaf.key: leaf.path for leaf in leaves}), done)
-            os.rename(unfinished, target)
-
+    writer, part = FileSystemWriter(_unfinished(target)), f"writing its part of {target}"
     try:
-        written = together(mesh, f"writing its part of {target}", write, timeout)
-        together(mesh, f"the index of {target}", finish, timeout)
+        written = together(mesh, part, lambda: _write(writer, owned(leaves, mesh), rank), timeout)
+        index = f"writing the index of {target}"
+        together(mesh, index, lambda: _finish(writer, leaves, written, target, rank), timeout)
     except StorageError:
         if rank == 0:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            shutil.rmtree(_unfinished(target), ignore_errors=True)
         raise
 
 
@@ -111,6 +92,7 @@ def load(
     mesh: Mesh | None = None,
     specs: Any = None,
     *,
+    rules: AxisRules | None = None,
     partial: bool = False,
     timeout: float = 600.0,
 ) -> Any:
@@ -126,8 +108,8 @@ def load(
         path: of the directory.
         like: a tree of what is wanted, of which no value is read: MeshTensors, tensors (on ``meta``,
             say), ShapeDtypes, and scalars of the type to expect.
-        mesh, specs: where to put tensors, as `place` takes them. One without a spec (None) comes as
-            what it is in like: a MeshTensor with the same spec, or a plain tensor.
+        mesh, specs, rules: where to put tensors, as `place` takes them. One without a spec (None)
+            comes as what it is in like: a MeshTensor with the same spec, or a plain tensor.
         partial: the checkpoint may hold more than like.
         timeout: seconds to wait for the slowest rank.
 
@@ -140,18 +122,16 @@ def load(
         SpecError: specs do not fit.
     """
     source, (leaves, structure) = Path(path).absolute(), leaves_of(like, "like")
-    if specs is not None and mesh is None:
+    if mesh is not None:
+        specs = resolved(specs, rules, mesh, "specs")
+    elif specs is not None:
         raise SpecError("load was given specs and no mesh; write load(path, like, mesh, specs).")
     wanted = broadcast(specs, structure.unflatten([leaf.key for leaf in leaves]), "specs", "like")
     rooms = [empty(leaf, mesh, spec) for leaf, spec in zip(leaves, wanted, strict=True)]
     common = common_mesh([room.value for room in rooms])
     objects: dict[str, Any] = {}
-    together(
-        common,
-        f"loading {source}",
-        lambda: objects.update(_read(source, rooms, partial)),
-        timeout,
-    )
+    what = f"loading {source}"
+    together(common, what, lambda: objects.update(_read(source, rooms, partial)), timeout)
     return structure.unflatten([objects.get(room.key, room.value) for room in rooms])
 
 
@@ -159,14 +139,44 @@ def _unfinished(path: Path) -> Path:
     return path.with_name(f"{path.name}.unfinished")
 
 
-def _write(writer: FileSystemWriter, values: Mapping[str, Any], rank: int) -> list[Any]:
-    """Write this rank's file; what DCP's index is to say of it."""
-    planner = Writes(values)
+def _prepared(target: Path, leaves: Sequence[Leaf], rank: int) -> str:
+    """Check that the leaves can be stored there; a digest of what ranks must have in common."""
+    check_storable(leaves)
+    if rank == 0:
+        if os.path.lexists(target):
+            raise StorageError(
+                f"{target} exists already; save to a new path (with the step in its name, say), or "
+                "remove it first."
+            )
+        # What a save left that did not come to its end.
+        shutil.rmtree(_unfinished(target), ignore_errors=True)
+    return hashlib.sha256("\n".join(map(str, leaves)).encode()).hexdigest()
+
+
+def _write(writer: FileSystemWriter, leaves: Iterable[Leaf], rank: int) -> str:
+    """Write this rank's file; what DCP's index is to say of it, as text."""
+    planner = Writes({leaf.key: leaf.value for leaf in leaves})
     writer.set_up_storage_writer(rank == 0)
     plan = writer.prepare_local_plan(SavePlan(planner.items))
     # A rank's place in the list is all that the writer takes from the others' plans.
     plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
-    return list(writer.write_data(plan, planner).wait())
+    written = list(writer.write_data(plan, planner).wait())
+    return base64.b64encode(zlib.compress(pickle.dumps(written))).decode()
+
+
+def _finish(
+    writer: FileSystemWriter,
+    leaves: Sequence[Leaf],
+    written: Sequence[str],
+    target: Path,
+    rank: int,
+) -> None:
+    """The first rank writes the index, which makes a directory a checkpoint, and gives it its name."""
+    if rank == 0:
+        files = [pickle.loads(zlib.decompress(base64.b64decode(text))) for text in written]
+        entries = {leaf.key: entry(leaf.value) for leaf in leaves}
+        writer.finish(Metadata(entries, {leaf.key: leaf.path for leaf in leaves}), files)
+        os.rename(_unfinished(target), target)
 
 
 def _read(path: Path, rooms: Sequence[Leaf], partial: bool) -> dict[str, Any]:

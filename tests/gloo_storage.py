@@ -176,6 +176,7 @@ def storage_trees_that_differ(path: pathlib.Path, rank: int, world: int) -> list
         {"x": x, "step": int(rank > 0)},
         {"x": torch.ones(3) * rank, "y": x},
         {f"x{rank}": x} if rank else {},
+        [x, place(torch.zeros(4), Mesh({"tp": world}, virtual=True), P("tp"))],
     ]
     said = [message(lambda tree=tree: save(path, tree), path) for tree in trees]
     return [*said, str(os.listdir(path.parent))]
