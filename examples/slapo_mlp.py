@@ -67,7 +67,7 @@ def main(width: int = 1024, rows: tuple[int, ...] = (2, 512)) -> None:
             "jit(shard(vmap(mlp)))": (compiled(whole(torch.func.vmap(mlp, (None, 0)))), mlp),
         }
         for stack, (fn, reference) in stacks.items():
-            errors = [row.error for row in verify(fn, reference, params, x)]
+            errors = [row.error for row in verify(fn, reference, params, x[:, :16])]
             print(f"{stack:22} {max(errors):.1e}")
 
 
