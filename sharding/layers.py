@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from torchard.functional.module import Functional
+from torchard.functional.program import Program
+from torchard.sharding.heads import Units, units_of
 from torchard.sharding.spec import SpecError
 
-__all__ = ["LINEAR", "Layer", "layers_of"]
+__all__ = ["LINEAR", "Layer", "layers_of", "with_units"]
 
 LINEAR, EMBEDDING, OTHER, UNKNOWN = "linear", "embedding", "other", "unknown"
 
@@ -28,6 +30,7 @@ class Layer:
             goes by the first).
         shapes: by the same keys.
         transposed: its weight is [in, out], not [out, in].
+        units: by the same keys, into which units each dim comes apart; empty if nobody looked.
     """
 
     path: str
@@ -36,6 +39,7 @@ class Layer:
     names: Mapping[str, str]
     shapes: Mapping[str, Sequence[int]]
     transposed: bool = False
+    units: Mapping[str, tuple[Units, ...]] = field(default_factory=dict)
 
     @property
     def is_linear(self) -> bool:
@@ -66,6 +70,25 @@ def layers_of(model: Any) -> tuple[dict[str, Layer], Any]:
         f"parallelize got a {type(model).__name__}; it takes a module, a functionalized one, or a "
         "dict of parameters."
     )
+
+
+def with_units(layers: Mapping[str, Layer], program: Program) -> dict[str, Layer]:
+    """The layers with what a trace of the model says of their units.
+
+    Raises:
+        SpecError: the first argument of what was traced is not the model's params.
+    """
+    known = units_of(program)
+    missing = sorted({n for layer in layers.values() for n in layer.names.values()} - set(known))
+    if missing:
+        raise SpecError(
+            f"program is no trace of this model: its first argument has no {missing[0]!r}. Use "
+            "trace(fn)(params, ...) with the params of what is parallelized."
+        )
+    return {
+        path: replace(layer, units={k: known[name] for k, name in layer.names.items()})
+        for path, layer in layers.items()
+    }
 
 
 def _of_module(model: nn.Module) -> dict[str, Layer]:

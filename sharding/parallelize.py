@@ -7,7 +7,8 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
-from torchard.sharding.layers import Layer, layers_of
+from torchard.functional.program import Program
+from torchard.sharding.layers import Layer, layers_of, with_units
 from torchard.sharding.mesh import Mesh, MeshError
 from torchard.sharding.names import AxisRules, resolved
 from torchard.sharding.spec import P, SpecError, layout_of
@@ -25,6 +26,7 @@ def parallelize(
     batch: str | tuple[str, ...] | None = None,
     fsdp: str | tuple[str, ...] | None = None,
     rules: AxisRules | None = None,
+    program: Program | None = None,
 ) -> tuple[Any, dict[str, P]]:
     """The specs of a model's parameters, and the constraints on its activations.
 
@@ -49,6 +51,8 @@ def parallelize(
             stays as it is.
         rules: axes for names of dims (`sharding.names`), in ``batch``, ``fsdp`` and in the specs and
             layouts of styles. What comes back has axes only.
+        program: a trace of the model, ``trace(fn)(params, ...)``. Colwise and Rowwise that are not
+            told heads find them in it, by the views that follow a projection.
 
     Returns:
         specs: a tree like params, with a P for each; those of no style are replicated.
@@ -67,6 +71,8 @@ def parallelize(
         if name not in mesh.axes:
             raise MeshError(f"{mesh} has no axis {name!r}; its axes are {', '.join(mesh.axes)}.")
     layers, names = layers_of(model)
+    if program is not None:
+        layers = with_units(layers, program)
     claims, errors = _Claims(mesh, axis, batch, rules), list[str]()
     for pattern, style in plan.items():
         try:

@@ -120,15 +120,29 @@ class _Product(Style):
             )
         return layer.transposed if self.transposed is None else self.transposed
 
-    def _split(self, axis: str, other: str, parts: int = 1) -> P:
+    def _units(self, layer: Layer, dim: int, parts: int = 1) -> tuple[int, int | None]:
+        """The parts of a dim of the weight and the heads in each: as told, else as found."""
+        found = layer.units.get("weight")
+        if self.unit > 1 or self.heads is not None or not found or parts not in (1, found[dim][0]):
+            return parts, self.heads
+        parts, units = found[dim]
+        size = layer.shapes["weight"][dim]
+        if units == 1 < size // parts:
+            raise SpecError(
+                f"the {size} features of {layer.path!r} stay together in what follows, so that there "
+                f"is nothing to split; give {type(self).__name__}(heads=) or (unit=), or leave it out."
+            )
+        return parts, None if parts == 1 and units == size else units
+
+    def _split(self, axis: str, other: str, parts: int, heads: int | None) -> P:
         """A dim of ``parts`` times units, with another dim before it, after it, or none."""
-        if parts == self.unit == 1 and self.heads is None:
+        if parts == self.unit == 1 and heads is None:
             return P(None, axis) if other == "before" else P(axis, *[None] * (other == "after"))
         fused = "(parts units unit)"
         pattern = {"": fused, "before": f"other {fused}", "after": f"{fused} other"}[other]
         sizes: dict[str, Any] = {"unit": self.unit, "units": axis}
-        if self.heads is not None:
-            sizes = {"units": (self.heads, axis)}
+        if heads is not None:
+            sizes = {"units": (heads, axis)}
         return P.factors(pattern, parts=parts, **sizes)
 
 
@@ -158,8 +172,9 @@ class Colwise(_Product):
 
     def specs(self, layer: Layer, axis: str) -> dict[str, P]:
         transposed = layer.kind == EMBEDDING or self._of_linear(layer)
-        weight = self._split(axis, "before" if transposed else "after", self.parts)
-        found = {"weight": weight, "bias": self._split(axis, "", self.parts)}
+        parts, heads = self._units(layer, 1 if transposed else 0, self.parts)
+        weight = self._split(axis, "before" if transposed else "after", parts, heads)
+        found = {"weight": weight, "bias": self._split(axis, "", parts, heads)}
         return {layer.names[k]: spec for k, spec in found.items() if k in layer.names}
 
 
@@ -175,7 +190,8 @@ class Rowwise(_Product):
 
     def specs(self, layer: Layer, axis: str) -> dict[str, P]:
         transposed = layer.kind == EMBEDDING or self._of_linear(layer)
-        weight = self._split(axis, "after" if transposed else "before")
+        units = self._units(layer, 0 if transposed else 1)
+        weight = self._split(axis, "after" if transposed else "before", *units)
         return {layer.names["weight"]: weight}
 
 

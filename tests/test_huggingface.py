@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchard import Colwise, Mesh, P, Rowwise, functionalize, parallelize, place, shard
+from torchard import Colwise, Mesh, P, Rowwise, functionalize, parallelize, place, shard, trace
+from torchard.functional.program import Program
 
 transformers = pytest.importorskip("transformers")
 
@@ -36,19 +37,24 @@ def llama() -> Any:
 
 GPT2 = {
     "transformer.wte": Rowwise(),  # the head is tied to it
-    "*.attn.c_attn": Colwise(parts=3, heads=4),
-    "*.attn.c_proj": Rowwise(heads=4),
+    "*.attn.c_attn": Colwise(),
+    "*.attn.c_proj": Rowwise(),
     "*.mlp.c_fc": Colwise(),
     "*.mlp.c_proj": Rowwise(),
 }
 LLAMA = {
     "model.embed_tokens": Rowwise(),
-    "*.[qkv]_proj": Colwise(heads=4),
-    "*.o_proj": Rowwise(heads=4),
+    "*.[qkv]_proj": Colwise(),
+    "*.o_proj": Rowwise(),
     "*.gate_proj": Colwise(),
     "*.up_proj": Colwise(),
     "*.down_proj": Rowwise(),
     "lm_head": Colwise(),
+}
+# What is found in a trace, said by hand.
+TOLD = {
+    "gpt2": {"*.attn.c_attn": Colwise(parts=3, heads=4), "*.attn.c_proj": Rowwise(heads=4)},
+    "llama": {"*.[qkv]_proj": Colwise(heads=4), "*.o_proj": Rowwise(heads=4)},
 }
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {"gpt2": (gpt2, GPT2), "llama": (llama, LLAMA)}
 # The library's rotary embeddings and RMS norms work in float32 whatever the model is in.
@@ -85,6 +91,12 @@ def of_logits(logits: Tensor, ids: Tensor) -> Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
 
 
+@functools.cache
+def traced(name: str) -> Program:
+    fn, params, _ = model(name)
+    return trace(lambda p, ids: fn(p, ids, use_cache=False).logits)(params, IDS)
+
+
 def step(name: str) -> Any:
     fn = model(name)[0]
 
@@ -116,10 +128,19 @@ def sharded(name: str, on: str) -> tuple[Any, Any, Any]:
     axes, how = MESHES[on]
     mesh = Mesh(axes, virtual=True)
     plan = MODELS[name][1] if "tp" in axes else {}
-    specs, pins = parallelize(fn, mesh, plan, **how)
+    specs, pins = parallelize(fn, mesh, plan, program=traced(name), **how)
     ids = place(IDS, mesh, P("dp")) if "dp" in axes else IDS
     run = shard(step(name), mesh, out_specs=(specs, (P(), None)), constrain_at=pins)
     return run, place(params, mesh, specs), ids
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_heads_are_found_in_a_trace(name: str) -> None:
+    mesh, (fn, _, _), plan = Mesh({"tp": 3}, virtual=True), model(name), MODELS[name][1]
+    found, _ = parallelize(fn, mesh, plan, program=traced(name))
+    told, _ = parallelize(fn, mesh, {**plan, **TOLD[name]})
+    assert found == told
+    assert found != parallelize(fn, mesh, plan)[0]
 
 
 @pytest.mark.parametrize("name", MODELS)
