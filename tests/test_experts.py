@@ -24,7 +24,14 @@ from torchard import Mesh, P, constrain, nn, place, random, shard
 Params = dict[str, torch.Tensor]
 Keep = Callable[[torch.Tensor, P], torch.Tensor]
 GROUPS, TOKENS, WIDTH, HIDDEN, EXPERTS, CAPACITY = 4, 6, 5, 7, 4, 2
-BY_EXPERT, BY_GROUP = P("ep"), P(None, "ep")  # of [experts, groups, capacity, width]
+# Of [experts, groups, capacity, width]. What splits experts is taken from the groups meanwhile.
+BY_EXPERT, BY_GROUP = P("expert", "group"), P(None, "group")
+MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "ep=2": ({"ep": 2}, {"expert": "ep", "group": "ep"}),
+    "ep=3": ({"ep": 3}, {"expert": "ep", "group": "ep"}),
+    "ep=4": ({"ep": 4}, {"expert": "ep", "group": "ep"}),
+    "dp=2 ep=2": ({"dp": 2, "ep": 2}, {"expert": "ep", "group": ("dp", "ep")}),
+}
 
 
 def one_hot(index: torch.Tensor, size: int) -> torch.Tensor:
@@ -79,7 +86,7 @@ def parameters() -> Params:
     }
 
 
-SPECS = {"router": P(), "up": P("ep"), "bias": P("ep"), "down": P("ep")}
+SPECS = {"router": P(), **dict.fromkeys(["up", "bias", "down"], P("expert"))}
 X = random.normal(random.key(6), (GROUPS, TOKENS, WIDTH), dtype=torch.float64)
 
 
@@ -92,10 +99,12 @@ def step(k: int, keep: Keep = constrain) -> Callable[..., Any]:
     return torch.func.grad_and_value(functools.partial(loss, k, keep), argnums=(0, 1))
 
 
-def sharded(k: int, ranks: int, keep: Keep = constrain) -> tuple[Any, Any]:
-    mesh = Mesh({"ep": ranks}, virtual=True)
-    run = shard(step(k, keep), mesh, out_specs=((SPECS, P("ep")), P()))
-    return run, (place(parameters(), mesh, SPECS), place(X, mesh, P("ep")))
+def sharded(k: int, on: str, keep: Keep = constrain) -> tuple[Any, Any]:
+    axes, rules = MESHES[on]
+    mesh, groups = Mesh(axes, virtual=True), P("group")
+    run = shard(step(k, keep), mesh, out_specs=((SPECS, groups), P()), rules=rules)
+    params = place(parameters(), mesh, SPECS, rules=rules)
+    return run, (params, place(X, mesh, groups, rules=rules))
 
 
 def one_by_one(p: Params, x: torch.Tensor, k: int) -> torch.Tensor:
@@ -125,10 +134,10 @@ def test_the_layer_is_what_its_loop_says(k: int) -> None:
     assert GROUPS * TOKENS * k / 2 < dispatch.sum() < GROUPS * TOKENS * k
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("on", MESHES)
 @pytest.mark.parametrize("k", [1, 2])
-def test_equals_one_device(k: int, ranks: int) -> None:
-    run, args = sharded(k, ranks)
+def test_equals_one_device(k: int, on: str) -> None:
+    run, args = sharded(k, on)
     ((have, slope), value), ((want, dx), one) = run(*args), step(k, alone)(parameters(), X)
     torch.testing.assert_close(whole(value), one)
     torch.testing.assert_close(whole(slope), dx)
@@ -137,19 +146,35 @@ def test_equals_one_device(k: int, ranks: int) -> None:
 
 
 def crossed(program: Any) -> Counter[Any]:
-    return Counter((c.phase, c.kind, torch.Size(c.shape).numel()) for c in program.collectives)
+    return Counter(
+        (c.phase, c.kind, torch.Size(c.shape).numel(), "·".join(c.axes))
+        for c in program.collectives
+    )
+
+
+def there_and_back(elements: int) -> dict[Any, int]:
+    return {(phase, "all_to_all", elements, "ep"): 2 for phase in ("forward", "backward")}
+
+
+SENT = EXPERTS * GROUPS * CAPACITY * WIDTH
+ROUTER, EACH = WIDTH * EXPERTS, 2 * WIDTH * HIDDEN + HIDDEN
 
 
 @pytest.mark.parametrize("k", [1, 2])
 def test_tokens_cross_twice_in_each_pass(k: int) -> None:
     """There and back; besides, the gradient of the router and the loss, which are sums over tokens."""
-    run, args = sharded(k, 2)
-    sent = EXPERTS * GROUPS * CAPACITY * WIDTH // 2
-    assert crossed(run.lower(*args)) == Counter(
-        {
-            ("forward", "all_to_all", sent): 2,
-            ("backward", "all_to_all", sent): 2,
-            ("backward", "all_reduce", WIDTH * EXPERTS): 1,
-            ("forward", "all_reduce", 1): 1,
-        }
-    )
+    run, args = sharded(k, "ep=2")
+    sums = {("forward", "all_reduce", 1, "ep"): 1, ("backward", "all_reduce", ROUTER, "ep"): 1}
+    assert crossed(run.lower(*args)) == Counter({**there_and_back(SENT // 2), **sums})
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_tokens_stay_in_their_replica(k: int) -> None:
+    """Over two axes they cross one; the experts' gradients are summed over the other, in one call."""
+    run, args = sharded(k, "dp=2 ep=2")
+    sums = {
+        ("forward", "all_reduce", 1, "dp·ep"): 1,
+        ("backward", "all_reduce", ROUTER, "dp·ep"): 1,
+        ("backward", "all_reduce", EXPERTS // 2 * EACH, "dp"): 1,
+    }
+    assert crossed(run.lower(*args)) == Counter({**there_and_back(SENT // 4), **sums})
