@@ -28,7 +28,9 @@ __all__ = ["Units", "units_of"]
 Units = tuple[int, int]  # parts, one after the other, and the units that each of them is split into
 Source = tuple[str, int]  # a parameter and its dim
 
-_TAKES = {torch.ops.aten.select.int, torch.ops.aten.unbind.int}
+aten = torch.ops.aten
+_TAKES = {aten.select.int, aten.unbind.int}
+_ATTENTION = {aten._scaled_dot_product_flash_attention_for_cpu.default}  # of those with a rule
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,8 @@ class _Walk:
                 if factor in rule.whole and self._cuts(call, mark, rule, dims[mark.dim], factor):
                     self._cut(mark.source, room)
                     continue
+                if factor in rule.whole and call.target in _ATTENTION:
+                    room = 1  # a lone head: what is inside it cannot be split
                 self._join(met.setdefault(at, mark.source), mark.source, room)
         kept = {at: source for at, source in met.items() if at[0] not in rule.whole}
         return [list(_marks_on(rule, dims, kept)) for dims in rule.outs]

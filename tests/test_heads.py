@@ -163,6 +163,19 @@ def test_features_that_nothing_divides_are_not_split() -> None:
     parallelize(params, TP, {"up": Colwise(unit=1, heads=3)}, program=program)
 
 
+def test_a_lone_head_is_not_split() -> None:
+    """Queries share the one k and v: those are left to every rank, or the plan is refused."""
+    fn, params = functionalize(Attention(3, 1, q=12, k=4, v=4).double())
+    program = trace(fn)(params, X)
+    with pytest.raises(SpecError, match=r"plan\['k'\]: the 4 features of 'k' stay together"):
+        parallelize(fn, TP, {"k": Colwise()}, program=program)
+    specs, _ = parallelize(fn, TP, {"q": Colwise(), "out": Rowwise()}, program=program)
+    run = shard(fn, TP, out_specs=P())
+    placed = place(params, TP, specs)
+    assert [c.kind for c in run.lower(placed, X).collectives] == ["all_reduce"]
+    torch.testing.assert_close(run(placed, X), fn(params, X))
+
+
 def test_a_trace_of_something_else() -> None:
     fn, params = functionalize(Gated().double())
     other = trace(lambda p, x: fn(p, x))({k: v for k, v in params.items()}, X)
