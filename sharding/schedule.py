@@ -3,7 +3,8 @@
 The order is chosen on the SPMD graph, so it is the same on every rank. A collective that makes nothing
 larger (a reduction, an exchange) is issued right after its operand, ahead of work that does not need it,
 and waited for where it is used: the all_reduce of an activation's gradient runs beside the weight's
-matmul. Views of what arrives wait with it. Gathers stay where they are needed, since an early one holds
+matmul. Views of what arrives wait with it, and so do updates: every gradient may have been reduced by
+then, in one call. Gathers stay where they are needed, since an early one holds
 memory; those of parameters are ``gathers.py``'s.
 """
 
@@ -11,9 +12,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from torchard.sharding.aliases import is_alias
+from torchard.sharding.aliases import is_alias, output_values
+from torchard.sharding.updates import updated_inputs
 
-__all__ = ["issue_early", "wait_late"]
+__all__ = ["issue_early", "update_last", "wait_late"]
 
 _EARLY = ("all_reduce", "psum_scatter", "all_to_all")
 
@@ -47,6 +49,33 @@ def wait_late(graph: fx.Graph) -> None:
             first = min(node.users, key=at.__getitem__)
             first.prepend(node)
             at[node] = at[first]
+
+
+def update_last(graph: fx.Graph) -> None:
+    """Move what makes new parameters of reductions, and nothing else, to the end.
+
+    Gradients are then reduced before the first update: SGD's rate is multiplied onto a gradient that
+    still is pending, so that each reduction would stand between its own gradient and update.
+    """
+    results = graph.output_node()
+    updates = updated_inputs(graph)
+    ends = {v for i, v in enumerate(output_values(graph)) if i in updates}
+    late: set[fx.Node] = set()
+    for node in reversed(graph.nodes):
+        kept = node.op != "call_function" or "step" in node.meta
+        if not kept and all(user in late or (user is results and node in ends) for user in node.users):
+            late.add(node)
+    arrived: set[fx.Node] = set()
+    for node in list(graph.nodes):
+        if any(_is_sum(source) or source in arrived for source in node.all_input_nodes):
+            arrived.add(node)
+            if node in late:
+                results.prepend(node)
+
+
+def _is_sum(node: fx.Node) -> bool:
+    step = node.meta.get("step")
+    return step is not None and step.kind == "all_reduce"
 
 
 def _arrives(node: fx.Node) -> bool:

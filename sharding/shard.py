@@ -24,7 +24,7 @@ from torchard.sharding.plan import choose
 from torchard.sharding.prepare import prepare
 from torchard.sharding.propagate import BATCH, DERIVED, PARAMETER, Given
 from torchard.sharding.runtime import runtime_of
-from torchard.sharding.schedule import issue_early, wait_late
+from torchard.sharding.schedule import issue_early, update_last, wait_late
 from torchard.sharding.spec import P, SpecError, layout_of
 from torchard.sharding.spectree import specs_of_arguments, specs_of_results
 from torchard.sharding.updates import updated_inputs
@@ -190,6 +190,7 @@ class Shard:
         gather_again(graph, layers, batch)
         issue_early(graph)
         wait_late(graph)
+        update_last(graph)
         merge_reductions(graph)
         gather_by_layer(graph, layers)
 

@@ -173,11 +173,19 @@ def test_data_parallel_reduces_each_gradient_once() -> None:
     assert [r.kind for r in found if r.phase == "forward"] == ["all_reduce"]  # the scalar loss
 
 
-def test_an_update_after_the_gradients_still_leaves_one_reduction() -> None:
+OPTIMIZERS = {
+    "sgd": optim.sgd(0.1),  # whose rate meets a gradient that is not reduced yet
+    "momentum": optim.sgd(0.1, momentum=0.9),
+    "adamw": optim.adamw(0.1),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_update_after_the_gradients_still_leaves_one_reduction(name: str) -> None:
     """The last gradient is used before the end, as all are; the others can wait for it."""
     params, x, ct = S0_SMALL.normal(torch.float64)
     mesh = Mesh({"dp": 2}, virtual=True)
-    optimizer = optim.adamw(0.1)
+    optimizer = OPTIMIZERS[name]
 
     def step(p: Any, x: Any, ct: Any) -> Any:
         gradients = torch.func.grad(lambda p: (S0_SMALL.forward(p, x) * ct).sum())(p)
