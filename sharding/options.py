@@ -17,6 +17,7 @@ from torchard.sharding.factors import Factors, Rule
 from torchard.sharding.layout import Dim, Layout, Sizes, Sub, chunk, merge, refine
 
 __all__ = [
+    "Cost",
     "Option",
     "atomic",
     "dim_of_factors",
@@ -25,6 +26,23 @@ __all__ = [
     "in_blocks",
     "options",
 ]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an option costs.
+
+    Attributes:
+        split: the axes that split a factor.
+        work: points of the iteration space that the busiest rank computes.
+        exchanged: elements that the busiest rank sends or receives within the operation.
+        volume: elements of the largest local results.
+    """
+
+    split: frozenset[str]
+    work: int
+    exchanged: int
+    volume: int
 
 
 @dataclass(frozen=True)
@@ -44,8 +62,20 @@ class Option:
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
 
-    def work(self, sizes: dict[str, int]) -> int:
-        """Points of the iteration space that the busiest rank computes."""
+    def cost(self, sizes: Sizes) -> Cost:
+        """What it costs on a mesh. Layers repeat, and so do options: the answer is kept."""
+        known: dict[Sizes, Cost] = self.__dict__.setdefault("_costs", {})
+        if sizes not in known:
+            table = dict(sizes)
+            known[sizes] = Cost(
+                split=frozenset(a for axes in self.axes for a in axes),
+                work=self._work(table),
+                exchanged=self._exchanged(table),
+                volume=sum(out.largest_local(table) for out in self.outs),
+            )
+        return known[sizes]
+
+    def _work(self, sizes: dict[str, int]) -> int:
         rule = self.rule
         local = [_local_size(n, axes, sizes) for n, axes in zip(rule.sizes, self.axes, strict=True)]
         shared, tensors = rule.space
@@ -54,8 +84,7 @@ class Option:
         own = max((math.prod(local[f] for f in t) for t in tensors), default=1)
         return max(product * rest, own)
 
-    def exchanged(self, sizes: dict[str, int]) -> int:
-        """Elements that the busiest rank sends or receives within the operation."""
+    def _exchanged(self, sizes: dict[str, int]) -> int:
         if self.rule.halo is None:
             return 0
         blocks, each, moved = self.rule.halo

@@ -11,7 +11,7 @@ from torchard.sharding.decompose import comes_apart, decompose
 from torchard.sharding.decompositions import BIASED_PRODUCTS
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.options import atomic, factor_axes
-from torchard.sharding.propagate import Decision, Given, propagate
+from torchard.sharding.propagate import SWEEPS, Decision, Given, propagate
 from torchard.sharding.rules import Call, rule_of
 
 __all__ = ["Plan", "choose"]
@@ -33,7 +33,7 @@ def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
 
     All that can are tried together; if that does not pay, without one kind of them at a time.
     """
-    first = _with_split_products(Plan(graph, given, propagate(graph, given, mesh.sizes)), mesh)
+    first = _settled(graph, given, mesh)
     kinds = dict.fromkeys(_kind(node) for node in _torn(first, mesh))
     best, kept_whole = _explore(first, mesh, frozenset()), frozenset[str]()
     if best is first and len(kinds) > 1:
@@ -53,10 +53,10 @@ def _explore(plan: Plan, mesh: Mesh, kept_whole: frozenset[str]) -> Plan:
     best = plan
     for _ in range(_ROUNDS):
         torn = [node for node in _torn(plan, mesh) if _kind(node) not in kept_whole]
-        tried = _taken_apart(plan, torn, mesh) if torn else None
-        if tried is None:
+        made = _taken_apart(plan, torn, mesh) if torn else None
+        if made is None:
             break
-        plan = _with_split_products(tried, mesh)
+        plan = _settled(*made, mesh)
         if plan.decision.total < best.decision.total:
             best = plan
     return best
@@ -69,17 +69,24 @@ def _kind(node: fx.Node) -> str:
     return text.split("::")[-1].replace("_backward", "").replace("_forward", "").strip("_")
 
 
-def _with_split_products(plan: Plan, mesh: Mesh) -> Plan:
-    """Products that carry their bias, and whose contraction is split, leave it for afterwards.
+def _settled(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
+    """The plan of a graph whose products leave their bias for afterwards where contractions are split.
 
     Not a matter of price: together the two hide the option to split the contraction, and the work.
+    One sweep finds most of them; the rest of the sweeps are for what the graph has become.
     """
+    sweeps = 1 if any(n.target in BIASED_PRODUCTS for n in graph.nodes) else SWEEPS
+    plan = Plan(graph, given, propagate(graph, given, mesh.sizes, sweeps))
     for _ in range(_ROUNDS):
         torn = [node for node in _torn(plan, mesh) if node.target in BIASED_PRODUCTS]
-        tried = _taken_apart(plan, torn, mesh, by_blocks=False) if torn else None
-        if tried is None:
+        made = _taken_apart(plan, torn, mesh, by_blocks=False) if torn else None
+        if made is None and sweeps == SWEEPS:
             break
-        plan = tried
+        sweeps = SWEEPS if made is None else 1
+        graph, given = made or (plan.graph, plan.given)
+        plan = Plan(graph, given, propagate(graph, given, mesh.sizes, sweeps))
+    if sweeps < SWEEPS:
+        plan = replace(plan, decision=propagate(plan.graph, plan.given, mesh.sizes))
     return plan
 
 
@@ -104,8 +111,8 @@ def _torn(plan: Plan, mesh: Mesh) -> list[fx.Node]:
 
 def _taken_apart(
     plan: Plan, torn: list[fx.Node], mesh: Mesh, *, by_blocks: bool = True
-) -> Plan | None:
-    """The plan with these operations decomposed, on a copy of the graph."""
+) -> tuple[fx.Graph, Given] | None:
+    """A copy of the graph with these operations decomposed, and what is given there."""
     graph, env = copy_graph(plan.graph)
     parts = {node: _parts(plan, node, mesh) if by_blocks else None for node in torn}
     if not any([decompose(graph, env[node], parts[node]) for node in torn]):
@@ -118,7 +125,7 @@ def _taken_apart(
         ranks={env[n]: v for n, v in plan.given.ranks.items()},
         fixed={env[n]: v for n, v in plan.given.fixed.items()},
     )
-    return Plan(graph, given, propagate(graph, given, mesh.sizes))
+    return graph, given
 
 
 def _parts(plan: Plan, node: fx.Node, mesh: Mesh) -> tuple[tuple[int, ...], ...]:

@@ -30,10 +30,10 @@ from torchard.sharding.reshard import cost
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.rules.registry import result_index
 
-__all__ = ["BATCH", "CONSTRAINT", "DERIVED", "PARAMETER", "Decision", "Given", "propagate"]
+__all__ = ["BATCH", "CONSTRAINT", "DERIVED", "PARAMETER", "SWEEPS", "Decision", "Given", "propagate"]
 
 BATCH, PARAMETER, CONSTRAINT, DERIVED = range(4)
-_SWEEPS = 4
+SWEEPS = 4
 _POINTS_PER_BYTE = 32.0
 
 
@@ -81,13 +81,13 @@ class Decision:
         return self.bytes + self.work / _POINTS_PER_BYTE
 
 
-def propagate(graph: fx.Graph, given: Given, sizes: Sizes) -> Decision:
-    """Decide the layout of every value of a program."""
+def propagate(graph: fx.Graph, given: Given, sizes: Sizes, sweeps: int = SWEEPS) -> Decision:
+    """Decide the layout of every value of a program, in some sweeps at most."""
     wishes = _wishes(graph, given, sizes)
     asked: dict[fx.Node, dict[Layout, None]] = {}
     needs = _output_needs(graph, given)
     best: Decision | None = None
-    for _ in range(_SWEEPS):
+    for _ in range(sweeps):
         sweep = _Sweep(graph, given, sizes, wishes, asked, needs)
         decision = sweep.run()
         if best is None or decision.total < best.total:
@@ -257,7 +257,7 @@ class _Sweep:
             self._take(operand, layout, node)
         self.decision.option[node] = option
         self.decision.raw[node] = option.outs
-        self.decision.work += option.work(self.table)
+        self.decision.work += option.cost(self.sizes).work
         self.decision.bytes += self._exchanged(call, option)
         ranks = self._ranks_of(call, homes, option)
         if isinstance(node.meta["val"], (tuple, list)):
@@ -284,9 +284,9 @@ class _Sweep:
     def _key(
         self, node: fx.Node, call: Call, homes: Sequence[Layout], option: Option
     ) -> tuple[object, ...]:
-        split = {a for axes in option.axes for a in axes}
+        known = option.cost(self.sizes)
         brought = {a for home in homes for a in home.split_axes}
-        lost = math.prod(self.table[a] for a in brought - split)
+        lost = math.prod(self.table[a] for a in brought - known.split)
         moved = [0] * (DERIVED + 1)
         wire = 0.0
         for operand, home, layout in zip(call.operands, homes, option.ins, strict=True):
@@ -297,12 +297,11 @@ class _Sweep:
                     if home.dim_of(axis) != layout.dim_of(axis):
                         moved[self.ranks[operand].get(axis, DERIVED)] += 1
         wire += self._exchanged(call, option) + self._onward(node, option)
-        volume = sum(out.largest_local(self.table) for out in option.outs)
-        return lost, self._missed(node, option), tuple(moved), wire, volume
+        return lost, self._missed(node, option), tuple(moved), wire, known.volume
 
     def _exchanged(self, call: Call, option: Option) -> float:
         """Bytes that the operation itself moves."""
-        moved = option.exchanged(self.table)
+        moved = option.cost(self.sizes).exchanged
         return float(moved * _itemsize(call.operands[0], 0)) if moved else 0.0
 
     def _missed(self, node: fx.Node, option: Option) -> int:
