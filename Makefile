@@ -48,8 +48,8 @@ types: $(STAMP) ## mypy --strict
 	$(BIN)/mypy --strict -p torchard
 
 demo: $(STAMP) ## train one model by three plans, on two gloo ranks and a virtual mesh (two minutes at most)
-	$(TORCHRUN) examples/train_gpt.py --mesh tp=2 --plan tp
-	$(TORCHRUN) examples/train_gpt.py --mesh dp=2 --plan fsdp
+	$(TORCHRUN) examples/train_gpt.py --mesh tp=2 --plan tp --steps 150
+	$(TORCHRUN) examples/train_gpt.py --mesh dp=2 --plan fsdp --steps 150
 	$(BIN)/python examples/train_gpt.py --virtual dp=2,tp=2 --plan fsdp+tp --steps 50
 
 bench: $(STAMP) ## torchard, DTensor and Megatron by hand, in one table (ARGS=--quick)
