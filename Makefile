@@ -52,8 +52,9 @@ demo: $(STAMP) ## train one model by three plans, on two gloo ranks and a virtua
 	$(TORCHRUN) examples/train_gpt.py --mesh dp=2 --plan fsdp --steps 150
 	$(BIN)/python examples/train_gpt.py --virtual dp=2,tp=2 --plan fsdp+tp --steps 50
 
-bench: $(STAMP) ## torchard, DTensor and Megatron by hand, in one table (ARGS=--quick)
+bench: $(STAMP) ## torchard, DTensor and Megatron by hand, in one table; what planning costs (ARGS=--quick)
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+	$(BIN)/python benchmarks/planning.py $(ARGS)
 
 clean: ## everything that was built, .venv included
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
