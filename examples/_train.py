@@ -186,8 +186,12 @@ def sharded(task: Task, recipe: Recipe, mesh: Mesh, here: _job.Job) -> tuple[Par
         print(f"What one step sends over {mesh}:\n\n{plan}\n", flush=True)
 
     def keep(number: int, params: Params, state: Any) -> None:
-        here.doing = f"saving step {number}"
-        save_step(task.options, number, params, state)
+        if is_kept(task.options, number):
+            here.doing = f"saving step {number}"
+            tree = {"params": params, "state": state, "step": number}
+            torchard.save(
+                task.options.save / f"step-{number}", tree, timeout=task.options.timeout
+            )
 
     params, curve = train(run, params, state, batches, task, here, str(mesh), first, keep)
 
@@ -198,11 +202,9 @@ def sharded(task: Task, recipe: Recipe, mesh: Mesh, here: _job.Job) -> tuple[Par
     return gathered(params), curve, float(held_out)
 
 
-def save_step(options: argparse.Namespace, number: int, params: Params, state: Any) -> None:
-    """A checkpoint after every so many steps, and after the last."""
-    if options.save and (number % options.save_every == 0 or number == options.steps):
-        tree = {"params": params, "state": state, "step": number}
-        torchard.save(options.save / f"step-{number}", tree, timeout=options.timeout)
+def is_kept(options: argparse.Namespace, number: int) -> bool:
+    """Checkpoints are of every so many steps, and of the last."""
+    return bool(options.save) and (number % options.save_every == 0 or number == options.steps)
 
 
 def resumed(options: argparse.Namespace, params: Params, state: Any) -> tuple[Params, Any, int]:

@@ -8,6 +8,7 @@ decomposition is taken only if it returns what the operation returns, in shape a
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -136,6 +137,7 @@ def _shape(node: fx.Node) -> Any:
     return getattr(node.meta["val"], "shape", None), "of an operand"
 
 
+_NUMBERS = itertools.count()
 _KEPT = ("source", "scope", "phase", "recompute", "name")
 
 
@@ -146,6 +148,7 @@ def _inline(
     inputs = [n for n in traced.nodes if n.op == "placeholder"]
     env.update(zip(inputs, operands, strict=True))
     tags = {k: node.meta[k] for k in _KEPT if k in node.meta}
+    tags["part_of"] = next(_NUMBERS)
     for inner in traced.nodes:
         if inner.op == "call_function":
             env[inner] = graph.node_copy(inner, env.__getitem__)

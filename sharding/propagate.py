@@ -248,11 +248,7 @@ class _Sweep:
             wished.append(self.wishes[node])
         fixed = self.given.fixed.get(node)
         candidates = (fixed,) if fixed else options(rule, homes, wished, self.sizes)
-        option = (
-            candidates[0]
-            if len(candidates) == 1
-            else min(candidates, key=lambda o: self._key(node, call, homes, o))
-        )
+        option = candidates[0] if len(candidates) == 1 else self._best(node, call, homes, candidates)
         for operand, layout in zip(call.operands, option.ins, strict=True):
             self._take(operand, layout, node)
         self.decision.option[node] = option
@@ -264,6 +260,17 @@ class _Sweep:
             self.ranks[node] = ranks
         else:
             self._resolve(node, option.outs[0], ranks)
+
+    def _best(
+        self, node: fx.Node, call: Call, homes: Sequence[Layout], candidates: Sequence[Option]
+    ) -> Option:
+        least = min(option.cost(self.sizes).volume for option in candidates)
+        for option in candidates:
+            if option.ins == tuple(homes) and option.cost(self.sizes).volume == least:
+                lost, missed, moved, wire, _ = self._key(node, call, homes, option)
+                if lost == 1 and not (missed or any(moved) or wire):
+                    return option  # as everything stands, nothing can be better
+        return min(candidates, key=lambda option: self._key(node, call, homes, option))
 
     def _ranks_of(
         self, call: Call, homes: Sequence[Layout], option: Option
@@ -283,7 +290,7 @@ class _Sweep:
 
     def _key(
         self, node: fx.Node, call: Call, homes: Sequence[Layout], option: Option
-    ) -> tuple[object, ...]:
+    ) -> tuple[int, int, tuple[int, ...], float, int]:
         known = option.cost(self.sizes)
         brought = {a for home in homes for a in home.split_axes}
         lost = math.prod(self.table[a] for a in brought - known.split)

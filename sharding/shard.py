@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 from torchard.functional.program import FREE, Leaf, Program
@@ -21,6 +22,7 @@ from torchard.sharding.partition import partition, unpartition
 from torchard.sharding.pins import Hint, is_pin, pin, pin_named, pin_rank, pinned_layout, where_of
 from torchard.sharding.place import Held
 from torchard.sharding.plan import choose
+from torchard.sharding.precision import check_reduce_dtype, reduce_widely
 from torchard.sharding.prepare import prepare
 from torchard.sharding.propagate import BATCH, DERIVED, PARAMETER, Given
 from torchard.sharding.runtime import runtime_of
@@ -41,6 +43,7 @@ def shard(
     *,
     constrain_at: Mapping[str, P] | None = None,
     rules: AxisRules | None = None,
+    reduce_dtype: torch.dtype | None = None,
     check_replicated: bool = True,
 ) -> Transformed:
     """``fn``, which is written for whole arrays, run on a mesh.
@@ -53,6 +56,7 @@ def shard(
         out_specs: a pytree prefix of the result; None leaves specs to propagation.
         constrain_at: specs for named values, by a pattern over ``scope/name``.
         rules: axes for names of dims, in these specs and in ``constrain`` inside (`sharding.names`).
+        reduce_dtype: sums over ranks of narrower floats are made in it; None, in their own.
         check_replicated: compare plain tensors over ranks by checksum when first used.
 
     Returns:
@@ -66,11 +70,13 @@ def shard(
 
     Source: GSPMD (Xu et al. 2021), Shardy's factor propagation.
     """
+    check_reduce_dtype(reduce_dtype)
     in_specs = resolved(in_specs, rules, mesh, "in_specs")
     out_specs = resolved(out_specs, rules, mesh, "out_specs")
     pins = tuple((constrain_at or {}).items())
     known = None if rules is None else Rules.of(rules, mesh)
-    return Transformed(fn, (Shard(mesh, in_specs, out_specs, pins, check_replicated, fn, known),))
+    own = Shard(mesh, in_specs, out_specs, pins, check_replicated, fn, known, reduce_dtype)
+    return Transformed(fn, (own,))
 
 
 class Shard:
@@ -85,14 +91,17 @@ class Shard:
         check_replicated: bool = True,
         fn: Callable[..., Any] | None = None,
         rules: Rules | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         self.mesh, self.in_specs, self.out_specs = mesh, in_specs, out_specs
+        self.reduce_dtype = reduce_dtype
         self.pins, self.check_replicated, self.fn, self.rules = pins, check_replicated, fn, rules
 
     def _key(self) -> tuple[Any, ...]:
         specs = (self.in_specs, self.out_specs)
         given = tuple(None if s is None else id(s) for s in specs)
-        return self.mesh, given, self.pins, self.check_replicated, self.rules
+        how = (self.check_replicated, self.rules, self.reduce_dtype)
+        return self.mesh, given, self.pins, how
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Shard) and self._key() == other._key()
@@ -161,6 +170,8 @@ class Shard:
         new = partition(made.graph, made.given, made.decision, self.mesh.sizes)
         attach_moves(new, self.mesh)
         attach_windows(new, self.mesh)
+        if self.reduce_dtype is not None:
+            reduce_widely(new, self.reduce_dtype)
         self._schedule(new, program, made.given)
         outputs = self._outputs(program, made.decision.outputs)
         inputs = tuple(
@@ -206,7 +217,9 @@ class Shard:
         plain = tuple(
             replace(leaf, tag=None) if leaf.tag is FREE else leaf for leaf in copied.outputs
         )
-        own = Shard(self.mesh, check_replicated=self.check_replicated)
+        own = Shard(
+            self.mesh, check_replicated=self.check_replicated, reduce_dtype=self.reduce_dtype
+        )
         return replace(copied, outputs=plain, asks=(*copied.asks, own))
 
     def _pin_inputs(

@@ -45,7 +45,8 @@ def inside(example: Example) -> None:
 
 
 def search(check: Callable[[Example], None], part: int, count: int, **options: Any) -> None:
-    """Always the same examples, a part's own; others under ``--hypothesis-profile=explore``."""
+    """Always the same examples, a part's own; others, longer, with ``--hypothesis-profile=explore``."""
+    fixed = settings.get_current_profile_name() == "ci"
 
     @settings(
         max_examples=count,
@@ -55,11 +56,10 @@ def search(check: Callable[[Example], None], part: int, count: int, **options: A
         suppress_health_check=quiet,
         **options,
     )
-    @given(programs())
+    @given(programs(6 if fixed else 8))
     def run(example: Example) -> None:
         check(example)
 
-    fixed = settings.get_current_profile_name() == "ci"
     (seed(part)(run) if fixed else run)()
 
 
@@ -92,4 +92,4 @@ def test_a_broken_rule_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(REGISTRY, target, rule)
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
         # The first failure will do.
-        search(outside, 1, EXAMPLES, phases=[Phase.generate], report_multiple_bugs=False)
+        search(outside, 0, PARTS * EXAMPLES, phases=[Phase.generate], report_multiple_bugs=False)

@@ -128,14 +128,19 @@ def dropped_mlp(act: Callable[[Tensor], Tensor], p: Params, x: Tensor) -> tuple[
 
 
 def on_mesh(
-    act: Callable[[Tensor], Tensor], params: Params, x: Tensor, ranks: int
+    act: Callable[[Tensor], Tensor],
+    params: Params,
+    x: Tensor,
+    ranks: int,
+    reduce_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, ...]:
     """The four outputs; their specs and the one collective are found from the weights' specs."""
     mesh = virtual(tp=ranks)
     placed = place(params, mesh, SPLIT)
-    run = shard(lambda p, x: dropped_mlp(act, p, x), mesh)
+    run = shard(lambda p, x: dropped_mlp(act, p, x), mesh, reduce_dtype=reduce_dtype)
     (reduce,) = run.lower(placed, x).collectives
     assert (reduce.kind, reduce.shape) == ("all_reduce", (64, 128))
+    assert reduce.dtype == (reduce_dtype or x.dtype)
     found = run(placed, x)
     assert [value.spec.axes for value in found] == [("tp",), ("tp",), (), ()]
     assert found[0].parts[0].shape == (64, -(-512 // ranks))
@@ -172,17 +177,20 @@ def test_bf16_with_relu_of_small_integers_is_exact(ranks: int) -> None:
     assert torch.equal(zeros[0] & ~zeros[1], zeros[2] & ~zeros[3]), "another dropout mask"
 
 
+@pytest.mark.parametrize(("reduce_dtype", "times"), [(None, 2.0), (torch.float32, 1.05)])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])
-def test_bf16_with_gelu_is_nearly_as_close_as_one_device(ranks: int) -> None:
-    """Errors against float64, as root mean squares; the sum over ranks is in bf16, too."""
+def test_bf16_with_gelu_is_nearly_as_close_as_one_device(
+    ranks: int, reduce_dtype: torch.dtype | None, times: float
+) -> None:
+    """Errors against float64, as root mean squares; with the sum over ranks in bf16, or wider."""
     params, x = drawn(lambda key, shape: nn.init_normal(key, shape, 0.02, torch.bfloat16))
     x = x * 50
     exact = dropped_mlp(tanh_gelu, *wide(params, x))
     eager = dropped_mlp(tanh_gelu, params, x)
-    have = on_mesh(tanh_gelu, params, x, ranks)
+    have = on_mesh(tanh_gelu, params, x, ranks, reduce_dtype)
     for mine, theirs, value in zip(have, eager, exact, strict=True):
         error, allowed = ((v.double() - value).norm() for v in (mine, theirs))
-        assert 0 < error <= 2 * allowed
+        assert 0 < error <= times * allowed
     for mine, theirs in zip(have[:2], eager[:2], strict=True):
         assert torch.equal(mine, theirs)  # nothing was reduced yet
 
