@@ -20,8 +20,10 @@ node.meta      meaning
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -183,6 +185,19 @@ class Program:
         from torchard.functional.text import program_text
 
         return program_text(self)
+
+    def draw(self, path: str | os.PathLike[str]) -> Path:
+        """Draw the program: layers, what flows between them, collectives with their bytes.
+
+        Args:
+            path: of the file, whose suffix (svg, pdf, png) is the format.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+        """
+        from torchard.functional.draw import draw
+
+        return draw(self, path)
 
     # -- making -------------------------------------------------------------------------------
 

@@ -194,6 +194,8 @@ class Shard:
             if isinstance(known, int):
                 continue
             layout, rank = known
+            if isinstance(leaf.hint, Hint):  # where a plain argument is put first
+                layout = self._layout_of_hint(leaf, node)
             if rank == PARAMETER:
                 layers[node] = layer_of(leaf.path)
             elif rank == BATCH:

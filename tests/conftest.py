@@ -1,5 +1,7 @@
 """What every test shares: one thread, a fixed seed, derandomised property tests."""
 
+import gc
+
 import pytest
 import torch
 from hypothesis import settings
@@ -8,6 +10,10 @@ SEED = 20_111_112
 
 # Tests run in several processes at once; each process's torch then wants one core.
 torch.set_num_threads(1)
+# What was imported stays: collections need not look through it again and again.
+gc.collect()
+gc.freeze()
+gc.set_threshold(5000, 20, 20)
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)

@@ -56,7 +56,7 @@ def search(check: Callable[[Example], None], part: int, count: int, **options: A
         suppress_health_check=quiet,
         **options,
     )
-    @given(programs(6 if fixed else 8))
+    @given(programs(5 if fixed else 8))
     def run(example: Example) -> None:
         check(example)
 

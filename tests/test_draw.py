@@ -1,0 +1,74 @@
+"""A plan as a picture says what the plan says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchard import Mesh, P, scope, shard, trace
+from torchard.functional.draw import layers_of
+
+W = [torch.randn(8, 8) for _ in range(2)]
+X = torch.randn(6, 8)
+
+
+def loss(ws: list[Tensor], x: Tensor) -> Tensor:
+    x = x * 2
+    for i, w in enumerate(ws):
+        with scope(f"block/{i}"), scope("linear"):
+            x = (x @ w).tanh()
+    return x.sum()
+
+
+@pytest.fixture
+def program() -> Any:
+    mesh = Mesh({"dp": 2}, virtual=True)
+    return shard(torch.func.grad(loss), mesh, in_specs=(P(), P("dp"))).lower(W, X)
+
+
+def test_layers_are_scopes_of_a_phase(program: Any) -> None:
+    layers = layers_of(program)
+    names = [(layer.name, layer.phase) for layer in layers]
+    forward = ["inputs", "block/0", "block/1"]
+    assert names[:3] == [(name, "forward") for name in forward]
+    assert ("block/0", "backward") in names and ("block/1", "backward") in names
+    at = {name: i for i, name in enumerate(names)}
+    flows = {i: set(layer.feeds) for i, layer in enumerate(layers)}
+    assert at["block/1", "forward"] in flows[at["block/0", "forward"]]
+    assert at["block/0", "backward"] in flows[at["block/1", "backward"]]
+    assert at["block/0", "backward"] in flows[at["block/0", "forward"]], "residuals"
+    assert sum(len(layer.nodes) for layer in layers) == len(program.calls)
+
+
+def test_every_collective_is_counted_with_its_bytes(program: Any) -> None:
+    lines = [line for layer in layers_of(program) for line in layer.lines if "×" in line]
+    # Two gradients of 8 x 8 floats, merged: a ring of two sends them once.
+    assert lines == ["1 × all_reduce(dp)  512 B"]
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_the_file(program: Any, tmp_path: Path, suffix: str) -> None:
+    path = program.draw(tmp_path / f"plan.{suffix}")
+    data = path.read_bytes()
+    if suffix == "png":
+        assert data.startswith(b"\x89PNG")
+        return
+    text = data.decode()
+    for said in ("block/0", "(backward)", "all_reduce(dp)", "f32[6, 8] P(dp, None)", "residual"):
+        assert said in text, said
+
+
+def test_a_program_on_one_device_and_one_that_does_nothing(tmp_path: Path) -> None:
+    assert "block/1" in trace(loss)(W, X).draw(tmp_path / "one.svg").read_text()
+    assert "0 nodes" in trace(lambda x: x)(X).draw(tmp_path / "none.svg").read_text()
+
+
+def test_without_matplotlib(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'torchard\[examples\]'"):
+        program.draw("plan.svg")
