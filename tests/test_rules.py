@@ -81,7 +81,7 @@ def test_every_option_for_any_layouts(target: Any) -> None:
     """Whatever layouts the operands have, composite and pending ones too, and are wished for."""
 
     @given(st.data())
-    @settings(max_examples=3, database=None)
+    @settings(max_examples=2, database=None)
     def run(data: st.DataObject) -> None:
         sample = data.draw(st.sampled_from(samples(target)))
         op, mesh = one_op(target, sample), data.draw(meshes())
