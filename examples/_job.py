@@ -234,5 +234,5 @@ def job(name: str, timeout: float) -> Iterator[Job]:
         here.join()
         yield here
         here.leave()
-    except Exception as error:
+    except Exception as error:  # whatever it is, it is said and ends the job
         here.failed(error)

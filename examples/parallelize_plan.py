@@ -94,6 +94,7 @@ def main(width: int = 64) -> None:
         assert found == "2 all_reduce over tp"
 
         print("\nA plan that cannot be meant:\n")
+        # "columns" is no style, and a type checker says so, too.
         wrong = {"*.l3": Colwise(), "*.norm": Rowwise(), "*.l1": "columns"}
         try:
             parallelize(functionalize(blocks)[0], mesh, wrong)  # type: ignore[arg-type]

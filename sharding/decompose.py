@@ -19,15 +19,15 @@ from torchard.functional.errors import PurityError
 from torchard.functional.purify import purify
 from torchard.functional.record import Spec, record
 from torchard.sharding import images, pools, resample  # noqa: F401  (their entries)
+from torchard.sharding.aliases import output_values
 from torchard.sharding.decompositions import DECOMPOSITIONS
-from torchard.sharding.neighbours import NEIGHBOURS
+from torchard.sharding.neighbours import NEIGHBOURS, Parts
 from torchard.sharding.rules import Call, lookup
 from torchard.sharding.rules.registry import result_index, results
 
 __all__ = ["comes_apart", "decompose", "same_call"]
 
 
-Parts = tuple[tuple[int, ...], ...]
 _OF_SEVERAL = (torch.ops.aten.cat.default,)  # which may have something all the same
 
 
@@ -113,7 +113,7 @@ def _writes_for_good(node: fx.Node) -> bool:
 
 def _same_results(graph: fx.Graph, node: fx.Node) -> bool:
     want = results(node)
-    have = [n.meta["val"] for n in graph.output_node().args[0]]  # type: ignore[union-attr]
+    have = [n.meta["val"] for n in output_values(graph)]
     return len(want) == len(have) and all(
         w.shape == h.shape and w.dtype == h.dtype
         for w, h in zip(want, have, strict=True)
@@ -153,7 +153,7 @@ def _inline(
         if inner.op == "call_function":
             env[inner] = graph.node_copy(inner, env.__getitem__)
             env[inner].meta = {"val": inner.meta["val"], **tags}
-    return [env[n] for n in traced.output_node().args[0]]  # type: ignore[union-attr,index]
+    return [env[n] for n in output_values(traced)]
 
 
 def _replace(graph: fx.Graph, node: fx.Node, pieces: list[fx.Node]) -> None:

@@ -93,20 +93,11 @@ def _std(
     return _moments(x, dim, correction, keepdim)[0].sqrt()
 
 
-@register_decomposition(aten.addmm.default)
+@register_decomposition(aten.addmm.default, aten.baddbmm.default)
 def _addmm(
     bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
 ) -> torch.Tensor:
-    product = torch.mm(a, b)
-    product = product if alpha == 1 else product * alpha
-    return product + (bias if beta == 1 else bias * beta)
-
-
-@register_decomposition(aten.baddbmm.default)
-def _baddbmm(
-    bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, beta: Any = 1, alpha: Any = 1
-) -> torch.Tensor:
-    product = torch.bmm(a, b)
+    product = torch.mm(a, b) if a.ndim == 2 else torch.bmm(a, b)
     product = product if alpha == 1 else product * alpha
     return product + (bias if beta == 1 else bias * beta)
 

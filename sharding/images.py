@@ -14,7 +14,16 @@ import torch
 from torchard.sharding.neighbours import Parts, each_of, register, strided, worthwhile
 from torchard.sharding.rules.blocks import blocks, unblocks
 
-__all__ = ["fold", "gradient_of_reading", "reading", "replaced", "split_image_dim", "spread", "unfold"]
+__all__ = [
+    "fold",
+    "gradient_of_reading",
+    "readers",
+    "reading",
+    "replaced",
+    "split_image_dim",
+    "spread",
+    "unfold",
+]
 
 aten = torch.ops.aten
 
@@ -143,15 +152,20 @@ def gradient_of_reading(
     """
     size = x.shape[dim]
     each = each_of(size, count)
-    # A block of x is read by results of which the first and the last stand so to its own place.
-    first, last = -((reach - 1 - padding) // step), (each - 1 + padding) // step
-    near = fold(reading(grad, dim, count, each // step, first, last - first + 1), dim)
-    wide = (last - first) * step + reach
+    first, width = readers(each, step, padding, reach)
+    near = fold(reading(grad, dim, count, each // step, first, width), dim)
+    wide = (width - 1) * step + reach
     shape = [near.shape[0], *x.shape[1:dim], wide, *x.shape[dim + 1 :]]
     like = torch.zeros(shape, dtype=x.dtype, device=x.device)
     begin = padding - first * step
     own = _window_of(run(near, like), dim, begin, each)
     return unblocks(unfold(own, dim, count), dim, size)
+
+
+def readers(each: int, step: int, padding: int, reach: int) -> tuple[int, int]:
+    """Which results read a block of ``each`` elements: the first, from its own place, and how many."""
+    first, last = -((reach - 1 - padding) // step), (each - 1 + padding) // step
+    return first, last - first + 1
 
 
 def reading(

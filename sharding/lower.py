@@ -48,9 +48,9 @@ class Transport(Protocol):
     """Moves data between coordinates."""
 
     def step(
-        self, low: Lowering, step: Step, values: dict[Key, Value], val: torch.Tensor, last: bool
+        self, low: Lowering, step: Step, values: dict[Key, Value], val: torch.Tensor
     ) -> dict[Key, Value]:
-        """The values after a step, by key of ``step.after``. ``last``: nobody reads ``values`` again."""
+        """The values after a step, by key of ``step.after``."""
 
     def together(
         self, low: Lowering, moves: Sequence[tuple[Step, dict[Key, Value], torch.Tensor]]
@@ -251,10 +251,7 @@ class Lowering:
         elif "step" in node.meta:
             (source,) = node.all_input_nodes
             val = node.meta["val"]
-            last = len(source.users) == 1 and source.op != "placeholder"
-            self.env[node] = self.transport.step(
-                self, node.meta["step"], self.env[source], val, last
-            )
+            self.env[node] = self.transport.step(self, node.meta["step"], self.env[source], val)
         elif "lowered" in node.meta:
             self.env[node] = node.meta["lowered"](self, node)
         elif node.target is operator.getitem:

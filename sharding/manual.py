@@ -19,6 +19,7 @@ from torch import fx
 
 from torchard.functional.errors import DerivativeError
 from torchard.functional.program import Program
+from torchard.sharding.aliases import output_values
 from torchard.sharding.collectives import record_of
 from torchard.sharding.constrain import pinned_spec
 from torchard.sharding.layout import VARYING, Layout, Sub
@@ -115,8 +116,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def _check_results(program: Program, graph: fx.Graph, varying: dict[fx.Node, Axes]) -> None:
-    values = graph.output_node().args[0]
-    for leaf, value in zip(program.outputs, values, strict=True):  # type: ignore[arg-type]
+    for leaf, value in zip(program.outputs, output_values(graph), strict=True):
         if isinstance(value, fx.Node) and varying[value]:
             axes = tuple(sorted(varying[value]))
             raise DerivativeError(
@@ -240,7 +240,7 @@ class _Lowered:
         have, values = source.meta["layout"], low.env[source]
         if self.step is not None:
             values = _told_apart(low, values, have, self.step.before)
-            values = low.transport.step(low, self.step, values, source.meta["val"], False)
+            values = low.transport.step(low, self.step, values, source.meta["val"])
             have = self.step.after
         return _told_apart(low, values, have, node.meta["layout"])
 

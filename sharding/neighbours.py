@@ -15,10 +15,22 @@ import torch
 
 from torchard.sharding.rules.blocks import Window, blocks, unblocks, windows
 
-__all__ = ["NEIGHBOURS", "Parts", "each_of", "register", "strided", "worthwhile"]
+__all__ = [
+    "NEIGHBOURS",
+    "Parts",
+    "clipped",
+    "each_of",
+    "in_windows",
+    "places_in",
+    "register",
+    "starts",
+    "strided",
+    "worthwhile",
+]
 
 aten = torch.ops.aten
 Parts = Sequence[Sequence[int]]
+Run = tuple[int, int, int, int]
 NEIGHBOURS: dict[Any, Callable[..., Any]] = {}
 
 
@@ -40,10 +52,29 @@ def worthwhile(n: int, count: int) -> bool:
     return 1 < count < n
 
 
-def _clipped(start: int, stop: int, size: int) -> tuple[tuple[int, int, int, int], ...]:
+def clipped(start: int, stop: int, size: int) -> tuple[Run, ...]:
     """The run of a window that begins at ``start``, without what is outside of the dim."""
     low, high = max(start, 0), min(stop, size)
     return ((low, high - low, 1, low - start),) if low < high else ()
+
+
+def in_windows(
+    x: torch.Tensor, dim: int, width: int, runs: Sequence[tuple[Run, ...]], fill: Any = 0
+) -> torch.Tensor:
+    """x [..., n, ...] as [..., count, width, ...]: for each block its window, by its runs of x."""
+    return windows(blocks(x, dim, len(runs)), Window(dim, width, fill, tuple(runs)))
+
+
+def starts(like: torch.Tensor, dim: int, count: int, step: int, first: int = 0) -> torch.Tensor:
+    """first + j step for every block j, to be added along the dim of blocks of ``like``."""
+    found = torch.arange(count, device=like.device) * step + first
+    return found.reshape(count, *(1 for _ in like.shape[dim + 1 :]))
+
+
+def places_in(like: torch.Tensor, dim: int, count: int, each: int) -> torch.Tensor:
+    """The places of elements in the whole dim, [count, each, 1, ...], beside blocks of ``like``."""
+    found = torch.arange(count * each, device=like.device)
+    return found.reshape(count, each, *(1 for _ in like.shape[dim + 1 :]))
 
 
 def strided(
@@ -63,9 +94,9 @@ def strided(
     for j in range(count):
         own = min(each, made - j * each)
         start = first + j * each * step
-        runs.append(_clipped(start, start + (own - 1) * step + reach, n) if own > 0 else ())
+        runs.append(clipped(start, start + (own - 1) * step + reach, n) if own > 0 else ())
     width = (each - 1) * step + reach
-    return windows(blocks(x, dim, count), Window(dim, width, fill, tuple(runs)))
+    return in_windows(x, dim, width, runs, fill)
 
 
 # -- moving along the dim -------------------------------------------------------------------------
@@ -83,8 +114,7 @@ def _slice(
     for j in range(count):
         own = places[j * each : (j + 1) * each]
         runs.append(((own[0], len(own), step, 0),) if own else ())
-    found = windows(blocks(x, dim, count), Window(dim, each, 0, tuple(runs)))
-    return unblocks(found, dim, len(places))
+    return unblocks(in_windows(x, dim, each, runs), dim, len(places))
 
 
 @register(aten.slice_backward.default)
@@ -132,9 +162,8 @@ def _roll(parts: Parts, x: torch.Tensor, shifts: list[int], dims: Sequence[int] 
         runs = []
         for j in range(count):
             start, stop = j * each - shift, min((j + 1) * each, n) - shift
-            runs.append((*_clipped(start + n, stop + n, n), *_clipped(start, stop, n)))
-        moved = windows(blocks(x, dim, count), Window(dim, each, 0, tuple(runs)))
-        done = unblocks(moved, dim, n)
+            runs.append((*clipped(start + n, stop + n, n), *clipped(start, stop, n)))
+        done = unblocks(in_windows(x, dim, each, runs), dim, n)
         rest = [(s, d) for i, (s, d) in enumerate(zip(shifts, dims, strict=True)) if i != k]
         return aten.roll.default(done, *map(list, zip(*rest, strict=True))) if rest else done
     return NotImplemented
@@ -150,9 +179,8 @@ def _flip(parts: Parts, x: torch.Tensor, dims: Sequence[int]) -> Any:
         runs = []
         for j in range(count):
             start = n - (j + 1) * each
-            runs.append(_clipped(start, start + each, n))
-        moved = windows(blocks(x, dim, count), Window(dim, each, 0, tuple(runs)))
-        turned = aten.flip.default(moved, [dim + 1])
+            runs.append(clipped(start, start + each, n))
+        turned = aten.flip.default(in_windows(x, dim, each, runs), [dim + 1])
         done = unblocks(turned, dim, n)
         rest = [d for i, d in enumerate(dims) if i != k]
         return aten.flip.default(done, rest) if rest else done
@@ -167,8 +195,7 @@ def _cat(parts: Parts, tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
     if not worthwhile(made, count):
         return NotImplemented
     each, offset, found = each_of(made, count), 0, None
-    places = torch.arange(count * each, device=tensors[0].device).reshape(count, each)
-    places = places.reshape(count, each, *(1 for _ in tensors[0].shape[dim + 1 :]))
+    places = places_in(tensors[0], dim, count, each)
     for x in tensors:
         if x.shape[dim] == 0:
             continue
@@ -187,8 +214,8 @@ def _cumsum(parts: Parts, x: torch.Tensor, dim: int, *, dtype: torch.dtype | Non
     dim %= max(x.ndim, 1)
     if not x.ndim or not worthwhile(x.shape[dim], parts[0][dim]):
         return NotImplemented
-    count, kind = parts[0][dim], dtype or (x.dtype if x.is_floating_point() else torch.int64)
-    within = torch.cumsum(blocks(x.to(kind), dim, count), dim + 1)
+    count = parts[0][dim]
+    within = torch.cumsum(blocks(x, dim, count), dim + 1, dtype=dtype)
     totals = within.select(dim + 1, -1)
     before = torch.cumsum(totals, dim).narrow(dim, 0, count - 1)
     pad = [0, 0] * (totals.ndim - 1 - dim) + [1, 0]
@@ -208,8 +235,7 @@ def _topk(
         return NotImplemented
     each = n // count
     values, places = torch.topk(blocks(x, dim, count), min(k, each), dim + 1, largest)
-    first = torch.arange(count, device=x.device) * each
-    places = places + first.reshape(count, *(1 for _ in x.shape[dim:]))
+    places = places + starts(places, dim, count, each)
     shape = [*x.shape[:dim], -1, *x.shape[dim + 1 :]]
     best, at = torch.topk(values.reshape(shape), k, dim, largest, sorted)
     return best, torch.gather(places.reshape(shape), dim, at)

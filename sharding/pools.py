@@ -1,4 +1,4 @@
-"""How pools and interpolation of a split image come apart. See ``images.py``."""
+"""How pools of a split image come apart. See ``images.py``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,21 @@ import torch
 from torchard.sharding.images import (
     fold,
     gradient_of_reading,
+    readers,
     reading,
     replaced,
     split_image_dim,
     spread,
     unfold,
 )
-from torchard.sharding.neighbours import Parts, each_of, register, strided, worthwhile
+from torchard.sharding.neighbours import (
+    Parts,
+    each_of,
+    register,
+    starts,
+    strided,
+    worthwhile,
+)
 from torchard.sharding.rules.blocks import unblocks
 
 aten = torch.ops.aten
@@ -32,10 +40,11 @@ def _lowest(dtype: torch.dtype) -> float | int:
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def _starts(x: torch.Tensor, dim: int, count: int, step: int, first: int) -> torch.Tensor:
-    """first + j step for every block j, shaped to be added along the dim of blocks."""
-    found = torch.arange(count, device=x.device) * step + first
-    return found.reshape(count, *(1 for _ in x.shape[dim + 1 :]))
+def _split(parts: Parts, x: torch.Tensor) -> tuple[int | None, int]:
+    """The image dim that some operand has split, and over how many ranks."""
+    split = [max(each) for each in zip(*parts, strict=True)]
+    dim = split_image_dim(split, x.shape) if x.ndim == 4 else None
+    return dim, 1 if dim is None else split[dim]
 
 
 @register(aten.max_pool2d_with_indices.default)
@@ -48,19 +57,17 @@ def _max_pool(
     dilation: Any = (1,),
     ceil: bool = False,
 ) -> Any:
-    dim = split_image_dim(parts[0], x.shape) if x.ndim == 4 else None
+    dim, count = _split(parts, x)
     if dim is None:
         return NotImplemented
-    i, count = dim - 2, parts[0][dim]
+    i = dim - 2
     kernel, padding, dilation = (spread(v, 2) for v in (kernel, padding, dilation))
     stride = spread(stride, 2) if stride else kernel
     reach = dilation[i] * (kernel[i] - 1) + 1
     made = _made(x.shape[dim], kernel[i], stride[i], padding[i], reach, ceil)
     if not worthwhile(made, count):
         return NotImplemented
-    seen = strided(
-        x, dim, count, made, stride[i], -padding[i], reach, _lowest(x.dtype)
-    )
+    seen = strided(x, dim, count, made, stride[i], -padding[i], reach, _lowest(x.dtype))
     values, places = aten.max_pool2d_with_indices.default(
         fold(seen, dim), kernel, stride, replaced(padding, i, 0), dilation, ceil
     )
@@ -69,7 +76,7 @@ def _max_pool(
     wide = seen.shape[4] if dim == 2 else seen.shape[dim + 1]
     at = [places // wide, places % wide]
     # Of a window of nothing but minus infinity the first element that is not padding counts.
-    at[i] = (at[i] + _starts(places, dim, count, step, -padding[i])).clamp(0, x.shape[dim] - 1)
+    at[i] = (at[i] + starts(places, dim, count, step, -padding[i])).clamp(0, x.shape[dim] - 1)
     places = at[0] * x.shape[3] + at[1]
     return unblocks(values, dim, made), unblocks(places, dim, made)
 
@@ -87,23 +94,21 @@ def _max_pool_backward(
     places: torch.Tensor,
 ) -> Any:
     """Each block takes what falls on it from the results that may have read it."""
-    split = [max(each) for each in zip(*parts, strict=True)]
-    dim = split_image_dim(split, x.shape) if x.ndim == 4 else None
+    dim, count = _split(parts, x)
     if dim is None:
         return NotImplemented
-    i, count, size = dim - 2, split[dim], x.shape[dim]
+    i, size = dim - 2, x.shape[dim]
     kernel, padding, dilation = (spread(v, 2) for v in (kernel, padding, dilation))
     stride = spread(stride, 2) if stride else kernel
     each, step = each_of(size, count), stride[i]
     if not worthwhile(size, count) or each % step:
         return NotImplemented
     reach = dilation[i] * (kernel[i] - 1) + 1
-    first, last = -((reach - 1 - padding[i]) // step), (each - 1 + padding[i]) // step
-    width = last - first + 1
+    first, width = readers(each, step, padding[i], reach)
     near = reading(grad, dim, count, each // step, first, width)
     hit = reading(places, dim, count, each // step, first, width, fill=-1)
     at = [torch.div(hit, x.shape[3], rounding_mode="floor"), hit % x.shape[3]]
-    at[i] = at[i] - _starts(hit, dim, count, each, 0)
+    at[i] = at[i] - starts(hit, dim, count, each, 0)
     mine = (at[i] >= 0) & (at[i] < each) & (hit >= 0)
     image = replaced(x.shape[2:], i, each)
     flat = fold(torch.where(mine, at[0] * image[1] + at[1], 0), dim)
@@ -130,10 +135,10 @@ def _avg_pool(
     counts_padding: bool = True,
     divisor: int | None = None,
 ) -> Any:
-    dim = split_image_dim(parts[0], x.shape) if x.ndim == 4 else None
+    dim, count = _split(parts, x)
     if dim is None:
         return NotImplemented
-    i, count = dim - 2, parts[0][dim]
+    i = dim - 2
     kernel, padding = spread(kernel, 2), spread(padding, 2)
     stride = spread(stride, 2) if stride else kernel
     made = _made(x.shape[dim], kernel[i], stride[i], padding[i], kernel[i], ceil)
@@ -158,11 +163,10 @@ def _avg_pool_backward(
     counts_padding: bool,
     divisor: int | None,
 ) -> Any:
-    split = [max(each) for each in zip(*parts, strict=True)]
-    dim = split_image_dim(split, x.shape) if x.ndim == 4 else None
+    dim, count = _split(parts, x)
     if dim is None:
         return NotImplemented
-    i, count = dim - 2, split[dim]
+    i = dim - 2
     kernel, padding = spread(kernel, 2), spread(padding, 2)
     stride = spread(stride, 2) if stride else kernel
     each = each_of(x.shape[dim], count)

@@ -12,18 +12,34 @@ from typing import Any
 import torch
 
 from torchard.sharding.images import fold, replaced, split_image_dim, unfold
-from torchard.sharding.neighbours import Parts, each_of, register, worthwhile
-from torchard.sharding.rules.blocks import Window, blocks, unblocks, windows
+from torchard.sharding.neighbours import (
+    Parts,
+    clipped,
+    each_of,
+    in_windows,
+    places_in,
+    register,
+    worthwhile,
+)
+from torchard.sharding.rules.blocks import Window, unblocks, windows
 
 aten = torch.ops.aten
 
 
-def _factor(dim: int | None, shape: Sequence[int], size: Sequence[int], scales: Sequence[Any]) -> int:
+Scales = tuple[float | None, float | None]
+
+
+def _factor(dim: int | None, shape: Sequence[int], size: Sequence[int], scales: Scales) -> int:
     """By how much a split dim grows; 0 where that is no whole number or not what the scale says."""
     if dim is None or len(shape) != 4:
         return 0
     factor, rest = divmod(size[dim - 2], shape[dim])
     return factor if not rest and scales[dim - 2] in (None, factor) else 0
+
+
+def _but(scales: Scales, dim: int) -> list[float | None]:
+    """Scales of the other dims; that of a split one follows from the sizes."""
+    return [None if i == dim - 2 else s for i, s in enumerate(scales)]
 
 
 def _with_borders(x: torch.Tensor, dim: int, count: int, border: int) -> torch.Tensor:
@@ -39,16 +55,7 @@ def _with_borders(x: torch.Tensor, dim: int, count: int, border: int) -> torch.T
         if border and stop == n:
             run.append((n - 1, 1, 1, stop - start + 1))
         runs.append(tuple(run) if start < stop else ())
-    return windows(blocks(x, dim, count), Window(dim, each + 2 * border, 0, tuple(runs)))
-
-
-def _enlarged(
-    up: Any, x: torch.Tensor, dim: int, count: int, factor: int, size: Sequence[int], border: int
-) -> torch.Tensor:
-    seen = _with_borders(x, dim, count, border)
-    y = unfold(up(fold(seen, dim), seen.shape[dim + 1] * factor), dim, count)
-    y = y.narrow(dim + 1, border * factor, each_of(x.shape[dim], count) * factor)
-    return _cut_anew(y, dim, size[dim - 2])
+    return in_windows(x, dim, each + 2 * border, runs)
 
 
 def _cut_anew(y: torch.Tensor, dim: int, size: int) -> torch.Tensor:
@@ -67,30 +74,70 @@ def _lent(
     grad: torch.Tensor, dim: int, count: int, factor: int, n: int, border: int
 ) -> torch.Tensor:
     """The cotangents of what blocks of n lines with borders are made into."""
-    each, size, runs = each_of(n, count), n * factor, []
+    each, runs = each_of(n, count), []
     for j in range(count):
         start, stop = (j * each - border) * factor, (min((j + 1) * each, n) + border) * factor
-        low, high = max(start, 0), min(stop, size)
-        runs.append(((low, high - low, 1, low - start),) if j * each < n else ())
-    width = (each + 2 * border) * factor
-    return windows(blocks(grad, dim, count), Window(dim, width, 0, tuple(runs)))
+        runs.append(clipped(start, stop, n * factor) if j * each < n else ())
+    return in_windows(grad, dim, (each + 2 * border) * factor, runs)
+
+
+def _enlarged(
+    op: Any,
+    border: int,
+    parts: Parts,
+    x: torch.Tensor,
+    size: Sequence[int],
+    how: tuple[Any, ...],
+    scales: Scales,
+) -> Any:
+    """``op(x, size, *how, *scales)``, whose elements read ``border`` lines at both sides of their own."""
+    dim = split_image_dim(parts[0], x.shape)
+    factor = _factor(dim, x.shape, size, scales)
+    if dim is None or not factor:
+        return NotImplemented
+    count = parts[0][dim]
+    seen = _with_borders(x, dim, count, border)
+    sizes = replaced(size, dim - 2, seen.shape[dim + 1] * factor)
+    y = unfold(op(fold(seen, dim), sizes, *how, *_but(scales, dim)), dim, count)
+    y = y.narrow(dim + 1, border * factor, each_of(x.shape[dim], count) * factor)
+    return _cut_anew(y, dim, size[dim - 2])
+
+
+def _gathered_back(
+    op: Any,
+    border: int,
+    parts: Parts,
+    grad: torch.Tensor,
+    size: Sequence[int],
+    shape: Sequence[int],
+    how: tuple[Any, ...],
+    scales: Scales,
+) -> Any:
+    """``op(grad, size, shape, *how, *scales)``, the gradient of `_enlarged`."""
+    dim = split_image_dim(parts[0], grad.shape)
+    factor = _factor(dim, shape, size, scales)
+    if dim is None or not factor or not worthwhile(shape[dim], parts[0][dim]):
+        return NotImplemented
+    n, count = shape[dim], parts[0][dim]
+    each = each_of(n, count)
+    near = fold(_lent(grad, dim, count, factor, n, border), dim)
+    like = [near.shape[0], shape[1], *replaced(shape[2:], dim - 2, each + 2 * border)]
+    sizes = replaced(size, dim - 2, near.shape[dim])
+    seen = unfold(op(near, sizes, like, *how, *_but(scales, dim)), dim, count)
+    own = seen.narrow(dim + 1, border, each)
+    if border:  # what falls on a line outside of the image falls on the outermost
+        before, behind = seen.narrow(dim + 1, 0, each), seen.narrow(dim + 1, 2, each)
+        places = places_in(grad, dim, count, each)
+        own = own + torch.where(places == 0, before, 0) + torch.where(places == n - 1, behind, 0)
+    return unblocks(own, dim, n)
 
 
 @register(aten.upsample_nearest2d.default)
 def _nearest(
-    parts: Parts, x: torch.Tensor, size: list[int], scale_h: Any = None, scale_w: Any = None
+    parts: Parts, x: torch.Tensor, size: list[int], scales_h: Any = None, scales_w: Any = None
 ) -> Any:
-    dim, scales = split_image_dim(parts[0], x.shape), (scale_h, scale_w)
-    factor = _factor(dim, x.shape, size, scales)
-    if dim is None or not factor:
-        return NotImplemented
-
-    def up(image: torch.Tensor, lines: int) -> torch.Tensor:
-        sizes, rest = replaced(size, dim - 2, lines), _but(scales, dim)
-        made: torch.Tensor = aten.upsample_nearest2d.default(image, sizes, *rest)
-        return made
-
-    return _enlarged(up, x, dim, parts[0][dim], factor, size, 0)
+    op = aten.upsample_nearest2d.default
+    return _enlarged(op, 0, parts, x, size, (), (scales_h, scales_w))
 
 
 @register(aten.upsample_bilinear2d.default)
@@ -98,21 +145,14 @@ def _bilinear(
     parts: Parts,
     x: torch.Tensor,
     size: list[int],
-    corners: bool,
-    scale_h: Any = None,
-    scale_w: Any = None,
+    align_corners: bool,
+    scales_h: Any = None,
+    scales_w: Any = None,
 ) -> Any:
-    dim, scales = split_image_dim(parts[0], x.shape), (scale_h, scale_w)
-    factor = _factor(dim, x.shape, size, scales)
-    if dim is None or not factor or corners:
+    if align_corners:
         return NotImplemented
-
-    def up(image: torch.Tensor, lines: int) -> torch.Tensor:
-        sizes, rest = replaced(size, dim - 2, lines), _but(scales, dim)
-        made: torch.Tensor = aten.upsample_bilinear2d.default(image, sizes, False, *rest)
-        return made
-
-    return _enlarged(up, x, dim, parts[0][dim], factor, size, 1)
+    op = aten.upsample_bilinear2d.default
+    return _enlarged(op, 1, parts, x, size, (False,), (scales_h, scales_w))
 
 
 @register(aten.upsample_nearest2d_backward.default)
@@ -121,20 +161,11 @@ def _nearest_backward(
     grad: torch.Tensor,
     size: list[int],
     shape: list[int],
-    scale_h: Any = None,
-    scale_w: Any = None,
+    scales_h: Any = None,
+    scales_w: Any = None,
 ) -> Any:
-    dim, scales = split_image_dim(parts[0], grad.shape), (scale_h, scale_w)
-    factor = _factor(dim, shape, size, scales)
-    if dim is None or not factor or not worthwhile(shape[dim], parts[0][dim]):
-        return NotImplemented
-    n, count = shape[dim], parts[0][dim]
-    near = fold(_lent(grad, dim, count, factor, n, 0), dim)
-    lines, rest = near.shape[dim] // factor, _but(scales, dim)
-    like = [near.shape[0], shape[1], *replaced(shape[2:], dim - 2, lines)]
-    sizes = replaced(size, dim - 2, near.shape[dim])
-    own = aten.upsample_nearest2d_backward.default(near, sizes, like, *rest)
-    return unblocks(unfold(own, dim, count), dim, n)
+    op = aten.upsample_nearest2d_backward.default
+    return _gathered_back(op, 0, parts, grad, size, shape, (), (scales_h, scales_w))
 
 
 @register(aten.upsample_bilinear2d_backward.default)
@@ -143,30 +174,11 @@ def _bilinear_backward(
     grad: torch.Tensor,
     size: list[int],
     shape: list[int],
-    corners: bool,
-    scale_h: Any = None,
-    scale_w: Any = None,
+    align_corners: bool,
+    scales_h: Any = None,
+    scales_w: Any = None,
 ) -> Any:
-    dim, scales = split_image_dim(parts[0], grad.shape), (scale_h, scale_w)
-    factor = _factor(dim, shape, size, scales)
-    if dim is None or not factor or corners or not worthwhile(shape[dim], parts[0][dim]):
+    if align_corners:
         return NotImplemented
-    n, count = shape[dim], parts[0][dim]
-    each = each_of(n, count)
-    near = fold(_lent(grad, dim, count, factor, n, 1), dim)
-    lines, rest = near.shape[dim] // factor, _but(scales, dim)
-    like = [near.shape[0], shape[1], *replaced(shape[2:], dim - 2, lines)]
-    sizes = replaced(size, dim - 2, near.shape[dim])
-    own = aten.upsample_bilinear2d_backward.default(near, sizes, like, False, *rest)
-    own = unfold(own, dim, count)
-    # What falls on a line outside of the image falls on the outermost.
-    places = torch.arange(count * each, device=grad.device).reshape(count, each)
-    places = places.reshape(count, each, *(1 for _ in shape[dim + 1 :]))
-    before, here, behind = (own.narrow(dim + 1, k, each) for k in range(3))
-    here = here + torch.where(places == 0, before, 0) + torch.where(places == n - 1, behind, 0)
-    return unblocks(here, dim, n)
-
-
-def _but(scales: Sequence[Any], dim: int) -> list[Any]:
-    """Scales of the other dims; that of a split one follows from the sizes."""
-    return [None if i == dim - 2 else s for i, s in enumerate(scales)]
+    op = aten.upsample_bilinear2d_backward.default
+    return _gathered_back(op, 1, parts, grad, size, shape, (False,), (scales_h, scales_w))

@@ -91,7 +91,7 @@ class Lockstep:
     """All ranks in one process: collectives are tensor operations on the ranks' values."""
 
     def step(
-        self, low: Lowering, step: Step, values: dict[Key, Value], val: torch.Tensor, last: bool
+        self, low: Lowering, step: Step, values: dict[Key, Value], val: torch.Tensor
     ) -> dict[Key, Value]:
         pieces = Pieces(low, step, low.mesh)
         move = getattr(self, f"_{step.kind}")
@@ -104,7 +104,7 @@ class Lockstep:
         self, low: Lowering, moves: Sequence[tuple[Step, dict[Key, Value], torch.Tensor]]
     ) -> list[dict[Key, Value]]:
         """One after another: here nothing is gained by sending them at once."""
-        return [self.step(low, step, values, val, False) for step, values, val in moves]
+        return [self.step(low, step, values, val) for step, values, val in moves]
 
     def fetch(
         self, low: Lowering, what: Fetch, values: dict[Key, Value]

@@ -7,6 +7,7 @@ that of an aligned cut, sends nothing, and every rank knows so.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -49,15 +50,13 @@ def _record(
 ) -> Collective:
     val = node.all_input_nodes[0].meta["val"]
     local = [Layout((dim,)).largest_local(dict(sizes)) for dim in layout.dims]
-    each = local[window.dim + 1]
     local[window.dim : window.dim + 2] = [moved]
-    elements = layout.largest_local(dict(sizes)) // max(each, 1) * moved
     return Collective(
         "all_to_all",
         axes,
         tuple(local),
         val.dtype,
-        elements * val.dtype.itemsize,
+        math.prod(local) * val.dtype.itemsize,
         source=node.meta.get("source") or "",
         scope=node.meta.get("scope") or "",
         phase=node.meta.get("phase") or "forward",

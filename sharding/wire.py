@@ -30,7 +30,7 @@ class Wire:
     """One rank: collectives are torch's functional ones over the mesh's process groups."""
 
     def step(
-        self, low: Lowering, step: Step, values: dict[Key, Value], val: torch.Tensor, last: bool
+        self, low: Lowering, step: Step, values: dict[Key, Value], val: torch.Tensor
     ) -> dict[Key, Value]:
         pieces = Pieces(low, step, low.mesh)
         (at,) = low.coords

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from batched_samples import BATCHED
 from block_samples import BLOCKS
+from pointwise_samples import pointwise_samples
 from sample_calls import F64, S, Sample, bools, holes, ids, x
-
-from torchard.sharding.rules.pointwise import _is_pointwise
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -458,61 +455,17 @@ SAMPLES: dict[Any, list[Sample]] = {
 SAMPLES |= BATCHED | BLOCKS
 
 
-def _pointwise_samples(target: Any) -> Iterator[Sample]:
-    """Simple calls of a pointwise overload: tensors for tensors, small numbers for numbers."""
-    made: dict[str, Any]
-    for dtype in (F64, torch.int64, torch.bool):
-        args: list[Any] = []
-        made = {}
-        shapes = itertools.cycle([(5, 4), (4,), (5, 1)])
-        for a in target._schema.arguments:
-            value = _argument(a, dtype, shapes)
-            if a.kwarg_only:
-                if value is not None and not a.has_default_value():
-                    made[a.name] = value
-            elif value is not None:
-                args.append(value)
-            else:
-                args.append(a.default_value)
-        yield S(*args, tolerance=1e-13, **made)
-
-
-def _argument(a: Any, dtype: torch.dtype, shapes: Iterator[tuple[int, ...]]) -> Any:
-    kind = str(a.type)
-    if kind == "Tensor":
-        shape = next(shapes)
-        if a.name in ("condition", "mask"):
-            return bools(*shape)
-        return x(*shape, low=0, high=4, dtype=dtype)
-    if a.has_default_value():
-        return None
-    return {"number": 2, "int": 1, "float": 0.5, "bool": True, "Scalar": 2}.get(kind)
-
-
-def pointwise_overloads() -> list[Any]:
-    """Every pointwise aten overload that changes nothing in place."""
-    found = []
-    for name in sorted(torch._C._dispatch_get_all_op_names()):
-        if not name.startswith("aten::"):
-            continue
-        head, _, overload = name[6:].partition(".")
-        op = getattr(getattr(aten, head, None), overload or "default", None)
-        if op is not None and _is_pointwise(op) and not op._schema.is_mutable:
-            found.append(op)
-    return found
-
-
 @functools.cache
 def samples(target: Any) -> list[Sample]:
     """The sample calls of an operation."""
     if target in SAMPLES:
         return SAMPLES[target]
-    return [s for s in _pointwise_samples(target) if _callable(target, s)]
+    return [s for s in pointwise_samples(target) if _callable(target, s)]
 
 
 def _callable(target: Any, sample: Sample) -> bool:
     try:
         target(*sample.args, **sample.kwargs)
-    except Exception:
+    except Exception:  # a made-up call need not fit; test_rules lists those that have none at all
         return False
     return True

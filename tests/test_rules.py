@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_op import OneOp, one_op, run_option, ways
-from op_samples import pointwise_overloads, samples
+from op_samples import samples
+from pointwise_samples import pointwise_overloads
 from sample_calls import Sample
 
 from torchard.functional.codegen import compiled

@@ -44,6 +44,12 @@ def _not_on_all(leads: Sequence[tuple[int, ...]]) -> list[int]:
     return [i for i, found in enumerate(sizes) if len(set(found)) > 1]
 
 
+def emit_into_shape(call: Call, local: Local) -> Any:
+    """A backward whose second argument is the whole shape of its result: here the local one."""
+    grad, _, *rest = local.args
+    return local.call(call.target, grad, local.shape(), *rest)
+
+
 def emit_contiguous(call: Call, local: Local) -> Any:
     """For kernels that read memory as if operands were contiguous; a shard need not be."""
     args = [

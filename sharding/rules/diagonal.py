@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
+from torchard.sharding.rules.batched import emit_into_shape
+from torchard.sharding.rules.registry import Call, letters, register_rule, spell
 
 aten = torch.ops.aten
 
@@ -36,11 +35,6 @@ def _diagonal_backward(call: Call) -> str:
     return f"{diagonal} -> {matrix} | linear 0{whole}"
 
 
-def _emit_diagonal_backward(call: Call, local: Local) -> Any:
-    grad, _, *rest = local.args
-    return local.call(call.target, grad, local.shape(), *rest)
-
-
 def _diagonal_scatter(call: Call) -> str:
     rank = len(call.ins[0])
     matrix, diagonal, whole = _shapes(rank, _pair(call, rank, 3))
@@ -54,8 +48,6 @@ def _diag_embed(call: Call) -> str:
 
 
 register_rule(aten.diagonal.default, aten.diagonal_copy.default, text=_diagonal)
-register_rule(
-    aten.diagonal_backward.default, text=_diagonal_backward, emit=_emit_diagonal_backward
-)
+register_rule(aten.diagonal_backward.default, text=_diagonal_backward, emit=emit_into_shape)
 register_rule(aten.diagonal_scatter.default, text=_diagonal_scatter)
 register_rule(aten.diag_embed.default, text=_diag_embed)

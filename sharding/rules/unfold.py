@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
+from torchard.sharding.rules.batched import emit_into_shape
+from torchard.sharding.rules.registry import Call, letters, register_rule, spell
 
 aten = torch.ops.aten
 
@@ -33,13 +32,8 @@ def _unfold_backward(call: Call) -> str | None:
     return f"{windows} -> {whole}{clauses}"
 
 
-def _emit_unfold_backward(call: Call, local: Local) -> Any:
-    grad, _, *rest = local.args
-    return local.call(call.target, grad, local.shape(), *rest)
-
-
 register_rule(aten.unfold.default, aten.unfold_copy.default, text=_unfold)
-register_rule(aten.unfold_backward.default, text=_unfold_backward, emit=_emit_unfold_backward)
+register_rule(aten.unfold_backward.default, text=_unfold_backward, emit=emit_into_shape)
 
 
 def _repeat(call: Call) -> str | None:
