@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from neighbours import FUNCTIONS, KERNEL, image, slope
 
 from torchard import Mesh, P, place, shard
@@ -35,21 +36,29 @@ def sent(fn: Any, lines: int) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def test_what_a_rank_has_is_not_sent() -> None:
-    assert sent(lambda x: torch.nn.functional.max_pool2d(x, 2), 12) == []
-    assert sent(lambda x: torch.nn.functional.pad(x, (0, 0, 0, 2)), 13) == []
+    assert sent(lambda x: F.max_pool2d(x, 2), 12) == []
+    assert sent(lambda x: F.pad(x, (0, 0, 0, 2)), 13) == []
     assert sent(lambda x: x.roll(4, 2), 12) == [("all_to_all", (2, 3, 4, 4))]
 
 
 def test_a_gradient_lends_its_border_too() -> None:
-    fn = slope(lambda x: torch.nn.functional.conv2d(x, KERNEL, padding=(1, 0)))
+    fn = slope(lambda x: F.conv2d(x, KERNEL, padding=(1, 0)))
     assert sent(fn, 12) == [("all_to_all", (2, 3, 2, 4))] * 2
+
+
+def test_what_falls_outside_an_uneven_image_falls_on_its_edge() -> None:
+    fn = slope(lambda x: F.interpolate(x, size=(2 * x.shape[2], 4), mode="bilinear"))
+    assert sent(fn, 26) == [("all_to_all", (2, 3, 2, 4)), ("all_to_all", (2, 3, 4, 4))]
+    mesh, spec = Mesh({"tp": 3}, virtual=True), P(None, None, "tp")
+    have, want = shard(fn, mesh)(place(image(26), mesh, spec)).full(), fn(image(26))
+    torch.testing.assert_close(have, want, rtol=0, atol=1e-12 * float(want.abs().max()))
 
 
 def test_the_weight_s_gradient_is_reduced() -> None:
     mesh, spec = Mesh({"tp": 3}, virtual=True), P(None, None, "tp")
 
     def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.conv2d(x, w, padding=(1, 0)).cos().sum()
+        return F.conv2d(x, w, padding=(1, 0)).cos().sum()
 
     run, x = shard(torch.func.grad(loss), mesh), image(13)
     have = run(KERNEL, place(x, mesh, spec))
@@ -61,5 +70,5 @@ def test_the_weight_s_gradient_is_reduced() -> None:
 
 def test_strides_that_meet_blocks_at_other_phases_are_gathered() -> None:
     """Blocks of 5 lines, every second one: the gradient has no one window for all."""
-    fn = slope(lambda x: torch.nn.functional.conv2d(x, KERNEL, padding=(1, 0), stride=(2, 1)))
+    fn = slope(lambda x: F.conv2d(x, KERNEL, padding=(1, 0), stride=(2, 1)))
     assert "all_gather" in {kind for kind, _ in sent(fn, 13)}
