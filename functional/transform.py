@@ -167,7 +167,8 @@ _at_boundary: Any = torch.compiler.disable(_call_plainly)
 
 
 def _under(path: str, starts: Sequence[str]) -> bool:
-    return any(path == start or path.startswith(start + "[") for start in starts)
+    """Whether a path leads to an argument, or into it: `args[0]['w']`, `args[1].mean`."""
+    return any(path == start or path.startswith((start + "[", start + ".")) for start in starts)
 
 
 def _retraced(name: str, history: list[tuple[Any, list[str]]]) -> str:

@@ -30,18 +30,19 @@ class Bucket:
     members: int
 
 
-def merge_reductions(graph: fx.Graph) -> None:
+def merge_reductions(graph: fx.Graph, limit: int | None = None) -> None:
     """Merge all_reduces whose results nobody needs before the last of them can be made.
 
-    Gradients are; an activation, needed at once, never waits for another. Large programs make four
-    calls per kind of value, so that most of the traffic runs beside the backward.
+    Gradients are; an activation, needed at once, never waits for another. A bucket sends no more than
+    `limit` bytes, unless a single value does; by default large programs make four calls per kind of
+    value, so that most of the traffic runs beside the backward.
     """
     kinds: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:
         if (key := _kind(node)) is not None:
             kinds.setdefault(key, []).append(node)
     for found in kinds.values():
-        for members in list(_windows(graph, found)):
+        for members in list(_windows(graph, found, limit)):
             if len(members) > 1:
                 merge(members, members[-1])
 
@@ -57,14 +58,17 @@ def _kind(node: fx.Node) -> object | None:
     return step.axes, val.dtype, val.device, node.meta.get("phase", "forward")
 
 
-def _windows(graph: fx.Graph, found: Sequence[fx.Node]) -> Iterator[list[fx.Node]]:
+def _windows(
+    graph: fx.Graph, found: Sequence[fx.Node], limit: int | None
+) -> Iterator[list[fx.Node]]:
     """Runs of collectives, in order: each is ready before the first result of its run is used."""
     at = positions(graph)
     uses = [first_use(node, at) for node in found]
     # The last has nobody to wait for: others may wait for it.
     ready = [*(at[node] for node in found[1:]), 0]
     patient = [(n, use) for n, use, after in zip(found, uses, ready, strict=True) if use >= after]
-    limit = max(_LEAST_BYTES, math.ceil(sum(_bytes(n) for n, _ in patient) / _MOST_CALLS))
+    if limit is None:
+        limit = max(_LEAST_BYTES, math.ceil(sum(_bytes(n) for n, _ in patient) / _MOST_CALLS))
     run: list[fx.Node] = []
     deadline, held = math.inf, 0
     for node, use in patient:

@@ -1,8 +1,9 @@
-"""Gathers of split parameters: one per layer and pass, a layer ahead, and again in the backward.
+"""Gathers of split parameters: one per layer and pass, ahead of use, and again in the backward.
 
 A parameter that is split over the batch's axis (ZeRO, Rajbhandari et al. 2020, §5.3; FSDP, Zhao et al.
 2023, §3) is whole only while a layer uses it. The gradient needs it again; keeping it would undo the
-split, so the backward gathers anew. The parameters of one layer cross the network together.
+split, so the backward gathers anew. The parameters of one layer cross the network together, and what
+they are gathered into is there before it is needed, but only so many layers before.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from torchard.sharding.aliases import is_alias
 from torchard.sharding.bucket import first_use, merge, positions
 
 __all__ = ["gather_again", "gather_by_layer", "layer_of"]
-
-_AHEAD = 1  # how many layers before its use a gather is issued
 
 
 def layer_of(path: str) -> str:
@@ -98,8 +97,12 @@ def _is_view_of(node: fx.Node, base: fx.Node) -> bool:
     return node is base
 
 
-def gather_by_layer(graph: fx.Graph, layers: Mapping[fx.Node, str]) -> None:
-    """Merge the gathers of each layer's parameters, and issue them a layer ahead of their use."""
+def gather_by_layer(graph: fx.Graph, layers: Mapping[fx.Node, str], ahead: int) -> None:
+    """Merge the gathers of each layer's parameters, and issue them so many layers ahead of their use.
+
+    The scatters of gradients keep step: those of a layer have arrived before the gather of the layer
+    after the next is issued, so that gradients which wait to be reduced do not pile up.
+    """
     kinds: dict[object, dict[str, list[fx.Node]]] = {}
     for node in _gathers(graph, set(layers)):
         step, val, phase = node.meta["step"], node.meta["val"], node.meta.get("phase", "forward")
@@ -107,17 +110,42 @@ def gather_by_layer(graph: fx.Graph, layers: Mapping[fx.Node, str]) -> None:
             kind = (step.axes, val.dtype, val.device, phase)
             kinds.setdefault(kind, {}).setdefault(layers[root_of(node)], []).append(node)
     for by_layer in kinds.values():
-        _place(graph, list(by_layer.values()))
+        _place(graph, list(by_layer.values()), ahead)
+    _number_turns(graph)
 
 
-def _place(graph: fx.Graph, buckets: list[list[fx.Node]]) -> None:
+def _place(graph: fx.Graph, buckets: list[list[fx.Node]], ahead: int) -> None:
+    """Issue each bucket right after the first use of the one so many before it.
+
+    *After*: by then that one has been taken out of what it arrived in, and its memory is free again.
+    """
     at = positions(graph)
     users = [min((u for n in b for u in n.users), key=at.__getitem__) for b in buckets]
     order = sorted(range(len(buckets)), key=lambda k: min(first_use(n, at) for n in buckets[k]))
     for place, k in enumerate(order):
         members = buckets[k]
-        anchor = users[order[max(place - _AHEAD, 0)]]
-        for node in members:
-            anchor.prepend(node)
+        if 0 < ahead <= place:
+            anchor = users[order[place - ahead]]
+            for node in reversed(members):
+                anchor.append(node)
+        else:
+            anchor = users[order[0 if ahead else place]]
+            for node in members:
+                anchor.prepend(node)
         if len(members) > 1:
             merge(members, members[-1])
+
+
+def _number_turns(graph: fx.Graph) -> None:
+    """Count the layers that the backward has begun: gathers and scatters carry the number."""
+    turn, last = 0, None
+    for node in graph.nodes:
+        step = node.meta.get("step")
+        if step is None or node.meta.get("phase") != "backward":
+            continue
+        if step.kind == "all_gather" and node.meta.get("recompute"):
+            bucket = node.meta.get("bucket", node)
+            turn, last = turn + (bucket is not last), bucket
+            node.meta["turn"] = turn
+        elif step.kind == "psum_scatter":
+            node.meta["turn"] = turn

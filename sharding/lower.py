@@ -147,6 +147,7 @@ class Lowering:
         self.env: dict[fx.Node, dict[Key, Value]] = {}
         self.numbers = itertools.count()
         self.in_flight: list[Value] = []
+        self.scattered: list[fx.Node] = []
         self.buckets: dict[Any, list[fx.Node]] = {}
         for node in graph.nodes:
             if node.op == "call_function" and "bucket" in node.meta:
@@ -245,6 +246,8 @@ class Lowering:
             self._node(node)
 
     def _node(self, node: fx.Node) -> None:
+        if "turn" in node.meta:
+            self._keep_step(node)
         together = self.buckets.get(node.meta.get("bucket"), ())
         if len(together) > 1:
             self._bucket(together)
@@ -258,6 +261,15 @@ class Lowering:
             self._getitem(node)
         else:
             self._operation(node)
+
+    def _keep_step(self, node: fx.Node) -> None:
+        """Wait for gradients scattered two layers ago: until then, what was sent is held as well."""
+        if node.meta["step"].kind == "psum_scatter":
+            self.scattered.append(node)
+            return
+        while self.scattered and self.scattered[0].meta["turn"] < node.meta["turn"] - 1:
+            for value in self.env[self.scattered.pop(0)].values():
+                value.get()
 
     def _getitem(self, node: fx.Node) -> None:
         source, position = node.args

@@ -201,7 +201,8 @@ class MeshTensor:
         return self._read()
 
     def __torchard_donate__(self) -> None:
-        self._dead = True
+        """Let go of the shards: the call that took them holds them alone, and frees what it can."""
+        self._dead, self.parts, self._facts = True, (), None
 
     @property
     def mesh(self) -> Mesh:

@@ -5,19 +5,70 @@ larger (a reduction, an exchange) is issued right after its operand, ahead of wo
 and waited for where it is used: the all_reduce of an activation's gradient runs beside the weight's
 matmul. Views of what arrives wait with it, and so do updates: every gradient may have been reduced by
 then, in one call. Gathers stay where they are needed, since an early one holds
-memory; those of parameters are ``gathers.py``'s.
+memory; those of parameters are ``gathers.py``'s, what is merged ``bucket.py``'s.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
 from torch import fx
 
 from torchard.sharding.aliases import is_alias, output_values
+from torchard.sharding.bucket import merge_reductions
+from torchard.sharding.gathers import gather_again, gather_by_layer
 from torchard.sharding.updates import updated_inputs
 
-__all__ = ["issue_early", "update_last", "wait_late"]
+__all__ = ["Schedule", "schedule"]
 
 _EARLY = ("all_reduce", "psum_scatter", "all_to_all")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What of a plan's communication is merged, and how long before its use it is issued.
+
+    Attributes:
+        prefetch: how many layers before its use a layer's split parameters are gathered. Each holds one
+            gathered layer more; 0 gathers at the first use, with nothing to hide behind.
+        bucket_bytes: the most that one merged all_reduce of gradients sends (a single larger gradient
+            goes alone). None: 25 MiB, or a quarter of all of them if that is more.
+
+    Raises:
+        ValueError: a negative distance, or a bucket without bytes.
+    """
+
+    prefetch: int = 1
+    bucket_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.prefetch < 0:
+            raise ValueError(
+                f"Schedule(prefetch={self.prefetch}): parameters cannot be gathered after their use; "
+                "0 gathers them at it, 1 a layer ahead."
+            )
+        if self.bucket_bytes is not None and self.bucket_bytes <= 0:
+            raise ValueError(
+                f"Schedule(bucket_bytes={self.bucket_bytes}): a bucket sends at least one byte; "
+                "1 sends every gradient alone, None chooses."
+            )
+
+
+def schedule(
+    graph: fx.Graph, how: Schedule, layers: Mapping[fx.Node, str], batch: Iterable[str]
+) -> None:
+    """Put the collectives of an SPMD graph where they run.
+
+    `layers` names the layer of each parameter, `batch` the axes that split the batch.
+    """
+    gather_again(graph, layers, batch)
+    issue_early(graph)
+    wait_late(graph)
+    update_last(graph)
+    merge_reductions(graph, how.bucket_bytes)
+    gather_by_layer(graph, layers, how.prefetch)
 
 
 def issue_early(graph: fx.Graph) -> None:
@@ -52,25 +103,52 @@ def wait_late(graph: fx.Graph) -> None:
 
 
 def update_last(graph: fx.Graph) -> None:
-    """Move what makes new parameters of reductions, and nothing else, to the end.
+    """Move what makes new parameters of gradients, and nothing else, to the end, one after another.
 
     Gradients are then reduced before the first update: SGD's rate is multiplied onto a gradient that
-    still is pending, so that each reduction would stand between its own gradient and update.
+    still is pending, so that each reduction would stand between its own gradient and update. And each
+    update is whole before the next begins, wherever propagation's order left its pieces: what it needs
+    on the way is that of one parameter, and what it replaces may be freed.
     """
+    results = graph.output_node()
+    late = _only_updates(graph)
+    for value in output_values(graph):
+        for node in _ends_of(value, late):
+            results.prepend(node)
+            late.discard(node)
+
+
+def _only_updates(graph: fx.Graph) -> set[fx.Node]:
+    """What leads to updated inputs only, and belongs to the optimizer or waits for an all_reduce."""
     results = graph.output_node()
     updates = updated_inputs(graph)
     ends = {v for i, v in enumerate(output_values(graph)) if i in updates}
-    late: set[fx.Node] = set()
+    leading: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         kept = node.op != "call_function" or "step" in node.meta
-        if not kept and all(user in late or (user is results and node in ends) for user in node.users):
-            late.add(node)
+        if not kept and all(user in leading or (user is results and node in ends) for user in node.users):
+            leading.add(node)
     arrived: set[fx.Node] = set()
-    for node in list(graph.nodes):
+    for node in graph.nodes:
         if any(_is_sum(source) or source in arrived for source in node.all_input_nodes):
             arrived.add(node)
+    return {n for n in leading if n in arrived or n.meta.get("phase") != "backward"}
+
+
+def _ends_of(value: Any, late: set[fx.Node]) -> list[fx.Node]:
+    """What of the late nodes a result needs, operands first."""
+    found: dict[fx.Node, None] = {}
+    stack = [value]
+    while stack:
+        node = stack[-1]
+        missing = [n for n in node.all_input_nodes if n in late and n not in found] if node in late else []
+        if missing:
+            stack.extend(reversed(missing))
+        else:
+            stack.pop()
             if node in late:
-                results.prepend(node)
+                found[node] = None
+    return list(found)
 
 
 def _is_sum(node: fx.Node) -> bool:

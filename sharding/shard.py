@@ -11,9 +11,8 @@ from torch import fx
 
 from torchard.functional.program import FREE, Leaf, Program
 from torchard.functional.transform import Transformed
-from torchard.sharding.bucket import merge_reductions
 from torchard.sharding.constrain import number_of, pinned_spec
-from torchard.sharding.gathers import gather_again, gather_by_layer, layer_of
+from torchard.sharding.gathers import layer_of
 from torchard.sharding.layout import Layout
 from torchard.sharding.manual import attach_moves, fixed_options
 from torchard.sharding.mesh import Mesh, MeshError, default_device
@@ -26,7 +25,7 @@ from torchard.sharding.precision import check_reduce_dtype, reduce_widely
 from torchard.sharding.prepare import prepare
 from torchard.sharding.propagate import BATCH, DERIVED, PARAMETER, Given
 from torchard.sharding.runtime import runtime_of
-from torchard.sharding.schedule import issue_early, update_last, wait_late
+from torchard.sharding.schedule import Schedule, schedule
 from torchard.sharding.spec import P, SpecError, layout_of
 from torchard.sharding.spectree import specs_of_arguments, specs_of_results
 from torchard.sharding.updates import updated_inputs
@@ -44,6 +43,7 @@ def shard(
     constrain_at: Mapping[str, P] | None = None,
     rules: AxisRules | None = None,
     reduce_dtype: torch.dtype | None = None,
+    schedule: Schedule | None = None,
     check_replicated: bool = True,
 ) -> Transformed:
     """``fn``, which is written for whole arrays, run on a mesh.
@@ -57,6 +57,7 @@ def shard(
         constrain_at: specs for named values, by a pattern over ``scope/name``.
         rules: axes for names of dims, in these specs and in ``constrain`` inside (`sharding.names`).
         reduce_dtype: sums over ranks of narrower floats are made in it; None, in their own.
+        schedule: how far ahead parameters are gathered, how gradients are merged (`Schedule`).
         check_replicated: compare plain tensors over ranks by checksum when first used.
 
     Returns:
@@ -75,7 +76,8 @@ def shard(
     out_specs = resolved(out_specs, rules, mesh, "out_specs")
     pins = tuple((constrain_at or {}).items())
     known = None if rules is None else Rules.of(rules, mesh)
-    own = Shard(mesh, in_specs, out_specs, pins, check_replicated, fn, known, reduce_dtype)
+    how = schedule or Schedule()
+    own = Shard(mesh, in_specs, out_specs, pins, check_replicated, fn, known, reduce_dtype, how)
     return Transformed(fn, (own,))
 
 
@@ -92,15 +94,16 @@ class Shard:
         fn: Callable[..., Any] | None = None,
         rules: Rules | None = None,
         reduce_dtype: torch.dtype | None = None,
+        schedule: Schedule | None = None,
     ) -> None:
         self.mesh, self.in_specs, self.out_specs = mesh, in_specs, out_specs
-        self.reduce_dtype = reduce_dtype
+        self.reduce_dtype, self.schedule = reduce_dtype, schedule or Schedule()
         self.pins, self.check_replicated, self.fn, self.rules = pins, check_replicated, fn, rules
 
     def _key(self) -> tuple[Any, ...]:
         specs = (self.in_specs, self.out_specs)
         given = tuple(None if s is None else id(s) for s in specs)
-        how = (self.check_replicated, self.rules, self.reduce_dtype)
+        how = (self.check_replicated, self.rules, self.reduce_dtype, self.schedule)
         return self.mesh, given, self.pins, how
 
     def __eq__(self, other: object) -> bool:
@@ -200,12 +203,7 @@ class Shard:
                 layers[node] = layer_of(leaf.path)
             elif rank == BATCH:
                 batch |= set(layout.split_axes)
-        gather_again(graph, layers, batch)
-        issue_early(graph)
-        wait_late(graph)
-        update_last(graph)
-        merge_reductions(graph)
-        gather_by_layer(graph, layers)
+        schedule(graph, self.schedule, layers, batch)
 
     def inline(self, program: Program) -> Program:
         """For an outer trace: the same global program, its specs as constraints."""
@@ -220,7 +218,10 @@ class Shard:
             replace(leaf, tag=None) if leaf.tag is FREE else leaf for leaf in copied.outputs
         )
         own = Shard(
-            self.mesh, check_replicated=self.check_replicated, reduce_dtype=self.reduce_dtype
+            self.mesh,
+            check_replicated=self.check_replicated,
+            reduce_dtype=self.reduce_dtype,
+            schedule=self.schedule,
         )
         return replace(copied, outputs=plain, asks=(*copied.asks, own))
 

@@ -61,7 +61,9 @@ def reduce_in_place(graph: fx.Graph) -> None:
         if node.target is not functional.all_reduce.default:
             continue
         source = node.args[0]
-        if source.target is aten.contiguous.default:
+        if source.target is aten.cat.default and len(source.users) == 1:  # a bucket
+            node.target = functional.all_reduce_.default
+        elif source.target is aten.contiguous.default:
             inner = source.args[0]
             if inner.target in _FRESH and len(source.users) == len(inner.users) == 1:
                 node.update_arg(0, inner)

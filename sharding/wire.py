@@ -81,16 +81,23 @@ def _together(started: _Started, parts: Sequence[_Packed]) -> Callable[[int], fx
     flat = [view(part.buffer, [n]) for part, n in zip(parts, widths, strict=True)]
     sent = started.send(call(aten.cat.default, flat, 0))
     copies = started.size if started.p.step.kind == "all_gather" else 1
-    runs: list[fx.Node] = []
+    done: list[fx.Node] = []
 
-    def finish(i: int) -> fx.Node:
-        if not runs:
-            arrived = view(started.wait(sent), [copies, sum(widths)])
-            runs.append(call(aten.split_with_sizes.default, arrived, widths, 1))
-        shape = list(parts[i].shape)
+    def taken(run: fx.Node, part: _Packed) -> fx.Node:
+        shape = list(part.shape)
         if copies > 1:
             shape[0] *= copies
-        return parts[i].unpack(view(call(operator.getitem, runs[0], i), shape))
+        return part.unpack(view(run, shape))
+
+    def finish(i: int) -> fx.Node:
+        """All at the first use: most are copied, and what they arrived in is free when all are."""
+        if not done:
+            arrived = view(started.wait(sent), [copies, sum(widths)])
+            runs = call(aten.split_with_sizes.default, arrived, widths, 1)
+            done.extend(
+                taken(call(operator.getitem, runs, j), part) for j, part in enumerate(parts)
+            )
+        return done[i]
 
     return finish
 
@@ -121,7 +128,7 @@ class _Started:
         return self.call(torch.ops._c10d_functional.wait_tensor.default, x)
 
     def contiguous(self, x: fx.Node) -> fx.Node:
-        return self.call(aten.clone.default, x, memory_format=torch.contiguous_format)
+        return self.call(aten.contiguous.default, x)
 
     def front(self, x: fx.Node, dim: int) -> fx.Node:
         """A dim moved to the front, contiguous: what collectives on dim 0 need."""
