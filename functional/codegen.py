@@ -4,53 +4,80 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.failures import failed
+from torchard.functional.labels import Label, label_of
 
 __all__ = ["compiled"]
 
 _LITERALS = (bool, int, str, type(None))
 
+Line = tuple[str, Label | None]
 
-def compiled(graph: fx.Graph) -> Callable[..., list[torch.Tensor]]:
+
+def compiled(graph: fx.Graph, name: str = "program") -> Callable[..., list[torch.Tensor]]:
     """A function from the values of the placeholders to the list of the outputs.
 
     Every value is dropped after its last use. A list of inputs is emptied for the same reason; a
-    tuple is left alone.
+    tuple is left alone. What an operation raises says which it was: a line is one operation, so the
+    line of the traceback tells, and nothing is done for it before something is raised.
+
+    Args:
+        name: of the program, for messages.
     """
     names: dict[str, Any] = {}
-    source = _source(graph, names)
-    exec(compile(source, "<torchard program>", "exec"), names)
-    function: Callable[..., list[torch.Tensor]] = names["program"]
+    return _function(list(_body(graph, names)), names, name)
+
+
+def _function(
+    body: Sequence[Line], names: dict[str, Any], name: str
+) -> Callable[..., list[torch.Tensor]]:
+    lines: list[Line] = [("def program(args):", None), ("    try:", None)]
+    lines += [(f"        {text}", label) for text, label in body]
+    lines += [
+        ("    except Exception as error:", None),
+        ("        failed(error)", None),
+        ("        raise", None),
+    ]
+    labels = [label for _, label in lines]
+
+    def told(error: Exception) -> None:
+        assert error.__traceback__ is not None
+        failed(error, labels[error.__traceback__.tb_lineno - 1], name)
+
+    source = "".join(f"{text}\n" for text, _ in lines)
+    room = {**names, "failed": told}
+    exec(compile(source, "<torchard program>", "exec"), room)
+    function: Callable[..., list[torch.Tensor]] = room["program"]
     function.__doc__ = source
     return function
 
 
-def _source(graph: fx.Graph, names: dict[str, Any]) -> str:
+def _body(graph: fx.Graph, names: dict[str, Any]) -> Iterator[Line]:
+    """The lines of a graph, each with the label of its operation; fills the names they use."""
     variables = {node: f"v{i}" for i, node in enumerate(graph.nodes)}
     dead = _dead_after(graph)
     inputs = [variables[node] for node in graph.nodes if node.op == "placeholder"]
-    lines = ["def program(args):"]
     if inputs:
-        lines.append(f"    {', '.join(inputs)}, = args")
-        lines.append("    if type(args) is list: args.clear()")
+        yield f"{', '.join(inputs)}, = args", None
+        yield "if type(args) is list: args.clear()", None
     unused = [variables[n] for n in graph.nodes if n.op == "placeholder" and not n.users]
     if unused:
-        lines.append(f"    del {', '.join(unused)}")
+        yield f"del {', '.join(unused)}", None
     for node in graph.nodes:
         if node.op == "call_function":
-            lines.append(f"    {variables[node]} = {_call(node, variables, names)}")
+            yield f"{variables[node]} = {_call(node, variables, names)}", label_of(node)
         elif node.op == "output":
-            lines.append(f"    return {_argument(list(node.args[0]), variables, names)}")
+            yield f"return {_argument(list(node.args[0]), variables, names)}", None
         gone = [variables[n] for n in dead.get(node, ())]
         if gone and node.op == "call_function":
-            lines.append(f"    del {', '.join(gone)}")
-    return "\n".join(lines) + "\n"
+            yield f"del {', '.join(gone)}", None
 
 
 def _dead_after(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:

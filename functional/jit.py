@@ -13,6 +13,7 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.codegen import compiled
+from torchard.functional.failures import compiled_failed
 from torchard.functional.program import Bound, Program
 from torchard.functional.transform import Transformed
 
@@ -61,14 +62,16 @@ class Compile:
     def bind(self, program: Program) -> Bound:
         """The program compiled; a runtime may give a graph of its own for that."""
         plain = (
-            compiled(program.graph) if program.runtime is None else program.runtime.bind(program)
+            compiled(program.graph, program.name)
+            if program.runtime is None
+            else program.runtime.bind(program)
         )
         if self.backend == "eager":
             return plain
         graph = _flat_module(program)
         if graph is None:
             return plain
-        made = _Compiled(graph, plain, self.backend)
+        made = _Compiled(graph, plain, self.backend, program)
         guard = getattr(program.runtime, "guard", None)
         return made if guard is None else guard(program, made)
 
@@ -84,10 +87,13 @@ def _flat_module(program: Program) -> fx.GraphModule | None:
 class _Compiled:
     """Compiles at the first call, once per strides of the inputs (all else is in the key)."""
 
-    def __init__(self, module: fx.GraphModule, plain: Bound, backend: str) -> None:
+    def __init__(
+        self, module: fx.GraphModule, plain: Bound, backend: str, program: Program
+    ) -> None:
         self.module = module
         self.plain = plain
         self.backend = backend
+        self.name, self.collectives = program.name, program.collectives
         self.made: dict[Any, Callable[..., Any]] = {}
         self.lock = threading.Lock()
 
@@ -99,7 +105,11 @@ class _Compiled:
         if run is None:
             with self.lock:
                 run = self.made.get(key) or self.made.setdefault(key, self._compile(parts))
-        return list(run(parts if isinstance(parts, list) else list(parts)))
+        try:
+            return list(run(parts if isinstance(parts, list) else list(parts)))
+        except Exception as error:
+            compiled_failed(error, self.name, self.backend, self.collectives)
+            raise
 
     def _compile(self, parts: Sequence[torch.Tensor]) -> Callable[..., Any]:
         module = fx.GraphModule(self.module, self.module.graph)

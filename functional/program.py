@@ -14,7 +14,10 @@ node.meta      meaning
 ``residual``   True: a split saves the value for the backward
 ``kernel``     the name of the fused kernel the node stands for
 ``layout``     how the value is laid out over a mesh (printable)
-``collective`` a record of what the node sends over the network (printable)
+``collective`` a record of what the node sends over the network: printable, and it may have a short
+               ``title`` and a ``payload``. In a lowered graph, on the calls that do it
+``stage``      there, ``"issue"`` or ``"wait"``, where other processes take part
+``peers``      there, a sentence on who takes part
 =============  ==================================================================================
 """
 
@@ -220,7 +223,7 @@ class Program:
         if how is not None:
             bound: Bound = how.bind(self)
             return bound
-        return compiled(self.graph) if self.runtime is None else self.runtime.bind(self)
+        return compiled(self.graph, self.name) if self.runtime is None else self.runtime.bind(self)
 
 
 class Records(list[Any]):

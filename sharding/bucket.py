@@ -7,6 +7,7 @@ may move them together. After PyTorch's DistributedDataParallel (Li et al. 2020,
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -114,11 +115,16 @@ def _record(members: Sequence[fx.Node]) -> None:
     """The plan lists the bucket once, where its first member stands."""
     records: list[Collective] = [node.meta.pop("collective") for node in members]
     first = records[0]
-    scopes = {r.scope for r in records}
     members[0].meta["collective"] = replace(
         first,
         shape=(sum(math.prod(r.shape) for r in records),),
         bytes=sum(r.bytes for r in records),
-        scope=first.scope if len(scopes) == 1 else "",
+        scope=_common([r.scope for r in records]),
         note=f"{len(records)} merged",
     )
+
+
+def _common(scopes: Sequence[str]) -> str:
+    """The innermost scope that all of these are in."""
+    parts = zip(*(scope.split("/") for scope in scopes), strict=False)
+    return "/".join(each[0] for each in itertools.takewhile(lambda each: len({*each}) == 1, parts))

@@ -91,6 +91,26 @@ class Collective:
     def __str__(self) -> str:
         return f"{self.kind}({'·'.join(self.axes)}) {list(self.shape)} {_dtype(self.dtype)}"
 
+    @property
+    def called(self) -> str:
+        """``all_reduce``, or ``all_reduce[max]``."""
+        return self.kind if self.op in (None, "sum") else f"{self.kind}[{self.op}]"
+
+    @property
+    def title(self) -> str:
+        """``psum_scatter over dp, block/0 backward``: what messages and traces call it."""
+        return f"{self.called} over {'·'.join(self.axes)}, {f'{self.scope} {self.phase}'.strip()}"
+
+    @property
+    def payload(self) -> str:
+        """``128×64 float32, 32,768 bytes per rank``."""
+        sent = f"{_shape(self.shape)} {_dtype(self.dtype)}, {self.bytes:,} bytes per rank"
+        return f"{sent}, {self.note}" if self.note else sent
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape)) or "scalar"
+
 
 def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
@@ -154,9 +174,8 @@ def table(records: Sequence[Collective]) -> str:
     head = ("collective", "axes", "shape", "dtype", "bytes/rank", "phase", "scope", "source")
     rows = [(*head, "note") if noted else head]
     for r in records:
-        shape = "×".join(map(str, r.shape)) or "scalar"
-        kind = r.kind if r.op in (None, "sum") else f"{r.kind}[{r.op}]"
-        row = (kind, "·".join(r.axes), shape, _dtype(r.dtype), f"{r.bytes:,}", r.phase, r.scope)
+        shape, axes = _shape(r.shape), "·".join(r.axes)
+        row = (r.called, axes, shape, _dtype(r.dtype), f"{r.bytes:,}", r.phase, r.scope)
         rows.append((*row, r.source, r.note) if noted else (*row, r.source))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [

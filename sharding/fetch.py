@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import fx
 
+from torchard.sharding.channel import Channel
 from torchard.sharding.layout import Layout
 from torchard.sharding.lower import Fetch, Lowering
 from torchard.sharding.rules.blocks import Piece, take
@@ -16,7 +17,6 @@ from torchard.sharding.rules.blocks import Piece, take
 __all__ = ["fetch"]
 
 aten = torch.ops.aten
-c10d = torch.ops._c10d_functional
 
 
 def fetch(low: Lowering, what: Fetch, block: fx.Node) -> Callable[[], list[fx.Node]]:
@@ -31,6 +31,7 @@ class _Exchange:
         layout: Layout = what.layout
         self.shape = list(low.local_shape(layout, at))
         self.here = low.position(at, what.axes)
+        self.channel = Channel(low, what.axes)
 
     def cut(self, piece: Piece) -> fx.Node:
         taken: fx.Node = take(self.low.emit.call, self.block, self.what.dim, piece)
@@ -60,12 +61,11 @@ class _Exchange:
         if dtype == torch.bool:  # which transports do not carry
             sent = call(aten._to_copy.default, sent, dtype=torch.uint8)
         sizes = [[sum(self._elements(parts)) for parts in each] for each in (taken, asked)]
-        group = low.mesh.group(self.what.axes).group_name
-        issued = call(c10d.all_to_all_single.default, sent, *sizes, group)
+        issued = self.channel.issue("all_to_all_single", sent, *sizes)
         flow = [piece for parts in taken for piece in parts]
 
         def arrive() -> list[Iterator[fx.Node]]:
-            arrived = call(c10d.wait_tensor.default, issued)
+            arrived = self.channel.wait(issued)
             if dtype == torch.bool:
                 arrived = call(aten._to_copy.default, arrived, dtype=dtype)
             runs = call(aten.split_with_sizes.default, arrived, self._elements(flow))

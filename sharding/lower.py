@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import fx
 
+from torchard.sharding.collectives import record_of
 from torchard.sharding.layout import Layout
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.reshard import Step
@@ -144,6 +145,8 @@ class Lowering:
         self.spmd, self.mesh, self.coords, self.transport = graph, mesh, coords, transport
         self.graph = fx.Graph()
         self.emit = Emitter(self.graph)
+        # What the plan calls the collective that is being lowered.
+        self.record: Any = None
         self.env: dict[fx.Node, dict[Key, Value]] = {}
         self.numbers = itertools.count()
         self.in_flight: list[Value] = []
@@ -174,6 +177,7 @@ class Lowering:
 
     def _tag(self, node: fx.Node) -> None:
         self.emit.tags = {k: node.meta[k] for k in ("source", "scope", "phase") if k in node.meta}
+        self.record = node.meta.get("collective")
 
     def distinct(self, layouts: Sequence[Layout]) -> list[Coords]:
         """One of our coordinates for each distinct key over the axes of these layouts."""
@@ -236,6 +240,9 @@ class Lowering:
             (m.meta["step"], self.env[m.all_input_nodes[0]], m.meta["val"]) for m in members
         ]
         self._tag(members[0])
+        # The plan lists a bucket once, on its first member, which a split may have left elsewhere.
+        listed = (m.meta["collective"] for m in members if "collective" in m.meta)
+        self.record = next(listed, None) or record_of(*moves[0][::2], members[0].meta, self.mesh.sizes)
         self.env.update(zip(members, self.transport.together(self, moves), strict=True))
 
     def _have(self, node: fx.Node) -> None:
@@ -248,6 +255,7 @@ class Lowering:
     def _node(self, node: fx.Node) -> None:
         if "turn" in node.meta:
             self._keep_step(node)
+        self._wait_for(self.buckets.get(node.meta.get("after"), ()))
         together = self.buckets.get(node.meta.get("bucket"), ())
         if len(together) > 1:
             self._bucket(together)
@@ -264,11 +272,15 @@ class Lowering:
 
     def _keep_step(self, node: fx.Node) -> None:
         """Wait for gradients scattered two layers ago: until then, what was sent is held as well."""
-        if node.meta["step"].kind == "psum_scatter":
+        if "step" in node.meta:
             self.scattered.append(node)
             return
         while self.scattered and self.scattered[0].meta["turn"] < node.meta["turn"] - 1:
-            for value in self.env[self.scattered.pop(0)].values():
+            self._wait_for([self.scattered.pop(0)])
+
+    def _wait_for(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            for value in self.env.get(node, {}).values():
                 value.get()
 
     def _getitem(self, node: fx.Node) -> None:

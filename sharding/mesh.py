@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import functools
 import itertools
 import math
@@ -64,6 +65,7 @@ class Mesh:
             self.device_mesh = init_device_mesh(
                 device_type, tuple(shape.values()), mesh_dim_names=tuple(shape)
             )
+            _wait_no_longer(self.device_mesh)
         if self.device_mesh is not None:
             self.coords = self._own_coordinate(self.device_mesh)
 
@@ -162,8 +164,24 @@ def _joint_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
     ranks = mesh.device_mesh.mesh
     order = [mesh.axes.index(a) for a in (*others, *axes)]
     rows = ranks.permute(order).reshape(-1, math.prod(mesh.shape[a] for a in axes))
-    own, _ = dist.new_subgroups_by_enumeration(rows.tolist())
+    timeout = timeout_of(dist.group.WORLD, mesh.device_mesh.device_type)
+    own, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
     return own
+
+
+def timeout_of(group: Any, device_type: str) -> datetime.timedelta | None:
+    """How long ranks wait for one another in a collective; None for a backend that does not say."""
+    # There is no public way to it, and a mesh must not wait longer than the group it was made from.
+    options = getattr(group._get_backend(torch.device(device_type)), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def _wait_no_longer(device_mesh: DeviceMesh) -> None:
+    """Give the groups of axes the timeout of the default group; torch gives them half an hour."""
+    timeout = timeout_of(dist.group.WORLD, device_mesh.device_type)
+    for group in device_mesh.get_all_groups():
+        if timeout is not None and timeout_of(group, device_mesh.device_type) != timeout:
+            group._get_backend(torch.device(device_mesh.device_type))._set_default_timeout(timeout)
 
 
 def default_device(mesh: Mesh) -> torch.device:

@@ -41,7 +41,7 @@ class Simulated:
         return _local(Lowering(program.graph, self.mesh, self.mesh.all_coords(), Lockstep()))
 
     def bind(self, program: Program) -> Bound:
-        return compiled(self._graph(program))
+        return compiled(self._graph(program), program.name)
 
     def residual_tag(self, node: fx.Node) -> Placement:
         """How a value of the program is held between its halves."""
@@ -70,7 +70,7 @@ class Distributed:
     def bind(self, program: Program) -> Bound:
         graph = self._graph(program)
         reduce_in_place(graph)
-        return self.guard(program, compiled(graph))
+        return self.guard(program, compiled(graph, program.name))
 
     def residual_tag(self, node: fx.Node) -> Placement:
         """How a value of the program is held between its halves."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.sharding.channel import Channel
 from torchard.sharding.fetch import fetch
 from torchard.sharding.layout import Layout
 from torchard.sharding.lower import Fetch, Key, Lowering, Value
@@ -92,7 +93,7 @@ def _together(started: _Started, parts: Sequence[_Packed]) -> Callable[[int], fx
     def finish(i: int) -> fx.Node:
         """All at the first use: most are copied, and what they arrived in is free when all are."""
         if not done:
-            arrived = view(started.wait(sent), [copies, sum(widths)])
+            arrived = view(started.channel.wait(sent), [copies, sum(widths)])
             runs = call(aten.split_with_sizes.default, arrived, widths, 1)
             done.extend(
                 taken(call(operator.getitem, runs, j), part) for j, part in enumerate(parts)
@@ -117,15 +118,8 @@ class _Started:
     def __init__(self, p: Pieces, at: Coords, val: torch.Tensor) -> None:
         self.p, self.at_, self.val = p, at, val
         self.call = p.low.emit.call
-        self.group = p.mesh.group(p.step.axes).group_name
+        self.channel = Channel(p.low, p.step.axes)
         self.size = math.prod(p.mesh.shape[a] for a in p.step.axes)
-
-    def issue(self, name: str, x: fx.Node, *args: Any) -> fx.Node:
-        op = getattr(torch.ops._c10d_functional, name).default
-        return self.call(op, x, *args, self.group)
-
-    def wait(self, x: fx.Node) -> fx.Node:
-        return self.call(torch.ops._c10d_functional.wait_tensor.default, x)
 
     def contiguous(self, x: fx.Node) -> fx.Node:
         return self.call(aten.contiguous.default, x)
@@ -150,7 +144,7 @@ class _Started:
             return exchange
         packed = self.packed(x)
         sent = self.send(packed.buffer)
-        return lambda: packed.unpack(self.wait(sent))
+        return lambda: packed.unpack(self.channel.wait(sent))
 
     def packed(self, x: fx.Node) -> _Packed:
         """What an all_reduce, a psum_scatter or an all_gather sends."""
@@ -160,10 +154,10 @@ class _Started:
     def send(self, buffer: fx.Node) -> fx.Node:
         op = self.p.step.op or "sum"
         if self.p.step.kind == "all_reduce":
-            return self.issue("all_reduce", buffer, op)
+            return self.channel.issue("all_reduce", buffer, op)
         if self.p.step.kind == "psum_scatter":
-            return self.issue("reduce_scatter_tensor", buffer, op, self.size)
-        return self.issue("all_gather_into_tensor", buffer, self.size)
+            return self.channel.issue("reduce_scatter_tensor", buffer, op, self.size)
+        return self.channel.issue("all_gather_into_tensor", buffer, self.size)
 
     # -- reductions -------------------------------------------------------------------------------
 
@@ -243,10 +237,10 @@ class _Started:
         encode, decode = _carrier(self)
         flat = p.low.emit.view(self.front(encode(x), to), [-1] if sum(give) * mine else [0])
         splits_out, splits_in = [n * each for n in take], [n * mine for n in give]
-        sent = self.issue("all_to_all_single", flat, splits_out, splits_in)
+        sent = self.channel.issue("all_to_all_single", flat, splits_out, splits_in)
 
         def finish() -> fx.Node:
-            runs = self.call(aten.split_with_sizes.default, self.wait(sent), splits_out)
+            runs = self.call(aten.split_with_sizes.default, self.channel.wait(sent), splits_out)
             parts = []
             for i, n in enumerate(take):
                 local = list(shape)
@@ -273,10 +267,10 @@ class _Started:
         flat = p.low.emit.view(self.contiguous(encode(x)), [count])
         if not any(give):
             flat = p.slice(flat, 0, 0, 0)
-        sent = self.issue("all_to_all_single", flat, take, give)
+        sent = self.channel.issue("all_to_all_single", flat, take, give)
 
         def finish() -> fx.Node:
-            arrived = self.wait(sent)
+            arrived = self.channel.wait(sent)
             if not any(take):
                 return self.call(aten.zeros_like.default, x)
             done: fx.Node = decode(p.low.emit.view(arrived, p.shape(p.step.before, self.at_)))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
 import re
 import subprocess
 import sys
 from typing import Any
 
+import live_bytes
 import pytest
 import transformer
-from filelock import FileLock
+from once import once
 
 Results = list[dict[str, Any]]
 TIMEOUT = 240
@@ -43,14 +43,14 @@ def run_group(world: int, store: pathlib.Path) -> Results:
 @pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
 def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What every rank of a group found in all checks; of several test workers one runs them."""
-    world, folder = request.param, tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        folder = folder.parent  # the workers' common one
-    found = folder / f"gloo-{world}.json"
-    with FileLock(f"{found}.lock", timeout=2 * TIMEOUT):
-        if not found.exists():
-            found.write_text(json.dumps(run_group(world, folder / f"gloo-{world}.store")))
-    return json.loads(found.read_text())
+    world: int = request.param
+    found: Results = once(
+        tmp_path_factory,
+        f"gloo-{world}",
+        lambda folder: run_group(world, folder / "store"),
+        2 * TIMEOUT,
+    )
+    return found
 
 
 def every(ranks: Results, name: str) -> list[Any]:
@@ -75,6 +75,11 @@ def test_manual_collectives_equal_the_virtual_ones(ranks: Results) -> None:
 @pytest.mark.parametrize("name", ["seed_equals_one_device", "compiled_seed_equals_one_device"])
 def test_equals_one_device(ranks: Results, name: str) -> None:
     assert max(every(ranks, name)) <= 1e-12
+
+
+def test_a_fully_sharded_step_holds_what_it_should(ranks: Results) -> None:
+    for found in every(ranks, "bytes_of_a_fully_sharded_step"):
+        assert found["peak"] <= live_bytes.allowed(found, len(ranks)), found
 
 
 def test_exactly_the_expert_s_collectives_run(ranks: Results) -> None:

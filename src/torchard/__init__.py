@@ -7,6 +7,7 @@ three folders behind it are `torchard.functional`, `torchard.sharding` and `torc
 
 from torchard.functional import nn, optim, random
 from torchard.functional.errors import (
+    CollectiveError,
     DonatedError,
     PurityError,
     RetraceWarning,
@@ -64,6 +65,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Activations",
+    "CollectiveError",
     "Colwise",
     "DonatedError",
     "Mesh",

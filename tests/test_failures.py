@@ -1,0 +1,194 @@
+"""What is raised while a program runs says what it was: an operation, or a collective of the plan."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lost_ranks
+import pytest
+import torch
+from once import once
+from torch import fx
+
+from torchard import CollectiveError, Mesh, P, jit, place, scope, shard
+from torchard.functional.codegen import compiled
+from torchard.functional.trace import trace
+
+Told = dict[str, Any]
+
+
+def broken(x: torch.Tensor) -> torch.Tensor:
+    raise ValueError("the network\nis down")
+
+
+class Record:
+    title, payload = "psum over dp, block/0 backward", "3×4 float32"
+
+
+def graph_of(**tags: Any) -> fx.Graph:
+    """Adds one, then raises."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.add, (x, 1))
+    y.meta.update(scope="block/7", phase="forward", source="model.py:1 in f")
+    z = graph.call_function(broken, (y,))
+    z.meta.update(tags)
+    graph.output((z,))
+    return graph
+
+
+def test_an_operation_that_raises_is_noted() -> None:
+    run = compiled(graph_of(scope="block/3", phase="backward", source="model.py:12 in mlp"), "step")
+    with pytest.raises(ValueError, match="the network") as raised:
+        run([torch.ones(2)])
+    (note,) = raised.value.__notes__
+    assert note == "while step ran broken, in block/3 backward, for model.py:12 in mlp"
+
+
+def test_an_operation_without_tags_is_named_at_least() -> None:
+    with pytest.raises(ValueError) as raised:
+        compiled(graph_of())([torch.ones(2)])
+    assert raised.value.__notes__ == ["while program ran broken"]
+
+
+def test_what_is_raised_outside_of_all_operations_is_left_alone() -> None:
+    with pytest.raises(ValueError, match="unpack") as raised:
+        compiled(graph_of())([torch.ones(2), torch.ones(2)])
+    assert not hasattr(raised.value, "__notes__")
+
+
+@pytest.mark.parametrize(
+    ("stage", "doing"), [("issue", "this rank began it"), ("wait", "this rank waited")]
+)
+def test_a_collective_that_raises_is_named(stage: str, doing: str) -> None:
+    record = Record()
+    tags = {"collective": record, "stage": stage, "peers": "Ranks 0 and 1 take part."}
+    with pytest.raises(CollectiveError) as raised:
+        compiled(graph_of(**tags, source="model.py:12 in mlp"), "step")([torch.ones(2)])
+    said = str(raised.value)
+    begin = f"{record.title} ({record.payload}), for model.py:12 in mlp: failed while {doing}"
+    assert said.startswith(begin) and "in step: the network\nRanks 0 and 1 take part. " in said
+    assert "from the last checkpoint" in said
+    assert raised.value.collective is record and isinstance(raised.value.__cause__, ValueError)
+
+
+def lookup(table: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    with scope("embedding"):
+        return torch.nn.functional.embedding(index, table) * 2
+
+
+@pytest.mark.parametrize("backend", ["", "eager", "aot_eager"])
+def test_a_real_operation_on_every_way_to_run_it(backend: str) -> None:
+    """An index that is out of range, found only when it runs."""
+    mesh = Mesh({"dp": 2}, virtual=True)
+    run: Any = shard(lookup, mesh)
+    run = jit(run, backend=backend) if backend else run
+    index = place(torch.tensor([0, 1, 2, 9]), mesh, P("dp"))
+    with pytest.raises(IndexError) as raised:
+        run(torch.ones(4, 3), index)
+    (note,) = raised.value.__notes__
+    if backend == "aot_eager":
+        assert note == "while lookup ran, compiled by aot_eager"
+    else:
+        assert note.startswith("while lookup ran embedding, in embedding forward, for test_f")
+
+
+def test_an_emulated_collective_is_an_operation() -> None:
+    """In one process nobody else can be gone."""
+    mesh = Mesh({"tp": 2}, virtual=True)
+    x = place(torch.ones(4, 2), mesh, P("tp"))
+    program = shard(lambda x: x.sum(0), mesh, out_specs=P()).lower(x)
+    assert len(program.collectives) == 1
+    with pytest.raises(RuntimeError) as raised:
+        program.bind()([torch.ones(2, 2), torch.ones(2, 3)])
+    assert not isinstance(raised.value, CollectiveError) and raised.value.__notes__
+
+
+def test_a_program_without_a_runtime_is_named() -> None:
+    program = trace(lookup)(torch.ones(4, 3), torch.tensor([0]))
+    with pytest.raises(IndexError) as raised:
+        program.bind()([torch.ones(4, 3), torch.tensor([9])])
+    assert raised.value.__notes__[0].startswith("while lookup ran embedding, in embedding")
+
+
+# -- on real ranks ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Told]:
+    """What rank 0 of every job is told."""
+    patience = 2 * lost_ranks.PATIENCE
+    found: dict[str, Told] = once(tmp_path_factory, "lost-ranks", run_jobs, 2 * patience)
+    return found
+
+
+def run_jobs(folder: Path) -> Any:
+    done = subprocess.run(
+        [sys.executable, lost_ranks.__file__, str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=2 * lost_ranks.PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def in_time(job: Told) -> bool:
+    """After the process group's timeout, and not half an hour later."""
+    return bool(lost_ranks.TIMEOUT - 0.1 < job["seconds"] < lost_ranks.TIMEOUT + 20)
+
+
+def test_each_collective_of_a_plan_is_named_when_it_is_missed(told: dict[str, Told]) -> None:
+    plan = told["stopped at 0"]["plan"]
+    assert [title for title, _, _ in plan] == [
+        "all_reduce over tp, block/0 forward",
+        "all_reduce over tp, block/1 forward",
+        "all_reduce over tp, block/1 backward",
+        "all_reduce over tp, block/0 backward",
+    ]
+    for number, (title, payload, record) in enumerate(plan):
+        job = told[f"stopped at {number}"]
+        assert job["type"] == "CollectiveError" and job["collective"] == record
+        begin = f"{title} ({payload}), for lost_ranks.py:"
+        assert job["text"].startswith(begin) and "in block: failed while this rank" in job["text"]
+        assert "in step: " in job["text"] and "Timed out waiting 2000ms" in job["text"]
+        assert "Ranks 0 and 1 of Mesh(one=1, tp=2) take part and wait 2 s for one" in job["text"]
+        assert in_time(job)
+
+
+def test_a_rank_that_is_killed_is_missed_at_once(told: dict[str, Told]) -> None:
+    job = told["killed"]
+    assert job["type"] == "CollectiveError", job
+    assert "Connection" in job["text"]
+    assert job["text"].startswith("all_reduce over tp, block/0 forward (")
+    assert job["seconds"] < lost_ranks.TIMEOUT
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("backward", "all_reduce over tp, block/1 backward (3×4 float32, 48 bytes per rank), for "),
+        ("merged", "all_reduce over tp, block backward (96 float32, 384 bytes per rank, 4 merged)"),
+        ("neighbours", "all_to_all over tp, ring forward (1 float32, 4 bytes per rank, neighb"),
+        ("manual", "all_reduce over tp, forward (3 float32, 12 bytes per rank), for lost_ranks"),
+        ("along_one_axis", "all_reduce over tp, forward (3 float32, 12 bytes per rank), for lost_"),
+        ("along_two_axes", "all_reduce over one·tp, forward (3 float32, 12 bytes per rank), for "),
+        ("compiled", "a collective of step failed (wait_tensor = torch.ops._c10d_functional.wai"),
+    ],
+)
+def test_a_rank_that_is_silent(told: dict[str, Told], name: str, said: str) -> None:
+    job = told[name]
+    assert job["type"] == "CollectiveError", job
+    assert job["text"].startswith(said) and "checkpoint" in job["text"], job["text"]
+    assert in_time(job)
+
+
+def test_of_a_compiled_program_the_collectives_are_listed(told: dict[str, Told]) -> None:
+    said = told["compiled"]["text"]
+    assert "compiled by aot_eager, so it can only be said to be one of these: all_reduce over" in said
+    assert all(title in said for title, _, _ in told["stopped at 0"]["plan"])
