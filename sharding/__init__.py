@@ -10,6 +10,7 @@ from torchard.sharding.parallelize import parallelize
 from torchard.sharding.place import MeshTensor, PlacementError
 from torchard.sharding.redistribute import place, redistribute
 from torchard.sharding.rules import register_rule
+from torchard.sharding.schedule import Schedule
 from torchard.sharding.shard import shard
 from torchard.sharding.shard_map import shard_map
 from torchard.sharding.spec import P, SpecError
@@ -48,6 +49,7 @@ __all__ = [
     "PlanMismatch",
     "ReplicaMismatch",
     "Rowwise",
+    "Schedule",
     "SequenceParallel",
     "SpecError",
     "StorageError",

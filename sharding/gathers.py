@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -100,52 +101,49 @@ def _is_view_of(node: fx.Node, base: fx.Node) -> bool:
 def gather_by_layer(graph: fx.Graph, layers: Mapping[fx.Node, str], ahead: int) -> None:
     """Merge the gathers of each layer's parameters, and issue them so many layers ahead of their use.
 
-    The scatters of gradients keep step: those of a layer have arrived before the gather of the layer
-    after the next is issued, so that gradients which wait to be reduced do not pile up.
+    The scatters of gradients keep step: those of a layer have arrived when the layer after the next
+    begins, so that gradients which wait to be reduced do not pile up.
     """
-    kinds: dict[object, dict[str, list[fx.Node]]] = {}
+    kinds: dict[tuple[Any, ...], dict[str, list[fx.Node]]] = {}
     for node in _gathers(graph, set(layers)):
         step, val, phase = node.meta["step"], node.meta["val"], node.meta.get("phase", "forward")
         if root_of(node) is node.all_input_nodes[0] and val.dtype != torch.bool:
             kind = (step.axes, val.dtype, val.device, phase)
             kinds.setdefault(kind, {}).setdefault(layers[root_of(node)], []).append(node)
-    for by_layer in kinds.values():
-        _place(graph, list(by_layer.values()), ahead)
-    _number_turns(graph)
+    begins: set[fx.Node] = set()
+    for (*_, phase), by_layer in kinds.items():
+        firsts = _place(graph, list(by_layer.values()), ahead)
+        if phase == "backward":
+            begins.update(firsts)
+    _number_turns(graph, begins)
 
 
-def _place(graph: fx.Graph, buckets: list[list[fx.Node]], ahead: int) -> None:
-    """Issue each bucket right after the first use of the one so many before it.
+def _place(graph: fx.Graph, buckets: list[list[fx.Node]], ahead: int) -> list[fx.Node]:
+    """Issue each bucket right before the first use of the one so many before it; the first uses.
 
-    *After*: by then that one has been taken out of what it arrived in, and its memory is free again.
+    That one is taken out of what it arrived in first (``after``), so that the two are not there at once.
     """
     at = positions(graph)
     users = [min((u for n in b for u in n.users), key=at.__getitem__) for b in buckets]
     order = sorted(range(len(buckets)), key=lambda k: min(first_use(n, at) for n in buckets[k]))
     for place, k in enumerate(order):
         members = buckets[k]
-        if 0 < ahead <= place:
-            anchor = users[order[place - ahead]]
-            for node in reversed(members):
-                anchor.append(node)
-        else:
-            anchor = users[order[0 if ahead else place]]
-            for node in members:
-                anchor.prepend(node)
+        earlier = order[max(place - ahead, 0)]
+        for node in members:
+            users[earlier].prepend(node)
+            if place >= ahead > 0:
+                node.meta["after"] = buckets[earlier][0].meta.get("bucket")
         if len(members) > 1:
             merge(members, members[-1])
+    return users
 
 
-def _number_turns(graph: fx.Graph) -> None:
-    """Count the layers that the backward has begun: gathers and scatters carry the number."""
-    turn, last = 0, None
+def _number_turns(graph: fx.Graph, begins: set[fx.Node]) -> None:
+    """Count the layers that the backward has begun: their first uses and the scatters have the number."""
+    turn = 0
     for node in graph.nodes:
-        step = node.meta.get("step")
-        if step is None or node.meta.get("phase") != "backward":
-            continue
-        if step.kind == "all_gather" and node.meta.get("recompute"):
-            bucket = node.meta.get("bucket", node)
-            turn, last = turn + (bucket is not last), bucket
+        if node in begins:
+            turn += 1
             node.meta["turn"] = turn
-        elif step.kind == "psum_scatter":
+        elif begins and "step" in node.meta and node.meta["step"].kind == "psum_scatter":
             node.meta["turn"] = turn

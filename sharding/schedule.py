@@ -138,16 +138,13 @@ def _only_updates(graph: fx.Graph) -> set[fx.Node]:
 def _ends_of(value: Any, late: set[fx.Node]) -> list[fx.Node]:
     """What of the late nodes a result needs, operands first."""
     found: dict[fx.Node, None] = {}
-    stack = [value]
+    stack = [value] if value in late else []
     while stack:
         node = stack[-1]
-        missing = [n for n in node.all_input_nodes if n in late and n not in found] if node in late else []
-        if missing:
-            stack.extend(reversed(missing))
-        else:
-            stack.pop()
-            if node in late:
-                found[node] = None
+        missing = [n for n in node.all_input_nodes if n in late and n not in found]
+        stack.extend(reversed(missing))
+        if not missing:
+            found[stack.pop()] = None
     return list(found)
 
 

@@ -12,17 +12,22 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 warnings.simplefilter("error")
 # torch imports its own TorchScript modules, and says so.
 warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarning)
 
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
 import gloo_storage  # noqa: E402
+import live_bytes  # noqa: E402
 import neighbours  # noqa: E402
 import seeds  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+import train_gpt  # noqa: E402
 from ranks import COLLECTIVES  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
@@ -128,6 +133,13 @@ def collectives_that_really_run(rank: int, world: int) -> dict[str, int]:
         local = out.local if isinstance(out, MeshTensor) else out
         torch.autograd.grad(local, leaves, torch.ones_like(local))
     return count.counts
+
+
+@check
+def bytes_of_a_fully_sharded_step(rank: int, world: int) -> dict[str, int]:
+    """gloo's own buffers too, which a collective holds until it is waited for."""
+    size = train_gpt.Size(context=16, width=48, heads=4, layers=3)
+    return live_bytes.fully_sharded(Mesh({"dp": world}), size, rows=2)
 
 
 @check

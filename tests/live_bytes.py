@@ -1,0 +1,142 @@
+"""Live storage bytes of a training step, counted from outside, and what an expert would expect."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Iterable
+from typing import Any
+
+import optree
+import torch
+import train_gpt
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torchard import Mesh, MeshTensor, P, Schedule, jit, optim, place, random, shard
+from torchard.functional.program import Program
+from torchard.sharding.runtime import Distributed
+
+SPEC = P("dp")
+OPTIMIZER = optim.adamw(1e-3)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Which storages are alive after each operation, those that C++ holds among them.
+
+    Attributes:
+        seen: after each operation, bytes by the number of the storage.
+    """
+
+    def __init__(self, already: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.seen: list[dict[int, int]] = []
+        self._live: dict[int, tuple[StorageWeakRef, int, int]] = {}
+        self._count = 0
+        for tensor in already:
+            self._meet(tensor)
+
+    def _meet(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        known = self._live.get(storage._cdata)
+        if known is None or known[0].expired():  # an address may be given out again
+            self._count += 1
+            known = StorageWeakRef(storage), storage.nbytes(), self._count
+            self._live[storage._cdata] = known
+        return known[2]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, torch.Tensor):
+                self._meet(value)
+        self._live = {k: v for k, v in self._live.items() if not v[0].expired()}
+        self.seen.append({number: size for _, size, number in self._live.values()})
+        return out
+
+    def peak(self, without: Iterable[torch.Tensor] = ()) -> int:
+        """The most bytes that were alive, those of some tensors not counted."""
+        skipped = {self._meet(tensor) for tensor in without}
+        return max(sum(n for k, n in at.items() if k not in skipped) for at in self.seen)
+
+
+def size_of(tree: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in optree.tree_leaves(tree))
+
+
+def step(size: train_gpt.Size, params: Any, state: Any, batch: torch.Tensor) -> Any:
+    grads, loss = torch.func.grad_and_value(functools.partial(train_gpt.loss, size))(params, batch)
+    params, state = OPTIMIZER.update(grads, state, params)
+    return params, state, loss
+
+
+def activations(size: train_gpt.Size, batch: torch.Tensor) -> int:
+    """The most that plain torch holds of one rank's forward and backward, but for weights and slopes."""
+    leaves, structure = optree.tree_flatten(train_gpt.init(size, random.key(0)))
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    with LiveBytes(leaves) as count:
+        loss = train_gpt.loss(size, optree.tree_unflatten(structure, leaves), batch)
+        slopes = torch.autograd.grad(loss, leaves)
+    return count.peak(without=[*leaves, *slopes])
+
+
+def fully_sharded(
+    mesh: Mesh, size: train_gpt.Size, rows: int, how: Schedule | None = None
+) -> dict[str, int]:
+    """What this rank holds during one step of ZeRO-3 with AdamW, its inputs donated; in bytes.
+
+    Args:
+        rows: of the batch, per rank.
+    """
+    ranks = mesh.shape["dp"]
+    batch = torch.zeros(rows, size.context + 1, dtype=torch.int64)
+    params = train_gpt.init(size, random.key(0))
+    parameters, layer = size_of(params), size_of(params["blocks"][0])
+    held = [place(params, mesh, SPEC)]
+    held.append(OPTIMIZER.init(held[0]))
+    data = place(batch.repeat(ranks, 1), mesh, SPEC)
+    specs = (SPEC, optim.AdamState(P(), SPEC, SPEC), P())
+    run = jit(
+        shard(functools.partial(step, size), mesh, out_specs=specs, schedule=how),
+        backend="eager",
+        donate_argnums=(0, 1),
+    )
+    del params
+    waiting = most_waiting(run.lower(*held, data))
+    *held, _ = run(*held, data)
+    gc.collect()
+    with LiveBytes(parts(held, data)) as count:
+        run(held.pop(0), held.pop(0), data)
+    return {
+        "peak": count.peak(),
+        "parameters": parameters,
+        "layer": layer,
+        "activations": activations(size, batch),
+        "waiting": waiting,
+    }
+
+
+def most_waiting(program: Program) -> int:
+    """How many scattered gradients are on their way at once: what was sent may be held until then."""
+    on_their_way: set[Any] = set()
+    most = 0
+    assert isinstance(program.runtime, Distributed)
+    for node in program.runtime.graph(program).graph.nodes:
+        if "reduce_scatter" in str(node.target):
+            on_their_way.add(node)
+            most = max(most, len(on_their_way))
+        elif "wait" in str(node.target):
+            on_their_way -= set(node.all_input_nodes)
+    return most
+
+
+def allowed(found: dict[str, int], ranks: int) -> float:
+    """Weights, gradients and two moments, a rank's part each; two whole layers; the activations."""
+    return 4 * found["parameters"] / ranks + 1.1 * (2 * found["layer"] + found["activations"])
+
+
+def parts(*trees: Any) -> list[torch.Tensor]:
+    """This rank's tensors."""
+    leaves = optree.tree_leaves(trees, is_leaf=lambda v: isinstance(v, MeshTensor))
+    return [t for v in leaves for t in (v.parts if isinstance(v, MeshTensor) else [v])]

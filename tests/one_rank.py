@@ -1,0 +1,46 @@
+"""One rank of a group that does not exist: what it would send goes nowhere, what arrives is arbitrary.
+
+    python one_rank.py WORLD LAYERS WIDTH ROWS PREFETCH
+
+prints what a rank holds during a step, as JSON. Torch's fake process group has no store, so the others'
+answers, which are this rank's own, are given here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+warnings.simplefilter("error")
+# torch imports its own TorchScript modules, and says so.
+warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarning)
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+import live_bytes  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import train_gpt  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
+import torchard.sharding.agree as agree  # noqa: E402
+from torchard import Mesh, Schedule  # noqa: E402
+
+
+def main(world: int, layers: int, width: int, rows: int, prefetch: int) -> None:
+    def alone(mesh: Mesh, what: str, mine: Any, timeout: float | None = None) -> list[Any]:
+        return [mine] * world
+
+    torch.set_num_threads(1)
+    agree.exchange = alone
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    size = train_gpt.Size(context=32, width=width, heads=4, layers=layers)
+    how = Schedule(prefetch=prefetch)
+    print(json.dumps(live_bytes.fully_sharded(Mesh({"dp": world}), size, rows, how)), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
