@@ -131,9 +131,9 @@ def most_waiting(program: Program) -> int:
     return most
 
 
-def allowed(found: dict[str, int], ranks: int) -> float:
+def allowed(found: dict[str, int], ranks: int, slack: float = 1.1) -> float:
     """Weights, gradients and two moments, a rank's part each; two whole layers; the activations."""
-    return 4 * found["parameters"] / ranks + 1.1 * (2 * found["layer"] + found["activations"])
+    return 4 * found["parameters"] / ranks + slack * (2 * found["layer"] + found["activations"])
 
 
 def parts(*trees: Any) -> list[torch.Tensor]:

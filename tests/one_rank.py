@@ -1,9 +1,9 @@
 """One rank of a group that does not exist: what it would send goes nowhere, what arrives is arbitrary.
 
-    python one_rank.py WORLD LAYERS WIDTH ROWS PREFETCH
+    python one_rank.py WORLD LAYERS WIDTH PREFETCH...
 
-prints what a rank holds during a step, as JSON. Torch's fake process group has no store, so the others'
-answers, which are this rank's own, are given here.
+prints what a rank holds during a step on one row, for each distance, as JSON. Torch's fake process group has
+no store, so the others' answers, which are this rank's own, are given here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torchard.sharding.agree as agree  # noqa: E402
 from torchard import Mesh, Schedule  # noqa: E402
 
 
-def main(world: int, layers: int, width: int, rows: int, prefetch: int) -> None:
+def main(world: int, layers: int, width: int, *prefetch: int) -> None:
     def alone(mesh: Mesh, what: str, mine: Any, timeout: float | None = None) -> list[Any]:
         return [mine] * world
 
@@ -37,8 +37,9 @@ def main(world: int, layers: int, width: int, rows: int, prefetch: int) -> None:
     agree.exchange = alone
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     size = train_gpt.Size(context=32, width=width, heads=4, layers=layers)
-    how = Schedule(prefetch=prefetch)
-    print(json.dumps(live_bytes.fully_sharded(Mesh({"dp": world}), size, rows, how)), flush=True)
+    mesh = Mesh({"dp": world})
+    found = [live_bytes.fully_sharded(mesh, size, 1, Schedule(prefetch=n)) for n in prefetch]
+    print(json.dumps(found), flush=True)
     dist.destroy_process_group()
 
 
