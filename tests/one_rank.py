@@ -2,8 +2,8 @@
 
     python one_rank.py WORLD LAYERS WIDTH PREFETCH...
 
-prints what a rank holds during a step on one row, for each distance, as JSON. Torch's fake process group has
-no store, so the others' answers, which are this rank's own, are given here.
+prints what a rank holds during a step on one row, for each distance, as JSON. Torch's fake process group
+has no store, so the others' answers, which are this rank's own, are given here.
 """
 
 from __future__ import annotations
