@@ -67,6 +67,7 @@ def of(phase: str, kind: str, elements: int, axes: str, count: int = 1) -> Count
 STREAM = ROWS * WIDTH
 EMBEDDING = VOCAB * WIDTH
 LAYER = 12 * WIDTH * WIDTH + 13 * WIDTH  # weights; biases and norms
+TP_BIASES = LAYERS * 7 * WIDTH  # of the projections whose outputs "tp" splits: qkv and up
 MODEL = EMBEDDING + 2 * WIDTH + LAYERS * LAYER
 
 
@@ -128,3 +129,32 @@ def test_fully_sharded() -> None:
     assert sum(k[2] * n for k, n in scatters.items()) == MODEL
     rest = found - Counter(gathers) - Counter(scatters)
     assert rest == of("forward", "all_reduce", 1, "dp", 2)
+
+
+def test_replicas_of_fully_sharded_tensor_parallel_models() -> None:
+    """Three axes: gathers and scatters stay within a replica, which sums what is left with the other.
+
+    Of each gradient half of its tensor parallel half, in one call; whole vectors' that "tp" does not
+    split besides. The loss counts rows over the batch's axes, and reduces over the vocabulary's.
+    """
+    found = collectives("dp=2 fsdp=2 tp=2")
+    vectors = 6 * WIDTH * LAYERS + 2 * WIDTH  # norms and row biases
+    inside = {k: n for k, n in found.items() if k[3] == "fsdp"}
+    kinds = Counter[str]()
+    elements = Counter[str]()
+    for (_, kind, size, _), n in inside.items():
+        kinds[kind] += n
+        elements[kind] += size * n
+    assert kinds == {"all_gather": 2 * (LAYERS + 1), "psum_scatter": 10 * LAYERS + 3}
+    assert elements["psum_scatter"] == (MODEL - vectors) // 2 + vectors - TP_BIASES // 2
+    stream, rows = STREAM // 4, ROWS // 4
+    assert found - Counter(inside) == (
+        of("forward", "all_reduce", stream, "tp", 2 * LAYERS + 1)
+        + of("backward", "all_reduce", stream, "tp", 2 * LAYERS + 1)
+        + of("forward", "all_reduce", rows, "tp", 2)
+        + of("backward", "all_reduce", rows, "tp")
+        + of("forward", "all_reduce", 1, "dp·fsdp")
+        + of("forward", "all_reduce", 1, "dp·fsdp·tp")
+        + of("backward", "all_reduce", elements["psum_scatter"] // 2, "dp")
+        + of("backward", "all_reduce", TP_BIASES // 2, "dp·fsdp")
+    )

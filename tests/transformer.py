@@ -115,5 +115,8 @@ RECIPES = {
     "dp=2 tp=2 sequence": Recipe(
         {"dp": 2, "tp": 2}, tensor_parallel("tp"), P("dp"), P("dp", "tp")
     ),
+    "dp=2 fsdp=2 tp=2": Recipe(
+        {"dp": 2, "fsdp": 2, "tp": 2}, tensor_parallel("tp", "fsdp"), P(("dp", "fsdp"))
+    ),
     "fsdp=2 tp=2": Recipe({"dp": 2, "tp": 2}, tensor_parallel("tp", "dp"), P("dp")),
 }
