@@ -8,6 +8,7 @@ each dim of each operand; it declines (NotImplemented) what it can not do, which
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -230,12 +231,26 @@ def _topk(
     """The best of each block's best."""
     dim %= max(x.ndim, 1)
     n, count = (x.shape[dim], parts[0][dim]) if x.ndim else (0, 1)
-    # Filling could tie with what it is to lose against.
-    if not worthwhile(n, count) or n % count or count * min(k, n // count) >= n:
+    each = each_of(n, count)
+    if not worthwhile(n, count) or count * min(k, each) >= n:
         return NotImplemented
-    each = n // count
-    values, places = torch.topk(blocks(x, dim, count), min(k, each), dim + 1, largest)
+    best = _first_of_sorted if n % count else torch.topk
+    filled = blocks(x, dim, count, _worst(x.dtype, largest) if n % count else 0)
+    values, places = best(filled, min(k, each), dim + 1, largest)
     places = places + starts(places, dim, count, each)
     shape = [*x.shape[:dim], -1, *x.shape[dim + 1 :]]
-    best, at = torch.topk(values.reshape(shape), k, dim, largest, sorted)
-    return best, torch.gather(places.reshape(shape), dim, at)
+    values, at = best(values.reshape(shape), k, dim, largest)
+    return values, torch.gather(places.reshape(shape), dim, at)
+
+
+def _first_of_sorted(x: torch.Tensor, k: int, dim: int, largest: bool) -> Any:
+    """topk in which of equals the first is best: what fills the last block loses to every element."""
+    values, places = torch.sort(x, dim=dim, descending=largest, stable=True)
+    return values.narrow(dim, 0, k), places.narrow(dim, 0, k)
+
+
+def _worst(dtype: torch.dtype, largest: bool) -> float | int:
+    """The last that topk would take; NaN is above all numbers."""
+    if dtype.is_floating_point:
+        return -math.inf if largest else math.nan
+    return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max

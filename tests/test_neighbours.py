@@ -72,3 +72,36 @@ def test_strides_that_meet_blocks_at_other_phases_are_gathered() -> None:
     """Blocks of 5 lines, every second one: the gradient has no one window for all."""
     fn = slope(lambda x: F.conv2d(x, KERNEL, padding=(1, 0), stride=(2, 1)))
     assert "all_gather" in {kind for kind, _ in sent(fn, 13)}
+
+
+INF, NAN = float("inf"), float("nan")
+HARD_TO_RANK = {
+    "nothing but the worst": [-INF] * 13,
+    "few above the worst": [-INF] * 11 + [1.0, -INF],
+    "the worst of the other side": [INF] * 12 + [NAN],
+    "no numbers": [NAN] * 13,
+    "some no numbers": [0.0, NAN, 2.0, INF, -INF, NAN, 1.0, 3.0, -INF, INF, NAN, -1.0, -2.0],
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("largest", [True, False])
+@pytest.mark.parametrize("name", HARD_TO_RANK)
+def test_topk_of_uneven_blocks(name: str, largest: bool, dtype: torch.dtype) -> None:
+    """What fills the last block is never taken, whatever it ties with; places are distinct."""
+    values = torch.tensor(HARD_TO_RANK[name], dtype=torch.float64)
+    if dtype == torch.int64:
+        values = values.nan_to_num(7, 2.0**62, -(2.0**62)).to(dtype)
+        limits = torch.iinfo(dtype)
+        values[values >= 2**62], values[values <= -(2**62)] = limits.max, limits.min
+    x = values.to(dtype).repeat_interleave(4).repeat(2, 1)
+    mesh, spec = Mesh({"tp": 3}, virtual=True), P(None, "tp")
+    run = shard(lambda x: x.topk(3, 1, largest), mesh, out_specs=P())
+    have, at = run(place(x, mesh, spec))
+    want, _ = x.topk(3, 1, largest)
+    torch.testing.assert_close(have, want, equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(x.gather(1, at), want, equal_nan=True, rtol=0, atol=0)
+    assert all(len(set(row)) == 3 for row in at.tolist())
+    plan = run.lower(place(x, mesh, spec)).collectives
+    # Each rank's best of each row, and where the best of them were.
+    assert [(c.kind, c.shape) for c in plan] == [("all_gather", (2, 1, 3)), ("all_reduce", (2, 3))]
