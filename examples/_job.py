@@ -10,7 +10,9 @@ the store on who speaks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import queue
 import re
 import signal
 import socket
@@ -18,10 +20,10 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 # Ctrl-C while torch is being loaded just ends the process: nothing has happened yet.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -54,6 +56,7 @@ class Job:
         self.doing = "the start"
         self.awaited = "the start of the others"
         self._store: Store | None = None
+        self._silent = False  # the store has left a question unanswered
 
     @property
     def leads(self) -> bool:
@@ -109,6 +112,8 @@ class Job:
     def failed(self, error: Exception) -> NoReturn:
         """Leave because of an exception."""
         lost = self._store is not None and any(sign in str(error).lower() for sign in LOST)
+        # torchard's error says which collective of the plan it was.
+        self.awaited = getattr(getattr(error, "collective", None), "title", self.awaited)
         gone = self._gone(GRACE if lost else 0)
         if gone:
             self.end(self._bereft(gone))
@@ -132,10 +137,13 @@ class Job:
     def _unanswered(self, error: Exception) -> NoReturn:
         others = self._others()
         if self._first():
-            transport = re.sub(r"^\[[^\]]*\] *", "", str(error).splitlines()[0])
+            transport = re.sub(r"^\[[^\]]*\] *", "", str(error.__cause__ or error).splitlines()[0])
+            late = f"no answer from {_named(others)} within {self.timeout.total_seconds():g} s"
+            waited = any(sign in transport.lower() for sign in ("timed out", "timeout"))
+            said = late if waited else f"lost {_named(others)}"
             self._say(
-                f"no answer from {_named(others)} within {self.timeout.total_seconds():g} s: rank "
-                f"{self.rank} was in {self.doing}, waiting for {self.awaited}. Stopped. ({transport})"
+                f"{said}: rank {self.rank} was in {self.doing}, waiting for {self.awaited}. "
+                f"Stopped. ({transport})"
             )
             # What hangs does not end when asked to, and torchrun would ask it for half a minute.
             for pid in others.values():
@@ -152,14 +160,38 @@ class Job:
         """Process ids of the other ranks on this machine."""
         found = {}
         for rank in set(range(self.size)) - {self.rank}:
-            # If the store has gone too there is nothing to learn, and no second error to raise.
-            with contextlib.suppress(RuntimeError):
-                key = f"job/process/{rank}"
-                if self._store and self._store.check([key]):
-                    host, pid = self._store.get(key).decode().split()
-                    if host == socket.gethostname():
-                        found[rank] = int(pid)
+            host, pid = self._asked(functools.partial(self._process, rank), ("", 0))
+            if host == socket.gethostname():
+                found[rank] = int(pid)
         return found
+
+    def _process(self, rank: int) -> tuple[str, str]:
+        """Where a rank runs, as long as it may be missed."""
+        key = f"job/process/{rank}"
+        if self._store is None or not self._store.check([key]):
+            return "", "0"
+        host, pid = self._store.get(key).decode().split()
+        return host, pid
+
+    def _asked(self, question: Callable[[], Any], default: Any) -> Any:
+        """What the store answers; the default if it has gone, too, or is on a host that is cut off.
+
+        There its own timeouts do not help: it waits for an answer as long as TCP does.
+        """
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+        def ask() -> None:
+            try:
+                answers.put(question())
+            except RuntimeError:
+                answers.put(default)
+
+        if not self._silent:
+            threading.Thread(target=ask, daemon=True).start()
+            with contextlib.suppress(queue.Empty):
+                return answers.get(timeout=GRACE)
+            self._silent = True
+        return default
 
     def _gone(self, seconds: float = 0) -> dict[int, int]:
         """The others that have ended, as soon as there are any, or after some seconds."""
@@ -172,10 +204,8 @@ class Job:
 
     def _first(self) -> bool:
         """Whether this rank is the one that speaks."""
-        try:
-            return self._store is None or self._store.add("job/spoken", 1) == 1
-        except RuntimeError:
-            return True
+        store = self._store
+        return store is None or bool(self._asked(lambda: store.add("job/spoken", 1) == 1, True))
 
 
 def _named(processes: dict[int, int]) -> str:

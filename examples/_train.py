@@ -7,8 +7,6 @@ an example brings is one of each; here they meet, in `sharded`.
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import _fail
 import _job
 import torch
 from _text import batch_at, generate, load, windows
@@ -142,8 +141,8 @@ def train(
     ) as bar:
         for number, batch in enumerate(bar, first):
             here.doing = f"step {number + 1} of {count}"
-            misbehave(task.options, here.rank, number)
-            params, state, value = step(params, state, batch)
+            with _fail.misbehaving(task.options, here.rank, number):
+                params, state, value = step(params, state, batch)
             curve.losses.append(float(value))
             if number == first:
                 began = time.perf_counter()  # the first step traces and plans
@@ -152,16 +151,6 @@ def train(
                 bar.set_postfix_str(f"loss {curve.losses[-1]:.3f}, {curve.rate:,.0f} bytes/s")
             keep(number + 1, params, state)
     return params, curve
-
-
-def misbehave(options: argparse.Namespace, rank: int, number: int) -> None:
-    """What the tests of the endings ask for: one rank comes to grief."""
-    if (rank, number) != (options.fail_rank, options.fail_at):
-        return
-    if options.fail == "raise":
-        raise ValueError("asked to fail")
-    if options.fail in ("kill", "stop"):
-        os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[options.fail])
 
 
 def sharded(task: Task, recipe: Recipe, mesh: Mesh, here: _job.Job) -> tuple[Params, Curve, float]:
@@ -333,11 +322,7 @@ def options(about: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
     parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the last of DIR")
     parser.add_argument("--out", type=Path, default=Path("out"))
-    # Only for the tests of what happens then.
-    quiet = argparse.SUPPRESS
-    parser.add_argument("--fail", choices=("raise", "kill", "stop", "replan"), help=quiet)
-    parser.add_argument("--fail-rank", type=int, default=1, help=quiet)
-    parser.add_argument("--fail-at", type=int, default=5, help=quiet)
+    _fail.options(parser)
     return parser
 
 

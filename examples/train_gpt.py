@@ -101,18 +101,22 @@ def mlp(p: Params, x: Tensor) -> Tensor:
 
 def logits(size: Size, params: Params, context: Tensor) -> Tensor:
     """Bytes [batch, n ≤ context] -> [batch, n, 256]: what the byte after each may be."""
-    places = params["positions"][: context.shape[1]]
-    x = name(nn.embedding(params["embedding"], context) + places, "stream")
+    with scope("embedding"):
+        places = params["positions"][: context.shape[1]]
+        x = name(nn.embedding(params["embedding"], context) + places, "stream")
     for i, p in enumerate(params["blocks"]):
         with scope(f"block/{i}"):
             x = name(x + attention(size, p, norm(p["norm1"], x)), "stream")
             x = name(x + mlp(p, norm(p["norm2"], x)), "stream")
-    return nn.linear(norm(params["norm"], x), params.get("head", params["embedding"]))
+    with scope("head"):
+        return nn.linear(norm(params["norm"], x), params.get("head", params["embedding"]))
 
 
 def loss(size: Size, params: Params, batch: Tensor) -> Tensor:
     """Mean nats per byte: batch int64 [batch, context + 1], each byte asked for after the first."""
-    return nn.cross_entropy(logits(size, params, batch[:, :-1]), batch[:, 1:])
+    found = logits(size, params, batch[:, :-1])
+    with scope("loss"):
+        return nn.cross_entropy(found, batch[:, 1:])
 
 
 def predict(size: Size, params: Params, context: Tensor) -> Tensor:

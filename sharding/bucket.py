@@ -125,6 +125,10 @@ def _record(members: Sequence[fx.Node]) -> None:
 
 
 def _common(scopes: Sequence[str]) -> str:
-    """The innermost scope that all of these are in."""
+    """The innermost scope that all of these are in; if there is none, the first and how many more."""
     parts = zip(*(scope.split("/") for scope in scopes), strict=False)
-    return "/".join(each[0] for each in itertools.takewhile(lambda each: len({*each}) == 1, parts))
+    shared = itertools.takewhile(lambda each: len({*each}) == 1, parts)
+    distinct = sorted({*scopes}, key=scopes.index)
+    named = next(filter(None, distinct), "")
+    more = f" + {len(distinct) - 1} more" if len(distinct) > 1 else ""
+    return "/".join(each[0] for each in shared) or named + more

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import fx
 from torchard import CollectiveError, Mesh, P, jit, place, scope, shard
 from torchard.functional.codegen import compiled
 from torchard.functional.trace import trace
+from torchard.sharding import exchange as exchange_module
 
 Told = dict[str, Any]
 
@@ -113,6 +115,19 @@ def test_a_program_without_a_runtime_is_named() -> None:
     with pytest.raises(IndexError) as raised:
         program.bind()([torch.ones(4, 3), torch.tensor([9])])
     assert raised.value.__notes__[0].startswith("while lookup ran embedding, in embedding")
+
+
+def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the host that serves it is cut off, and its own timeout is none."""
+    monkeypatch.setattr(exchange_module, "_GRACE", 0.0)
+    asked, store = threading.Event(), object()
+    monkeypatch.setattr(exchange_module, "_silent", [])
+    said = "through which ranks tell the plan does not answer.*start them again from the last"
+    with pytest.raises(exchange_module.ExchangeError, match=said):
+        exchange_module._answer(store, asked.wait, 0.01, "the plan")
+    assert store in exchange_module._silent  # who asks once more is told at once
+    asked.set()
+    assert exchange_module._answer(store, lambda: "yes", 60.0, "the plan") == "yes"
 
 
 # -- on real ranks ----------------------------------------------------------------------------------

@@ -142,11 +142,16 @@ def goes_on_to_the_same_bits(out: Path, *options: str) -> None:
     [
         (
             "kill",
-            r"rank 1 \(process \d+\) is gone .*rank 0 was in step 4 of 8, waiting for its part of a "
-            r"step's collectives \(\d+ all_.* over tp\)",
+            # torchrun's signal or the collective's error, whichever comes first.
+            r"rank 1 \(process \d+\) is gone .*rank 0 was in step 4 of 8, waiting for "
+            r"(its part of a step's collectives \(\d+ all_.* over tp\)|all_\w+ over tp, \w+ward)",
         ),
-        ("stop", r"no answer from rank 1 \(process \d+\) within 5 s: rank 0 was in step 4 of 8"),
-        ("raise", r"ValueError \(rank 1, step 4 of 8, _train.py:\d+\): asked to fail"),
+        (
+            "stop",
+            r"no answer from rank 1 \(process \d+\) within 5 s: rank 0 was in step 4 of 8, waiting for "
+            r"all_\w+ over tp, \w+ward",
+        ),
+        ("raise", r"ValueError \(rank 1, step 4 of 8, _fail.py:\d+\): asked to fail"),
         ("replan", r"PlanMismatch \(rank [01], .*rank [01] planned step\("),
     ],
 )
