@@ -305,7 +305,7 @@ def _nll_loss_backward(
     known, each = _weights(target, weight, ignored, x)
     slope = -(grad / total if how == MEAN else grad) * each
     slope = slope.masked_fill(target == ignored, 0).unsqueeze(at)
-    return torch.zeros_like(x).scatter(at, known.unsqueeze(at), slope)
+    return torch.zeros_like(x).scatter_add(at, known.unsqueeze(at), slope)
 
 
 class _Groups:

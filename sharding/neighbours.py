@@ -124,7 +124,20 @@ def _slice_backward(
 ) -> Any:
     dim %= grad.ndim
     first = slice(start, stop).indices(sizes[dim])[0]
-    return _shifted(parts, grad, dim, sizes[dim], -first) if step == 1 else NotImplemented
+    if step == 1:
+        return _shifted(parts, grad, dim, sizes[dim], -first)
+    n, count = grad.shape[dim], parts[0][dim]
+    each = each_of(sizes[dim], count)
+    if not worthwhile(n, count) or each % step:
+        return NotImplemented
+    runs, own = [], each // step  # as many in each block, and at the same places
+    for j in range(count):
+        behind = -((first - j * each) // step)
+        runs.append(clipped(behind, behind + own, n))
+    taken = in_windows(grad, dim, own, runs)
+    spaced = [*taken.shape[: dim + 1], each, *taken.shape[dim + 2 :]]
+    placed = aten.slice_backward.default(taken, spaced, dim + 1, first % step, each, step)
+    return unblocks(placed, dim, sizes[dim])
 
 
 def _shifted(

@@ -77,6 +77,8 @@ class Option:
 
     def _work(self, sizes: dict[str, int]) -> int:
         rule = self.rule
+        if rule.ties or rule.halo is not None:
+            return 0  # blocks are a view, and windows what has arrived
         local = [_local_size(n, axes, sizes) for n, axes in zip(rule.sizes, self.axes, strict=True)]
         shared, tensors = rule.space
         product = max(math.prod(local[f] for f in group) for group in shared)

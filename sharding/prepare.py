@@ -35,18 +35,31 @@ def prepare(graph: fx.Graph) -> fx.Graph:
     """The graph, changed in place."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _CONSTANTS:
-            _release(graph, node)
+            _release(graph, node, _value(node))
+        elif _is_empty_cut(node):
+            _release(graph, node, 0)
     _share_views(graph)
     graph.eliminate_dead_code()
     return graph
 
 
-def _release(graph: fx.Graph, node: fx.Node) -> None:
+def _value(node: fx.Node) -> Any:
+    """What a constant is filled with."""
+    known = _CONSTANTS[node.target]
+    return known if known is not None else node.args[2 if node.target is aten.new_full.default else 1]
+
+
+def _is_empty_cut(node: fx.Node) -> bool:
+    """A slice that keeps nothing, or the gradient of one: for neither need anything be gathered."""
+    if node.target is aten.slice.Tensor:
+        return 0 in node.meta["val"].shape
+    source = node.args[0] if node.target is aten.slice_backward.default else None
+    return isinstance(source, fx.Node) and 0 in source.meta["val"].shape
+
+
+def _release(graph: fx.Graph, node: fx.Node, value: Any) -> None:
     """``zeros_like(x)`` as ``full``: of x it needs only what is known while planning."""
     val = node.meta["val"]
-    value = _CONSTANTS[node.target]
-    if value is None:
-        value = node.args[2 if node.target is aten.new_full.default else 1]  # type: ignore[assignment]
     with graph.inserting_before(node):
         made = graph.call_function(
             aten.full.default,

@@ -253,7 +253,8 @@ class _Sweep:
             self._take(operand, layout, node)
         self.decision.option[node] = option
         self.decision.raw[node] = option.outs
-        self.decision.work += option.cost(self.sizes).work
+        if not is_alias(node):
+            self.decision.work += option.cost(self.sizes).work
         self.decision.bytes += self._exchanged(call, option)
         ranks = self._ranks_of(call, homes, option)
         if isinstance(node.meta["val"], (tuple, list)):

@@ -146,12 +146,26 @@ def _spare_slot(local: Local, table: Any, shape: list[int], dim: int) -> Any:
     return local.call(aten.cat.default, [table, spare], dim)
 
 
+_SUMMING = (aten.scatter_add.default, aten.index_add.default)  # what is masked adds nothing
+
+
+def _ids_in(call: Call, dim: int) -> tuple[int, int]:
+    """Behind which dim of what is written the ids' dims end, and how many dims it has."""
+    rank = len(call.ins[2])
+    return (rank if len(call.ins[1]) == rank else dim + 1), rank
+
+
 def _emit_scatter(call: Call, local: Local) -> Any:
+    """Writes to other ranks' rows add zero, or where writes replace go to a spare slot."""
     dim = call.arg(1) % len(call.ins[0])
     own, size = local.result_range(dim), call.outs[0][dim]
     if len(own) == size:
         return local.call(call.target, *local.args, **local.kwargs)
     table, _, ids, *rest = local.args
+    if call.target in _SUMMING:
+        mask, ids = _owned(local, ids, own, size, refuse=False)
+        rest[0] = _masked(local, mask, rest[0], *_ids_in(call, dim))
+        return local.call(call.target, table, dim, ids, *rest, **local.kwargs)
     ids = _sent_away(local, ids, own, size)
     longer = _spare_slot(local, table, local.shape(), dim)
     out = local.call(call.target, longer, dim, ids, *rest, **local.kwargs)
@@ -259,8 +273,10 @@ def _index_put(call: Call) -> str | None:
 
 
 def _emit_index_put(call: Call, local: Local) -> Any:
-    """Writes to other ranks' rows go to a spare slot along each dim that is split."""
+    """As a scatter: sums are masked, other writes have a spare slot along each dim that is split."""
     table, indices, *rest = local.args
+    if len(rest) > 1 and rest[1]:
+        return _emit_summing_put(call, local)
     indices, shape = list(indices), local.shape()
     split = []
     for d, ids in enumerate(indices):
@@ -275,6 +291,19 @@ def _emit_index_put(call: Call, local: Local) -> Any:
     for d, n in split:
         out = local.call(aten.slice.Tensor, out, d, 0, n)
     return out
+
+
+def _emit_summing_put(call: Call, local: Local) -> Any:
+    table, indices, values, accumulate = local.args
+    indices, rank = list(indices), len(call.ins[-1])
+    used = [d for d, ids in enumerate(indices) if ids is not None]
+    for d in used:
+        own, size = local.result_range(d), call.outs[0][d]
+        if len(own) < size:
+            ids = _from_the_end(local, indices[d], size)
+            mask, indices[d] = _owned(local, ids, own, size, refuse=False)
+            values = _masked(local, mask, values, used[0] + len(call.ins[1]), rank)
+    return local.call(call.target, table, indices, values, accumulate)
 
 
 register_rule(aten.index_put.default, text=_index_put, emit=_emit_index_put)
