@@ -33,14 +33,14 @@ def gather_again(graph: fx.Graph, parameters: Iterable[fx.Node], axes: Iterable[
 
     Another axis (the sequence's, gathered for a split weight) is the user's to re-gather.
     """
-    cotangents, batch = _after_cotangents(graph), set(axes)
+    cotangents, batch, at = _after_cotangents(graph), set(axes), positions(graph)
     for node in list(_gathers(graph, set(parameters))):
         if not batch.issuperset(node.meta["step"].axes):
             continue
         late = [u for u in _chain_users(node) if u in cotangents]
         if len(late) < len(_chain_users(node)):
             copies: dict[fx.Node, fx.Node] = {}
-            for user in late:
+            for user in sorted(late, key=at.__getitem__):  # the first to stand there gets it made
                 _swap_inputs(user, node, copies)
 
 

@@ -46,15 +46,15 @@ class Step:
     pairs: tuple[tuple[int, int], ...] = ()
 
     def elements(self, sizes: Sizes) -> float:
-        """Elements on the wire per rank, of the largest shard, by the ring algorithm."""
+        """Elements on the wire per rank by the ring algorithm, every shard padded to the largest."""
         table = dict(sizes)
         k = math.prod(table[a] for a in self.axes)
         before, after = self.before.largest_local(table), self.after.largest_local(table)
         volume = {
             "slice": 0.0,
-            "all_gather": after,
+            "all_gather": before * k,
             "all_to_all": before,
-            "psum_scatter": before,
+            "psum_scatter": after * k,
             "all_reduce": 2.0 * before,
             "ppermute": before * k / max(k - 1, 1),
         }[self.kind]

@@ -132,7 +132,12 @@ def _only_updates(graph: fx.Graph) -> set[fx.Node]:
     for node in graph.nodes:
         if any(_is_sum(source) or source in arrived for source in node.all_input_nodes):
             arrived.add(node)
-    return {n for n in leading if n in arrived or n.meta.get("phase") != "backward"}
+    late: set[fx.Node] = {results}  # nothing that is late has a user that is not
+    for node in reversed(graph.nodes):
+        waits = node in arrived or node.meta.get("phase") != "backward"
+        if node in leading and waits and late.issuperset(node.users):
+            late.add(node)
+    return late - {results}
 
 
 def _ends_of(value: Any, late: set[fx.Node]) -> list[fx.Node]:

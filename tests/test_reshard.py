@@ -194,12 +194,13 @@ def _moves(layout: Layout, goal: dict[str, int], mesh: Mesh) -> list[tuple[Layou
             new = [(*a, axis) if i == to else a for i, a in enumerate(rest)]
             dims = tuple((Sub(d[0].size, a),) for d, a in zip(layout.dims, new, strict=True))
             made = Layout(dims, less)
+            padded = made.largest_local(mesh.shape) * k  # of what psum_scatter makes parts of one size
             if axis in pending:
-                price = size * share * (2 if to is None else 1)
+                price = (2 * size if to is None else padded) * share
             elif at is None:
                 price = 0.0
             else:
-                price = (made.largest_local(mesh.shape) if to is None else size) * share
+                price = (size * k if to is None else size) * share
             found.append((made, price))
     return found
 
