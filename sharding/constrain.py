@@ -83,7 +83,8 @@ def constrain(x: torch.Tensor, spec: P) -> torch.Tensor:
     """Pin the layout of ``x`` where it is sharded; the identity everywhere else.
 
     The cotangent is pinned alike. The mesh is that of the enclosing ``shard``, and so are the rules
-    for names of dims: ``constrain(x, P("batch", "seq", "embed"))``.
+    for names of dims: ``constrain(x, P("batch", "seq", "embed"))``. Inside a ``shard_map`` the spec may
+    name the axes that are not manual there.
 
     Raises:
         SpecError: the spec is longer than the rank of x.

@@ -18,6 +18,7 @@ from torch import fx
 
 from torchard.sharding.aliases import is_alias
 from torchard.sharding.bucket import first_use, merge, positions
+from torchard.sharding.moves import is_edge
 
 __all__ = ["gather_again", "gather_by_layer", "layer_of"]
 
@@ -57,8 +58,8 @@ def _gathers(graph: fx.Graph, parameters: set[fx.Node]) -> Iterator[fx.Node]:
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """The value of which a node is but another view, or another layout."""
-    while node.op == "call_function" and (is_alias(node) or "step" in node.meta):
+    """The value of which a node is but another view, or another layout, or a shard."""
+    while node.op == "call_function" and (is_alias(node) or is_edge(node) or "step" in node.meta):
         node = node.all_input_nodes[0]
     return node
 

@@ -190,10 +190,15 @@ class Layout:
     def is_replicated(self) -> bool:
         return not self.axes
 
-    @property
-    def sums(self) -> bool:
-        """Whether a reduction is still to come."""
-        return any(op != VARYING for _, op in self.pending)
+    @functools.cached_property
+    def varying(self) -> frozenset[str]:
+        """The axes along which each coordinate has a value of its own (manual mode)."""
+        return frozenset(a for a, op in self.pending if op == VARYING)
+
+    @functools.cached_property
+    def awaited(self) -> tuple[str, ...]:
+        """The axes over which a reduction is still to come."""
+        return tuple(a for a, op in self.pending if op != VARYING)
 
     def dim_of(self, axis: str) -> int | None:
         """The dim that the axis splits, or None."""
@@ -242,8 +247,17 @@ class Layout:
         """The same layout in normal form: equal layouts compare equal."""
         return Layout(tuple(merge(d, sizes) or (Sub(1),) for d in self.dims), self.pending)
 
-    def without_pending(self) -> Layout:
-        return Layout(self.dims) if self.pending else self
+    def reduced(self) -> Layout:
+        """The layout when the reductions are done; what varies varies still."""
+        return self._pending((a, VARYING) for a in self.varying) if self.pending else self
+
+    def varying_over(self, axes: Iterable[str]) -> Layout:
+        """The layout in which each coordinate along these axes, and no others, has its own value."""
+        rest = [p for p in self.pending if p[1] != VARYING]
+        return self._pending([*rest, *((a, VARYING) for a in axes)])
+
+    def _pending(self, pending: Iterable[tuple[str, str]]) -> Layout:
+        return Layout(self.dims, tuple(sorted(pending)))
 
     def with_leading(self, size: int) -> Layout:
         return Layout(((Sub(size),), *self.dims), self.pending)

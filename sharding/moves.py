@@ -31,6 +31,9 @@ __all__ = [
     "Vary",
     "axis_index_op",
     "is_axis_index",
+    "is_edge",
+    "is_move",
+    "manual_around",
     "move_of",
 ]
 
@@ -38,15 +41,18 @@ Shape = tuple[int, ...]
 Axes = tuple[str, ...]
 
 
+@dataclass(frozen=True)
 class Move:
     """One collective, or one edge of the region where values are local.
 
     Attributes:
+        manual: the axes along which the values around it are local; it works over some of them.
         op: its operation in namespace ``torchard``, and (``schema``) that operation's arguments.
         takes: what its operand must be over ``axes``: "varying" or "invariant".
         gives: what its result is over them.
     """
 
+    manual: Axes
     op: ClassVar[str]
     schema: ClassVar[str]
     takes: ClassVar[str] = "varying"
@@ -58,7 +64,7 @@ class Move:
         return frozenset(self.axes)  # type: ignore[attr-defined]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        arguments = [getattr(self, f.name) for f in fields(self)]  # type: ignore[arg-type]
+        arguments = [getattr(self, f.name) for f in fields(self)]
         listed = [list(a) if isinstance(a, tuple) else a for a in arguments]
         out: torch.Tensor = getattr(torch.ops.torchard, self.op).default(x, *listed)
         return out
@@ -104,7 +110,7 @@ class _Edge(Move):
         return tuple(a for entry in self.entries if entry for a in entry.split(","))
 
     def batched(self) -> Move:
-        return type(self)(("", *self.entries), (1, *self.counts))
+        return replace(self, entries=("", *self.entries), counts=(1, *self.counts))
 
 
 class Enter(_Edge):
@@ -116,7 +122,7 @@ class Enter(_Edge):
         return tuple(n // c for n, c in zip(shape, self.counts, strict=True))
 
     def transposed(self) -> Move:
-        return Leave(self.entries, self.counts)
+        return Leave(self.manual, self.entries, self.counts)
 
 
 class Leave(_Edge):
@@ -128,7 +134,7 @@ class Leave(_Edge):
         return tuple(n * c for n, c in zip(shape, self.counts, strict=True))
 
     def transposed(self) -> Move:
-        return Enter(self.entries, self.counts)
+        return Enter(self.manual, self.entries, self.counts)
 
     def excess(self, varying: frozenset[str]) -> frozenset[str]:
         return varying - self.over
@@ -145,7 +151,7 @@ class Vary(_Over):
     op, schema, takes = "pvary", "str[] axes", "invariant"
 
     def transposed(self) -> Move:
-        return Sum(self.axes)
+        return Sum(self.manual, self.axes)
 
 
 class Sum(_Over):
@@ -154,7 +160,7 @@ class Sum(_Over):
     op, schema, gives = "psum", "str[] axes", "invariant"
 
     def transposed(self) -> Move:
-        return Vary(self.axes)
+        return Vary(self.manual, self.axes)
 
 
 @dataclass(frozen=True)
@@ -191,7 +197,7 @@ class Gather(_Along):
         return _grown(shape, self.dim, self.size)
 
     def transposed(self) -> Move:
-        return Scatter(self.axes, self.size, self.dim)
+        return Scatter(self.manual, self.axes, self.size, self.dim)
 
 
 class Scatter(_Along):
@@ -203,7 +209,7 @@ class Scatter(_Along):
         return _shrunk(shape, self.dim, self.size)
 
     def transposed(self) -> Move:
-        return Gather(self.axes, self.size, self.dim)
+        return Gather(self.manual, self.axes, self.size, self.dim)
 
 
 class GatherWhole(_Along):
@@ -215,7 +221,7 @@ class GatherWhole(_Along):
         return _grown(shape, self.dim, self.size)
 
     def transposed(self) -> Move:
-        return Slice(self.axes, self.size, self.dim)
+        return Slice(self.manual, self.axes, self.size, self.dim)
 
 
 class Slice(_Along):
@@ -227,7 +233,7 @@ class Slice(_Along):
         return _shrunk(shape, self.dim, self.size)
 
     def transposed(self) -> Move:
-        return GatherWhole(self.axes, self.size, self.dim)
+        return GatherWhole(self.manual, self.axes, self.size, self.dim)
 
 
 @dataclass(frozen=True)
@@ -277,17 +283,17 @@ def _define(kind: type[Move]) -> None:
     def fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         return x.new_empty(_made(kind, arguments).shape(tuple(x.shape)))
 
-    _library.define(f"{kind.op}(Tensor x, {kind.schema}) -> Tensor")
+    _library.define(f"{kind.op}(Tensor x, str[] manual, {kind.schema}) -> Tensor")
     torch.library.register_fake(f"torchard::{kind.op}", fake, lib=_library)
 
 
 for _kind in _KINDS:
     _define(_kind)
 
-_library.define("axis_index(str[] axes, *, Device device) -> Tensor")
+_library.define("axis_index(str[] manual, str[] axes, *, Device device) -> Tensor")
 
 
-def _fake_index(axes: list[str], *, device: torch.device) -> torch.Tensor:
+def _fake_index(manual: list[str], axes: list[str], *, device: torch.device) -> torch.Tensor:
     return torch.empty((), dtype=torch.int64, device=device)
 
 
@@ -297,15 +303,32 @@ _BY_TARGET = {getattr(torch.ops.torchard, kind.op).default: kind for kind in _KI
 _INDEX: Any = torch.ops.torchard.axis_index.default
 
 
-def axis_index_op(axes: Axes, device: torch.device) -> torch.Tensor:
+def axis_index_op(manual: Axes, axes: Axes, device: torch.device) -> torch.Tensor:
     """This rank's position along the axes, first outermost: an int64 scalar that varies over them."""
-    out: torch.Tensor = _INDEX(list(axes), device=device)
+    out: torch.Tensor = _INDEX(list(manual), list(axes), device=device)
     return out
 
 
 def is_axis_index(node: fx.Node) -> bool:
     """Whether a graph node is a rank's position."""
     return node.target is _INDEX
+
+
+def manual_around(node: fx.Node) -> frozenset[str]:
+    """The axes along which the values around a move, or a rank's position, are local."""
+    move = move_of(node)
+    named: Any = node.args[0] if is_axis_index(node) else () if move is None else move.manual
+    return frozenset(named)
+
+
+def is_edge(node: fx.Node) -> bool:
+    """Whether a graph node stands between a global value and its shards."""
+    return _BY_TARGET.get(node.target) in (Enter, Leave)
+
+
+def is_move(target: Any) -> bool:
+    """Whether an operation is that of a move."""
+    return target in _BY_TARGET
 
 
 def move_of(node: fx.Node) -> Move | None:

@@ -14,8 +14,9 @@ from torchard.sharding.layout import Layout
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.propagate import CONSTRAINT
 from torchard.sharding.spec import P, SpecError, layout_of
+from torchard.sharding.varying import varying_in_graph
 
-__all__ = ["Hint", "is_pin", "pin", "pin_named", "pin_rank", "pinned_layout", "where_of"]
+__all__ = ["Hint", "pin", "pin_named", "pin_rank", "pinned_layouts", "where_of"]
 
 
 @dataclass(frozen=True)
@@ -68,20 +69,22 @@ def pin_named(graph: fx.Graph, pins: Sequence[tuple[str, P]]) -> None:
                 pin(graph, node, Hint(spec), f"constrain_at[{pattern!r}]", soft=False)
 
 
-def is_pin(node: fx.Node) -> bool:
-    return pinned_spec(node) is not None
-
-
 def pin_rank(node: fx.Node, inputs: Mapping[fx.Node, tuple[Layout, int] | int]) -> int:
     """An input's own spec ranks as the input does."""
     given = inputs.get(node.all_input_nodes[0])
     return given[1] if node.meta.get("soft") and isinstance(given, tuple) else CONSTRAINT
 
 
-def pinned_layout(node: fx.Node, mesh: Mesh) -> Layout:
-    spec = pinned_spec(node)
-    assert spec is not None
-    return layout_of(spec, tuple(node.meta["val"].shape), mesh, where_of(node))
+def pinned_layouts(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Layout]:
+    """The layouts that constraints give their nodes; what varies in manual mode varies still."""
+    varying = varying_in_graph(graph)
+    found: dict[fx.Node, Layout] = {}
+    for node in graph.nodes:
+        spec = pinned_spec(node)
+        if spec is not None:
+            layout = layout_of(spec, tuple(node.meta["val"].shape), mesh, where_of(node))
+            found[node] = layout.varying_over(varying[node])
+    return found
 
 
 def where_of(node: fx.Node) -> str:

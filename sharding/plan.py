@@ -9,6 +9,7 @@ from torch import fx
 
 from torchard.sharding.decompose import comes_apart, decompose
 from torchard.sharding.decompositions import BIASED_PRODUCTS
+from torchard.sharding.local import local_operations
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.options import atomic, factor_axes
 from torchard.sharding.propagate import SWEEPS, Decision, Given, propagate
@@ -123,7 +124,7 @@ def _taken_apart(
         inputs={env[n]: v for n, v in plan.given.inputs.items()},
         pins={env[n]: v for n, v in plan.given.pins.items()},
         ranks={env[n]: v for n, v in plan.given.ranks.items()},
-        fixed={env[n]: v for n, v in plan.given.fixed.items()},
+        local=local_operations(graph),
     )
     return graph, given
 

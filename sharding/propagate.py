@@ -25,6 +25,7 @@ from torch import fx
 
 from torchard.sharding.aliases import is_alias, output_node, output_values, pull
 from torchard.sharding.layout import Layout, Sizes
+from torchard.sharding.local import Local
 from torchard.sharding.options import Option, atomic, factor_axes, image, options
 from torchard.sharding.reshard import cost
 from torchard.sharding.rules import Call, rule_of
@@ -46,14 +47,14 @@ class Given:
         outputs: the layout each output must have; None leaves it open.
         pins: the layouts that constraints give their nodes.
         ranks: of the shards that pins make.
-        fixed: operations with one option only (those on local values, in manual mode).
+        local: operations on local values (manual mode), and what of them is not to be chosen.
     """
 
     inputs: dict[fx.Node, tuple[Layout, int] | int]
     outputs: tuple[Layout | None, ...]
     pins: dict[fx.Node, Layout] = field(default_factory=dict)
     ranks: dict[fx.Node, int] = field(default_factory=dict)
-    fixed: dict[fx.Node, Option] = field(default_factory=dict)
+    local: dict[fx.Node, Local] = field(default_factory=dict)
 
 
 @dataclass
@@ -198,7 +199,7 @@ class _Sweep:
             asked, value = self.given.outputs[i], self.values[i]
             if asked is None:
                 asked = (
-                    self.home(value).without_pending()
+                    self.home(value).reduced()
                     if isinstance(value, fx.Node)
                     else Layout.replicated(())
                 )
@@ -246,8 +247,9 @@ class _Sweep:
         wished = list(self.asked.get(node, ()))
         if node in self.wishes:
             wished.append(self.wishes[node])
-        fixed = self.given.fixed.get(node)
-        candidates = (fixed,) if fixed else options(rule, homes, wished, self.sizes)
+        local = self.given.local.get(node)
+        possible = options if local is None else local.options
+        candidates = possible(rule, homes, wished, self.sizes)
         option = candidates[0] if len(candidates) == 1 else self._best(node, call, homes, candidates)
         for operand, layout in zip(call.operands, option.ins, strict=True):
             self._take(operand, layout, node)
@@ -330,25 +332,25 @@ class _Sweep:
             item = _itemsize(node, i)
             if i == 0 and wanted:
                 total += item * sum(self._onward_cost(out, want) for want in wanted)
-            elif out.pending:
-                k = math.prod(self.table[a] for a, _ in out.pending)
+            elif out.awaited:
+                k = math.prod(self.table[a] for a in out.awaited)
                 total += item * out.largest_local(self.table) * (k - 1) / k
         return total
 
     def _onward_cost(self, out: Layout, want: Layout) -> float:
         if set(want.pending) <= set(out.pending):
             return cost(out, want, self.sizes)
-        return cost(out, want.without_pending(), self.sizes)
+        return cost(out, want.reduced(), self.sizes)
 
     # -- values ---------------------------------------------------------------------------------
 
     def _resolve(self, node: fx.Node, raw: Layout, ranks: dict[str, int]) -> None:
         """A pending value that several want is reduced once, into the layout that suits them."""
-        if isinstance(node.meta["val"], (tuple, list)) or not raw.sums or _uses(node) == 1:
+        if isinstance(node.meta["val"], (tuple, list)) or not raw.awaited or _uses(node) == 1:
             self._settle(node, raw, ranks)
             return
-        wanted = dict.fromkeys(w.without_pending() for w in self.needed.get(node, {}).values())
-        whole = raw.without_pending()
+        wanted = dict.fromkeys(w.reduced() for w in self.needed.get(node, {}).values())
+        whole = raw.reduced()
         best = min(
             dict.fromkeys([whole, *wanted]),
             key=lambda layout: (

@@ -68,6 +68,8 @@ def plan(before: Layout, after: Layout, sizes: Sizes) -> tuple[Step, ...]:
         return ()
     if extra := set(after.pending) - set(before.pending):
         raise ValueError(f"cannot make {before} pending over {sorted(extra)}")
+    if after.varying != before.varying:
+        raise ValueError(f"no reduction makes one value of what varies in {before}")
     cut = _common(before, after, sizes)
     if cut is None:
         middle = _release(before, after, sizes)

@@ -14,11 +14,12 @@ from torchard.functional.transform import Transformed
 from torchard.sharding.constrain import number_of, pinned_spec
 from torchard.sharding.gathers import layer_of
 from torchard.sharding.layout import Layout
-from torchard.sharding.manual import attach_moves, fixed_options
+from torchard.sharding.local import check_local, local_operations, may_leave_as
+from torchard.sharding.manual import attach_moves
 from torchard.sharding.mesh import Mesh, MeshError, default_device
 from torchard.sharding.names import AxisRules, Rules, resolved
 from torchard.sharding.partition import partition, unpartition
-from torchard.sharding.pins import Hint, is_pin, pin, pin_named, pin_rank, pinned_layout, where_of
+from torchard.sharding.pins import Hint, pin, pin_named, pin_rank, pinned_layouts, where_of
 from torchard.sharding.place import Held
 from torchard.sharding.plan import choose
 from torchard.sharding.precision import check_reduce_dtype, reduce_widely
@@ -280,10 +281,10 @@ class Shard:
             self._wanted_layout(i, leaf, value, program, placeholders, updated)
             for i, (leaf, value) in enumerate(zip(program.outputs, results, strict=True))  # type: ignore[arg-type]
         )
-        pins = {n: pinned_layout(n, self.mesh) for n in graph.nodes if is_pin(n)}
+        check_local(graph, program, self.mesh)
+        pins = pinned_layouts(graph, self.mesh)
         ranks = {n: pin_rank(n, inputs) for n in pins}
-        fixed = fixed_options(graph, program, self.mesh)
-        return Given(inputs, outputs, pins, ranks, fixed)
+        return Given(inputs, outputs, pins, ranks, local_operations(graph))
 
     def _wanted_layout(
         self,
@@ -306,7 +307,8 @@ class Shard:
         source = updated.get(i)
         if source is not None:
             layout = _tag_layout(program.inputs[placeholders.index(source)], source)
-            return None if layout.is_replicated else layout
+            fits = may_leave_as(value, layout, self.mesh.sizes)
+            return layout if fits and not layout.is_replicated else None
         return None
 
     def _outputs(self, program: Program, layouts: Sequence[Layout]) -> tuple[Leaf, ...]:

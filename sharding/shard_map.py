@@ -1,8 +1,9 @@
 """shard_map: a function written for one rank's shards, run on every rank of a mesh.
 
 The one idea: inside, values are local; at the edges they are global. So shard_map is ``shard`` of a
-function that makes its arguments local, runs ``fn`` on them, and makes the results global again. What is
-local has one layout only, and everything else (placement, gradients, nesting, runtimes) is shard's.
+function that makes its arguments local, runs ``fn`` on them, and makes the results global again. Along
+axes that are not manual they are global inside as well, and everything else (placement, propagation,
+gradients, nesting, runtimes) is shard's.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,53 +40,78 @@ def shard_map(
 ) -> Transformed:
     """``fn``, which is written for one rank's shards, run on every rank of a mesh.
 
-    Inside, ranks speak to each other by ``psum``, ``all_gather``, ``ppermute`` and the like; all
-    axes of the mesh are manual. Each value varies over some mesh axes and is invariant over the
-    others, and gradients follow from that: the gradient of an invariant value is summed over ranks
-    wherever they used it differently.
+    Inside, ranks speak to each other by ``psum``, ``all_gather``, ``ppermute`` and the like, over the
+    manual axes. Each value varies over some of these and is invariant over the others, and gradients
+    follow from that: the gradient of an invariant value is summed over ranks wherever they used it
+    differently.
+
+    Along the other, automatic axes values are whole inside, and how they are split is propagated as
+    in ``shard``: from the specs that placed arguments carry or an enclosing ``shard`` gives them, and
+    from ``constrain(x, P("dp"))`` inside. A dim split by both is split over the manual axes first.
 
     Args:
         fn: a pure function of shards: an argument of shape [8, 6] with spec P("x", None) is seen as
-            [8 / x, 6].
+            [8 / x, 6]. Over axes x and dp of which x alone is manual it is seen so, too, and dp may
+            split what is seen.
         mesh: where it runs; process groups or virtual.
         in_specs: a pytree prefix of the positional arguments (keyword arguments are replicated). An
-            argument is invariant over the axes its spec leaves out.
+            argument is invariant over the manual axes its spec leaves out. Specs name manual axes only.
         out_specs: a pytree prefix of the result. A dim with axes is the concatenation of the ranks'
-            results along them; over an axis that a spec leaves out the result must be invariant.
-        axis_names: the axes that are manual. Only all of them, which is the default, are supported.
+            results along them; over a manual axis that a spec leaves out the result must be invariant.
+        axis_names: the axes that are manual, a set; None: all of them.
         check_replicated: compare plain tensors over ranks by checksum when first used.
 
     Returns:
-        A function of plain tensors (one global value) and MeshTensors. Results with spec ``P()``
-        are plain tensors, others MeshTensors.
+        A function of plain tensors (one global value) and MeshTensors. Scalars are plain tensors, and
+        so are results with spec ``P()`` where all axes are manual; others are MeshTensors.
 
     Raises (when called, but for axis_names):
-        SpecError: a spec does not fit its value, does not divide it evenly, or claims that a
-            varying result is replicated; names the path, the axis and the remedy.
-        MeshError: shard_map inside shard_map, a collective that makes no sense, or axis_names that
-            leave an axis out.
+        SpecError: a spec does not fit its value, does not divide it evenly, names an automatic axis,
+            or claims that a varying result is replicated; names the path, the axis and the remedy.
+        MeshError: shard_map inside shard_map, a collective that makes no sense or is over an automatic
+            axis, ``constrain`` over a manual one, or axis_names that are no axes of the mesh.
         DerivativeError: through pmax or pmin.
 
-    Source: jax.shard_map with check_vma=True, whose semantics it has.
+    Source: jax.shard_map with check_vma=True and its axis_names, whose semantics it has.
     """
-    if axis_names is not None and set(axis_names) != set(mesh.axes):
-        raise MeshError(
-            f"shard_map over {sorted(axis_names)} of {mesh}: all axes of the mesh are manual inside a "
-            "shard_map. Leave axis_names out, and leave an axis out of every spec to have its ranks do "
-            "the same; or use shard for what should be automatic."
-        )
-    local = _Local(fn, mesh, in_specs, out_specs)
+    manual = _manual_axes(axis_names, mesh)
+    local = _Local(fn, mesh, manual, in_specs, out_specs)
     functools.update_wrapper(local, fn, updated=())
-    return Transformed(
-        local, (Shard(mesh, None, out_specs, check_replicated=check_replicated, fn=fn),)
-    )
+    # They say all there is to say of the results only if no axis is left to propagation.
+    whole = out_specs if len(manual) == len(mesh.axes) else None
+    own = Shard(mesh, None, whole, check_replicated=check_replicated, fn=fn)
+    return Transformed(local, (own,))
+
+
+def _manual_axes(names: Collection[str] | None, mesh: Mesh) -> tuple[str, ...]:
+    """In the mesh's order."""
+    if names is None:
+        return mesh.axes
+    if isinstance(names, str) or not names:
+        raise MeshError(
+            f"shard_map(..., axis_names={names!r}): name the manual axes of {mesh} in a set, as in "
+            f"axis_names={{{mesh.axes[-1]!r}}}; leave it out where all are, and use shard where none is."
+        )
+    if unknown := [a for a in names if a not in mesh.shape]:
+        raise MeshError(
+            f"shard_map(..., axis_names={names!r}): {mesh} has no axis {unknown[0]!r}; its axes are "
+            f"{', '.join(mesh.axes)}."
+        )
+    return tuple(a for a in mesh.axes if a in names)
 
 
 class _Local:
     """The function of global values that runs fn on local ones."""
 
-    def __init__(self, fn: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> None:
-        self.fn, self.mesh = fn, mesh
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh,
+        manual: tuple[str, ...],
+        in_specs: Any,
+        out_specs: Any,
+    ) -> None:
+        self.fn, self.edges = fn, _Edges(mesh, manual)
         self.in_specs, self.out_specs = in_specs, out_specs
 
     @property
@@ -95,13 +122,13 @@ class _Local:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if in_region():
             raise MeshError(
-                "shard_map inside shard_map: all axes of the mesh are manual already. Write one "
-                "shard_map over all of them."
+                "shard_map inside shard_map: write one shard_map whose axis_names are all the axes that "
+                "are to be manual."
             )
         given, named = self._entered(args, kwargs)
         tensors = [x for x in tree.leaves(args) if isinstance(x, torch.Tensor) and x.ndim]
-        device = tensors[0].device if tensors else default_device(self.mesh)
-        with Region(self.mesh, device).entered():
+        device = tensors[0].device if tensors else default_device(self.edges.mesh)
+        with Region(self.edges.mesh, self.edges.manual, device).entered():
             out = self.fn(*given, **named)
         return self._left(out)
 
@@ -111,9 +138,9 @@ class _Local:
         specs = broadcast(_as_arguments(self.in_specs, args), args, "in_specs", "args")
         leaves, structure = tree.flatten(args)
         paths = paths_of(args, {})
-        _check_all("in_specs", leaves, specs, paths, self.mesh)
+        _check_all("in_specs", leaves, specs, paths, self.edges)
         local = [
-            _enter(x, spec, self.mesh) if isinstance(x, torch.Tensor) else x
+            self.edges.enter(x, spec) if isinstance(x, torch.Tensor) else x
             for x, spec in zip(leaves, specs, strict=True)
         ]
         return tree.unflatten(structure, local), kwargs
@@ -122,9 +149,9 @@ class _Local:
         specs = broadcast(self.out_specs, out, "out_specs", "out")
         leaves, structure = tree.flatten(out)
         paths = tree.paths(out, "out")
-        _check_results(leaves, specs, paths, self.mesh)
+        _check_results(leaves, specs, paths, self.edges)
         whole = [
-            _leave(x, spec, self.mesh) if isinstance(x, torch.Tensor) else x
+            self.edges.leave(x, spec) if isinstance(x, torch.Tensor) else x
             for x, spec in zip(leaves, specs, strict=True)
         ]
         return tree.unflatten(structure, whole)
@@ -142,34 +169,39 @@ def _as_arguments(in_specs: Any, args: tuple[Any, ...]) -> Any:
 # -- edges ----------------------------------------------------------------------------------------
 
 
-def _entries(spec: P, rank: int) -> tuple[str, ...]:
-    names = [(e,) if isinstance(e, str) else e or () for e in spec.entries]
-    return tuple(",".join(e) for e in [*names, *[()] * (rank - len(names))])
+@dataclass(frozen=True)
+class _Edges:
+    """Between the global values of a mesh and those that are local along its manual axes."""
 
+    mesh: Mesh
+    manual: tuple[str, ...]
 
-def _counts(entries: Sequence[str], mesh: Mesh) -> tuple[int, ...]:
-    return tuple(math.prod(mesh.shape[a] for a in e.split(",")) if e else 1 for e in entries)
+    @property
+    def automatic(self) -> tuple[str, ...]:
+        return tuple(a for a in self.mesh.axes if a not in self.manual)
 
+    def enter(self, x: torch.Tensor, spec: P | None) -> torch.Tensor:
+        if spec is None or spec.is_replicated:
+            return x  # what is the same everywhere is local as it is
+        return apply(Enter(self.manual, *self.parts(spec, x.ndim)), x)
 
-def _enter(x: torch.Tensor, spec: P | None, mesh: Mesh) -> torch.Tensor:
-    if spec is None or spec.is_replicated:
-        return x  # what is the same everywhere is local as it is
-    entries = _entries(spec, x.ndim)
-    return apply(Enter(entries, _counts(entries, mesh)), x)
+    def leave(self, x: torch.Tensor, spec: P | None) -> torch.Tensor:
+        """Also what is the same everywhere: no manual axis splits it, whatever it is made of."""
+        return apply(Leave(self.manual, *self.parts(spec or P(), x.ndim)), x)
 
-
-def _leave(x: torch.Tensor, spec: P | None, mesh: Mesh) -> torch.Tensor:
-    if spec is None or spec.is_replicated:
-        return x
-    entries = _entries(spec, x.ndim)
-    return apply(Leave(entries, _counts(entries, mesh)), x)
+    def parts(self, spec: P, rank: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
+        """For each dim the axes that split it, joined by commas, and into how many parts."""
+        names = [(e,) if isinstance(e, str) else e or () for e in spec.entries]
+        names += [()] * (rank - len(names))
+        counts = (math.prod(self.mesh.shape[a] for a in e) for e in names)
+        return tuple(",".join(e) for e in names), tuple(counts)
 
 
 # -- checks ---------------------------------------------------------------------------------------
 
 
 def _check_all(
-    which: str, leaves: Sequence[Any], specs: Sequence[P | None], paths: Sequence[str], mesh: Mesh
+    which: str, leaves: Sequence[Any], specs: Sequence[P | None], paths: Sequence[str], edges: _Edges
 ) -> None:
     """Every argument against its spec; all misfits in one error."""
     errors = []
@@ -179,18 +211,18 @@ def _check_all(
         if not isinstance(x, torch.Tensor):
             if not spec.is_replicated:
                 errors.append(f"{which} gives {path} the spec {spec}, but it is no tensor: use None.")
-        elif problem := _misfit(which, tuple(x.shape), spec, path, mesh):
+        elif problem := _misfit(which, tuple(x.shape), spec, path, edges):
             errors.append(problem)
     if errors:
         raise SpecError("\n".join(errors))
 
 
-def _misfit(which: str, shape: tuple[int, ...], spec: P, path: str, mesh: Mesh) -> str | None:
-    named = _misnamed(which, shape, spec, path, mesh)
+def _misfit(which: str, shape: tuple[int, ...], spec: P, path: str, edges: _Edges) -> str | None:
+    named = _misnamed(which, shape, spec, path, edges)
     if named is not None:
         return named
-    entries = _entries(spec, len(shape))
-    for d, (n, entry, parts) in enumerate(zip(shape, entries, _counts(entries, mesh), strict=True)):
+    split = zip(shape, *edges.parts(spec, len(shape)), strict=True)
+    for d, (n, entry, parts) in enumerate(split):
         if n % parts:
             return (
                 f"{which} gives {path} the spec {spec}, which splits dim {d} of shape "
@@ -201,28 +233,40 @@ def _misfit(which: str, shape: tuple[int, ...], spec: P, path: str, mesh: Mesh) 
     return None
 
 
-def _misnamed(which: str, shape: tuple[int, ...], spec: P, path: str, mesh: Mesh) -> str | None:
+def _misnamed(
+    which: str, shape: tuple[int, ...], spec: P, path: str, edges: _Edges
+) -> str | None:
     if spec.named is not None:
         return (
             f"{which} gives {path} the spec {spec}: shard_map has no named factors; reshape, so that "
             "the factor is a dim of its own."
         )
     try:
-        layout_of(spec, shape, mesh, f"{which}: {path}")
+        layout_of(spec, shape, edges.mesh, f"{which}: {path}")
     except SpecError as error:
         return str(error)
-    return None
+    automatic = [a for a in spec.axes if a in edges.automatic]
+    return _is_automatic(which, path, spec, automatic[0], edges) if automatic else None
+
+
+def _is_automatic(which: str, path: str, spec: P, axis: str, edges: _Edges) -> str:
+    return (
+        f"{which} gives {path} the spec {spec}, which names {axis!r}, but axis_names makes only "
+        f"{' and '.join(map(repr, edges.manual))} manual. Along {axis!r} the value is whole inside, and "
+        f"propagation chooses its layout: drop {axis!r} here and say it where values are global, by the "
+        f"spec an argument is placed with or constrain(x, P({axis!r})); or add it to axis_names."
+    )
 
 
 def _check_results(
-    leaves: Sequence[Any], specs: Sequence[P | None], paths: Sequence[str], mesh: Mesh
+    leaves: Sequence[Any], specs: Sequence[P | None], paths: Sequence[str], edges: _Edges
 ) -> None:
     errors = []
     for x, spec, path in zip(leaves, specs, paths, strict=True):
         if not isinstance(x, torch.Tensor):
             continue
         spec = spec or P()
-        problem = _misnamed("out_specs", tuple(x.shape), spec, path, mesh)
+        problem = _misnamed("out_specs", tuple(x.shape), spec, path, edges)
         if problem is None and (extra := varying_axes(x) - set(spec.axes)):
             problem = _not_replicated(path, spec, tuple(sorted(extra)), tuple(x.shape))
         if problem is not None:

@@ -47,17 +47,30 @@ __all__ = [
 AxisNames = str | tuple[str, ...]
 
 
-def _axes(who: str, axes: AxisNames) -> tuple[str, ...]:
-    """The axes as a tuple, which the mesh must have."""
-    mesh = current(who).mesh
+Axes = tuple[str, ...]
+
+
+def _over(who: str, axes: AxisNames) -> tuple[Axes, Axes]:
+    """The manual axes, and those given, which must be among them."""
+    region = current(who)
     names = (axes,) if isinstance(axes, str) else tuple(axes)
-    unknown = [a for a in names if a not in mesh.shape]
-    if unknown or not names or len(set(names)) != len(names):
+    if automatic := [a for a in names if a in region.automatic]:
+        raise MeshError(_is_automatic(who, axes, automatic[0], region.manual))
+    if not names or len(set(names)) != len(names) or not set(names) <= set(region.manual):
         raise MeshError(
-            f"{who} over {axes!r}: name one or several different axes of {mesh}: "
-            f"{', '.join(mesh.axes)}."
+            f"{who} over {axes!r}: name one or several different axes of {region.mesh}: "
+            f"{', '.join(region.manual)}."
         )
-    return names
+    return region.manual, names
+
+
+def _is_automatic(who: str, axes: AxisNames, one: str, manual: Axes) -> str:
+    return (
+        f"{who} over {axes!r}: {one!r} is automatic inside this shard_map, whose axis_names are "
+        f"{', '.join(map(repr, manual))}. Along it values are whole, whoever holds which part: "
+        f"x.sum(0) is the sum over a whole batch that is split over it. Drop {one!r} here, or add it to "
+        "axis_names."
+    )
 
 
 def _size(names: Sequence[str], who: str) -> int:
@@ -107,23 +120,23 @@ def psum(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
     Raises:
         MeshError: x is invariant over an axis already, or the mesh has no such axis.
     """
-    return _reduced("psum", x, Sum(_axes("psum", axes)))
+    return _reduced("psum", x, Sum(*_over("psum", axes)))
 
 
 def pmean(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
     """The mean over the ranks along ``axes``; errors as ``psum``."""
-    names = _axes("pmean", axes)
-    return _reduced("pmean", x, Sum(names)) / _size(names, "pmean")
+    manual, names = _over("pmean", axes)
+    return _reduced("pmean", x, Sum(manual, names)) / _size(names, "pmean")
 
 
 def pmax(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
     """The elementwise maximum over the ranks along ``axes``, NaN kept; it has no derivative."""
-    return _reduced("pmax", x, Extreme(_axes("pmax", axes), "max"))
+    return _reduced("pmax", x, Extreme(*_over("pmax", axes), "max"))
 
 
 def pmin(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
     """The elementwise minimum over the ranks along ``axes``, NaN kept; it has no derivative."""
-    return _reduced("pmin", x, Extreme(_axes("pmin", axes), "min"))
+    return _reduced("pmin", x, Extreme(*_over("pmin", axes), "min"))
 
 
 def pvary(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
@@ -131,9 +144,9 @@ def pvary(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
 
     Operations that mix invariant and varying values do this by themselves.
     """
-    names = _axes("pvary", axes)
+    manual, names = _over("pvary", axes)
     missing = tuple(a for a in names if a not in varying_axes(native(x)))
-    return apply(Vary(missing), x) if missing else x
+    return apply(Vary(manual, missing), x) if missing else x
 
 
 def all_gather(
@@ -149,12 +162,12 @@ def all_gather(
             for. Its gradient is then each rank's slice of the one cotangent; by default ranks may
             use the result differently, and the gradient is a psum_scatter.
     """
-    names = _axes("all_gather", axes)
+    manual, names = _over("all_gather", axes)
     if not tiled:
         dim = _dim("all_gather", x.unsqueeze(0), dim)
         x = x.unsqueeze(dim)
     kind = GatherWhole if invariant else Gather
-    return apply(kind(names, _size(names, "all_gather"), _dim("all_gather", x, dim)), x)
+    return apply(kind(manual, names, _size(names, "all_gather"), _dim("all_gather", x, dim)), x)
 
 
 def psum_scatter(
@@ -169,12 +182,12 @@ def psum_scatter(
     Raises:
         MeshError: the dim does not divide into k parts (or, not tiled, is not k).
     """
-    names = _axes("psum_scatter", axes)
+    manual, names = _over("psum_scatter", axes)
     size, dim = _size(names, "psum_scatter"), _dim("psum_scatter", x, dim)
     if not tiled:
         _check_is("psum_scatter", x, dim, size)
     _check_divides("psum_scatter", x, dim, size)
-    done = apply(Scatter(names, size, dim), _number(x))
+    done = apply(Scatter(manual, names, size, dim), _number(x))
     return done if tiled else done.squeeze(dim)
 
 
@@ -198,15 +211,15 @@ def all_to_all(
     Raises:
         MeshError: the split dim does not divide into k parts (or, not tiled, is not k).
     """
-    names = _axes("all_to_all", axes)
+    manual, names = _over("all_to_all", axes)
     size, split = _size(names, "all_to_all"), _dim("all_to_all", x, split_dim)
     concat = _dim("all_to_all", x, concat_dim)
     _check_divides("all_to_all", x, split, size)
     if tiled:
-        return apply(Exchange(names, size, split, concat), x)
+        return apply(Exchange(manual, names, size, split, concat), x)
     _check_is("all_to_all", x, split, size)
     # The parts are numbered along a dim of their own, which then only changes its meaning.
-    front = apply(Exchange(names, size, 0, 0), x.movedim(split, 0))
+    front = apply(Exchange(manual, names, size, 0, 0), x.movedim(split, 0))
     return front.movedim(0, concat)
 
 
@@ -218,7 +231,7 @@ def ppermute(x: torch.Tensor, axes: AxisNames, perm: Sequence[tuple[int, int]]) 
     Raises:
         MeshError: a position does not exist, or sends or receives twice.
     """
-    names = _axes("ppermute", axes)
+    manual, names = _over("ppermute", axes)
     size = _size(names, "ppermute")
     sources, targets = tuple(int(s) for s, _ in perm), tuple(int(t) for _, t in perm)
     for side in (sources, targets):
@@ -227,7 +240,7 @@ def ppermute(x: torch.Tensor, axes: AxisNames, perm: Sequence[tuple[int, int]]) 
                 f"ppermute over {axes!r}: {list(perm)} must have every source and every target at "
                 f"most once, each from 0 to {size - 1}."
             )
-    return apply(Permute(names, sources, targets), x)
+    return apply(Permute(manual, names, sources, targets), x)
 
 
 def axis_index(axes: AxisNames, *, device: torch.device | str | None = None) -> torch.Tensor:
@@ -236,11 +249,11 @@ def axis_index(axes: AxisNames, *, device: torch.device | str | None = None) -> 
     Args:
         device: by default that of the function's arguments.
     """
-    names = _axes("axis_index", axes)
+    manual, names = _over("axis_index", axes)
     where = current("axis_index").device if device is None else torch.device(device)
-    return axis_index_op(names, where)
+    return axis_index_op(manual, names, where)
 
 
 def axis_size(axes: AxisNames) -> int:
     """The number of ranks along ``axes``."""
-    return _size(_axes("axis_size", axes), "axis_size")
+    return _size(_over("axis_size", axes)[1], "axis_size")

@@ -157,7 +157,7 @@ def empty(leaf: Leaf, mesh: Mesh | None, spec: P | None) -> Leaf:
     if spec is not None and mesh is not None:
         held = Held.of(mesh, layout_of(spec, value.shape, mesh, leaf.label))
     elif isinstance(value, MeshTensor):
-        held = Held.of(value.mesh, value.layout.without_pending())
+        held = Held.of(value.mesh, value.layout.reduced())
     else:
         device = torch.device("cpu") if device.type == "meta" else device
         return leaf._replace(value=torch.empty(value.shape, dtype=value.dtype, device=device))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from torchard.sharding.moves import is_edge
 from torchard.sharding.rules import lookup
 
 __all__ = ["updated_inputs"]
@@ -51,20 +52,29 @@ def _source(output: fx.Node) -> fx.Node | None:
     while stack:
         node = stack.pop()
         if node.op == "placeholder":
-            return node
+            if _shape(node) == shape:
+                return node
+            continue
         if not _elementwise(node):
             continue
         for operand in reversed(node.all_input_nodes):
-            val = operand.meta.get("val")
-            if operand not in seen and isinstance(val, torch.Tensor) and tuple(val.shape) == shape:
+            if operand not in seen and _follows(operand, node):
                 seen.add(operand)
                 stack.append(operand)
     return None
 
 
+def _follows(operand: fx.Node, node: fx.Node) -> bool:
+    """Whether a value and what it is made of are elementwise the same; at an edge, as global values."""
+    val = operand.meta.get("val")
+    return is_edge(node) or (isinstance(val, torch.Tensor) and tuple(val.shape) == _shape(node))
+
+
 def _elementwise(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target is operator.getitem:
         return False
+    if is_edge(node):
+        return True
     tags = getattr(node.target, "tags", ())
     rule = lookup(node.target)
     return torch.Tag.pointwise in tags or (rule is not None and rule.text == "... -> ...")

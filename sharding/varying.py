@@ -1,5 +1,8 @@
 """Along which mesh axes a local value varies, while a function of local values is traced.
 
+Axes are *manual* where the function is written for one rank, and only along them can a value vary; along
+the others, which are automatic, values are whole.
+
 A value is *invariant* over an axis if every rank along it is known to hold the same. That is a fact of
 the graph: shards of an input vary over the axes of its spec, collectives say what they do, and whatever
 else is computed varies over what any of its operands does. Where an operation brings together values
@@ -27,9 +30,18 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.errors import DerivativeError
 from torchard.functional.room import Room, active
 from torchard.sharding.mesh import Mesh, MeshError
-from torchard.sharding.moves import Move, Vary, is_axis_index, move_of
+from torchard.sharding.moves import Move, Vary, is_axis_index, manual_around, move_of
 
-__all__ = ["Region", "apply", "current", "native", "varying_axes", "varying_in_graph"]
+__all__ = [
+    "Region",
+    "apply",
+    "current",
+    "in_region",
+    "manual_in_graph",
+    "native",
+    "varying_axes",
+    "varying_in_graph",
+]
 
 Axes = frozenset[str]
 _NONE: Axes = frozenset()
@@ -42,7 +54,7 @@ def node_varies(node: fx.Node, known: dict[fx.Node, Axes]) -> Axes:
     """The axes a node varies over, when its operands' are known."""
     found = _NONE.union(*(known[source] for source in node.all_input_nodes))
     if is_axis_index(node):
-        return frozenset(node.args[0])  # type: ignore[arg-type]
+        return frozenset(node.args[1])  # type: ignore[arg-type]
     move = move_of(node)
     return found if move is None else move.after(found)
 
@@ -52,6 +64,15 @@ def varying_in_graph(graph: fx.Graph) -> dict[fx.Node, Axes]:
     known: dict[fx.Node, Axes] = {}
     for node in graph.nodes:
         known[node] = node_varies(node, known)
+    return known
+
+
+def manual_in_graph(graph: fx.Graph, varying: dict[fx.Node, Axes]) -> dict[fx.Node, Axes]:
+    """For every node that varies, the axes that are manual around it; none for global values."""
+    known: dict[fx.Node, Axes] = {}
+    for node in graph.nodes:
+        found = manual_around(node).union(*(known[source] for source in node.all_input_nodes))
+        known[node] = found if varying[node] else _NONE
     return known
 
 
@@ -90,13 +111,15 @@ class Region(TorchFunctionMode):
 
     Attributes:
         mesh: whose ranks the values belong to.
+        manual, automatic: the axes along which values are local, and whole.
         device: where new values are made.
         room: the trace in progress.
     """
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, mesh: Mesh, manual: tuple[str, ...], device: torch.device) -> None:
         super().__init__()
-        self.mesh, self.device = mesh, device
+        self.mesh, self.manual, self.device = mesh, manual, device
+        self.automatic = tuple(a for a in mesh.axes if a not in manual)
         self.room: Room | None = active()
 
     @contextlib.contextmanager
@@ -104,7 +127,7 @@ class Region(TorchFunctionMode):
         """Make it the current one, and bring together what its operations mix."""
         assert self.room is not None
         before, together = getattr(_regions, "current", None), self.room.together
-        _regions.current, self.room.together = self, _made_alike
+        _regions.current, self.room.together = self, self._made_alike
         try:
             with self:
                 yield
@@ -116,7 +139,7 @@ class Region(TorchFunctionMode):
         tensors = list(_tensors((args, kwargs)))
         if len(tensors) < 2 or func in _NOT_MIXING:
             return func(*args, **kwargs)
-        made = _made_varying(tensors)
+        made = _made_varying(tensors, self.manual)
         if not made:
             return func(*args, **kwargs)
         before = {key: t._version for key, t in made.items()}
@@ -130,20 +153,22 @@ class Region(TorchFunctionMode):
         return out
 
 
-def _made_varying(tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+    def _made_alike(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        made = _made_varying(tensors, self.manual)
+        return [made.get(id(t), t) for t in tensors]
+
+
+def _made_varying(
+    tensors: Sequence[torch.Tensor], manual: tuple[str, ...]
+) -> dict[int, torch.Tensor]:
     """By id, what stands for those tensors that vary less than the others."""
     varies = {id(t): varying_axes(t) for t in tensors}
     union = _NONE.union(*varies.values())
     made: dict[int, torch.Tensor] = {}
     for t in tensors:
         if varies[id(t)] != union and id(t) not in made:
-            made[id(t)] = apply(Vary(_sorted(union - varies[id(t)])), t)
+            made[id(t)] = apply(Vary(manual, _sorted(union - varies[id(t)])), t)
     return made
-
-
-def _made_alike(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    made = _made_varying(tensors)
-    return [made.get(id(t), t) for t in tensors]
 
 
 # What takes several tensors without computing with them.
@@ -216,7 +241,7 @@ def apply(move: Move, x: torch.Tensor) -> torch.Tensor:
     if move.takes == "varying":
         missing = move.over - varying_axes(x)
         if missing:
-            x = _function(x, Vary(_sorted(missing)))
+            x = _function(x, Vary(move.manual, _sorted(missing)))
     return _function(x, move)
 
 

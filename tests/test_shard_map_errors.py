@@ -15,6 +15,7 @@ from torchard import (
     P,
     SpecError,
     all_gather,
+    axis_index,
     constrain,
     jit,
     pmax,
@@ -39,6 +40,11 @@ def on_two(fn: Any, out: P | None = None) -> Any:
 
 
 mapped = on_two(local_loss)
+
+
+def by_x(fn: Any, out: P | None = None, into: P | None = None) -> Any:
+    """Manual along x, automatic along y."""
+    return shard_map(fn, XY, (P(), into or P("x")), out or P(), axis_names={"x"})
 
 
 def data() -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,6 +149,54 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         MeshError,
         r"constrain at .*test_shard_map_errors.py:\d+ in <lambda> is inside a shard_map",
     ),
+    "constrain over a manual axis": (
+        by_x(lambda w, x: psum(constrain(constrain(x, P(None, "y")), P("x")), "x")),
+        MeshError,
+        r"constrain at .*test_shard_map_errors.py:\d+ in <lambda> is inside a shard_map and names 'x'.* "
+        r"axes that axis_names leaves out",
+    ),
+    "an argument split over an automatic axis": (
+        by_x(local_loss, into=P("x", "y")),
+        SpecError,
+        r"in_specs gives args\[1\] the spec P\('x', 'y'\), which names 'y', but axis_names makes "
+        r"only 'x' manual.* drop 'y' here .* constrain\(x, P\('y'\)\); or add it to axis_names",
+    ),
+    "a result split over an automatic axis": (
+        by_x(lambda w, x: {"a": x, "b": x}, out=P(("x", "y"))),
+        SpecError,
+        r"out_specs gives out\['a'\] the spec P\(\('x', 'y'\)\), which names 'y'.*\n.*out\['b'\]",
+    ),
+    "varying along the one manual axis": (
+        by_x(lambda w, x: x.sum(0)),
+        SpecError,
+        r"out \(local shape \[6\]\) the spec P\(\).* the same along 'x', but it varies over it",
+    ),
+    "a sum over an automatic axis": (
+        by_x(lambda w, x: psum(x, ("x", "y"))),
+        MeshError,
+        r"psum over \('x', 'y'\): 'y' is automatic .* whose axis_names are 'x'\. .*x.sum\(0\) .* "
+        r"Drop 'y' here, or add it to axis_names",
+    ),
+    "a place along an automatic axis": (
+        by_x(lambda w, x: x * axis_index("y")),
+        MeshError,
+        r"axis_index over 'y': 'y' is automatic",
+    ),
+    "an axis that neither is": (
+        by_x(lambda w, x: psum(x, "z")),
+        MeshError,
+        r"psum over 'z': name one or several different axes of .*: x\.",
+    ),
+    "uneven along the one manual axis": (
+        lambda w, x: by_x(local_loss)(w, x[:3]),
+        SpecError,
+        r"args\[1\] the spec P\('x'\), which splits dim 0 of shape \[3, 6\] over 'x' into 2 parts",
+    ),
+    "shard_map of what is left inside": (
+        by_x(lambda w, x: shard_map(local_loss, XY, (P(), P()), P(), axis_names={"y"})(w, x)),
+        MeshError,
+        r"shard_map inside shard_map: write one shard_map whose axis_names are all the axes",
+    ),
     "parts that do not divide": (
         on_two(lambda w, x: psum_scatter(x[:, :3], "x", dim=1, tiled=True), P("x")),
         MeshError,
@@ -189,9 +243,18 @@ def test_refuses(name: str) -> None:
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
-def test_some_axes_alone_cannot_be_manual() -> None:
-    with pytest.raises(MeshError, match="all axes of the mesh are manual"):
-        shard_map(local_loss, XY, (P(), P("x")), P(), axis_names={"x"})
+AXIS_NAMES: dict[str, tuple[Any, str]] = {
+    "none of the mesh": ({"z"}, r"axis_names={'z'}\): Mesh.* has no axis 'z'; its axes are x, y\."),
+    "a string": ("x", r"axis_names='x'\): name the manual axes of .* in a set, as in axis_names={'y'}"),
+    "none at all": ((), r"axis_names=\(\)\): name the manual axes .* use shard where none is"),
+}
+
+
+@pytest.mark.parametrize("name", AXIS_NAMES)
+def test_refuses_axis_names(name: str) -> None:
+    names, message = AXIS_NAMES[name]
+    with pytest.raises(MeshError, match=message):
+        shard_map(local_loss, XY, (P(), P("x")), P(), axis_names=names)
 
 
 def test_another_mesh_inside_shard() -> None:

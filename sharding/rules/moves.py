@@ -1,0 +1,94 @@
+"""How the collectives of manual mode can be split over axes that they are not over.
+
+Along those axes a local value is a global one, so a move is an operation like any other: a psum over tp
+is pointwise in a batch that dp splits. ``k`` are the ranks: what a move gathers or parts cannot be split
+otherwise, but what is inside a rank's part can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torchard.sharding.moves import (
+    Enter,
+    Exchange,
+    Extreme,
+    Gather,
+    GatherWhole,
+    Leave,
+    Move,
+    Scatter,
+    Slice,
+    is_move,
+    move_of,
+)
+from torchard.sharding.rules.registry import Call, OpRule, find, letters, spell
+
+Dims = list[str]
+
+
+def _same(move: Move, dims: Dims) -> tuple[Dims, Dims]:
+    return dims, dims
+
+
+def _gathered(move: Any, dims: Dims) -> tuple[Dims, Dims]:
+    return dims, _parted(dims, move.dim, move.size)
+
+
+def _scattered(move: Any, dims: Dims) -> tuple[Dims, Dims]:
+    return _parted(dims, move.dim, move.size), dims
+
+
+def _exchanged(move: Exchange, dims: Dims) -> tuple[Dims, Dims]:
+    return _parted(dims, move.split, move.size), _parted(dims, move.concat, move.size, "j")
+
+
+def _entered(move: Enter, dims: Dims) -> tuple[Dims, Dims]:
+    return _outside(move, dims), dims
+
+
+def _left(move: Leave, dims: Dims) -> tuple[Dims, Dims]:
+    return dims, _outside(move, dims)
+
+
+def _outside(edge: Enter | Leave, dims: Dims) -> Dims:
+    counted = zip(dims, edge.counts, strict=True)
+    return [_part(d, n, f"k{i}") for i, (d, n) in enumerate(counted)]
+
+
+def _parted(dims: Dims, dim: int, size: int, rank: str = "k") -> Dims:
+    return [_part(d, size if i == dim else 1, rank) for i, d in enumerate(dims)]
+
+
+def _part(dim: str, size: int, rank: str) -> str:
+    return dim if size == 1 else f"({rank}={size} {dim})"
+
+
+_DIMS: dict[type[Move], Callable[[Any, Dims], tuple[Dims, Dims]]] = {
+    Enter: _entered,
+    Leave: _left,
+    Gather: _gathered,
+    GatherWhole: _gathered,
+    Scatter: _scattered,
+    Slice: _scattered,
+    Exchange: _exchanged,
+}
+
+
+def _text(call: Call) -> str:
+    move = move_of(call.node)
+    assert move is not None
+    dims = letters(len(call.ins[0]))
+    before, after = _DIMS.get(type(move), _same)(move, dims)
+    ranks = " ".join(["k", *(f"k{i}" for i in range(len(dims)))])
+    linear = "" if isinstance(move, Extreme) else "| linear 0"
+    return f"{spell(before)} -> {spell(after)} | whole {ranks} {linear}"
+
+
+_RULE = OpRule(_text)
+
+
+@find
+def move_rule(target: Any) -> OpRule | None:
+    return _RULE if is_move(target) else None
