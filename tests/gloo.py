@@ -354,6 +354,33 @@ def manual_collectives(rank: int, world: int) -> dict[str, float]:
     return {name: worst(both(name, over, False), both(name, over, True)) for name, over in pairs}
 
 
+@check
+def some_axes_manual(rank: int, world: int) -> list[float]:
+    """Tensor parallel by hand in a batch that is split by itself, each alone, against one device."""
+    seed = torch.Generator().manual_seed(7)
+    w = torch.randn(4, 6, dtype=torch.float64, generator=seed)
+    x = torch.randn(5, 4, dtype=torch.float64, generator=seed)
+
+    def results(forward: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+        def loss(w: torch.Tensor, x: torch.Tensor) -> Any:
+            out = forward(w, x)
+            return out.square().sum(), out
+
+        grads, out = torch.func.grad(loss, (0, 1), has_aux=True)(w, x)
+        return {"w": grads[0], "x": grads[1], "out": out}
+
+    def on(mesh: Mesh) -> Callable[..., torch.Tensor]:
+        mapped = shard_map(
+            lambda w, x: torchard.psum(torch.tanh(x @ w) @ w.T, "tp"),
+            mesh, (P(None, "tp"), P()), P(), axis_names={"tp"},
+        )  # fmt: skip
+        return lambda w, x: mapped(place(w, mesh, P(None, "tp")), place(x, mesh, P("dp"))).full()
+
+    want = results(lambda w, x: torch.tanh(x @ w) @ w.T)
+    shapes = ({"dp": world, "tp": 1}, {"dp": 1, "tp": world})
+    return [worst(results(on(Mesh(axes))), want) for axes in shapes]
+
+
 def message(fn: Callable[[], Any]) -> str:
     try:
         fn()

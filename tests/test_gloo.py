@@ -72,6 +72,11 @@ def test_manual_collectives_equal_the_virtual_ones(ranks: Results) -> None:
         assert max(found.values()) <= 1e-12, found
 
 
+def test_some_axes_manual_equals_one_device(ranks: Results) -> None:
+    for found in every(ranks, "some_axes_manual"):
+        assert max(found) <= 1e-12, found
+
+
 @pytest.mark.parametrize("name", ["seed_equals_one_device", "compiled_seed_equals_one_device"])
 def test_equals_one_device(ranks: Results, name: str) -> None:
     assert max(every(ranks, name)) <= 1e-12
