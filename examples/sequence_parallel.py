@@ -7,11 +7,13 @@ Activations are split by position, weights by hidden features: 32 over 3 ranks a
 the linears every rank has all positions of its own features, so the input is gathered once and the
 output scattered once; the backward mirrors them. PyTorch's own example of this model raises on 3 ranks.
 
-A profiler's trace of every rank is left in out/; https://ui.perfetto.dev and TensorBoard show it.
+A profiler's trace of every rank is left in out/; https://ui.perfetto.dev and TensorBoard show it. Scopes
+and collectives have the plan's names there: "all_gather over tp, first forward".
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from _mesh import mesh_of
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from torchard import P, name, nn, optim, place, random, shard
+from torchard import P, name, nn, optim, place, random, scope, shard
 
 Params = dict[str, Tensor]
 OPTIMIZER = optim.adamw(0.25)
@@ -28,8 +30,10 @@ OPTIMIZER = optim.adamw(0.25)
 
 def mlp(params: Params, x: Tensor) -> Tensor:
     """x [batch, position, 10] -> [batch, position, 5]."""
-    hidden = name(nn.relu(nn.linear(x, params["w1"], params["b1"])), "hidden")
-    return nn.linear(hidden, params["w2"], params["b2"])
+    with scope("first"):
+        hidden = name(nn.relu(nn.linear(x, params["w1"], params["b1"])), "hidden")
+    with scope("second"):
+        return nn.linear(hidden, params["w2"], params["b2"])
 
 
 def step(params: Params, state: Any, x: Tensor, target: Tensor) -> tuple[Params, Any, Tensor]:
@@ -84,6 +88,9 @@ def main(steps: int = 10, out: Path = Path("out")) -> None:
         rank = 0 if mesh.coords is None else mesh.rank_of(mesh.coords)
         out.mkdir(parents=True, exist_ok=True)
         trace.export_chrome_trace(str(out / f"sequence_parallel-rank{rank}.json"))
+        named = Counter(event.name for event in trace.events())
+        sends = Counter(c.title for c in run.lower(placed, OPTIMIZER.init(placed), *data).collectives)
+        assert all(named[title] == steps * count for title, count in sends.items())
 
         theirs = train(step, params, x, target, steps)
         print("step     three ranks  one device")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.failures import failed
 from torchard.functional.labels import Label, label_of
+from torchard.functional.regions import Regions, paths_of
 
 __all__ = ["compiled"]
 
@@ -26,25 +28,61 @@ def compiled(graph: fx.Graph, name: str = "program") -> Callable[..., list[torch
 
     Every value is dropped after its last use. A list of inputs is emptied for the same reason; a
     tuple is left alone. What an operation raises says which it was: a line is one operation, so the
-    line of the traceback tells, and nothing is done for it before something is raised.
+    line of the traceback tells, and nothing is done for it before something is raised. While a
+    profiler is active, another version runs, which tells it the program's scopes and collectives.
 
     Args:
         name: of the program, for messages.
     """
     names: dict[str, Any] = {}
-    return _function(list(_body(graph, names)), names, name)
+    body = list(_body(graph, names))
+    function, source = _function(["if profiling(): return named(args)"], body, names, name)
+    names["profiling"] = internals.profiler_enabled
+    names["named"] = _Named(body, names, name)
+    function.__doc__ = source
+    return function
+
+
+class _Named:
+    """The same program telling a profiler where it is; made when one is there for the first time."""
+
+    def __init__(self, body: Sequence[Line], names: dict[str, Any], name: str) -> None:
+        self.body, self.names, self.name = body, names, name
+        self.made: Callable[..., list[torch.Tensor]] | None = None
+
+    def __call__(self, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if self.made is None:
+            self.made = self._make()
+        return self.made(args)
+
+    def _make(self) -> Callable[..., list[torch.Tensor]]:
+        paths = paths_of([label for _, label in self.body if label is not None], self.name)
+        numbers = {path: i for i, path in enumerate(dict.fromkeys(paths))}
+        body: list[Line] = []
+        now, upcoming = None, iter(paths)
+        for text, label in self.body:
+            if label is not None and (path := next(upcoming)) != now:
+                body.append((f"at({numbers[path]})", None))
+                now = path
+            body.append((text, label))
+        names = {**self.names, "regions": functools.partial(Regions, list(numbers))}
+        ending = ["    finally:", "        at.close()"]
+        return _function(["at = regions()"], body, names, self.name, ending)[0]
 
 
 def _function(
-    body: Sequence[Line], names: dict[str, Any], name: str
-) -> Callable[..., list[torch.Tensor]]:
-    lines: list[Line] = [("def program(args):", None), ("    try:", None)]
+    beginning: Sequence[str],
+    body: Sequence[Line],
+    names: dict[str, Any],
+    name: str,
+    ending: Sequence[str] = (),
+) -> tuple[Callable[..., list[torch.Tensor]], str]:
+    """A function of these lines, which say what they were if they raise, and its source."""
+    lines: list[Line] = [("def program(args):", None)]
+    lines += [(f"    {text}", None) for text in (*beginning, "try:")]
     lines += [(f"        {text}", label) for text, label in body]
-    lines += [
-        ("    except Exception as error:", None),
-        ("        failed(error)", None),
-        ("        raise", None),
-    ]
+    lines += [("    except Exception as error:", None), ("        failed(error)", None)]
+    lines += [(text, None) for text in ("        raise", *ending)]
     labels = [label for _, label in lines]
 
     def told(error: Exception) -> None:
@@ -52,11 +90,9 @@ def _function(
         failed(error, labels[error.__traceback__.tb_lineno - 1], name)
 
     source = "".join(f"{text}\n" for text, _ in lines)
-    room = {**names, "failed": told}
-    exec(compile(source, "<torchard program>", "exec"), room)
-    function: Callable[..., list[torch.Tensor]] = room["program"]
-    function.__doc__ = source
-    return function
+    names["failed"] = told
+    exec(compile(source, "<torchard program>", "exec"), names)
+    return names["program"], source
 
 
 def _body(graph: fx.Graph, names: dict[str, Any]) -> Iterator[Line]:

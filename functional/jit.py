@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.profiler import record_function
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.codegen import compiled
@@ -105,8 +106,13 @@ class _Compiled:
         if run is None:
             with self.lock:
                 run = self.made.get(key) or self.made.setdefault(key, self._compile(parts))
+        given = parts if isinstance(parts, list) else list(parts)
         try:
-            return list(run(parts if isinstance(parts, list) else list(parts)))
+            if internals.profiler_enabled():
+                # What is inside has no lines of its own to name.
+                with record_function(f"{self.name}, compiled by {self.backend}"):
+                    return list(run(given))
+            return list(run(given))
         except Exception as error:
             compiled_failed(error, self.name, self.backend, self.collectives)
             raise

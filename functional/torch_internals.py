@@ -75,6 +75,7 @@ __all__ = [
     "needs_grad_at_top",
     "no_function_modes",
     "no_modes",
+    "profiler_enabled",
     "proxy_node",
     "proxying",
     "track",
@@ -239,6 +240,10 @@ def autocast_off() -> Iterator[None]:
 def has_modes() -> bool:
     """Whether a dispatch mode (a tracer, a fake mode) watches every operation."""
     return bool(torch._C._len_torch_dispatch_stack())
+
+
+# Whether a profiler records this thread; asked at every call, and torch has no public way to ask.
+profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 def compile_graph(

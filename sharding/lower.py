@@ -46,7 +46,13 @@ class Value:
 
 
 class Transport(Protocol):
-    """Moves data between coordinates."""
+    """Moves data between coordinates.
+
+    Attributes:
+        late: whether results arrive later than they are asked for.
+    """
+
+    late: bool
 
     def step(
         self, low: Lowering, step: Step, values: dict[Key, Value], val: torch.Tensor
@@ -178,6 +184,11 @@ class Lowering:
     def _tag(self, node: fx.Node) -> None:
         self.emit.tags = {k: node.meta[k] for k in ("source", "scope", "phase") if k in node.meta}
         self.record = node.meta.get("collective")
+
+    def tag_collective(self) -> None:
+        """What is emitted for this node from here on is the collective, played in one process."""
+        if self.record is not None:
+            self.emit.tags = {**self.emit.tags, "collective": self.record}
 
     def distinct(self, layouts: Sequence[Layout]) -> list[Coords]:
         """One of our coordinates for each distinct key over the axes of these layouts."""

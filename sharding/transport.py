@@ -90,9 +90,12 @@ class Pieces:
 class Lockstep:
     """All ranks in one process: collectives are tensor operations on the ranks' values."""
 
+    late = False
+
     def step(
         self, low: Lowering, step: Step, values: dict[Key, Value], val: torch.Tensor
     ) -> dict[Key, Value]:
+        low.tag_collective()
         pieces = Pieces(low, step, low.mesh)
         move = getattr(self, f"_{step.kind}")
         return {
@@ -110,6 +113,7 @@ class Lockstep:
         self, low: Lowering, what: Fetch, values: dict[Key, Value]
     ) -> dict[Key, Callable[[], list[fx.Node]]]:
         """Every block is here."""
+        low.tag_collective()
 
         def found(at: Coords) -> list[fx.Node]:
             group = [what.layout.key(m) for m in members(low.mesh, what.axes, at)]

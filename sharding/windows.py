@@ -82,7 +82,10 @@ class _Lowered:
         for at in low.distinct([layout]):
             wait = functools.partial(self._made, low, what, at, taken[layout.key(at)])
             done[layout.key(at)] = Value(wait=low.tagged(wait))
-        if fetched(self.window, self.each):
+        if not low.transport.late:
+            for value in done.values():
+                value.get()
+        elif fetched(self.window, self.each):
             low.in_flight.extend(done.values())
         return done
 

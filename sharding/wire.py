@@ -30,6 +30,8 @@ aten = torch.ops.aten
 class Wire:
     """One rank: collectives are torch's functional ones over the mesh's process groups."""
 
+    late = True
+
     def step(
         self, low: Lowering, step: Step, values: dict[Key, Value], val: torch.Tensor
     ) -> dict[Key, Value]:

@@ -22,6 +22,7 @@ warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarn
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import gloo_storage  # noqa: E402
+import gloo_traces  # noqa: E402
 import live_bytes  # noqa: E402
 import neighbours  # noqa: E402
 import seeds  # noqa: E402
@@ -49,7 +50,7 @@ from torchard import (  # noqa: E402
     to_dtensor,
 )
 
-CHECKS: dict[str, Callable[[int, int], Any]] = {**gloo_storage.CHECKS}
+CHECKS: dict[str, Callable[[int, int], Any]] = {**gloo_storage.CHECKS, **gloo_traces.CHECKS}
 
 
 def check(fn: Callable[[int, int], Any]) -> Callable[[int, int], Any]:

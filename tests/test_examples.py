@@ -42,8 +42,12 @@ def test_sequence_parallel(load: Any, capsys: pytest.CaptureFixture[str], tmp_pa
     load("sequence_parallel").main(steps=3, out=tmp_path)
     assert "5 collectives" in capsys.readouterr().out
     (trace,) = tmp_path.glob("*.json")
-    names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
-    assert {"step 0", "step 2"} <= names
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+    assert names["step 0"] == names["step 2"] == 1
+    scopes = ("first", "second")
+    assert all(names[f"{s} {phase}"] >= 3 for s in scopes for phase in ("forward", "backward"))
+    assert names["all_gather over tp, first forward"] == 3
 
 
 def test_parallelize_plan(load: Any, capsys: pytest.CaptureFixture[str]) -> None:

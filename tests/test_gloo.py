@@ -106,6 +106,15 @@ def test_merged_collectives_really_are_one(ranks: Results) -> None:
     assert every(ranks, "merged_collectives_that_really_run") == [expected] * len(ranks)
 
 
+def test_traces_name_each_collective_and_its_wait(ranks: Results) -> None:
+    for found in every(ranks, "names_in_a_trace"):
+        for case, (plan, sent, waits, others) in found.items():
+            assert plan == sent == waits, case
+            if case == "fully_sharded":
+                layers = {f"block/{i} {phase}" for i in (0, 1) for phase in ("forward", "backward")}
+                assert layers | {"step", "block/0/mlp backward"} <= {*others}
+
+
 @pytest.mark.parametrize(
     "name",
     [
