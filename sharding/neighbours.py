@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from torchard.sharding.rules.blocks import Window, blocks, unblocks, windows
+from torchard.sharding.rules.scan import SUMS_FROM, sums_from
 
 __all__ = [
     "NEIGHBOURS",
@@ -230,11 +231,29 @@ def _cumsum(parts: Parts, x: torch.Tensor, dim: int, *, dtype: torch.dtype | Non
         return NotImplemented
     count = parts[0][dim]
     within = torch.cumsum(blocks(x, dim, count), dim + 1, dtype=dtype)
-    totals = within.select(dim + 1, -1)
-    before = torch.cumsum(totals, dim).narrow(dim, 0, count - 1)
-    pad = [0, 0] * (totals.ndim - 1 - dim) + [1, 0]
-    before = aten.constant_pad_nd.default(before, pad, 0)
-    return unblocks(within + before.unsqueeze(dim + 1), dim, x.shape[dim])
+    totals = torch.cumsum(within.select(dim + 1, -1), dim)
+    return _with_others(within, totals.narrow(dim, 0, count - 1), dim, x.shape[dim], (1, 0))
+
+
+@register(SUMS_FROM)
+def _sums_from(parts: Parts, x: torch.Tensor, dim: int) -> Any:
+    """The same from the end."""
+    dim %= max(x.ndim, 1)
+    if not x.ndim or not worthwhile(x.shape[dim], parts[0][dim]):
+        return NotImplemented
+    count = parts[0][dim]
+    within = sums_from(blocks(x, dim, count), dim + 1)
+    totals = sums_from(within.select(dim + 1, 0), dim)
+    return _with_others(within, totals.narrow(dim, 1, count - 1), dim, x.shape[dim], (0, 1))
+
+
+def _with_others(
+    within: torch.Tensor, others: torch.Tensor, dim: int, size: int, pad: tuple[int, int]
+) -> torch.Tensor:
+    """Sums within blocks, [..., count, each, ...], and those of the other blocks, of all but one."""
+    wide = [0, 0] * (others.ndim - 1 - dim) + [*pad]
+    others = aten.constant_pad_nd.default(others, wide, 0)
+    return unblocks(within + others.unsqueeze(dim + 1), dim, size)
 
 
 @register(aten.topk.default)

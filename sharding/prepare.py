@@ -1,7 +1,8 @@
 """What a traced program goes through before its layouts are chosen.
 
 Creation lets go of the tensor it was modelled on (``zeros_like`` of a sharded value must not move it),
-equal views become one (so that a reshard of their base is shared), and dead nodes go.
+sums from the end are one operation, equal views become one (so that a reshard of their base is shared),
+and dead nodes go.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import fx
 
 from torchard.sharding.rules import lookup
+from torchard.sharding.rules.scan import fold_flips
 
 __all__ = ["prepare"]
 
@@ -38,6 +40,7 @@ def prepare(graph: fx.Graph) -> fx.Graph:
             _release(graph, node, _value(node))
         elif _is_empty_cut(node):
             _release(graph, node, 0)
+    fold_flips(graph)
     _share_views(graph)
     graph.eliminate_dead_code()
     return graph

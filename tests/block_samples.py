@@ -39,4 +39,5 @@ BLOCKS: dict[Any, list[Sample]] = {
         S(x(6, 2, 2), 0, [n for j in range(6) for n in (j, max(2 * j - 1, 0), 2, 1, 0)], 2, 0),
         S(ids(9, 2, 3), 0, [0, 3, 3, 1, 0], 3, 7),
     ],
+    ours.sums_from.default: [S(x(5, 4), 0), S(x(5, 4), -1), S(x(2, 3, 2), 1)],
 }

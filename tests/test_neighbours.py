@@ -105,3 +105,31 @@ def test_topk_of_uneven_blocks(name: str, largest: bool, dtype: torch.dtype) -> 
     plan = run.lower(place(x, mesh, spec)).collectives
     # Each rank's best of each row, and where the best of them were.
     assert [(c.kind, c.shape) for c in plan] == [("all_gather", (2, 1, 3)), ("all_reduce", (2, 3))]
+
+
+def flips_around_sums(fn: Any, dtype: torch.dtype = torch.float64) -> list[str]:
+    """What of them is left in a plan."""
+    mesh = Mesh({"tp": 3}, virtual=True)
+    values = torch.arange(6 * 48, dtype=dtype).reshape(6, 48)
+    x = place(values, mesh, P(None, "tp"))
+    run = shard(fn, mesh)
+    torch.testing.assert_close(run(x).full(), fn(values))
+    kinds = [str(node.target) for node in run.lower(x).calls]
+    return [kind for kind in kinds if "flip" in kind or "sums" in kind or "cumsum" in kind]
+
+
+def test_a_running_sum_between_flips_runs_from_the_end() -> None:
+    both = ["torchard.sums_from.default"] * 2  # within blocks, and over them
+    assert flips_around_sums(lambda x: x.flip(1).cumsum(1).flip(-1)) == both
+    slope_of = torch.func.grad(lambda x: x.cumsum(1).sin().sum())
+    assert [kind for kind in flips_around_sums(slope_of) if "flip" in kind] == []
+    for other in (
+        lambda x: x.flip(1).cumsum(0).flip(1),
+        lambda x: x.flip(0).cumsum(1).flip(1),
+        lambda x: x.flip(0, 1).cumsum(1).flip(0, 1),
+        lambda x: x.flip(1).cumsum(1, dtype=torch.float32).flip(1),
+    ):
+        assert "torchard.sums_from.default" not in flips_around_sums(other)
+    assert "torchard.sums_from.default" not in flips_around_sums(
+        lambda x: x.flip(1).cumsum(1).flip(1), torch.int32
+    )

@@ -20,6 +20,7 @@ from torchard.sharding.rules import (
     normal,
     pointwise,
     reduce,
+    scan,
     search,
     unfold,
 )
@@ -62,6 +63,7 @@ __all__ = [
     "reduce",
     "register_rule",
     "rule_of",
+    "scan",
     "search",
     "unfold",
 ]

@@ -65,16 +65,6 @@ def _whole_all(call: Call) -> str:
     return _reduction(call, None, False, "whole {}")
 
 
-def _scan(results: int) -> Any:
-    def text(call: Call) -> str:
-        names = letters(len(call.ins[0]))
-        dim = call.arg(1, "dim", -1) % max(len(names), 1)
-        whole = f" | whole {names[dim]}" if names else ""
-        return f"{spell(names)} -> {', '.join([spell(names)] * results)}{whole}"
-
-    return text
-
-
 register_rule(aten.sum.dim_IntList, text=_sum_dims)
 register_rule(aten.sum.default, text=_sum_all)
 register_rule(aten.amax.default, text=_extreme("max"))
@@ -95,8 +85,6 @@ register_rule(
 )
 register_rule(aten.logsumexp.default, text=_whole(1))
 register_rule(aten.max.dim, aten.min.dim, text=_whole(2))
-register_rule(aten.cumsum.default, aten.cumprod.default, text=_scan(1))
-register_rule(aten.cummax.default, aten.cummin.default, aten.sort.default, text=_scan(2))
 
 
 def _sort_stable(call: Call) -> str:
