@@ -28,7 +28,11 @@ SCOPES = {
 def test_the_plan_s_collectives_once_each(case: str, ranks: int) -> None:
     plan, sent, waits, others = traces.found(case, Mesh({"tp": ranks}, virtual=True))
     assert plan and sent == plan and waits == {}
-    want = {"neighbours": {"rolled", "ring forward"}, "manual": {"summed", "sum forward"}}
+    want = {
+        "neighbours": {"rolled", "ring forward"},
+        "manual": {"summed", "sum forward"},
+        "twins": {"both"},
+    }
     scopes = want.get(case, SCOPES | {"step"})
     # What has no scope has a phase.
     assert scopes <= {*others} <= scopes | {"forward", "backward"}

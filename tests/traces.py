@@ -106,8 +106,19 @@ def manual(mesh: Mesh) -> Any:
     return shard_map(summed, mesh, P("tp"), P()), (torch.arange(12.0),)
 
 
+def twins(mesh: Mesh) -> Any:
+    """Two collectives of one name, one right after the other."""
+
+    def both(x: torch.Tensor, y: torch.Tensor) -> Any:
+        with scope("twins"):
+            return psum(x, "tp"), psum(y, "tp")
+
+    return shard_map(both, mesh, P("tp"), P()), (torch.arange(12.0), torch.ones(12))
+
+
 CASES: dict[str, Callable[[Mesh], Any]] = {
-    case.__name__: case for case in (tensor_parallel, fully_sharded, replicated, neighbours, manual)
+    case.__name__: case
+    for case in (tensor_parallel, fully_sharded, replicated, neighbours, manual, twins)
 }
 # Counts of the plan's collectives, of those in the trace, and of those waited for there; other names.
 Found = tuple[dict[str, int], dict[str, int], dict[str, int], list[str]]
