@@ -119,12 +119,13 @@ def compared(text: str) -> list[str]:
 
 
 def load_example(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The example, without the signals and exits of a process of its own."""
+    """The example, without the signals and exits of a process of its own, and without its picture."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     before = signal.getsignal(signal.SIGINT)
-    jobs, example = (importlib.import_module(name) for name in ("_job", "train_gpt"))
+    jobs, train, example = map(importlib.import_module, ("_job", "_train", "train_gpt"))
     signal.signal(signal.SIGINT, before)
     monkeypatch.setattr(jobs, "job", lambda *args: contextlib.nullcontext(jobs.Job(*args)))
+    monkeypatch.setattr(train, "draw", lambda *args: None)
     return example
 
 
