@@ -114,6 +114,8 @@ def run(graph: fx.Graph, inputs: Sequence[torch.Tensor]) -> Work:
 class Alone:
     """The transport of a rank that is alone: whatever should arrive is zeros of that shape."""
 
+    late = False
+
     def step(
         self, low: Lowering, step: Step, values: dict[Key, Value], val: torch.Tensor
     ) -> dict[Key, Value]:
