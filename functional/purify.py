@@ -187,11 +187,13 @@ def _call_writing(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """A write keeps the strides of what it writes to; torch's functional twin may not.
 
     ``x.t().masked_fill_(...)`` leaves the memory of x contiguous, while masked_fill of x.t() is
-    contiguous itself: a later view of x would fail.
+    contiguous itself: a later view of x would fail. What turns a value in place writes nothing.
     """
     target: Any = node.target
     written = _written(node)
-    if target is aten.copy_.default or written != list(node.args[:1]) or _contiguous(written[0]):
+    turns = torch.Tag.inplace_view in getattr(target, "tags", ())
+    plain = turns or target is aten.copy_.default or written != list(node.args[:1])
+    if plain or _contiguous(written[0]):
         return target(*args, **kwargs)
     target(value := args[0].clone(), *args[1:], **kwargs)
     return args[0].copy_(value)

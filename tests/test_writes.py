@@ -62,3 +62,28 @@ def test_a_view_of_what_was_written(name: str, turned: bool) -> None:
     many = [torch.stack([a, -a], -1) for a in (X, y)]
     have = vmap(jit(fn, backend="eager"), in_dims=-1)(*many)
     assert torch.equal(have, torch.stack([want, fn(-X, -y)]))
+
+
+TURNED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transpose_": lambda x: x.transpose_(0, 1),
+    "squeeze_": lambda x: x.t().unsqueeze(0).squeeze_(0),
+    "unsqueeze_": lambda x: x.t().unsqueeze_(-1),
+    "t_, then written": lambda x: x.t_().mul_(2.0),
+    "turned, then squeezed": lambda x: x[None].transpose_(1, 2).squeeze_(0),
+    "lerp_ with a new dim": lambda x: x.t().unsqueeze_(-1).lerp_(Y[..., None], 0.3),
+}
+
+
+@pytest.mark.parametrize("name", TURNED)
+def test_what_is_turned_in_place_has_its_new_shape(name: str) -> None:
+    """Nothing is written: the value has other dims from then on."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return TURNED[name](x * 1).cos()
+
+    want = fn(X)
+    assert torch.equal(jit(fn, backend="eager")(X), want)
+    sharded = shard(fn, Mesh({"x": 2}, virtual=True), in_specs=(P("x"),), out_specs=P())
+    torch.testing.assert_close(sharded(X), want, rtol=1e-14, atol=1e-14)
+    slopes = [grad(lambda x, f=f: f(x).sum())(X) for f in (jit(fn, backend="eager"), fn)]
+    torch.testing.assert_close(*slopes, rtol=1e-14, atol=1e-14)
