@@ -16,7 +16,7 @@ from torchard.sharding.rules.registry import OpRule
 from torchard.sharding.testing import check_sharded
 
 aten = torch.ops.aten
-PARTS, EXAMPLES = 5, 170  # a thousand in all
+PARTS, EXAMPLES = 5, 120  # seven hundred in all
 quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 

@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from once import once
 from wire_bytes import BATCH, LAYERS, LENGTH, WIDTH
 
 Case = tuple[str, int, str]
 FLOAT = 4
+TIMEOUT = 240
 
 CASES: list[Case] = [
     ("tensor parallel", 2, "layer"),
@@ -37,19 +39,26 @@ REFUSED: dict[Case, str] = {
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[Case, dict[str, Any]]:
-    """All cases in one process of its own, whose default group is not ours."""
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, dict[str, Any]]:
+    """What each case sent, and DTensor."""
+    sent = once(tmp_path_factory, "wire-bytes", lambda folder: all_cases(), TIMEOUT)
+    return dict(zip([*CASES, *REFUSED], sent, strict=True))
+
+
+def all_cases() -> list[dict[str, Any]]:
+    """In one process of its own, whose default group is not ours."""
     cases = [*CASES, *REFUSED]
     script = Path(__file__).parent / "wire_bytes.py"
     done = subprocess.run(
         [sys.executable, str(script), *(",".join(map(str, c)) for c in cases)],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=TIMEOUT,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return dict(zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True))
+    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 def all_reduced(ranks: int, elements: int) -> int:
