@@ -65,8 +65,8 @@ def schedule(
     """
     gather_again(graph, layers, batch)
     issue_early(graph)
-    wait_late(graph)
     update_last(graph)
+    wait_late(graph)  # after what moves users: all views of what a merged call brings are behind it
     merge_reductions(graph, how.bucket_bytes)
     gather_by_layer(graph, layers, how.prefetch)
 
@@ -93,10 +93,14 @@ def _last_placeholder(graph: fx.Graph) -> fx.Node:
 
 
 def wait_late(graph: fx.Graph) -> None:
-    """Move views of what a collective brings down to where they are used."""
+    """Move views of what a collective brings down to where they are used; those that are not, go."""
     at = {node: i for i, node in enumerate(graph.nodes)}
     for node in reversed(list(graph.nodes)):
-        if is_alias(node) and node.users and _arrives(node):
+        if not is_alias(node) or not _arrives(node):
+            continue
+        if not node.users:
+            graph.erase_node(node)
+        else:
             first = min(node.users, key=at.__getitem__)
             first.prepend(node)
             at[node] = at[first]

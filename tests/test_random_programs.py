@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
-from random_programs import Example, programs
+from random_programs import Example, _program, programs
 
+from torchard.sharding import Mesh
 from torchard.sharding.rules import REGISTRY
 from torchard.sharding.rules.pointwise import _linear_each
 from torchard.sharding.rules.registry import OpRule
@@ -93,3 +94,10 @@ def test_a_broken_rule_is_caught(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises((AssertionError, RuntimeError, IndexError)):
         # The first failure will do; a part is taken in which there soon is one.
         search(outside, 3, PARTS * EXAMPLES, phases=[Phase.generate], report_multiple_bugs=False)
+
+
+@pytest.mark.parametrize(("number", "mesh", "length"), [(2776468, (1, 2, 4), 7)])
+def test_a_program_that_failed_once(number: int, mesh: tuple[int, ...], length: int) -> None:
+    """A merged all_reduce had a view, which nothing used, in front of it."""
+    axes = dict(zip(("dp", "tp", "pp"), mesh, strict=True))
+    inside(_program(number, Mesh(axes, virtual=True), length))
