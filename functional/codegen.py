@@ -81,6 +81,7 @@ def _function(
     lines: list[Line] = [("def program(args):", None)]
     lines += [(f"    {text}", None) for text in (*beginning, "try:")]
     lines += [(f"        {text}", label) for text, label in body]
+    # Whatever is raised says which line it was, and goes on.
     lines += [("    except Exception as error:", None), ("        failed(error)", None)]
     lines += [(text, None) for text in ("        raise", *ending)]
     labels = [label for _, label in lines]

@@ -113,7 +113,7 @@ class _Compiled:
                 with record_function(f"{self.name}, compiled by {self.backend}"):
                     return list(run(given))
             return list(run(given))
-        except Exception as error:
+        except Exception as error:  # says what it belongs to, and goes on
             compiled_failed(error, self.name, self.backend, self.collectives)
             raise
 

@@ -67,7 +67,7 @@ def _answer(store: Any, question: Callable[[], Any], seconds: float, what: str) 
     def ask() -> None:
         try:
             answers.put((question(), None))
-        except Exception as error:
+        except Exception as error:  # raised by who waits for the answer
             answers.put((None, error))
 
     threading.Thread(target=ask, name="exchange", daemon=True).start()

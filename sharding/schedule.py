@@ -127,21 +127,17 @@ def _only_updates(graph: fx.Graph) -> set[fx.Node]:
     results = graph.output_node()
     updates = updated_inputs(graph)
     ends = {v for i, v in enumerate(output_values(graph)) if i in updates}
-    leading: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        kept = node.op != "call_function" or "step" in node.meta
-        if not kept and all(user in leading or (user is results and node in ends) for user in node.users):
-            leading.add(node)
     arrived: set[fx.Node] = set()
     for node in graph.nodes:
         if any(_is_sum(source) or source in arrived for source in node.all_input_nodes):
             arrived.add(node)
-    late: set[fx.Node] = {results}  # nothing that is late has a user that is not
+    late: set[fx.Node] = set()  # nothing that is late has a user that is not
     for node in reversed(graph.nodes):
+        kept = node.op != "call_function" or "step" in node.meta
         waits = node in arrived or node.meta.get("phase") != "backward"
-        if node in leading and waits and late.issuperset(node.users):
+        if waits and not kept and all(u in late or (u is results and node in ends) for u in node.users):
             late.add(node)
-    return late - {results}
+    return late
 
 
 def _ends_of(value: Any, late: set[fx.Node]) -> list[fx.Node]:

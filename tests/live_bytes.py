@@ -10,6 +10,7 @@ from typing import Any
 import optree
 import torch
 import train_gpt
+from _train import make_step
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -65,12 +66,6 @@ def size_of(tree: Any) -> int:
     return sum(t.numel() * t.element_size() for t in optree.tree_leaves(tree))
 
 
-def step(size: train_gpt.Size, params: Any, state: Any, batch: torch.Tensor) -> Any:
-    grads, loss = torch.func.grad_and_value(functools.partial(train_gpt.loss, size))(params, batch)
-    params, state = OPTIMIZER.update(grads, state, params)
-    return params, state, loss
-
-
 def activations(size: train_gpt.Size, batch: torch.Tensor) -> int:
     """The most that plain torch holds of one rank's forward and backward, but for weights and slopes."""
     leaves, structure = optree.tree_flatten(train_gpt.init(size, random.key(0)))
@@ -96,9 +91,10 @@ def fully_sharded(
     held = [place(params, mesh, SPEC)]
     held.append(OPTIMIZER.init(held[0]))
     data = place(batch.repeat(ranks, 1), mesh, SPEC)
+    step = make_step(functools.partial(train_gpt.loss, size), OPTIMIZER)
     specs = (SPEC, optim.AdamState(P(), SPEC, SPEC), P())
     run = jit(
-        shard(functools.partial(step, size), mesh, out_specs=specs, schedule=how),
+        shard(step, mesh, out_specs=specs, schedule=how),
         backend="eager",
         donate_argnums=(0, 1),
     )
