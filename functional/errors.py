@@ -5,9 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "CheckpointError",
     "CollectiveError",
     "DerivativeError",
     "DonatedError",
+    "KernelError",
+    "NoMatch",
+    "PatternError",
     "PurityError",
     "RetraceWarning",
     "StaticArgumentError",
@@ -24,6 +28,22 @@ class StaticArgumentError(TypeError):
 
 class DerivativeError(RuntimeError):
     """A program cannot be differentiated faithfully."""
+
+
+class CheckpointError(ValueError):
+    """What a checkpoint was asked for cannot be done: no such label or scope, or too small a budget."""
+
+
+class PatternError(ValueError):
+    """A pattern that cannot be looked for: the message says what is wrong with it."""
+
+
+class NoMatch(ValueError):
+    """A pattern that was asked for is nowhere in the function; the message has what came nearest."""
+
+
+class KernelError(ValueError):
+    """A kernel that does not do what its reference does, or cannot be used as it was asked for."""
 
 
 class RetraceWarning(UserWarning):

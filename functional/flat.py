@@ -16,8 +16,10 @@ from typing import Any
 import torch
 
 from torchard.functional.autodiff import batched, joint, pullback, pushforward
-from torchard.functional.program import Free, Leaf, Program, Rewrite
+from torchard.functional.budget import kept_within_budget
+from torchard.functional.program import Finishing, Free, Leaf, Program, Rewrite, finished
 from torchard.functional.purify import replay
+from torchard.functional.rematerialise import rematerialise
 from torchard.functional.room import active
 from torchard.functional.split import Saved, split
 
@@ -39,9 +41,11 @@ def covers(rewrites: Sequence[Rewrite], other: Rewrite) -> bool:
 
 
 def lower(program: Program, rewrites: Sequence[Rewrite]) -> Program:
-    """Apply a stack of rewrites, then what nested pieces and placed inputs ask for besides."""
-    for rewrite in rewrites:
-        program = rewrite(program)
+    """Apply a stack of rewrites, and what nested pieces and placed inputs ask for besides, in stages.
+
+    Then what checkpoints have marked is carried out, and rewrites that have a ``finish`` have the last
+    word: on what is made again as well.
+    """
     applied = list(rewrites)
     placed = [
         leaf.tag.rewrite()
@@ -50,8 +54,15 @@ def lower(program: Program, rewrites: Sequence[Rewrite]) -> Program:
     ]
     for rewrite in dict.fromkeys((*program.asks, *placed)):
         if not covers(applied, rewrite):
-            program = rewrite(program)
             applied.append(rewrite)
+    applied.sort(key=lambda rewrite: getattr(rewrite, "stage", 1))
+    # What one of them means by a label must still be there when its turn comes.
+    wants = tuple(rewrite.wants for rewrite in applied if hasattr(rewrite, "wants"))
+    program = replace(program, facts={**program.facts, "wanted": wants})
+    for rewrite in applied:
+        program = rewrite(program)
+    last = tuple(rewrite for rewrite in applied if isinstance(rewrite, Finishing))
+    program = finished(rematerialise(program, kept_within_budget(program, last)), last)
     settled = tuple(
         replace(leaf, tag=None) if isinstance(leaf.tag, Free) else leaf for leaf in program.outputs
     )
@@ -139,7 +150,13 @@ class Flat:
         bound = _Replay(program, opaque) if self.inline else program.bind()
         if not constants:
             return bound
-        return lambda parts: bound([*parts, *constants])
+
+        def run(parts: Parts) -> list[torch.Tensor]:
+            if self.inline and (room := active()) is not None:
+                room.constants.update(map(id, constants))
+            return bound([*parts, *constants])
+
+        return run
 
     def halves(self, mask: tuple[bool, ...]) -> Halves:
         """The joint program for these inputs (not parts), rewritten, split and bound."""

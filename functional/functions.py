@@ -16,7 +16,7 @@ import torch
 from torchard.functional import torch_internals as internals
 from torchard.functional.flat import Flat, Halves, width
 from torchard.functional.program import Leaf
-from torchard.functional.room import current_scopes, scopes_again
+from torchard.functional.room import current_frames, frames_again
 
 __all__ = ["call"]
 
@@ -123,7 +123,7 @@ class _Plain(torch.autograd.Function):
         outputs = _distinct(results[: halves.count], parts)
         residuals = _pick(halves, parts, outputs, results[halves.count :])
         ctx.flat, ctx.mask, ctx.halves, ctx.count = flat, mask, halves, len(parts)
-        ctx.shapes, ctx.scopes = _shapes(outputs), current_scopes()
+        ctx.shapes, ctx.frames = _shapes(outputs), current_frames()
         ctx.save_for_backward(*parts, *residuals)
         ctx.set_materialize_grads(False)
         off = [o for o, d in zip(outputs, halves.differentiable, strict=True) if not d]
@@ -135,7 +135,7 @@ class _Plain(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         # Unless the graph is retained, residuals die as the backward uses them, not when it ends.
         ctx.maybe_clear_saved_tensors()
-        with scopes_again(ctx.scopes):
+        with frames_again(ctx.frames):
             return (None, None, None, *_backward(ctx, saved, grads))
 
 
@@ -173,7 +173,7 @@ class _Level(torch.autograd.Function):
         outputs, values = output[: halves.count], output[halves.count :]
         residuals = _pick(halves, parts, outputs, values)
         ctx.flat, ctx.mask, ctx.halves, ctx.count = flat, mask, halves, len(parts)
-        ctx.shapes, ctx.scopes = _shapes(outputs), current_scopes()
+        ctx.shapes, ctx.frames = _shapes(outputs), current_frames()
         ctx.save_for_backward(*parts, *residuals)
         ctx.set_materialize_grads(False)
         off = [o for o, d in zip(outputs, halves.differentiable, strict=True) if not d]
@@ -183,7 +183,7 @@ class _Level(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         halves: Halves = ctx.halves
         needs = ctx.flat.per_input(ctx.needs_input_grad[3:])
-        with scopes_again(ctx.scopes):
+        with frames_again(ctx.frames):
             if all(m or not n for m, n in zip(ctx.mask, needs, strict=True)):
                 found = _backward(ctx, list(ctx.saved_tensors), grads[: halves.count])
             else:
@@ -266,7 +266,7 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         flat, *parts = inputs
-        ctx.flat, ctx.shapes, ctx.scopes = flat, _shapes(output), current_scopes()
+        ctx.flat, ctx.shapes, ctx.frames = flat, _shapes(output), current_frames()
         ctx.save_for_backward(*parts)
         ctx.save_for_forward(*parts)
         ctx.set_materialize_grads(False)
@@ -279,7 +279,7 @@ class _Again(torch.autograd.Function):
         flat: Flat = ctx.flat
         cotangents = _cotangents(ctx, _float_parts(flat), grads)
         mask = flat.per_input(ctx.needs_input_grad[1:])
-        with scopes_again(ctx.scopes):
+        with frames_again(ctx.frames):
             return (None, *_pulled(flat, mask, flat.tags, ctx.saved_tensors, cotangents))
 
     @staticmethod

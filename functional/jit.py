@@ -13,6 +13,7 @@ from torch import fx
 from torch.profiler import record_function
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.barrier import insert_barriers
 from torchard.functional.codegen import compiled
 from torchard.functional.failures import compiled_failed
 from torchard.functional.program import Bound, Program
@@ -72,6 +73,8 @@ class Compile:
         graph = _flat_module(program)
         if graph is None:
             return plain
+        insert_barriers(graph.graph)
+        graph.recompile()
         made = _Compiled(graph, plain, self.backend, program)
         guard = getattr(program.runtime, "guard", None)
         return made if guard is None else guard(program, made)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.adopt import adopt
 from torchard.functional.dropout import Keyed
 from torchard.functional.errors import PurityError
-from torchard.functional.room import Room, active, scopes_again
+from torchard.functional.frames import Frame, path_of
+from torchard.functional.room import Room, active, frames_again
 from torchard.functional.trace import name
 
 __all__ = ["Functional", "functionalize"]
@@ -166,33 +166,13 @@ def _scoped(path: str, module: nn.Module, forward: Callable[..., Any]) -> Callab
         room = active()
         if room is None or not path:
             return forward(*args, **kwargs)
-        with _inside(room, path):
+        with frames_again((*room.frames, Frame(path, module=True))):
             if named:
                 args, kwargs = _named_argument(room, args, kwargs)
             out = forward(*args, **kwargs)
             return _named_result(room, out) if named else out
 
     return run
-
-
-@contextlib.contextmanager
-def _inside(room: Room, path: str) -> Iterator[None]:
-    """The scope of a module takes the place of those around it, of which it has the names."""
-    outer = tuple(room.scopes)
-    above = getattr(room.scopes[-1], "above", outer) if outer else outer
-    with scopes_again((*above, _Path(path, above))):
-        yield
-
-
-class _Path(str):
-    """A scope that is a module's path; ``above`` are the scopes around the outermost module."""
-
-    above: tuple[str, ...]
-
-    def __new__(cls, path: str, above: tuple[str, ...]) -> _Path:
-        made = super().__new__(cls, path)
-        made.above = above
-        return made
 
 
 def _named_argument(
@@ -221,4 +201,4 @@ def _is_own(room: Room, value: Tensor) -> bool:
     node = internals.proxy_node(room.tracer, internals.base_tensor(value))
     if node is None or node.op != "call_function":
         return False
-    return node.meta.get("scope") == "/".join(room.scopes) and "name" not in node.meta
+    return node.meta.get("scope") == path_of(room.frames) and "name" not in node.meta

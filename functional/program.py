@@ -9,10 +9,15 @@ node.meta      meaning
 ``val``        fake tensor (or a tuple of them): the global shape, dtype and device
 ``source``     ``"model.py:12 in mlp"``, the user's line that made the node
 ``scope``      ``"block/3"``, the enclosing :func:`torchard.scope`
+``frames``     the entries of scopes and the calls of transforms it was made in (frames.py)
+``segments``   the checkpointed segments it is in, outermost first (segments.py)
 ``phase``      ``"forward"`` or ``"backward"``
-``recompute``  True: a split recomputes the value in the backward instead of saving it
+``recompute``  True: made again for the backward; no split may save it
 ``residual``   True: a split saves the value for the backward
 ``kernel``     the name of the fused kernel the node stands for
+``use``        a record of what the kernel took the place of
+``apart``      such a record, on what has come of a kernel that was taken apart again
+``fuse``       the rewrites of calls of ``fuse`` it was traced in
 ``layout``     how the value is laid out over a mesh (printable)
 ``collective`` a record of what the node sends over the network: printable, and it may have a short
                ``title`` and a ``payload``. In a lowered graph, on the calls that do it
@@ -27,14 +32,33 @@ import os
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import fx
 
-__all__ = ["FREE", "Bound", "Free", "Leaf", "Placement", "Program", "Records", "Rewrite", "Runtime"]
+if TYPE_CHECKING:
+    from torchard.functional.residuals import Residuals
+
+__all__ = [
+    "FREE",
+    "INHERITED",
+    "Bound",
+    "Finishing",
+    "Free",
+    "Leaf",
+    "Placement",
+    "Program",
+    "Records",
+    "Rewrite",
+    "Runtime",
+    "finished",
+]
 
 Bound = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+
+# The tags that hold for whatever takes a node's place, or is made beside it on its account.
+INHERITED = ("source", "scope", "frames", "segments", "phase", "recompute", "fuse")
 
 
 class Free:
@@ -93,7 +117,11 @@ class Leaf:
 
 
 class Rewrite(Protocol):
-    """What a transform does: ``Program -> Program``. Hashable: it is part of every cache key."""
+    """What a transform does: ``Program -> Program``. Hashable: it is part of every cache key.
+
+    One with a ``stage`` is done before those with a higher one (1 by default), whatever the order in
+    which they were said. One with ``wants`` says by it which labelled nodes it is about.
+    """
 
     def annotate(self, program: Program) -> Program:
         """Check a freshly traced program and leave hints on its leaves.
@@ -107,6 +135,21 @@ class Rewrite(Protocol):
 
     def inline(self, program: Program) -> Program:
         """The rewritten program for replay inside an outer trace: still global and unplaced."""
+
+
+@runtime_checkable
+class Finishing(Protocol):
+    """What a rewrite that has the last word besides does, when nothing else will be done."""
+
+    def finish(self, program: Program) -> Program:
+        """The program, with what checkpoints make again in it; it may be changed in place."""
+
+
+def finished(program: Program, rewrites: Sequence[Finishing]) -> Program:
+    """What the last words of some rewrites make of a program."""
+    for rewrite in rewrites:
+        program = rewrite.finish(program)
+    return program
 
 
 class Runtime(Protocol):
@@ -175,14 +218,28 @@ class Program:
         return Records(node.meta["collective"] for node in self.calls if "collective" in node.meta)
 
     @property
-    def kernels(self) -> list[str]:
-        """The fused kernels, in order: the ``kernel`` tags."""
-        return [str(node.meta["kernel"]) for node in self.calls if "kernel" in node.meta]
+    def kernels(self) -> Records:
+        """The fused kernels, in order: the ``use`` tags; those that came apart again say so."""
+        apart = {id(n.meta["apart"]): n.meta["apart"] for n in self.calls if "apart" in n.meta}
+        return Records([*(n.meta["use"] for n in self.calls if "use" in n.meta), *apart.values()])
 
     @property
-    def residuals(self) -> list[fx.Node]:
-        """The values a split saved for the backward: the ``residual`` tags."""
-        return [node for node in self.graph.nodes if "residual" in node.meta]
+    def residuals(self) -> Residuals:
+        """What the backward reads of the forward: of the gradients taken inside, else of its own."""
+        from torchard.functional.residuals import residuals_of
+
+        return residuals_of(self)
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that are alive at once while it runs, arguments and results among them.
+
+        Of a joint program, during its forward and then its backward. Over a mesh, on the rank that
+        holds most, buffers of collectives not counted.
+        """
+        from torchard.functional.liveness import liveness
+
+        return liveness(self).peak
 
     def __str__(self) -> str:
         from torchard.functional.text import program_text

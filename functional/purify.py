@@ -42,6 +42,8 @@ def replay(
     for node in graph.nodes:
         if node.op == "placeholder":
             env[node] = next(values)
+            if room is not None and "name" in node.meta:
+                room.label(env[node], node.meta["name"])
         elif node.op == "call_function":
             env[node] = _replay_node(node, env, room, call)
         else:
@@ -75,8 +77,12 @@ def _replay_node(
         value = call(node, args, kwargs)
     finally:
         room.replaying, room.cutting = None, False
-    if node.target is operator.getitem and isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor):
+        return value
+    if node.target is operator.getitem:
         room.retag(value, node)
+    elif "name" in node.meta:  # whatever operation it has become
+        room.label(value, node.meta["name"])
     return value
 
 

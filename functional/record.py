@@ -137,7 +137,7 @@ def _lift_attributes(found: Recording, room: Room) -> None:
     """Constants the tracer burned in become operands too, those it made itself the last ones."""
     graph = found.graph
     operands: dict[int, fx.Node] = {}
-    nodes = [(node, _is_made(node)) for node in graph.find_nodes(op="get_attr")]
+    nodes = [(node, _is_made(node, room)) for node in graph.find_nodes(op="get_attr")]
     for node, made in sorted(nodes, key=lambda pair: pair[1]):
         value = getattr(room.tracer.root, node.target)
         if id(value) in room.stood_in:
@@ -153,7 +153,10 @@ def _lift_attributes(found: Recording, room: Room) -> None:
         graph.erase_node(node)
 
 
-def _is_made(node: fx.Node) -> bool:
+def _is_made(node: fx.Node, room: Room) -> bool:
+    """Whether the constant was made by what is traced, and can never be another."""
+    if id(getattr(room.tracer.root, str(node.target))) in room.constants:
+        return True
     return all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
 
 

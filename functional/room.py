@@ -18,21 +18,24 @@ from torch import fx
 from torchard.functional import source
 from torchard.functional import torch_internals as internals
 from torchard.functional.chosen import without_gradient
+from torchard.functional.frames import Frame, path_of
+from torchard.functional.program import INHERITED
 from torchard.functional.spec import Spec, contiguous
 
 __all__ = [
     "Closure",
     "Room",
     "active",
-    "current_scopes",
+    "called",
+    "current_frames",
     "entered",
+    "frames_again",
     "scope",
-    "scopes_again",
 ]
 
-# Tags that also hold for what else replaying one node makes (the items of a tuple).
-_SPREAD = ("source", "scope", "phase", "recompute", "offload")
-_NOT_TAGS = frozenset({"val", "tensor_meta", "seq_nr", "original_aten", "from_node", "stack_trace"})
+_NOT_TAGS = frozenset(
+    ("val", "tensor_meta", "seq_nr", "original_aten", "from_node", "stack_trace", "residual", "why")
+)
 
 
 @dataclass
@@ -62,7 +65,7 @@ class Room:
     fakes: internals.FakeTensorMode
     outer_levels: int
     owned: frozenset[int] = frozenset()
-    scopes: list[str] = field(default_factory=list)
+    frames: tuple[Frame, ...] = ()
     replaying: fx.Node | None = None
     asks: list[Any] = field(default_factory=list)
     closures: dict[int, tuple[Closure, torch.Tensor]] = field(default_factory=dict)
@@ -73,6 +76,8 @@ class Room:
     numbered: int = 0
     cutting: bool = False
     stood_in: set[int] = field(default_factory=set)
+    # What programs that run in this trace have made while they were traced.
+    constants: set[int] = field(default_factory=set)
     # What the operands of a nested transform go through, ahead of its autograd Function.
     together: Callable[[list[torch.Tensor]], list[torch.Tensor]] = list
 
@@ -104,6 +109,12 @@ class Room:
                 if key not in _NOT_TAGS:
                     node.meta.setdefault(key, value)
 
+    def label(self, tensor: torch.Tensor, label: str) -> None:
+        """Name the node behind a tensor."""
+        node = internals.proxy_node(self.tracer, internals.base_tensor(tensor))
+        if node is not None:
+            node.meta["name"] = label
+
     def _backward(self) -> bool:
         return internals.graph_task() != self.task
 
@@ -111,12 +122,15 @@ class Room:
         if self._backward():
             number = internals.current_backward_node()
             origin = self.origins.get(number, {}) if number is not None else {}
-            kept: dict[str, Any] = {k: v for k, v in origin.items() if k in ("source", "scope")}
+            kept: dict[str, Any] = {k: v for k, v in origin.items() if k in INHERITED}
             return {"source": source.of_here(), **kept, "phase": "backward"}
-        tags: dict[str, Any] = {"source": source.of_here(), "phase": "forward"}
-        if self.scopes:
-            tags["scope"] = "/".join(self.scopes)
-        return tags
+        return {"source": source.of_here(), "phase": "forward", **self._place(())}
+
+    def _place(self, inner: tuple[Frame, ...]) -> dict[str, Any]:
+        """The tags of what runs in the open frames, and in these inside of them."""
+        frames = (*self.frames, *inner)
+        path = path_of(frames)
+        return {**({"frames": frames} if frames else {}), **({"scope": path} if path else {})}
 
     def _replayed_tags(self, node: fx.Node) -> dict[str, Any]:
         replayed = self.replaying
@@ -125,13 +139,12 @@ class Room:
         if node.target == replayed.target:
             tags = {key: value for key, value in meta.items() if key not in _NOT_TAGS}
         else:
-            tags = {key: meta[key] for key in _SPREAD if key in meta}
+            tags = {key: meta[key] for key in INHERITED if key in meta}
         if self._backward() or "phase" not in tags:
             tags["phase"] = "backward" if self._backward() else "forward"
-        scopes = [*self.scopes, *([tags["scope"]] if tags.get("scope") else [])]
-        if scopes:
-            tags["scope"] = "/".join(scopes)
-        return tags
+        if self.frames and "segments" in tags:
+            tags["segments"] = tuple(segment.inside(self.frames) for segment in tags["segments"])
+        return {**tags, **self._place(tags.get("frames", ()))}
 
     def _remember(self, tags: dict[str, Any]) -> None:
         """Autograd nodes made since the last graph node belong to this one."""
@@ -171,11 +184,13 @@ class Room:
         before = dict(self.closures)
         for closure, tensor in zip(closures, tensors, strict=True):
             self.closures[id(closure.value)] = closure, tensor
-            self.stood_in.add(id(closure.value))
+            if not closure.made:  # what the function makes itself is nobody's to differentiate
+                self.stood_in.add(id(closure.value))
+        mine = {id(closure.value) for closure in closures}
         try:
             yield
         finally:
-            fresh = {k: v for k, v in self.closures.items() if k not in self.stood_in}
+            fresh = {k: v for k, v in self.closures.items() if k not in mine | self.stood_in}
             self.closures = {**before, **fresh}
 
     def _operand(self, value: Any) -> tuple[Closure, torch.Tensor]:
@@ -232,32 +247,32 @@ def scope(name: str) -> Iterator[None]:
 
     Costs nothing outside a trace. The label is what ``where="block/*"`` matches.
     """
-    room = active()
-    if room is None:
+    with frames_again((*current_frames(), Frame(name))):
         yield
-        return
-    room.scopes.append(name)
-    try:
-        yield
-    finally:
-        room.scopes.pop()
-
-
-def current_scopes() -> tuple[str, ...]:
-    """The scopes that are open in the active trace."""
-    room = active()
-    return tuple(room.scopes) if room else ()
 
 
 @contextlib.contextmanager
-def scopes_again(scopes: tuple[str, ...]) -> Iterator[None]:
-    """Open the scopes a forward ran in, for its backward."""
+def called() -> Iterator[None]:
+    """A call of a transform inside a trace: what it computes is told apart from its next call."""
+    with frames_again((*current_frames(), Frame())):
+        yield
+
+
+def current_frames() -> tuple[Frame, ...]:
+    """The frames that are open in the active trace."""
     room = active()
-    if room is None or not scopes:
+    return room.frames if room else ()
+
+
+@contextlib.contextmanager
+def frames_again(frames: tuple[Frame, ...]) -> Iterator[None]:
+    """Open the frames a forward ran in, for its backward."""
+    room = active()
+    if room is None or not frames:
         yield
         return
-    before, room.scopes = room.scopes, list(scopes)
+    before, room.frames = room.frames, frames
     try:
         yield
     finally:
-        room.scopes = before
+        room.frames = before

@@ -7,7 +7,6 @@ what is not saved, each value as late as its first use (early recompute raises t
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -15,8 +14,9 @@ import torch
 from torch import fx
 
 from torchard.functional.program import Leaf, Program
+from torchard.functional.views import is_tuple, is_view, needed_by, taken_away
 
-__all__ = ["Saved", "Split", "split"]
+__all__ = ["Saved", "Split", "halves_of", "split"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _Cut:
         results = list(zip(self.program.outputs, self.program.results, strict=True))
         self.outputs = [node for leaf, node in results if leaf.role != "gradient"]
         self.gradients = [node for leaf, node in results if leaf.role == "gradient"]
-        self.forward = _needed(self.outputs)
+        self.forward = needed_by([*self.outputs, *taken_away(self.program)])
         for leaf, node in zip(self.program.inputs, self.program.placeholders, strict=True):
             if leaf.role == "cotangent":
                 self.tainted.add(node)
@@ -72,8 +72,8 @@ class _Cut:
             return node not in self.tainted
         if _is_item(node):
             whole = _whole(node)
-            return self._computed(whole) and not _is_view(whole) and not _again(node)
-        return self._computed(node) and not _is_view(node) and not _is_tuple(node)
+            return self._computed(whole) and not is_view(whole) and not _again(node)
+        return self._computed(node) and not is_view(node) and not is_tuple(node)
 
     def _computed(self, node: fx.Node) -> bool:
         return node in self.forward and not _again(node)
@@ -91,26 +91,6 @@ def _whole(item: fx.Node) -> fx.Node:
     """The tuple an item is taken from."""
     return item.all_input_nodes[0]
 
-
-def _is_tuple(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), (tuple, list))
-
-
-def _is_view(node: fx.Node) -> bool:
-    """Whether the value lies in another's storage: free to make again, saved with its base."""
-    return bool(getattr(node.target, "is_view", False))
-
-
-def _needed(roots: Iterable[Any]) -> set[fx.Node]:
-    """Everything the roots depend on."""
-    stack = [node for node in roots if isinstance(node, fx.Node)]
-    found = set(stack)
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
-                stack.append(source)
-    return found
 
 
 def _backward_nodes(cut: _Cut) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -137,7 +117,7 @@ def _backward_nodes(cut: _Cut) -> tuple[list[fx.Node], list[fx.Node]]:
                 done[node] = None
                 stack.pop()
 
-    wanted = _needed(cut.gradients)
+    wanted = needed_by(cut.gradients)
     for node in cut.program.graph.nodes:
         if node.op == "call_function" and node in cut.tainted and node in wanted:
             emit(node)
@@ -178,6 +158,14 @@ def split(program: Program) -> Split:
     return Split(_forward(program, cut, values), _backward(program, cut, residuals, nodes), saved)
 
 
+def halves_of(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The operations of a joint program's forward and of its backward, as they run after a split."""
+    cut = _Cut(program)
+    residuals, nodes = _backward_nodes(cut)
+    wanted = needed_by([*cut.outputs, *residuals])
+    return [n for n in program.calls if n in wanted], [n for n in nodes if n.op == "call_function"]
+
+
 def _where(
     residuals: list[fx.Node], inputs: list[fx.Node], outputs: list[Any]
 ) -> tuple[list[Saved], list[fx.Node]]:
@@ -208,7 +196,7 @@ def _residual_leaf(program: Program, node: fx.Node) -> Leaf:
 def _forward(program: Program, cut: _Cut, values: list[fx.Node]) -> Program:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    wanted = _needed([*cut.outputs, *values])
+    wanted = needed_by([*cut.outputs, *values])
     inputs = []
     for leaf, node in zip(program.inputs, program.placeholders, strict=True):
         if leaf.role != "cotangent":

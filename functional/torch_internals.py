@@ -34,6 +34,7 @@ try:
     from torch.overrides import _pop_mode, _push_mode
     from torch.utils._device import DeviceContext
     from torch.utils._python_dispatch import _disable_current_modes
+    from torch.utils._pytree import tree_map_only
 
     GRAD, JVP, VMAP = (
         functorch_c.TransformType.Grad,
@@ -131,6 +132,33 @@ def clean_room() -> Iterator[None]:
         yield
 
 
+class _Proxying(ProxyTorchDispatchMode):
+    """Records; and tells forward-mode AD on which device its values are.
+
+    C++ takes a fake tensor to be on meta. There it makes the zero tangents of what has none, and there
+    it copies tangents that are laid out otherwise than their primals; outside of the trace those would
+    be tensors without values.
+    """
+
+    def __init__(self, tracer: PythonKeyTracer, device: torch.device) -> None:
+        super().__init__(tracer, "fake")
+        self.device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if forward_ad_active() and self.device.type != "meta":
+            args = tree_map_only(torch.Tensor, self._zeros, args)
+            target = (kwargs or {}).get("device")
+            if target is not None and target.type == "meta":
+                kwargs = {**kwargs, "device": self.device}
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _zeros(self, value: torch.Tensor) -> torch.Tensor:
+        if isinstance(value, FakeTensor) or value.device.type != "meta":
+            return value
+        with self:
+            return torch.zeros(value.shape, dtype=value.dtype, device=self.device)
+
+
 @contextlib.contextmanager
 def proxying(
     tracer: PythonKeyTracer, fakes: FakeTensorMode, inputs: Sequence[torch.Tensor]
@@ -143,7 +171,8 @@ def proxying(
     tracer.graph = fx.Graph(tracer_cls=type(tracer))
     tracer.root = torch.nn.Module()
     tracer.tensor_attrs = {}
-    mode = ProxyTorchDispatchMode(tracer, "fake")
+    device = inputs[0].device if inputs else torch.device("cpu")
+    mode = _Proxying(tracer, device)
     after = None
     for i, tensor in enumerate(inputs):
         after = track(tracer, tensor, f"in{i}", after)
@@ -258,6 +287,8 @@ def compile_graph(
     from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.utils import GmWrapper
 
+    for node in module.graph.nodes:
+        node.meta.pop("recompute", None)  # torch reads another thing from a tag of this name
     compile_with: Callable[..., Any] = lookup_backend(backend)
     if backend == "inductor":
         boxed: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = compile_with(

@@ -171,8 +171,5 @@ def name(value: torch.Tensor, label: str) -> torch.Tensor:
     """Label a value: policies and ``constrain_at`` select it by that. Returns it unchanged."""
     room = active()
     if room is not None:
-        base = internals.base_tensor(value)
-        node = internals.proxy_node(room.tracer, base)
-        if node is not None:
-            node.meta["name"] = label
+        room.label(value, label)
     return value

@@ -18,7 +18,7 @@ from torchard.functional.errors import RetraceWarning
 from torchard.functional.flat import Flat
 from torchard.functional.functions import call
 from torchard.functional.program import Free, Leaf, Program, Rewrite
-from torchard.functional.room import Closure, Room, active
+from torchard.functional.room import Closure, Room, active, called
 from torchard.functional.signature import Arguments, is_placed, paths_of, read
 from torchard.functional.spec import Spec
 from torchard.functional.trace import trace_call
@@ -84,20 +84,22 @@ class Transformed:
         arguments = read(args, kwargs)
         entry, closures = self._entry(arguments, args, kwargs)
         room = active()
-        if room is None:
-            flat = entry.flat
-            parts = entry.parts(arguments, closures)
-            if entry.donated:
-                parts = give_up(arguments.leaves, entry.donated, parts, entry.positions)
-        else:
-            flat = entry.inlined
-            parts = _lifted(room, arguments, closures)
-        tensors, leaves = call(flat, parts)
-        return entry.result(tensors, leaves, room is not None)
+        if room is not None:
+            with called():
+                tensors, leaves = call(entry.inlined, _lifted(room, arguments, closures))
+            return entry.result(tensors, leaves, True)
+        parts = entry.parts(arguments, closures)
+        if entry.donated:
+            parts = give_up(arguments.leaves, entry.donated, parts, entry.positions)
+        tensors, leaves = call(entry.flat, parts)
+        return entry.result(tensors, leaves, False)
 
     def lower(self, *args: Any, **kwargs: Any) -> Program:
         """The rewritten program for these arguments (meta tensors and ShapeDtype too), not run."""
-        return self._entry(read(args, kwargs), args, kwargs)[0].flat.program
+        flat = self._entry(read(args, kwargs), args, kwargs)[0].flat
+        # What the residuals of a program without a backward are read from.
+        flat.program.facts.setdefault("joint", lambda: flat.joint(_floating(flat.base)))
+        return flat.program
 
     def lower_joint(
         self, *args: Any, argnums: int | Sequence[int] | None = None, **kwargs: Any
@@ -110,14 +112,7 @@ class Transformed:
         entry, _ = self._entry(read(args, kwargs), args, kwargs)
         numbers = (argnums,) if isinstance(argnums, int) else argnums
         starts = None if numbers is None else tuple(f"args[{n}]" for n in numbers)
-        base = entry.flat.base
-        mask = tuple(
-            node.meta["val"].is_floating_point()
-            and (starts is None or _under(leaf.path, starts))
-            and leaf.role == "primal"
-            for leaf, node in zip(base.inputs, base.placeholders, strict=True)
-        )
-        return entry.flat.joint(mask)
+        return entry.flat.joint(_floating(entry.flat.base, starts))
 
     # -- cache --------------------------------------------------------------------------------
 
@@ -164,6 +159,16 @@ def _call_plainly(transformed: Transformed, args: Any, kwargs: Any) -> Any:
 
 # torch.compile breaks its graph here and calls the transform as it is.
 _at_boundary: Any = torch.compiler.disable(_call_plainly)
+
+
+def _floating(program: Program, starts: Sequence[str] | None = None) -> tuple[bool, ...]:
+    """For each input, whether it is a floating argument (one of these)."""
+    return tuple(
+        node.meta["val"].is_floating_point()
+        and (starts is None or _under(leaf.path, starts))
+        and leaf.role == "primal"
+        for leaf, node in zip(program.inputs, program.placeholders, strict=True)
+    )
 
 
 def _under(path: str, starts: Sequence[str]) -> bool:

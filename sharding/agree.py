@@ -74,7 +74,7 @@ def _compare(
             f"rank {rank} planned {mine['name']}({mine['inputs']}), rank {other} planned "
             f"{theirs['name']}({theirs['inputs']}): the programs differ, and so would their "
             "collectives. Every rank must call the same function with arguments of the same shapes, "
-            "dtypes, specs and static values."
+            "dtypes, specs and static values, and the same checkpoint policies."
         )
     _compare_sums(program.name, "shard", rank, sums, other, theirs["sums"])
 

@@ -34,9 +34,9 @@ class Bucket:
 def merge_reductions(graph: fx.Graph, limit: int | None = None) -> None:
     """Merge all_reduces whose results nobody needs before the last of them can be made.
 
-    Gradients are; an activation, needed at once, never waits for another. A bucket sends no more than
-    `limit` bytes, unless a single value does; by default large programs make four calls per kind of
-    value, so that most of the traffic runs beside the backward.
+    Gradients are; an activation, needed at once, never waits for another, nor does one that is made
+    again. A bucket sends no more than `limit` bytes, unless a single value does; by default large
+    programs make four calls per kind of value, so that most of the traffic runs beside the backward.
     """
     kinds: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:
@@ -54,7 +54,7 @@ def _kind(node: fx.Node) -> object | None:
     if node.op != "call_function" or step is None or step.kind != "all_reduce" or step.op != "sum":
         return None
     val: torch.Tensor = node.meta["val"]
-    if val.dtype == torch.bool:
+    if val.dtype == torch.bool or node.meta.get("recompute"):
         return None
     return step.axes, val.dtype, val.device, node.meta.get("phase", "forward")
 

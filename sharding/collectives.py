@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.program import INHERITED
 from torchard.sharding.constrain import pinned_spec
 from torchard.sharding.layout import Sizes
 from torchard.sharding.reshard import Step
@@ -124,7 +125,7 @@ def emit_step(graph: fx.Graph, value: fx.Node, step: Step, near: fx.Node, sizes:
     node = graph.call_function(STEPS[step.kind], (value,), args)
     # A reduction completes what its producer began; anything else serves the consumer.
     told = near if near.meta.get("source") and step.op is None else value
-    tags: dict[str, Any] = {k: told.meta[k] for k in ("source", "scope", "phase") if k in told.meta}
+    tags: dict[str, Any] = {k: told.meta[k] for k in INHERITED if k in told.meta}
     node.meta.update(val=value.meta["val"], layout=step.after.normal(sizes), step=step, **tags)
     if step.kind != "slice":
         node.meta["collective"] = record_of(step, value.meta["val"], {**tags, "note": _note(near)}, sizes)

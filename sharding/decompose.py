@@ -10,12 +10,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from torchard.functional.errors import PurityError
+from torchard.functional.fused import Fused
+from torchard.functional.program import INHERITED
 from torchard.functional.purify import purify
 from torchard.functional.record import Spec, record
 from torchard.sharding import images, pools, resample  # noqa: F401  (their entries)
@@ -47,6 +50,8 @@ def _decompositions(target: Any, parts: Parts | None) -> list[Callable[..., Any]
         found.append(functools.partial(NEIGHBOURS[target], parts))
     if target in DECOMPOSITIONS:
         found.append(DECOMPOSITIONS[target])
+    if isinstance(target, Fused):
+        found.append(target.reference)
     if not found and lookup(target) is None and target in torch._decomp.decomposition_table:
         found.append(torch._decomp.decomposition_table[target])
     return found
@@ -115,8 +120,7 @@ def _same_results(graph: fx.Graph, node: fx.Node) -> bool:
     want = results(node)
     have = [n.meta["val"] for n in output_values(graph)]
     return len(want) == len(have) and all(
-        w.shape == h.shape and w.dtype == h.dtype
-        for w, h in zip(want, have, strict=True)
+        w.shape == h.shape and w.dtype == h.dtype for w, h in zip(want, have, strict=True)
     )
 
 
@@ -138,7 +142,7 @@ def _shape(node: fx.Node) -> Any:
 
 
 _NUMBERS = itertools.count()
-_KEPT = ("source", "scope", "phase", "recompute", "name")
+_KEPT = (*INHERITED, "name", "apart")
 
 
 def _inline(
@@ -149,6 +153,8 @@ def _inline(
     env.update(zip(inputs, operands, strict=True))
     tags = {k: node.meta[k] for k in _KEPT if k in node.meta}
     tags["part_of"] = next(_NUMBERS)
+    if "use" in node.meta:
+        tags["apart"] = replace(node.meta["use"], how="came apart: a dim that must be whole is split")
     for inner in traced.nodes:
         if inner.op == "call_function":
             env[inner] = graph.node_copy(inner, env.__getitem__)
@@ -165,5 +171,3 @@ def _replace(graph: fx.Graph, node: fx.Node, pieces: list[fx.Node]) -> None:
     else:
         node.replace_all_uses_with(pieces[0])
     graph.erase_node(node)
-
-

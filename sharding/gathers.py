@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
+from torchard.functional.rematerialise import made_again
 from torchard.sharding.aliases import is_alias
 from torchard.sharding.bucket import first_use, merge, positions
 from torchard.sharding.moves import is_edge
@@ -80,9 +80,7 @@ def _swap_inputs(user: fx.Node, gather: fx.Node, copies: dict[fx.Node, fx.Node])
             return node
         if node not in copies:
             made = user.graph.node_copy(node, copied)
-            made.meta = dict(node.meta, phase="backward", recompute=True)
-            if "collective" in made.meta:
-                made.meta["collective"] = replace(made.meta["collective"], phase="backward")
+            made.meta = made_again(node)
             copies[node] = made
         return copies[node]
 

@@ -27,6 +27,7 @@ from torchard.sharding.rules.blocks import Piece
 __all__ = ["Emitter", "Fetch", "Lowering", "Transport", "Value", "placed_layouts"]
 
 aten = torch.ops.aten
+_TOLD = ("source", "scope", "phase", "recompute")  # what is said of a node on what it becomes
 Coords = dict[str, int]
 Key = tuple[int, ...]
 
@@ -182,7 +183,7 @@ class Lowering:
         return self.graph
 
     def _tag(self, node: fx.Node) -> None:
-        self.emit.tags = {k: node.meta[k] for k in ("source", "scope", "phase") if k in node.meta}
+        self.emit.tags = {k: node.meta[k] for k in _TOLD if k in node.meta}
         self.record = node.meta.get("collective")
 
     def tag_collective(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from torchard.functional.program import INHERITED
 from torchard.sharding.constrain import number_of, pinned_spec
 from torchard.sharding.layout import Layout
 from torchard.sharding.mesh import Mesh
@@ -40,7 +41,7 @@ def pin(graph: fx.Graph, node: fx.Node, hint: Hint, path: str, soft: bool) -> fx
     """A constraint on a node, which its users then see in its place. Soft: it is an input's own."""
     number = number_of(hint.spec.led(hint.lead))
     made = graph.call_function(torch.ops.torchard.constrain.default, (node, number))
-    made.meta = {k: v for k, v in node.meta.items() if k in ("val", "source", "scope", "phase")}
+    made.meta = {k: v for k, v in node.meta.items() if k in ("val", *INHERITED)}
     made.meta["soft"] = soft
     made.meta.setdefault("source", path)
     # An input that is returned as it came stays as it is.
@@ -57,7 +58,7 @@ def pin_named(graph: fx.Graph, pins: Sequence[tuple[str, P]]) -> None:
         SpecError: a pattern matches nothing.
     """
     for pattern, spec in pins:
-        found = [n for n in graph.nodes if "name" in n.meta and _matches(n, pattern)]
+        found = [n for n in graph.nodes if "name" in n.meta and matches(n, pattern)]
         if not found:
             names = sorted({_label(n) for n in graph.nodes if "name" in n.meta})
             raise SpecError(
@@ -96,5 +97,5 @@ def _label(node: fx.Node) -> str:
     return f"{scope}/{node.meta['name']}" if scope else str(node.meta["name"])
 
 
-def _matches(node: fx.Node, pattern: str) -> bool:
+def matches(node: fx.Node, pattern: str) -> bool:
     return fnmatch.fnmatchcase(_label(node), pattern) or node.meta["name"] == pattern

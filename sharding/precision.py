@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.program import INHERITED
 from torchard.sharding.collectives import Collective
 
 __all__ = ["check_reduce_dtype", "reduce_widely"]
@@ -23,7 +24,6 @@ aten = torch.ops.aten
 _SUMS = (aten.sum.dim_IntList, aten.sum.default)  # which take the dtype of their result
 _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default)
 _FINISHES = (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor)
-_TAGS = ("source", "scope", "phase", "recompute")
 
 
 def check_reduce_dtype(dtype: torch.dtype | None) -> None:
@@ -121,6 +121,6 @@ def _made(
     dtype: torch.dtype,
 ) -> fx.Node:
     made = graph.call_function(target, args, kwargs)
-    made.meta = {k: like.meta[k] for k in (*_TAGS, "layout") if k in like.meta}
+    made.meta = {k: like.meta[k] for k in (*INHERITED, "layout") if k in like.meta}
     made.meta["val"] = like.meta["val"].to(dtype)
     return made

@@ -82,6 +82,8 @@ def _share_views(graph: fx.Graph) -> None:
             continue
         first = known.setdefault(key, node)
         if first is not node:
+            if "name" in node.meta:
+                first.meta.setdefault("name", node.meta["name"])
             node.replace_all_uses_with(first)
             graph.erase_node(node)
 

@@ -47,6 +47,10 @@ class Simulated:
         """How a value of the program is held between its halves."""
         return Held.of(self.mesh, node.meta["layout"])
 
+    def bytes_of(self, node: fx.Node, item: int = 0) -> int:
+        """What one rank holds of a value."""
+        return _local_bytes(node, item, self.mesh)
+
     def guard(self, program: Program, bound: Bound) -> Bound:
         """What must be agreed on before the first call: nothing, there is but one process."""
         return bound
@@ -76,6 +80,10 @@ class Distributed:
         """How a value of the program is held between its halves."""
         return Held.of(self.mesh, node.meta["layout"])
 
+    def bytes_of(self, node: fx.Node, item: int = 0) -> int:
+        """What the rank that has most holds of a value."""
+        return _local_bytes(node, item, self.mesh)
+
     def guard(self, program: Program, bound: Bound) -> Bound:
         """Before the first call all ranks agree on the plan and on what they hold in common."""
         agree = agreement(self.mesh, program, self.check_replicated)
@@ -87,6 +95,22 @@ class Distributed:
             return bound(parts)
 
         return run
+
+
+def _local_bytes(node: fx.Node, item: int, mesh: Mesh) -> int:
+    """The bytes of the largest shard."""
+    val: Any = node.meta.get("val")
+    layout = node.meta.get("layout")
+    if isinstance(val, (tuple, list)):
+        val, layout = val[item], layout and layout[_among_tensors(val, item)]
+    if not isinstance(val, torch.Tensor) or layout is None:
+        return 0
+    return int(layout.largest_local(mesh.shape)) * val.element_size()
+
+
+def _among_tensors(values: Sequence[Any], item: int) -> int:
+    """Which of the tensors an item is: only those have a layout."""
+    return sum(isinstance(value, torch.Tensor) for value in values[:item])
 
 
 def _is_traced(part: torch.Tensor) -> bool:

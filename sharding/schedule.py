@@ -72,10 +72,13 @@ def schedule(
 
 
 def issue_early(graph: fx.Graph) -> None:
-    """Move collectives, and the views they send, up to their operands."""
+    """Move collectives, and the views they send, up to their operands.
+
+    One that is made again stays: its operand may have been kept since the forward.
+    """
     for node in list(graph.nodes):
         step = node.meta.get("step")
-        if step is None or step.kind not in _EARLY:
+        if step is None or step.kind not in _EARLY or node.meta.get("recompute"):
             continue
         chain = [node]
         while is_alias(chain[-1].all_input_nodes[0]):

@@ -19,7 +19,7 @@ from torchard.sharding.manual import attach_moves
 from torchard.sharding.mesh import Mesh, MeshError, default_device
 from torchard.sharding.names import AxisRules, Rules, resolved
 from torchard.sharding.partition import partition, unpartition
-from torchard.sharding.pins import Hint, pin, pin_named, pin_rank, pinned_layouts, where_of
+from torchard.sharding.pins import Hint, matches, pin, pin_named, pin_rank, pinned_layouts, where_of
 from torchard.sharding.place import Held
 from torchard.sharding.plan import choose
 from torchard.sharding.precision import check_reduce_dtype, reduce_widely
@@ -33,6 +33,8 @@ from torchard.sharding.updates import updated_inputs
 from torchard.sharding.windows import attach_windows
 
 __all__ = ["Shard", "shard"]
+
+_PLANNED = "planned by, with inputs"  # of a program's facts
 
 
 def shard(
@@ -125,6 +127,10 @@ class Shard:
             )
         return isinstance(other, Shard)
 
+    def wants(self, node: fx.Node) -> bool:
+        """Whether ``constrain_at`` means a value."""
+        return "name" in node.meta and any(matches(node, pattern) for pattern, _ in self.pins)
+
     # -- before: what the user said, leaf by leaf ----------------------------------------------
 
     def annotate(self, program: Program) -> Program:
@@ -176,7 +182,6 @@ class Shard:
         attach_windows(new, self.mesh)
         if self.reduce_dtype is not None:
             reduce_widely(new, self.reduce_dtype)
-        self._schedule(new, program, made.given)
         outputs = self._outputs(program, made.decision.outputs)
         inputs = tuple(
             replace(leaf, tag=outputs[leaf.of].tag)
@@ -185,16 +190,19 @@ class Shard:
             for leaf in program.inputs
         )
         runtime = runtime_of(self.mesh, self.check_replicated)
-        return replace(program, graph=new, inputs=inputs, outputs=outputs, runtime=runtime)
+        facts = {**program.facts, _PLANNED: (self, tuple(made.given.inputs.values()))}
+        return replace(
+            program, graph=new, inputs=inputs, outputs=outputs, runtime=runtime, facts=facts
+        )
 
-    def _schedule(self, graph: fx.Graph, program: Program, given: Given) -> None:
-        """When collectives run, and which of them run as one."""
-        placeholders = graph.find_nodes(op="placeholder")
+    def finish(self, program: Program) -> Program:
+        """Say when collectives run and which run as one, those of what the backward makes again too."""
+        planner, given = program.facts[_PLANNED]
+        if planner is not self:  # a shard around this one planned anew
+            return program
         layers: dict[fx.Node, str] = {}
         batch: set[str] = set()
-        for leaf, node, known in zip(
-            program.inputs, placeholders, given.inputs.values(), strict=True
-        ):
+        for leaf, node, known in zip(program.inputs, program.placeholders, given, strict=True):
             if isinstance(known, int):
                 continue
             layout, rank = known
@@ -204,7 +212,8 @@ class Shard:
                 layers[node] = layer_of(leaf.path)
             elif rank == BATCH:
                 batch |= set(layout.split_axes)
-        schedule(graph, self.schedule, layers, batch)
+        schedule(program.graph, self.schedule, layers, batch)
+        return program
 
     def inline(self, program: Program) -> Program:
         """For an outer trace: the same global program, its specs as constraints."""

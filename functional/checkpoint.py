@@ -1,0 +1,133 @@
+"""checkpoint: what the backward keeps of the forward, said beside the function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from torchard.functional.errors import CheckpointError
+from torchard.functional.policies import Policy, as_policy, save_nothing
+from torchard.functional.program import Program
+from torchard.functional.segments import Pattern, Where, chooser, mark, scopes_in, segments_of
+from torchard.functional.transform import Transformed
+
+__all__ = ["Checkpoint", "checkpoint"]
+
+
+def checkpoint(
+    fn: Callable[..., Any], *, policy: Any = save_nothing, where: Where | None = None
+) -> Transformed:
+    """``fn``, of whose values the backward keeps what the policy says and makes the rest again.
+
+    It takes effect wherever the gradient is taken: around the call, around a function that calls it, or
+    inside of fn, be it one step of training. All of fn is one segment: its arguments are kept, what it
+    returns is up to whoever uses it, and what is in between is up to the policy. What is made again is
+    made right before its first use, by the same operations on the same operands; what is drawn from a
+    key is the same again. Inside of another checkpoint, what is made again keeps what this one says.
+
+    Args:
+        fn: a pure function.
+        policy: one of `torchard.policies`, or a function of (op, shapes, scope, name).
+        where: each entry of these scopes is a segment of its own, instead of all of fn: a pattern
+            (``"block/*"``), several, or a function of the scope's path.
+
+    Raises (when called):
+        CheckpointError: `where` or a label of the policy is nowhere in fn; or see `policies.budget`.
+
+    Source: Chen et al. 2016 (arXiv:1604.06174); jax.checkpoint for policies.
+    """
+    return Transformed(fn, (Checkpoint(as_policy(policy), _patterns(where)),))
+
+
+def _patterns(where: Any) -> tuple[Pattern, ...] | None:
+    """One pattern or function, or several, as a tuple."""
+    if where is None:
+        return None
+    found = (where,) if isinstance(where, str) or callable(where) else where
+    if not isinstance(found, (tuple, list)) or not all(isinstance(p, str) or callable(p) for p in found):
+        raise CheckpointError(
+            f"checkpoint(..., where={where!r}): a pattern over scopes is a string such as 'block/*', a "
+            "function of a scope's path, or a list of these."
+        )
+    if not found:
+        raise CheckpointError("checkpoint(..., where=()) names no scope; leave it out to take all of fn.")
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The rewrite of `checkpoint`: it marks segments. What becomes of them is decided at the end."""
+
+    policy: Policy
+    where: tuple[Pattern, ...] | None = None
+
+    # It only marks, and what is fused must not lie across an edge of what is marked.
+    stage = -1
+
+    def annotate(self, program: Program) -> Program:
+        """Check that what the user named is there."""
+        self._check_where(program)
+        self._check_labels(program)
+        return program
+
+    def __call__(self, program: Program) -> Program:
+        return mark(program, self.policy, self.where)
+
+    def inline(self, program: Program) -> Program:
+        """Inside another trace: its policies decide when that one is lowered."""
+        return self(program)
+
+    def wants(self, node: fx.Node) -> bool:
+        """Whether its policy names the label of a value."""
+        return node.meta.get("name") in self.policy.labels
+
+    def _check_where(self, program: Program) -> None:
+        if self.where is None:
+            return
+        scopes = scopes_in(program)
+        for pattern in self.where:
+            if not any(map(chooser([pattern]), scopes)):
+                raise CheckpointError(
+                    f"checkpoint({program.name}, where={_text(pattern)}) matches no scope of it; "
+                    + (
+                        f"there are {_some(scopes)}."
+                        if scopes
+                        else "it has none: label a part with `with scope('block/0'):`."
+                    )
+                )
+
+    def _check_labels(self, program: Program) -> None:
+        if not self.policy.labels:
+            return
+        marked = mark(program, self.policy, self.where)
+        inside, everywhere = dict[str, None](), dict[str, None]()
+        for node in (*marked.placeholders, *marked.calls):
+            if (label := node.meta.get("name")) is not None:
+                everywhere[label] = None
+                if segments_of(node) or (self.where is None and node.op == "placeholder"):
+                    inside[label] = None
+        for label in self.policy.labels:
+            if label in inside:
+                continue
+            if label in everywhere:
+                why = f"is outside of where={_text(self.where)}, whose values have"
+            else:
+                why = "is nobody's; the labels are"
+            raise CheckpointError(
+                f"checkpoint({program.name}, policy={self.policy}): the label {label!r} {why} "
+                f"{_some(list(inside)) if inside else 'none: label one with name(x, ...)'}."
+            )
+
+
+def _text(where: Any) -> str:
+    if isinstance(where, tuple) and len(where) == 1:
+        (where,) = where
+    return getattr(where, "__name__", repr(where))
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(map(repr, names[:12]))
+    return f"{shown} and {len(names) - 12} more" if len(names) > 12 else shown

@@ -1,0 +1,65 @@
+"""Floating point operations of a node: as torch's counter has them, and of all the rest by elements."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
+from torchard.functional.views import is_view
+
+__all__ = ["DOTS", "flops", "op_name"]
+
+aten = torch.ops.aten
+
+# torch's counter knows attention on accelerators only, and no product of a vector.
+_FORMULAS: dict[Any, Any] = {
+    **flop_registry,
+    aten.mv: lambda a, x, **_: 2 * a.numel(),
+    aten.addmv: lambda b, a, x, **_: 2 * a.numel(),
+    aten.dot: lambda x, y, **_: 2 * x.numel(),
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, out_val=None, **__: sdpa_flop(
+        q.shape, k.shape, v.shape, out_val=out_val
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        lambda grad, q, k, v, *_, out_val=None, **__: sdpa_backward_flop(
+            grad.shape, q.shape, k.shape, v.shape, out_val=out_val
+        )
+    ),
+}
+
+# The operations whose floating point operations torch counts: products, convolutions, attention.
+DOTS = frozenset(str(packet) for packet in _FORMULAS)
+
+
+def op_name(node: fx.Node) -> str:
+    """``"aten.mm"``: what makes a node's value (of an item, the tuple), without the overload."""
+    while node.target is operator.getitem:
+        node = node.all_input_nodes[0]
+    packet = getattr(node.target, "overloadpacket", None)
+    return str(packet) if packet is not None else str(getattr(node.target, "__name__", node.target))
+
+
+def flops(node: fx.Node) -> int:
+    """Of one call: two per multiplication and addition of a product, one per element of anything else.
+
+    Views and items of tuples cost nothing.
+    """
+    if node.op != "call_function" or node.target is operator.getitem or is_view(node):
+        return 0
+    formula = _FORMULAS.get(getattr(node.target, "overloadpacket", None))
+    if formula is not None:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+    operands = [n.meta.get("val") for n in node.all_input_nodes]
+    return max(map(_elements, [*operands, node.meta.get("val")]), default=0)
+
+
+def _elements(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    return sum(map(_elements, value)) if isinstance(value, Iterable) else 0
