@@ -11,7 +11,7 @@ JOBS  ?= 2
 # torchrun, two gloo ranks on this machine; when a rank fails it leaves the last word to the ranks.
 TORCHRUN := $(BIN)/python examples/_torchrun.py --nproc-per-node 2
 
-.PHONY: help venv test sweep lint types demo bench clean
+.PHONY: help venv test kernels sweep lint types demo bench clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -34,8 +34,11 @@ $(STAMP): pyproject.toml constraints.txt
 	  -c constraints.txt -e '.[test,examples]'
 	@touch $@
 
-test: $(STAMP) ## all tests (JOBS processes)
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+test: $(STAMP) ## all tests but the heavy ones (JOBS processes)
+	$(BIN)/python -m pytest -n $(JOBS) -m "not heavy" $(ARGS)
+
+kernels: $(STAMP) ## every kernel of the library against its references, in all dtypes and transforms
+	$(BIN)/python -m pytest -n $(JOBS) tests/test_kernels.py $(ARGS)
 
 sweep: $(STAMP) ## torch's own sample calls of every operator, sharded (half an hour; ARGS="--only sort")
 	OMP_NUM_THREADS=1 $(BIN)/python tests/op_sweep.py $(ARGS)
@@ -52,9 +55,11 @@ demo: $(STAMP) ## train one model by three plans, on two gloo ranks and a virtua
 	$(TORCHRUN) examples/train_gpt.py --mesh dp=2 --plan fsdp --steps 150
 	$(BIN)/python examples/train_gpt.py --virtual dp=2,tp=2 --plan fsdp+tp --steps 50
 
-bench: $(STAMP) ## torchard, DTensor and Megatron by hand, in one table; what planning costs (ARGS=--quick)
+bench: $(STAMP) ## torchard, DTensor and Megatron by hand; what planning costs; memory; fusion (ARGS=--quick)
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 	$(BIN)/python benchmarks/planning.py $(ARGS)
+	$(BIN)/python benchmarks/memory.py $(ARGS)
+	$(BIN)/python benchmarks/fusion.py $(ARGS)
 
 clean: ## everything that was built, .venv included
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

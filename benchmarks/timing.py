@@ -18,7 +18,7 @@ __all__ = ["Timing", "in_turns", "per_call"]
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of every repetition, the slower rank's."""
+    """Seconds of every repetition; of several ranks, the slower one's."""
 
     name: str
     seconds: list[float]
@@ -40,7 +40,12 @@ class Timing:
         return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
 
 
-def in_turns(rivals: Sequence[Rival], rounds: int, warmup: int = 3) -> list[Timing]:
+Clock = Callable[[], float]
+
+
+def in_turns(
+    rivals: Sequence[Rival], rounds: int, warmup: int = 3, clock: Clock = time.perf_counter
+) -> list[Timing]:
     """Every rival once in each round, in an order that moves on by one each time."""
     took: list[list[float]] = [[] for _ in rivals]
     gc.collect()
@@ -48,21 +53,23 @@ def in_turns(rivals: Sequence[Rival], rounds: int, warmup: int = 3) -> list[Timi
     for number in range(warmup + rounds):
         for turn in range(len(rivals)):
             which = (turn + number) % len(rivals)
-            seconds = _timed(rivals[which].run)
+            seconds = _timed(rivals[which].run, clock)
             if number >= warmup:
                 took[which].append(seconds)
         gc.collect()
     gc.enable()
     slowest = torch.tensor(took, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    if dist.is_initialized():
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return [Timing(r.name, row) for r, row in zip(rivals, slowest.tolist(), strict=True)]
 
 
-def _timed(run: Callable[[], Any]) -> float:
-    dist.barrier()
-    began = time.perf_counter()
+def _timed(run: Callable[[], Any], clock: Clock) -> float:
+    if dist.is_initialized():
+        dist.barrier()
+    began = clock()
     result = run()
-    seconds = time.perf_counter() - began
+    seconds = clock() - began
     del result
     return seconds
 

@@ -1,4 +1,21 @@
-"""Which operations become one.
+"""Which operations become one: patterns, kernels, and ``fuse``.
 
 Imports `torchard.functional`, never `torchard.sharding`.
 """
+
+from torchard.kernels.fuse import find, fuse
+from torchard.kernels.kernel import KERNELS, Kernel, register_kernel
+from torchard.kernels.modules import replaced
+from torchard.kernels.pattern import Pattern, any_of, call
+
+__all__ = [
+    "KERNELS",
+    "Kernel",
+    "Pattern",
+    "any_of",
+    "call",
+    "find",
+    "fuse",
+    "register_kernel",
+    "replaced",
+]

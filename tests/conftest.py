@@ -1,6 +1,7 @@
 """What every test shares: one thread, a fixed seed, derandomised property tests."""
 
 import gc
+import os
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ SEED = 20_111_112
 
 # Tests run in several processes at once; each process's torch then wants one core.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # those it starts, too
 # What was imported stays: collections need not look through it again and again.
 gc.collect()
 gc.freeze()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +26,10 @@ _UNSHARE = ["unshare", "--uts", "--pid", "--fork", "--kill-child", "--mount-proc
 _SETTLE = """
     echo "$0" > /proc/sys/kernel/hostname && mount --bind "$1" /etc/hosts && shift && exec "$@"
 """
+
+# Of <sched.h> and <sys/prctl.h>.
+_NETWORK, _MOUNTS, _NAMES, _PROCESSES = 0x40000000, 0x00020000, 0x04000000, 0x20000000
+_DIE_WITH_PARENT = 1
 
 _numbers = itertools.count()
 
@@ -73,6 +79,21 @@ class Host:
         into = ["ip", "netns", "exec", self.name, *_UNSHARE, _SETTLE]
         return [*into, self.name, str(self.book), *command]
 
+    def enter(self) -> None:
+        """Go on in a new process of this host, its outermost, which takes the place of this one."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{self.name}") as network:
+            _called(libc.setns(network.fileno(), _NETWORK))
+        _called(libc.unshare(_MOUNTS | _NAMES | _PROCESSES))
+        outermost = os.fork()
+        if outermost:
+            os._exit(abs(os.waitstatus_to_exitcode(os.waitpid(outermost, 0)[1])))
+        _called(libc.prctl(_DIE_WITH_PARENT, signal.SIGKILL))
+        _run("mount", "--make-rprivate", "/")
+        _run("mount", "-t", "proc", "proc", "/proc")
+        _run("mount", "--bind", str(self.book), "/etc/hosts")
+        socket.sethostname(self.name)
+
     def cut_off(self) -> None:
         """Pull the cable: nothing is sent any more, and nobody is told."""
         _run("ip", "-n", self.name, "link", "set", self.interface, "down")
@@ -113,6 +134,11 @@ def _connect(one: Host, other: Host) -> None:
         _run("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.interface)
         for interface in ("lo", host.interface):
             _run("ip", "-n", host.name, "link", "set", interface, "up")
+
+
+def _called(result: int) -> None:
+    if result:
+        raise OSError(ctypes.get_errno(), "no namespace for a host")
 
 
 def _run(*command: str) -> None:

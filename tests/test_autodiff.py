@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from dummies import Identity
+from torch.func import hessian, jacfwd, jvp
 
 from torchard.functional.autodiff import joint, pullback
 from torchard.functional.errors import DerivativeError
@@ -157,7 +158,7 @@ def test_residuals_are_storages() -> None:
         return (h.view(-1) * h.t().reshape(-1).sin()).sum() + (h[0] * h[1]).sum()
 
     cut = split(joint(trace(views)(torch.randn(4, 4)), (True,)))
-    kept = [node.name for node in cut.forward.residuals]
+    kept = [node.name for node in cut.forward.graph.nodes if "residual" in node.meta]
     assert "exp" in kept and not {"view", "t", "select", "select_1"} & set(kept)
 
     def through_input(x: torch.Tensor) -> torch.Tensor:
@@ -311,3 +312,26 @@ def test_attention_to_a_learned_bias() -> None:
     have, want = (torch.func.vjp(f, q, bias)[1](torch.ones_like(q)) for f in (same, attend))
     for h, wanted in zip(have, want, strict=True):
         torch.testing.assert_close(h, wanted)
+
+
+@pytest.mark.parametrize("norm", ["layer", "batch", "rms"])
+def test_forward_mode_through_norms(norm: str) -> None:
+    """torch pushes the tangents of weights to where it takes a fake tensor to be, which is on meta."""
+
+    def normed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        if norm == "layer":
+            y = F.layer_norm(x, (3,), w, w)
+        elif norm == "rms":
+            y = F.rms_norm(x, (3,), w)
+        else:
+            y = F.batch_norm(x, None, None, w, w, training=True)
+        return (y**3).sum()
+
+    x, w = torch.randn(4, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+    closed = (x, lambda x: normed(x, w)), (w, lambda w: normed(x, w)), (x, lambda x: normed(x, x[0]))
+    for at, fn in closed:
+        T = Transformed(fn, ())
+        torch.testing.assert_close(jvp(T, (at,), (at.cos(),)), jvp(fn, (at,), (at.cos(),)))
+        torch.testing.assert_close(hessian(T)(at), hessian(fn)(at))
+    T = Transformed(normed, ())
+    torch.testing.assert_close(jacfwd(T)(x, w), jacfwd(normed)(x, w))

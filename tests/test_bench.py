@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
 @pytest.mark.timeout(240)
-def test_rivals_agree() -> None:
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "bench.py"), "--check"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+def test_rivals_agree(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("forked_bench.py")
+    done = forked.run([str(script), "--check"], tmp_path, 200, stderr=tmp_path / "stderr")
     assert done.returncode == 0, done.stderr
     found = re.search(r"all rivals agree with one device in float64 to (\S+)", done.stdout)
     assert found and 0 < float(found[1]) < 1e-5

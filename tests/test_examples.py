@@ -62,6 +62,31 @@ def test_nvfuser_mlp(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert "bit for bit" in capsys.readouterr().out
 
 
+def test_checkpointing(load: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = ["--layers", "1", "--width", "16", "--context", "8", "--batch", "4", "--rounds", "1"]
+    load("checkpointing").main([*sizes, "--budgets", "0.5", "0", "--out", str(tmp_path)])
+    text = capsys.readouterr().out
+    rows = re.findall(r"^(\S.*?) +([\d,]+) +([\d,]+) +([\d.]+) +[\d.]+$", text, re.M)
+    peaks = {policy: int(peak.replace(",", "")) for policy, _, peak, _ in rows}
+    assert len(peaks) == 1 + 7 + 2
+    assert peaks["budget(fraction=0.0)"] == min(peaks.values())
+    assert (tmp_path / "checkpointing.png").stat().st_size > 10_000
+
+
+def test_kernel_injection(load: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plot = tmp_path / "plots" / "times.png"
+    load("kernel_injection").main(["--size", "24", "--rounds", "3", "--plot", str(plot)])
+    text = capsys.readouterr().out
+    assert "native_layer_norm" in text and text.count("addmm(") == 2
+    kernels = re.findall(
+        r"^(layer_norm|three_layers) +forward +[12] .* (\d) +[\d,]+ +[\d,]+$", text, re.M
+    )
+    assert kernels == [("layer_norm", "1"), ("layer_norm", "1"), ("three_layers", "3")]
+    differences = re.findall(r" (\d\.\de[-+]\d\d) +[\d.]+ +[\d.]+ +[\d.]+$", text, re.M)
+    assert len(differences) == 5 and all(float(found) < 1e-5 for found in differences)
+    assert plot.stat().st_size > 10_000
+
+
 # -- train_gpt: every plan has its recipe's collectives, and trains like one device -------------------
 
 SMALL = ["--width", "16", "--context", "8", "--heads", "2", "--layers", "1", "--steps", "3"]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
+import forked
 import lost_ranks
 import pytest
 import torch
@@ -142,15 +140,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Told]:
 
 
 def run_jobs(folder: Path) -> Any:
-    done = subprocess.run(
-        [sys.executable, lost_ranks.__file__, str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=2 * lost_ranks.PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return forked.told("lost_ranks.py", folder, folder=folder, seconds=2 * lost_ranks.PATIENCE)
 
 
 def in_time(job: Told) -> bool:

@@ -112,8 +112,9 @@ def test_tags_are_listed(program: Program) -> None:
 
     marked = program.copy()
     marked.calls[0].meta["collective"] = Sent(3)
-    marked.calls[1].meta.update(collective=Sent(4), kernel="BiasGeLU")
+    marked.calls[1].meta.update(collective=Sent(4), use="BiasGeLU")
+    marked.calls[0].meta["apart"] = "RMSNorm, taken apart"
     assert [record.size for record in marked.collectives] == [3, 4]
     assert str(marked.collectives) == "total 7"
-    assert marked.kernels == ["BiasGeLU"]
+    assert marked.kernels == ["BiasGeLU", "RMSNorm, taken apart"]
     assert str(Records()) == "none"

@@ -40,16 +40,16 @@ def _same(have: torch.Tensor, want: torch.Tensor, tolerance: float) -> None:
 
 
 def _check_option(target: Any, sample: Sample, op: OneOp, mesh: Mesh, option: Option) -> None:
-    where = f"{target} {sample.args} on {mesh} from {[str(i) for i in option.ins]}"
-    found = run_option(op, option, mesh)
-    assert [f.shape for f in found] == [r.shape for r in op.results], where
-    if not sample.values:
-        return
-    for have, want in zip(found, op.results, strict=True):
-        try:
-            _same(have, want, sample.tolerance)
-        except AssertionError as error:
-            raise AssertionError(f"{where}: {error}") from error
+    try:
+        found = run_option(op, option, mesh)
+        assert [f.shape for f in found] == [r.shape for r in op.results]
+        if sample.values:
+            for have, want in zip(found, op.results, strict=True):
+                _same(have, want, sample.tolerance)
+    except Exception as error:
+        # Only now: to print the operands takes as long as a good part of the check.
+        where = f"{target} {sample.args} on {mesh} from {[str(i) for i in option.ins]}"
+        raise AssertionError(f"{where}: {error}") from error
 
 
 def _check(target: Any) -> int:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+import forked
 import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -23,51 +20,47 @@ PATIENCE = 120
 pytestmark = pytest.mark.timeout(2 * PATIENCE)
 
 
-def command(out: Path, *options: str, ranks: int) -> list[str]:
+def script(out: Path, *options: str, ranks: int) -> list[str]:
+    """The job's command, but for the name of Python."""
     launcher = [str(EXAMPLES / "_torchrun.py"), "--nproc-per-node", str(ranks)] if ranks else []
-    script = str(EXAMPLES / "train_bytes.py")
-    return [sys.executable, *launcher, script, *SMALL, "--out", str(out), *options]
+    return [*launcher, str(EXAMPLES / "train_bytes.py"), *SMALL, "--out", str(out), *options]
 
 
 def run(out: Path, *options: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     """Run the example to its end, with what it prints on stdout and stderr together."""
+    return forked.run(script(out, *options, ranks=ranks), out, PATIENCE)
+
+
+def typed(out: Path, *options: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """The same, as who types the command runs it: every process loads torch itself."""
     return subprocess.run(
-        command(out, *options, ranks=ranks),
+        [sys.executable, *script(out, *options, ranks=ranks)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        cwd=out,
         text=True,
         timeout=PATIENCE,
         check=False,
     )
 
 
-@contextlib.contextmanager
-def started(args: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """A running job, killed at the end of the block if it still runs."""
-    env = os.environ | {"PYTHONUNBUFFERED": "1"}
-    pipe: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    with subprocess.Popen(args, **pipe, text=True, env=env) as job:
-        try:
-            yield job
-        finally:
-            job.kill()
+def started(out: Path, *options: str, ranks: int) -> forked.Job:
+    return forked.Job(script(out, *options, ranks=ranks), out, PATIENCE)
 
 
-def read_until(job: subprocess.Popen[str], sign: str) -> str:
+def read_until(job: forked.Job, sign: str) -> str:
     """What the job prints until it has printed `sign`."""
-    assert job.stdout
     seen = ""
     while sign not in seen:
         seen += job.stdout.read(1) or pytest.fail(f"ended without {sign!r}: {seen}")
     return seen
 
 
-def ends_soon(job: subprocess.Popen[str]) -> str:
+def ends_soon(job: forked.Job) -> str:
     """The rest of what the job prints; it must not need long for that."""
-    assert job.stdout
     began = time.monotonic()
     text = job.stdout.read()
-    job.wait(PATIENCE)
+    job.wait()
     assert time.monotonic() - began < 15, text
     return text
 
@@ -77,21 +70,8 @@ def last_words(text: str, out: Path) -> str:
     assert "Traceback" not in text, text
     found = re.findall(r"^train_bytes: .*(?:\n.*)*", text, re.M)
     assert text.count("train_bytes: ") == 1 and len(found) == 1, text
-    assert not survivors(out)
+    assert not forked.survivors(out)
     return str(found[0])
-
-
-def survivors(out: Path) -> list[str]:
-    """Command lines of processes of this test's job that still run."""
-    lines = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if str(out) in line:
-            lines.append(line)
-    return lines
 
 
 @pytest.mark.parametrize(
@@ -106,7 +86,8 @@ def test_trains_like_one_device(
     tmp_path: Path, options: str, ranks: int, axes: str, moved: str
 ) -> None:
     kept = ["--save", str(tmp_path / "kept"), "--save-every", "5"]
-    done = run(tmp_path, *options.split(), *kept, ranks=ranks)
+    as_typed = options == "--mesh tp=2"
+    done = (typed if as_typed else run)(tmp_path, *options.split(), *kept, ranks=ranks)
     text = done.stdout
     assert done.returncode == 0, text
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["step-5", "step-8"]
@@ -122,7 +103,7 @@ def test_trains_like_one_device(
     assert difference < 1e-4 and abs(sharded - alone) < 1e-4
     assert sharded < 5.4  # ln 256 is 5.55: it has learnt something
     assert (tmp_path / f"loss-{axes}.png").stat().st_size > 10_000
-    if options == "--mesh tp=2":
+    if as_typed:
         goes_on_to_the_same_bits(tmp_path, *options.split(), *kept)
 
 
@@ -160,9 +141,9 @@ def test_one_rank_fails(tmp_path: Path, how: str, message: str) -> None:
     seconds = "5" if how == "stop" else str(2 * PATIENCE)
     kept = ["--save", str(tmp_path / "kept"), "--save-every", "2"]
     options = ["--mesh", "tp=2", "--fail", how, "--fail-at", "3", "--timeout", seconds, *kept]
-    with started(command(tmp_path, *options, ranks=2)) as job:
+    with started(tmp_path, *options, ranks=2) as job:
         text = read_until(job, "train_bytes: ") + ends_soon(job)
-    assert job.returncode > 0
+    assert job.wait() > 0
     assert re.search(message, last_words(text, tmp_path)), text
     if how != "replan":
         assert (tmp_path / "kept" / "step-2" / ".metadata").exists()
@@ -170,12 +151,11 @@ def test_one_rank_fails(tmp_path: Path, how: str, message: str) -> None:
 
 @pytest.mark.parametrize(("options", "ranks"), [("--mesh tp=2", 2), ("--virtual tp=2", 0)])
 def test_interrupted(tmp_path: Path, options: str, ranks: int) -> None:
-    args = command(tmp_path, *options.split(), "--steps", "100000", ranks=ranks)
-    with started(args) as job:
+    with started(tmp_path, *options.split(), "--steps", "100000", ranks=ranks) as job:
         text = read_until(job, "bytes/s")
         job.send_signal(signal.SIGINT)
         text += ends_soon(job)
-    assert job.returncode == 128 + signal.SIGINT
+    assert job.wait() == 128 + signal.SIGINT
     assert re.search(r"interrupted in step \d+ of 100000; stopped", last_words(text, tmp_path))
 
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import namespaces
 import optree
 import pytest
@@ -65,21 +66,41 @@ def torchrun(host: Host, leader: Host, *options: str) -> list[str]:
     """One rank on each host; they meet at the leader's."""
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{leader.address}:{PORT}"]
     group = ["--nnodes", "2", "--nproc-per-node", "1", "--local-addr", host.address]
-    return [sys.executable, "-m", "torch.distributed.run", *group, *meeting, *script(*options)]
+    command = str(Path(sys.executable).with_name("torchrun"))
+    return [command, *group, *meeting, *script(*options)]
 
 
-def job(hosts: tuple[Host, Host], folder: Path, *options: str) -> tuple[list[int], list[str], float]:
+def started(host: Host, folder: Path, args: list[str], **more: str) -> forked.Job:
+    """A script on a host, forked from a process that has torch loaded."""
+    own = folder / host.name
+    own.mkdir()
+    return forked.Job(args, own, PATIENCE, environment(host, **more), host=host)
+
+
+def dying(hosts: tuple[Host, Host], folder: Path, *options: str) -> tuple[list[int], list[str], float]:
     """A job under torchrun, run to its end: exit codes, what was printed, seconds between the ends."""
+    with contextlib.ExitStack() as stack:
+        jobs = [
+            stack.enter_context(started(host, folder, torchrun(host, hosts[0], *options)))
+            for host in hosts
+        ]
+        texts = [jobs[1].stdout.read()]
+        ended = time.monotonic()
+        texts.insert(0, jobs[0].stdout.read())
+        seconds = time.monotonic() - ended
+        return [job.wait() for job in jobs], texts, seconds
+
+
+def typed(hosts: tuple[Host, Host], folder: Path, *options: str) -> tuple[list[int], list[str]]:
+    """The same, as who types the commands runs it: every process loads torch itself."""
     with contextlib.ExitStack() as stack:
         running = []
         for host in hosts:
-            out = stack.enter_context(open(folder / host.name, "w"))
+            out = stack.enter_context(open(folder / f"{host.name}.txt", "w"))
             command = torchrun(host, hosts[0], *options)
             running.append(stack.enter_context(host.running(command, environment(host), out)))
-        codes = [0, running[1].wait(PATIENCE)]
-        ended = time.monotonic()
-        codes[0] = running[0].wait(PATIENCE)
-    return codes, [(folder / host.name).read_text() for host in hosts], time.monotonic() - ended
+        codes = [process.wait(PATIENCE) for process in running]
+    return codes, [(folder / f"{host.name}.txt").read_text() for host in hosts]
 
 
 def test_a_host_dies_and_the_job_goes_on(
@@ -92,13 +113,13 @@ def test_a_host_dies_and_the_job_goes_on(
     saving = ["--out", str(tmp_path), "--save", kept]
     # Halfway through the backward of the fourth step.
     failing = ["--fail", "kill", "--fail-at", "3", "--fail-after", "15", "--timeout", "90"]
-    codes, texts, seconds = job(hosts, tmp_path, *saving, *failing)
+    codes, texts, seconds = dying(hosts, tmp_path, *saving, *failing)
     assert codes[0] > 0 and codes[1] > 0 and seconds < SOON, texts
     assert re.search(rf"lost the others: rank 0 was in step 4 of 6, waiting for {SENT}", texts[0])
     assert texts[0].count("train_gpt: ") == 1 and "SIGKILL" in texts[1]
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["step-2"]
 
-    codes, texts, _ = job(hosts, tmp_path, *saving, "--resume", kept)
+    codes, texts = typed(hosts, tmp_path, *saving, "--resume", kept)
     assert codes == [0, 0], texts
     assert re.search(rf"Mesh\(dp=2, tp=1\): *33%.* 2/{STEPS}", texts[0]), texts[0]
     on_two_hosts = compared(texts[0])
@@ -142,25 +163,22 @@ def stored(path: Path) -> list[torch.Tensor]:
 def test_the_cable_is_cut(hosts: tuple[Host, Host], tmp_path: Path) -> None:
     """Both ranks are in the middle of a step, and neither hears of the other again."""
     pausing = ["--fail", "pause", "--fail-at", "3", "--fail-after", "15"]
-    command = [sys.executable, *script(*pausing, "--timeout", str(TIMEOUT), "--out", str(tmp_path))]
+    args = script(*pausing, "--timeout", str(TIMEOUT), "--out", str(tmp_path))
     meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(PORT)}
     with contextlib.ExitStack() as stack:
-        running = [
-            stack.enter_context(
-                host.running(command, environment(host, RANK=str(i), **meeting), subprocess.PIPE)
-            )
+        ranks = [
+            stack.enter_context(started(host, tmp_path, args, RANK=str(i), **meeting))
             for i, host in enumerate(hosts)
         ]
-        assert running[1].stdout is not None
         seen = ""
         while "paused" not in seen:
-            seen += running[1].stdout.readline() or pytest.fail(f"ended without a pause: {seen}")
+            seen += ranks[1].stdout.readline() or pytest.fail(f"ended without a pause: {seen}")
         hosts[1].cut_off()
         began = time.monotonic()
-        texts = [running[1].communicate("go on\n", PATIENCE)[0]]
-        texts.append(running[0].communicate(timeout=PATIENCE)[0])
+        print("go on", file=ranks[1].stdin, flush=True)
+        texts = [rank.stdout.read() for rank in reversed(ranks)]
         seconds = time.monotonic() - began
-    assert [process.returncode for process in running] == [1, 1], texts
+        assert [rank.wait() for rank in ranks] == [1, 1], texts
     assert seconds < TIMEOUT + SOON
     for rank, text in zip((1, 0), texts, strict=True):
         said = rf"no answer from the others within {TIMEOUT} s: rank {rank} was in step 4 of 6, "

@@ -6,12 +6,10 @@ padding included, forward and backward of two layers; gradients end as their par
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from once import once
 from wire_bytes import BATCH, LAYERS, LENGTH, WIDTH
@@ -41,23 +39,16 @@ REFUSED: dict[Case, str] = {
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Case, dict[str, Any]]:
     """What each case sent, and DTensor."""
-    sent = once(tmp_path_factory, "wire-bytes", lambda folder: all_cases(), TIMEOUT)
+    sent = once(tmp_path_factory, "wire-bytes", all_cases, TIMEOUT)
     return dict(zip([*CASES, *REFUSED], sent, strict=True))
 
 
-def all_cases() -> list[dict[str, Any]]:
+def all_cases(folder: Path) -> list[dict[str, Any]]:
     """In one process of its own, whose default group is not ours."""
-    cases = [*CASES, *REFUSED]
-    script = Path(__file__).parent / "wire_bytes.py"
-    done = subprocess.run(
-        [sys.executable, str(script), *(",".join(map(str, c)) for c in cases)],
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
+    cases = (",".join(map(str, case)) for case in [*CASES, *REFUSED])
+    found: list[dict[str, Any]] = forked.told(
+        "wire_bytes.py", *cases, folder=folder, seconds=TIMEOUT
     )
-    assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 

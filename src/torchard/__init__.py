@@ -5,19 +5,26 @@ fused, compiled) is said beside it, by transforms. This module re-exports the pu
 three folders behind it are `torchard.functional`, `torchard.sharding` and `torchard.kernels`.
 """
 
-from torchard.functional import nn, optim, random
+from torchard.functional import nn, optim, policies, random
+from torchard.functional.checkpoint import checkpoint
 from torchard.functional.errors import (
+    CheckpointError,
     CollectiveError,
     DonatedError,
+    KernelError,
+    NoMatch,
+    PatternError,
     PurityError,
     RetraceWarning,
     StaticArgumentError,
 )
 from torchard.functional.jit import jit
 from torchard.functional.module import functionalize
+from torchard.functional.residuals import saved_residuals
 from torchard.functional.signature import ShapeDtype
 from torchard.functional.testing import verify
 from torchard.functional.trace import name, scope, trace
+from torchard.kernels import Kernel, Pattern, any_of, find, fuse, register_kernel, replaced
 from torchard.sharding import (
     Activations,
     Colwise,
@@ -66,14 +73,20 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Activations",
+    "CheckpointError",
     "CollectiveError",
     "Colwise",
     "DonatedError",
+    "Kernel",
+    "KernelError",
     "Mesh",
     "MeshError",
     "MeshTensor",
+    "NoMatch",
     "P",
     "Pairwise",
+    "Pattern",
+    "PatternError",
     "PlacementError",
     "PlanMismatch",
     "PurityError",
@@ -90,12 +103,16 @@ __all__ = [
     "__version__",
     "all_gather",
     "all_to_all",
+    "any_of",
     "axis_index",
     "axis_size",
+    "checkpoint",
     "clip_by_global_norm",
     "constrain",
+    "find",
     "from_dtensor",
     "functionalize",
+    "fuse",
     "global_norm",
     "initialize",
     "jit",
@@ -108,14 +125,18 @@ __all__ = [
     "pmax",
     "pmean",
     "pmin",
+    "policies",
     "ppermute",
     "psum",
     "psum_scatter",
     "pvary",
     "random",
     "redistribute",
+    "register_kernel",
     "register_rule",
+    "replaced",
     "save",
+    "saved_residuals",
     "scope",
     "shard",
     "shard_map",

@@ -1,0 +1,275 @@
+"""What fuse gains on chains that move memory: eager torch, torch.compile and fuse, side by side.
+
+    python benchmarks/fusion.py            16 M elements each; results/ keeps the table
+    python benchmarks/fusion.py --quick    small ones, few rounds, nothing kept
+    python benchmarks/fusion.py NAME ...   only these chains, nothing kept
+
+Forward, then forward and backward: the outputs and the gradients of all floating inputs for fixed
+cotangents, each system's own usual way: torch.autograd through what eager torch and torch.compile run,
+torch.func.vjp inside of what fuse runs. All values are compared with eager torch's in float64 first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import gc
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from bench import RESULTS, aligned, machine
+from chains import CHAINS, Chain
+from memory import profiled_peak
+from timing import Timing, in_turns
+from torch import Tensor
+from workload import Rival
+
+from torchard import fuse, trace
+from torchard.functional.program import Program
+
+# Norm-wise, of every value, against eager torch in float64.
+TOLERANCE = 1e-5
+FORWARD, BOTH = "forward", "forward + backward"
+# A row is lost where fuse takes longer than this times the faster of the others.
+ALLOWED = 1 / 0.95
+
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row: what each system runs, and fuse's program before and after."""
+
+    name: str
+    rivals: list[Rival]
+    before: Program
+    after: Program
+
+
+# -- ways to the values -----------------------------------------------------------------------------
+
+
+def flat(value: Any) -> list[Tensor]:
+    return list(value) if isinstance(value, (tuple, list)) else [value]
+
+
+def by_autograd(fn: Callable[..., Any], chain: Chain, cotangents: list[Tensor]) -> list[Tensor]:
+    """The outputs, and the gradients of what floats."""
+    args = [x.detach().requires_grad_(x.is_floating_point()) for x in chain.args]
+    outputs = flat(fn(*args))
+    moving = [x for x in args if x.requires_grad]
+    grads = torch.autograd.grad(outputs, moving, cotangents)
+    return [*(x.detach() for x in outputs), *grads]
+
+
+def step_of(chain: Chain) -> Callable[..., Any]:
+    """The same as one function, whose gradients are torch.func's."""
+
+    def step(args: tuple[Tensor, ...], cotangents: list[Tensor]) -> Any:
+        moving = [i for i, x in enumerate(args) if x.is_floating_point()]
+
+        def of_moving(*given: Tensor) -> Any:
+            mixed = dict(zip(moving, given, strict=True))
+            return tuple(flat(chain.fn(*(mixed.get(i, x) for i, x in enumerate(args)))))
+
+        outputs, pull = torch.func.vjp(of_moving, *(args[i] for i in moving))
+        return [*outputs, *pull(tuple(cotangents))]
+
+    return step
+
+
+def cotangents_of(chain: Chain) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(x.shape, generator=draw) for x in flat(chain.fn(*chain.args))]
+
+
+def cases_of(chain: Chain) -> list[Case]:
+    """Both rows of a chain."""
+    torch._dynamo.reset()
+    fused = fuse(chain.fn)
+    compiled = torch.compile(chain.fn, dynamic=False)
+    runs: dict[str, Run] = {
+        "eager": functools.partial(chain.fn, *chain.args),
+        "compile": functools.partial(compiled, *chain.args),
+        "fuse": functools.partial(fused, *chain.args),
+    }
+    forward = Case(
+        f"{chain.name}, {FORWARD}",
+        rivals(runs),
+        trace(chain.fn)(*chain.args),
+        fused.lower(*chain.args),
+    )
+    cotangents = cotangents_of(chain)
+    step = step_of(chain)
+    fused_step = fuse(step)
+    runs = {
+        "eager": functools.partial(by_autograd, chain.fn, chain, cotangents),
+        "compile": functools.partial(by_autograd, compiled, chain, cotangents),
+        "fuse": functools.partial(fused_step, chain.args, cotangents),
+    }
+    both = Case(
+        f"{chain.name}, {BOTH}",
+        rivals(runs),
+        trace(step)(chain.args, cotangents),
+        fused_step.lower(chain.args, cotangents),
+    )
+    return [forward, both]
+
+
+def rivals(runs: dict[str, Run]) -> list[Rival]:
+    return [Rival(name, run, flat) for name, run in runs.items()]
+
+
+def worst_error(chain: Chain, cases: Sequence[Case]) -> float:
+    """How far any value of any system is from eager torch in float64."""
+    wide = Chain(
+        chain.name, chain.fn, tuple(x.double() if x.is_floating_point() else x for x in chain.args)
+    )
+    cotangents = [c.double() for c in cotangents_of(chain)]
+    expected = by_autograd(wide.fn, wide, cotangents)
+    worst = 0.0
+    for case in cases:
+        for rival in case.rivals:
+            found = flat(rival.run())
+            for value, right in zip(found, expected, strict=False):
+                error = float((value - right).norm() / right.norm())
+                if value.shape != right.shape or not error <= TOLERANCE:
+                    raise AssertionError(f"{case.name}, {rival.name}: off by {error:.1e}")
+                worst = max(worst, error)
+    return worst
+
+
+# -- the tables -------------------------------------------------------------------------------------
+
+
+def note(text: str) -> None:
+    print(f"... {text}", file=sys.stderr, flush=True)
+
+
+def ways(program: Program) -> str:
+    """How its kernels run, by phase: as they were chosen, once they have run."""
+    return "; ".join(dict.fromkeys(str(use.how) for use in program.kernels)) or "not fused"
+
+
+def row_of(case: Case, times: Sequence[Timing]) -> list[str]:
+    eager, compiled, fused = times
+    best = min(eager, compiled, key=lambda t: t.median)
+    low, high = (1e3 * q for q in fused.quartiles)
+    cells = [case.name, *(f"{1e3 * t.median:.1f}" for t in times), f"{low:.1f}–{high:.1f}"]
+    cells += [
+        f"{fused.times(best):.2f}",
+        f"{eager.times(fused):.2f}",
+        f"{compiled.times(fused):.2f}",
+    ]
+    nodes = [len(program.calls) for program in (case.before, case.after)]
+    return [*cells, str(len(case.after.kernels)), f"{nodes[0]} → {nodes[1]}", ways(case.after)]
+
+
+HEAD = ["milliseconds", "eager", "compile", "fuse", "quartiles", "fuse / best"]
+HEAD += ["eager / fuse", "compile / fuse", "kernels", "nodes", "by"]
+
+
+def table(chains: Sequence[Chain], rounds: int) -> str:
+    """Every chain, forward and with its backward."""
+    rows, ratios, worst = [HEAD], [], 0.0
+    for chain in chains:
+        note(chain.name)
+        cases = cases_of(chain)
+        worst = max(worst, worst_error(chain, cases))
+        for case in cases:
+            times = in_turns(case.rivals, rounds, clock=clock())
+            rows.append(row_of(case, times))
+            ratios.append(float(rows[-1][5]))
+            note("  ".join(rows[-1]))
+        gc.collect()
+    lines = [aligned(rows), "", f"all values agree with float64 to {worst:.1e}"]
+    lines += [
+        f"fuse / best is at most {ALLOWED:.3f} on {sum(r <= ALLOWED for r in ratios)} of {len(ratios)} "
+        f"rows, below 1 on {sum(r < 1 for r in ratios)}"
+    ]
+    return "\n".join(lines)
+
+
+def clock() -> Callable[[], float]:
+    """With one thread, the processor time of the process, to which others on the machine do not add."""
+    return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+
+
+def peak(run: Run, arguments: Sequence[Tensor]) -> int:
+    """The most bytes allocated at once, the arguments among them."""
+    return profiled_peak(run, sum(x.nbytes for x in arguments))
+
+
+def memory_table(chain: Chain) -> str:
+    """Whether the logits are ever there as a whole."""
+    cotangents = cotangents_of(chain)
+    fused, step = fuse(chain.fn), fuse(step_of(chain))
+    already = [*chain.args, *cotangents]
+    logits = 4 * chain.args[0].shape[0] * chain.args[1].shape[1]
+    runs: dict[str, tuple[Run, Run]] = {
+        "eager": (
+            functools.partial(chain.fn, *chain.args),
+            functools.partial(by_autograd, chain.fn, chain, cotangents),
+        ),
+        "fuse": (
+            functools.partial(fused, *chain.args),
+            functools.partial(step, chain.args, cotangents),
+        ),
+    }
+    rows = [[f"{chain.name}: peak, MB", "arguments", "logits", FORWARD, BOTH]]
+    for name, pair in runs.items():
+        sizes = [sum(x.nbytes for x in already), logits, *(peak(r, already) for r in pair)]
+        rows.append([name, *(f"{size / 1e6:,.1f}" for size in sizes)])
+    return aligned(rows)
+
+
+# -- the run ----------------------------------------------------------------------------------------
+
+
+def _threads() -> str:
+    count = torch.get_num_threads()
+    return f"{count} thread{'s' * (count > 1)}"
+
+
+def report(chosen: Sequence[str], quick: bool) -> str:
+    elements = 1 << (12 if quick else 24)
+    chains = [make(elements) for name, make in CHAINS.items() if not chosen or name in chosen]
+    title = machine().partition(";")[0] + f"; one process, {_threads()}"
+    legend = (
+        "milliseconds of processor time, medians; a / b: the median over rounds of the ratio in the "
+        "same round\nbest: the faster of eager and compile"
+    )
+    parts = [f"{title}\n{legend}", table(chains, 3 if quick else 15)]
+    parts += [memory_table(chain) for chain in chains if chain.name.startswith("linear + cross")]
+    return "\n\n".join(parts)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="only these chains: " + ", ".join(CHAINS))
+    parser.add_argument("--quick", action="store_true", help="small ones, few rounds")
+    parser.add_argument("--threads", type=int, default=1, help="that torch uses; 1 by default")
+    options = parser.parse_args()
+    if unknown := set(options.names) - set(CHAINS):
+        parser.error(f"there is no chain {', '.join(sorted(unknown))}")
+    torch.set_num_threads(options.threads)
+    torch._inductor.config.compile_threads = 1
+    # Importing the compiler warns about torch.jit.
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    text = report(options.names, options.quick)
+    print(text)
+    if not (options.quick or options.names or options.threads > 1):
+        version = torch.__version__.split("+")[0]
+        RESULTS.mkdir(exist_ok=True)
+        path = RESULTS / f"{datetime.date.today()}-fusion-torch-{version}.txt"
+        path.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""A program through a compiler, and a program that writes its results where it is told."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.program import Program
+
+__all__ = ["compiled", "writing"]
+
+aten = torch.ops.aten
+
+Tensors = Sequence[torch.Tensor]
+
+
+def compiled(program: Program, tensors: Tensors) -> Callable[[list[torch.Tensor]], Any]:
+    """The program through Inductor, called with one list of its inputs."""
+    module = fx.GraphModule(torch.nn.Module(), program.copy().graph)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # importing the compiler warns about torch.jit
+        return internals.compile_graph(module, tensors, "inductor")
+
+
+def writing(program: Program, added: Sequence[bool]) -> Program:
+    """The program with a place for every result behind its inputs, and no results.
+
+    Args:
+        added: for each result, whether it is added to what is there, or takes its place.
+    """
+    program = program.copy()
+    graph, results = program.graph, program.results
+    last = program.placeholders[-1]
+    output = graph.output_node()
+    for i, (node, add) in enumerate(zip(results, added, strict=True)):
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"place_{i}")
+        last.meta["val"] = node.meta["val"]
+        with graph.inserting_before(output):
+            target = aten.add_.Tensor if add else aten.copy_.default
+            graph.call_function(target, (last, node)).meta["val"] = node.meta["val"]
+    output.args = ((),)
+    return replace(program, outputs=())

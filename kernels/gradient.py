@@ -1,0 +1,125 @@
+"""The gradient of a pattern, as a pattern."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchard.kernels.dims import Dims
+from torchard.kernels.pattern import Pattern
+
+__all__ = ["gradient_of"]
+
+
+def gradient_of(pattern: Pattern) -> Pattern | None:
+    """Of the inputs it depends on and a cotangent for each floating output, the gradients.
+
+    None if it has none. Of an input that no gradient reads (a bias that is only added) the shape alone
+    is needed, which the dims say; without dims it stays an input.
+    """
+    specs, program = pattern.alternatives[0].example
+    floating = [i for i, (_, dtype) in enumerate(specs) if dtype.is_floating_point]
+    outputs = [node.meta["val"] for node in program.results]
+    followed = [j for j, val in enumerate(outputs) if val.dtype.is_floating_point]
+    if not floating or not followed:
+        return None
+    full = _full(pattern, floating, followed)
+    dims = _dims(pattern.dims, floating, followed)
+    whole = _Function(full, pattern, range(len(specs)), len(followed), dims)
+    found = whole.pattern(dims)
+    if pattern.dims is None or dims is None:
+        return found
+    used = _used(found, len(specs))
+    if len(used) == len(specs):
+        return found
+    kept = _kept(dims, used, len(specs))
+    return _Function(full, pattern, used, len(followed), dims).pattern(kept)
+
+
+def _full(pattern: Pattern, floating: list[int], followed: list[int]) -> Callable[..., Any]:
+    def gradients(
+        inputs: list[Any], cotangents: list[Any], literals: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        # Not torch.func.vjp: what is to be differentiated again, torch spells (and rounds) differently.
+        with torch.enable_grad():
+            given = list(inputs)
+            for i in floating:
+                given[i] = inputs[i].detach().requires_grad_()
+            out = pattern.fn(*given, **literals)
+        outs = list(out) if isinstance(out, (tuple, list)) else [out]
+        moving = [given[i] for i in floating]
+        found = torch.autograd.grad(
+            [outs[j] for j in followed], moving, cotangents, materialize_grads=True
+        )
+        return tuple(found)
+
+    return gradients
+
+
+class _Function:
+    """Gradients as a function of some inputs and the cotangents."""
+
+    def __init__(
+        self,
+        full: Callable[..., Any],
+        pattern: Pattern,
+        used: Any,
+        cotangents: int,
+        dims: Dims | None,
+    ) -> None:
+        self.full, self.of, self.used = full, pattern, list(used)
+        self.cotangents, self.dims = cotangents, dims
+
+    def pattern(self, dims: Dims | None) -> Pattern:
+        """The pattern of it."""
+        names = [self.of.inputs[i] for i in self.used]
+        names += [f"cotangent_{j}" for j in range(self.cotangents)]
+        weights = [self.of.inputs[i] for i in self.of.weights]
+        name = f"{self.of.name}_backward"
+        return Pattern.of(self, name, names, self.of.literals, dims, weights)
+
+    def __call__(self, *tensors: torch.Tensor, **literals: Any) -> Any:
+        given = dict(zip(self.used, tensors, strict=False))
+        inputs = [given.get(i) for i in range(len(self.of.inputs))]
+        if len(given) < len(inputs):
+            assert self.dims is not None
+            cotangents = tensors[len(self.used) :]
+            known = [None if x is None else tuple(x.shape) for x in (*inputs, *cotangents)]
+            shapes = self.dims.complete(known)[: len(inputs)]
+            for i, shape in enumerate(shapes):
+                if inputs[i] is None:
+                    inputs[i] = cotangents[0].new_zeros(shape)
+        return self.full(inputs, list(tensors[len(self.used) :]), literals)
+
+
+def _used(pattern: Pattern, count: int) -> list[int]:
+    """The inputs that a gradient reads."""
+    skeleton = pattern.alternatives[0].skeleton
+    return [i for i in range(count) if i in skeleton.reads(*skeleton.roots)]
+
+
+def _dims(dims: Dims | None, floating: list[int], followed: list[int]) -> Dims | None:
+    """A gradient is like its input, a cotangent like its output."""
+    if dims is None:
+        return None
+    cotangents = [dims.outputs[j] for j in followed]
+    return Dims(
+        dims.text + " backward",
+        (*dims.inputs, *cotangents),
+        tuple(dims.inputs[i] for i in floating),
+        (*dims.dtypes, *[torch.float32 for _ in followed]),
+        dims.whole,
+    )
+
+
+def _kept(dims: Dims, used: list[int], count: int) -> Dims:
+    kept = [*used, *range(count, len(dims.inputs))]
+    return Dims(
+        dims.text,
+        tuple(dims.inputs[i] for i in kept),
+        dims.outputs,
+        tuple(dims.dtypes[i] for i in kept),
+        dims.whole,
+    )

@@ -1,0 +1,97 @@
+"""Kernel: what is run in place of several operations, and everything that has to be known of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from torchard.functional.errors import KernelError
+from torchard.kernels.dims import Dims
+from torchard.kernels.pattern import Pattern
+
+__all__ = ["KERNELS", "Kernel", "register_kernel"]
+
+Implementation = Callable[..., Any]
+Implementations = Mapping[str, Implementation]
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """Several operations in one.
+
+    Attributes:
+        name: for reports and policies.
+        references: pure functions, the first of which says what it computes; the others are the same
+            in other spellings that round differently. They are what is looked for, and the test oracle.
+        dims: of inputs and outputs, ``"... d, d -> ... d"``: what fits together, and how it may be
+            split. After ``|``, dims that must be ``whole``: split, the kernel comes apart.
+        implementations: by type of device (``"cuda"``, ``"cpu"``; ``"any"`` for the rest), functions of
+            the tensors and, by name, the literals. What has none is compiled from its reference.
+        vjp: ``"reference"``: the derivative of the reference, found and compiled like it. Or
+            implementations of that derivative by device: functions of the inputs it depends on, then
+            the cotangents, that return the gradients of all floating inputs. None: it has none, and
+            gradients through it are refused.
+        tolerance: how far from float64 it may be, in multiples of its reference's own error.
+        weights: parameters that are inputs of the program wherever it is looked for.
+        of: of a gradient's, the kernel it is the gradient of.
+
+    Raises:
+        PatternError: dims and references do not fit together.
+    """
+
+    name: str
+    references: tuple[Pattern | Callable[..., Any], ...]
+    dims: str | None = None
+    implementations: Implementations = field(default_factory=dict)
+    vjp: Literal["reference"] | Implementations | None = "reference"
+    tolerance: float = 2.0
+    weights: tuple[str, ...] = ()
+    of: Kernel | None = None
+
+    @cached_property
+    def patterns(self) -> tuple[Pattern, ...]:
+        """What is looked for."""
+        return tuple(
+            reference
+            if isinstance(reference, Pattern)
+            else Pattern(reference, self.dims, name=self.name, weights=self.weights)
+            for reference in self.references
+        )
+
+    @cached_property
+    def gradient(self) -> Kernel | None:
+        """The kernel of its gradients; None where nothing floating comes out."""
+        from torchard.kernels.gradient import gradient_of
+
+        found = [g for g in map(gradient_of, self.patterns) if g is not None]
+        if not found:
+            return None
+        given = dict(self.vjp) if isinstance(self.vjp, Mapping) else {}
+        name = f"{self.name}_backward"
+        return Kernel(name, tuple(found), None, given, None, self.tolerance, of=self)
+
+    @property
+    def backward(self) -> Kernel | None:
+        """That of its gradients, if it may be used."""
+        return None if self.vjp is None else self.gradient
+
+    @property
+    def parsed(self) -> Dims | None:
+        """The dims, read."""
+        return self.patterns[0].dims
+
+
+KERNELS: dict[str, Kernel] = {}
+
+
+def register_kernel(kernel: Kernel) -> Kernel:
+    """Make a kernel one of those that ``fuse(fn)`` looks for.
+
+    Raises:
+        KernelError: another one has its name.
+    """
+    if KERNELS.setdefault(kernel.name, kernel) is not kernel:
+        raise KernelError(f"there is a kernel {kernel.name!r} already")
+    return kernel

@@ -1,0 +1,27 @@
+"""The kernels that come with torchard, one file each."""
+
+from torchard.kernels.library import (
+    attention,
+    bias_activation,
+    cross_entropy,
+    dropout,
+    gated,
+    norms,
+    projections,
+    residual,
+    rope,
+    softmax,
+)
+
+__all__ = [
+    "attention",
+    "bias_activation",
+    "cross_entropy",
+    "dropout",
+    "gated",
+    "norms",
+    "projections",
+    "residual",
+    "rope",
+    "softmax",
+]

@@ -1,0 +1,64 @@
+"""What closes a block in training: a bias, dropout by a key, the residual, and the next norm.
+
+The mask is drawn again in the backward, from the key: nothing of its size is kept.
+
+Source: Srivastava et al. 2014 (JMLR 15); Megatron-LM (arXiv:1909.08053) for what goes together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchard.functional import random
+from torchard.kernels.kernel import Kernel, register_kernel
+
+__all__ = ["bias_dropout_residual", "bias_dropout_residual_layer_norm"]
+
+# Of a probability, the digits that come back from a threshold of 32 bits.
+_DIGITS = 9
+
+
+def _dropped(x: Tensor, key: Tensor, threshold: Any) -> Tensor:
+    """As of `torchard.random.bernoulli`: words below p * 2^32 drop an element."""
+    p: float = round(threshold / 2**32, _DIGITS)
+    return (x * (1 / (1 - p))).masked_fill(random.bits(key, x.shape) < threshold, 0)
+
+
+def _bias_dropout_residual(
+    x: Tensor, b: Tensor, residual: Tensor, key: Tensor, threshold: Any = ...
+) -> Tensor:
+    return residual + _dropped(x + b, key, threshold)
+
+
+def _bias_dropout_residual_layer_norm(
+    x: Tensor,
+    b: Tensor,
+    residual: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    threshold: Any = ...,
+    eps: Any = ...,
+) -> tuple[Tensor, Tensor]:
+    h = residual + _dropped(x + b, key, threshold)
+    return h, F.layer_norm(h, h.shape[-1:], weight, bias, eps)
+
+
+# A mask depends on where in the whole array an element is: no dim may be split.
+bias_dropout_residual = register_kernel(
+    Kernel(
+        "bias_dropout_residual",
+        (_bias_dropout_residual,),
+        "... d, d, ... d, 2:int64 -> ... d | whole ... d",
+    )
+)
+bias_dropout_residual_layer_norm = register_kernel(
+    Kernel(
+        "bias_dropout_residual_layer_norm",
+        (_bias_dropout_residual_layer_norm,),
+        "... d, d, ... d, 2:int64, d, d -> ... d, ... d | whole ... d",
+    )
+)

@@ -1,0 +1,43 @@
+"""Norms over the last dim."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchard.kernels.kernel import Kernel, register_kernel
+
+__all__ = ["layer_norm", "rms_norm"]
+
+
+def _rms_norm(x: Tensor, w: Tensor, eps: Any = ...) -> Tensor:
+    return F.rms_norm(x, x.shape[-1:], w, eps)
+
+
+def _rms_norm_cast_first(x: Tensor, w: Tensor, eps: Any = ...) -> Tensor:
+    """Rounded to the input's dtype before the weight is applied, as HuggingFace does."""
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    return w * h.to(x.dtype)
+
+
+def _rms_norm_divided(x: Tensor, w: Tensor, eps: Any = ...) -> Tensor:
+    """By division, whose derivative is spelled in another way than that of rsqrt."""
+    return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w
+
+
+def _layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: Any = ...) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], w, b, eps)
+
+
+rms_norm = register_kernel(
+    Kernel(
+        "rms_norm",
+        (_rms_norm, _rms_norm_cast_first, _rms_norm_divided),
+        "... d, d -> ... d | whole d",
+    )
+)
+layer_norm = register_kernel(Kernel("layer_norm", (_layer_norm,), "... d, d, d -> ... d | whole d"))

@@ -1,0 +1,36 @@
+"""Softmax over the last dim, written out or not."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchard.kernels.kernel import Kernel, register_kernel
+
+__all__ = ["softmax"]
+
+
+def _softmax(x: Tensor) -> Tensor:
+    """[..., d] -> [..., d]."""
+    return torch.softmax(x, -1)
+
+
+def _written_out(x: Tensor) -> Tensor:
+    e = torch.exp(x - x.amax(-1, keepdim=True))
+    return e / e.sum(-1, keepdim=True)
+
+
+def _without_maximum(x: Tensor) -> Tensor:
+    """Of numbers that are small; the maximum is then subtracted all the same."""
+    e = torch.exp(x)
+    return e / e.sum(-1, keepdim=True)
+
+
+softmax = register_kernel(
+    Kernel(
+        "softmax",
+        (_softmax, _written_out, _without_maximum),
+        "... d -> ... d | whole d",
+        {"any": _softmax},
+    )
+)

@@ -1,0 +1,397 @@
+"""Patterns: plain functions whose occurrences are looked for.
+
+A pattern is traced, like any function, at the shapes and dtypes it is to be compared at, and once at
+shapes of no importance, for its *skeleton*: which operations on what, which proposes where to look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import inspect
+import itertools
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from torchard.functional.errors import PatternError
+from torchard.functional.program import Program
+from torchard.functional.signature import ShapeDtype
+from torchard.functional.trace import trace
+from torchard.kernels.dims import Dims
+from torchard.kernels.evaluate import evaluate
+from torchard.kernels.reading import bare
+from torchard.kernels.terms import Store, Term, Value
+
+__all__ = ["Alternative", "Pattern", "Skeleton", "any_of", "call"]
+
+Specs = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+# Numbers nobody writes, so that where one ends up tells where the literal it stands for goes.
+_MARKERS = (0.73190117, 0.61803717, 0.52915737, 0.44721737)
+
+
+@dataclass
+class _Choices:
+    """What the any_of and call of a pattern stand for in one trace, in order."""
+
+    taken: tuple[int, ...] = ()
+    operations: tuple[Callable[..., Any] | None, ...] = ()
+    counts: list[int] = field(default_factory=list)
+    predicates: list[Callable[[str], bool]] = field(default_factory=list)
+
+
+_choices: contextvars.ContextVar[_Choices | None] = contextvars.ContextVar("choices", default=None)
+
+
+def any_of(*functions: Callable[..., Any]) -> Callable[..., Any]:
+    """In a pattern: a function that is one of these. Outside of one, the first."""
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        choices = _choices.get()
+        if choices is None:
+            return functions[0](*args, **kwargs)
+        place = len(choices.counts)
+        choices.counts.append(len(functions))
+        taken = choices.taken[place] if place < len(choices.taken) else 0
+        return functions[taken](*args, **kwargs)
+
+    return chosen
+
+
+def call(predicate: Callable[[str], bool]) -> Callable[..., torch.Tensor]:
+    """In a pattern: any one operation whose name (``"gelu"``, ``"mul.Tensor"``) the predicate accepts.
+
+    Its operands are the tensors it is called with; its result is taken to be like the first of them.
+    """
+
+    def called(*tensors: torch.Tensor) -> torch.Tensor:
+        choices = _choices.get()
+        if choices is None:
+            raise PatternError("call(predicate) stands for an operation inside of a pattern only.")
+        place = len(choices.predicates)
+        choices.predicates.append(predicate)
+        operation = choices.operations[place] if place < len(choices.operations) else None
+        if operation is not None:
+            found: torch.Tensor = operation(*tensors)
+            return found
+        return torch.ops.torchard_pattern.any(list(tensors), place)  # type: ignore[no-any-return]
+
+    return called
+
+
+_library = torch.library.Library("torchard_pattern", "DEF")
+_library.define("any(Tensor[] operands, int place) -> Tensor")
+_library.impl(
+    "any", lambda operands, place: torch.empty_like(operands[0]), "CompositeExplicitAutograd"
+)
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A pattern's terms at shapes of no importance.
+
+    Attributes:
+        roots: one per output, in order.
+        inputs: the tensor inputs' terms.
+        markers: for each number that stands for a literal, its name.
+    """
+
+    roots: tuple[Term, ...]
+    inputs: tuple[Term, ...]
+    markers: dict[float, str]
+    sizes: dict[Term, int] = field(default_factory=dict)
+
+    @cached_property
+    def turned(self) -> frozenset[int]:
+        """The numbers of the inputs that are the matrix of a product, the dim that is summed first."""
+        found, todo, seen = set(), list(self.roots), set(self.roots)
+        while todo:
+            term = todo.pop()
+            fresh = {operand for operand, _ in term.operands} - seen
+            seen |= fresh
+            todo += fresh
+            for operand, access in term.operands if term.op == "dot" else ():
+                kept = max((stride for _, stride in access.dims[: len(term.sizes)]), default=0)
+                summed = max((stride for _, stride in access.dims[len(term.sizes) :]), default=0)
+                if operand in self.inputs and summed > kept:
+                    found.add(self.inputs.index(operand))
+        return frozenset(found)
+
+    def reads(self, *roots: Term) -> set[int]:
+        """The numbers of the inputs that terms depend on."""
+        found = set(roots)
+        todo = list(roots)
+        while todo:
+            fresh = {operand for operand, _ in todo.pop().operands} - found
+            found |= fresh
+            todo += fresh
+        return {i for i, term in enumerate(self.inputs) if term in found}
+
+    def size(self, term: Term) -> int:
+        """How many operations there are in a term, what is shared counted as often as it is read."""
+        if term not in self.sizes:
+            self.sizes[term] = 1 + sum(self.size(operand) for operand, _ in term.operands)
+        return self.sizes[term]
+
+
+class Pattern:
+    """A function to be looked for.
+
+    Args:
+        fn: of tensors, and of literals: a parameter with ``...`` for a default matches any number, one
+            with another default is that.
+        dims: how the dims of inputs and outputs go together, ``"... d, d -> ... d"``; where it is
+            left out, inputs may broadcast in any way.
+        name: for reports.
+        weights: parameters that have to be inputs of the program. What is worth it for weights only
+            (to lay several side by side) is then not looked for elsewhere.
+
+    Raises:
+        PatternError: fn takes no tensor, or cannot be traced.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        dims: str | None = None,
+        *,
+        name: str | None = None,
+        weights: Sequence[str] = (),
+    ) -> None:
+        inputs, literals = [], []
+        for parameter in inspect.signature(fn).parameters.values():
+            if parameter.default is ...:
+                literals.append(parameter.name)
+            elif parameter.default is parameter.empty:
+                inputs.append(parameter.name)
+        name = name or str(getattr(fn, "__name__", type(fn).__name__))
+        if not inputs:
+            raise PatternError(f"the pattern {name} has no tensor among its parameters")
+        read = None if dims is None else Dims.read(dims, len(inputs), name)
+        self._set(fn, name, inputs, literals, read, weights)
+
+    @classmethod
+    def of(
+        cls,
+        fn: Callable[..., Any],
+        name: str,
+        inputs: Sequence[str],
+        literals: Sequence[str],
+        dims: Dims | None,
+        weights: Sequence[str] = (),
+    ) -> Pattern:
+        """One whose parameters are known."""
+        found = cls.__new__(cls)
+        found._set(fn, name, inputs, literals, dims, weights)
+        return found
+
+    def _set(
+        self,
+        fn: Callable[..., Any],
+        name: str,
+        inputs: Sequence[str],
+        literals: Sequence[str],
+        dims: Dims | None,
+        weights: Sequence[str],
+    ) -> None:
+        self.fn, self.name, self.dims = fn, name, dims
+        self.inputs, self.literals = list(inputs), list(literals)
+        self.weights = frozenset(i for i, name in enumerate(inputs) if name in weights)
+
+    def __repr__(self) -> str:
+        return f"Pattern({self.name})"
+
+    @cached_property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """Every choice of what its any_of stand for."""
+        choices = _Choices()
+        specs, _ = self._example(choices)
+        counts = choices.counts
+        found = [
+            Alternative(self, taken, specs) for taken in itertools.product(*map(range, counts))
+        ]
+        return tuple(found)
+
+    def _example(self, choices: _Choices) -> tuple[Specs, Program]:
+        """Shapes at which it can be traced."""
+        error: Exception | None = None
+        for specs in self._candidates():
+            choices.counts.clear()
+            choices.predicates.clear()
+            try:
+                return specs, self._trace(specs, self._marked(), choices)
+            except Exception as raised:  # whatever a user's function raises at wrong shapes
+                error = error or raised
+        raise PatternError(
+            f"the pattern {self.name} cannot be traced: {error}. Say how its dims go together, "
+            f"as in Pattern({self.name}, '... d, d -> ... d')."
+        ) from error
+
+    def _candidates(self) -> Iterator[Specs]:
+        if self.dims is not None:
+            yield tuple((shape, self.dims.dtype(i)) for i, shape in enumerate(self.dims.example()))
+            return
+        for ranks in itertools.product((2, 1, 3, 4, 0), repeat=len(self.inputs)):
+            yield tuple(((6,) * rank, torch.float32) for rank in ranks)
+
+    def _marked(self) -> dict[str, float]:
+        return dict(zip(self.literals, _MARKERS, strict=False))
+
+    def _trace(
+        self,
+        specs: Specs,
+        literals: dict[str, Any],
+        choices: _Choices,
+        device: torch.device | str = "cpu",
+    ) -> Program:
+        def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            out = self.fn(*tensors, **literals)
+            outs = list(out) if isinstance(out, (tuple, list)) else [out]
+            return [o for o in outs if isinstance(o, torch.Tensor)]
+
+        run.__name__ = self.name
+        with _chosen(choices):
+            program = trace(run)(*(ShapeDtype(shape, dtype, device) for shape, dtype in specs))
+        # Traced of values in order, it runs on values laid out in any way.
+        for node in program.calls:
+            if node.target is torch.ops.aten.view.default:
+                node.target = torch.ops.aten.reshape.default
+        return program
+
+
+@contextlib.contextmanager
+def _chosen(choices: _Choices) -> Iterator[None]:
+    token = _choices.set(choices)
+    try:
+        yield
+    finally:
+        _choices.reset(token)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the warnings and the logged errors about what is only tried, and may not fit."""
+    here, log = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
+
+    def others(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    log.addFilter(others)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.removeFilter(others)
+
+
+def _forms(terms: Sequence[Term], known: dict[Any, int]) -> list[int]:
+    """Numbers of terms, equal where they are the same operations, casts and factors aside."""
+    found = []
+    for term in map(bare, terms):
+        if term not in known:
+            inner = _forms([operand for operand, _ in term.operands], known)
+            key = term.op, tuple(inner), term.numbers if term.op == "input" else ()
+            known[term] = known.setdefault(key, len(known))
+        found.append(known[term])
+    return found
+
+
+class Alternative:
+    """A pattern with its choices made.
+
+    Attributes:
+        taken: of each any_of, which.
+    """
+
+    def __init__(self, pattern: Pattern, taken: tuple[int, ...], specs: Specs) -> None:
+        self.pattern = pattern
+        self.taken = taken
+        self._specs = specs
+        self._programs: dict[Any, Program | None] = {}
+        self.predicates: list[Callable[[str], bool]] = []
+
+    @cached_property
+    def example(self) -> tuple[Specs, Program]:
+        """Shapes of no importance, and its program there."""
+        choices = _Choices(self.taken)
+        program = self.pattern._trace(self._specs, self.pattern._marked(), choices)
+        self.predicates = choices.predicates
+        return self._specs, program
+
+    @cached_property
+    def skeleton(self) -> Skeleton:
+        """Its terms at shapes of no importance."""
+        return self._skeleton(*self.example)
+
+    @cached_property
+    def half(self) -> Skeleton | None:
+        """In half precision, if that has another form: sums and products are apart by casts."""
+        half = torch.bfloat16
+        specs = tuple((s, half if t.is_floating_point else t) for s, t in self._specs)
+        program = self.at(specs, tuple(self.pattern._marked().items()))
+        if program is None:  # not for all dtypes
+            return None
+        found, known = self._skeleton(specs, program), dict[Any, int]()
+        same = _forms(found.roots, known) == _forms(self.skeleton.roots, known)
+        return None if same else found
+
+    def _skeleton(self, specs: Specs, program: Program) -> Skeleton:
+        store = Store()
+        values = [store.leaf(("input", i), shape, dtype) for i, (shape, dtype) in enumerate(specs)]
+        env = evaluate(program.graph, values, store, sharing=True)
+        return Skeleton(
+            tuple(env[node].term for node in program.results),
+            tuple(value.term for value in values),
+            {marker: name for name, marker in self.pattern._marked().items()},
+        )
+
+    def at(
+        self,
+        specs: Specs,
+        literals: Sequence[tuple[str, Any]] = (),
+        operations: tuple[Callable[..., Any], ...] = (),
+        device: torch.device | str = "cpu",
+    ) -> Program | None:
+        """Its program at these shapes and dtypes; None if it has none."""
+        key = (specs, tuple(literals), operations, str(device))
+        if key not in self._programs:
+            if len(self._programs) > 512:
+                self._programs.clear()
+            self._programs[key] = self._at(specs, dict(literals), operations, device)
+        return self._programs[key]
+
+    def _at(
+        self,
+        specs: Specs,
+        literals: dict[str, Any],
+        operations: tuple[Callable[..., Any], ...],
+        device: torch.device | str,
+    ) -> Program | None:
+        try:
+            with _quietly():
+                choices = _Choices(self.taken, operations)
+                return self.pattern._trace(specs, literals, choices, device)
+        except (RuntimeError, IndexError, TypeError, ValueError, AssertionError):
+            return None  # not at these shapes
+
+    def values(
+        self,
+        store: Store,
+        inputs: Sequence[Value],
+        literals: Sequence[tuple[str, Any]] = (),
+        operations: Any = (),
+    ) -> list[Value] | None:
+        """What it returns of these values."""
+        specs = tuple((tuple(v.shape), v.dtype) for v in inputs)
+        program = self.at(specs, literals, operations)
+        if program is None or len(program.inputs) != len(inputs):
+            return None
+        env = evaluate(program.graph, inputs, store)
+        return [env[node] for node in program.results]

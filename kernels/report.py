@@ -1,0 +1,108 @@
+"""What was found and what it was replaced by, for people."""
+
+from __future__ import annotations
+
+from collections import UserString
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchard.kernels.reading import Reading
+from torchard.kernels.replace import Part
+
+__all__ = ["Match", "Use"]
+
+
+@dataclass(frozen=True)
+class Match:
+    """One occurrence of a pattern.
+
+    Attributes:
+        name: of the pattern. scope, source: of its first result; phase: forward or backward.
+        shapes: of its inputs. literals: what its numbers are.
+        bytes_before, bytes_after: moved by its operations one by one, and by one kernel.
+    """
+
+    name: str
+    scope: str
+    source: str
+    phase: str
+    shapes: tuple[tuple[int, ...], ...]
+    literals: tuple[tuple[str, Any], ...]
+    nodes: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+
+    @staticmethod
+    def of(part: Part, reading: Reading) -> Match:
+        node = part.firsts[0]
+        inside = sorted(part.gone, key=reading.order.__getitem__)
+        return Match(
+            part.found.pattern.name,
+            str(node.meta.get("scope") or ""),
+            str(node.meta.get("source") or ""),
+            str(node.meta.get("phase") or "forward"),
+            tuple(value.shape for value in part.found.inputs),
+            part.found.literals,
+            tuple(n.name for n in inside),
+            part.before,
+            part.after,
+        )
+
+
+@dataclass(frozen=True)
+class Use:
+    """One kernel of a program.
+
+    Attributes:
+        kernel: its name. scope, source, phase: where. how: which implementation; a string that
+            changes when it is chosen, at the first call.
+        bytes_before, bytes_after: moved by the operations it took the place of, and by it.
+    """
+
+    kernel: str
+    scope: str
+    source: str
+    phase: str
+    how: str | UserString
+    operations: int
+    bytes_before: int
+    bytes_after: int
+
+    @staticmethod
+    def of(name: str, how: str | UserString, part: Part) -> Use:
+        meta = part.firsts[0].meta
+        return Use(
+            name,
+            str(meta.get("scope") or ""),
+            str(meta.get("source") or ""),
+            str(meta.get("phase") or "forward"),
+            how,
+            part.operations,
+            part.before,
+            part.after,
+        )
+
+    def __str__(self) -> str:
+        return self.kernel
+
+    @staticmethod
+    def table(uses: Sequence[Use]) -> str:
+        rows = [("kernel", "phase", "scope", "source", "by", "operations", "bytes before", "after")]
+        rows += [
+            (
+                u.kernel,
+                u.phase,
+                u.scope,
+                u.source,
+                str(u.how),
+                str(u.operations),
+                f"{u.bytes_before:,}",
+                f"{u.bytes_after:,}",
+            )
+            for u in uses
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        )
