@@ -9,12 +9,13 @@ from typing import Any, Literal
 
 from torchard.functional.errors import KernelError
 from torchard.kernels.dims import Dims
+from torchard.kernels.imported import Imported
 from torchard.kernels.pattern import Pattern
 
 __all__ = ["KERNELS", "Kernel", "register_kernel"]
 
 Implementation = Callable[..., Any]
-Implementations = Mapping[str, Implementation]
+Implementations = Mapping[str, Implementation | Imported]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,7 +29,8 @@ class Kernel:
         dims: of inputs and outputs, ``"... d, d -> ... d"``: what fits together, and how it may be
             split. After ``|``, dims that must be ``whole``: split, the kernel comes apart.
         implementations: by type of device (``"cuda"``, ``"cpu"``; ``"any"`` for the rest), functions of
-            the tensors and, by name, the literals. What has none is compiled from its reference.
+            the tensors and, by name, the literals, or the names of such (`Imported`), done without where
+            what they need is not installed. What has none is compiled from its reference.
         vjp: ``"reference"``: the derivative of the reference, found and compiled like it. Or
             implementations of that derivative by device: functions of the inputs it depends on, then
             the cotangents, that return the gradients of all floating inputs. None: it has none, and

@@ -16,6 +16,7 @@ from torchard.functional.fused import Fused
 from torchard.kernels.blocked import Layout, blocked
 from torchard.kernels.compiled import compiled, writing
 from torchard.kernels.dims import Dims
+from torchard.kernels.imported import Given, implementation
 from torchard.kernels.kernel import Kernel
 from torchard.kernels.match import Found
 from torchard.kernels.reading import Reading
@@ -113,17 +114,16 @@ class Region:
 
     def label(self, device: str, numels: Sequence[int]) -> str:
         """What runs it on a device, as far as it is known before it runs."""
-        if self._implementation(device) is not None:
-            return device if device in self.kernel.implementations else "kernel"
+        given = implementation(self.kernel.implementations, device)
+        return (given.name if given.run else self._compiling(device, numels)) + given.note
+
+    def _compiling(self, device: str, numels: Sequence[int]) -> str:
+        """What runs it that has no implementation."""
         if self.compiler == "eager":
             return "eager (asked for)"
         if device == "cpu" and max(numels, default=0) < _SMALL:
             return "eager (small)"
         return "inductor" if device != "cpu" else "inductor, blocked or eager, by time"
-
-    def _implementation(self, device: str) -> Run | None:
-        given = self.kernel.implementations
-        return given.get(device, given.get("any"))
 
     def choose(self, tensors: Tensors) -> Run:
         """What runs it on these tensors; `way` says so from then on."""
@@ -145,13 +145,31 @@ class Region:
 
     def _chosen(self, tensors: Tensors) -> tuple[Run, str]:
         device = tensors[0].device.type
-        label = self.label(device, [t.numel() for t in tensors])
-        given = self._implementation(device)
-        if given is not None:
-            self._check(given(*tensors, **self.literals), tensors)
+        given = implementation(self.kernel.implementations, device)
+        failure = self._failure(given, tensors)
+        if given.run is not None and not failure:
             literals = self.literals
-            return functools.partial(given, **literals) if literals else given, label
+            run = functools.partial(given.run, **literals) if literals else given.run
+            return run, given.name + given.note
+        run, label = self._made(tensors)
+        return run, label + given.note + failure
+
+    def _failure(self, given: Given, tensors: Tensors) -> str:
+        """What there is to say if what is given does not run on these, and may be done without."""
+        if given.run is None:
+            return ""
+        try:
+            self._check(given.run(*tensors, **self.literals), tensors)
+        except Exception as error:  # whatever a compiler raises on a device it has no code for
+            if not given.imported:
+                raise
+            return f" ({given.name} failed: {_named(error)})"
+        return ""
+
+    def _made(self, tensors: Tensors) -> tuple[Run, str]:
+        """What is made of the reference."""
         eager = self._bound(tensors)
+        label = self._compiling(tensors[0].device.type, [t.numel() for t in tensors])
         if label.startswith("eager"):
             return eager, label
         candidates, failure = self._candidates(tensors)

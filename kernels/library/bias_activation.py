@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchard.kernels.imported import triton
 from torchard.kernels.kernel import Kernel, register_kernel
 
 __all__ = ["bias_gelu", "bias_gelu_tanh", "bias_relu", "bias_silu"]
@@ -35,7 +36,10 @@ def _gelu_tanh_written_out(x: Tensor) -> Tensor:
 
 def _kernel(name: str, *activations: Callable[[Tensor], Tensor]) -> Kernel:
     references = tuple(map(_behind_bias, activations))
-    return register_kernel(Kernel(name, references, "... d, d -> ... d"))
+    run, vjp = triton("bias_activation", name), triton("bias_activation", f"{name}_backward")
+    return register_kernel(
+        Kernel(name, references, "... d, d -> ... d", {"cuda": run}, {"cuda": vjp})
+    )
 
 
 bias_gelu = _kernel("bias_gelu", F.gelu, _gelu_written_out)

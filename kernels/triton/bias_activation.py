@@ -1,0 +1,129 @@
+"""activation(x + b), forward and backward; the bias's gradient on the way."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchard.kernels.triton.activations import activation, slope
+from torchard.kernels.triton.launch import (
+    accumulator,
+    cdiv,
+    launch,
+    programs,
+    rows_of,
+    tile,
+    total,
+)
+
+__all__ = [
+    "bias_gelu",
+    "bias_gelu_backward",
+    "bias_gelu_tanh",
+    "bias_gelu_tanh_backward",
+    "bias_relu",
+    "bias_relu_backward",
+    "bias_silu",
+    "bias_silu_backward",
+]
+
+
+@triton.jit
+def _forward(
+    x,
+    b,
+    out,
+    n,
+    d,
+    x_stride,
+    NAME: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (rows < n) & (cols < d)
+    bias = tl.load(b + cols, mask=cols < d, other=0).to(ACC)
+    value = tl.load(x + rows * x_stride + cols, mask=inside, other=0).to(ACC)
+    tl.store(out + rows * d + cols, activation(value + bias, NAME), mask=inside)
+
+
+@triton.jit
+def _backward(
+    x,
+    b,
+    cotangent,
+    dx,
+    db,
+    n,
+    d,
+    x_stride,
+    cotangent_stride,
+    NAME: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    bias = tl.load(b + cols, mask=cols < d, other=0).to(ACC)[None, :]
+    summed = tl.zeros([ROWS, BLOCK], ACC)
+    for start in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
+        rows = start + tl.arange(0, ROWS).to(tl.int64)[:, None]
+        inside = (rows < n) & (cols < d)[None, :]
+        value = tl.load(x + rows * x_stride + cols[None, :], mask=inside, other=0).to(ACC)
+        moved = tl.load(cotangent + rows * cotangent_stride + cols[None, :], mask=inside, other=0)
+        change = moved.to(ACC) * slope(value + bias, NAME)
+        tl.store(dx + rows * d + cols[None, :], change, mask=inside)
+        summed += change
+    tl.store(db + tl.program_id(0).to(tl.int64) * d + cols, tl.sum(summed, 0), mask=cols < d)
+
+
+def _run(name: str, x: Tensor, b: Tensor) -> Tensor:
+    """x [..., d], b [d] -> [..., d]; 2 n d elements are moved."""
+    rows = rows_of(x)
+    n, d = rows.shape
+    out = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, b.dtype))
+    shape = tile(rows)
+    launch(
+        _forward,
+        (cdiv(n, shape.rows), cdiv(d, shape.block)),
+        *(rows, b.contiguous(), out, n, d, rows.stride(0)),
+        on=x,
+        NAME=name,
+        ACC=accumulator(out),
+        **shape.constants,
+    )
+    return out
+
+
+def _vjp(name: str, x: Tensor, b: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
+    """x and cotangent [..., d], b [d] -> [..., d], [d]; 3 n d elements are moved."""
+    rows, moved = rows_of(x), rows_of(cotangent)
+    n, d = rows.shape
+    shape = tile(rows)
+    columns = cdiv(d, shape.block)
+    parts = programs(rows, shape, columns)
+    acc = accumulator(x, b, cotangent)
+    dx = x.new_empty(x.shape)
+    db = x.new_empty((parts, d), dtype=torch.float64 if acc == tl.float64 else torch.float32)
+    launch(
+        _backward,
+        (parts, columns),
+        *(rows, b.contiguous(), moved, dx, db, n, d, rows.stride(0), moved.stride(0)),
+        on=x,
+        NAME=name,
+        ACC=acc,
+        **shape.constants,
+    )
+    return dx, total(db, b.dtype)
+
+
+bias_gelu, bias_gelu_backward = partial(_run, "gelu"), partial(_vjp, "gelu")
+bias_gelu_tanh, bias_gelu_tanh_backward = partial(_run, "gelu_tanh"), partial(_vjp, "gelu_tanh")
+bias_relu, bias_relu_backward = partial(_run, "relu"), partial(_vjp, "relu")
+bias_silu, bias_silu_backward = partial(_run, "silu"), partial(_vjp, "silu")

@@ -1,0 +1,123 @@
+"""What all kernels share: tensors as rows, sizes of tiles, and launches."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+__all__ = [
+    "LIMITS",
+    "Tile",
+    "accumulator",
+    "cdiv",
+    "launch",
+    "programs",
+    "rows_of",
+    "tile",
+    "total",
+]
+
+WARP = 32
+# Threads of a multiprocessor that work at a time: half of what it holds, so that each has 64 registers.
+_RESIDENT = 32 * WARP
+# A program reads this many elements per thread: 16 bytes of a half precision, one instruction.
+_PER_THREAD = 8
+
+
+@dataclass
+class Limits:
+    """Sizes in elements, powers of two.
+
+    Attributes:
+        tile: what a program holds of each operand at a time.
+        columns: of that, how much of one row, where rows need not be whole.
+        whole: the longest row that is held as a whole.
+        block: of longer ones, how much at a time.
+    """
+
+    tile: int = 2048
+    columns: int = 1024
+    whole: int = 16384
+    block: int = 8192
+
+
+LIMITS = Limits()
+
+
+@dataclass(frozen=True)
+class Tile:
+    """rows × block elements, and the warps that work on them."""
+
+    rows: int
+    block: int
+    warps: int
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"ROWS": self.rows, "BLOCK": self.block, "num_warps": self.warps}
+
+
+def cdiv(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def _power(n: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def _tile(rows: int, block: int) -> Tile:
+    rows = min(_power(rows), max(1, LIMITS.tile // block))
+    return Tile(rows, block, min(32, max(4, rows * block // (_PER_THREAD * WARP))))
+
+
+def tile(x: Tensor) -> Tile:
+    """Of x [n, d], where a row may be in several tiles: those that leave least of the last one idle."""
+    n, d = x.shape
+    widest = min(LIMITS.columns, _power(d))
+    blocks = [widest >> i for i in range(3) if widest >> i >= min(256, widest)]
+    return _tile(n, min(blocks, key=lambda block: (cdiv(d, block) * block, -block)))
+
+
+def whole(x: Tensor) -> Tile:
+    """Of x [n, d], where a row is held as a whole, or gone through in blocks if it is too long."""
+    n, d = x.shape
+    return _tile(n, _power(d)) if d <= LIMITS.whole else Tile(1, LIMITS.block, 32)
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """[..., d] -> [n, d] with the elements of a row side by side: a view wherever there is one."""
+    d = x.shape[-1] if x.ndim else 1
+    rows = x.reshape(math.prod(x.shape[:-1]), d)
+    return rows if rows.stride(1) == 1 or d == 1 else rows.contiguous()
+
+
+def accumulator(*tensors: Tensor) -> Any:
+    """What is computed in."""
+    return tl.float64 if any(t.dtype == torch.float64 for t in tensors) else tl.float32
+
+
+def programs(x: Tensor, tile: Tile, columns: int = 1) -> int:
+    """As many as run at a time, each of which goes on over rows of x [n, d] in so many columns."""
+    at_once = 3  # where there is no such device (in Triton's interpreter)
+    if x.is_cuda:
+        processors = torch.cuda.get_device_properties(x.device).multi_processor_count
+        at_once = processors * max(1, _RESIDENT // (tile.warps * WARP))
+    return max(1, min(cdiv(x.shape[0], tile.rows), at_once // max(1, columns)))
+
+
+def total(partial: Tensor, dtype: torch.dtype) -> Tensor:
+    """[programs, d] -> [d]: the second step of a sum over rows."""
+    return partial.sum(0).to(dtype)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, on: Tensor, **constants: Any) -> None:
+    """Run a kernel on the device of a tensor; nothing, if there is nothing to do."""
+    if math.prod(grid):
+        with torch.cuda.device_of(on):
+            kernel[grid](*args, **constants)

@@ -1,0 +1,148 @@
+"""The library's Triton kernels, interpreted on the CPU in a process of their own.
+
+Whether Triton compiles or interprets is decided when it is imported, and Inductor imports it, too. So
+what is here runs where nothing has imported it yet: in a process started for that, see `interpreting`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import itertools
+import multiprocessing
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import LITERALS, Case, inputs_of, names_of, outputs, plain
+from torch import Tensor
+
+from torchard import fuse
+from torchard.kernels import KERNELS, Kernel, Pattern
+from torchard.kernels.imported import implementation
+
+__all__ = ["NAMES", "interpreting"]
+
+NAMES = tuple(name for name, kernel in sorted(KERNELS.items()) if "cuda" in kernel.implementations)
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Rows of more than 8 elements are gone through in blocks, tiles are of one row or two.
+SMALL = {"tile": 16, "columns": 8, "whole": 8, "block": 8}
+# Roundings in the dtype of the result: the interpreter cuts off bfloat16's where devices round.
+ROUNDINGS = 4
+# Sizes of "...", of the dims with names in order, how inputs lie, dtypes, sizes of tiles.
+CASES: list[
+    tuple[tuple[int, ...], tuple[int, ...], tuple[str, ...], Sequence[torch.dtype], Any]
+] = [
+    ((2, 3), (3, 2, 5, 6), ("plain",), DTYPES, {}),
+    ((5, 3), (19, 2, 5, 21), ("plain",), DTYPES, SMALL),
+    ((4, 3), (5, 3, 4, 7), ("transposed", "strided", "plain"), DTYPES[:1], SMALL),
+    ((), (1,), ("plain",), DTYPES[:1], {}),
+    ((0, 3), (4, 0, 3, 5), ("plain",), DTYPES[:1], {}),
+]
+
+Function = Callable[..., Any]
+
+
+@contextmanager
+def interpreting() -> Iterator[ProcessPoolExecutor]:
+    """Where to submit what is here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        process = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        process.submit(_prepare).result()
+    with process:
+        yield process
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+
+
+@contextmanager
+def limits(**sizes: int) -> Iterator[None]:
+    """Other sizes of tiles and blocks."""
+    chosen = importlib.import_module("torchard.kernels.triton.launch").LIMITS
+    kept = dict(vars(chosen))
+    vars(chosen).update(sizes)
+    try:
+        yield
+    finally:
+        vars(chosen).update(kept)
+
+
+def kernel_of(name: str, backward: bool) -> Kernel:
+    found = KERNELS[name].backward if backward else KERNELS[name]
+    assert found is not None
+    return found
+
+
+def interpreted(kernel: Kernel, pattern: Pattern) -> Function:
+    """The implementation, as its reference would be called."""
+    run = implementation(kernel.implementations, "cuda").run
+    assert run is not None
+    return functools.partial(run, **{name: LITERALS[name] for name in pattern.literals})
+
+
+def check(name: str, backward: bool) -> None:
+    """Every reference of a kernel, in all cases."""
+    kernel = kernel_of(name, backward)
+    for pattern in kernel.patterns:
+        for lead, sizes, layouts, dtypes, small in CASES:
+            names = names_of(pattern)
+            chosen = dict(zip(names, itertools.cycle(sizes), strict=False))
+            for dtype in dtypes:
+                case = Case(chosen, lead, dtype, layouts, 3)
+                with limits(**small):
+                    compare(kernel, pattern, case)
+
+
+def compare(kernel: Kernel, pattern: Pattern, case: Case) -> None:
+    """As far from float64 as eager operations are, or some roundings further."""
+    args = inputs_of(kernel, pattern, case)
+    got = outputs(interpreted(kernel, pattern)(*args))
+    eager = outputs(plain(pattern)(*args))
+    first = next(p for p in kernel.patterns if p.dims == pattern.dims)
+    exact = outputs(plain(first)(*(t.double() if t.is_floating_point() else t for t in args)))
+    for a, b, c in zip(got, eager, exact, strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), case
+        if not a.numel():
+            continue
+        assert torch.equal(a.isnan(), c.isnan())
+        known = ~c.isnan()
+        if not known.any():
+            continue
+        a, b, c = a.double()[known], b.double()[known], c[known]
+        allowed = 2 * float((b - c).abs().max())
+        allowed += ROUNDINGS * torch.finfo(got[0].dtype).eps * max(float(c.abs().max()), 1e-3)
+        assert float((a - c).abs().max()) <= allowed, (case, pattern.fn, a, c)
+
+
+def fused_with_its_gradient(name: str) -> set[str]:
+    """What runs a kernel and its gradient, as `fuse` says, where they are for the CPU."""
+    given = KERNELS[name]
+    assert isinstance(given.vjp, Mapping)
+    kernel = dataclasses.replace(
+        given,
+        implementations={"cpu": given.implementations["cuda"]},
+        vjp={"cpu": given.vjp["cuda"]},
+    )
+    pattern = kernel.patterns[0]
+    sizes = dict.fromkeys(names_of(pattern), 6)
+    args = inputs_of(kernel, pattern, Case(sizes, (3,), torch.float64, ("plain",), 3))
+    moving = tuple(i for i, x in enumerate(args) if x.is_floating_point())
+
+    def slope(fn: Function) -> Any:
+        return torch.func.grad(lambda *given: sum(map(squares, outputs(fn(*given)))), moving)
+
+    def squares(x: Tensor) -> Tensor:
+        return (x * x).sum()
+
+    fused = fuse(slope(plain(pattern)), kernel)
+    torch.testing.assert_close(fused(*args), slope(plain(pattern))(*args), rtol=1e-9, atol=1e-9)
+    return {str(use.how) for use in fused.lower(*args).kernels}

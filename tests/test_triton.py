@@ -1,0 +1,114 @@
+"""Triton's kernels are what their references are, by its interpreter; and are done without."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import interpreted
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchard import fuse
+from torchard.kernels import KERNELS, Kernel
+from torchard.kernels.imported import Imported
+from torchard.kernels.region import Region
+
+needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed")
+every_kernel = pytest.mark.parametrize("name", interpreted.NAMES)
+X, B = torch.randn(5, 6), torch.randn(6)
+
+
+# -- what they compute ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def elsewhere() -> Iterator[ProcessPoolExecutor]:
+    with interpreted.interpreting() as process:
+        yield process
+
+
+@needs_triton
+@every_kernel
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_as_exact_as_its_references(
+    name: str, backward: bool, elsewhere: ProcessPoolExecutor
+) -> None:
+    elsewhere.submit(interpreted.check, name, backward).result()
+
+
+@needs_triton
+@every_kernel
+def test_fuse_runs_them_and_says_so(name: str, elsewhere: ProcessPoolExecutor) -> None:
+    assert elsewhere.submit(interpreted.fused_with_its_gradient, name).result() == {"triton"}
+
+
+# -- without it -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("torchard.kernels.triton")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "triton", None)
+
+
+def label(kernel: Kernel, compiler: str = "inductor") -> str:
+    """What is said of a kernel on a CUDA device before it runs."""
+    pattern = kernel.patterns[0]
+    found: Any = SimpleNamespace(alternative=pattern.alternatives[0], literals=(), pattern=pattern)
+    return Region(kernel, found, compiler).label("cuda", [1])
+
+
+def gelu(x: Tensor, b: Tensor) -> Tensor:
+    return F.gelu(x + b)
+
+
+def run_by(run: Imported) -> str:
+    """How bias_gelu runs on the CPU if this is its implementation there."""
+    fused = fuse(gelu, replace(KERNELS["bias_gelu"], implementations={"cpu": run}))
+    torch.testing.assert_close(fused(X, B), gelu(X, B))
+    (use,) = fused.lower(X, B).kernels
+    return str(use.how)
+
+
+@needs_triton
+@every_kernel
+def test_with_triton_all_are_for_cuda(name: str) -> None:
+    gradient = KERNELS[name].backward
+    assert gradient is not None and gradient.implementations.keys() >= {"cuda"}
+    assert label(KERNELS[name]) == label(gradient) == "triton"
+
+
+@every_kernel
+def test_without_triton_they_are_compiled_and_say_so(name: str, without_triton: None) -> None:
+    kernel = KERNELS[name]
+    how = "kernel" if "any" in kernel.implementations else "inductor"
+    assert label(kernel) == f"{how} (no triton)"
+    assert how == "kernel" or label(kernel, "eager") == "eager (asked for) (no triton)"
+
+
+def test_without_triton_values_are_right(without_triton: None) -> None:
+    given = KERNELS["bias_gelu"].implementations["cuda"]
+    assert isinstance(given, Imported)
+    assert run_by(given) == "eager (small) (no triton)"
+
+
+def test_what_fails_is_done_without() -> None:
+    def failing(name: str) -> str:
+        return run_by(Imported("torch", "torch", name))
+
+    assert failing("mm") == "eager (small) (torch failed: RuntimeError)"
+    assert failing("mv") == "eager (small) (torch failed: KernelError)"  # another shape
+
+
+def test_other_missing_modules_are_errors() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        Imported("triton", "torchard.kernels.none_such", "f").load()
