@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from torchard.kernels.buffers import Buffers
 from torchard.kernels.dims import Dims
 
 __all__ = ["Layout", "blocked"]
@@ -83,10 +84,7 @@ def blocked(bound: Bound, layout: Layout, tensors: Tensors, results: Tensors) ->
     blocks = largest // (BLOCK * torch.get_num_threads())
     if min(blocks, rows) < 2:
         return None
-    likes = tuple(
-        torch.empty_strided(r.shape, r.stride(), dtype=r.dtype, device="meta") for r in results
-    )
-    return _Blocked(bound, layout, likes, rows, -(-rows // min(blocks, rows)))
+    return _Blocked(bound, layout, Buffers.of(results), rows, -(-rows // min(blocks, rows)))
 
 
 @dataclass(frozen=True)
@@ -95,18 +93,13 @@ class _Blocked:
 
     bound: Bound
     layout: Layout
-    results: tuple[torch.Tensor, ...]
+    results: Buffers
     rows: int
     step: int
     runs: dict[int, Run] = field(default_factory=dict)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        made = [
-            torch.empty_strided(
-                like.shape, like.stride(), dtype=like.dtype, device=tensors[0].device
-            )
-            for like in self.results
-        ]
+        made = self.results.new(tensors[0].device)
         for sums in (m for m, n in zip(made, self.layout.outputs, strict=True) if n is None):
             sums.zero_()
         layout = (*self.layout.inputs, *self.layout.outputs)

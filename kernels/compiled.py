@@ -12,6 +12,7 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.program import Program
+from torchard.kernels.buffers import Buffers, is_large
 
 __all__ = ["compiled", "writing"]
 
@@ -21,7 +22,36 @@ Tensors = Sequence[torch.Tensor]
 
 
 def compiled(program: Program, tensors: Tensors) -> Callable[[list[torch.Tensor]], Any]:
-    """The program through Inductor, called with one list of its inputs."""
+    """The program through Inductor, called with one list of its inputs.
+
+    On a CPU large results are written to buffers of ours.
+    """
+    results = Buffers.of([node.meta["val"] for node in program.results])
+    device = tensors[0].device
+    if device.type != "cpu" or not (results.any_large and results.dense and _last(program)):
+        return _compiled(program, tensors)
+    run = _compiled(
+        writing(program, [False] * len(results.likes)), [*tensors, *results.new(device)]
+    )
+
+    def into(given: list[torch.Tensor]) -> list[torch.Tensor]:
+        made = results.new(given[0].device)
+        run([*given, *made])
+        return made
+
+    return into
+
+
+def _last(program: Program) -> bool:
+    """Whether each result is computed where it is written: by loops of the compiler's own."""
+    return all(
+        node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ())
+        for node in program.results
+        if is_large(node.meta["val"])
+    )
+
+
+def _compiled(program: Program, tensors: Tensors) -> Callable[[list[torch.Tensor]], Any]:
     module = fx.GraphModule(torch.nn.Module(), program.copy().graph)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # importing the compiler warns about torch.jit
