@@ -17,6 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from kernel_cases import LITERALS, Case, inputs_of, names_of, outputs, plain
@@ -42,7 +43,8 @@ CASES: list[
     ((5, 3), (19, 2, 5, 21), ("plain",), DTYPES, SMALL),
     ((4, 3), (5, 3, 4, 7), ("transposed", "strided", "plain"), DTYPES[:1], SMALL),
     ((), (1,), ("plain",), DTYPES[:1], {}),
-    ((0, 3), (4, 0, 3, 5), ("plain",), DTYPES[:1], {}),
+    ((0, 3), (4, 5, 3, 6), ("plain",), DTYPES[:1], {}),
+    ((2, 3), (0, 4, 3, 6), ("plain",), DTYPES[:1], {}),
 ]
 
 Function = Callable[..., Any]
@@ -62,6 +64,8 @@ def interpreting() -> Iterator[ProcessPoolExecutor]:
 def _prepare() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    # As on a device: what lanes outside of a tensor compute is not stored.
+    np.seterr(all="ignore")
 
 
 @contextmanager
@@ -106,7 +110,11 @@ def compare(kernel: Kernel, pattern: Pattern, case: Case) -> None:
     """As far from float64 as eager operations are, or some roundings further."""
     args = inputs_of(kernel, pattern, case)
     got = outputs(interpreted(kernel, pattern)(*args))
-    eager = outputs(plain(pattern)(*args))
+    try:
+        eager = outputs(plain(pattern)(*args))
+    except (RuntimeError, IndexError):
+        assert not all(x.numel() for x in args)  # it has nothing to say of what is empty
+        return
     first = next(p for p in kernel.patterns if p.dims == pattern.dims)
     exact = outputs(plain(first)(*(t.double() if t.is_floating_point() else t for t in args)))
     for a, b, c in zip(got, eager, exact, strict=True):

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchard.functional import random
+from torchard.kernels.imported import triton
 from torchard.kernels.kernel import Kernel, register_kernel
 
 __all__ = ["bias_dropout_residual", "bias_dropout_residual_layer_norm"]
@@ -53,6 +54,8 @@ bias_dropout_residual = register_kernel(
         "bias_dropout_residual",
         (_bias_dropout_residual,),
         "... d, d, ... d, 2:int64 -> ... d | whole ... d",
+        {"cuda": triton("dropout", "bias_dropout_residual")},
+        {"cuda": triton("dropout", "bias_dropout_residual_backward")},
     )
 )
 bias_dropout_residual_layer_norm = register_kernel(

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchard.kernels.imported import triton
 from torchard.kernels.kernel import Kernel, register_kernel
 
 __all__ = ["geglu", "geglu_tanh", "swiglu"]
@@ -42,7 +43,11 @@ def _gelu_tanh_written_out(x: Tensor) -> Tensor:
 
 def _kernel(name: str, *activations: Callable[[Tensor], Tensor]) -> Kernel:
     """gate [...], up [...] -> [...]."""
-    return register_kernel(Kernel(name, tuple(map(_gate, activations)), "..., ... -> ..."))
+    run, vjp = triton("gated", name), triton("gated", f"{name}_backward")
+    references = tuple(map(_gate, activations))
+    return register_kernel(
+        Kernel(name, references, "..., ... -> ...", {"cuda": run}, {"cuda": vjp})
+    )
 
 
 swiglu = _kernel("swiglu", F.silu, _silu_written_out)

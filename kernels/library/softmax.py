@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchard.kernels.buffers import Buffers
+from torchard.kernels.imported import triton
 from torchard.kernels.kernel import Kernel, register_kernel
 
 __all__ = ["softmax"]
@@ -13,6 +15,12 @@ __all__ = ["softmax"]
 def _softmax(x: Tensor) -> Tensor:
     """[..., d] -> [..., d]."""
     return torch.softmax(x, -1)
+
+
+def _into_ours(x: Tensor) -> Tensor:
+    """In memory of our own, laid out as torch would."""
+    out = torch.empty_like(x, device="meta")
+    return torch.softmax(x, -1, out=Buffers.of([out]).new(x.device)[0])
 
 
 def _written_out(x: Tensor) -> Tensor:
@@ -31,6 +39,7 @@ softmax = register_kernel(
         "softmax",
         (_softmax, _written_out, _without_maximum),
         "... d -> ... d | whole d",
-        {"any": _softmax},
+        {"any": _softmax, "cpu": _into_ours, "cuda": triton("softmax", "softmax")},
+        {"cuda": triton("softmax", "softmax_backward")},
     )
 )

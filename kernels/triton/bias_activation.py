@@ -14,9 +14,12 @@ from torchard.kernels.triton.launch import (
     accumulator,
     cdiv,
     launch,
+    partials,
     programs,
     rows_of,
     tile,
+    tile_here,
+    tiles,
     total,
 )
 
@@ -45,9 +48,7 @@ def _forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
-    cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = (rows < n) & (cols < d)
+    rows, cols, inside = tile_here(n, d, ROWS, BLOCK)
     bias = tl.load(b + cols, mask=cols < d, other=0).to(ACC)
     value = tl.load(x + rows * x_stride + cols, mask=inside, other=0).to(ACC)
     tl.store(out + rows * d + cols, activation(value + bias, NAME), mask=inside)
@@ -91,7 +92,7 @@ def _run(name: str, x: Tensor, b: Tensor) -> Tensor:
     shape = tile(rows)
     launch(
         _forward,
-        (cdiv(n, shape.rows), cdiv(d, shape.block)),
+        tiles(rows, shape),
         *(rows, b.contiguous(), out, n, d, rows.stride(0)),
         on=x,
         NAME=name,
@@ -110,7 +111,7 @@ def _vjp(name: str, x: Tensor, b: Tensor, cotangent: Tensor) -> tuple[Tensor, Te
     parts = programs(rows, shape, columns)
     acc = accumulator(x, b, cotangent)
     dx = x.new_empty(x.shape)
-    db = x.new_empty((parts, d), dtype=torch.float64 if acc == tl.float64 else torch.float32)
+    db = partials(parts, rows, acc)
     launch(
         _backward,
         (parts, columns),

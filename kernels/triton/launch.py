@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -16,10 +17,15 @@ __all__ = [
     "accumulator",
     "cdiv",
     "launch",
+    "partials",
     "programs",
     "rows_of",
     "tile",
+    "tile_here",
+    "tiles",
     "total",
+    "whole",
+    "wide",
 ]
 
 WARP = 32
@@ -43,7 +49,7 @@ class Limits:
     tile: int = 2048
     columns: int = 1024
     whole: int = 16384
-    block: int = 8192
+    block: int = 16384
 
 
 LIMITS = Limits()
@@ -102,6 +108,11 @@ def accumulator(*tensors: Tensor) -> Any:
     return tl.float64 if any(t.dtype == torch.float64 for t in tensors) else tl.float32
 
 
+def wide(acc: Any) -> torch.dtype:
+    """The same as torch's."""
+    return torch.float64 if acc == tl.float64 else torch.float32
+
+
 def programs(x: Tensor, tile: Tile, columns: int = 1) -> int:
     """As many as run at a time, each of which goes on over rows of x [n, d] in so many columns."""
     at_once = 3  # where there is no such device (in Triton's interpreter)
@@ -109,6 +120,30 @@ def programs(x: Tensor, tile: Tile, columns: int = 1) -> int:
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count
         at_once = processors * max(1, _RESIDENT // (tile.warps * WARP))
     return max(1, min(cdiv(x.shape[0], tile.rows), at_once // max(1, columns)))
+
+
+def tiles(x: Tensor, tile: Tile) -> tuple[int]:
+    """As many programs as x [n, d] has tiles, for `tile_here`."""
+    n, d = x.shape
+    return (cdiv(n, tile.rows) * cdiv(d, tile.block),)
+
+
+@triton.jit
+def tile_here(n, d, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Rows [ROWS, 1] and columns [1, BLOCK] of this program's tile, and which are inside [n, d].
+
+    Neighbours have tiles of the same rows: together they read what lies together. Rows are of 64 bits,
+    so that offsets are.
+    """
+    across = tl.cdiv(d, BLOCK)
+    rows = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
+    cols = tl.program_id(0) % across * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return rows, cols, (rows < n) & (cols < d)
+
+
+def partials(count: int, like: Tensor, acc: Any) -> Tensor:
+    """[programs, d] for sums over rows of what is like [n, d]."""
+    return like.new_empty((count, like.shape[1]), dtype=wide(acc))
 
 
 def total(partial: Tensor, dtype: torch.dtype) -> Tensor:

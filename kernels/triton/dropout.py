@@ -1,0 +1,124 @@
+"""residual + dropout(x + b), forward and backward; the mask is drawn again, not kept.
+
+Source: Srivastava et al. 2014 (JMLR 15).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchard.kernels.triton.launch import (
+    accumulator,
+    cdiv,
+    launch,
+    partials,
+    programs,
+    rows_of,
+    tile,
+    tile_here,
+    tiles,
+    total,
+)
+from torchard.kernels.triton.stream import Stream, behind_dropout, dropout, stream
+
+__all__ = ["bias_dropout_residual", "bias_dropout_residual_backward"]
+
+
+@triton.jit
+def _forward(
+    x,
+    y,
+    bias,
+    key,
+    n,
+    d,
+    x_stride,
+    y_stride,
+    out,
+    THRESHOLD: tl.constexpr,
+    SCALE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows, cols, inside = tile_here(n, d, ROWS, BLOCK)
+    first = tl.program_id(0) % tl.cdiv(d, BLOCK) * BLOCK
+    value = stream(
+        *(x, y, bias, key, n, d, x_stride, y_stride, rows, first),
+        *(THRESHOLD, SCALE, ALIGNED, ACC, ROWS, BLOCK),
+    )
+    tl.store(out + rows * d + cols, value, mask=inside)
+
+
+@triton.jit
+def _backward(
+    key,
+    cotangent,
+    dx,
+    db,
+    n,
+    d,
+    stride,
+    THRESHOLD: tl.constexpr,
+    SCALE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    first = tl.program_id(1) * BLOCK
+    cols = first + tl.arange(0, BLOCK)
+    summed = tl.zeros([ROWS, BLOCK], ACC)
+    for start in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
+        rows = start + tl.arange(0, ROWS).to(tl.int64)[:, None]
+        inside = (rows < n) & (cols < d)[None, :]
+        moved = tl.load(cotangent + rows * stride + cols[None, :], mask=inside, other=0).to(ACC)
+        change = behind_dropout(moved, key, rows, first, d, THRESHOLD, SCALE, ALIGNED, ROWS, BLOCK)
+        tl.store(dx + rows * d + cols[None, :], change, mask=inside)
+        summed += change
+    tl.store(db + tl.program_id(0).to(tl.int64) * d + cols, tl.sum(summed, 0), mask=cols < d)
+
+
+def bias_dropout_residual(
+    x: Tensor, b: Tensor, residual: Tensor, key: Tensor, threshold: float
+) -> Tensor:
+    """x, residual [..., d], b [d], key [2] -> [..., d]; 3 n d elements are moved."""
+    value = Stream(x, residual, b, key, threshold)
+    out = x.new_empty(x.shape, dtype=value.dtype)
+    rows = rows_of(x)
+    shape = tile(rows)
+    launch(
+        _forward,
+        tiles(rows, shape),
+        *value.arguments,
+        out,
+        on=x,
+        **value.constants,
+        **shape.constants,
+    )
+    return out
+
+
+def bias_dropout_residual_backward(
+    key: Tensor, cotangent: Tensor, threshold: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """key [2], cotangent [..., d] -> of x, b and the residual; 2 n d elements are moved."""
+    rows, acc = rows_of(cotangent), accumulator(cotangent)
+    n, d = rows.shape
+    shape = tile(rows)
+    columns = cdiv(d, shape.block)
+    parts = programs(rows, shape, columns)
+    dx, db = cotangent.new_empty(cotangent.shape), partials(parts, rows, acc)
+    launch(
+        _backward,
+        (parts, columns),
+        *(key.contiguous(), rows, dx, db, n, d, rows.stride(0)),
+        on=cotangent,
+        ACC=acc,
+        **dropout(threshold, d),
+        **shape.constants,
+    )
+    return dx, total(db, cotangent.dtype), cotangent

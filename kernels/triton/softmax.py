@@ -1,0 +1,158 @@
+"""Softmax over the last dim, forward and backward.
+
+Source: Milakov and Gimelshein 2018 (arXiv:1805.02867) for rows that are gone through in blocks.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchard.kernels.triton.launch import LIMITS, accumulator, cdiv, launch, rows_of, whole
+
+__all__ = ["exponentials", "softmax", "softmax_backward"]
+
+
+@triton.jit
+def _subtracted(largest):
+    """What is subtracted of a row: its maximum, but not -inf, which would leave nan of -inf."""
+    return tl.where(largest == float("-inf"), 0.0, largest)
+
+
+@triton.jit
+def exponentials(
+    x,
+    weights,
+    rows,
+    n,
+    d,
+    x_stride,
+    weights_stride,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Of rows [ROWS, 1] of x, in one pass: what is subtracted, the sum of exp, and with weights; [ROWS].
+
+    What was summed is made smaller whenever the maximum grows.
+    """
+    largest = tl.full([ROWS], float("-inf"), ACC)
+    summed = tl.zeros([ROWS, BLOCK], ACC)
+    weighted = tl.zeros([ROWS, BLOCK], ACC)
+    for start in range(0, d, BLOCK):
+        cols = start + tl.arange(0, BLOCK)[None, :]
+        inside = (rows < n) & (cols < d)
+        value = tl.load(x + rows * x_stride + cols, mask=inside, other=float("-inf")).to(ACC)
+        found = tl.maximum(largest, tl.max(value, 1))
+        base = _subtracted(found)
+        shrink = tl.exp(largest - base)[:, None]
+        e = tl.exp(value - base[:, None])
+        summed = summed * shrink + e
+        if weights is not None:
+            weight = tl.load(weights + rows * weights_stride + cols, mask=inside, other=0).to(ACC)
+            weighted = weighted * shrink + e * weight
+        largest = found
+    return _subtracted(largest), tl.sum(summed, 1), tl.sum(weighted, 1)
+
+
+@triton.jit
+def _forward(
+    x,
+    out,
+    n,
+    d,
+    x_stride,
+    WHOLE: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
+    if WHOLE:
+        cols = tl.arange(0, BLOCK)[None, :]
+        inside = (rows < n) & (cols < d)
+        value = tl.load(x + rows * x_stride + cols, mask=inside, other=float("-inf")).to(ACC)
+        e = tl.exp(value - _subtracted(tl.max(value, 1))[:, None])
+        tl.store(out + rows * d + cols, e / tl.sum(e, 1)[:, None], mask=inside)
+    else:
+        base, summed, _ = exponentials(x, None, rows, n, d, x_stride, 0, ACC, ROWS, BLOCK)
+        for start in range(0, d, BLOCK):
+            cols = start + tl.arange(0, BLOCK)[None, :]
+            inside = (rows < n) & (cols < d)
+            value = tl.load(x + rows * x_stride + cols, mask=inside, other=0).to(ACC)
+            e = tl.exp(value - base[:, None])
+            tl.store(out + rows * d + cols, e / summed[:, None], mask=inside)
+
+
+@triton.jit
+def _backward(
+    x,
+    cotangent,
+    dx,
+    n,
+    d,
+    x_stride,
+    cotangent_stride,
+    WHOLE: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """s (c - sum(s c)) for s = softmax(x)."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
+    if WHOLE:
+        cols = tl.arange(0, BLOCK)[None, :]
+        inside = (rows < n) & (cols < d)
+        value = tl.load(x + rows * x_stride + cols, mask=inside, other=float("-inf")).to(ACC)
+        moved = tl.load(cotangent + rows * cotangent_stride + cols, mask=inside, other=0).to(ACC)
+        e = tl.exp(value - _subtracted(tl.max(value, 1))[:, None])
+        s = e / tl.sum(e, 1)[:, None]
+        change = s * (moved - tl.sum(s * moved, 1)[:, None])
+        tl.store(dx + rows * d + cols, change, mask=inside)
+    else:
+        base, summed, weighted = exponentials(
+            x, cotangent, rows, n, d, x_stride, cotangent_stride, ACC, ROWS, BLOCK
+        )
+        mean = (weighted / summed)[:, None]
+        for start in range(0, d, BLOCK):
+            cols = start + tl.arange(0, BLOCK)[None, :]
+            inside = (rows < n) & (cols < d)
+            value = tl.load(x + rows * x_stride + cols, mask=inside, other=0).to(ACC)
+            moved = tl.load(cotangent + rows * cotangent_stride + cols, mask=inside, other=0)
+            s = tl.exp(value - base[:, None]) / summed[:, None]
+            tl.store(dx + rows * d + cols, s * (moved.to(ACC) - mean), mask=inside)
+
+
+def softmax(x: Tensor) -> Tensor:
+    """[..., d] -> [..., d]; 2 n d elements are moved."""
+    rows, out = rows_of(x), x.new_empty(x.shape)
+    n, d = rows.shape
+    shape = whole(rows)
+    launch(
+        _forward,
+        (cdiv(n, shape.rows) if d else 0,),
+        *(rows, out, n, d, rows.stride(0)),
+        on=x,
+        WHOLE=d <= LIMITS.whole,
+        ACC=accumulator(x),
+        **shape.constants,
+    )
+    return out
+
+
+def softmax_backward(x: Tensor, cotangent: Tensor) -> Tensor:
+    """x, cotangent [..., d] -> [..., d]; 3 n d elements are moved."""
+    rows, moved, dx = rows_of(x), rows_of(cotangent), x.new_empty(x.shape)
+    n, d = rows.shape
+    shape = whole(rows)
+    launch(
+        _backward,
+        (cdiv(n, shape.rows) if d else 0,),
+        *(rows, moved, dx, n, d, rows.stride(0), moved.stride(0)),
+        on=x,
+        WHOLE=d <= LIMITS.whole,
+        ACC=accumulator(x),
+        **shape.constants,
+    )
+    return dx

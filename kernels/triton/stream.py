@@ -1,0 +1,115 @@
+"""What goes on in a residual stream: x, x + y, or y + dropout(x + bias); read by kernels on the way."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchard.kernels.triton.launch import accumulator, rows_of
+from torchard.kernels.triton.philox import WORDS, dropped
+
+__all__ = ["Stream", "behind_dropout", "stream"]
+
+# Of a probability, the digits that come back from a threshold of 32 bits, as in the library.
+_DIGITS = 9
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Operands: x and y [..., d], bias [d], key [2]; without a key nothing is dropped."""
+
+    x: Tensor
+    y: Tensor | None = None
+    bias: Tensor | None = None
+    key: Tensor | None = None
+    threshold: float = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and their length."""
+        return math.prod(self.x.shape[:-1]), self.x.shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the value."""
+        given = [t.dtype for t in (self.x, self.y, self.bias) if t is not None]
+        return reduce(torch.promote_types, given)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What kernels take first, up to the strides."""
+        x, y = rows_of(self.x), None if self.y is None else rows_of(self.y)
+        bias = None if self.bias is None else self.bias.contiguous()
+        key = None if self.key is None else self.key.contiguous()
+        return x, y, bias, key, *x.shape, x.stride(0), 0 if y is None else y.stride(0)
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {"ACC": accumulator(self.x), **dropout(self.threshold, self.shape[1])}
+
+
+def dropout(threshold: float, d: int) -> dict[str, Any]:
+    """Constants of `behind_dropout` for rows of a length: words below the threshold drop an element."""
+    p = round(threshold / 2**32, _DIGITS)
+    return {
+        "THRESHOLD": math.ceil(threshold),
+        "SCALE": 1 / (1 - p),
+        "ALIGNED": d % WORDS.value == 0,
+    }
+
+
+@triton.jit
+def behind_dropout(
+    value,
+    key,
+    rows,
+    first,
+    d,
+    THRESHOLD: tl.constexpr,
+    SCALE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A value [ROWS, BLOCK], columns from the first on, with some elements dropped and others scaled."""
+    gone = dropped(key, rows, first, d, THRESHOLD, ALIGNED, ROWS, BLOCK)
+    return tl.where(gone, 0.0, value * SCALE)
+
+
+@triton.jit
+def stream(
+    x,
+    y,
+    bias,
+    key,
+    n,
+    d,
+    x_stride,
+    y_stride,
+    rows,
+    first,
+    THRESHOLD: tl.constexpr,
+    SCALE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ACC: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The value in rows [ROWS, 1] and columns [first, first + BLOCK); 0 outside, if there is no bias."""
+    cols = first + tl.arange(0, BLOCK)[None, :]
+    inside = (rows < n) & (cols < d)
+    value = tl.load(x + rows * x_stride + cols, mask=inside, other=0).to(ACC)
+    if bias is not None:
+        value += tl.load(bias + cols, mask=cols < d, other=0).to(ACC)
+    if key is not None:
+        value = behind_dropout(value, key, rows, first, d, THRESHOLD, SCALE, ALIGNED, ROWS, BLOCK)
+    if y is not None:
+        value += tl.load(y + rows * y_stride + cols, mask=inside, other=0).to(ACC)
+    return value
