@@ -28,36 +28,46 @@ def is_large(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Buffers:
-    """Tensors of known shapes, strides and dtypes, made on demand."""
+class Layout:
+    """How a tensor is stored."""
 
-    likes: tuple[torch.Tensor, ...]
-
-    @staticmethod
-    def of(values: Sequence[torch.Tensor]) -> Buffers:
-        return Buffers(
-            tuple(
-                torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta")
-                for v in values
-            )
-        )
-
-    @property
-    def any_large(self) -> bool:
-        return any(map(is_large, self.likes))
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
 
     @property
     def dense(self) -> bool:
-        """Whether each element has one place, and all places are theirs."""
-        return all(torch.empty_like(like).stride() == like.stride() for like in self.likes)
+        """Whether each element has one place, and all places up to the last are theirs."""
+        expected = 1
+        for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Tensors made on demand."""
+
+    layouts: tuple[Layout, ...]
+
+    @staticmethod
+    def of(values: Sequence[torch.Tensor]) -> Buffers:
+        """Stored as these are."""
+        return Buffers(tuple(Layout(tuple(v.shape), v.stride(), v.dtype) for v in values))
+
+    @property
+    def dense(self) -> bool:
+        """Whether all are."""
+        return all(layout.dense for layout in self.layouts)
 
     def new(self, device: torch.device) -> list[torch.Tensor]:
         """Nothing is in them yet."""
-        return [_in_huge_pages(_empty(like, device)) for like in self.likes]
-
-
-def _empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+        return [
+            _in_huge_pages(torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=device))
+            for x in self.layouts
+        ]
 
 
 def _in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,13 +26,13 @@ def compiled(program: Program, tensors: Tensors) -> Callable[[list[torch.Tensor]
 
     On a CPU large results are written to buffers of ours.
     """
-    results = Buffers.of([node.meta["val"] for node in program.results])
-    device = tensors[0].device
-    if device.type != "cpu" or not (results.any_large and results.dense and _last(program)):
+    values, device = [node.meta["val"] for node in program.results], tensors[0].device
+    results = Buffers.of(values)
+    ours = device.type == "cpu" and any(map(is_large, values)) and results.dense
+    if not (ours and _last(program)):
         return _compiled(program, tensors)
-    run = _compiled(
-        writing(program, [False] * len(results.likes)), [*tensors, *results.new(device)]
-    )
+    placed = writing(program, [False] * len(values))
+    run = _compiled(placed, [*tensors, *results.new(device)])
 
     def into(given: list[torch.Tensor]) -> list[torch.Tensor]:
         made = results.new(given[0].device)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections import UserString
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import fx
 
 from torchard.functional.errors import KernelError, NoMatch
+from torchard.functional.fused import Fused
 from torchard.functional.program import Program
 from torchard.functional.segments import Where, chooser, scopes_in
 from torchard.functional.trace import trace
 from torchard.functional.transform import Transformed
 from torchard.kernels import library  # noqa: F401  (its kernels)
+from torchard.kernels.buffers import is_large
+from torchard.kernels.choice import COMPILERS
+from torchard.kernels.joint import Pair, let_go_of_losses
 from torchard.kernels.kernel import KERNELS, Kernel
 from torchard.kernels.match import Finder, Found, Miss
 from torchard.kernels.pattern import Pattern
 from torchard.kernels.reading import Reading
-from torchard.kernels.region import COMPILERS, fused_of
+from torchard.kernels.region import fused_of
 from torchard.kernels.replace import Part, Replacement, Replacer, in_order
 from torchard.kernels.report import Match, Use
 
@@ -139,7 +145,9 @@ class Fuse:
         return program
 
     def __call__(self, program: Program) -> Program:
-        return _Search(program.copy(), self).carry_out()
+        program = program.copy()
+        let_go_of_losses(program)
+        return _Search(program, self).carry_out()
 
     def inline(self, program: Program) -> Program:
         """Inside another trace: mark what it is about, to be done when that one is lowered."""
@@ -276,21 +284,49 @@ class _Search:
 
     def _tried(self, group: _Group) -> bool:
         """Whether a group has been replaced."""
+        if self._joined(group):
+            return True
         plan = self._plan(group)
-        # The library's kernels have to be worth it; what was asked for by name is done.
-        if not plan.refused and self.fuse.kernels is None and not _worth(plan):
-            plan.refused = f"it would move {plan.after:,} bytes instead of {plan.before:,}"
-        if plan.refused:
-            self.refused.append(plan.refused)
+        if not self._accepted(plan):
             return False
         for (kernel, found), part in zip(group.members, plan.parts, strict=True):
             if kernel.vjp is None and kernel.of is None:
                 self._check_gradient(kernel, part, group.differentiated)
-            fused, how = fused_of(kernel, found, self.fuse.compiler, self.reading)
-            use = Use.of(kernel.name, how, part)
-            self.replacer.carry_out(part, fused, {"kernel": kernel.name, "use": use})
+            made = fused_of(kernel, found, self.fuse.compiler, self.reading)
+            self._carry_out(part, kernel.name, *made)
         self.replacer.finish(plan)
         return True
+
+    def _joined(self, group: _Group) -> bool:
+        """Whether a kernel and its gradient have been replaced by one that is both.
+
+        Not in a program that is to be split between them.
+        """
+        if len(group.members) != 2 or any(leaf.role == "cotangent" for leaf in self.program.inputs):
+            return False
+        (kernel, forward), (_, backward) = group.members
+        pair = Pair(kernel, forward, backward)
+        made = pair.fused(self.reading.device, self.fuse.compiler) if pair.found else None
+        if pair.found is None or made is None:
+            return False
+        plan = self._plan(_Group([(kernel, pair.found)]))
+        marked = any(node.meta.get("segments") for node in plan.gone)
+        if marked or plan.refused or (self.fuse.kernels is None and not _worth(plan)):
+            return False
+        self._carry_out(plan.parts[0], pair.name, *made)
+        self.replacer.finish(plan)
+        return True
+
+    def _accepted(self, plan: Replacement) -> bool:
+        """The library's kernels have to be worth it; what was asked for by name is done."""
+        if not plan.refused and self.fuse.kernels is None and not _worth(plan):
+            plan.refused = f"it would move {plan.after:,} bytes instead of {plan.before:,}"
+        if plan.refused:
+            self.refused.append(plan.refused)
+        return not plan.refused
+
+    def _carry_out(self, part: Part, name: str, fused: Fused, how: UserString) -> None:
+        self.replacer.carry_out(part, fused, {"kernel": name, "use": Use.of(name, how, part)})
 
     def _check_gradient(self, kernel: Kernel, part: Part, differentiated: bool) -> None:
         """A kernel without a derivative must not stand where one is taken."""
@@ -315,10 +351,16 @@ class _Group:
 
 
 def _worth(plan: Replacement) -> bool:
-    """Fewer bytes; or as many, by fewer operations than would be without it."""
-    return plan.after < plan.before or (
-        plan.after == plan.before and plan.operations > len(plan.parts)
-    )
+    """Fewer bytes; or as many, by fewer operations than would be without it, or in better memory."""
+    if plan.after != plan.before:
+        return plan.after < plan.before
+    return plan.operations > len(plan.parts) or any(map(_large_on_cpu, plan.results))
+
+
+def _large_on_cpu(node: fx.Node) -> bool:
+    """Whether it is worth having from us for the pages it lies in alone."""
+    val = node.meta["val"]
+    return isinstance(val, torch.Tensor) and val.device.type == "cpu" and is_large(val)
 
 
 def _is_gradient(gradient: Found, of: Found) -> bool:

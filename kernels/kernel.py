@@ -35,6 +35,11 @@ class Kernel:
             implementations of that derivative by device: functions of the inputs it depends on, then
             the cotangents, that return the gradients of all floating inputs. None: it has none, and
             gradients through it are refused.
+        joint: implementations, by device, of both at once: functions of the inputs, then the cotangents,
+            that return the outputs, then the gradients. Run where a program has both and a cotangent
+            does not depend on the outputs, as that of a loss.
+        by_time: whether on a CPU the reference, compiled, is tried beside an implementation, and the
+            faster of them runs.
         tolerance: how far from float64 it may be, in multiples of its reference's own error.
         weights: parameters that are inputs of the program wherever it is looked for.
         of: of a gradient's, the kernel it is the gradient of.
@@ -48,6 +53,8 @@ class Kernel:
     dims: str | None = None
     implementations: Implementations = field(default_factory=dict)
     vjp: Literal["reference"] | Implementations | None = "reference"
+    joint: Implementations = field(default_factory=dict, kw_only=True)
+    by_time: bool = field(default=False, kw_only=True)
     tolerance: float = 2.0
     weights: tuple[str, ...] = ()
     of: Kernel | None = None
@@ -72,7 +79,9 @@ class Kernel:
             return None
         given = dict(self.vjp) if isinstance(self.vjp, Mapping) else {}
         name = f"{self.name}_backward"
-        return Kernel(name, tuple(found), None, given, None, self.tolerance, of=self)
+        return Kernel(
+            name, tuple(found), None, given, None, self.tolerance, of=self, by_time=self.by_time
+        )
 
     @property
     def backward(self) -> Kernel | None:

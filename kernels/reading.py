@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ from torchard.kernels import lookups  # noqa: F401  (its rules)
 from torchard.kernels.evaluate import evaluate
 from torchard.kernels.terms import Store, Term, Value, is_multiple, literal
 
-__all__ = ["Reading", "bare", "operations"]
+__all__ = ["Reading", "bare", "inside", "operations"]
 
 aten = torch.ops.aten
 _BIASED = (aten.addmm.default, aten.baddbmm.default)
@@ -28,6 +28,17 @@ def bare(term: Term) -> Term:
     while term.op == "cast" or is_multiple(term):
         term = term.operands[0][0]
     return term
+
+
+def inside(terms: Iterable[Term]) -> frozenset[Term]:
+    """Terms and everything that is read for them."""
+    found = set(terms)
+    todo = list(found)
+    while todo:
+        fresh = {operand for operand, _ in todo.pop().operands} - found
+        found |= fresh
+        todo += fresh
+    return frozenset(found)
 
 
 def _beginnings(program: Program) -> set[fx.Node]:
@@ -91,6 +102,12 @@ class Reading:
         self.products = self._products()
         self.casts = self.store.casts
         self.behind = self._behind()
+
+    @property
+    def device(self) -> torch.device:
+        """Of its first input."""
+        placeholders = self.program.placeholders
+        return placeholders[0].meta["val"].device if placeholders else torch.device("cpu")
 
     def _behind(self) -> set[fx.Node]:
         leaves = zip(self.program.placeholders, self.program.inputs, strict=False)

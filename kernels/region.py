@@ -1,39 +1,24 @@
-"""From an occurrence and a kernel to what a node calls: which implementation runs it."""
+"""From an occurrence and a kernel to what a node calls."""
 
 from __future__ import annotations
 
-import functools
-import math
 from collections import UserString
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from time import perf_counter, thread_time
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
 from torchard.functional.errors import KernelError
 from torchard.functional.fused import Fused
-from torchard.kernels.blocked import Layout, blocked
-from torchard.kernels.compiled import compiled, writing
-from torchard.kernels.dims import Dims
-from torchard.kernels.imported import Given, implementation
+from torchard.functional.program import Program
+from torchard.kernels.choice import Choice
 from torchard.kernels.kernel import Kernel
 from torchard.kernels.match import Found
 from torchard.kernels.reading import Reading
 
-__all__ = ["COMPILERS", "fused_of"]
+__all__ = ["Region", "fused_of"]
 
-COMPILERS = ("inductor", "eager")
-# Elements below which a compiled region is not worth its compilation on a CPU.
-_SMALL = 1 << 20
-_ROUNDS = 5
-# How many choices are remembered: layers of one kind are compiled and timed once.
-_KEPT = 512
-
-Run = Callable[..., Any]
 Tensors = Sequence[torch.Tensor]
-
-_CHOSEN: dict[Hashable, tuple[Run, str]] = {}
 
 
 def fused_of(
@@ -41,13 +26,12 @@ def fused_of(
 ) -> tuple[Fused, UserString]:
     """What the node calls, and how it runs: said anew once that is chosen."""
     region = Region(kernel, found, compiler)
-    device = reading.program.placeholders[0].meta["val"].device if reading.program.inputs else "cpu"
     numels = [value.access.numel for value in found.inputs]
-    region.way.data = region.label(torch.device(device).type, numels)
+    region.way.data = region.label(reading.device.type, numels)
     return Fused(kernel.name, region.key, region.reference, region.choose, region.rule), region.way
 
 
-class Region:
+class Region(Choice):
     """One kernel with its literals.
 
     Args:
@@ -56,10 +40,11 @@ class Region:
     """
 
     def __init__(self, kernel: Kernel, found: Found, compiler: str) -> None:
+        super().__init__()
         self.kernel, self.found, self.compiler = kernel, found, compiler
+        self.name, self.implementations = kernel.name, kernel.implementations
+        self.by_time, self.dims = kernel.by_time, found.pattern.dims
         self.literals = dict(found.literals)
-        self.programs: dict[Hashable, Run] = {}
-        self.way, self.labels = UserString(""), dict[str, None]()
 
     @property
     def key(self) -> Hashable:
@@ -72,26 +57,11 @@ class Region:
             self.compiler,
         )
 
-    @property
-    def dims(self) -> Dims | None:
-        return self.found.pattern.dims
-
     def rule(self, ins: Any, outs: Any) -> str | None:
         """How it may be split."""
         return None if self.dims is None else self.dims.rule(ins, outs)
 
-    def reference(self, *tensors: torch.Tensor) -> Any:
-        """The operations themselves."""
-        return self._bound(tensors)(*tensors)
-
-    def _bound(self, tensors: Tensors) -> Run:
-        key = tuple((tuple(t.shape), t.dtype) for t in tensors), tensors[0].device
-        run = self.programs.get(key)
-        if run is None:
-            run = self.programs[key] = self._eager(tensors)
-        return run
-
-    def _program(self, tensors: Tensors) -> Any:
+    def program(self, tensors: Tensors) -> Program:
         specs = tuple((tuple(t.shape), t.dtype) for t in tensors)
         found = self.found
         program = found.alternative.at(specs, found.literals, found.operations, tensors[0].device)
@@ -99,179 +69,3 @@ class Region:
             shapes = ", ".join(str(list(shape)) for shape, _ in specs)
             raise KernelError(f"kernel {self.kernel.name!r} cannot be run on {shapes}")
         return program
-
-    def _eager(self, tensors: Tensors) -> Run:
-        program = self._program(tensors)
-        bound, single = program.bind(), len(program.results) == 1
-
-        def run(*args: torch.Tensor) -> Any:
-            results = bound(args)
-            return results[0] if single else tuple(results)
-
-        return run
-
-    # -- choosing -----------------------------------------------------------------------------
-
-    def label(self, device: str, numels: Sequence[int]) -> str:
-        """What runs it on a device, as far as it is known before it runs."""
-        given = implementation(self.kernel.implementations, device)
-        return (given.name if given.run else self._compiling(device, numels)) + given.note
-
-    def _compiling(self, device: str, numels: Sequence[int]) -> str:
-        """What runs it that has no implementation."""
-        if self.compiler == "eager":
-            return "eager (asked for)"
-        if device == "cpu" and max(numels, default=0) < _SMALL:
-            return "eager (small)"
-        return "inductor" if device != "cpu" else "inductor, blocked or eager, by time"
-
-    def choose(self, tensors: Tensors) -> Run:
-        """What runs it on these tensors; `way` says so from then on."""
-        key = (
-            self.kernel,
-            self.key,
-            torch.get_num_threads(),
-            tuple((t.shape, t.dtype, t.device, t.stride()) for t in tensors),
-        )
-        chosen = _CHOSEN.get(key)
-        if chosen is None:
-            chosen = _CHOSEN[key] = self._chosen(tensors)
-            if len(_CHOSEN) > _KEPT:
-                _CHOSEN.pop(next(iter(_CHOSEN)))
-        run, label = chosen
-        self.labels[label] = None
-        self.way.data = "; ".join(self.labels)
-        return run
-
-    def _chosen(self, tensors: Tensors) -> tuple[Run, str]:
-        device = tensors[0].device.type
-        given = implementation(self.kernel.implementations, device)
-        failure = self._failure(given, tensors)
-        if given.run is not None and not failure:
-            literals = self.literals
-            run = functools.partial(given.run, **literals) if literals else given.run
-            return run, given.name + given.note
-        run, label = self._made(tensors)
-        return run, label + given.note + failure
-
-    def _failure(self, given: Given, tensors: Tensors) -> str:
-        """What there is to say if what is given does not run on these, and may be done without."""
-        if given.run is None:
-            return ""
-        try:
-            self._check(given.run(*tensors, **self.literals), tensors)
-        except Exception as error:  # whatever a compiler raises on a device it has no code for
-            if not given.imported:
-                raise
-            return f" ({given.name} failed: {_named(error)})"
-        return ""
-
-    def _made(self, tensors: Tensors) -> tuple[Run, str]:
-        """What is made of the reference."""
-        eager = self._bound(tensors)
-        label = self._compiling(tensors[0].device.type, [t.numel() for t in tensors])
-        if label.startswith("eager"):
-            return eager, label
-        candidates, failure = self._candidates(tensors)
-        name = next(iter(candidates))
-        if len(candidates) > 1:
-            name = fastest(candidates, tensors)
-            failure = f", by time{failure}"
-        return candidates[name], name + failure
-
-    def _candidates(self, tensors: Tensors) -> tuple[dict[str, Run], str]:
-        """By name, what may run it; and what there is to say of those that may not."""
-        on_cpu = tensors[0].device.type == "cpu"
-        makers: dict[str, Callable[[Tensors], Run | None]] = {"inductor": self._compiled}
-        if on_cpu:
-            makers |= {"blocked": self._blocked, "blocked inductor": self._compiled_blocks}
-        found: dict[str, Run] = {}
-        failure = ""
-        for name, make in makers.items():
-            try:
-                run = make(tensors)
-            except Exception as error:  # whatever a compiler, or one that it calls, raises
-                failure = failure or f" ({name} failed: {_named(error)})"
-            else:
-                found |= {} if run is None else {name: run}
-        if on_cpu or not found:
-            found["eager"] = self._bound(tensors)
-        return found, failure
-
-    def _compiled(self, tensors: Tensors) -> Run:
-        program = self._program(tensors)
-        bound, single = compiled(program, tensors), len(program.results) == 1
-
-        def run(*args: torch.Tensor) -> Any:
-            results = bound(list(args))
-            return results[0] if single else tuple(results)
-
-        return run
-
-    def _blocked(self, tensors: Tensors, compiling: bool = False) -> Run | None:
-        """The same, some rows at a time."""
-        layout = None if self.dims is None else Layout.of(self.dims, tensors)
-        if layout is None:
-            return None
-        count, added = len(tensors), [n is None for n in layout.outputs]
-        if compiling and not any(added):
-            return None  # a compiler's own loops are as good, but where they sum over rows
-
-        def bound(given: Tensors, most: bool) -> Run:
-            program = writing(self._program(given[:count]), added)
-            return compiled(program, given) if compiling and most else program.bind()
-
-        results = [node.meta["val"] for node in self._program(tensors).results]
-        return blocked(bound, layout, tensors, results)
-
-    def _compiled_blocks(self, tensors: Tensors) -> Run | None:
-        run = self._blocked(tensors, compiling=True)
-        if run is not None:
-            run(*tensors)  # what fails to compile fails here
-        return run
-
-    def _check(self, results: Any, tensors: Tensors) -> None:
-        """That an implementation returns what its reference does, in shape and dtype."""
-        found = results if isinstance(results, (tuple, list)) else (results,)
-        wanted = [node.meta["val"] for node in self._program(tensors).results]
-        have = [_described(r) for r in found]
-        want = [_described(r) for r in wanted]
-        if have != want:
-            raise KernelError(
-                f"kernel {self.kernel.name!r} returned {', '.join(have)} for "
-                f"{', '.join(map(_described, tensors))}; its reference returns {', '.join(want)}. "
-                "Both must agree, whatever the kernel computes in inside."
-            )
-
-
-def _described(value: Any) -> str:
-    """A tensor's shape and dtype."""
-    if not isinstance(value, torch.Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-
-
-def _named(error: Exception) -> str:
-    """What kind of error it was at first: compilers wrap what went wrong."""
-    inner: Any = error
-    while inner is not None:
-        error, inner = inner, inner.__cause__ or getattr(inner, "inner_exception", None)
-    return type(error).__name__
-
-
-def fastest(candidates: Mapping[str, Run], tensors: Tensors) -> str:
-    """Which takes the least time in any of some rounds, all in turns; the first calls do not count.
-
-    With one thread, its own time counts: whatever else the machine does meanwhile does not.
-    """
-    clock = thread_time if torch.get_num_threads() == 1 else perf_counter
-    least = dict.fromkeys(candidates, math.inf)
-    for number in range(1 + _ROUNDS):
-        for name, run in candidates.items():
-            start = clock()
-            result = run(*tensors)
-            seconds = clock() - start
-            del result
-            if number:
-                least[name] = min(least[name], seconds)
-    return min(least, key=least.__getitem__)

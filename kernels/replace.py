@@ -83,6 +83,11 @@ class Replacement:
         """How many nodes that compute something go."""
         return sum(part.operations for part in self.parts)
 
+    @property
+    def results(self) -> list[fx.Node]:
+        """What is read from the kernels afterwards."""
+        return [node for part in self.parts for node in part.makers]
+
 
 class Replacer:
     """Replaces what was found in a program; the graph changes, the reading of it does not.
@@ -110,7 +115,7 @@ class Replacer:
             if why:
                 plan.refused = why
                 return plan
-        roots = [node for part in plan.parts for node in part.makers]
+        roots = plan.results
         pinned = {n for part in plan.parts for n in part.sources if n is not None}
         pinned.update(n for part in plan.parts for rest in part.rests for n, *_ in rest)
         left = plan.gone = self._gone(roots, pinned)

@@ -15,7 +15,7 @@ from kernel_cases import LITERALS, Case, inputs_of, names_of, outputs
 from torch import Tensor
 
 from torchard import fuse
-from torchard.kernels import KERNELS, Kernel, blocked, region
+from torchard.kernels import KERNELS, Kernel, blocked, choice
 from torchard.kernels.blocked import Layout
 from torchard.kernels.compiled import compiled
 from torchard.kernels.dims import Dims
@@ -36,10 +36,10 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Everything is large, blocks are of a few rows, nothing is remembered, or really compiled."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    monkeypatch.setattr(region, "_SMALL", 1)
-    monkeypatch.setattr(region, "_CHOSEN", {})
+    monkeypatch.setattr(choice, "_SMALL", 1)
+    monkeypatch.setattr(choice, "_CHOSEN", {})
     monkeypatch.setattr(blocked, "BLOCK", 3 * D)
-    monkeypatch.setattr(region, "compiled", lambda program, tensors: program.bind())
+    monkeypatch.setattr(choice, "compiled", lambda program, tensors: program.bind())
     yield
     torch.set_num_threads(threads)
 
@@ -52,7 +52,7 @@ def choosing(monkeypatch: pytest.MonkeyPatch, meant: str) -> list[list[str]]:
         seen.append(list(candidates))
         return meant if meant in candidates else "eager"
 
-    monkeypatch.setattr(region, "fastest", chosen)
+    monkeypatch.setattr(choice, "fastest", chosen)
     return seen
 
 
@@ -63,7 +63,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         except FileNotFoundError as error:
             raise RuntimeError("backend failed") from error
 
-    monkeypatch.setattr(region, "compiled", failing)
+    monkeypatch.setattr(choice, "compiled", failing)
 
 
 # -- what is said ---------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_kernels_say_what_runs_once_it_is_known(
 
 
 def test_sums_over_rows_may_be_compiled_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region, "compiled", compiled)
+    monkeypatch.setattr(choice, "compiled", compiled)
     seen = choosing(monkeypatch, "blocked inductor")
     x, b = X.clone().requires_grad_(), B.clone().requires_grad_()
     fused = fuse(gelu)
@@ -98,7 +98,7 @@ def test_small_ones_and_asked_for_are_not_timed(monkeypatch: pytest.MonkeyPatch)
     seen = choosing(monkeypatch, "blocked")
     asked = fuse(gelu, compiler="eager")
     asked(X, B)
-    monkeypatch.setattr(region, "_SMALL", 1 << 20)
+    monkeypatch.setattr(choice, "_SMALL", 1 << 20)
     unasked = fuse(gelu)
     unasked(X, B)
     hows = [str(f.lower(X, B).kernels[0].how) for f in (asked, unasked)]
@@ -278,7 +278,7 @@ def test_results_are_new_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_fastest_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter(range(10**6))
-    monkeypatch.setattr(region, "thread_time", lambda: float(next(now)))
+    monkeypatch.setattr(choice, "thread_time", lambda: float(next(now)))
     called: list[str] = []
 
     def slow(x: Tensor) -> Tensor:
@@ -290,5 +290,5 @@ def test_the_fastest_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
         called.append("fast")
         return x
 
-    assert region.fastest({"slow": slow, "fast": fast}, [X]) == "fast"
+    assert choice.fastest({"slow": slow, "fast": fast}, [X]) == "fast"
     assert called[:4] == ["slow", "fast"] * 2

@@ -19,8 +19,8 @@ def _softmax(x: Tensor) -> Tensor:
 
 def _into_ours(x: Tensor) -> Tensor:
     """In memory of our own, laid out as torch would."""
-    out = torch.empty_like(x, device="meta")
-    return torch.softmax(x, -1, out=Buffers.of([out]).new(x.device)[0])
+    (out,) = Buffers.of([torch.empty_like(x, device="meta")]).new(x.device)
+    return torch.softmax(x, -1, out=out)
 
 
 def _written_out(x: Tensor) -> Tensor:
