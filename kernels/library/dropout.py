@@ -63,5 +63,7 @@ bias_dropout_residual_layer_norm = register_kernel(
         "bias_dropout_residual_layer_norm",
         (_bias_dropout_residual_layer_norm,),
         "... d, d, ... d, 2:int64, d, d -> ... d, ... d | whole ... d",
+        {"cuda": triton("norms", "bias_dropout_residual_layer_norm")},
+        {"cuda": triton("norms_backward", "bias_dropout_residual_layer_norm_backward")},
     )
 )

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchard.kernels.imported import triton
 from torchard.kernels.kernel import Kernel, register_kernel
 
 __all__ = ["layer_norm", "rms_norm"]
@@ -38,6 +39,16 @@ rms_norm = register_kernel(
         "rms_norm",
         (_rms_norm, _rms_norm_cast_first, _rms_norm_divided),
         "... d, d -> ... d | whole d",
+        {"cuda": triton("norms", "rms_norm")},
+        {"cuda": triton("norms_backward", "rms_norm_backward")},
     )
 )
-layer_norm = register_kernel(Kernel("layer_norm", (_layer_norm,), "... d, d, d -> ... d | whole d"))
+layer_norm = register_kernel(
+    Kernel(
+        "layer_norm",
+        (_layer_norm,),
+        "... d, d, d -> ... d | whole d",
+        {"cuda": triton("norms", "layer_norm")},
+        {"cuda": triton("norms_backward", "layer_norm_backward")},
+    )
+)

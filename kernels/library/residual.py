@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from torchard.kernels.imported import triton
 from torchard.kernels.kernel import Kernel, register_kernel
 from torchard.kernels.library.norms import layer_norm, rms_norm
 
@@ -43,6 +44,8 @@ add_rms_norm = register_kernel(
         "add_rms_norm",
         tuple(map(_weighted, _functions(rms_norm))),
         "... d, ... d, d -> ... d, ... d | whole d",
+        {"cuda": triton("norms", "add_rms_norm")},
+        {"cuda": triton("norms_backward", "add_rms_norm_backward")},
     )
 )
 add_layer_norm = register_kernel(
@@ -50,5 +53,7 @@ add_layer_norm = register_kernel(
         "add_layer_norm",
         tuple(map(_biased, _functions(layer_norm))),
         "... d, ... d, d, d -> ... d, ... d | whole d",
+        {"cuda": triton("norms", "add_layer_norm")},
+        {"cuda": triton("norms_backward", "add_layer_norm_backward")},
     )
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchard.kernels.imported import triton
 from torchard.kernels.kernel import Kernel, register_kernel
 from torchard.kernels.pattern import Pattern
 
@@ -54,6 +55,7 @@ rope = register_kernel(
             Pattern(_rope_of_batches, "b h s d, b s d, b s d -> b h s d | whole d", name="rope"),
         ),
         "b h s d, s d, s d -> b h s d | whole d",
-        {"cpu": _rotated},
+        {"cpu": _rotated, "cuda": triton("rope", "rope")},
+        {"cuda": triton("rope", "rope_backward")},
     )
 )

@@ -77,7 +77,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     rows, acc = rows_of(logits), accumulator(logits)
     n, v = rows.shape
     losses = logits.new_empty(n, dtype=wide(acc))
-    shape = whole(rows)
+    shape = whole(n, v)
     launch(
         _losses,
         (cdiv(n, shape.rows),),
@@ -95,7 +95,7 @@ def cross_entropy_backward(logits: Tensor, labels: Tensor, cotangent: Tensor) ->
     n, v = rows.shape
     out = logits.new_empty(logits.shape)
     scale = cotangent.to(wide(acc)) / _count(labels)
-    shape = whole(rows)
+    shape = whole(n, v)
     launch(
         _backward,
         (cdiv(n, shape.rows) if v else 0,),

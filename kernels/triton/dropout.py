@@ -28,28 +28,18 @@ __all__ = ["bias_dropout_residual", "bias_dropout_residual_backward"]
 
 @triton.jit
 def _forward(
-    x,
-    y,
-    bias,
-    key,
+    source,
+    out,
     n,
     d,
-    x_stride,
-    y_stride,
-    out,
-    THRESHOLD: tl.constexpr,
-    SCALE: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    DROPOUT: tl.constexpr,
     ACC: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     rows, cols, inside = tile_here(n, d, ROWS, BLOCK)
     first = tl.program_id(0) % tl.cdiv(d, BLOCK) * BLOCK
-    value = stream(
-        *(x, y, bias, key, n, d, x_stride, y_stride, rows, first),
-        *(THRESHOLD, SCALE, ALIGNED, ACC, ROWS, BLOCK),
-    )
+    value = stream(source, rows, first, DROPOUT, ACC, ROWS, BLOCK)
     tl.store(out + rows * d + cols, value, mask=inside)
 
 
@@ -62,9 +52,7 @@ def _backward(
     n,
     d,
     stride,
-    THRESHOLD: tl.constexpr,
-    SCALE: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    DROPOUT: tl.constexpr,
     ACC: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -76,7 +64,7 @@ def _backward(
         rows = start + tl.arange(0, ROWS).to(tl.int64)[:, None]
         inside = (rows < n) & (cols < d)[None, :]
         moved = tl.load(cotangent + rows * stride + cols[None, :], mask=inside, other=0).to(ACC)
-        change = behind_dropout(moved, key, rows, first, d, THRESHOLD, SCALE, ALIGNED, ROWS, BLOCK)
+        change = behind_dropout(moved, key, rows, first, d, DROPOUT, ROWS, BLOCK)
         tl.store(dx + rows * d + cols[None, :], change, mask=inside)
         summed += change
     tl.store(db + tl.program_id(0).to(tl.int64) * d + cols, tl.sum(summed, 0), mask=cols < d)
@@ -93,8 +81,7 @@ def bias_dropout_residual(
     launch(
         _forward,
         tiles(rows, shape),
-        *value.arguments,
-        out,
+        *(value.source, out, *rows.shape),
         on=x,
         **value.constants,
         **shape.constants,
@@ -118,7 +105,7 @@ def bias_dropout_residual_backward(
         *(key.contiguous(), rows, dx, db, n, d, rows.stride(0)),
         on=cotangent,
         ACC=acc,
-        **dropout(threshold, d),
+        DROPOUT=dropout(threshold, d),
         **shape.constants,
     )
     return dx, total(db, cotangent.dtype), cotangent

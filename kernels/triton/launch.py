@@ -22,6 +22,7 @@ __all__ = [
     "rows_of",
     "tile",
     "tile_here",
+    "tile_of",
     "tiles",
     "total",
     "whole",
@@ -77,7 +78,9 @@ def _power(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def _tile(rows: int, block: int) -> Tile:
+def tile_of(rows: int, d: int) -> Tile:
+    """As much of rows of a length as fits, at least one of them."""
+    block = _power(d)
     rows = min(_power(rows), max(1, LIMITS.tile // block))
     return Tile(rows, block, min(32, max(4, rows * block // (_PER_THREAD * WARP))))
 
@@ -87,13 +90,12 @@ def tile(x: Tensor) -> Tile:
     n, d = x.shape
     widest = min(LIMITS.columns, _power(d))
     blocks = [widest >> i for i in range(3) if widest >> i >= min(256, widest)]
-    return _tile(n, min(blocks, key=lambda block: (cdiv(d, block) * block, -block)))
+    return tile_of(n, min(blocks, key=lambda block: (cdiv(d, block) * block, -block)))
 
 
-def whole(x: Tensor) -> Tile:
-    """Of x [n, d], where a row is held as a whole, or gone through in blocks if it is too long."""
-    n, d = x.shape
-    return _tile(n, _power(d)) if d <= LIMITS.whole else Tile(1, LIMITS.block, 32)
+def whole(n: int, d: int) -> Tile:
+    """Of [n, d], where a row is held as a whole, or gone through in blocks if it is too long."""
+    return tile_of(n, d) if d <= LIMITS.whole else Tile(1, LIMITS.block, 32)
 
 
 def rows_of(x: Tensor) -> Tensor:
@@ -155,4 +157,5 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, on: Tensor, **constan
     """Run a kernel on the device of a tensor; nothing, if there is nothing to do."""
     if math.prod(grid):
         with torch.cuda.device_of(on):
-            kernel[grid](*args, **constants)
+            # Said, since Triton is going to change what it is by default.
+            kernel[grid](*args, **constants, enable_fp_fusion=True)

@@ -128,7 +128,7 @@ def softmax(x: Tensor) -> Tensor:
     """[..., d] -> [..., d]; 2 n d elements are moved."""
     rows, out = rows_of(x), x.new_empty(x.shape)
     n, d = rows.shape
-    shape = whole(rows)
+    shape = whole(n, d)
     launch(
         _forward,
         (cdiv(n, shape.rows) if d else 0,),
@@ -145,7 +145,7 @@ def softmax_backward(x: Tensor, cotangent: Tensor) -> Tensor:
     """x, cotangent [..., d] -> [..., d]; 3 n d elements are moved."""
     rows, moved, dx = rows_of(x), rows_of(cotangent), x.new_empty(x.shape)
     n, d = rows.shape
-    shape = whole(rows)
+    shape = whole(n, d)
     launch(
         _backward,
         (cdiv(n, shape.rows) if d else 0,),

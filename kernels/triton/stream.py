@@ -43,26 +43,24 @@ class Stream:
         return reduce(torch.promote_types, given)
 
     @property
-    def arguments(self) -> tuple[Any, ...]:
-        """What kernels take first, up to the strides."""
+    def source(self) -> tuple[Any, ...]:
+        """What `stream` takes; first n, d and the key, that others take from it."""
         x, y = rows_of(self.x), None if self.y is None else rows_of(self.y)
         bias = None if self.bias is None else self.bias.contiguous()
         key = None if self.key is None else self.key.contiguous()
-        return x, y, bias, key, *x.shape, x.stride(0), 0 if y is None else y.stride(0)
+        return *x.shape, key, x, x.stride(0), y, 0 if y is None else y.stride(0), bias
 
     @property
     def constants(self) -> dict[str, Any]:
-        return {"ACC": accumulator(self.x), **dropout(self.threshold, self.shape[1])}
+        """For kernels, of what `stream` takes."""
+        acc = accumulator(self.x)
+        return {"ACC": acc, "DROPOUT": dropout(self.threshold, self.shape[1])}
 
 
-def dropout(threshold: float, d: int) -> dict[str, Any]:
-    """Constants of `behind_dropout` for rows of a length: words below the threshold drop an element."""
+def dropout(threshold: float, d: int) -> tuple[int, float, bool]:
+    """For `behind_dropout`: words below which to drop, what scales the rest, whether rows are aligned."""
     p = round(threshold / 2**32, _DIGITS)
-    return {
-        "THRESHOLD": math.ceil(threshold),
-        "SCALE": 1 / (1 - p),
-        "ALIGNED": d % WORDS.value == 0,
-    }
+    return math.ceil(threshold), 1 / (1 - p), d % WORDS.value == 0
 
 
 @triton.jit
@@ -72,44 +70,34 @@ def behind_dropout(
     rows,
     first,
     d,
-    THRESHOLD: tl.constexpr,
-    SCALE: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    DROPOUT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A value [ROWS, BLOCK], columns from the first on, with some elements dropped and others scaled."""
-    gone = dropped(key, rows, first, d, THRESHOLD, ALIGNED, ROWS, BLOCK)
-    return tl.where(gone, 0.0, value * SCALE)
+    gone = dropped(key, rows, first, d, DROPOUT[0], DROPOUT[2], ROWS, BLOCK)
+    return tl.where(gone, 0.0, value * DROPOUT[1])
 
 
 @triton.jit
 def stream(
-    x,
-    y,
-    bias,
-    key,
-    n,
-    d,
-    x_stride,
-    y_stride,
+    source,
     rows,
     first,
-    THRESHOLD: tl.constexpr,
-    SCALE: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    DROPOUT: tl.constexpr,
     ACC: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The value in rows [ROWS, 1] and columns [first, first + BLOCK); 0 outside, if there is no bias."""
+    n, d, key, x, x_stride, y, y_stride, bias = source
     cols = first + tl.arange(0, BLOCK)[None, :]
     inside = (rows < n) & (cols < d)
     value = tl.load(x + rows * x_stride + cols, mask=inside, other=0).to(ACC)
     if bias is not None:
         value += tl.load(bias + cols, mask=cols < d, other=0).to(ACC)
     if key is not None:
-        value = behind_dropout(value, key, rows, first, d, THRESHOLD, SCALE, ALIGNED, ROWS, BLOCK)
+        value = behind_dropout(value, key, rows, first, d, DROPOUT, ROWS, BLOCK)
     if y is not None:
         value += tl.load(y + rows * y_stride + cols, mask=inside, other=0).to(ACC)
     return value
