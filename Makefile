@@ -34,8 +34,8 @@ $(STAMP): pyproject.toml constraints.txt
 	  -c constraints.txt -e '.[test,examples]'
 	@touch $@
 
-test: $(STAMP) ## all tests but the heavy ones (JOBS processes)
-	$(BIN)/python -m pytest -n $(JOBS) -m "not heavy" $(ARGS)
+test: $(STAMP) ## all tests (JOBS processes)
+	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 
 kernels: $(STAMP) ## every kernel of the library against its references, in all dtypes and transforms
 	$(BIN)/python -m pytest -n $(JOBS) tests/test_kernels.py $(ARGS)

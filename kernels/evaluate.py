@@ -18,7 +18,7 @@ from torchard.functional.views import is_view
 from torchard.kernels.composites import is_composite, taken_apart
 from torchard.kernels.terms import Store, Value
 
-__all__ = ["Call", "evaluate", "register"]
+__all__ = ["Call", "evaluate", "register", "value_of"]
 
 aten = torch.ops.aten
 Found = Any  # a Value, a tuple of them, or None
@@ -121,7 +121,7 @@ def evaluate(
             val = node.meta["val"]
             env[node] = store.leaf(node.name, val.shape, val.dtype)
         elif node.op == "call_function":
-            env[node] = _value(store, node, env)
+            env[node] = value_of(store, node, env)
             if sharing:
                 _share(store, node, env[node])
     return env
@@ -139,7 +139,8 @@ def _readers(node: fx.Node) -> int:
     )
 
 
-def _value(store: Store, node: fx.Node, env: dict[fx.Node, Found]) -> Found:
+def value_of(store: Store, node: fx.Node, env: dict[fx.Node, Found]) -> Found:
+    """What one node is, given those that it reads."""
     if node.target is operator.getitem:
         source, place = node.args
         assert isinstance(source, fx.Node)

@@ -97,7 +97,8 @@ class _Function:
 def _used(pattern: Pattern, count: int) -> list[int]:
     """The inputs that a gradient reads."""
     skeleton = pattern.alternatives[0].skeleton
-    return [i for i in range(count) if i in skeleton.reads(*skeleton.roots)]
+    read = frozenset().union(*map(skeleton.reads, skeleton.roots))
+    return [i for i in range(count) if i in read]
 
 
 def _dims(dims: Dims | None, floating: list[int], followed: list[int]) -> Dims | None:

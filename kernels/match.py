@@ -1,69 +1,31 @@
 """Matching: propose by skeleton, verify by evaluation.
 
-A proposal says what a pattern's inputs might be. The pattern is then traced at exactly their shapes
-and dtypes and evaluated on them, in the program's own store of terms: what it returns is in the program
-if it is the same term as a node's. So shapes, strides, dtypes, numbers and data edges are all checked
-at once, and a match is a proof, up to rounding.
+A proposal says what a pattern's inputs might be. What makes it a match is that the pattern, evaluated on
+them, is in the program (verify.py). So shapes, strides, dtypes, numbers and data edges are all checked at
+once, and a match is a proof, up to rounding.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
-from torchard.kernels.access import Access
-from torchard.kernels.dims import Dims
-from torchard.kernels.pattern import Alternative, Pattern, Skeleton
+from torchard.kernels.pattern import Alternative, Pattern
 from torchard.kernels.reading import Reading, bare
-from torchard.kernels.terms import Term, Value, through
-from torchard.kernels.unify import Binding, Path, Unifier
+from torchard.kernels.skeleton import Skeleton
+from torchard.kernels.terms import Term
+from torchard.kernels.unify import Binding, Unifier
+from torchard.kernels.verify import Found, Root, Verifier
 
 __all__ = ["Finder", "Found", "Miss", "Root"]
 
 _COMBINATIONS = 48
+_PLACES = 512  # tried for the other outputs: those side by side multiply
 _BETTER = 4  # bindings tried for one that gives more outputs
-
-
-@dataclass(frozen=True)
-class Root:
-    """One output of a pattern, found.
-
-    Attributes:
-        output: which.
-        value: what the pattern returns.
-        term: of the program: the same, or a sum that it is a part of.
-        rest: the other operands of that sum.
-    """
-
-    output: int
-    value: Value
-    term: Term
-    rest: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class Found:
-    """An occurrence.
-
-    Attributes:
-        inputs: what the pattern's inputs are.
-        literals: what its literals are, in order.
-        operations: what its call(predicate) are.
-    """
-
-    alternative: Alternative
-    inputs: tuple[Value, ...]
-    literals: tuple[tuple[str, Any], ...]
-    operations: tuple[Any, ...]
-    roots: tuple[Root, ...]
-
-    @property
-    def pattern(self) -> Pattern:
-        return self.alternative.pattern
 
 
 @dataclass(frozen=True)
@@ -95,7 +57,8 @@ class Finder:
         self.reading = reading
         self.thorough = thorough
         self.misses: dict[Pattern, Miss] = {}
-        self._steps: dict[tuple[Value, int], Value | None] = {}
+        self.operations = reading.store.operations
+        self.verifier = Verifier(reading)
 
     def find(self, pattern: Pattern, *, partly: bool = False) -> list[Found]:
         """All occurrences, by the place of their first root.
@@ -115,6 +78,8 @@ class Finder:
 
     def _alternative(self, alternative: Alternative, partly: bool) -> Iterator[Found]:
         seen: set[Any] = set()
+        if not (self.thorough or alternative.skeleton.operations <= self.operations):
+            return
         yield from self._by_skeleton(alternative, alternative.skeleton, partly, seen)
         if self.reading.casts and alternative.half is not None:
             yield from self._by_skeleton(alternative, alternative.half, partly, seen)
@@ -134,7 +99,7 @@ class Finder:
                 apt = self.thorough or self.reading.may_be(term, unifier.needs(first))
                 if term in seen or not apt:
                     continue
-                one = self._at(alternative, unifier, first, term, partly)
+                one = self._at(alternative, unifier, first, term, None if partly else seen)
                 if one is not None:
                     seen.update(root.term for root in one.roots)
                     yield one
@@ -147,14 +112,24 @@ class Finder:
         return self.reading.by_op.get(op, [])
 
     def _at(
-        self, alternative: Alternative, unifier: Unifier, first: int, term: Term, partly: bool
+        self,
+        alternative: Alternative,
+        unifier: Unifier,
+        first: int,
+        term: Term,
+        seen: Collection[Term] | None,
     ) -> Found | None:
-        """By the first binding that gives all outputs, or the one that gives most."""
-        node = self.reading.nodes[term][0]
-        best, tries = None, _COMBINATIONS
+        """By the first binding that gives all outputs, or the one that gives most.
+
+        Args:
+            seen: the outputs of other occurrences, which are none of this one's; None if it may have
+                some outputs only, and parts of sums for outputs.
+        """
+        partly, taken = seen is None, {term, *(seen or ())}
+        best, tries, places = None, _COMBINATIONS, itertools.count()
         for binding in itertools.islice(unifier.at(first, term), _COMBINATIONS):
-            for bound in self._completed(unifier, first, term, binding):
-                one = self._verified(alternative, first, term, node, bound, partly)
+            for bound in self._completed(unifier, first, taken, binding, places):
+                one = self.verifier.verified(alternative, first, term, bound, partly)
                 if one is not None and (best is None or len(one.roots) > len(best.roots)):
                     best, tries = one, min(tries, _BETTER)
                 tries -= 1
@@ -165,7 +140,12 @@ class Finder:
         return best
 
     def _completed(
-        self, unifier: Unifier, first: int, term: Term, binding: Binding
+        self,
+        unifier: Unifier,
+        first: int,
+        taken: Collection[Term],
+        binding: Binding,
+        places: Iterator[int],
     ) -> Iterator[Binding]:
         """With the inputs that only other outputs read, from where those may be."""
         skeleton = unifier.skeleton
@@ -179,130 +159,13 @@ class Finder:
                 for known in unifier.candidates(j, binding):
                     if bare(known) in taken or not self.reading.may_be(known, unifier.needs(j)):
                         continue
+                    if next(places) > _PLACES:
+                        return
                     for bound in unifier.at(j, known, binding):
                         if len(bound.inputs) > len(binding.inputs):
                             yield from extend(bound, todo[at + 1 :], taken | {bare(known)})
 
-        yield from itertools.islice(extend(binding, todo, {bare(term)}), _COMBINATIONS)
-
-    def _verified(
-        self,
-        alternative: Alternative,
-        first: int,
-        term: Term,
-        node: fx.Node,
-        bound: Binding,
-        partly: bool,
-    ) -> Found | None:
-        count = len(alternative.skeleton.inputs)
-        turned = alternative.skeleton.turned
-        options = [self._options(node, bound, i, i in turned) for i in range(count)]
-        literals = tuple((n, bound.literals.get(n)) for n in alternative.pattern.literals)
-        if not all(options) or any(value is None for _, value in literals):
-            return None
-        operations = tuple(_operation(bound.nodes[i]) for i in sorted(bound.nodes))
-        dims = alternative.pattern.dims
-        options = [[v for v in values if not self._too_late(v, term)] for values in options]
-        for inputs in itertools.islice(_fitting(options, dims), _COMBINATIONS):
-            values = alternative.values(self.reading.store, inputs, literals, operations)
-            roots = [] if values is None else self._roots(values, first, term)
-            complete = values is not None and len(roots) == len(values)
-            if roots and (partly or complete) and roots[0].output == first:
-                return Found(alternative, inputs, literals, operations, tuple(roots))
-        return None
-
-    def _roots(self, values: Sequence[Value], first: int, term: Term) -> list[Root]:
-        """Which of the pattern's values the program has; none if the first is not where it should be."""
-        found = []
-        at = self._root(first, values[first], [term])
-        if at is None:
-            return []
-        found.append(at)
-        for j, value in enumerate(values):
-            if j != first and isinstance(value, Value):
-                exact = [value.term] if value.term in self.reading.nodes else []
-                sums = self.reading.by_op.get("sum", []) if value.term.op == "sum" else []
-                # A value of the forward does not come from what depends on a cotangent.
-                terms = [t for t in exact or sums if self._phase(t) == self._phase(term)]
-                root = self._root(j, value, terms)
-                if root is not None:
-                    found.append(root)
-        return found
-
-    def _phase(self, term: Term) -> Any:
-        node = self.reading.nodes[term][0]
-        return node.meta.get("phase"), node in self.reading.behind
-
-    def _too_late(self, value: Value, term: Term) -> bool:
-        """Whether a value depends on a cotangent, and a term does not."""
-        behind, nodes = self.reading.behind, self.reading.nodes
-        return nodes[term][0] not in behind and any(
-            n in behind for n in nodes.get(value.term, ())[:1]
-        )
-
-    def _root(self, output: int, value: Value, terms: Sequence[Term]) -> Root | None:
-        for term in terms:
-            if value.term is term and any(map(value.is_reshape_of, self.reading.read_as(term))):
-                return Root(output, value, term)
-            rest = self._rest(value, term)
-            if rest is not None:
-                return Root(output, value, term, rest)
-        return None
-
-    def _rest(self, value: Value, term: Term) -> tuple[int, ...] | None:
-        """The operands of a sum that are left if a value is a part of it."""
-        part = value.term
-        if part.op != "sum" or term.op != "sum" or len(part.operands) >= len(term.operands):
-            return None
-        if part in self.reading.nodes:  # it is a value of its own, and found there
-            return None
-        if part.numbers[-1] != 0 or not term.sizes:
-            return None
-        whole = self.reading.first[term]
-        mine = value.access.reshaped(whole.shape)
-        if mine is None:
-            return None
-        wanted = [_read(Value(part, mine), k) for k in range(len(part.operands))]
-        there = [_read(whole, k) for k in range(len(term.operands))]
-        left = list(range(len(there)))
-        for operand in wanted:
-            at = next((k for k in left if operand is not None and there[k] == operand), None)
-            if at is None:
-                return None
-            left.remove(at)
-        return tuple(left)
-
-    def _options(self, node: fx.Node, bound: Binding, i: int, turned: bool = False) -> list[Value]:
-        """The values that an input may be: seen from the root, then as the program has them."""
-        term = bound.inputs.get(i)
-        if term is None:
-            return []
-        found: dict[Value, None] = {}
-        paths = sorted(bound.paths.get(i, ()), key=len)
-        for end in dict.fromkeys(self._reached(self.reading.value(node), path) for path in paths):
-            found.update(dict.fromkeys(_seen(end, turned)))
-        # A factor may have been the input's: it has been pulled out of what was made of it.
-        for inner in [*_inside(term), *self.reading.multiples.get(term, ())]:
-            for value in self.reading.read_as(inner):
-                found[value] = None
-                if len(value.shape) == 2:
-                    found[Value(inner, value.access.permuted([1, 0]))] = None
-        usable = [
-            v for v in found if v.term in self.reading.nodes or _from_biased(v.term, self.reading)
-        ]
-        return usable
-
-    def _reached(self, value: Value, path: Path) -> Value | None:
-        """From a value operand by operand. Paths are many, and most of what they lead over the same."""
-        found: Value | None = value
-        for k in path:
-            if found is None:
-                return None
-            key = found, k
-            if key not in self._steps:
-                self._steps[key] = through(found, k, within=True)
-            found = self._steps[key]
-        return found
+        yield from itertools.islice(extend(binding, todo, set(map(bare, taken))), _COMBINATIONS)
 
     def _missed(self, pattern: Pattern, unifier: Unifier) -> None:
         known = self.misses.get(pattern)
@@ -323,23 +186,6 @@ class Finder:
         )
 
 
-def _fitting(options: Sequence[Sequence[Value]], dims: Dims | None) -> Iterator[tuple[Value, ...]]:
-    """One of each, as the dims go together."""
-
-    def extend(chosen: tuple[Value, ...]) -> Iterator[tuple[Value, ...]]:
-        rest = len(options) - len(chosen)
-        shapes = [*(value.shape for value in chosen), *[None] * rest]
-        if dims is not None and not dims.fit(shapes):
-            return
-        if not rest:
-            yield chosen
-            return
-        for value in options[len(chosen)]:
-            yield from extend((*chosen, value))
-
-    yield from extend(())
-
-
 def _spoken(term: Term) -> str:
     if isinstance(term.op, tuple):
         return str(term.op[1])
@@ -350,56 +196,3 @@ def _by_inputs(skeleton: Skeleton) -> list[tuple[int, int]]:
     """Outputs and how many inputs they depend on, those that depend on most first."""
     counts = [(j, len(skeleton.reads(root))) for j, root in enumerate(skeleton.roots)]
     return sorted(counts, key=lambda item: -item[1])
-
-
-def _operation(node: fx.Node) -> Any:
-    """A node as a function of its operands."""
-    args, kwargs, target = node.args, node.kwargs, node.target
-
-    def run(*tensors: Any) -> Any:
-        given = dict(zip(node.all_input_nodes, tensors, strict=True))
-        real_args, real_kwargs = fx.map_arg((args, kwargs), given.__getitem__)
-        return target(*real_args, **real_kwargs)  # type: ignore[operator]
-
-    return run
-
-
-def _inside(term: Term) -> Iterator[Term]:
-    """A term and what it is a cast or a multiple of."""
-    yield term
-    while bare(term) is not term:
-        term = term.operands[0][0]
-        yield term
-
-
-def _read(value: Value, k: int) -> tuple[Any, ...] | None:
-    """An operand of a sum: how often which term, read how."""
-    found = through(value, k)
-    if found is None:
-        return None
-    return value.term.numbers[k], found.term, found.access
-
-
-def _seen(found: Value | None, turned: bool) -> Iterator[Value]:
-    """What is reached from a value, in the dims of the value, cast or not.
-
-    Args:
-        turned: it is the matrix of a product, and the pattern has the dim that is summed first.
-    """
-    while found is not None:
-        dims = found.access.dims
-        if turned:
-            matrix = tuple(d for d in dims if d[1])
-            yield Value(found.term, Access((*matrix[-1:], *matrix[:-1]), found.access.offset))
-        if all(stride or size == 1 for size, stride in dims):
-            yield found
-        lead = next((i for i, (_, stride) in enumerate(dims) if stride), len(dims))
-        aligned = tuple((s, t) if t else (1, 0) for s, t in dims[lead:])
-        yield Value(found.term, Access(aligned, found.access.offset))
-        yield Value(found.term, Access(tuple(d for d in dims if d[1]), found.access.offset))
-        found = through(found) if bare(found.term) is not found.term else None
-
-
-def _from_biased(term: Term, reading: Reading) -> bool:
-    """Whether a product is part of a biased one, so that it can be had on its own."""
-    return term.op == "dot" and term in reading.products

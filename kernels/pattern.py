@@ -24,12 +24,14 @@ from torchard.functional.errors import PatternError
 from torchard.functional.program import Program
 from torchard.functional.signature import ShapeDtype
 from torchard.functional.trace import trace
+from torchard.kernels.course import Plan
 from torchard.kernels.dims import Dims
 from torchard.kernels.evaluate import evaluate
 from torchard.kernels.reading import bare
-from torchard.kernels.terms import Store, Term, Value
+from torchard.kernels.skeleton import Skeleton
+from torchard.kernels.terms import Store, Term
 
-__all__ = ["Alternative", "Pattern", "Skeleton", "any_of", "call"]
+__all__ = ["Alternative", "Pattern", "any_of", "call"]
 
 Specs = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 # Numbers nobody writes, so that where one ends up tells where the literal it stands for goes.
@@ -90,54 +92,6 @@ _library.define("any(Tensor[] operands, int place) -> Tensor")
 _library.impl(
     "any", lambda operands, place: torch.empty_like(operands[0]), "CompositeExplicitAutograd"
 )
-
-
-@dataclass(frozen=True)
-class Skeleton:
-    """A pattern's terms at shapes of no importance.
-
-    Attributes:
-        roots: one per output, in order.
-        inputs: the tensor inputs' terms.
-        markers: for each number that stands for a literal, its name.
-    """
-
-    roots: tuple[Term, ...]
-    inputs: tuple[Term, ...]
-    markers: dict[float, str]
-    sizes: dict[Term, int] = field(default_factory=dict)
-
-    @cached_property
-    def turned(self) -> frozenset[int]:
-        """The numbers of the inputs that are the matrix of a product, the dim that is summed first."""
-        found, todo, seen = set(), list(self.roots), set(self.roots)
-        while todo:
-            term = todo.pop()
-            fresh = {operand for operand, _ in term.operands} - seen
-            seen |= fresh
-            todo += fresh
-            for operand, access in term.operands if term.op == "dot" else ():
-                kept = max((stride for _, stride in access.dims[: len(term.sizes)]), default=0)
-                summed = max((stride for _, stride in access.dims[len(term.sizes) :]), default=0)
-                if operand in self.inputs and summed > kept:
-                    found.add(self.inputs.index(operand))
-        return frozenset(found)
-
-    def reads(self, *roots: Term) -> set[int]:
-        """The numbers of the inputs that terms depend on."""
-        found = set(roots)
-        todo = list(roots)
-        while todo:
-            fresh = {operand for operand, _ in todo.pop().operands} - found
-            found |= fresh
-            todo += fresh
-        return {i for i, term in enumerate(self.inputs) if term in found}
-
-    def size(self, term: Term) -> int:
-        """How many operations there are in a term, what is shared counted as often as it is read."""
-        if term not in self.sizes:
-            self.sizes[term] = 1 + sum(self.size(operand) for operand, _ in term.operands)
-        return self.sizes[term]
 
 
 class Pattern:
@@ -211,11 +165,13 @@ class Pattern:
     def alternatives(self) -> tuple[Alternative, ...]:
         """Every choice of what its any_of stand for."""
         choices = _Choices()
-        specs, _ = self._example(choices)
-        counts = choices.counts
+        specs, program = self._example(choices)
         found = [
-            Alternative(self, taken, specs) for taken in itertools.product(*map(range, counts))
+            Alternative(self, taken, specs)
+            for taken in itertools.product(*map(range, choices.counts))
         ]
+        # The first has been traced just now.
+        found[0].example, found[0].predicates = (specs, program), choices.predicates
         return tuple(found)
 
     def _example(self, choices: _Choices) -> tuple[Specs, Program]:
@@ -314,7 +270,7 @@ class Alternative:
         self.pattern = pattern
         self.taken = taken
         self._specs = specs
-        self._programs: dict[Any, Program | None] = {}
+        self._plans: dict[Any, Plan | None] = {}
         self.predicates: list[Callable[[str], bool]] = []
 
     @cached_property
@@ -360,12 +316,24 @@ class Alternative:
         device: torch.device | str = "cpu",
     ) -> Program | None:
         """Its program at these shapes and dtypes; None if it has none."""
+        plan = self.plan(specs, literals, operations, device)
+        return None if plan is None else plan.program
+
+    def plan(
+        self,
+        specs: Specs,
+        literals: Sequence[tuple[str, Any]] = (),
+        operations: tuple[Callable[..., Any], ...] = (),
+        device: torch.device | str = "cpu",
+    ) -> Plan | None:
+        """The same, to be evaluated."""
         key = (specs, tuple(literals), operations, str(device))
-        if key not in self._programs:
-            if len(self._programs) > 512:
-                self._programs.clear()
-            self._programs[key] = self._at(specs, dict(literals), operations, device)
-        return self._programs[key]
+        if key not in self._plans:
+            if len(self._plans) > 512:
+                self._plans.clear()
+            program = self._at(specs, dict(literals), operations, device)
+            self._plans[key] = None if program is None else Plan(program)
+        return self._plans[key]
 
     def _at(
         self,
@@ -380,18 +348,3 @@ class Alternative:
                 return self.pattern._trace(specs, literals, choices, device)
         except (RuntimeError, IndexError, TypeError, ValueError, AssertionError):
             return None  # not at these shapes
-
-    def values(
-        self,
-        store: Store,
-        inputs: Sequence[Value],
-        literals: Sequence[tuple[str, Any]] = (),
-        operations: Any = (),
-    ) -> list[Value] | None:
-        """What it returns of these values."""
-        specs = tuple((tuple(v.shape), v.dtype) for v in inputs)
-        program = self.at(specs, literals, operations)
-        if program is None or len(program.inputs) != len(inputs):
-            return None
-        env = evaluate(program.graph, inputs, store)
-        return [env[node] for node in program.results]

@@ -114,6 +114,15 @@ class Store:
         self._terms: dict[Hashable, Term] = {}
         self.shared: set[Term] = set()
 
+    @property
+    def operations(self) -> set[Any]:
+        """What they are."""
+        return {term.op for term in self._terms.values()}
+
+    def __len__(self) -> int:
+        """How many there are: the number of the next."""
+        return len(self._terms)
+
     def term(
         self,
         op: Any,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
-from torchard.kernels.pattern import Skeleton
 from torchard.kernels.reading import Reading, bare, operations
+from torchard.kernels.skeleton import Skeleton
 from torchard.kernels.terms import Operand, Term, Value, literal
 
 __all__ = ["Binding", "Unifier"]
@@ -81,23 +82,24 @@ class Unifier:
         if root not in self._needs:
             term = self.skeleton.roots[root]
             known: dict[Any, frozenset[Any]] = {
-                (one, depth): frozenset() for one in self._free() for depth in range(4)
+                (one, depth): frozenset() for one in self._anything for depth in range(4)
             }
             self._needs[root] = [operations(term, depth, known) for depth in (1, 2, 3)]
         return self._needs[root]
 
-    def _free(self) -> list[Term]:
+    @cached_property
+    def _anything(self) -> set[Term]:
         """Terms that may be anything, or have no place of their own in a program's."""
-        found: dict[Term, None] = {}
+        found: set[Term] = set()
         todo = list(self.skeleton.roots)
         while todo:
             term = bare(todo.pop())
             kind = getattr(term.op, "namespace", "")
             if term in self.numbers or term.op == "constant" or kind == "torchard_pattern":
-                found[term] = None
+                found.add(term)
             else:
                 todo += [operand for operand, _ in term.operands]
-        return list(found)
+        return found
 
     def candidates(self, root: int, binding: Binding) -> list[Term]:
         """What one output might be: if an input that it reads is bound, what reads that in this way."""
@@ -222,11 +224,26 @@ class Unifier:
                 yield from self._unify(first, group, b, None, depth)
             if not root:
                 return
+        possible = self._possible(first, b)
         for at, (k, (term, _)) in enumerate(theirs):
+            if possible is not None and bare(term) not in possible:
+                continue
             step = None if path is None else (*path, k)
             for bound in self._unify(first, term, b, step, depth):
                 left = theirs[:at] + theirs[at + 1 :]
                 yield from self._assign(rest, left, t, bound, path, depth, root)
+
+    def _possible(self, p: Term, b: Binding) -> set[Term] | None:
+        """What an operation of a bound input may be: what reads that; None if it may be anything."""
+        p = bare(p)
+        # Of a sum, what it reads may have become several operands.
+        if p in self._anything or p.op in ("sum", "product"):
+            return None
+        numbers = (self.numbers.get(bare(operand), -1) for operand, _ in p.operands)
+        bound = next((i for i in numbers if i in b.inputs), None)
+        if bound is None:
+            return None
+        return set(map(bare, self.reading.readers(b.inputs[bound], p.op)))
 
     def _group(self, t: Term, theirs: list[tuple[int, Operand]]) -> Term | None:
         """Several operands of a sum or product as one term, if the program has that value."""

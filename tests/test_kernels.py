@@ -17,9 +17,6 @@ import torchard
 from torchard import Mesh, P, place, shard
 from torchard.kernels import KERNELS, Kernel, Pattern, fuse
 
-# A quarter of an hour: `make kernels` runs them.
-pytestmark = [pytest.mark.heavy, pytest.mark.timeout(1800)]
-
 TP = Mesh({"tp": 2}, virtual=True)
 SIZES = (2, 3, 5, 8, 17)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

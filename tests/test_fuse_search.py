@@ -1,0 +1,95 @@
+"""Looking for patterns stays cheap where there is much to look at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchard import find, fuse, trace
+from torchard.kernels import KERNELS, verify
+from torchard.kernels.course import Plan
+from torchard.kernels.unify import Unifier
+
+X = torch.linspace(-1, 1, 32).reshape(4, 8)
+
+
+def weights(count: int) -> list[Tensor]:
+    return [torch.linspace(-1, i + 1, 64).reshape(8, 8) for i in range(count)]
+
+
+def linears(x: Tensor, weights: list[Tensor]) -> list[Tensor]:
+    return [F.linear(x, w) for w in weights]
+
+
+@pytest.fixture
+def evaluated(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
+    """How often which operation has been evaluated on what a proposal said."""
+    counts: Counter[Any] = Counter()
+    value_of = verify.value_of
+
+    def counted(store: Any, node: Any, env: Any) -> Any:
+        counts[node.target] += 1
+        return value_of(store, node, env)
+
+    monkeypatch.setattr(verify, "value_of", counted)
+    return counts
+
+
+def test_products_side_by_side_are_all_taken() -> None:
+    found = find(linears, KERNELS["qkv"])(X, weights(12))
+    assert [match.name for match in found] == ["qkv"] * 4
+    products = [node for match in found for node in match.nodes]
+    assert len(products) == len(set(products))
+
+
+def test_what_is_wrong_shows_at_its_first_product(evaluated: Counter[Any]) -> None:
+    """A second derivative is full of products, three of which the gradient of three sums up."""
+    # Square, so that everything could be anything, in either orientation.
+    x, given, kernel = X[:, :4], [w[:4, :4] for w in weights(3)], KERNELS["qkv"]
+
+    def loss(x: Tensor, *weights: Tensor) -> Tensor:
+        return sum(y.sin().sum() for y in linears(x, list(weights)))  # type: ignore[return-value]
+
+    def slope(*args: Tensor) -> Tensor:
+        found = torch.func.grad(loss, (0, 1, 2, 3))(*args)
+        return sum(g.square().sum() for g in found)  # type: ignore[return-value]
+
+    find(torch.func.grad(slope, (0, 1, 2, 3)), kernel)(x, *given)
+    assert 0 < evaluated[torch.ops.aten.mm.default] < 200
+
+
+def test_the_inputs_of_the_first_product_come_first() -> None:
+    def pattern(x: Tensor, b: Tensor, w: Tensor) -> Tensor:
+        return torch.tanh(x @ w) + b
+
+    program = trace(pattern)(X, X[0], weights(1)[0])
+    steps = Plan(program).course(0)
+    assert [step.number for step in steps] == [0, 2, 1]
+    assert [[n.name for n in step.nodes] for step in steps] == [[], ["mm", "tanh"], ["add"]]
+    # The sum may be part of a larger one; what it is of must be there.
+    assert [sorted(n.name for n in step.firm) for step in steps] == [[], ["mm", "tanh"], []]
+    assert [step.decided for step in steps] == [False, False, True]
+
+
+def test_sums_of_many_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the gradients of many products meet, any two or three of them could be a kernel's."""
+    steps: Counter[str] = Counter()
+    unify = Unifier._unify
+
+    def counted(*args: Any) -> Any:
+        steps["all"] += 1
+        return unify(*args)
+
+    monkeypatch.setattr(Unifier, "_unify", counted)
+
+    def loss(x: Tensor, weights: list[Tensor]) -> Tensor:
+        return sum(y.square().sum() for y in linears(x, weights))  # type: ignore[return-value]
+
+    gradients = torch.func.grad(loss, (0, 1))
+    fuse(gradients, compiler="eager").lower(X, weights(16))
+    assert 0 < steps["all"] < 150_000
