@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchard import nn, random
+
 __all__ = ["CHAINS", "Chain"]
 
 # Of rows; a vocabulary and the width before it.
@@ -97,6 +99,29 @@ def _softmax(x: Tensor) -> Tensor:
     return torch.softmax(x, -1)
 
 
+def _bias_dropout_residual(x: Tensor, b: Tensor, residual: Tensor, key: Tensor) -> Tensor:
+    return residual + nn.dropout(key, x + b, 0.1)
+
+
+def _bias_dropout_residual_layer_norm(
+    x: Tensor, b: Tensor, residual: Tensor, key: Tensor, weight: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor]:
+    h = _bias_dropout_residual(x, b, residual, key)
+    return h, _layer_norm(h, weight, bias)
+
+
+def _dropped(name: str, fn: Callable[..., Any], narrow: int) -> Callable[[int], Chain]:
+    """fn of [n, h], [h], [n, h], a key, then more of [h]."""
+
+    def make(elements: int) -> Chain:
+        h = min(HIDDEN, elements // 16)
+        rows = (elements // h, h)
+        x, b, residual, *more = _drawn(rows, (h,), rows, *[(h,)] * narrow)
+        return Chain(name, fn, (x, b, residual, random.key(0), *more))
+
+    return make
+
+
 def _linear_loss(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(x @ w, labels)
 
@@ -136,6 +161,10 @@ _ROWS: tuple[tuple[str, str, Callable[..., Any], int, int], ...] = (
 CHAINS: dict[str, Callable[[int], Chain]] = {
     key: _of_rows(name, fn, wide, narrow) for key, name, fn, wide, narrow in _ROWS
 } | {
+    "bias_dropout_residual": _dropped("bias + dropout + residual", _bias_dropout_residual, 0),
+    "bias_dropout_residual_layer_norm": _dropped(
+        "bias + dropout + residual + layer_norm", _bias_dropout_residual_layer_norm, 2
+    ),
     "cross_entropy": _losses("cross-entropy", F.cross_entropy, False),
     "linear_cross_entropy": _losses("linear + cross-entropy", _linear_loss, True),
 }

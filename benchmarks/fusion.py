@@ -3,6 +3,7 @@
     python benchmarks/fusion.py            16 M elements each; results/ keeps the table
     python benchmarks/fusion.py --quick    small ones, few rounds, nothing kept
     python benchmarks/fusion.py NAME ...   only these chains, nothing kept
+    python benchmarks/fusion.py --huge-pages  torch's own memory in huge pages, too, as fuse's results are
 
 Forward, then forward and backward: the outputs and the gradients of all floating inputs for fixed
 cotangents, each system's own usual way: torch.autograd through what eager torch and torch.compile run,
@@ -15,6 +16,7 @@ import argparse
 import datetime
 import functools
 import gc
+import os
 import sys
 import time
 import warnings
@@ -35,6 +37,8 @@ from torchard.functional.program import Program
 
 # Norm-wise, of every value, against eager torch in float64.
 TOLERANCE = 1e-5
+# What makes torch ask for huge pages for its own memory.
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 FORWARD, BOTH = "forward", "forward + backward"
 # A row is lost where fuse takes longer than this times the faster of the others.
 ALLOWED = 1 / 0.95
@@ -237,10 +241,16 @@ def _threads() -> str:
     return f"{count} thread{'s' * (count > 1)}"
 
 
+def _pages() -> str:
+    if os.environ.get(HUGE_PAGES):
+        return f"all of torch's memory in huge pages ({HUGE_PAGES}=1)"
+    return "torch's memory as it is by default; what fuse returns lies in huge pages"
+
+
 def report(chosen: Sequence[str], quick: bool) -> str:
     elements = 1 << (12 if quick else 24)
     chains = [make(elements) for name, make in CHAINS.items() if not chosen or name in chosen]
-    title = machine().partition(";")[0] + f"; one process, {_threads()}"
+    title = machine().partition(";")[0] + f"; one process, {_threads()}; {_pages()}"
     legend = (
         "milliseconds of processor time, medians; a / b: the median over rounds of the ratio in the "
         "same round\nbest: the faster of eager and compile"
@@ -254,10 +264,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="only these chains: " + ", ".join(CHAINS))
     parser.add_argument("--quick", action="store_true", help="small ones, few rounds")
+    parser.add_argument("--huge-pages", action="store_true", help="for all of torch's memory")
     parser.add_argument("--threads", type=int, default=1, help="that torch uses; 1 by default")
     options = parser.parse_args()
     if unknown := set(options.names) - set(CHAINS):
         parser.error(f"there is no chain {', '.join(sorted(unknown))}")
+    if options.huge_pages and not os.environ.get(HUGE_PAGES):  # torch reads it once, at the start
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, HUGE_PAGES: "1"})
     torch.set_num_threads(options.threads)
     torch._inductor.config.compile_threads = 1
     # Importing the compiler warns about torch.jit.
@@ -267,7 +280,8 @@ def main() -> None:
     if not (options.quick or options.names or options.threads > 1):
         version = torch.__version__.split("+")[0]
         RESULTS.mkdir(exist_ok=True)
-        path = RESULTS / f"{datetime.date.today()}-fusion-torch-{version}.txt"
+        pages = "-huge-pages" if options.huge_pages else ""
+        path = RESULTS / f"{datetime.date.today()}-fusion{pages}-torch-{version}.txt"
         path.write_text(text + "\n")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -12,11 +13,22 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.program import Program
+from torchard.functional.views import is_view
 from torchard.kernels.buffers import Buffers, is_large
 
 __all__ = ["compiled", "writing"]
 
 aten = torch.ops.aten
+
+# Of what is not pointwise, the operations that a compiler takes apart.
+_LOOPS = {
+    aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+    aten._softmax.default,
+    aten._softmax_backward_data.default,
+    aten._log_softmax.default,
+    aten._log_softmax_backward_data.default,
+}
 
 Tensors = Sequence[torch.Tensor]
 
@@ -43,12 +55,14 @@ def compiled(program: Program, tensors: Tensors) -> Callable[[list[torch.Tensor]
 
 
 def _last(program: Program) -> bool:
-    """Whether each result is computed where it is written: by loops of the compiler's own."""
-    return all(
-        node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ())
-        for node in program.results
-        if is_large(node.meta["val"])
-    )
+    """Whether each large result is computed where it is written: by loops of the compiler's own."""
+    return all(_looped(node) for node in program.results if is_large(node.meta["val"]))
+
+
+def _looped(node: fx.Node) -> bool:
+    while node.target is operator.getitem or is_view(node):
+        node = node.all_input_nodes[0]
+    return node.target in _LOOPS or torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
 def _compiled(program: Program, tensors: Tensors) -> Callable[[list[torch.Tensor]], Any]:
