@@ -108,7 +108,7 @@ def _vjp(name: str, x: Tensor, b: Tensor, cotangent: Tensor) -> tuple[Tensor, Te
     n, d = rows.shape
     shape = tile(rows)
     columns = cdiv(d, shape.block)
-    parts = programs(rows, shape, columns)
+    parts, options = programs(rows, shape, columns)
     acc = accumulator(x, b, cotangent)
     dx = x.new_empty(x.shape)
     db = partials(parts, rows, acc)
@@ -120,6 +120,7 @@ def _vjp(name: str, x: Tensor, b: Tensor, cotangent: Tensor) -> tuple[Tensor, Te
         NAME=name,
         ACC=acc,
         **shape.constants,
+        **options,
     )
     return dx, total(db, b.dtype)
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchard.kernels.triton.launch import accumulator, cdiv, launch, rows_of, whole, wide
+from torchard.kernels.triton.launch import LIMITS, accumulator, cdiv, launch, rows_of, tile_of, wide
 from torchard.kernels.triton.softmax import exponentials
 
 __all__ = ["cross_entropy", "cross_entropy_backward"]
@@ -77,7 +77,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     rows, acc = rows_of(logits), accumulator(logits)
     n, v = rows.shape
     losses = logits.new_empty(n, dtype=wide(acc))
-    shape = whole(n, v)
+    shape = tile_of(n, min(v, LIMITS.whole))
     launch(
         _losses,
         (cdiv(n, shape.rows),),
@@ -95,7 +95,7 @@ def cross_entropy_backward(logits: Tensor, labels: Tensor, cotangent: Tensor) ->
     n, v = rows.shape
     out = logits.new_empty(logits.shape)
     scale = cotangent.to(wide(acc)) / _count(labels)
-    shape = whole(n, v)
+    shape = tile_of(n, min(v, LIMITS.whole))
     launch(
         _backward,
         (cdiv(n, shape.rows) if v else 0,),

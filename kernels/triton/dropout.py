@@ -97,7 +97,7 @@ def bias_dropout_residual_backward(
     n, d = rows.shape
     shape = tile(rows)
     columns = cdiv(d, shape.block)
-    parts = programs(rows, shape, columns)
+    parts, options = programs(rows, shape, columns)
     dx, db = cotangent.new_empty(cotangent.shape), partials(parts, rows, acc)
     launch(
         _backward,
@@ -107,5 +107,6 @@ def bias_dropout_residual_backward(
         ACC=acc,
         DROPOUT=dropout(threshold, d),
         **shape.constants,
+        **options,
     )
     return dx, total(db, cotangent.dtype), cotangent

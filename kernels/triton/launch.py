@@ -30,8 +30,9 @@ __all__ = [
 ]
 
 WARP = 32
-# Threads of a multiprocessor that work at a time: half of what it holds, so that each has 64 registers.
-_RESIDENT = 32 * WARP
+# Of a multiprocessor, and what a thread may have of them so that half of the threads it holds work.
+_REGISTERS = 1 << 16
+_FEW = 64
 # A program reads this many elements per thread: 16 bytes of a half precision, one instruction.
 _PER_THREAD = 8
 
@@ -44,13 +45,13 @@ class Limits:
         tile: what a program holds of each operand at a time.
         columns: of that, how much of one row, where rows need not be whole.
         whole: the longest row that is held as a whole.
-        block: of longer ones, how much at a time.
+        block: of longer ones, how much at a time, where several things are held.
     """
 
     tile: int = 2048
     columns: int = 1024
     whole: int = 16384
-    block: int = 16384
+    block: int = 8192
 
 
 LIMITS = Limits()
@@ -115,13 +116,22 @@ def wide(acc: Any) -> torch.dtype:
     return torch.float64 if acc == tl.float64 else torch.float32
 
 
-def programs(x: Tensor, tile: Tile, columns: int = 1) -> int:
-    """As many as run at a time, each of which goes on over rows of x [n, d] in so many columns."""
+def programs(
+    x: Tensor, tile: Tile, columns: int = 1, registers: int = _FEW
+) -> tuple[int, dict[str, int]]:
+    """As many as run at a time, each of which goes on over rows of x [n, d] in so many columns.
+
+    And what a launch has to say for that: registers per thread. One program more than fit would wait
+    for the others, and take as long as they did.
+    """
+    threads = tile.warps * WARP
+    registers = min(registers, _REGISTERS // threads)
     at_once = 3  # where there is no such device (in Triton's interpreter)
     if x.is_cuda:
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count
-        at_once = processors * max(1, _RESIDENT // (tile.warps * WARP))
-    return max(1, min(cdiv(x.shape[0], tile.rows), at_once // max(1, columns)))
+        at_once = processors * (_REGISTERS // (registers * threads))
+    count = max(1, min(cdiv(x.shape[0], tile.rows), at_once // max(1, columns)))
+    return count, {"maxnreg": registers}
 
 
 def tiles(x: Tensor, tile: Tile) -> tuple[int]:

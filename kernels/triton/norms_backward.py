@@ -177,14 +177,15 @@ def _gradients(
     """kept, cotangent: of the stream's value, if that is a result, and of its norm, [..., d]."""
     n, d = value.shape
     moved, more = rows_of(cotangent), None if kept is None else rows_of(kept)
-    shape, long = whole(n, d), d > LIMITS.whole
-    parts, acc = programs(moved, shape), value.constants["ACC"]
+    shape, long, dropping = whole(n, d), d > LIMITS.whole, value.key is not None
+    # The generator needs many registers while the rows have theirs.
+    parts, options = programs(moved, shape, registers=128 if dropping else 64)
+    acc = value.constants["ACC"]
 
     def sums() -> Tensor:
         made = partials(parts, moved, acc)
         return made.zero_() if long else made
 
-    dropping = value.key is not None
     found = _Gradients(
         value.x.new_empty(value.x.shape, dtype=value.dtype),
         value.x.new_empty(value.x.shape) if dropping else None,
@@ -203,6 +204,7 @@ def _gradients(
         CENTRED=centred,
         **value.constants,
         **shape.constants,
+        **options,
     )
     return found
 

@@ -53,7 +53,7 @@ class Stream:
     @property
     def constants(self) -> dict[str, Any]:
         """For kernels, of what `stream` takes."""
-        acc = accumulator(self.x)
+        acc = accumulator(*(t for t in (self.x, self.y, self.bias) if t is not None))
         return {"ACC": acc, "DROPOUT": dropout(self.threshold, self.shape[1])}
 
 
