@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from kernel_cases import LITERALS, Case, inputs_of, names_of, outputs, plain
 from torch import Tensor
 
-from torchard import fuse
+from torchard import fuse, random
 from torchard.kernels import KERNELS, Kernel, Pattern
 from torchard.kernels.imported import implementation
 
@@ -59,7 +60,7 @@ class Kind:
 PLAIN = Kind((2, 3), 5, dtypes=DTYPES)
 KINDS = (
     PLAIN,
-    Kind((5,), 19, dtypes=DTYPES, limits=SMALL),  # rows longer than two blocks
+    Kind((5,), 19, dtypes=DTYPES[1:3], limits=SMALL),  # rows longer than two blocks
     Kind((3,), 24, limits=SMALL),  # and of whole counters
     Kind((4, 3), 16, ("transposed", "strided", "plain")),
     Kind((2, 2), 19, ("strided", "transposed"), limits=SMALL),
@@ -175,3 +176,64 @@ def fused_with_its_gradient(name: str) -> set[str]:
     fused = fuse(slope(plain(pattern)), kernel)
     torch.testing.assert_close(fused(*args), slope(plain(pattern))(*args), rtol=1e-9, atol=1e-9)
     return {str(use.how) for use in fused.lower(*args).kernels}
+
+
+def check_masks(length: int, threshold: int) -> None:
+    """Exactly what the library draws, forward and backward."""
+    key = torch.tensor([-(2**63) + 5, 2**62 + 12345])
+    ones, bias = torch.ones(3, 2, length), torch.zeros(length)
+    zeros, weight = torch.zeros_like(ones), torch.ones(length)
+    kept = random.bits(key, ones.shape) >= threshold
+    assert kept.any() and not kept.all()
+
+    def run(name: str, backward: bool, *args: Tensor, **literals: float) -> Sequence[Tensor]:
+        found = implementation(kernel_of(name, backward).implementations, "cuda").run
+        assert found is not None
+        return outputs(found(*args, threshold=threshold, **literals))
+
+    norm = "bias_dropout_residual_layer_norm"
+    forward = (ones, bias, zeros, key)
+    for small in ({}, SMALL):
+        with limits(**small):
+            masked = [
+                run("bias_dropout_residual", False, *forward)[0],
+                run("bias_dropout_residual", True, key, ones)[0],
+                run(norm, False, *forward, weight, bias, eps=1e-5)[0],
+                # Without a weight nothing but the value's own cotangent comes back.
+                run(norm, True, *forward, bias, ones, ones, eps=1e-5)[0],
+            ]
+        for x in masked:
+            assert torch.equal(x != 0, kept)
+            assert float((x[kept] - 1 / (1 - threshold / 2**32)).abs().max()) < 1e-6
+
+
+def check_labels() -> None:
+    """Ones that do not count, ones that are none, and logits of -inf."""
+    loss = implementation(KERNELS["cross_entropy"].implementations, "cuda").run
+    slope = implementation(kernel_of("cross_entropy", True).implementations, "cuda").run
+    assert loss is not None and slope is not None
+    logits = torch.randn(6, 19, dtype=torch.float64)
+    logits[:, 3] = -torch.inf
+    logits[1, :10] = -torch.inf
+    for labels in ([0, 12, -100, 18, -100, 2], [-100] * 6):
+        some = torch.tensor(labels)
+        moving = logits.clone().requires_grad_()
+        want = F.cross_entropy(moving, some)
+        with limits(**SMALL):
+            got = loss(logits, some), slope(logits, some, torch.ones((), dtype=torch.float64))
+        wanted = (want.detach(), *torch.autograd.grad(want, moving))
+        torch.testing.assert_close(got, wanted, equal_nan=True, rtol=1e-12, atol=1e-12)
+    for label in (-1, 19, 1 << 40):
+        assert loss(logits, torch.tensor([0, 1, 2, label, 4, 5])).isnan()
+
+
+def check_infinite_rows() -> None:
+    """Softmax of -inf, in all of a row or in whole blocks of it."""
+    run = implementation(KERNELS["softmax"].implementations, "cuda").run
+    assert run is not None
+    x = torch.randn(3, 19, dtype=torch.float64)
+    x[0] = -torch.inf
+    x[1, :10] = -torch.inf
+    for small in ({}, SMALL):
+        with limits(**small):
+            torch.testing.assert_close(run(x), torch.softmax(x, -1), equal_nan=True)

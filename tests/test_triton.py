@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
+import cross_compiled
 import interpreted
 import pytest
 import torch
@@ -45,9 +46,46 @@ def test_as_exact_as_its_references(
 
 
 @needs_triton
-@every_kernel
+@pytest.mark.parametrize("name", ["bias_gelu", "swiglu", "add_layer_norm", "cross_entropy", "rope"])
 def test_fuse_runs_them_and_says_so(name: str, elsewhere: ProcessPoolExecutor) -> None:
     assert elsewhere.submit(interpreted.fused_with_its_gradient, name).result() == {"triton"}
+
+
+@needs_triton
+@pytest.mark.parametrize("length, threshold", [(24, 1 << 30), (19, 3 << 30)])
+def test_masks_are_those_of_the_library(
+    length: int, threshold: int, elsewhere: ProcessPoolExecutor
+) -> None:
+    elsewhere.submit(interpreted.check_masks, length, threshold).result()
+
+
+@needs_triton
+def test_labels_that_do_not_count(elsewhere: ProcessPoolExecutor) -> None:
+    elsewhere.submit(interpreted.check_labels).result()
+
+
+@needs_triton
+def test_rows_of_infinities(elsewhere: ProcessPoolExecutor) -> None:
+    elsewhere.submit(interpreted.check_infinite_rows).result()
+
+
+# -- for a device that is not here ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolExecutor]:
+    with cross_compiled.compiling(tmp_path_factory.mktemp("triton")) as process:
+        yield process
+
+
+@needs_triton
+@every_kernel
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_compiled_for_a_gpu_they_move_16_bytes_at_a_time(
+    name: str, backward: bool, compiler: ProcessPoolExecutor
+) -> None:
+    found = compiler.submit(cross_compiled.compile_for_hopper, name, backward).result()
+    assert found == (1, 128)
 
 
 # -- without it -----------------------------------------------------------------------------------
