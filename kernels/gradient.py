@@ -9,15 +9,37 @@ import torch
 
 from torchard.kernels.dims import Dims
 from torchard.kernels.pattern import Pattern
+from torchard.kernels.skeleton import same_form
 
-__all__ = ["gradient_of"]
+__all__ = ["gradients_of"]
 
 
-def gradient_of(pattern: Pattern) -> Pattern | None:
-    """Of the inputs it depends on and a cotangent for each floating output, the gradients.
+def gradients_of(pattern: Pattern) -> list[Pattern]:
+    """Of the inputs they depend on and a cotangent for each floating output, the gradients.
 
-    None if it has none. Of an input that no gradient reads (a bias that is only added) the shape alone
-    is needed, which the dims say; without dims it stays an input.
+    As torch spells them, and once more as it does where they are to be differentiated again (as all of
+    torch.func's may be) if that is another form. None if there is none.
+    """
+    once = _gradient_of(pattern, again=False)
+    if once is None:
+        return []
+    again = _gradient_of(pattern, again=True)
+    return [once] if again is None or _alike(once, again) else [once, again]
+
+
+def _alike(one: Pattern, other: Pattern) -> bool:
+    """Whether what one finds, the other does."""
+    a, b = one.alternatives[0], other.alternatives[0]
+    if not same_form(a.skeleton, b.skeleton):
+        return False
+    if a.rounded is None or b.rounded is None:
+        return a.rounded is b.rounded
+    return same_form(a.rounded, b.rounded, rounding=True)
+
+
+def _gradient_of(pattern: Pattern, again: bool) -> Pattern | None:
+    """Of an input that no gradient reads (a bias that is only added) the shape alone is needed, which the
+    dims say; without dims it stays an input.
     """
     specs, program = pattern.alternatives[0].example
     floating = [i for i, (_, dtype) in enumerate(specs) if dtype.is_floating_point]
@@ -25,7 +47,7 @@ def gradient_of(pattern: Pattern) -> Pattern | None:
     followed = [j for j, val in enumerate(outputs) if val.dtype.is_floating_point]
     if not floating or not followed:
         return None
-    full = _full(pattern, floating, followed)
+    full = _full(pattern, floating, followed, again)
     dims = _dims(pattern.dims, floating, followed)
     whole = _Function(full, pattern, range(len(specs)), len(followed), dims)
     found = whole.pattern(dims)
@@ -38,11 +60,12 @@ def gradient_of(pattern: Pattern) -> Pattern | None:
     return _Function(full, pattern, used, len(followed), dims).pattern(kept)
 
 
-def _full(pattern: Pattern, floating: list[int], followed: list[int]) -> Callable[..., Any]:
+def _full(
+    pattern: Pattern, floating: list[int], followed: list[int], again: bool
+) -> Callable[..., Any]:
     def gradients(
         inputs: list[Any], cotangents: list[Any], literals: dict[str, Any]
     ) -> tuple[Any, ...]:
-        # Not torch.func.vjp: what is to be differentiated again, torch spells (and rounds) differently.
         with torch.enable_grad():
             given = list(inputs)
             for i in floating:
@@ -51,9 +74,13 @@ def _full(pattern: Pattern, floating: list[int], followed: list[int]) -> Callabl
         outs = list(out) if isinstance(out, (tuple, list)) else [out]
         moving = [given[i] for i in floating]
         found = torch.autograd.grad(
-            [outs[j] for j in followed], moving, cotangents, materialize_grads=True
+            [outs[j] for j in followed],
+            moving,
+            cotangents,
+            create_graph=again,
+            materialize_grads=True,
         )
-        return tuple(found)
+        return tuple(g.detach() for g in found)
 
     return gradients
 

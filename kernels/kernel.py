@@ -72,9 +72,9 @@ class Kernel:
     @cached_property
     def gradient(self) -> Kernel | None:
         """The kernel of its gradients; None where nothing floating comes out."""
-        from torchard.kernels.gradient import gradient_of
+        from torchard.kernels.gradient import gradients_of
 
-        found = [g for g in map(gradient_of, self.patterns) if g is not None]
+        found = [gradient for pattern in self.patterns for gradient in gradients_of(pattern)]
         if not found:
             return None
         given = dict(self.vjp) if isinstance(self.vjp, Mapping) else {}

@@ -27,9 +27,8 @@ from torchard.functional.trace import trace
 from torchard.kernels.course import Plan
 from torchard.kernels.dims import Dims
 from torchard.kernels.evaluate import evaluate
-from torchard.kernels.reading import bare
-from torchard.kernels.skeleton import Skeleton
-from torchard.kernels.terms import Store, Term
+from torchard.kernels.skeleton import Skeleton, same_form
+from torchard.kernels.terms import Store
 
 __all__ = ["Alternative", "Pattern", "any_of", "call"]
 
@@ -247,18 +246,6 @@ def _quietly() -> Iterator[None]:
         log.removeFilter(others)
 
 
-def _forms(terms: Sequence[Term], known: dict[Any, int]) -> list[int]:
-    """Numbers of terms, equal where they are the same operations, casts and factors aside."""
-    found = []
-    for term in map(bare, terms):
-        if term not in known:
-            inner = _forms([operand for operand, _ in term.operands], known)
-            key = term.op, tuple(inner), term.numbers if term.op == "input" else ()
-            known[term] = known.setdefault(key, len(known))
-        found.append(known[term])
-    return found
-
-
 class Alternative:
     """A pattern with its choices made.
 
@@ -289,14 +276,16 @@ class Alternative:
     @cached_property
     def half(self) -> Skeleton | None:
         """In half precision, if that has another form: sums and products are apart by casts."""
+        found = self.rounded
+        return None if found is None or same_form(found, self.skeleton) else found
+
+    @cached_property
+    def rounded(self) -> Skeleton | None:
+        """In half precision; None if it does not take that."""
         half = torch.bfloat16
         specs = tuple((s, half if t.is_floating_point else t) for s, t in self._specs)
         program = self.at(specs, tuple(self.pattern._marked().items()))
-        if program is None:  # not for all dtypes
-            return None
-        found, known = self._skeleton(specs, program), dict[Any, int]()
-        same = _forms(found.roots, known) == _forms(self.skeleton.roots, known)
-        return None if same else found
+        return None if program is None else self._skeleton(specs, program)
 
     def _skeleton(self, specs: Specs, program: Program) -> Skeleton:
         store = Store()

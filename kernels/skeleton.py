@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from torchard.kernels.course import is_firm
-from torchard.kernels.reading import inside
+from torchard.kernels.reading import bare, inside
 from torchard.kernels.terms import Term
 
-__all__ = ["Skeleton"]
+__all__ = ["Skeleton", "same_form"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,11 @@ class Skeleton:
         ops = (term.op for term in self.terms if is_firm(term))
         return frozenset(op for op in ops if getattr(op, "namespace", "") != "torchard_pattern")
 
+    @cached_property
+    def widest(self) -> int:
+        """The output that depends on most inputs."""
+        return max(range(len(self.roots)), key=lambda j: len(self.reads(self.roots[j])))
+
     def reads(self, term: Term) -> frozenset[int]:
         """The numbers of the inputs that a term depends on."""
         if term not in self.read:
@@ -64,3 +70,26 @@ class Skeleton:
         if term not in self.sizes:
             self.sizes[term] = 1 + sum(self.size(operand) for operand, _ in term.operands)
         return self.sizes[term]
+
+
+def same_form(one: Skeleton, other: Skeleton, *, rounding: bool = False) -> bool:
+    """Whether they are the same operations on the same inputs, factors aside.
+
+    Args:
+        rounding: and rounded at the same places; casts are left out otherwise.
+    """
+    known: dict[Any, int] = {}
+    return _forms(one.roots, known, rounding) == _forms(other.roots, known, rounding)
+
+
+def _forms(terms: Sequence[Term], known: dict[Any, int], rounding: bool) -> list[int]:
+    """Numbers of terms, equal where their forms are."""
+    found = []
+    for term in terms if rounding else map(bare, terms):
+        if term not in known:
+            inner = _forms([operand for operand, _ in term.operands], known, rounding)
+            number = term.numbers if term.op == "input" else ()
+            key = term.op, tuple(inner), number, term.dtype if rounding else None
+            known[term] = known.setdefault(key, len(known))
+        found.append(known[term])
+    return found

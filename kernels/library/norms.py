@@ -30,6 +30,11 @@ def _rms_norm_divided(x: Tensor, w: Tensor, eps: Any = ...) -> Tensor:
     return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w
 
 
+def _rms_norm_by_hand(x: Tensor, w: Tensor, eps: Any = ...) -> Tensor:
+    """Rounded after every operation, where dtypes are short."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w
+
+
 def _layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: Any = ...) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], w, b, eps)
 
@@ -37,7 +42,7 @@ def _layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: Any = ...) -> Tensor:
 rms_norm = register_kernel(
     Kernel(
         "rms_norm",
-        (_rms_norm, _rms_norm_cast_first, _rms_norm_divided),
+        (_rms_norm, _rms_norm_cast_first, _rms_norm_divided, _rms_norm_by_hand),
         "... d, d -> ... d | whole d",
         {"cuda": triton("norms", "rms_norm")},
         {"cuda": triton("norms_backward", "rms_norm_backward")},
