@@ -89,7 +89,7 @@ def stream(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The value in rows [ROWS, 1] and columns [first, first + BLOCK); 0 outside, if there is no bias."""
+    """The value in rows [ROWS, 1] and columns [first, first + BLOCK), 0 in those outside."""
     n, d, key, x, x_stride, y, y_stride, bias = source
     cols = first + tl.arange(0, BLOCK)[None, :]
     inside = (rows < n) & (cols < d)

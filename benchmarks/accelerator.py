@@ -1,0 +1,299 @@
+"""What the Triton kernels gain on a GPU: each against what its bytes allow, and a training step.
+
+    python benchmarks/accelerator.py              every kernel in bfloat16, then the step
+    python benchmarks/accelerator.py NAME ...     only these kernels; "step" is the training step
+
+No result is kept yet: the kernels have been compiled for a GPU and interpreted on a CPU, not timed.
+
+The floor of a kernel is each operand read once and each result written once; its share is of what
+copying moves on the same device. Operands are four times as large as the second-level cache, or more.
+torch.compile and Liger-Kernel (if it is installed) run the kernel's reference, and their own backward
+through autograd: the ratio in a backward's row is that of forward and backward together. Errors are
+norm-wise against float32, over those of eager operations.
+
+The step is GPT-2 small of HuggingFace in bfloat16, without dropout: gradients and plain descent, by
+eager autograd and as jit(fuse(step)).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from bench import aligned
+from fusion import flat
+from torch import Tensor
+
+import torchard
+from torchard import Kernel, Pattern, fuse, jit
+from torchard.kernels import KERNELS
+from torchard.kernels.imported import Imported, implementation
+
+DEVICE = "cuda"
+# Of rows; a vocabulary; positions and heads of rope, and their dim.
+HIDDEN, VOCABULARY, POSITIONS, HEADS, HEAD = 4096, 50304, 2048, 32, 128
+LITERALS = {"eps": 1e-5, "threshold": round(0.1 * 2**32)}
+LIGER = {
+    "cross_entropy": "liger_cross_entropy",
+    "geglu_tanh": "liger_geglu",
+    "layer_norm": "liger_layer_norm",
+    "rms_norm": "liger_rms_norm",
+    "softmax": "liger_softmax",
+    "swiglu": "liger_swiglu",
+}
+# Of the step.
+BATCH, CONTEXT, RATE = 16, 1024, 1e-4
+
+Run = Callable[[], Any]
+
+
+def seconds(run: Run, rounds: int = 20, warmup: int = 5) -> float:
+    """The median of the device's own time."""
+    for _ in range(warmup):
+        run()
+    pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
+    for start, end in pairs:
+        start.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return float(statistics.median(start.elapsed_time(end) for start, end in pairs)) / 1e3
+
+
+# -- kernels --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel or its gradient on the device.
+
+    Attributes:
+        run: its implementation. reference: eager operations. args: of both.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    reference: Callable[..., Any]
+    args: list[Tensor]
+
+    @property
+    def bytes(self) -> int:
+        """The floor: what is returned as it was given is not written."""
+        results = flat(self.run(*self.args))
+        found = {x.data_ptr(): x.nbytes for x in (*self.args, *results) if x.numel()}
+        return sum(found.values())
+
+    def error(self) -> float:
+        """How far it is from float32, over how far eager operations are."""
+        exact = flat(
+            self.reference(*(x.float() if x.is_floating_point() else x for x in self.args))
+        )
+        ours, eager = (flat(run(*self.args)) for run in (self.run, self.reference))
+        return distance(ours, exact) / max(distance(eager, exact), 1e-9)
+
+
+def distance(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """Norm-wise, of all values together."""
+    pairs = list(zip(found, exact, strict=True))
+    off = sum(float((a.float() - b).norm()) ** 2 for a, b in pairs)
+    return float((off / sum(float(b.norm()) ** 2 for _, b in pairs)) ** 0.5)
+
+
+def elements() -> int:
+    """Of an operand: half a gigabyte of them, or four times the cache."""
+    cache = torch.cuda.get_device_properties(DEVICE).L2_cache_size
+    return max(1 << 28, 4 * cache // 2)
+
+
+def inputs_of(pattern: Pattern, count: int) -> list[Tensor]:
+    """Tensors whose dims go together, with so many elements in the largest."""
+    assert pattern.dims is not None
+    sizes = {"d": HIDDEN, "v": VOCABULARY, "h": HEADS, "s": POSITIONS}
+    names = {name for dims in pattern.dims.inputs for name in dims}
+    if "h" in names:
+        sizes["d"] = HEAD
+    row = sizes["v"] if "v" in names else HEADS * HEAD * POSITIONS if "h" in names else HIDDEN
+    rows = count // row
+    shapes = {"...": (rows,) if "d" in names else (rows, HIDDEN), "n": (rows,), "b": (rows,)}
+    draw = torch.Generator(DEVICE).manual_seed(0)
+    found = []
+    for dims, dtype in zip(pattern.dims.inputs, pattern.dims.dtypes, strict=True):
+        shape = [n for name in dims for n in shapes.get(name, (sizes.get(name, 2),))]
+        if dtype.is_floating_point:
+            dtype = torch.bfloat16
+            found.append(torch.randn(shape, generator=draw, device=DEVICE, dtype=dtype))
+        else:
+            found.append(torch.randint(VOCABULARY, shape, generator=draw, device=DEVICE))
+    return found
+
+
+def case_of(kernel: Kernel, count: int) -> Case:
+    given, pattern = implementation(kernel.implementations, DEVICE), kernel.patterns[0]
+    assert given.run is not None
+    literals = {name: LITERALS[name] for name in pattern.literals}
+    run, reference = (functools.partial(f, **literals) for f in (given.run, pattern.fn))
+    return Case(kernel.name, run, reference, inputs_of(pattern, count))
+
+
+def of_both(fn: Callable[..., Any], args: Sequence[Tensor]) -> Run:
+    """Forward and backward by autograd."""
+    given = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in args]
+    moving = [x for x in given if x.requires_grad]
+    cotangents = [torch.ones_like(x) for x in flat(fn(*given))]
+
+    def run() -> Any:
+        return torch.autograd.grad(flat(fn(*given)), moving, cotangents, allow_unused=True)
+
+    return run
+
+
+def rivals(name: str, forward: Case) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """By what else the reference is run."""
+    yield "compile", torch.compile(forward.reference, dynamic=False)
+    found = liger(LIGER.get(name))
+    if found is not None:
+        more = {"eps": LITERALS["eps"]} if name.endswith("norm") else {}
+        yield "liger", functools.partial(found, **more)
+
+
+def liger(name: str | None) -> Callable[..., Any] | None:
+    try:
+        module = importlib.import_module("liger_kernel.transformers.functional")
+    except ImportError:
+        return None
+    return None if name is None else getattr(module, name, None)
+
+
+HEAD_OF_TABLE = ["bfloat16", "GB floor", "ms", "GB/s", "share of copy", "error / eager's"]
+HEAD_OF_TABLE += ["compile / ours", "liger / ours"]
+
+
+def rows_of(name: str, copying: float) -> Iterator[list[str]]:
+    """Forward and backward of a kernel."""
+    kernel, count = KERNELS[name], elements()
+    assert kernel.backward is not None
+    took = 0.0
+    forward = case_of(kernel, count)
+    for case in (forward, case_of(kernel.backward, count)):
+        mine = seconds(functools.partial(case.run, *case.args))
+        took += mine
+        rate = case.bytes / mine
+        cells = [case.name, f"{case.bytes / 1e9:.2f}", f"{1e3 * mine:.3f}", f"{rate / 1e9:,.0f}"]
+        cells += [f"{rate / copying:.2f}", f"{case.error():.2f}"]
+        ratios = {"compile": "", "liger": ""}
+        for rival, fn in rivals(name, forward):
+            whole = functools.partial(fn, *(x.clone() for x in forward.args))
+            run = whole if case is forward else of_both(fn, forward.args)
+            ratios[rival] = f"{seconds(run) / took:.2f}"
+        yield [*cells, *ratios.values()]
+
+
+def copying() -> float:
+    """Bytes per second that a copy reads and writes."""
+    x = torch.empty(elements(), dtype=torch.bfloat16, device=DEVICE)
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / seconds(lambda: y.copy_(x))
+
+
+def kernels(names: Sequence[str]) -> str:
+    rate, rows = copying(), [HEAD_OF_TABLE]
+    for name in names:
+        rows += rows_of(name, rate)
+        print("  ".join(rows[-1]), file=sys.stderr, flush=True)
+        torch._dynamo.reset()
+    return f"copying: {rate / 1e9:,.0f} GB/s\n\n{aligned(rows)}"
+
+
+# -- a training step ------------------------------------------------------------------------------
+
+
+def of_logits(logits: Tensor, ids: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def eager_step(model: Any, ids: Tensor) -> Run:
+    def run() -> None:
+        of_logits(model(ids, use_cache=False).logits, ids).backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= RATE * p.grad
+                p.grad = None
+
+    return run
+
+
+def fused_step(model: Any, ids: Tensor) -> tuple[Run, Any]:
+    """And its program."""
+    fn, params = torchard.functionalize(model)
+    params = {name: p.detach().clone() for name, p in params.items()}
+
+    def loss(params: Any) -> Tensor:
+        return of_logits(fn(params, ids, use_cache=False).logits, ids)
+
+    def step(params: Any) -> Any:
+        slopes = torch.func.grad(loss)(params)
+        return {name: p - RATE * slopes[name] for name, p in params.items()}
+
+    fused = fuse(step)
+    return functools.partial(jit(fused), params), fused.lower(params)
+
+
+def peak(run: Run) -> int:
+    run()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated()
+
+
+def training_step() -> str:
+    import transformers
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config())
+    model.to(DEVICE, torch.bfloat16).eval()  # nothing is dropped
+    ids = torch.randint(VOCABULARY - 47, (BATCH, CONTEXT), device=DEVICE)
+    eager = eager_step(model, ids)
+    with FlopCounterMode(display=False) as counter:
+        eager()
+    flops = counter.get_total_flops()
+    rows = [[f"GPT-2 small, {BATCH} x {CONTEXT}", "ms", "TFLOP/s", "peak, GB"]]
+
+    def row(name: str, run: Run) -> None:
+        took = seconds(run)
+        cells = [f"{1e3 * took:.1f}", f"{flops / took / 1e12:.0f}", f"{peak(run) / 1e9:.2f}"]
+        rows.append([name, *cells])
+
+    row("eager", eager)
+    run, program = fused_step(model, ids)
+    row("jit(fuse(step))", run)
+    return f"{aligned(rows)}\n\n{program.kernels}"
+
+
+def main() -> None:
+    every = [n for n, k in KERNELS.items() if isinstance(k.implementations.get("cuda"), Imported)]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="only these: step, " + ", ".join(every))
+    chosen = parser.parse_args().names or [*every, "step"]
+    if unknown := set(chosen) - {*every, "step"}:
+        parser.error(f"there is no kernel {', '.join(sorted(unknown))}")
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA device: run it where torch.cuda.is_available(), with triton installed")
+    print(f"torch {torch.__version__}, {torch.cuda.get_device_name()}")
+    if names := [name for name in chosen if name != "step"]:
+        print(kernels(names))
+    if "step" in chosen:
+        print(training_step())
+
+
+if __name__ == "__main__":
+    main()
