@@ -3,7 +3,7 @@
     python benchmarks/fusion.py            16 M elements each; results/ keeps the table
     python benchmarks/fusion.py --quick    small ones, few rounds, nothing kept
     python benchmarks/fusion.py NAME ...   only these chains, nothing kept
-    python benchmarks/fusion.py --huge-pages  torch's own memory in huge pages, too, as fuse's results are
+    python benchmarks/fusion.py --huge-pages  all of torch's memory in huge pages
 
 Forward, then forward and backward: the outputs and the gradients of all floating inputs for fixed
 cotangents, each system's own usual way: torch.autograd through what eager torch and torch.compile run,
@@ -34,6 +34,7 @@ from workload import Rival
 
 from torchard import fuse, trace
 from torchard.functional.program import Program
+from torchard.kernels.buffers import release
 
 # Norm-wise, of every value, against eager torch in float64.
 TOLERANCE = 1e-5
@@ -206,7 +207,8 @@ def clock() -> Callable[[], float]:
 
 
 def peak(run: Run, arguments: Sequence[Tensor]) -> int:
-    """The most bytes allocated at once, the arguments among them."""
+    """The most bytes allocated at once, the arguments among them; nothing is left of calls before."""
+    release()
     return profiled_peak(run, sum(x.nbytes for x in arguments))
 
 
@@ -244,7 +246,7 @@ def _threads() -> str:
 def _pages() -> str:
     if os.environ.get(HUGE_PAGES):
         return f"all of torch's memory in huge pages ({HUGE_PAGES}=1)"
-    return "torch's memory as it is by default; what fuse returns lies in huge pages"
+    return "torch's memory as it is by default; fuse's results lie in its own (kernels/buffers.py)"
 
 
 def report(chosen: Sequence[str], quick: bool) -> str:

@@ -306,6 +306,12 @@ def needs_grad_at_top(tensor: torch.Tensor) -> bool:
     return bool(follows and tensor.requires_grad)
 
 
+def storage_uses(storage: torch.UntypedStorage) -> int | None:
+    """How many refer to a storage, tensors and this object alike; None if torch does not say."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return None if count is None else int(count(storage._cdata))
+
+
 def graph_task() -> int:
     """Which backward pass is running in this thread; -1 for none. It tells the phases apart."""
     return torch._C._current_graph_task_id()

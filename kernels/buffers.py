@@ -1,22 +1,31 @@
-"""Fresh memory for large results on a CPU.
+"""Memory for large results on a CPU.
 
 A large allocation is new to the process: the first touch of each of its pages is a fault, and with pages
-of 4 KiB these take longer than computing what most kernels do. In huge pages there are 512 times fewer.
-Linux gives them to whoever asks (`madvise`), where the administrator has not said otherwise; torch asks
-for all of its memory if THP_MEM_ALLOC_ENABLE=1 is set when it starts, and by default does not.
+of 4 KiB these take longer than computing what most kernels do. So
+
+- memory that nobody refers to any more is used again, as torch's own allocator does on a GPU, and
+- what is new lies in huge pages, 512 times fewer. Linux gives them to whoever asks (`madvise`), where
+  the administrator has not said otherwise; torch asks for all of its memory if THP_MEM_ALLOC_ENABLE=1
+  is set when it starts, and by default does not.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import mmap
+import os
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Buffers", "is_large"]
+from torchard.functional import torch_internals as internals
+
+__all__ = ["Buffers", "Pool", "is_large", "release"]
 
 # Bytes: below, allocations come from memory that the process has had before.
 LARGE = 1 << 22
@@ -64,15 +73,85 @@ class Buffers:
 
     def new(self, device: torch.device) -> list[torch.Tensor]:
         """Nothing is in them yet."""
-        return [
-            _in_huge_pages(torch.empty_strided(x.shape, x.strides, dtype=x.dtype, device=device))
-            for x in self.layouts
-        ]
+        return [_empty(layout, device) for layout in self.layouts]
+
+
+def _empty(layout: Layout, device: torch.device) -> torch.Tensor:
+    shape, strides, dtype = layout.shape, layout.strides, layout.dtype
+    nbytes = math.prod(shape) * dtype.itemsize
+    if nbytes < LARGE or device.type != "cpu" or not layout.dense:
+        return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    storage = _pool.take(nbytes)
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+
+
+def release() -> None:
+    """Give back the memory that is kept for later and in nobody's use."""
+    _pool.release()
+
+
+class Pool:
+    """Memory that was made here, and may be used again once nobody else refers to it.
+
+    Args:
+        most: bytes that are kept. Beyond, what has not been used for longest is let go of.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self._blocks: list[_Block] = []  # what was used last is last
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> torch.UntypedStorage:
+        """A storage of at least so many bytes, and hardly more."""
+        with self._lock:
+            fitting = (b for b in self._blocks if nbytes <= b.size <= nbytes * _SLACK)
+            block = next((b for b in fitting if b.is_free()), None)
+            if block is None:
+                block = _Block(nbytes)
+            else:
+                self._blocks.remove(block)
+            self._blocks.append(block)
+            while self._blocks and sum(b.size for b in self._blocks) > self.most:
+                del self._blocks[0]
+            return block.storage
+
+    def release(self) -> None:
+        """Forget all; what is in use goes when its users do."""
+        with self._lock:
+            self._blocks.clear()
+
+
+class _Block:
+    """One storage."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.size = nbytes
+        self.storage = _in_huge_pages(torch.empty(nbytes, dtype=torch.uint8)).untyped_storage()
+        self._unused = self._references()
+
+    def is_free(self) -> bool:
+        """Whether nobody refers to it, as when it was new. Of another process one could not know."""
+        return (
+            self._unused is not None
+            and self._references() == self._unused
+            and self.storage.nbytes() == self.size
+            and not self.storage.is_shared()
+        )
+
+    def _references(self) -> tuple[int, int] | None:
+        """Torch's and Python's; None, and nothing is ever free, if torch does not say."""
+        uses = internals.storage_uses(self.storage)
+        return None if uses is None else (uses, sys.getrefcount(self.storage))
+
+
+# A storage may be larger than asked for, by a quarter.
+_SLACK = 1.25
 
 
 def _in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     advise = _advise()
-    if advise is not None and is_large(tensor) and tensor.device.type == "cpu":
+    if advise is not None:
         page = mmap.PAGESIZE
         start = -(-tensor.data_ptr() // page) * page
         advise(start, (tensor.data_ptr() + tensor.nbytes - start) // page * page)
@@ -94,3 +173,7 @@ def _advise() -> Callable[[int, int], object] | None:
         return madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(advice))
 
     return ask
+
+
+# An eighth of the machine's memory.
+_pool = Pool(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8)

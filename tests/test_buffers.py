@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import mmap
 import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from torch import Tensor
 
 from torchard import fuse, trace
 from torchard.kernels import buffers
-from torchard.kernels.buffers import Buffers
+from torchard.kernels.buffers import Buffers, Pool
 from torchard.kernels.compiled import compiled
 
 CPU = torch.device("cpu")
@@ -23,6 +26,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Where pages were asked for, and how many bytes; all results are large."""
     seen: list[tuple[int, int]] = []
     monkeypatch.setattr(buffers, "LARGE", 1)
+    monkeypatch.setattr(buffers, "_pool", Pool(1 << 30))
     monkeypatch.setattr(buffers, "_advise", lambda: lambda *range_: seen.append(range_))
     return seen
 
@@ -71,6 +75,7 @@ def test_compiled_results_are_written_there_and_new(asked: list[tuple[int, int]]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # importing the compiler warns about torch.jit
         run = compiled(trace(gelus)(x, b), [x, b])
+    buffers.release()
     asked.clear()
     first, again = run([x, b]), run([x, b])
     assert len(asked) == 4
@@ -93,14 +98,120 @@ def test_what_is_not_written_in_place_is_left_to_the_compiler(
 
 
 def test_what_fuse_returns_is_there(asked: list[tuple[int, int]]) -> None:
-    """By blocks or compiled: whichever is faster, no page is touched before it is asked for."""
+    """By blocks or compiled, whichever is faster: in memory that was used before, if nobody has it."""
     x, b = torch.randn(1 << 10, 1 << 11), torch.randn(1 << 11)
     fused = fuse(lambda x, b: F.gelu(x + b))
-    fused(x, b)
+    held = [fused(x, b) for _ in range(3)]
     how = str(fused.lower(x, b).kernels[0].how)
+    if how.startswith("eager"):
+        return
+    before = {t.data_ptr() for t in held}
+    assert len(before) == 3
+    del held[1]
     asked.clear()
     out = fused(x, b)
-    torch.testing.assert_close(out, F.gelu(x + b))
-    if not how.startswith("eager"):
-        ((start, _),) = asked
-        assert out.data_ptr() <= start < out.data_ptr() + mmap.PAGESIZE
+    assert not asked and out.data_ptr() in before - {t.data_ptr() for t in held}
+    for value in (*held, out):
+        torch.testing.assert_close(value, F.gelu(x + b))
+
+
+# -- memory that is used again --------------------------------------------------------------------
+
+SIZE = 1 << 13
+LIKE = torch.empty(SIZE // 4)
+
+
+def taken(like: Tensor = LIKE) -> Tensor:
+    return Buffers.of([like]).new(CPU)[0]
+
+
+def test_what_nobody_has_is_used_again(asked: list[tuple[int, int]]) -> None:
+    first = taken()
+    place = first.data_ptr()
+    assert taken().data_ptr() != place
+    del first
+    again = taken(torch.empty(32, SIZE // 64 // 4 * 2, dtype=torch.float32).t())
+    assert again.data_ptr() == place and again.stride() == (1, SIZE // 128)
+    assert not again.requires_grad and again._base is None
+
+
+HOLDERS: dict[str, Callable[[Tensor], Any]] = {
+    "a view": lambda t: t.view(-1, 2)[3:],
+    "a detached one": lambda t: t.detach(),
+    "its data": lambda t: t.data,
+    "its storage": lambda t: t.untyped_storage(),
+    "an array": lambda t: t.numpy(),
+    "by dlpack": lambda t: torch.from_dlpack(t),
+    "a graph": lambda t: (torch.ones(t.shape, requires_grad=True) * t).sum(),
+    "a parameter": lambda t: torch.nn.Parameter(t),
+    "a weak map's value": lambda t: {"x": [t]},
+}
+
+
+@pytest.mark.parametrize("how", HOLDERS)
+def test_what_somebody_has_is_not(how: str, asked: list[tuple[int, int]]) -> None:
+    value = taken().fill_(1)
+    place, held = value.data_ptr(), HOLDERS[how](value)
+    del value
+    assert taken().fill_(7).data_ptr() != place
+    del held
+    assert taken().data_ptr() == place
+
+
+def test_what_others_share_or_have_resized_is_not(asked: list[tuple[int, int]]) -> None:
+    resized = taken()
+    resized.untyped_storage().resize_(2 * SIZE)
+    place = resized.data_ptr()
+    del resized
+    assert taken().data_ptr() != place
+    buffers.release()
+    shared = taken().share_memory_()
+    place = shared.data_ptr()
+    del shared
+    assert taken().data_ptr() != place
+
+
+@pytest.mark.parametrize("factor, again", [(0.5, False), (0.85, True), (1.0, True), (1.1, False)])
+def test_of_about_the_same_size(factor: float, again: bool, asked: list[tuple[int, int]]) -> None:
+    first = taken()
+    place = first.data_ptr()
+    del first
+    other = taken(torch.empty(int(factor * SIZE), dtype=torch.uint8))
+    assert (other.data_ptr() == place) == again
+
+
+def test_so_much_is_kept(monkeypatch: pytest.MonkeyPatch, asked: list[tuple[int, int]]) -> None:
+    """Beyond, what has not been used for longest is let go of; what is in use is its users'."""
+    monkeypatch.setattr(buffers, "_pool", Pool(2 * SIZE))
+    held = [taken().fill_(i) for i in range(4)]
+    assert [int(t[0]) for t in held] == [0, 1, 2, 3]
+    places = [t.data_ptr() for t in held]
+    asked.clear()
+    held.clear()
+    kept = [taken(), taken()]
+    assert not asked and [t.data_ptr() for t in kept] == places[2:]
+    buffers.release()
+    del kept
+    taken()
+    assert len(asked) == 1
+
+
+def test_without_torch_s_count_nothing_is_used_again(
+    monkeypatch: pytest.MonkeyPatch, asked: list[tuple[int, int]]
+) -> None:
+    monkeypatch.setattr(buffers.internals, "storage_uses", lambda storage: None)
+    for number in range(3):
+        taken()
+        assert len(asked) == number + 1
+
+
+def test_threads_never_share(asked: list[tuple[int, int]]) -> None:
+    def work(number: int) -> bool:
+        right = []
+        for _ in range(200):
+            mine = taken().fill_(number)
+            right.append(bool((mine == number).all()))
+        return all(right)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
