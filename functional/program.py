@@ -29,8 +29,9 @@ node.meta      meaning
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -219,9 +220,14 @@ class Program:
 
     @property
     def kernels(self) -> Records:
-        """The fused kernels, in order: the ``use`` tags; those that came apart again say so."""
+        """The fused kernels, in order: the ``use`` tags; those that came apart again say so.
+
+        ``.missed``: what is nearly one, or could not become one, each with the reason.
+        """
         apart = {id(n.meta["apart"]): n.meta["apart"] for n in self.calls if "apart" in n.meta}
-        return Records([*(n.meta["use"] for n in self.calls if "use" in n.meta), *apart.values()])
+        uses = [*(n.meta["use"] for n in self.calls if "use" in n.meta), *apart.values()]
+        misses: tuple[Callable[[], list[Any]], ...] = self.facts.get("misses", ())
+        return Records(uses, lambda: [one for found in misses for one in found()])
 
     @property
     def residuals(self) -> Residuals:
@@ -284,8 +290,24 @@ class Program:
 
 
 class Records(list[Any]):
-    """Records of one kind. Printing uses their class's ``table(records)``, if it has one."""
+    """Records of one kind. Printing uses their class's ``table(records)``, if it has one.
+
+    Args:
+        missed: what is nearly such a record, looked for when it is asked for.
+    """
+
+    def __init__(
+        self, records: Iterable[Any] = (), missed: Callable[[], list[Any]] | None = None
+    ) -> None:
+        super().__init__(records)
+        self._missed = missed
+
+    @cached_property
+    def missed(self) -> Records:
+        """Of what is nearly such a record, why it is none."""
+        return Records(() if self._missed is None else self._missed())
 
     def __str__(self) -> str:
         table = getattr(type(self[0]), "table", None) if self else None
-        return str(table(self)) if table else "\n".join(map(str, self)) or "none"
+        own = str(table(self)) if table else "\n".join(map(str, self)) or "none"
+        return f"{own}\n\n{self.missed}" if self._missed and self.missed else own

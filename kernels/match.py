@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from torchard.kernels.likeness import spoken
 from torchard.kernels.pattern import Alternative, Pattern
 from torchard.kernels.reading import Reading, bare
 from torchard.kernels.skeleton import Skeleton
@@ -87,14 +88,13 @@ class Finder:
     def _by_skeleton(
         self, alternative: Alternative, skeleton: Skeleton, partly: bool, seen: set[Any]
     ) -> Iterator[Found]:
-        pattern = alternative.pattern
-        unifier = Unifier(skeleton, self.reading, alternative.predicates, pattern.weights)
+        unifier = self.unifier(alternative, skeleton)
         firsts = _by_inputs(skeleton)
         # Of gradients, each that reads everything will do; another output says where the rest may be.
         for first in [j for j, reads in firsts if partly and reads == firsts[0][1]] or [
             firsts[0][0]
         ]:
-            for term in self._candidates(skeleton.roots[first]):
+            for term in self.candidates(skeleton.roots[first]):
                 # What came nearest is asked for where nothing is found: then nothing is passed over.
                 apt = self.thorough or self.reading.may_be(term, unifier.needs(first))
                 if term in seen or not apt:
@@ -105,7 +105,15 @@ class Finder:
                     yield one
         self._missed(alternative.pattern, unifier)
 
-    def _candidates(self, root: Term) -> list[Term]:
+    def unifier(self, alternative: Alternative, skeleton: Skeleton | None = None) -> Unifier:
+        """What proposes places for a pattern, by its skeleton or another one."""
+        weights = alternative.pattern.weights
+        return Unifier(
+            skeleton or alternative.skeleton, self.reading, alternative.predicates, weights
+        )
+
+    def candidates(self, root: Term) -> list[Term]:
+        """The terms that a root might be."""
         op = bare(root).op
         if getattr(op, "namespace", "") == "torchard_pattern":
             return list(self.reading.nodes)
@@ -180,16 +188,10 @@ class Finder:
             pattern,
             unifier.best,
             nodes[0] if nodes else None,
-            f"{_spoken(t)} where the pattern has {_spoken(p)}"
+            f"{spoken(t)} where the pattern has {spoken(p)}"
             if t.op != p.op
-            else f"{_spoken(t)} fits, but dims, numbers or what it is applied to differ",
+            else f"{spoken(t)} fits, but dims, numbers or what it is applied to differ",
         )
-
-
-def _spoken(term: Term) -> str:
-    if isinstance(term.op, tuple):
-        return str(term.op[1])
-    return term.name.removeprefix("aten.").removesuffix(".default")
 
 
 def _by_inputs(skeleton: Skeleton) -> list[tuple[int, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -137,6 +137,11 @@ class Reading:
         return all(
             ops <= operations(term, depth, self._operations) for depth, ops in enumerate(needed, 1)
         )
+
+    def has_most(self, term: Term, wanted: Collection[Any], depth: int) -> bool:
+        """Whether half of some operations or more are within some steps of a term."""
+        found = operations(term, depth, self._operations)
+        return 2 * sum(op in found for op in wanted) >= len(wanted)
 
     @cached_property
     def _operations(self) -> dict[Any, frozenset[Any]]:

@@ -23,7 +23,9 @@ from torchard.kernels.match import Found, Root
 from torchard.kernels.reading import Reading
 from torchard.kernels.terms import Term, Value, through
 
-__all__ = ["Part", "Replacement", "Replacer", "in_order"]
+__all__ = ["REPLACED", "Part", "Replacement", "Replacer", "in_order"]
+
+REPLACED = "it has been replaced already"
 
 aten = torch.ops.aten
 
@@ -137,7 +139,7 @@ class Replacer:
         found = replace(found, roots=tuple(root for root, _ in kept))
         roots = [nodes for _, nodes in kept]
         if not roots or not all(roots):
-            return "it has been replaced already"
+            return REPLACED
         after = self._depending(node for nodes in roots for node in nodes)
         sources = [self._source(value, after) for value in found.inputs]
         for node, value in zip(sources, found.inputs, strict=True):

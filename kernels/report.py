@@ -7,10 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import fx
+
 from torchard.kernels.reading import Reading
 from torchard.kernels.replace import Part
 
-__all__ = ["Match", "Use"]
+__all__ = ["Match", "Missed", "Use"]
+
+# Rows of a table of what was missed: the rest is counted.
+_SHOWN = 12
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,54 @@ class Use:
             )
             for u in uses
         ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        return _aligned(rows)
+
+
+@dataclass(frozen=True)
+class Missed:
+    """What is nearly a kernel, or could not become one.
+
+    Attributes:
+        kernel: its name. scope, source, phase: where. why: what is different, or was refused.
+    """
+
+    kernel: str
+    scope: str
+    source: str
+    phase: str
+    why: str
+
+    @staticmethod
+    def of(kernel: str, node: fx.Node, why: str) -> Missed:
+        meta = node.meta
+        return Missed(
+            kernel,
+            str(meta.get("scope") or ""),
+            str(meta.get("source") or ""),
+            str(meta.get("phase") or "forward"),
+            why,
         )
+
+    def __str__(self) -> str:
+        scope = f" (scope {self.scope})" if self.scope else ""
+        return f"{self.kernel} at {self.source}{scope}: {self.why}"
+
+    @staticmethod
+    def table(missed: Sequence[Missed]) -> str:
+        """A row for each kernel and reason, with the first place of several."""
+        places: dict[tuple[str, str, str], list[Missed]] = {}
+        for one in missed:
+            places.setdefault((one.kernel, one.phase, one.why), []).append(one)
+        rows = [("nearly", "phase", "scope", "source", "times", "why not")]
+        for (kernel, phase, why), found in list(places.items())[:_SHOWN]:
+            first = found[0]
+            rows.append((kernel, phase, first.scope, first.source, str(len(found)), why))
+        more = len(places) - _SHOWN
+        return _aligned(rows) + (f"\nand {more} more: .kernels.missed" if more > 0 else "")
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

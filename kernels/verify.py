@@ -17,7 +17,7 @@ from torch import fx
 from torchard.kernels.access import Access
 from torchard.kernels.course import Plan, Step
 from torchard.kernels.dims import Dims
-from torchard.kernels.evaluate import value_of
+from torchard.kernels.evaluate import evaluate, value_of
 from torchard.kernels.pattern import Alternative, Pattern
 from torchard.kernels.reading import Reading, bare
 from torchard.kernels.terms import Term, Value, through
@@ -34,6 +34,7 @@ _TRIES = 1024
 Env = dict[fx.Node, Any]
 Spec = tuple[tuple[int, ...], torch.dtype]
 Options = Sequence[Sequence[Value]]
+_Given = tuple[Options, tuple[tuple[str, Any], ...], tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -91,19 +92,14 @@ class Verifier:
         Args:
             partly: some of the others are enough.
         """
-        node = self.reading.nodes[term][0]
-        count = len(alternative.skeleton.inputs)
-        turned = alternative.skeleton.turned
-        options = [self._options(node, bound, i, i in turned) for i in range(count)]
-        literals = tuple((n, bound.literals.get(n)) for n in alternative.pattern.literals)
-        if not all(options) or any(value is None for _, value in literals):
+        given = self._given(alternative, term, bound)
+        if given is None:
             return None
-        operations = tuple(_operation(bound.nodes[i]) for i in sorted(bound.nodes))
-        options = [[v for v in values if not self._too_late(v, term)] for values in options]
+        options, literals, operations = given
         tries = itertools.count()
         for specs in itertools.islice(_fitting(options, alternative.pattern.dims), _SHAPES):
             plan = alternative.plan(specs, literals, operations)
-            if plan is None or len(plan.program.inputs) != count:  # it closes over tensors
+            if plan is None or len(plan.program.inputs) != len(options):  # it closes over tensors
                 continue
             alike = [
                 [v for v in values if spec_of(v) == spec]
@@ -117,6 +113,40 @@ class Verifier:
                     inputs = tuple(env[n] for n in plan.program.placeholders)
                     return Found(alternative, inputs, literals, operations, tuple(roots))
         return None
+
+    def returned(
+        self, alternative: Alternative, first: int, term: Term, bound: Binding
+    ) -> Value | None:
+        """What an output would be by a binding that is not right; None where dims do not fit."""
+        given = self._given(alternative, term, bound)
+        if given is None:
+            return None
+        options, literals, operations = given
+        for specs in itertools.islice(_fitting(options, alternative.pattern.dims), _SHAPES):
+            plan = alternative.plan(specs, literals, operations)
+            if plan is None or len(plan.program.inputs) != len(options):
+                continue
+            inputs = [
+                next(v for v in values if spec_of(v) == spec)
+                for values, spec in zip(options, specs, strict=True)
+            ]
+            env = evaluate(plan.program.graph, inputs, self.reading.store)
+            found: Value = env[plan.program.results[first]]
+            return found
+        return None
+
+    def _given(self, alternative: Alternative, term: Term, bound: Binding) -> _Given | None:
+        """What inputs, literals and operations may be; None if one of them is nothing."""
+        node, skeleton = self.reading.nodes[term][0], alternative.skeleton
+        options = [
+            self._options(node, bound, i, i in skeleton.turned) for i in range(len(skeleton.inputs))
+        ]
+        literals = tuple((n, bound.literals.get(n)) for n in alternative.pattern.literals)
+        if not all(options) or any(value is None for _, value in literals):
+            return None
+        operations = tuple(_operation(bound.nodes[i]) for i in sorted(bound.nodes))
+        options = [[v for v in values if not self._too_late(v, term)] for values in options]
+        return options, literals, operations
 
     def follow(self, plan: Plan, step: Step, env: Env, chosen: tuple[Value, ...]) -> Env | None:
         """What is known once an input is; None if that is nothing of the program's."""
@@ -209,7 +239,8 @@ class Verifier:
         usable = [
             v for v in found if v.term in self.reading.nodes or _from_biased(v.term, self.reading)
         ]
-        return usable
+        # Of what is there before a cast and after it, what takes fewer bytes to read.
+        return sorted(usable, key=lambda value: value.dtype.itemsize)
 
     def _reached(self, value: Value, path: Path) -> Value | None:
         """From a value operand by operand. Paths are many, and most of what they lead over the same."""
