@@ -208,8 +208,12 @@ def clock() -> Callable[[], float]:
 
 def peak(run: Run, arguments: Sequence[Tensor]) -> int:
     """The most bytes allocated at once, the arguments among them; nothing is left of calls before."""
-    release()
-    return profiled_peak(run, sum(x.nbytes for x in arguments))
+
+    def fresh() -> Any:
+        release()
+        return run()
+
+    return profiled_peak(fresh, sum(x.nbytes for x in arguments))
 
 
 def memory_table(chain: Chain) -> str:

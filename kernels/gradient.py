@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,15 +49,14 @@ def _gradient_of(pattern: Pattern, again: bool) -> Pattern | None:
         return None
     full = _full(pattern, floating, followed, again)
     dims = _dims(pattern.dims, floating, followed)
-    whole = _Function(full, pattern, range(len(specs)), len(followed), dims)
+    whole = _Function(full, pattern, range(len(specs)), len(followed), range(len(floating)), dims)
     found = whole.pattern(dims)
-    if pattern.dims is None or dims is None:
+    distinct = _distinct(found)
+    used = range(len(specs)) if dims is None else _used(found, len(specs))
+    if len(used) == len(specs) and len(distinct) == len(floating):
         return found
-    used = _used(found, len(specs))
-    if len(used) == len(specs):
-        return found
-    kept = _kept(dims, used, len(specs))
-    return _Function(full, pattern, used, len(followed), dims).pattern(kept)
+    kept = None if dims is None else _kept(dims, used, distinct, len(specs))
+    return _Function(full, pattern, used, len(followed), distinct, dims).pattern(kept)
 
 
 def _full(
@@ -86,17 +85,18 @@ def _full(
 
 
 class _Function:
-    """Gradients as a function of some inputs and the cotangents."""
+    """Some of the gradients as a function of some inputs and the cotangents."""
 
     def __init__(
         self,
         full: Callable[..., Any],
         pattern: Pattern,
-        used: Any,
+        used: Sequence[int],
         cotangents: int,
+        returned: Sequence[int],
         dims: Dims | None,
     ) -> None:
-        self.full, self.of, self.used = full, pattern, list(used)
+        self.full, self.of, self.used, self.returned = full, pattern, list(used), returned
         self.cotangents, self.dims = cotangents, dims
 
     def pattern(self, dims: Dims | None) -> Pattern:
@@ -118,7 +118,8 @@ class _Function:
             for i, shape in enumerate(shapes):
                 if inputs[i] is None:
                     inputs[i] = cotangents[0].new_zeros(shape)
-        return self.full(inputs, list(tensors[len(self.used) :]), literals)
+        found = self.full(inputs, list(tensors[len(self.used) :]), literals)
+        return tuple(found[j] for j in self.returned)
 
 
 def _used(pattern: Pattern, count: int) -> list[int]:
@@ -126,6 +127,13 @@ def _used(pattern: Pattern, count: int) -> list[int]:
     skeleton = pattern.alternatives[0].skeleton
     read = frozenset().union(*map(skeleton.reads, skeleton.roots))
     return [i for i in range(count) if i in read]
+
+
+def _distinct(pattern: Pattern) -> list[int]:
+    """The gradients without those that are another one: of a sum's operands one is enough."""
+    skeleton = pattern.alternatives[0].skeleton
+    roots = list(zip(skeleton.roots, skeleton.accesses, strict=True))
+    return [j for j, root in enumerate(roots) if root not in roots[:j]]
 
 
 def _dims(dims: Dims | None, floating: list[int], followed: list[int]) -> Dims | None:
@@ -142,12 +150,12 @@ def _dims(dims: Dims | None, floating: list[int], followed: list[int]) -> Dims |
     )
 
 
-def _kept(dims: Dims, used: list[int], count: int) -> Dims:
+def _kept(dims: Dims, used: Sequence[int], returned: Sequence[int], count: int) -> Dims:
     kept = [*used, *range(count, len(dims.inputs))]
     return Dims(
         dims.text,
         tuple(dims.inputs[i] for i in kept),
-        dims.outputs,
+        tuple(dims.outputs[j] for j in returned),
         tuple(dims.dtypes[i] for i in kept),
         dims.whole,
     )

@@ -33,8 +33,8 @@ class Kernel:
             what they need is not installed. What has none is compiled from its reference.
         vjp: ``"reference"``: the derivative of the reference, found and compiled like it. Or
             implementations of that derivative by device: functions of the inputs it depends on, then
-            the cotangents, that return the gradients of all floating inputs. None: it has none, and
-            gradients through it are refused.
+            the cotangents, that return the gradients of all floating inputs, those that are the same (of
+            a sum's operands) once. None: it has none, and gradients through it are refused.
         joint: implementations, by device, of both at once: functions of the inputs, then the cotangents,
             that return the outputs, then the gradients. Run where a program has both and a cotangent
             does not depend on the outputs, as that of a loss.

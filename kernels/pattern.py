@@ -293,6 +293,7 @@ class Alternative:
         env = evaluate(program.graph, values, store, sharing=True)
         return Skeleton(
             tuple(env[node].term for node in program.results),
+            tuple(env[node].access for node in program.results),
             tuple(value.term for value in values),
             {marker: name for name, marker in self.pattern._marked().items()},
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from torchard.kernels.access import Access
 from torchard.kernels.course import is_firm
 from torchard.kernels.reading import bare, inside
 from torchard.kernels.terms import Term
@@ -19,12 +20,13 @@ class Skeleton:
     """A pattern's terms at shapes of no importance.
 
     Attributes:
-        roots: one per output, in order.
+        roots: one per output, in order; accesses: how each is read.
         inputs: the tensor inputs' terms.
         markers: for each number that stands for a literal, its name.
     """
 
     roots: tuple[Term, ...]
+    accesses: tuple[Access, ...]
     inputs: tuple[Term, ...]
     markers: dict[float, str]
     sizes: dict[Term, int] = field(default_factory=dict)

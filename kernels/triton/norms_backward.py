@@ -225,19 +225,18 @@ def rms_norm_backward(x: Tensor, w: Tensor, cotangent: Tensor, eps: float) -> tu
 
 def add_layer_norm_backward(
     x: Tensor, y: Tensor, w: Tensor, kept: Tensor, cotangent: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, y, cotangents [..., d], w [d] -> of x, y, w, b; 5 n d elements are moved."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x, y, cotangents [..., d], w [d] -> of x and y alike, w, b; 5 n d elements are moved."""
     found = _gradients(Stream(x, y), w, kept, cotangent, eps, True)
-    to_b = total(found.b, kept.dtype)
-    return found.h.to(x.dtype), found.h.to(y.dtype), total(found.w, w.dtype), to_b
+    return found.h.to(x.dtype), total(found.w, w.dtype), total(found.b, kept.dtype)
 
 
 def add_rms_norm_backward(
     x: Tensor, y: Tensor, w: Tensor, kept: Tensor, cotangent: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """x, y, cotangents [..., d], w [d] -> of x, y, w; 5 n d elements are moved."""
+) -> tuple[Tensor, Tensor]:
+    """x, y, cotangents [..., d], w [d] -> of x and y alike, w; 5 n d elements are moved."""
     found = _gradients(Stream(x, y), w, kept, cotangent, eps, False)
-    return found.h.to(x.dtype), found.h.to(y.dtype), total(found.w, w.dtype)
+    return found.h.to(x.dtype), total(found.w, w.dtype)
 
 
 def bias_dropout_residual_layer_norm_backward(
