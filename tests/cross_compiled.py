@@ -67,13 +67,13 @@ def _prepare() -> None:
 COMPILED: list[Any] = []
 
 
-def compile_for_hopper(name: str, backward: bool) -> tuple[int, int]:
+def compile_for_hopper(name: str, backward: bool, dtype: torch.dtype) -> tuple[int, int]:
     """How many kernels it took, and the least width in bits of what reads or writes rows in them."""
     kernel = kernel_of(name, backward)
     pattern = kernel.patterns[0]
     run = implementation(kernel.implementations, "cuda").run
     assert run is not None
-    (case,) = Kind((64,), 1024, dtypes=[torch.bfloat16]).cases(pattern)
+    (case,) = Kind((64,), 1024, dtypes=[dtype]).cases(pattern)
     COMPILED.clear()
     run(*inputs_of(kernel, pattern, case), **{n: LITERALS[n] for n in pattern.literals})
     widest = []

@@ -210,9 +210,11 @@ def check_masks(length: int, threshold: int) -> None:
 
 def check_labels() -> None:
     """Ones that do not count, ones that are none, and logits of -inf."""
-    loss = implementation(KERNELS["cross_entropy"].implementations, "cuda").run
-    slope = implementation(kernel_of("cross_entropy", True).implementations, "cuda").run
-    assert loss is not None and slope is not None
+    kernel, gradient = KERNELS["cross_entropy"], kernel_of("cross_entropy", True)
+    given = (kernel.implementations, gradient.implementations, kernel.joint)
+    loss, slope, both = (implementation(each, "cuda").run for each in given)
+    assert loss is not None and slope is not None and both is not None
+    one = torch.ones((), dtype=torch.float64)
     logits = torch.randn(6, 19, dtype=torch.float64)
     logits[:, 3] = -torch.inf
     logits[1, :10] = -torch.inf
@@ -220,10 +222,10 @@ def check_labels() -> None:
         some = torch.tensor(labels)
         moving = logits.clone().requires_grad_()
         want = F.cross_entropy(moving, some)
-        with limits(**SMALL):
-            got = loss(logits, some), slope(logits, some, torch.ones((), dtype=torch.float64))
         wanted = (want.detach(), *torch.autograd.grad(want, moving))
-        torch.testing.assert_close(got, wanted, equal_nan=True, rtol=1e-12, atol=1e-12)
+        with limits(**SMALL):
+            for got in ((loss(logits, some), slope(logits, some, one)), both(logits, some, one)):
+                torch.testing.assert_close(got, wanted, equal_nan=True, rtol=1e-12, atol=1e-12)
     for label in (-1, 19, 1 << 40):
         assert loss(logits, torch.tensor([0, 1, 2, label, 4, 5])).isnan()
 

@@ -84,8 +84,18 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolEx
 def test_compiled_for_a_gpu_they_move_16_bytes_at_a_time(
     name: str, backward: bool, compiler: ProcessPoolExecutor
 ) -> None:
-    found = compiler.submit(cross_compiled.compile_for_hopper, name, backward).result()
-    assert found == (1, 128)
+    job = compiler.submit(cross_compiled.compile_for_hopper, name, backward, torch.bfloat16)
+    assert job.result() == (1, 128)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["bias_gelu", "swiglu", "softmax"])
+def test_exponentials_are_compiled_in_all_dtypes(
+    name: str, dtype: torch.dtype, compiler: ProcessPoolExecutor
+) -> None:
+    job = compiler.submit(cross_compiled.compile_for_hopper, name, True, dtype)
+    assert job.result() == (1, 128)
 
 
 # -- without it -----------------------------------------------------------------------------------

@@ -139,7 +139,10 @@ cross_entropy = register_kernel(
             "any": _cross_entropy_vjp,
             "cuda": triton("cross_entropy", "cross_entropy_backward"),
         },
-        joint={"cpu": _cross_entropy_joint},
+        joint={
+            "cpu": _cross_entropy_joint,
+            "cuda": triton("cross_entropy", "cross_entropy_joint"),
+        },
         by_time=True,
     )
 )

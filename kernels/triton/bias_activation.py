@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchard.kernels.triton.activations import activation, slope
+from torchard.kernels.triton.activations import activation, named, slope
 from torchard.kernels.triton.launch import (
     accumulator,
     cdiv,
@@ -95,7 +95,7 @@ def _run(name: str, x: Tensor, b: Tensor) -> Tensor:
         tiles(rows, shape),
         *(rows, b.contiguous(), out, n, d, rows.stride(0)),
         on=x,
-        NAME=name,
+        NAME=named(name, x, b),
         ACC=accumulator(out),
         **shape.constants,
     )
@@ -117,7 +117,7 @@ def _vjp(name: str, x: Tensor, b: Tensor, cotangent: Tensor) -> tuple[Tensor, Te
         (parts, columns),
         *(rows, b.contiguous(), moved, dx, db, n, d, rows.stride(0), moved.stride(0)),
         on=x,
-        NAME=name,
+        NAME=named(name, x, b),
         ACC=acc,
         **shape.constants,
         **options,

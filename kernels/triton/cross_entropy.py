@@ -1,4 +1,4 @@
-"""Mean cross-entropy of logits, forward and backward, where a row is as long as a vocabulary.
+"""Mean cross-entropy of logits, forward, backward, or both at once; a row is as long as a vocabulary.
 
 Source: Hsu et al. 2024 (arXiv:2410.10989).
 """
@@ -9,62 +9,89 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchard.kernels.triton.launch import LIMITS, accumulator, cdiv, launch, rows_of, tile_of, wide
+from torchard.kernels.triton.arithmetic import exp
+from torchard.kernels.triton.launch import (
+    LIMITS,
+    accumulator,
+    cdiv,
+    launch,
+    rows_of,
+    tile_of,
+    wide,
+)
 from torchard.kernels.triton.softmax import exponentials
 
-__all__ = ["cross_entropy", "cross_entropy_backward"]
+__all__ = ["cross_entropy", "cross_entropy_backward", "cross_entropy_joint"]
 
 # Labels that do not count: torch's default.
 IGNORED = tl.constexpr(-100)
 
 
 @triton.jit
-def _losses(
-    logits,
-    labels,
-    losses,
-    n,
-    d,
-    stride,
-    ACC: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """nan for a label that is none: nothing else is read for it."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
-    base, summed, _ = exponentials(logits, None, rows[:, None], n, d, stride, 0, ACC, ROWS, BLOCK)
-    label = tl.load(labels + rows, mask=rows < n, other=0)
-    known = (rows < n) & (label >= 0) & (label < d)
-    picked = tl.load(logits + rows * stride + label, mask=known, other=float("nan")).to(ACC)
-    loss = tl.log(summed) - (picked - base)
-    tl.store(losses + rows, tl.where(label == IGNORED, 0.0, loss), mask=rows < n)
-
-
-@triton.jit
-def _backward(
+def _cross_entropy(
     logits,
     labels,
     scale,
-    out,
+    losses,
+    change,
     n,
-    d,
+    v,
     stride,
     ACC: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """(softmax - one hot) * scale. Rows are read a second time while they are in the cache."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
-    base, summed, _ = exponentials(logits, None, rows, n, d, stride, 0, ACC, ROWS, BLOCK)
+    """The loss of each row, and (softmax - one hot) * scale: where there is a place for it.
+
+    nan is the loss of a label that is none; nothing is read for it. For the change, rows are read a
+    second time, while they are in the cache.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
+    down = rows[:, None]
+    base, summed, _ = exponentials(logits, None, down, n, v, stride, 0, ACC, ROWS, BLOCK)
     label = tl.load(labels + rows, mask=rows < n, other=0)
-    factor = tl.load(scale).to(ACC)
-    share = factor / summed[:, None]
-    for start in range(0, d, BLOCK):
-        cols = start + tl.arange(0, BLOCK)[None, :]
-        inside = (rows < n) & (cols < d)
-        value = tl.load(logits + rows * stride + cols, mask=inside, other=0).to(ACC)
-        change = tl.exp(value - base[:, None]) * share - tl.where(cols == label, factor, 0.0)
-        tl.store(out + rows * d + cols, tl.where(label == IGNORED, 0.0, change), mask=inside)
+    counts = label != IGNORED
+    if losses is not None:
+        known = (rows < n) & (label >= 0) & (label < v)
+        picked = tl.load(logits + rows * stride + label, mask=known, other=float("nan")).to(ACC)
+        loss = tl.log(summed) - (picked - base)
+        tl.store(losses + rows, tl.where(counts, loss, 0.0), mask=rows < n)
+    if change is not None:
+        factor = tl.load(scale).to(ACC)
+        share = (factor / summed)[:, None]
+        for start in range(0, v, BLOCK):
+            cols = start + tl.arange(0, BLOCK)[None, :]
+            inside = (down < n) & (cols < v)
+            value = tl.load(logits + down * stride + cols, mask=inside, other=0).to(ACC)
+            value = exp(value - base[:, None]) * share
+            value -= tl.where(cols == label[:, None], factor, 0.0)
+            tl.store(change + down * v + cols, tl.where(counts[:, None], value, 0.0), mask=inside)
+
+
+def _run(
+    logits: Tensor, labels: Tensor, scale: Tensor | None, losses: Tensor | None, out: Tensor | None
+) -> None:
+    """logits [n, v], labels and losses [n], scale [], out [n, v]: what is there is written."""
+    rows = rows_of(logits)
+    n, v = rows.shape
+    shape = tile_of(n, min(v, LIMITS.whole))
+    launch(
+        _cross_entropy,
+        (cdiv(n, shape.rows),),
+        *(rows, labels.contiguous(), scale, losses, out, n, v, rows.stride(0)),
+        on=logits,
+        ACC=accumulator(logits),
+        **shape.constants,
+    )
+
+
+def _losses(logits: Tensor) -> Tensor:
+    """A place for one of each row, wide."""
+    return logits.new_empty(logits.shape[0], dtype=wide(accumulator(logits)))
+
+
+def _mean(losses: Tensor, labels: Tensor, logits: Tensor) -> Tensor:
+    return (losses.sum() / _count(labels)).to(logits.dtype)
 
 
 def _count(labels: Tensor) -> Tensor:
@@ -72,36 +99,26 @@ def _count(labels: Tensor) -> Tensor:
     return (labels != IGNORED.value).sum()
 
 
+def _scale(logits: Tensor, labels: Tensor, cotangent: Tensor) -> Tensor:
+    return cotangent.to(wide(accumulator(logits))) / _count(labels)
+
+
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """logits [n, v], labels [n] -> []; n v elements are moved."""
-    rows, acc = rows_of(logits), accumulator(logits)
-    n, v = rows.shape
-    losses = logits.new_empty(n, dtype=wide(acc))
-    shape = tile_of(n, min(v, LIMITS.whole))
-    launch(
-        _losses,
-        (cdiv(n, shape.rows),),
-        *(rows, labels.contiguous(), losses, n, v, rows.stride(0)),
-        on=logits,
-        ACC=acc,
-        **shape.constants,
-    )
-    return (losses.sum() / _count(labels)).to(logits.dtype)
+    losses = _losses(logits)
+    _run(logits, labels, None, losses, None)
+    return _mean(losses, labels, logits)
 
 
 def cross_entropy_backward(logits: Tensor, labels: Tensor, cotangent: Tensor) -> Tensor:
     """logits [n, v], labels [n], cotangent [] -> [n, v]; 2 n v elements are moved."""
-    rows, acc = rows_of(logits), accumulator(logits)
-    n, v = rows.shape
     out = logits.new_empty(logits.shape)
-    scale = cotangent.to(wide(acc)) / _count(labels)
-    shape = tile_of(n, min(v, LIMITS.whole))
-    launch(
-        _backward,
-        (cdiv(n, shape.rows) if v else 0,),
-        *(rows, labels.contiguous(), scale, out, n, v, rows.stride(0)),
-        on=logits,
-        ACC=acc,
-        **shape.constants,
-    )
+    _run(logits, labels, _scale(logits, labels, cotangent), None, out)
     return out
+
+
+def cross_entropy_joint(logits: Tensor, labels: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
+    """The same -> [], [n, v]; no more than backward."""
+    losses, out = _losses(logits), logits.new_empty(logits.shape)
+    _run(logits, labels, _scale(logits, labels, cotangent), losses, out)
+    return _mean(losses, labels, logits), out

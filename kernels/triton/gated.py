@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchard.kernels.triton.activations import activation, slope
+from torchard.kernels.triton.activations import activation, named, slope
 from torchard.kernels.triton.launch import accumulator, launch, rows_of, tile, tile_here, tiles
 
 __all__ = [
@@ -77,7 +77,7 @@ def _run(name: str, gate: Tensor, up: Tensor) -> Tensor:
         tiles(a, shape),
         *(a, b, out, *a.shape, a.stride(0), b.stride(0)),
         on=gate,
-        NAME=name,
+        NAME=named(name, gate, up),
         ACC=accumulator(out),
         **shape.constants,
     )
@@ -94,7 +94,7 @@ def _vjp(name: str, gate: Tensor, up: Tensor, cotangent: Tensor) -> tuple[Tensor
         tiles(a, shape),
         *(a, b, moved, dgate, dup, *a.shape, a.stride(0), b.stride(0), moved.stride(0)),
         on=gate,
-        NAME=name,
+        NAME=named(name, gate, up),
         ACC=accumulator(gate, up, cotangent),
         **shape.constants,
     )

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchard.kernels.triton.arithmetic import exp
 from torchard.kernels.triton.launch import LIMITS, accumulator, cdiv, launch, rows_of, whole
 
 __all__ = ["exponentials", "softmax", "softmax_backward"]
@@ -46,8 +47,8 @@ def exponentials(
         value = tl.load(x + rows * x_stride + cols, mask=inside, other=float("-inf")).to(ACC)
         found = tl.maximum(largest, tl.max(value, 1))
         base = _subtracted(found)
-        shrink = tl.exp(largest - base)[:, None]
-        e = tl.exp(value - base[:, None])
+        shrink = exp(largest - base)[:, None]
+        e = exp(value - base[:, None])
         summed = summed * shrink + e
         if weights is not None:
             weight = tl.load(weights + rows * weights_stride + cols, mask=inside, other=0).to(ACC)
@@ -73,7 +74,7 @@ def _forward(
         cols = tl.arange(0, BLOCK)[None, :]
         inside = (rows < n) & (cols < d)
         value = tl.load(x + rows * x_stride + cols, mask=inside, other=float("-inf")).to(ACC)
-        e = tl.exp(value - _subtracted(tl.max(value, 1))[:, None])
+        e = exp(value - _subtracted(tl.max(value, 1))[:, None])
         tl.store(out + rows * d + cols, e / tl.sum(e, 1)[:, None], mask=inside)
     else:
         base, summed, _ = exponentials(x, None, rows, n, d, x_stride, 0, ACC, ROWS, BLOCK)
@@ -81,7 +82,7 @@ def _forward(
             cols = start + tl.arange(0, BLOCK)[None, :]
             inside = (rows < n) & (cols < d)
             value = tl.load(x + rows * x_stride + cols, mask=inside, other=0).to(ACC)
-            e = tl.exp(value - base[:, None])
+            e = exp(value - base[:, None])
             tl.store(out + rows * d + cols, e / summed[:, None], mask=inside)
 
 
@@ -106,7 +107,7 @@ def _backward(
         inside = (rows < n) & (cols < d)
         value = tl.load(x + rows * x_stride + cols, mask=inside, other=float("-inf")).to(ACC)
         moved = tl.load(cotangent + rows * cotangent_stride + cols, mask=inside, other=0).to(ACC)
-        e = tl.exp(value - _subtracted(tl.max(value, 1))[:, None])
+        e = exp(value - _subtracted(tl.max(value, 1))[:, None])
         s = e / tl.sum(e, 1)[:, None]
         change = s * (moved - tl.sum(s * moved, 1)[:, None])
         tl.store(dx + rows * d + cols, change, mask=inside)
@@ -120,7 +121,7 @@ def _backward(
             inside = (rows < n) & (cols < d)
             value = tl.load(x + rows * x_stride + cols, mask=inside, other=0).to(ACC)
             moved = tl.load(cotangent + rows * cotangent_stride + cols, mask=inside, other=0)
-            s = tl.exp(value - base[:, None]) / summed[:, None]
+            s = exp(value - base[:, None]) / summed[:, None]
             tl.store(dx + rows * d + cols, s * (moved.to(ACC) - mean), mask=inside)
 
 
