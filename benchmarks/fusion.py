@@ -34,7 +34,7 @@ from workload import Rival
 
 from torchard import fuse, trace
 from torchard.functional.program import Program
-from torchard.kernels.buffers import release
+from torchard.kernels import release
 
 # Norm-wise, of every value, against eager torch in float64.
 TOLERANCE = 1e-5

@@ -3,6 +3,7 @@
 Imports `torchard.functional`, never `torchard.sharding`.
 """
 
+from torchard.kernels.buffers import release
 from torchard.kernels.fuse import find, fuse
 from torchard.kernels.kernel import KERNELS, Kernel, register_kernel
 from torchard.kernels.modules import replaced
@@ -17,5 +18,6 @@ __all__ = [
     "find",
     "fuse",
     "register_kernel",
+    "release",
     "replaced",
 ]
