@@ -5,6 +5,7 @@ Source: Hsu et al. 2024 (arXiv:2410.10989).
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -96,7 +97,7 @@ def _mean(losses: Tensor, labels: Tensor, logits: Tensor) -> Tensor:
 
 def _count(labels: Tensor) -> Tensor:
     """How many count, []."""
-    return (labels != IGNORED.value).sum()
+    return torch.sum(labels != IGNORED.value)
 
 
 def _scale(logits: Tensor, labels: Tensor, cotangent: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ def _whole_rows(
     mine = tl.program_id(0).to(tl.int64) * d + tl.arange(0, BLOCK)
     known = tl.arange(0, BLOCK) < d
     tl.store(dw + mine, tl.sum(to_w, 0), mask=known)
-    if db is not None:
+    if CENTRED:
         tl.store(db + mine, tl.sum(to_b, 0), mask=known)
     if key is not None:
         tl.store(dbias + mine, tl.sum(to_bias, 0), mask=known)
@@ -143,7 +143,7 @@ def _long_rows(
             moved = tl.load(cotangent + rows * cotangent_stride + cols, mask=cols < d, other=0)
             moved = moved.to(ACC)
             _add(dw, moved * normed, cols, d)
-            if db is not None:
+            if CENTRED:
                 _add(db, moved, cols, d)
             moved *= tl.load(w + cols, mask=cols < d, other=0).to(ACC)
             change = moved - normed * slope
@@ -162,13 +162,16 @@ def _long_rows(
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Of the stream's value h and, behind dropout, x [..., d]; sums for bias, w and b [programs, d]."""
+    """Of the stream's value h and x [..., d]; sums for bias, w and b [programs, d].
+
+    x and the bias have some of their own behind dropout, b has one if the rows are centred.
+    """
 
     h: Tensor
-    x: Tensor | None
-    bias: Tensor | None
+    x: Tensor
+    bias: Tensor
     w: Tensor
-    b: Tensor | None
+    b: Tensor
 
 
 def _gradients(
@@ -182,24 +185,20 @@ def _gradients(
     parts, options = programs(moved, shape, registers=128 if dropping else 64)
     acc = value.constants["ACC"]
 
-    def sums() -> Tensor:
-        made = partials(parts, moved, acc)
+    def sums(needed: bool = True) -> Tensor:
+        made = partials(parts if needed else 0, moved, acc)
         return made.zero_() if long else made
 
-    found = _Gradients(
-        value.x.new_empty(value.x.shape, dtype=value.dtype),
-        value.x.new_empty(value.x.shape) if dropping else None,
-        sums() if dropping else None,
-        sums(),
-        sums() if centred else None,
-    )
+    h = value.x.new_empty(value.x.shape, dtype=value.dtype)
+    x = value.x.new_empty(value.x.shape) if dropping else h
+    found = _Gradients(h, x, sums(dropping), sums(), sums(centred))
     launch(
         _long_rows if long else _whole_rows,
         (parts if d else 0,),
         value.source,
         *(w.contiguous(), more, moved, 0 if more is None else more.stride(0), moved.stride(0)),
-        *(found.h, found.x, found.bias, found.w, found.b),
-        on=found.h,
+        *(h, x, found.bias, found.w, found.b),
+        on=h,
         EPS=eps,
         CENTRED=centred,
         **value.constants,

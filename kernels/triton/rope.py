@@ -109,7 +109,7 @@ def rope(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return _rotated(q, cos, sin, dtype, q.shape[-1] - q.shape[-1] // 2, False)
 
 
-def rope_backward(cos: Tensor, sin: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """As forward -> of q, cos, sin: 0 of those, which the library does not follow."""
+def rope_backward(cos: Tensor, sin: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
+    """As forward -> of q, and 0 of cos and sin alike, which the library does not follow."""
     dq = _rotated(cotangent, cos, sin, cotangent.dtype, cotangent.shape[-1] // 2, True)
-    return dq, torch.zeros_like(cos), torch.zeros_like(sin)
+    return dq, torch.zeros_like(cos)
