@@ -240,3 +240,21 @@ def check_infinite_rows() -> None:
     for small in ({}, SMALL):
         with limits(**small):
             torch.testing.assert_close(run(x), torch.softmax(x, -1), equal_nan=True)
+
+
+def check_short_gelu() -> None:
+    """What half precisions are given is itself good to 1e-6: seen in float32."""
+    activations = importlib.import_module("torchard.kernels.triton.activations")
+    run, slope = (
+        implementation(kernel_of("bias_gelu", b).implementations, "cuda").run for b in (False, True)
+    )
+    assert run is not None and slope is not None
+    x, b = torch.linspace(-6, 6, 97), torch.zeros(97)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activations, "_SHORT", (torch.float32,))
+        got = run(x, b), slope(x, b, torch.ones(97))[0]
+    moving = x.double().requires_grad_()
+    exact = F.gelu(moving)
+    wanted = exact.detach(), *torch.autograd.grad(exact.sum(), moving)
+    for a, c in zip(got, wanted, strict=True):
+        assert float((a - c).abs().max()) < 1e-6

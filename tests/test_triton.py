@@ -69,6 +69,11 @@ def test_rows_of_infinities(elsewhere: ProcessPoolExecutor) -> None:
     elsewhere.submit(interpreted.check_infinite_rows).result()
 
 
+@needs_triton
+def test_the_error_function_of_half_precisions(elsewhere: ProcessPoolExecutor) -> None:
+    elsewhere.submit(interpreted.check_short_gelu).result()
+
+
 # -- for a device that is not here ----------------------------------------------------------------
 
 

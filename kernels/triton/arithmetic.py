@@ -16,13 +16,13 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def exp2(x):
-    return tl.exp2(x) if INTERPRETED or x.dtype == tl.float64 else libdevice.exp2(x)
+    exact: tl.constexpr = INTERPRETED or x.dtype == tl.float64
+    return tl.exp2(x) if exact else libdevice.exp2(x)
 
 
 @triton.jit
 def exp(x):
-    exact: tl.constexpr = INTERPRETED or x.dtype == tl.float64
-    return tl.exp(x) if exact else libdevice.exp2(x * 1.4426950408889634)
+    return tl.exp(x) if x.dtype == tl.float64 else exp2(x * 1.4426950408889634)
 
 
 @triton.jit
