@@ -171,7 +171,17 @@ class Replacer:
     def _makers(self, term: Term, given: bool = False) -> list[fx.Node]:
         """The nodes that compute a term, rather than view it; again, if it is given."""
         alive = [n for n in self.reading.nodes[term] if n not in self.erased][given:]
-        return [n for n in alive if n.op == "call_function" and not is_view(n)]
+        made = [n for n in alive if n.op == "call_function" and not is_view(n)]
+        return [n for n in made if not self._lays_out(n, term)] or made
+
+    def _lays_out(self, node: fx.Node, term: Term) -> bool:
+        """Whether a node is a copy, laid out as those who view it need it: it goes on to be one."""
+        copied = [n for n in node.all_input_nodes[:1] if node.target is aten.clone.default]
+        return any(
+            self.reading.value(n).term is term
+            and n.meta["val"].stride() != node.meta["val"].stride()
+            for n in copied
+        )
 
     def inside(self, part: Part) -> set[fx.Node]:
         """What lies between the inputs of an occurrence and its results, these not included."""

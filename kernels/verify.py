@@ -234,6 +234,7 @@ class Verifier:
         for inner in [*_inside(term), *self.reading.multiples.get(term, ())]:
             for value in self.reading.read_as(inner):
                 found[value] = None
+                found[Value(inner, _aligned(value.access))] = None
                 if len(value.shape) == 2:
                     found[Value(inner, value.access.permuted([1, 0]))] = None
         usable = [
@@ -360,11 +361,16 @@ def _seen(found: Value | None, turned: bool) -> Iterator[Value]:
             yield Value(found.term, Access((*matrix[-1:], *matrix[:-1]), found.access.offset))
         if all(stride or size == 1 for size, stride in dims):
             yield found
-        lead = next((i for i, (_, stride) in enumerate(dims) if stride), len(dims))
-        aligned = tuple((s, t) if t else (1, 0) for s, t in dims[lead:])
-        yield Value(found.term, Access(aligned, found.access.offset))
+        yield Value(found.term, _aligned(found.access))
         yield Value(found.term, Access(tuple(d for d in dims if d[1]), found.access.offset))
         found = through(found) if bare(found.term) is not found.term else None
+
+
+def _aligned(access: Access) -> Access:
+    """Without the dims in front that nothing moves in, which broadcasting adds again."""
+    dims = access.dims
+    lead = next((i for i, (_, stride) in enumerate(dims) if stride), len(dims))
+    return Access(tuple((s, t) if t else (1, 0) for s, t in dims[lead:]), access.offset)
 
 
 def _from_biased(term: Term, reading: Reading) -> bool:

@@ -115,8 +115,6 @@ COUNTS: dict[str, dict[str, tuple[int, int]]] = {
         "cross_entropy": (0, 1),
     },
 }
-# The gradient of a rotation is spelled with slices that torch takes apart in its own way.
-NO_GRADIENT = ("rope",)
 
 
 def counted(program: Program) -> Counter[str]:
@@ -135,7 +133,7 @@ def test_every_instance_is_found(name: str) -> None:
     loss, params = model(name, layers)
     gradients = torch.func.grad(loss)
     forward = Counter({k: a * layers + b for k, (a, b) in COUNTS[name].items()})
-    backward = Counter({f"{k}_backward": n for k, n in forward.items() if k not in NO_GRADIENT})
+    backward = Counter({f"{k}_backward": n for k, n in forward.items()})
     for fn, counts in ((loss, forward), (gradients, forward + backward)):
         before, fused = trace(fn)(params), fuse(fn).lower(params)
         assert counted(fused) == counts
