@@ -14,6 +14,7 @@ import torch
 
 from torchard.functional.errors import KernelError
 from torchard.functional.program import Program
+from torchard.kernels import settle
 from torchard.kernels.blocked import Layout, blocked
 from torchard.kernels.compiled import compiled, writing
 from torchard.kernels.dims import Dims
@@ -151,11 +152,21 @@ class Choice(ABC):
             return eager, label
         candidates, failure = self._candidates(tensors)
         candidates |= given
-        name = next(iter(candidates))
-        if len(candidates) > 1:
-            name = fastest(candidates, tensors)
-            failure = f", by time{failure}"
-        return candidates[name], name + failure
+        name, why = self._first(candidates, tensors)
+        return candidates[name], name + why + failure
+
+    def _first(self, candidates: Mapping[str, Run], tensors: Tensors) -> tuple[str, str]:
+        """Which of these runs, and why."""
+        first = next(iter(candidates))
+        if len(candidates) == 1:
+            return first, ""
+        if torch.are_deterministic_algorithms_enabled():
+            return first, ", not timed: algorithms are to be deterministic"
+        mine = fastest(candidates, tensors)
+        chosen = settle.settled(str(self.program(tensors)), mine)
+        if chosen not in candidates:
+            return mine, f", by time; another process runs {chosen}"
+        return chosen, ", by time"
 
     def _candidates(self, tensors: Tensors) -> tuple[dict[str, Run], str]:
         """By name, what may run it; and what there is to say of those that may not."""

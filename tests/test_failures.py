@@ -14,9 +14,9 @@ from once import once
 from torch import fx
 
 from torchard import CollectiveError, Mesh, P, jit, place, scope, shard
+from torchard.functional import store as store_module
 from torchard.functional.codegen import compiled
 from torchard.functional.trace import trace
-from torchard.sharding import exchange as exchange_module
 
 Told = dict[str, Any]
 
@@ -117,15 +117,16 @@ def test_a_program_without_a_runtime_is_named() -> None:
 
 def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where the host that serves it is cut off, and its own timeout is none."""
-    monkeypatch.setattr(exchange_module, "_GRACE", 0.0)
+    monkeypatch.setattr(store_module, "_GRACE", 0.0)
     asked, store = threading.Event(), object()
-    monkeypatch.setattr(exchange_module, "_silent", [])
+    monkeypatch.setattr(store_module, "_silent", [])
     said = "through which ranks tell the plan does not answer.*start them again from the last"
-    with pytest.raises(exchange_module.ExchangeError, match=said):
-        exchange_module._answer(store, asked.wait, 0.01, "the plan")
-    assert store in exchange_module._silent  # who asks once more is told at once
+    with pytest.raises(store_module.StoreError, match=said):
+        store_module.ask(store, asked.wait, 0.01, "the plan")
+    with pytest.raises(store_module.StoreError, match=said):  # who asks once more is told at once
+        store_module.ask(store, lambda: "yes", 60.0, "the plan")
     asked.set()
-    assert exchange_module._answer(store, lambda: "yes", 60.0, "the plan") == "yes"
+    assert store_module.ask(object(), lambda: "yes", 60.0, "the plan") == "yes"
 
 
 # -- on real ranks ----------------------------------------------------------------------------------

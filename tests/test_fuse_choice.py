@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from kernel_cases import LITERALS, Case, inputs_of, names_of, outputs
 from torch import Tensor
 
 from torchard import fuse
-from torchard.kernels import KERNELS, Kernel, blocked, choice
+from torchard.kernels import KERNELS, Kernel, blocked, choice, settle
 from torchard.kernels.blocked import Layout
 from torchard.kernels.compiled import compiled
 from torchard.kernels.dims import Dims
@@ -292,3 +293,72 @@ def test_the_fastest_is_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert choice.fastest({"slow": slow, "fast": fast}, [X]) == "fast"
     assert called[:4] == ["slow", "fast"] * 2
+
+
+# -- one choice for all ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """That of a group of two processes, which this one takes to be in."""
+    made = torch.distributed.HashStore()
+    monkeypatch.setattr(settle.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(settle.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(settle.dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(settle, "default_store", lambda: made)
+    return made
+
+
+def test_the_first_process_chooses_for_all(store: Any) -> None:
+    assert settle.settled("gelu of [3]", "blocked") == "blocked"
+    assert settle.settled("gelu of [3]", "inductor") == "blocked"
+    assert settle.settled("gelu of [4]", "inductor") == "inductor"
+
+
+def test_one_process_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settle, "default_store", lambda: pytest.fail("there is no store"))
+    assert settle.settled("gelu of [3]", "blocked") == "blocked"
+
+
+def test_what_others_run_is_run_here(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    choosing(monkeypatch, "blocked")
+    first = fuse(gelu)
+    first(X, B)
+    choosing(monkeypatch, "eager")
+    monkeypatch.setattr(choice, "_CHOSEN", {})  # as in another process
+    second = fuse(gelu)
+    torch.testing.assert_close(second(X, B), gelu(X, B))
+    hows = {str(f.lower(X, B).kernels[0].how) for f in (first, second)}
+    assert hows == {"blocked, by time"}
+    without_compiler(monkeypatch)
+    monkeypatch.setattr(choice, "_CHOSEN", {})
+    monkeypatch.setattr(choice.settle, "settled", lambda what, mine: "inductor")
+    third = fuse(gelu)
+    third(X, B)
+    said = str(third.lower(X, B).kernels[0].how)
+    assert said.startswith("eager, by time; another process runs inductor (inductor failed")
+
+
+def test_a_store_that_is_silent_is_an_error(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchard.functional import store as store_module
+
+    asked = threading.Event()
+    monkeypatch.setattr(store_module, "_GRACE", 0.0)
+    monkeypatch.setattr(store_module, "_silent", [])
+    monkeypatch.setattr(settle, "_PATIENCE", 0.01)
+    silent = SimpleNamespace(compare_set=lambda *_: asked.wait())
+    monkeypatch.setattr(settle, "default_store", lambda: silent)
+    with pytest.raises(store_module.StoreError, match="which kernels they run does not answer"):
+        settle.settled("gelu of [3]", "blocked")
+    asked.set()
+
+
+def test_deterministic_algorithms_are_not_a_matter_of_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen = choosing(monkeypatch, "blocked")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    fused = fuse(gelu)
+    fused(X, B)
+    how = str(fused.lower(X, B).kernels[0].how)
+    assert how == "inductor, not timed: algorithms are to be deterministic" and not seen
