@@ -52,21 +52,21 @@ def _cross_entropy(
     base, summed, _ = exponentials(logits, None, down, n, v, stride, 0, ACC, ROWS, BLOCK)
     label = tl.load(labels + rows, mask=rows < n, other=0)
     counts = label != IGNORED
+    known = (rows < n) & (label >= 0) & (label < v)
     if losses is not None:
-        known = (rows < n) & (label >= 0) & (label < v)
         picked = tl.load(logits + rows * stride + label, mask=known, other=float("nan")).to(ACC)
         loss = tl.log(summed) - (picked - base)
         tl.store(losses + rows, tl.where(counts, loss, 0.0), mask=rows < n)
     if change is not None:
-        factor = tl.load(scale).to(ACC)
-        share = (factor / summed)[:, None]
+        factor = tl.where(counts, tl.load(scale).to(ACC), 0.0)[:, None]
+        share = factor / summed[:, None]
+        hot = tl.where(known, label, -1).to(tl.int32)[:, None]  # compared in one instruction
         for start in range(0, v, BLOCK):
             cols = start + tl.arange(0, BLOCK)[None, :]
             inside = (down < n) & (cols < v)
             value = tl.load(logits + down * stride + cols, mask=inside, other=0).to(ACC)
-            value = exp(value - base[:, None]) * share
-            value -= tl.where(cols == label[:, None], factor, 0.0)
-            tl.store(change + down * v + cols, tl.where(counts[:, None], value, 0.0), mask=inside)
+            value = exp(value - base[:, None]) * share - tl.where(cols == hot, factor, 0.0)
+            tl.store(change + down * v + cols, value, mask=inside)
 
 
 def _run(
