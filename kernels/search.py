@@ -183,7 +183,8 @@ class Search:
         if len(group.members) > 1 or idle:
             return
         ((kernel, found),) = group.members
-        node = self.reading.nodes[found.roots[0].term][0]
+        order = self.reading.order  # of what was there before any kernel
+        node = next(n for n in self.reading.nodes[found.roots[0].term] if n in order)
         if kernel.of is not None or not _is_backward(node):  # gradients have a form of their own
             self.refused.append((node, Missed.of(kernel.name, node, plan.refused)))
 
