@@ -27,6 +27,7 @@ from torch import Tensor
 from torchard import fuse, random
 from torchard.kernels import KERNELS, Kernel, Pattern
 from torchard.kernels.imported import implementation
+from torchard.kernels.region import implementations_of
 
 __all__ = ["NAMES", "interpreting"]
 
@@ -61,10 +62,9 @@ PLAIN = Kind((2, 3), 5, dtypes=DTYPES)
 KINDS = (
     PLAIN,
     Kind((5,), 19, dtypes=DTYPES[1:3], limits=SMALL),  # rows longer than two blocks
-    Kind((3,), 24, limits=SMALL),  # and of whole counters
-    # In float32, which `inputs_of` draws in: a cast would lay them out anew.
+    # In float32, which `inputs_of` draws in: a cast would lay them out anew. Rows of whole counters.
+    Kind((3,), 24, ("strided", "transposed"), [torch.float32], SMALL),
     Kind((4, 3), 16, ("transposed", "strided", "plain"), [torch.float32]),
-    Kind((2, 2), 19, ("strided", "transposed"), [torch.float32], SMALL),
     Kind((), 1),
     Kind((0, 3), 4),
     Kind((2, 3), 0),
@@ -121,6 +121,8 @@ def check(name: str, backward: bool) -> None:
     kernel = kernel_of(name, backward)
     seen = set()
     for pattern in kernel.patterns:
+        if not implementations_of(kernel, pattern):
+            continue  # its formulas read other values
         kinds = (PLAIN,) if pattern.dims in seen else KINDS
         seen.add(pattern.dims)
         for kind in kinds:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -165,3 +166,13 @@ def test_what_fails_is_done_without() -> None:
 def test_other_missing_modules_are_errors() -> None:
     with pytest.raises(ModuleNotFoundError):
         Imported("triton", "torchard.kernels.none_such", "f").load()
+
+
+def test_the_benchmark_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    monkeypatch.setattr(sys, "argv", ["accelerator.py"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    import accelerator
+
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        accelerator.main()

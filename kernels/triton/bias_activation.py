@@ -71,7 +71,9 @@ def _backward(
     BLOCK: tl.constexpr,
 ):
     cols = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    bias = tl.load(b + cols, mask=cols < d, other=0).to(ACC)[None, :]
+    bias = tl.zeros([1, BLOCK], ACC)
+    if b is not None:
+        bias += tl.load(b + cols, mask=cols < d, other=0).to(ACC)[None, :]
     summed = tl.zeros([ROWS, BLOCK], ACC)
     for start in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
         rows = start + tl.arange(0, ROWS).to(tl.int64)[:, None]
@@ -104,28 +106,37 @@ def _run(name: str, x: Tensor, b: Tensor) -> Tensor:
 
 def _vjp(name: str, x: Tensor, b: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
     """x and cotangent [..., d], b [d] -> [..., d], [d]; 3 n d elements are moved."""
+    return _gradients(named(name, x, b), x, b.contiguous(), cotangent)
+
+
+def bias_relu_backward(result: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
+    """Result and cotangent [..., d] -> [..., d], [d]: what is positive was."""
+    return _gradients("relu", result, None, cotangent)
+
+
+def _gradients(name: str, x: Tensor, b: Tensor | None, cotangent: Tensor) -> tuple[Tensor, Tensor]:
     rows, moved = rows_of(x), rows_of(cotangent)
     n, d = rows.shape
     shape = tile(rows)
     columns = cdiv(d, shape.block)
     parts, options = programs(rows, shape, columns)
-    acc = accumulator(x, b, cotangent)
+    acc = accumulator(x, cotangent) if b is None else accumulator(x, b, cotangent)
     dx = x.new_empty(x.shape)
     db = partials(parts, rows, acc)
     launch(
         _backward,
         (parts, columns),
-        *(rows, b.contiguous(), moved, dx, db, n, d, rows.stride(0), moved.stride(0)),
+        *(rows, b, moved, dx, db, n, d, rows.stride(0), moved.stride(0)),
         on=x,
-        NAME=named(name, x, b),
+        NAME=name,
         ACC=acc,
         **shape.constants,
         **options,
     )
-    return dx, total(db, b.dtype)
+    return dx, total(db, cotangent.dtype if b is None else b.dtype)
 
 
 bias_gelu, bias_gelu_backward = partial(_run, "gelu"), partial(_vjp, "gelu")
 bias_gelu_tanh, bias_gelu_tanh_backward = partial(_run, "gelu_tanh"), partial(_vjp, "gelu_tanh")
-bias_relu, bias_relu_backward = partial(_run, "relu"), partial(_vjp, "relu")
+bias_relu = partial(_run, "relu")
 bias_silu, bias_silu_backward = partial(_run, "silu"), partial(_vjp, "silu")

@@ -49,18 +49,18 @@ def _cross_entropy(
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     down = rows[:, None]
-    base, summed, _ = exponentials(logits, None, down, n, v, stride, 0, ACC, ROWS, BLOCK)
+    base, summed = exponentials(logits, down, n, v, stride, ACC, ROWS, BLOCK)
     label = tl.load(labels + rows, mask=rows < n, other=0)
     counts = label != IGNORED
-    known = (rows < n) & (label >= 0) & (label < v)
     if losses is not None:
+        known = (rows < n) & (label >= 0) & (label < v)
         picked = tl.load(logits + rows * stride + label, mask=known, other=float("nan")).to(ACC)
         loss = tl.log(summed) - (picked - base)
         tl.store(losses + rows, tl.where(counts, loss, 0.0), mask=rows < n)
     if change is not None:
         factor = tl.where(counts, tl.load(scale).to(ACC), 0.0)[:, None]
         share = factor / summed[:, None]
-        hot = tl.where(known, label, -1).to(tl.int32)[:, None]  # compared in one instruction
+        hot = label.to(tl.int32)[:, None]  # compared in one instruction
         for start in range(0, v, BLOCK):
             cols = start + tl.arange(0, BLOCK)[None, :]
             inside = (down < n) & (cols < v)

@@ -18,7 +18,7 @@ from torchard.kernels.triton.launch import (
     whole,
 )
 from torchard.kernels.triton.norms import mean_of_long, standardised
-from torchard.kernels.triton.stream import Stream, behind_dropout, stream
+from torchard.kernels.triton.stream import Stream, behind_dropout, dropout, stream
 
 __all__ = [
     "add_layer_norm_backward",
@@ -32,6 +32,7 @@ __all__ = [
 @triton.jit
 def _whole_rows(
     source,
+    key,
     w,
     kept,
     cotangent,
@@ -53,7 +54,7 @@ def _whole_rows(
 
     kept: the cotangent of the stream's value; dh: its gradient; dx, dbias: behind dropout, with a key.
     """
-    n, d, key = source[0], source[1], source[2]
+    n, d = source[0], source[1]
     cols = tl.arange(0, BLOCK)[None, :]
     weight = tl.load(w + cols, mask=cols < d, other=0).to(ACC)
     to_w = tl.zeros([ROWS, BLOCK], ACC)
@@ -99,6 +100,7 @@ def _add(sums, value, cols, d):
 @triton.jit
 def _long_rows(
     source,
+    key,
     w,
     kept,
     cotangent,
@@ -118,7 +120,7 @@ def _long_rows(
 ):
     """The same, row by row in blocks; the sums, which start at 0, are in memory."""
     tl.static_assert(ROWS == 1)
-    n, d, key = source[0], source[1], source[2]
+    n, d = source[0], source[1]
     for start in range(tl.program_id(0), n, tl.num_programs(0)):
         rows = start + tl.arange(0, ROWS).to(tl.int64)[:, None]
         mean = mean_of_long(source, rows, CENTRED, DROPOUT, ACC, ROWS, BLOCK)
@@ -175,12 +177,20 @@ class _Gradients:
 
 
 def _gradients(
-    value: Stream, w: Tensor, kept: Tensor | None, cotangent: Tensor, eps: float, centred: bool
+    h: Tensor,
+    w: Tensor,
+    kept: Tensor | None,
+    cotangent: Tensor,
+    eps: float,
+    centred: bool,
+    key: Tensor | None = None,
+    threshold: float = 0,
 ) -> _Gradients:
-    """kept, cotangent: of the stream's value, if that is a result, and of its norm, [..., d]."""
+    """kept, cotangent: of h, if it is a result, and of its norm, [..., d]; key: of a dropout behind h."""
+    value = Stream(h)
     n, d = value.shape
     moved, more = rows_of(cotangent), None if kept is None else rows_of(kept)
-    shape, long, dropping = whole(n, d), d > LIMITS.whole, value.key is not None
+    shape, long, dropping = whole(n, d), d > LIMITS.whole, key is not None
     # The generator needs many registers while the rows have theirs.
     parts, options = programs(moved, shape, registers=128 if dropping else 64)
     acc = value.constants["ACC"]
@@ -195,13 +205,13 @@ def _gradients(
     launch(
         _long_rows if long else _whole_rows,
         (parts if d else 0,),
-        value.source,
+        *(value.source, None if key is None else key.contiguous()),
         *(w.contiguous(), more, moved, 0 if more is None else more.stride(0), moved.stride(0)),
         *(h, x, found.bias, found.w, found.b),
         on=h,
         EPS=eps,
         CENTRED=centred,
-        **value.constants,
+        **{**value.constants, "DROPOUT": dropout(threshold, d)},
         **shape.constants,
         **options,
     )
@@ -212,46 +222,46 @@ def layer_norm_backward(
     x: Tensor, w: Tensor, cotangent: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x, cotangent [..., d], w [d] -> of x, w, b; 3 n d elements are moved."""
-    found = _gradients(Stream(x), w, None, cotangent, eps, True)
+    found = _gradients(x, w, None, cotangent, eps, True)
     return found.h, total(found.w, w.dtype), total(found.b, cotangent.dtype)
 
 
 def rms_norm_backward(x: Tensor, w: Tensor, cotangent: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x, cotangent [..., d], w [d] -> of x, w; 3 n d elements are moved."""
-    found = _gradients(Stream(x), w, None, cotangent, eps, False)
+    found = _gradients(x, w, None, cotangent, eps, False)
     return found.h, total(found.w, w.dtype)
 
 
 def add_layer_norm_backward(
-    x: Tensor, y: Tensor, w: Tensor, kept: Tensor, cotangent: Tensor, eps: float
+    w: Tensor, h: Tensor, kept: Tensor, cotangent: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, y, cotangents [..., d], w [d] -> of x and y alike, w, b; 5 n d elements are moved."""
-    found = _gradients(Stream(x, y), w, kept, cotangent, eps, True)
-    return found.h.to(x.dtype), total(found.w, w.dtype), total(found.b, kept.dtype)
+    """w [d], h = x + y and cotangents [..., d] -> of x and y alike, w, b; 4 n d elements are moved."""
+    found = _gradients(h, w, kept, cotangent, eps, True)
+    return found.h, total(found.w, w.dtype), total(found.b, kept.dtype)
 
 
 def add_rms_norm_backward(
-    x: Tensor, y: Tensor, w: Tensor, kept: Tensor, cotangent: Tensor, eps: float
+    w: Tensor, h: Tensor, kept: Tensor, cotangent: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """x, y, cotangents [..., d], w [d] -> of x and y alike, w; 5 n d elements are moved."""
-    found = _gradients(Stream(x, y), w, kept, cotangent, eps, False)
-    return found.h.to(x.dtype), total(found.w, w.dtype)
+    """w [d], h = x + y and cotangents [..., d] -> of x and y alike, w; 4 n d elements are moved."""
+    found = _gradients(h, w, kept, cotangent, eps, False)
+    return found.h, total(found.w, w.dtype)
 
 
 def bias_dropout_residual_layer_norm_backward(
-    x: Tensor,
-    b: Tensor,
-    residual: Tensor,
     key: Tensor,
     weight: Tensor,
+    h: Tensor,
     kept: Tensor,
     cotangent: Tensor,
     threshold: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """As forward, and cotangents -> of x, b, residual, weight, bias; 6 n d elements are moved."""
-    value = Stream(x, residual, b, key, threshold)
-    found = _gradients(value, weight, kept, cotangent, eps, True)
-    to_b, to_weight = total(found.bias, b.dtype), total(found.w, weight.dtype)
-    to_residual = found.h.to(residual.dtype)
-    return found.x, to_b, to_residual, to_weight, total(found.b, kept.dtype)
+    """key [2], weight [d], the stream h and cotangents [..., d] -> of x, b, residual, weight, bias.
+
+    5 n d elements are moved.
+    """
+    found = _gradients(h, weight, kept, cotangent, eps, True, key, threshold)
+    assert found.x is not None and found.bias is not None
+    to_b, to_weight = total(found.bias, kept.dtype), total(found.w, weight.dtype)
+    return found.x, to_b, found.h, to_weight, total(found.b, kept.dtype)

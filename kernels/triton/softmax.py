@@ -24,23 +24,20 @@ def _subtracted(largest):
 @triton.jit
 def exponentials(
     x,
-    weights,
     rows,
     n,
     d,
     x_stride,
-    weights_stride,
     ACC: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of rows [ROWS, 1] of x, in one pass: what is subtracted, the sum of exp, and with weights; [ROWS].
+    """Of rows [ROWS, 1] of x, in one pass: what is subtracted, and the sum of exp; [ROWS].
 
     What was summed is made smaller whenever the maximum grows.
     """
     largest = tl.full([ROWS], float("-inf"), ACC)
     summed = tl.zeros([ROWS, BLOCK], ACC)
-    weighted = tl.zeros([ROWS, BLOCK], ACC)
     for start in range(0, d, BLOCK):
         cols = start + tl.arange(0, BLOCK)[None, :]
         inside = (rows < n) & (cols < d)
@@ -50,11 +47,8 @@ def exponentials(
         shrink = exp(largest - base)[:, None]
         e = exp(value - base[:, None])
         summed = summed * shrink + e
-        if weights is not None:
-            weight = tl.load(weights + rows * weights_stride + cols, mask=inside, other=0).to(ACC)
-            weighted = weighted * shrink + e * weight
         largest = found
-    return _subtracted(largest), tl.sum(summed, 1), tl.sum(weighted, 1)
+    return _subtracted(largest), tl.sum(summed, 1)
 
 
 @triton.jit
@@ -77,7 +71,7 @@ def _forward(
         e = exp(value - _subtracted(tl.max(value, 1))[:, None])
         tl.store(out + rows * d + cols, e / tl.sum(e, 1)[:, None], mask=inside)
     else:
-        base, summed, _ = exponentials(x, None, rows, n, d, x_stride, 0, ACC, ROWS, BLOCK)
+        base, summed = exponentials(x, rows, n, d, x_stride, ACC, ROWS, BLOCK)
         for start in range(0, d, BLOCK):
             cols = start + tl.arange(0, BLOCK)[None, :]
             inside = (rows < n) & (cols < d)
@@ -88,12 +82,12 @@ def _forward(
 
 @triton.jit
 def _backward(
-    x,
+    result,
     cotangent,
     dx,
     n,
     d,
-    x_stride,
+    result_stride,
     cotangent_stride,
     WHOLE: tl.constexpr,
     ACC: tl.constexpr,
@@ -105,23 +99,24 @@ def _backward(
     if WHOLE:
         cols = tl.arange(0, BLOCK)[None, :]
         inside = (rows < n) & (cols < d)
-        value = tl.load(x + rows * x_stride + cols, mask=inside, other=float("-inf")).to(ACC)
+        s = tl.load(result + rows * result_stride + cols, mask=inside, other=0).to(ACC)
         moved = tl.load(cotangent + rows * cotangent_stride + cols, mask=inside, other=0).to(ACC)
-        e = exp(value - _subtracted(tl.max(value, 1))[:, None])
-        s = e / tl.sum(e, 1)[:, None]
         change = s * (moved - tl.sum(s * moved, 1)[:, None])
         tl.store(dx + rows * d + cols, change, mask=inside)
     else:
-        base, summed, weighted = exponentials(
-            x, cotangent, rows, n, d, x_stride, cotangent_stride, ACC, ROWS, BLOCK
-        )
-        mean = (weighted / summed)[:, None]
+        products = tl.zeros([ROWS, BLOCK], ACC)
         for start in range(0, d, BLOCK):
             cols = start + tl.arange(0, BLOCK)[None, :]
             inside = (rows < n) & (cols < d)
-            value = tl.load(x + rows * x_stride + cols, mask=inside, other=0).to(ACC)
+            s = tl.load(result + rows * result_stride + cols, mask=inside, other=0).to(ACC)
             moved = tl.load(cotangent + rows * cotangent_stride + cols, mask=inside, other=0)
-            s = exp(value - base[:, None]) / summed[:, None]
+            products += s * moved.to(ACC)
+        mean = tl.sum(products, 1)[:, None]
+        for start in range(0, d, BLOCK):
+            cols = start + tl.arange(0, BLOCK)[None, :]
+            inside = (rows < n) & (cols < d)
+            s = tl.load(result + rows * result_stride + cols, mask=inside, other=0).to(ACC)
+            moved = tl.load(cotangent + rows * cotangent_stride + cols, mask=inside, other=0)
             tl.store(dx + rows * d + cols, s * (moved.to(ACC) - mean), mask=inside)
 
 
@@ -142,18 +137,18 @@ def softmax(x: Tensor) -> Tensor:
     return out
 
 
-def softmax_backward(x: Tensor, cotangent: Tensor) -> Tensor:
-    """x, cotangent [..., d] -> [..., d]; 3 n d elements are moved."""
-    rows, moved, dx = rows_of(x), rows_of(cotangent), x.new_empty(x.shape)
+def softmax_backward(result: Tensor, cotangent: Tensor) -> Tensor:
+    """result, cotangent [..., d] -> [..., d]; 3 n d elements are moved."""
+    rows, moved, dx = rows_of(result), rows_of(cotangent), result.new_empty(result.shape)
     n, d = rows.shape
     shape = whole(n, d)
     launch(
         _backward,
         (cdiv(n, shape.rows) if d else 0,),
         *(rows, moved, dx, n, d, rows.stride(0), moved.stride(0)),
-        on=x,
+        on=result,
         WHOLE=d <= LIMITS.whole,
-        ACC=accumulator(x),
+        ACC=accumulator(result, cotangent),
         **shape.constants,
     )
     return dx
