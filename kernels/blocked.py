@@ -42,7 +42,8 @@ class Layout:
     @staticmethod
     def of(dims: Dims, tensors: Tensors) -> Layout | None:
         """By the dims; None where they do not say that rows are independent, or rows are not first."""
-        first = next((n for names in dims.inputs for n in names if not n.isdigit()), None)
+        longest = max(dims.inputs, key=len)
+        first = next((n for n in longest if not n.isdigit()), None)
         if first is None or first in dims.whole:
             return None
         for names in (*dims.inputs, *dims.outputs):

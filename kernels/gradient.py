@@ -1,21 +1,32 @@
-"""The gradient of a pattern, as a pattern."""
+"""The gradient of a pattern, as a pattern.
+
+It is a function of what autograd's formulas read: of those inputs, of those outputs (a softmax's, a sum
+that goes on and into a norm), and of the cotangents.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from torchard.functional.program import Program
+from torchard.functional.signature import ShapeDtype
+from torchard.functional.trace import trace
 from torchard.kernels.dims import Dims
 from torchard.kernels.pattern import Pattern
 from torchard.kernels.skeleton import same_form
 
-__all__ = ["gradients_of"]
+__all__ = ["RESULT", "gradients_of"]
+
+# What a gradient's input that is the forward's output j is called, but for j.
+RESULT = "result_"
 
 
 def gradients_of(pattern: Pattern) -> list[Pattern]:
-    """Of the inputs they depend on and a cotangent for each floating output, the gradients.
+    """Of the inputs and outputs they depend on and a cotangent for each floating output, the gradients.
 
     As torch spells them, and once more as it does where they are to be differentiated again (as all of
     torch.func's may be) if that is another form. None if there is none.
@@ -30,7 +41,7 @@ def gradients_of(pattern: Pattern) -> list[Pattern]:
 def _alike(one: Pattern, other: Pattern) -> bool:
     """Whether what one finds, the other does."""
     a, b = one.alternatives[0], other.alternatives[0]
-    if not same_form(a.skeleton, b.skeleton):
+    if one.inputs != other.inputs or not same_form(a.skeleton, b.skeleton):
         return False
     if a.rounded is None or b.rounded is None:
         return a.rounded is b.rounded
@@ -47,115 +58,153 @@ def _gradient_of(pattern: Pattern, again: bool) -> Pattern | None:
     followed = [j for j, val in enumerate(outputs) if val.dtype.is_floating_point]
     if not floating or not followed:
         return None
-    full = _full(pattern, floating, followed, again)
-    dims = _dims(pattern.dims, floating, followed)
-    whole = _Function(full, pattern, range(len(specs)), len(followed), range(len(floating)), dims)
-    found = whole.pattern(dims)
-    distinct = _distinct(found)
-    used = range(len(specs)) if dims is None else _used(found, len(specs))
-    if len(used) == len(specs) and len(distinct) == len(floating):
-        return found
-    kept = None if dims is None else _kept(dims, used, distinct, len(specs))
-    return _Function(full, pattern, used, len(followed), distinct, dims).pattern(kept)
+    joint = _Joint(pattern, floating, followed, again)
+    whole = _Gradients(joint, tuple(range(len(specs))), (), tuple(range(len(floating))))
+    results = joint.results_read(whole.pattern().alternatives[0].example)
+    cut = replace(whole, results=results)
+    skeleton = cut.pattern().alternatives[0].skeleton
+    roots = list(zip(skeleton.roots, skeleton.accesses, strict=True))
+    # Of gradients that are the same, as of a sum's operands, one is enough.
+    distinct = tuple(j for j, root in enumerate(roots) if root not in roots[:j])
+    used = cut.used
+    if pattern.dims is not None:
+        read = frozenset().union(*map(skeleton.reads, skeleton.roots))
+        used = tuple(i for i in used if i in read)
+    return replace(cut, used=used, returned=distinct).pattern()
 
 
-def _full(
-    pattern: Pattern, floating: list[int], followed: list[int], again: bool
-) -> Callable[..., Any]:
-    def gradients(
-        inputs: list[Any], cotangents: list[Any], literals: dict[str, Any]
-    ) -> tuple[Any, ...]:
+@dataclass(frozen=True)
+class _Joint:
+    """Outputs and gradients of a pattern. floating, followed: its inputs and outputs that are."""
+
+    pattern: Pattern
+    floating: Sequence[int]
+    followed: Sequence[int]
+    again: bool
+
+    def __call__(
+        self, inputs: Sequence[Any], cotangents: Sequence[Any], literals: dict[str, Any]
+    ) -> tuple[list[Any], list[Any]]:
         with torch.enable_grad():
             given = list(inputs)
-            for i in floating:
+            for i in self.floating:
                 given[i] = inputs[i].detach().requires_grad_()
-            out = pattern.fn(*given, **literals)
+            out = self.pattern.fn(*given, **literals)
         outs = list(out) if isinstance(out, (tuple, list)) else [out]
-        moving = [given[i] for i in floating]
-        found = torch.autograd.grad(
-            [outs[j] for j in followed],
-            moving,
+        outs = [outs[j] for j in self.followed]
+        gradients = torch.autograd.grad(
+            outs,
+            [given[i] for i in self.floating],
             cotangents,
-            create_graph=again,
+            create_graph=self.again,
             materialize_grads=True,
         )
-        return tuple(g.detach() for g in found)
+        return outs, [g.detach() for g in gradients]
 
-    return gradients
+    def program(
+        self, inputs: Sequence[Any], cotangents: Sequence[Any], literals: dict[str, Any]
+    ) -> Program:
+        """A trace of it, outputs first."""
+        count = len(inputs)
+
+        def flat(*tensors: Any) -> list[Any]:
+            outs, gradients = self(tensors[:count], tensors[count:], literals)
+            return [*outs, *gradients]
+
+        like = (ShapeDtype(tuple(t.shape), t.dtype, t.device) for t in (*inputs, *cotangents))
+        return trace(flat)(*like)
+
+    def results_read(self, example: Any) -> tuple[int, ...]:
+        """The outputs that gradients read."""
+        specs, _ = example
+        tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in specs]
+        count = len(self.pattern.inputs)
+        literals = self.pattern._marked()
+        program = self.program(tensors[:count], tensors[count:], literals)
+        if len(program.inputs) != len(specs):  # it closes over tensors
+            return ()
+        every = tuple(range(len(self.followed)))
+        cut = _cut(program, len(self.followed), every)
+        return tuple(
+            j for j, n in zip(every, cut.placeholders[len(specs) :], strict=True) if n.users
+        )
 
 
-class _Function:
-    """Some of the gradients as a function of some inputs and the cotangents."""
+def _cut(program: Program, count: int, results: Sequence[int]) -> Program:
+    """The gradients of a joint program, some of its first `count` results inputs behind the others."""
+    program = program.copy()
+    graph, outputs, last = program.graph, program.results, program.placeholders[-1]
+    for j in results:
+        with graph.inserting_after(last):
+            last = graph.placeholder(f"{RESULT}{j}")
+        last.meta["val"] = outputs[j].meta["val"]
+        if outputs[j].op == "call_function":  # what is an input as it is stays that
+            outputs[j].replace_all_uses_with(last)
+    graph.output_node().args = (tuple(outputs[count:]),)
+    graph.eliminate_dead_code()
+    return replace(program, outputs=program.outputs[count:])
 
-    def __init__(
-        self,
-        full: Callable[..., Any],
-        pattern: Pattern,
-        used: Sequence[int],
-        cotangents: int,
-        returned: Sequence[int],
-        dims: Dims | None,
-    ) -> None:
-        self.full, self.of, self.used, self.returned = full, pattern, list(used), returned
-        self.cotangents, self.dims = cotangents, dims
 
-    def pattern(self, dims: Dims | None) -> Pattern:
+@dataclass(frozen=True)
+class _Gradients:
+    """Some of the gradients, as a function of some inputs, some outputs, and the cotangents."""
+
+    joint: _Joint
+    used: tuple[int, ...]
+    results: tuple[int, ...]
+    returned: tuple[int, ...]
+
+    def pattern(self) -> Pattern:
         """The pattern of it."""
-        names = [self.of.inputs[i] for i in self.used]
-        names += [f"cotangent_{j}" for j in range(self.cotangents)]
-        weights = [self.of.inputs[i] for i in self.of.weights]
-        name = f"{self.of.name}_backward"
-        return Pattern.of(self, name, names, self.of.literals, dims, weights)
+        of = self.joint.pattern
+        names = [of.inputs[i] for i in self.used]
+        names += [f"{RESULT}{self.joint.followed[j]}" for j in self.results]
+        names += [f"cotangent_{j}" for j in range(len(self.joint.followed))]
+        weights = [of.inputs[i] for i in of.weights]
+        name = f"{of.name}_backward"
+        return Pattern.of(self, name, names, of.literals, self._dims(), weights)
+
+    def _dims(self) -> Dims | None:
+        """A gradient is like its input, a cotangent like its output."""
+        of = self.joint.pattern.dims
+        if of is None:
+            return None
+        outputs = [of.outputs[j] for j in self.joint.followed]
+        results = [outputs[j] for j in self.results]
+        return Dims(
+            of.text + " backward",
+            (*(of.inputs[i] for i in self.used), *results, *outputs),
+            tuple(of.inputs[self.joint.floating[j]] for j in self.returned),
+            (*(of.dtypes[i] for i in self.used), *[torch.float32] * (len(results) + len(outputs))),
+            of.whole,
+        )
 
     def __call__(self, *tensors: torch.Tensor, **literals: Any) -> Any:
-        given = dict(zip(self.used, tensors, strict=False))
-        inputs = [given.get(i) for i in range(len(self.of.inputs))]
-        if len(given) < len(inputs):
-            assert self.dims is not None
-            cotangents = tensors[len(self.used) :]
-            known = [None if x is None else tuple(x.shape) for x in (*inputs, *cotangents)]
-            shapes = self.dims.complete(known)[: len(inputs)]
-            for i, shape in enumerate(shapes):
-                if inputs[i] is None:
-                    inputs[i] = cotangents[0].new_zeros(shape)
-        found = self.full(inputs, list(tensors[len(self.used) :]), literals)
+        known, behind = dict(zip(self.used, tensors, strict=False)), tensors[len(self.used) :]
+        results, cotangents = behind[: len(self.results)], behind[len(self.results) :]
+        inputs = self._complete(known, cotangents)
+        if results:
+            program = self.joint.program(inputs, cotangents, literals)
+            cut = _cut(program, len(cotangents), self.results)
+            found = cut.bind()([*inputs, *cotangents, *results])
+        else:
+            _, found = self.joint(inputs, cotangents, literals)
         return tuple(found[j] for j in self.returned)
 
-
-def _used(pattern: Pattern, count: int) -> list[int]:
-    """The inputs that a gradient reads."""
-    skeleton = pattern.alternatives[0].skeleton
-    read = frozenset().union(*map(skeleton.reads, skeleton.roots))
-    return [i for i in range(count) if i in read]
-
-
-def _distinct(pattern: Pattern) -> list[int]:
-    """The gradients without those that are another one: of a sum's operands one is enough."""
-    skeleton = pattern.alternatives[0].skeleton
-    roots = list(zip(skeleton.roots, skeleton.accesses, strict=True))
-    return [j for j, root in enumerate(roots) if root not in roots[:j]]
-
-
-def _dims(dims: Dims | None, floating: list[int], followed: list[int]) -> Dims | None:
-    """A gradient is like its input, a cotangent like its output."""
-    if dims is None:
-        return None
-    cotangents = [dims.outputs[j] for j in followed]
-    return Dims(
-        dims.text + " backward",
-        (*dims.inputs, *cotangents),
-        tuple(dims.inputs[i] for i in floating),
-        (*dims.dtypes, *[torch.float32 for _ in followed]),
-        dims.whole,
-    )
-
-
-def _kept(dims: Dims, used: Sequence[int], returned: Sequence[int], count: int) -> Dims:
-    kept = [*used, *range(count, len(dims.inputs))]
-    return Dims(
-        dims.text,
-        tuple(dims.inputs[i] for i in kept),
-        tuple(dims.outputs[j] for j in returned),
-        tuple(dims.dtypes[i] for i in kept),
-        dims.whole,
-    )
+    def _complete(
+        self, known: dict[int, torch.Tensor], cotangents: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """All inputs: of those that nothing depends on, zeros of their shapes."""
+        count = len(self.joint.pattern.inputs)
+        if len(known) == count:
+            return [known[i] for i in range(count)]
+        of = self.joint.pattern.dims
+        assert of is not None
+        given = [known.get(i) for i in range(count)]
+        outputs = tuple(of.outputs[j] for j in self.joint.followed)
+        dims = replace(of, inputs=(*of.inputs, *outputs))
+        shapes = dims.complete(
+            [None if t is None else tuple(t.shape) for t in (*given, *cotangents)]
+        )
+        zeros = (cotangents[0].new_zeros(shape) for shape in shapes[:count])
+        return [z if t is None else t for t, z in zip(given, zeros, strict=True)]

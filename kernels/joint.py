@@ -20,6 +20,7 @@ from torchard.functional.fused import Fused
 from torchard.functional.program import Program
 from torchard.functional.trace import trace
 from torchard.kernels.choice import Choice
+from torchard.kernels.gradient import RESULT
 from torchard.kernels.imported import implementation
 from torchard.kernels.kernel import Kernel
 from torchard.kernels.match import Found
@@ -51,8 +52,13 @@ class Pair:
         if forward.literals != backward.literals or not all(map(_complete, self.members)):
             return None
         names, inputs = forward.pattern.inputs, list(forward.inputs)
+        results = {f"{RESULT}{root.output}": root for root in forward.roots}
         for name, value in zip(backward.pattern.inputs, backward.inputs, strict=True):
-            if name not in names:
+            if name in results:
+                if results[name].value != value:
+                    return None
+                self.positions.append(-1 - results[name].output)
+            elif name not in names:
                 self.positions.append(len(inputs))
                 inputs.append(value)
             elif inputs[names.index(name)] == value:
@@ -81,7 +87,11 @@ class Pair:
 
 
 class _Both(Choice):
-    """Runs both at once. positions: of the gradient's inputs among those of both."""
+    """Runs both at once.
+
+    Args:
+        positions: of the gradient's inputs among those of both; of output j, -1 - j.
+    """
 
     def __init__(
         self, name: str, kernel: Kernel, regions: Sequence[Region], positions: Sequence[int]
@@ -101,9 +111,9 @@ class _Both(Choice):
 
     def _both(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         count = len(self.forward.found.inputs)
-        results = self.forward.reference(*tensors[:count])
-        gradients = self.backward.reference(*(tensors[i] for i in self.positions))
-        return *_flat(results), *_flat(gradients)
+        results = _flat(self.forward.reference(*tensors[:count]))
+        read = (tensors[i] if i >= 0 else results[-1 - i] for i in self.positions)
+        return *results, *_flat(self.backward.reference(*read))
 
 
 def _complete(found: Found) -> bool:

@@ -32,9 +32,10 @@ class Kernel:
             the tensors and, by name, the literals, or the names of such (`Imported`), done without where
             what they need is not installed. What has none is compiled from its reference.
         vjp: ``"reference"``: the derivative of the reference, found and compiled like it. Or
-            implementations of that derivative by device: functions of the inputs it depends on, then
-            the cotangents, that return the gradients of all floating inputs, those that are the same (of
-            a sum's operands) once. None: it has none, and gradients through it are refused.
+            implementations of that derivative by device: functions of the inputs, then the outputs, that
+            torch's formulas read, then the cotangents, that return the gradients of all floating inputs,
+            those that are the same (of a sum's operands) once. None: it has none, and gradients through
+            it are refused.
         joint: implementations, by device, of both at once: functions of the inputs, then the cotangents,
             that return the outputs, then the gradients. Run where a program has both and a cotangent
             does not depend on the outputs, as that of a loss.

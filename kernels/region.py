@@ -12,11 +12,13 @@ from torchard.functional.errors import KernelError
 from torchard.functional.fused import Fused
 from torchard.functional.program import Program
 from torchard.kernels.choice import Choice
-from torchard.kernels.kernel import Kernel
+from torchard.kernels.gradient import RESULT
+from torchard.kernels.kernel import Implementations, Kernel
 from torchard.kernels.match import Found
+from torchard.kernels.pattern import Pattern
 from torchard.kernels.reading import Reading
 
-__all__ = ["Region", "fused_of"]
+__all__ = ["Region", "fused_of", "implementations_of"]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -42,7 +44,7 @@ class Region(Choice):
     def __init__(self, kernel: Kernel, found: Found, compiler: str) -> None:
         super().__init__()
         self.kernel, self.found, self.compiler = kernel, found, compiler
-        self.name, self.implementations = kernel.name, kernel.implementations
+        self.name, self.implementations = kernel.name, implementations_of(kernel, found.pattern)
         self.by_time, self.dims = kernel.by_time, found.pattern.dims
         self.literals = dict(found.literals)
 
@@ -69,3 +71,13 @@ class Region(Choice):
             shapes = ", ".join(str(list(shape)) for shape, _ in specs)
             raise KernelError(f"kernel {self.kernel.name!r} cannot be run on {shapes}")
         return program
+
+
+def implementations_of(kernel: Kernel, pattern: Pattern) -> Implementations:
+    """Those for a pattern's inputs: a gradient's are of what its first reference's formulas read."""
+    first = kernel.patterns[0].inputs
+    alike = len(first) == len(pattern.inputs) and all(
+        mine.startswith(RESULT) == theirs.startswith(RESULT)
+        for mine, theirs in zip(pattern.inputs, first, strict=True)
+    )
+    return kernel.implementations if kernel.of is None or alike else {}

@@ -105,6 +105,7 @@ class Replacer:
         self.graph = reading.program.graph
         self.order: dict[fx.Node, float] = {n: i for n, i in reading.order.items()}
         self.erased: set[fx.Node] = set()
+        self.turned: dict[fx.Node, fx.Node] = {}  # what is read in place of a result
         self.wanted = wanted
 
     # -- planning -----------------------------------------------------------------------------
@@ -118,7 +119,8 @@ class Replacer:
                 plan.refused = why
                 return plan
         roots = plan.results
-        pinned = {n for part in plan.parts for n in part.sources if n is not None}
+        # What one kernel returns and another reads, the other reads from the kernel.
+        pinned = {n for part in plan.parts for n in part.sources if n is not None} - set(roots)
         pinned.update(n for part in plan.parts for rest in part.rests for n, *_ in rest)
         left = plan.gone = self._gone(roots, pinned)
         # What goes on account of several is the first one's: a gradient has what it alone makes go.
@@ -300,6 +302,7 @@ class Replacer:
 
     def _operand(self, node: fx.Node | None, value: Value, like: fx.Node) -> fx.Node:
         if node is not None:
+            node = self.turned.get(node, node)
             return self._viewed(node, self.reading.value(node), value, like)
         made = self._source(value, set()) or self._product(value.term)
         return self._viewed(made, self.reading.value(made), value, like)
@@ -396,6 +399,7 @@ class Replacer:
             if "name" in old.meta:
                 new.meta.setdefault("name", old.meta["name"])
             old.replace_all_uses_with(new)
+            self.turned[old] = new
             self.reading.nodes[root.term].insert(0, new)
             self.reading.values[new] = want
 
