@@ -139,9 +139,12 @@ class Fuse:
         return program
 
     def __call__(self, program: Program) -> Program:
-        program = program.copy()
-        let_go_of_losses(program)
-        return Search(program, self).carry_out()
+        changed = program.copy()
+        let_go_of_losses(changed)
+        search = Search(changed, self)
+        search.carry_out()
+        changed.facts["misses"] = (*program.facts.get("misses", ()), search.missed(program))
+        return changed
 
     def inline(self, program: Program) -> Program:
         """Inside another trace: mark what it is about, to be done when that one is lowered."""

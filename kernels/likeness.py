@@ -131,6 +131,8 @@ def spoken(term: Term) -> str:
     """What an operation is called."""
     if term.op == "input":
         return "an input"
+    if is_multiple(term):
+        return "a multiple"
     if isinstance(term.op, tuple):
         return f"{term.op[1]} over dims"
     return term.name.removeprefix("aten.").removesuffix(".default")
@@ -139,11 +141,13 @@ def spoken(term: Term) -> str:
 def difference(mine: Term, theirs: Term) -> str:
     """Where two terms that were taken to be equal are not."""
     what = spoken(theirs)
+    if mine.op == theirs.op == "constant":
+        return f"{theirs.numbers[0]} where the pattern has {mine.numbers[0]}"
     if is_multiple(mine) and is_multiple(theirs) and mine.numbers != theirs.numbers:
         return (
             f"a factor of {_numbers(theirs, mine)} where the pattern has {_numbers(mine, theirs)}"
         )
-    if mine.op != theirs.op:
+    if mine.op != theirs.op or is_multiple(mine) != is_multiple(theirs):
         return f"{what} where the pattern has {spoken(mine)}"
     if mine.dtype != theirs.dtype:
         return f"{what} in {_short(theirs)} where the pattern's is in {_short(mine)}"
@@ -184,8 +188,11 @@ def _numbers(term: Term, other: Term) -> str:
     """Those that the other does not have; all where there are none."""
     mine = _flat(term.numbers[:-1] if term.op == "sum" and not term.numbers[-1] else term.numbers)
     found = [n for n in mine if n not in _flat(other.numbers)] or mine
-    return " and ".join(f"{n:.6g}" if isinstance(n, float) else str(n) for n in found)
+    return " and ".join(f"{n:.6g}" if isinstance(n, float) else str(n) for n in found) or "none"
 
 
 def _flat(value: Any) -> list[Any]:
+    """Numbers, without the places that operands have among them."""
+    if value == "value":
+        return []
     return [v for item in value for v in _flat(item)] if isinstance(value, tuple) else [value]

@@ -1,6 +1,6 @@
 """Near misses: what is almost a kernel's pattern, and what is different there.
 
-Looked for when somebody asks, in what is left once kernels are in: fusing is none the slower for it.
+Looked for when somebody asks, where no kernel has come: fusing is none the slower for it.
 """
 
 from __future__ import annotations
@@ -34,14 +34,17 @@ class Misses:
     """What a rewrite has left alone.
 
     Args:
-        program: as it was left. kernels: those looked for. concerns: which nodes were meant.
-        refused: occurrences that were found and not replaced, and their nodes.
+        program: as it was. kernels: those looked for. concerns: which nodes were meant.
+        refused: occurrences that were found and not replaced.
+        used: the kernels that stand there now. gone: the names of nodes that do not any more.
     """
 
     program: Program
     kernels: Sequence[Kernel]
     concerns: Callable[[fx.Node], bool]
     refused: list[Missed]
+    used: frozenset[str]
+    gone: frozenset[str]
 
     def __call__(self) -> list[Missed]:
         """Those that were refused, then what was not found, in the order of the program."""
@@ -60,8 +63,8 @@ class Misses:
     def _nears(self, finder: Finder) -> Iterator[_Near]:
         """Of kernels in the forward, and in the backward of the gradients of those in use."""
         backward = any(_is_backward(node) for node in self.program.calls)
-        used = {use.kernel for use in self.program.kernels if backward}
-        gradients = [kernel.gradient for kernel in self.kernels if kernel.name in used]
+        used = [kernel for kernel in self.kernels if backward and kernel.name in self.used]
+        gradients = [kernel.gradient for kernel in used]
         for kernel in (*self.kernels, *(one for one in gradients if one is not None)):
             for pattern in kernel.patterns:
                 for alternative in pattern.alternatives:
@@ -75,13 +78,18 @@ class Misses:
         telling = {term.op for term in skeleton.terms if _tells(term)}
         for term in finder.candidates(root):
             node = reading.nodes[term][0]
-            if _is_backward(node) != (kernel.of is not None) or not self.concerns(node):
+            if node.name in self.gone or not self.concerns(node):
+                continue
+            if _is_backward(node) != (kernel.of is not None):
                 continue
             if not reading.has_most(term, telling, likeness.depth):
                 continue
             score = likeness.of(root, term)
             if score >= _LEAST and score > _PART * likeness.all:
-                yield _Near(kernel, alternative, first, term, node, score, likeness, finder)
+                near = _Near(kernel, alternative, first, term, node, score, likeness, finder)
+                # A gradient adds to others: around those of kernels there is always something like it.
+                if kernel.of is None or self.gone.isdisjoint(n.name for n in near.reached()):
+                    yield near
 
 
 @dataclass

@@ -14,6 +14,7 @@ from torchard.functional.errors import KernelError
 from torchard.functional.fused import Fused
 from torchard.functional.program import Program
 from torchard.kernels.buffers import is_large
+from torchard.kernels.gradient import RESULT
 from torchard.kernels.joint import Pair
 from torchard.kernels.kernel import KERNELS, Kernel
 from torchard.kernels.match import Finder, Found
@@ -120,12 +121,15 @@ class Search:
                     self._tried(Group([member]))
         # A kernel stands where its first result was, maybe ahead of what it reads.
         in_order(self.program.graph)
-        refused = [one for node, one in self.refused if node not in self.replacer.erased]
-        # Whoever comes next may change the graph.
-        misses = Misses(self.program.copy(), self.kernels, self.fuse.concerns, refused)
-        facts = self.program.facts
-        facts["misses"] = (*facts.get("misses", ()), misses)
         return self.program
+
+    def missed(self, before: Program) -> Misses:
+        """What has been left alone of a program that is as this one was."""
+        erased = self.replacer.erased
+        refused = [one for node, one in self.refused if node not in erased]
+        used = frozenset(str(use) for use in self.program.kernels)
+        gone = frozenset(node.name for node in erased)
+        return Misses(before, self.kernels, self.fuse.concerns, refused, used, gone)
 
     def _tried(self, group: Group) -> bool:
         """Whether a group has been replaced."""
@@ -222,14 +226,12 @@ def _large_on_cpu(node: fx.Node) -> bool:
 
 
 def _is_gradient(gradient: Found, of: Found) -> bool:
-    """Whether one is the gradient of the other: of the same inputs."""
-    names = of.pattern.inputs
-    shared = [
-        (value, of.inputs[names.index(name)])
-        for name, value in zip(gradient.pattern.inputs, gradient.inputs, strict=True)
-        if name in names
-    ]
-    return bool(shared) and all(a.term is b.term for a, b in shared)
+    """Whether one is the gradient of the other: of the same inputs and outputs."""
+    known = dict(zip(of.pattern.inputs, (value.term for value in of.inputs), strict=True))
+    known |= {f"{RESULT}{root.output}": root.value.term for root in of.roots}
+    read = zip(gradient.pattern.inputs, gradient.inputs, strict=True)
+    shared = [value.term is known[name] for name, value in read if name in known]
+    return bool(shared) and all(shared)
 
 
 def _has_backward(program: Program) -> bool:

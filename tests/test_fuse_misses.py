@@ -68,6 +68,35 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str, str]] = {
         "attention",
         r"a factor of 0\.3 where the pattern has 0\.5 \(13 of its 13 operations are there\)",
     ),
+    "no scale": (
+        attention_scaled_by(1),
+        (Q, Q, Q),
+        "attention",
+        "dot where the pattern has a multiple",
+    ),
+    "another mask": (
+        lambda q, k, v: (
+            torch.softmax(
+                (q @ k.mT * 0.5).masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(1), -1e9), -1
+            )
+            @ v
+        ),
+        (Q, Q, Q),
+        "attention_causal",
+        "-1000000000 where the pattern has -inf",
+    ),
+    "a mask of the past": (
+        lambda q, k, v: (
+            torch.softmax(
+                (q @ k.mT * 0.5).masked_fill(torch.ones(6, 6, dtype=torch.bool).triu(0), -math.inf),
+                -1,
+            )
+            @ v
+        ),
+        (Q, Q, Q),
+        "attention_causal",
+        "triu by .* where the pattern's is by 1 ",
+    ),
     "another slope": (
         lambda g, u: g * torch.sigmoid(2 * g) * u,
         (X, Y),
