@@ -5,7 +5,6 @@ On a pure graph that is sound if no cycle comes of it. It is worth doing if fewe
 
 from __future__ import annotations
 
-import heapq
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +21,9 @@ from torchard.kernels.access import Access
 from torchard.kernels.match import Found, Root
 from torchard.kernels.reading import Reading
 from torchard.kernels.terms import Term, Value, through
+from torchard.kernels.traffic import moved, moves_nothing, size_of
 
-__all__ = ["REPLACED", "Part", "Replacement", "Replacer", "in_order"]
+__all__ = ["REPLACED", "Part", "Replacement", "Replacer"]
 
 REPLACED = "it has been replaced already"
 
@@ -61,7 +61,7 @@ class Part:
     @property
     def operations(self) -> int:
         """How many nodes that compute something go."""
-        return sum(not _moves_nothing(node) for node in self.gone)
+        return sum(not moves_nothing(node) for node in self.gone)
 
 
 @dataclass
@@ -165,7 +165,7 @@ class Replacer:
         if any(self.wanted(node) for node in plan.gone - roots):
             return "a value inside of it is asked for by its label"
         for part in plan.parts:
-            marks = {n.meta.get("segments", ()) for n in part.gone if not _moves_nothing(n)}
+            marks = {n.meta.get("segments", ()) for n in part.gone if not moves_nothing(n)}
             if len(marks) > 1:
                 return "a checkpoint's edge runs through it"
         return ""
@@ -454,48 +454,5 @@ class Replacer:
             self.erased.add(node)
 
 
-def size_of(node: fx.Node) -> int:
-    """Bytes of a node's value; of what is expanded, those there are."""
-    val = node.meta.get("val")
-    vals = val if isinstance(val, (tuple, list)) else [val]
-    found = 0
-    for v in vals:
-        if isinstance(v, torch.Tensor):
-            n = 1
-            for size, stride in zip(v.shape, v.stride(), strict=True):
-                n *= size if stride else 1
-            found += n * v.dtype.itemsize
-    return found
-
-
-def _moves_nothing(node: fx.Node) -> bool:
-    return is_view(node) or node.target is operator.getitem
-
-
-def moved(node: fx.Node) -> int:
-    """Bytes that a node reads and writes, run by itself; views move none."""
-    if _moves_nothing(node):
-        return 0
-    return size_of(node) + sum(size_of(n) for n in node.all_input_nodes)
-
-
 def _bytes(value: Value) -> int:
     return value.access.distinct * value.dtype.itemsize
-
-
-def in_order(graph: fx.Graph) -> None:
-    """Put every node after what it reads, and otherwise leave it where it is."""
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    waiting = {node: len(node.all_input_nodes) for node in graph.nodes}
-    ready = [(order[n], n) for n in graph.nodes if not waiting[n]]
-    heapq.heapify(ready)
-    last: fx.Node | None = None
-    while ready:
-        _, node = heapq.heappop(ready)
-        if last is not None:
-            last.append(node)
-        last = node
-        for user in node.users:
-            waiting[user] -= 1
-            if not waiting[user]:
-                heapq.heappush(ready, (order[user], user))

@@ -19,9 +19,10 @@ from torchard.kernels.joint import Pair
 from torchard.kernels.kernel import KERNELS, Kernel
 from torchard.kernels.match import Finder, Found
 from torchard.kernels.near import Misses
+from torchard.kernels.order import in_any_layout, in_order
 from torchard.kernels.reading import Reading
 from torchard.kernels.region import fused_of
-from torchard.kernels.replace import REPLACED, Part, Replacement, Replacer, in_order
+from torchard.kernels.replace import REPLACED, Part, Replacement, Replacer
 from torchard.kernels.report import Missed, Use
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ class Search:
                     self._tried(Group([member]))
         # A kernel stands where its first result was, maybe ahead of what it reads.
         in_order(self.program.graph)
+        in_any_layout(self.program.graph)
         return self.program
 
     def missed(self, before: Program) -> Misses:

@@ -364,3 +364,24 @@ def test_deterministic_algorithms_are_not_a_matter_of_time(
     fused(X, B)
     how = str(fused.lower(X, B).kernels[0].how)
     assert how == "inductor, not timed: algorithms are to be deterministic" and not seen
+
+
+@pytest.mark.parametrize(
+    "read", [lambda y: y.t().view(-1), lambda y: y.t()[2:].view(2, -1), lambda y: y[:, 0].view(-1)]
+)
+def test_an_implementation_may_lay_its_results_out_as_it_likes(read: Run) -> None:
+    """Here as a row after another, where the operations' own result is laid out as their operand is."""
+    turned = torch.randn(D, ROWS).t()
+
+    def rows(x: Tensor, b: Tensor) -> Tensor:
+        return gelu(x, b).contiguous()
+
+    def fn(x: Tensor, b: Tensor) -> Tensor:
+        return read(gelu(x, b))  # type: ignore[no-any-return]
+
+    torch.testing.assert_close(fuse(fn, gelu, rows)(turned, B), fn(turned, B))
+    slopes = torch.func.grad(lambda x, b: (fn(x, b) ** 2).sum(), (0, 1))
+    torch.testing.assert_close(
+        fuse(slopes, gelu, Kernel("rows", (gelu,), None, {"any": rows}))(turned, B),
+        slopes(turned, B),
+    )

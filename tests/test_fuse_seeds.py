@@ -16,7 +16,7 @@ from test_composition import compare
 
 from torchard import Mesh, checkpoint, functionalize, fuse, jit, place, shard, trace
 from torchard.functional.program import Program
-from torchard.kernels.replace import moved
+from torchard.kernels.traffic import moved
 
 SMALL = Seed((8, 12, 8), (2, 4), S0.specs, None, S0.out_spec, F.gelu)
 MESH = {"tp": 4}
