@@ -25,6 +25,12 @@ def _rms_norm_cast_first(x: Tensor, w: Tensor, eps: Any = ...) -> Tensor:
     return w * h.to(x.dtype)
 
 
+def _rms_norm_wide_variance(x: Tensor, w: Tensor, eps: Any = ...) -> Tensor:
+    """Nothing but the variance in a copy of its own, as in HuggingFace's T5."""
+    variance = x.float().pow(2).mean(-1, keepdim=True)
+    return w * (x * torch.rsqrt(variance + eps)).to(x.dtype)
+
+
 def _rms_norm_divided(x: Tensor, w: Tensor, eps: Any = ...) -> Tensor:
     """By division, whose derivative is spelled in another way than that of rsqrt."""
     return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w
@@ -42,7 +48,13 @@ def _layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: Any = ...) -> Tensor:
 rms_norm = register_kernel(
     Kernel(
         "rms_norm",
-        (_rms_norm, _rms_norm_cast_first, _rms_norm_divided, _rms_norm_by_hand),
+        (
+            _rms_norm,
+            _rms_norm_cast_first,
+            _rms_norm_wide_variance,
+            _rms_norm_divided,
+            _rms_norm_by_hand,
+        ),
         "... d, d -> ... d | whole d",
         {"cuda": triton("norms", "rms_norm")},
         {"cuda": triton("norms_backward", "rms_norm_backward")},
