@@ -173,6 +173,11 @@ class Unifier:
         if p.op in ("sum", "product"):
             order = sorted(mine, key=lambda o: (self._is_input(o), -self.skeleton.size(o)))
             yield from self._assign(order, theirs, t, b, path, depth, root)
+            if p.op == "product" and len(theirs) > len(mine):
+                # An input that is a product is several of theirs: the last of mine, whichever it is.
+                for other in filter(self._is_input, order[:-1]):
+                    turned = [*(o for o in order if o is not other), other]
+                    yield from self._assign(turned, theirs, t, b, path, depth, root)
             return
         if len(mine) != len(theirs):
             return

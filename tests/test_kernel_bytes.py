@@ -132,3 +132,19 @@ def test_every_chain_is_there() -> None:
     from chains import CHAINS
 
     assert set(CHAINS) == set(EXPECTED)
+
+
+def test_single_operations_are_fused_where_their_results_are_large(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No fewer bytes; but on a CPU they lie in memory that is used again."""
+    import fusion
+    from chains import CHAINS
+
+    from torchard.kernels import buffers
+
+    monkeypatch.setattr(buffers, "LARGE", 1)
+    chain = CHAINS["softmax"](ELEMENTS)
+    cotangents = fusion.cotangents_of(chain)
+    (kernels, _) = described(fusion.step_of(chain), chain.args, cotangents)
+    assert kernels == [("softmax", 8), ("softmax_backward", 12)]
