@@ -82,7 +82,7 @@ def _empty(layout: Layout, device: torch.device) -> torch.Tensor:
     if nbytes < LARGE or device.type != "cpu" or not layout.dense:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
     storage = _pool.take(nbytes)
-    return torch.empty(0, dtype=dtype).set_(storage, 0, shape, strides)
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
 
 
 def release() -> None:
@@ -116,6 +116,10 @@ class Pool:
                 del self._blocks[0]
             return block.storage
 
+    def after_fork(self) -> None:
+        """In the child of a fork: another thread of the parent may have been at work."""
+        self._lock = threading.Lock()
+
     def release(self) -> None:
         """Forget all; what is in use goes when its users do."""
         with self._lock:
@@ -127,7 +131,7 @@ class _Block:
 
     def __init__(self, nbytes: int) -> None:
         self.size = nbytes
-        self.storage = _in_huge_pages(torch.empty(nbytes, dtype=torch.uint8)).untyped_storage()
+        self.storage = _in_huge_pages(_bytes(nbytes)).untyped_storage()
         self._unused = self._references()
 
     def is_free(self) -> bool:
@@ -147,6 +151,10 @@ class _Block:
 
 # A storage may be larger than asked for, by a quarter.
 _SLACK = 1.25
+
+
+def _bytes(count: int) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.uint8, device="cpu")
 
 
 def _in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
@@ -177,3 +185,5 @@ def _advise() -> Callable[[int, int], object] | None:
 
 # An eighth of the machine's memory.
 _pool = Pool(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: _pool.after_fork())

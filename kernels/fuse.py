@@ -18,6 +18,7 @@ from torchard.kernels.choice import COMPILERS
 from torchard.kernels.joint import let_go_of_losses
 from torchard.kernels.kernel import Kernel
 from torchard.kernels.match import Finder, Miss
+from torchard.kernels.order import each_its_own
 from torchard.kernels.pattern import Pattern
 from torchard.kernels.report import Match
 from torchard.kernels.search import Search
@@ -143,6 +144,7 @@ class Fuse:
         let_go_of_losses(changed)
         search = Search(changed, self)
         search.carry_out()
+        each_its_own(program.graph.output_node().args[0], changed.graph)  # type: ignore[arg-type]
         changed.facts["misses"] = (*program.facts.get("misses", ()), search.missed(program))
         return changed
 

@@ -41,6 +41,7 @@ class Kernel:
             does not depend on the outputs, as that of a loss.
         by_time: whether on a CPU the reference, compiled, is tried beside an implementation, and the
             faster of them runs.
+        together: whether an implementation's results may be views of one piece of memory.
         tolerance: how far from float64 it may be, in multiples of its reference's own error.
         weights: parameters that are inputs of the program wherever it is looked for.
         of: of a gradient's, the kernel it is the gradient of.
@@ -56,6 +57,7 @@ class Kernel:
     vjp: Literal["reference"] | Implementations | None = "reference"
     joint: Implementations = field(default_factory=dict, kw_only=True)
     by_time: bool = field(default=False, kw_only=True)
+    together: bool = field(default=False, kw_only=True)
     tolerance: float = 2.0
     weights: tuple[str, ...] = ()
     of: Kernel | None = None
@@ -81,7 +83,15 @@ class Kernel:
         given = dict(self.vjp) if isinstance(self.vjp, Mapping) else {}
         name = f"{self.name}_backward"
         return Kernel(
-            name, tuple(found), None, given, None, self.tolerance, of=self, by_time=self.by_time
+            name,
+            tuple(found),
+            None,
+            given,
+            None,
+            self.tolerance,
+            of=self,
+            by_time=self.by_time,
+            together=self.together,
         )
 
     @property

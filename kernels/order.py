@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import heapq
 import operator
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from torchard.functional.fused import Fused
+from torchard.functional.program import INHERITED
 from torchard.functional.views import is_view
 
-__all__ = ["in_any_layout", "in_order"]
+__all__ = ["each_its_own", "in_any_layout", "in_order"]
 
 aten = torch.ops.aten
 
@@ -35,11 +38,83 @@ def in_order(graph: fx.Graph) -> None:
 
 
 def in_any_layout(graph: fx.Graph) -> None:
-    """Let views of kernels' results be reshapes: an implementation may lay them out as it likes."""
+    """An implementation may lay its results out as it likes: what views them says so.
+
+    And with them whatever is laid out like its operands.
+    """
     todo = [user for node in graph.nodes if isinstance(node.target, Fused) for user in node.users]
+    seen: set[fx.Node] = set()
     while todo:
         node = todo.pop()
-        if node.target is aten.view.default:
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.target is aten.as_strided.default:
+            _laid_out(node, node.args[0])
+        elif node.target in _VIEWS:
             node.target = aten.reshape.default
-        if node.target is operator.getitem or is_view(node):
+            todo += node.users  # a view still, if it can be
+        elif node.target is operator.getitem or is_view(node) or _keeps_layout(node):
             todo += node.users
+
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+_COPIES = (aten.clone.default, aten._to_copy.default)
+
+
+def _keeps_layout(node: fx.Node) -> bool:
+    if node.target in _COPIES:
+        return node.kwargs.get("memory_format") in (None, torch.preserve_format)
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _laid_out(user: fx.Node, operand: Any) -> None:
+    """What addresses memory finds it as it was."""
+    val = operand.meta["val"]
+    if val.is_contiguous():
+        with user.graph.inserting_before(user):
+            copy = _copied(operand, torch.contiguous_format)
+        user.replace_input_with(operand, copy)
+
+
+def _copied(node: fx.Node, memory_format: torch.memory_format) -> fx.Node:
+    made: fx.Node = node.graph.call_function(
+        aten.clone.default, (node,), {"memory_format": memory_format}
+    )
+    made.meta.update({k: v for k, v in node.meta.items() if k in (*INHERITED, "val")})
+    return made
+
+
+def each_its_own(before: Sequence[fx.Node], graph: fx.Graph) -> None:
+    """What was returned in memory of its own still is: a kernel's may be another's, or lie beside it.
+
+    Args:
+        before: what was returned, in order.
+    """
+    output = graph.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    taken: dict[fx.Node, fx.Node] = {}
+    for i, (old, new) in enumerate(zip(before, results, strict=True)):
+        if not isinstance(new, fx.Node):
+            continue
+        place, lay = _storage(new), _storage(old)
+        first = taken.setdefault(place, lay)
+        if first is not lay or (_beside(place) and not is_view(old)):
+            with graph.inserting_before(output):
+                results[i] = _copied(new, torch.contiguous_format)
+    output.args = (tuple(results),)
+
+
+def _storage(node: fx.Node) -> fx.Node:
+    """The value in whose memory a node lies; reshapes are taken for views, which they mostly are."""
+    while is_view(node) or node.target is aten.reshape.default:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _beside(node: fx.Node) -> bool:
+    """Whether it is one of several results that a kernel returns in one piece of memory."""
+    if node.target is not operator.getitem:
+        return False
+    target = node.all_input_nodes[0].target
+    return isinstance(target, Fused) and target.together

@@ -30,7 +30,10 @@ def fused_of(
     region = Region(kernel, found, compiler)
     numels = [value.access.numel for value in found.inputs]
     region.way.data = region.label(reading.device.type, numels)
-    return Fused(kernel.name, region.key, region.reference, region.choose, region.rule), region.way
+    made = Fused(
+        kernel.name, region.key, region.reference, region.choose, region.rule, kernel.together
+    )
+    return made, region.way
 
 
 class Region(Choice):

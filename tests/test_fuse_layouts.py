@@ -1,57 +1,135 @@
-"""What reads a kernel's results through views finds them laid out as it did before."""
+"""What is fused lies in memory as a user may rely on, and nothing is shared that was not."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchard import find, fuse
-from torchard.kernels import KERNELS
+from torchard import fuse
+from torchard.kernels import buffers, choice
+from torchard.kernels.buffers import Pool
 
-X, B = torch.linspace(-1, 1, 192).reshape(4, 6, 8), torch.linspace(-1, 0, 8)
-
-
-def biased_gelu(x: Tensor, b: Tensor) -> Tensor:
-    return F.gelu(x + b)
+DRAW = torch.Generator().manual_seed(0)
 
 
-READERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "reshaped across": lambda h: h.transpose(0, 1).reshape(-1),
-    "contiguous, viewed": lambda h: h.transpose(0, 1).contiguous().view(-1),
-    "copied, computed, viewed": lambda h: h.transpose(0, 2).contiguous().sin().view(8, 24),
-    "copied as it is": lambda h: h.transpose(0, 1).clone().sin(),
-    "a copy of it all": lambda h: h.clone().view(-1),
-    "in two layouts": lambda h: h.transpose(0, 1).reshape(24, 8) @ h.view(24, 8).t(),
-    "heads": lambda h: h.view(4, 6, 2, 4).transpose(1, 2).reshape(8, 6, 4).flatten(),
+def draw(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=DRAW, dtype=torch.float64)
+
+
+X3, WEIGHTS = draw(2, 4, 6), [draw(6, 6) for _ in range(3)]
+X, Y, W, B = draw(40, 6), draw(40, 6), draw(6), draw(6)
+
+
+def heads(t: Tensor) -> Tensor:
+    return t.view(2, 4, 2, 3).transpose(1, 2)
+
+
+def attention(x: Tensor, *weights: Tensor) -> Tensor:
+    q, k, v = (heads(x @ w) for w in weights)
+    return (torch.softmax(q @ k.transpose(-1, -2), -1) @ v).square().sum()
+
+
+def linear_in_q(x: Tensor, *weights: Tensor) -> Tensor:
+    q, k, v = (heads(x @ w) for w in weights)
+    return (q @ k.transpose(-1, -2) @ v).square().sum()
+
+
+@pytest.mark.parametrize("fn", [attention, linear_in_q])
+def test_gradients_of_products_side_by_side_can_be_viewed(fn: Callable[..., Tensor]) -> None:
+    every = (0, 1, 2, 3)
+    expected = torch.func.grad(fn, every)(X3, *WEIGHTS)
+    for fused in (fuse(torch.func.grad(fn, every)), torch.func.grad(fuse(fn), every)):
+        torch.testing.assert_close(fused(X3, *WEIGHTS), expected)
+    given = [t.clone().requires_grad_() for t in (X3, *WEIGHTS)]
+    torch.testing.assert_close(torch.autograd.grad(fuse(fn)(*given), given), expected)
+
+
+def projected(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x @ w for w in weights)
+
+
+def test_products_that_are_returned_are_each_their_own() -> None:
+    weights = [w.requires_grad_() for w in (draw(6, 5), draw(6, 5), draw(6, 5))]
+    fused = fuse(projected)
+    assert [str(use) for use in fused.lower(X, *weights).kernels] == ["qkv"]
+    a, b, c = fused(X.clone().requires_grad_(), *weights)
+    for got, want in zip((a, b, c), projected(X, *weights), strict=True):
+        assert got.is_contiguous() and got._base is None
+        torch.testing.assert_close(got, want)
+    kept = b.detach().clone()
+    a.mul_(2)
+    assert torch.equal(b, kept) and a.view(-1).numel() == 200
+
+
+SPELLED: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
+    "the same twice": lambda x, y: (torch.softmax(x, -1), torch.softmax(x, -1)),
+    "one of them viewed": lambda x, y: (
+        torch.softmax(x.exp() / x.exp().sum(), -1),
+        torch.softmax(x.exp() / x.exp().sum(), -1).view(-1),
+    ),
+    "a sum before and behind": lambda x, y: (x + y, F.layer_norm(x + y, (6,), W, B), x + y),
 }
 
 
-@pytest.mark.parametrize("reader", READERS)
-def test_readers_of_results(reader: str) -> None:
-    def fn(x: Tensor, b: Tensor) -> Tensor:
-        return READERS[reader](biased_gelu(x, b))
+@pytest.mark.parametrize("spelled", SPELLED)
+def test_what_was_returned_apart_is_apart(
+    spelled: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers, "LARGE", 1)
+    monkeypatch.setattr(buffers, "_pool", Pool(1 << 20))
+    fn = SPELLED[spelled]
+    assert fuse(fn).lower(X, Y).kernels
+    results = fuse(fn)(X, Y)
+    torch.testing.assert_close(results, fn(X, Y))
+    assert len({t.untyped_storage().data_ptr() for t in results}) == len(results)
+    first = results[0].clone()
+    results[-1].zero_()
+    assert torch.equal(results[0], first)
 
-    fused = fuse(fn, biased_gelu, compiler="eager")
-    have, want = fused(X, B), fn(X, B)
-    assert torch.equal(have, want) and have.stride() == want.stride()
-    assert [str(use) for use in fused.lower(X, B).kernels] == ["biased_gelu"]
+
+def test_what_was_one_is_one() -> None:
+    def fn(x: Tensor) -> tuple[Tensor, Tensor]:
+        s = torch.softmax(x.exp() * 2 / x.exp().sum(), -1)
+        return s, s.view(-1)
+
+    s, flat = fuse(fn)(X)
+    assert s.data_ptr() == flat.data_ptr()
 
 
-def test_inputs_that_only_opaque_operations_read() -> None:
-    """The gradient of a rotation reads cos and sin of [1, s, d] through the backward of slices."""
-    q = torch.linspace(-1, 1, 288).reshape(2, 3, 6, 8)
-    angles = torch.linspace(0, 1, 48).reshape(1, 6, 8)
+def bytes_read(x: Tensor, *weights: Tensor) -> Any:
+    a, b, c = (x @ w for w in weights)
+    return a.as_strided((240,), (1,)) + b.reshape(-1), c
 
-    def turned(x: Tensor) -> Tensor:
-        return torch.cat((-x[..., 4:], x[..., :4]), -1)
 
-    def rotated(q: Tensor, angles: Tensor) -> Tensor:
-        cos, sin = angles.cos().unsqueeze(1), angles.sin().unsqueeze(1)
-        return (q * cos + turned(q) * sin).sin().sum()
+def test_who_addresses_memory_finds_it_as_it_was() -> None:
+    fused = fuse(bytes_read)
+    assert fused.lower(X, *WEIGHTS).kernels
+    torch.testing.assert_close(fused(X, *WEIGHTS), bytes_read(X, *WEIGHTS))
 
-    matches = find(torch.func.grad(rotated), KERNELS["rope"])(q, angles)
-    assert [match.name for match in matches] == ["rope", "rope_backward"]
+
+def test_other_default_devices_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "LARGE", 1)
+    monkeypatch.setattr(buffers, "_pool", Pool(1 << 20))
+    monkeypatch.setattr(choice, "_CHOSEN", {})
+    fused = fuse(lambda x: torch.softmax(x, -1))
+    for _ in range(2):
+        with torch.device("meta"):
+            torch.testing.assert_close(fused(X), torch.softmax(X, -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_without_a_label_that_counts_the_gradient_is_zero(dtype: torch.dtype) -> None:
+    logits, w, labels = X.to(dtype), WEIGHTS[0].to(dtype), torch.full((40,), -100)
+    for fn, args in (
+        (lambda x: F.cross_entropy(x, labels), (logits,)),
+        (lambda x, w: F.cross_entropy(x @ w, labels), (logits, w)),
+    ):
+        every = tuple(range(len(args)))
+        for step in (torch.func.grad(fn, every), torch.func.grad_and_value(fn, every)):
+            found = fuse(step)(*args)
+            torch.testing.assert_close(found, step(*args), equal_nan=True)

@@ -78,7 +78,8 @@ def _less_one_hot(softmax: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
     """Of rows [m, v], in place; returned is what to multiply them by, [m, 1]."""
     counts, picked = _picked(labels)
     softmax.scatter_add_(-1, picked, softmax.new_full((), -1).expand(picked.shape))
-    return (counts * scale).unsqueeze(-1)
+    # Not a product: with no label that counts, the scale is infinite.
+    return torch.where(counts, scale, 0).unsqueeze(-1)
 
 
 def _scale(labels: Tensor, cotangent: Tensor) -> Tensor:

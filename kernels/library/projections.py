@@ -91,7 +91,9 @@ def _kernel(name: str, reference: Callable[..., Tensors], outputs: str, biased: 
 
     weights = tuple(f"w{o[0]}" for o in names)
     return register_kernel(
-        Kernel(name, (reference,), dims, {"any": run}, {"any": vjp}, weights=weights)
+        Kernel(
+            name, (reference,), dims, {"any": run}, {"any": vjp}, weights=weights, together=True
+        )
     )
 
 
