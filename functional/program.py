@@ -208,6 +208,13 @@ class Program:
         values: Any = self.graph.output_node().args[0]
         return tuple(values)
 
+    def extend(self, name: str, val: torch.Tensor) -> fx.Node:
+        """A further placeholder behind the others, in a copy that will only be bound: it has no leaf."""
+        with self.graph.inserting_after(self.placeholders[-1]):
+            node = self.graph.placeholder(name)
+        node.meta["val"] = val
+        return node
+
     @property
     def calls(self) -> list[fx.Node]:
         """The nodes that compute something, in order."""

@@ -14,6 +14,7 @@ import torch
 
 from torchard.functional.errors import KernelError
 from torchard.functional.program import Program
+from torchard.functional.several import several
 from torchard.kernels import settle
 from torchard.kernels.blocked import Layout, blocked
 from torchard.kernels.compiled import compiled, writing
@@ -221,9 +222,8 @@ class Choice(ABC):
 
     def _check(self, results: Any, tensors: Tensors) -> None:
         """That an implementation returns what its reference does, in shape and dtype."""
-        found = results if isinstance(results, (tuple, list)) else (results,)
         wanted = [node.meta["val"] for node in self.program(tensors).results]
-        have = [_described(r) for r in found]
+        have = [_described(r) for r in several(results)]
         want = [_described(r) for r in wanted]
         if have != want:
             raise KernelError(

@@ -80,14 +80,11 @@ def writing(program: Program, added: Sequence[bool]) -> Program:
     """
     program = program.copy()
     graph, results = program.graph, program.results
-    last = program.placeholders[-1]
     output = graph.output_node()
     for i, (node, add) in enumerate(zip(results, added, strict=True)):
-        with graph.inserting_after(last):
-            last = graph.placeholder(f"place_{i}")
-        last.meta["val"] = node.meta["val"]
+        place = program.extend(f"place_{i}", node.meta["val"])
         with graph.inserting_before(output):
             target = aten.add_.Tensor if add else aten.copy_.default
-            graph.call_function(target, (last, node)).meta["val"] = node.meta["val"]
+            graph.call_function(target, (place, node)).meta["val"] = node.meta["val"]
     output.args = ((),)
     return replace(program, outputs=())

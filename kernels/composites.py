@@ -13,6 +13,7 @@ from torch import fx
 
 from torchard.functional.purify import purify
 from torchard.functional.record import record
+from torchard.functional.several import tensors_of
 from torchard.functional.spec import Spec
 
 __all__ = ["is_composite", "taken_apart"]
@@ -138,13 +139,11 @@ def _trace(node: fx.Node, specs: list[Spec]) -> fx.Graph | None:
     def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         given = iter(inputs)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(given))
-        out = way(*args, **kwargs)
-        values = out if isinstance(out, (tuple, list)) else [out]
-        return [v for v in values if isinstance(v, torch.Tensor)]
+        return tensors_of(way(*args, **kwargs))
 
     found = purify(record(run, specs), ())
-    vals = node.meta["val"] if isinstance(node.meta["val"], (tuple, list)) else [node.meta["val"]]
+    # An output node's first argument is the tuple of what is returned, which fx's types do not say.
     made = [n.meta["val"] for n in found.graph.output_node().args[0]]  # type: ignore[union-attr]
-    alike = [(v.shape, v.dtype) for v in vals if isinstance(v, torch.Tensor)]
+    alike = [(v.shape, v.dtype) for v in tensors_of(node.meta["val"])]
     same = [(v.shape, v.dtype) for v in made] == alike and not found.closures
     return found.graph if same else None

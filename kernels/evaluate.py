@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.several import tensors_of
 from torchard.functional.views import is_view
 from torchard.kernels.composites import is_composite, taken_apart
 from torchard.kernels.terms import Store, Value
@@ -167,8 +168,7 @@ def _name(node: fx.Node) -> Hashable:
 
 
 def _is_empty(val: Any) -> bool:
-    vals = val if isinstance(val, (tuple, list)) else [val]
-    return any(0 in v.shape for v in vals if isinstance(v, torch.Tensor))
+    return any(0 in v.shape for v in tensors_of(val))
 
 
 def _opaque(store: Store, call: Call) -> Found:

@@ -144,7 +144,7 @@ class Fuse:
         let_go_of_losses(changed)
         search = Search(changed, self)
         search.carry_out()
-        each_its_own(program.graph.output_node().args[0], changed.graph)  # type: ignore[arg-type]
+        each_its_own(program, changed)
         changed.facts["misses"] = (*program.facts.get("misses", ()), search.missed(program))
         return changed
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from torchard.functional.program import Program
+from torchard.functional.several import several
 from torchard.functional.signature import ShapeDtype
 from torchard.functional.trace import trace
 from torchard.kernels.dims import Dims
@@ -90,7 +91,7 @@ class _Joint:
             for i in self.floating:
                 given[i] = inputs[i].detach().requires_grad_()
             out = self.pattern.fn(*given, **literals)
-        outs = list(out) if isinstance(out, (tuple, list)) else [out]
+        outs = several(out)
         outs = [outs[j] for j in self.followed]
         gradients = torch.autograd.grad(
             outs,
@@ -133,13 +134,11 @@ class _Joint:
 def _cut(program: Program, count: int, results: Sequence[int]) -> Program:
     """The gradients of a joint program, some of its first `count` results inputs behind the others."""
     program = program.copy()
-    graph, outputs, last = program.graph, program.results, program.placeholders[-1]
+    graph, outputs = program.graph, program.results
     for j in results:
-        with graph.inserting_after(last):
-            last = graph.placeholder(f"{RESULT}{j}")
-        last.meta["val"] = outputs[j].meta["val"]
+        given = program.extend(f"{RESULT}{j}", outputs[j].meta["val"])
         if outputs[j].op == "call_function":  # what is an input as it is stays that
-            outputs[j].replace_all_uses_with(last)
+            outputs[j].replace_all_uses_with(given)
     graph.output_node().args = (tuple(outputs[count:]),)
     graph.eliminate_dead_code()
     return replace(program, outputs=program.outputs[count:])

@@ -18,6 +18,7 @@ from torch import fx
 
 from torchard.functional.fused import Fused
 from torchard.functional.program import Program
+from torchard.functional.several import several
 from torchard.functional.trace import trace
 from torchard.kernels.choice import Choice
 from torchard.kernels.gradient import RESULT
@@ -111,9 +112,9 @@ class _Both(Choice):
 
     def _both(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         count = len(self.forward.found.inputs)
-        results = _flat(self.forward.reference(*tensors[:count]))
+        results = several(self.forward.reference(*tensors[:count]))
         read = (tensors[i] if i >= 0 else results[-1 - i] for i in self.positions)
-        return *results, *_flat(self.backward.reference(*read))
+        return *results, *several(self.backward.reference(*read))
 
 
 def _complete(found: Found) -> bool:
@@ -122,10 +123,6 @@ def _complete(found: Found) -> bool:
     return [root.output for root in found.roots] == list(outputs) and not any(
         root.rest for root in found.roots
     )
-
-
-def _flat(results: Any) -> Sequence[Any]:
-    return results if isinstance(results, (tuple, list)) else (results,)
 
 
 def let_go_of_losses(program: Program) -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import heapq
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from torchard.functional.fused import Fused
-from torchard.functional.program import INHERITED
-from torchard.functional.views import is_view
+from torchard.functional.program import INHERITED, Program
+from torchard.functional.views import is_view, storage_of
 
 __all__ = ["each_its_own", "in_any_layout", "in_order"]
 
@@ -73,43 +72,39 @@ def _laid_out(user: fx.Node, operand: Any) -> None:
     val = operand.meta["val"]
     if val.is_contiguous():
         with user.graph.inserting_before(user):
-            copy = _copied(operand, torch.contiguous_format)
+            copy = _copied(operand)
         user.replace_input_with(operand, copy)
 
 
-def _copied(node: fx.Node, memory_format: torch.memory_format) -> fx.Node:
+def _copied(node: fx.Node) -> fx.Node:
+    """In memory of its own, in order."""
     made: fx.Node = node.graph.call_function(
-        aten.clone.default, (node,), {"memory_format": memory_format}
+        aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
     )
     made.meta.update({k: v for k, v in node.meta.items() if k in (*INHERITED, "val")})
     return made
 
 
-def each_its_own(before: Sequence[fx.Node], graph: fx.Graph) -> None:
-    """What was returned in memory of its own still is: a kernel's may be another's, or lie beside it.
-
-    Args:
-        before: what was returned, in order.
-    """
-    output = graph.output_node()
-    results = list(output.args[0])  # type: ignore[arg-type]
+def each_its_own(before: Program, program: Program) -> None:
+    """What was returned in memory of its own still is: a kernel's may be another's, or lie beside it."""
+    output, results = program.graph.output_node(), list(program.results)
     taken: dict[fx.Node, fx.Node] = {}
-    for i, (old, new) in enumerate(zip(before, results, strict=True)):
+    for i, (old, new) in enumerate(zip(before.results, results, strict=True)):
         if not isinstance(new, fx.Node):
             continue
         place, lay = _storage(new), _storage(old)
         first = taken.setdefault(place, lay)
-        if first is not lay or (_beside(place) and not is_view(old)):
-            with graph.inserting_before(output):
-                results[i] = _copied(new, torch.contiguous_format)
+        if first is not lay or (_beside(place) and lay is old):
+            with program.graph.inserting_before(output):
+                results[i] = _copied(new)
     output.args = (tuple(results),)
 
 
 def _storage(node: fx.Node) -> fx.Node:
     """The value in whose memory a node lies; reshapes are taken for views, which they mostly are."""
-    while is_view(node) or node.target is aten.reshape.default:
-        node = node.all_input_nodes[0]
-    return node
+    while (found := storage_of(node)).target is aten.reshape.default:
+        node = found.all_input_nodes[0]
+    return found
 
 
 def _beside(node: fx.Node) -> bool:

@@ -22,6 +22,7 @@ import torch
 
 from torchard.functional.errors import PatternError
 from torchard.functional.program import Program
+from torchard.functional.several import tensors_of
 from torchard.functional.signature import ShapeDtype
 from torchard.functional.trace import trace
 from torchard.kernels.course import Plan
@@ -206,9 +207,7 @@ class Pattern:
         device: torch.device | str = "cpu",
     ) -> Program:
         def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
-            out = self.fn(*tensors, **literals)
-            outs = list(out) if isinstance(out, (tuple, list)) else [out]
-            return [o for o in outs if isinstance(o, torch.Tensor)]
+            return tensors_of(self.fn(*tensors, **literals))
 
         run.__name__ = self.name
         with _chosen(choices):

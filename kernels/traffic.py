@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 
-import torch
 from torch import fx
 
+from torchard.functional.several import tensors_of
 from torchard.functional.views import is_view
 
 __all__ = ["moved", "moves_nothing", "size_of"]
@@ -14,15 +14,12 @@ __all__ = ["moved", "moves_nothing", "size_of"]
 
 def size_of(node: fx.Node) -> int:
     """Bytes of a node's value; of what is expanded, those there are."""
-    val = node.meta.get("val")
-    vals = val if isinstance(val, (tuple, list)) else [val]
     found = 0
-    for v in vals:
-        if isinstance(v, torch.Tensor):
-            n = 1
-            for size, stride in zip(v.shape, v.stride(), strict=True):
-                n *= size if stride else 1
-            found += n * v.dtype.itemsize
+    for v in tensors_of(node.meta.get("val")):
+        n = 1
+        for size, stride in zip(v.shape, v.stride(), strict=True):
+            n *= size if stride else 1
+        found += n * v.dtype.itemsize
     return found
 
 

@@ -12,6 +12,7 @@ from torch import fx
 from torchard.functional.fused import Fused
 from torchard.functional.purify import purify
 from torchard.functional.record import record
+from torchard.functional.several import several
 from torchard.functional.spec import Spec
 from torchard.functional.views import base_of
 from torchard.sharding.factors import Factors, Rule, instantiate
@@ -63,8 +64,7 @@ def composed(call: Call) -> Rule | None:
     reference = call.target.reference
 
     def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        out = reference(*inputs)
-        return list(out) if isinstance(out, (tuple, list)) else [out]
+        return several(reference(*inputs))
 
     found = purify(record(run, [Spec.of(n.meta["val"]) for n in call.operands]), ())
     return None if found.closures else _Composition(found.graph).rule()
