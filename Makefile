@@ -11,7 +11,7 @@ JOBS  ?= 2
 # torchrun, two gloo ranks on this machine; when a rank fails it leaves the last word to the ranks.
 TORCHRUN := $(BIN)/python examples/_torchrun.py --nproc-per-node 2
 
-.PHONY: help venv test kernels sweep lint types demo bench clean
+.PHONY: help venv test explore kernels sweep lint types demo bench clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -36,6 +36,9 @@ $(STAMP): pyproject.toml constraints.txt
 
 test: $(STAMP) ## all tests (JOBS processes)
 	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+
+explore: $(STAMP) ## tests with many more examples per property (ARGS=tests/test_writes.py)
+	$(BIN)/python -m pytest -n $(JOBS) --hypothesis-profile=explore --timeout 3600 $(ARGS)
 
 kernels: $(STAMP) ## every kernel of the library against its references, in all dtypes and transforms
 	$(BIN)/python -m pytest -n $(JOBS) tests/test_kernels.py $(ARGS)
