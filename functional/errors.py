@@ -15,6 +15,7 @@ __all__ = [
     "PurityError",
     "RetraceWarning",
     "StaticArgumentError",
+    "TorchVersionWarning",
 ]
 
 
@@ -48,6 +49,10 @@ class KernelError(ValueError):
 
 class RetraceWarning(UserWarning):
     """A function is traced again and again; the message names the leaf that kept changing."""
+
+
+class TorchVersionWarning(UserWarning):
+    """This version of torch is none that torchard is tested with."""
 
 
 class DonatedError(RuntimeError):

@@ -14,18 +14,16 @@ from torchard.functional.views import is_view
 
 __all__ = ["DOTS", "flops", "op_name"]
 
-aten = torch.ops.aten
-
 # torch's counter knows attention on accelerators only, and no product of a vector.
-_FORMULAS: dict[Any, Any] = {
-    **flop_registry,
-    aten.mv: lambda a, x, **_: 2 * a.numel(),
-    aten.addmv: lambda b, a, x, **_: 2 * a.numel(),
-    aten.dot: lambda x, y, **_: 2 * x.numel(),
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, out_val=None, **__: sdpa_flop(
+_FORMULAS: dict[str, Any] = {
+    **{str(packet): formula for packet, formula in flop_registry.items()},
+    "aten.mv": lambda a, x, **_: 2 * a.numel(),
+    "aten.addmv": lambda b, a, x, **_: 2 * a.numel(),
+    "aten.dot": lambda x, y, **_: 2 * x.numel(),
+    "aten._scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, out_val=None, **__: sdpa_flop(
         q.shape, k.shape, v.shape, out_val=out_val
     ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": (
         lambda grad, q, k, v, *_, out_val=None, **__: sdpa_backward_flop(
             grad.shape, q.shape, k.shape, v.shape, out_val=out_val
         )
@@ -33,7 +31,7 @@ _FORMULAS: dict[Any, Any] = {
 }
 
 # The operations whose floating point operations torch counts: products, convolutions, attention.
-DOTS = frozenset(str(packet) for packet in _FORMULAS)
+DOTS = frozenset(_FORMULAS)
 
 
 def op_name(node: fx.Node) -> str:
@@ -51,7 +49,7 @@ def flops(node: fx.Node) -> int:
     """
     if node.op != "call_function" or node.target is operator.getitem or is_view(node):
         return 0
-    formula = _FORMULAS.get(getattr(node.target, "overloadpacket", None))
+    formula = _FORMULAS.get(op_name(node))
     if formula is not None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
         return int(formula(*args, **kwargs, out_val=node.meta["val"]))

@@ -11,13 +11,12 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.errors import PurityError
+from torchard.functional.operators import aten
 from torchard.functional.record import Recording, record
 from torchard.functional.room import active
 from torchard.functional.spec import Spec
 
 __all__ = ["purify", "replay", "specs_of", "sweep"]
-
-aten = torch.ops.aten
 
 
 def specs_of(graph: fx.Graph) -> list[Spec]:

@@ -13,6 +13,7 @@ from torchard.functional import source
 from torchard.functional import torch_internals as internals
 from torchard.functional.errors import DerivativeError, PurityError
 from torchard.functional.lift import Lift
+from torchard.functional.operators import aten
 from torchard.functional.room import Closure, Room, entered
 from torchard.functional.spec import Spec
 
@@ -124,7 +125,7 @@ def _output_node(room: Room, output: torch.Tensor) -> fx.Node:
     node = internals.proxy_node(room.tracer, output)
     if node is None:
         with room.fakes:
-            node = internals.proxy_node(room.tracer, torch.ops.aten.alias.default(output))
+            node = internals.proxy_node(room.tracer, aten.alias.default(output))
     if node is None:
         raise PurityError(
             "an output of the traced function was made outside torch's view; return tensors "
@@ -157,7 +158,7 @@ def _is_made(node: fx.Node, room: Room) -> bool:
     """Whether the constant was made by what is traced, and can never be another."""
     if id(getattr(room.tracer.root, str(node.target))) in room.constants:
         return True
-    return all(user.target is torch.ops.aten.lift_fresh_copy.default for user in node.users)
+    return all(user.target is aten.lift_fresh_copy.default for user in node.users)
 
 
 def _placeholder(graph: fx.Graph, room: Room, value: torch.Tensor) -> fx.Node:

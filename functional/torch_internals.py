@@ -1,6 +1,7 @@
 """Every private PyTorch interface this room relies on, and why. Nothing else imports one.
 
-Tried on torch 2.11 to 2.13; elsewhere importing this module says what is missing.
+`versions.py` says with which versions of torch they were tried; where one is missing, importing this
+module says which.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional import versions
+
+versions.check(torch.__version__)
 try:
     from torch._C import _functorch as functorch_c
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -43,8 +47,8 @@ try:
     )
 except (ImportError, AttributeError) as error:
     raise ImportError(
-        f"torchard needs torch 2.11 to 2.13; {torch.__version__} lacks an internal it uses "
-        f"({error}). Install torch==2.13.*."
+        f"torchard needs torch {versions.RANGE}; {torch.__version__} lacks an internal it uses "
+        f"({error}). Install one of those versions."
     ) from error
 
 __all__ = [

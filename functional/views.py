@@ -6,15 +6,15 @@ import operator
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import fx
 
+from torchard.functional.operators import aten
 from torchard.functional.program import Program
 
 __all__ = ["base_of", "is_tuple", "is_view", "labels_of", "needed_by", "storage_of", "taken_away"]
 
 # Not marked as one, since it may be taken of a temporary only; in a pure graph nobody can tell.
-_UNMARKED = (torch.ops.aten._unsafe_view.default,)
+_UNMARKED = (aten._unsafe_view.default,)
 
 
 def is_view(node: fx.Node) -> bool:

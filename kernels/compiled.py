@@ -12,13 +12,12 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.operators import aten
 from torchard.functional.program import Program
 from torchard.functional.views import is_view
 from torchard.kernels.buffers import Buffers, is_large
 
 __all__ = ["compiled", "writing"]
-
-aten = torch.ops.aten
 
 # Of what is not pointwise, the operations that a compiler takes apart.
 _LOOPS = {

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.operators import aten
 from torchard.functional.purify import purify
 from torchard.functional.record import record
 from torchard.functional.several import tensors_of
 from torchard.functional.spec import Spec
 
 __all__ = ["is_composite", "taken_apart"]
-
-aten = torch.ops.aten
 
 _FROM_TORCH = (
     aten.gelu.default,

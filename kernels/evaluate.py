@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.operators import aten, prims
 from torchard.functional.several import tensors_of
 from torchard.functional.views import is_view
 from torchard.kernels.composites import is_composite, taken_apart
@@ -21,7 +22,6 @@ from torchard.kernels.terms import Store, Value
 
 __all__ = ["Call", "evaluate", "register", "value_of"]
 
-aten = torch.ops.aten
 Found = Any  # a Value, a tuple of them, or None
 
 
@@ -314,7 +314,7 @@ def _ones(store: Store, call: Call) -> Found:
     return store.constant(1, call.shape, call.dtype)
 
 
-@register(aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+@register(aten._to_copy.default, prims.convert_element_type.default)
 def _cast(store: Store, call: Call) -> Found:
     x = call.args[0]
     if call.val.device != call.node.args[0].meta["val"].device:  # type: ignore[union-attr]

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from torchard.functional.fused import Fused
+from torchard.functional.operators import aten
 from torchard.functional.program import Program
 from torchard.functional.several import several
 from torchard.functional.trace import trace
@@ -28,8 +29,6 @@ from torchard.kernels.match import Found
 from torchard.kernels.region import Region
 
 __all__ = ["Pair", "let_go_of_losses"]
-
-aten = torch.ops.aten
 
 
 class Pair:

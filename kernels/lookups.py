@@ -6,14 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from torchard.functional.operators import aten
 from torchard.kernels.evaluate import Call, register
 from torchard.kernels.terms import Store, Value
 
 __all__: list[str] = []
-
-aten = torch.ops.aten
 
 
 @register(aten.gather.default)

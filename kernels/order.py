@@ -10,12 +10,11 @@ import torch
 from torch import fx
 
 from torchard.functional.fused import Fused
+from torchard.functional.operators import aten
 from torchard.functional.program import INHERITED, Program
 from torchard.functional.views import is_view, storage_of
 
 __all__ = ["each_its_own", "in_any_layout", "in_order"]
-
-aten = torch.ops.aten
 
 
 def in_order(graph: fx.Graph) -> None:

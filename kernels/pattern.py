@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from torchard.functional.errors import PatternError
+from torchard.functional.operators import aten
 from torchard.functional.program import Program
 from torchard.functional.several import tensors_of
 from torchard.functional.signature import ShapeDtype
@@ -214,8 +215,8 @@ class Pattern:
             program = trace(run)(*(ShapeDtype(shape, dtype, device) for shape, dtype in specs))
         # Traced of values in order, it runs on values laid out in any way.
         for node in program.calls:
-            if node.target is torch.ops.aten.view.default:
-                node.target = torch.ops.aten.reshape.default
+            if node.target is aten.view.default:
+                node.target = aten.reshape.default
         return program
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.operators import aten
 from torchard.functional.program import Program
 from torchard.kernels import lookups  # noqa: F401  (its rules)
 from torchard.kernels.evaluate import evaluate
@@ -17,7 +18,6 @@ from torchard.kernels.terms import Store, Term, Value, is_multiple, literal
 
 __all__ = ["Reading", "bare", "inside", "operations"]
 
-aten = torch.ops.aten
 _BIASED = (aten.addmm.default, aten.baddbmm.default)
 _ONES = (aten.ones_like.default, aten.ones.default)
 _FULL = (aten.full.default, aten.full_like.default)

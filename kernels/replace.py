@@ -15,6 +15,7 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.fused import Fused
+from torchard.functional.operators import aten
 from torchard.functional.program import INHERITED
 from torchard.functional.views import is_view
 from torchard.kernels.access import Access
@@ -26,8 +27,6 @@ from torchard.kernels.traffic import moved, moves_nothing, size_of
 __all__ = ["REPLACED", "Part", "Replacement", "Replacer"]
 
 REPLACED = "it has been replaced already"
-
-aten = torch.ops.aten
 
 
 @dataclass

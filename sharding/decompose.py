@@ -18,6 +18,7 @@ from torch import fx
 
 from torchard.functional.errors import PurityError
 from torchard.functional.fused import Fused
+from torchard.functional.operators import aten
 from torchard.functional.program import INHERITED
 from torchard.functional.purify import purify
 from torchard.functional.record import Spec, record
@@ -31,7 +32,7 @@ from torchard.sharding.rules.registry import result_index, results
 __all__ = ["comes_apart", "decompose", "same_call"]
 
 
-_OF_SEVERAL = (torch.ops.aten.cat.default,)  # which may have something all the same
+_OF_SEVERAL = (aten.cat.default,)  # which may have something all the same
 
 
 def comes_apart(node: fx.Node) -> bool:

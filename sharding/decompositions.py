@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from torchard.functional.operators import aten
 from torchard.sharding.rules.loss import MEAN, SUM, class_dim
 from torchard.sharding.rules.reduce import reduced_dims
 
 __all__ = ["BIASED_PRODUCTS", "DECOMPOSITIONS", "register_decomposition"]
 
-aten = torch.ops.aten
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 BIASED_PRODUCTS = frozenset(
     {

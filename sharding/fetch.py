@@ -9,14 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import fx
 
+from torchard.functional.operators import aten
 from torchard.sharding.channel import Channel
 from torchard.sharding.layout import Layout
 from torchard.sharding.lower import Fetch, Lowering
 from torchard.sharding.rules.blocks import Piece, take
 
 __all__ = ["fetch"]
-
-aten = torch.ops.aten
 
 
 def fetch(low: Lowering, what: Fetch, block: fx.Node) -> Callable[[], list[fx.Node]]:

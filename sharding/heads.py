@@ -15,9 +15,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import fx
 
+from torchard.functional.operators import aten
 from torchard.functional.program import Program
 from torchard.sharding.factors import Rule
 from torchard.sharding.rules import Call, rule_of
@@ -28,7 +28,6 @@ __all__ = ["Units", "units_of"]
 Units = tuple[int, int]  # parts, one after the other, and the units that each of them is split into
 Source = tuple[str, int]  # a parameter and its dim
 
-aten = torch.ops.aten
 _TAKES = {aten.select.int, aten.unbind.int}
 _ATTENTION = {aten._scaled_dot_product_flash_attention_for_cpu.default}  # of those with a rule
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchard.functional.operators import aten
 from torchard.sharding.neighbours import Parts, each_of, register, strided, worthwhile
 from torchard.sharding.rules.blocks import blocks, unblocks
 
@@ -24,8 +25,6 @@ __all__ = [
     "spread",
     "unfold",
 ]
-
-aten = torch.ops.aten
 
 
 def split_image_dim(parts: Sequence[int], shape: Sequence[int]) -> int | None:

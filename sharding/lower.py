@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from torchard.functional.operators import aten
 from torchard.sharding.collectives import record_of
 from torchard.sharding.layout import Layout
 from torchard.sharding.mesh import Mesh
@@ -26,7 +27,6 @@ from torchard.sharding.rules.blocks import Piece
 
 __all__ = ["Emitter", "Fetch", "Lowering", "Transport", "Value", "placed_layouts"]
 
-aten = torch.ops.aten
 _TOLD = ("source", "scope", "phase", "recompute")  # what is said of a node on what it becomes
 Coords = dict[str, int]
 Key = tuple[int, ...]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchard.functional.operators import aten
 from torchard.sharding.rules.blocks import Window, blocks, unblocks, windows
 from torchard.sharding.rules.scan import SUMS_FROM, sums_from
 
@@ -30,7 +31,6 @@ __all__ = [
     "worthwhile",
 ]
 
-aten = torch.ops.aten
 Parts = Sequence[Sequence[int]]
 Run = tuple[int, int, int, int]
 NEIGHBOURS: dict[Any, Callable[..., Any]] = {}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from torchard.functional.operators import aten
 from torchard.sharding.images import (
     fold,
     gradient_of_reading,
@@ -26,8 +27,6 @@ from torchard.sharding.neighbours import (
     worthwhile,
 )
 from torchard.sharding.rules.blocks import unblocks
-
-aten = torch.ops.aten
 
 
 def _made(n: int, kernel: int, stride: int, padding: int, reach: int, ceil: bool) -> int:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.operators import aten
 from torchard.functional.program import INHERITED
 from torchard.sharding.collectives import Collective
 
 __all__ = ["check_reduce_dtype", "reduce_widely"]
 
-aten = torch.ops.aten
 _SUMS = (aten.sum.dim_IntList, aten.sum.default)  # which take the dtype of their result
 _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default)
 _FINISHES = (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor)

@@ -11,15 +11,13 @@ import operator
 from collections.abc import Hashable
 from typing import Any
 
-import torch
 from torch import fx
 
+from torchard.functional.operators import aten
 from torchard.sharding.rules import lookup
 from torchard.sharding.rules.scan import fold_flips
 
 __all__ = ["prepare"]
-
-aten = torch.ops.aten
 
 _CONSTANTS: dict[Any, float | int | None] = {
     aten.zeros_like.default: 0,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchard.functional.operators import aten
 from torchard.sharding.images import fold, replaced, split_image_dim, unfold
 from torchard.sharding.neighbours import (
     Parts,
@@ -22,9 +23,6 @@ from torchard.sharding.neighbours import (
     worthwhile,
 )
 from torchard.sharding.rules.blocks import Window, unblocks, windows
-
-aten = torch.ops.aten
-
 
 Scales = tuple[float | None, float | None]
 

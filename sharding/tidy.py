@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.operators import aten
+
 __all__ = ["dense_rows", "fold_views", "reduce_in_place"]
 
-aten = torch.ops.aten
 functional = torch.ops._c10d_functional
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
+from torchard.functional.operators import aten
 from torchard.sharding.layout import Layout, chunk
 from torchard.sharding.lower import Fetch, Key, Lowering, Value
 from torchard.sharding.mesh import Mesh
@@ -17,7 +18,6 @@ from torchard.sharding.rules.blocks import take
 
 __all__ = ["Lockstep", "Pieces", "members"]
 
-aten = torch.ops.aten
 Coords = dict[str, int]
 
 _FOLD = {

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.operators import aten
 from torchard.sharding.channel import Channel
 from torchard.sharding.fetch import fetch
 from torchard.sharding.layout import Layout
@@ -23,8 +24,6 @@ from torchard.sharding.reshard import Step
 from torchard.sharding.transport import Coords, Pieces
 
 __all__ = ["Wire"]
-
-aten = torch.ops.aten
 
 
 class Wire:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from sample_calls import F64, S, Sample, x
 
-aten = torch.ops.aten
+from torchard.functional.operators import aten
+
 C128 = torch.complex128
 
 

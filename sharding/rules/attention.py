@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from torchard.functional.operators import aten
 from torchard.sharding.rules.registry import Call, Local, register_rule
 
-aten = torch.ops.aten
 OUT_OF_SIGHT = float("-inf")
 
 

@@ -9,12 +9,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
+from torchard.functional.operators import aten
 from torchard.sharding.rules.registry import Call, Local, register_rule
-
-aten = torch.ops.aten
 
 Cores = Sequence[int]
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.operators import aten
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
 
 __all__ = [
@@ -29,8 +30,6 @@ __all__ = [
     "window_of",
     "windows",
 ]
-
-aten = torch.ops.aten
 
 Run = tuple[int, int, int, int]  # start in the blocked dim, length, step, place in the window
 Apply = Callable[..., Any]

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
+from torchard.functional.operators import aten
 from torchard.sharding.rules.registry import Call, register_rule
-
-aten = torch.ops.aten
 
 register_rule(aten.mm.default, text="i k, k j -> i j | linear 0 | linear 1")
 register_rule(aten.bmm.default, text="b i k, b k j -> b i j | linear 0 | linear 1")

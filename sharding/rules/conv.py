@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from torchard.functional.operators import aten
 from torchard.sharding.rules.registry import Call, Local, register_rule
-
-aten = torch.ops.aten
 
 
 def _names(image: int, groups: int, transposed: bool) -> tuple[str, str, str]:

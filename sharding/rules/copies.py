@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from torchard.functional.operators import aten
 from torchard.sharding.rules import cut, layout, pointwise  # noqa: F401  their rules are read here
 from torchard.sharding.rules.registry import REGISTRY, Call, Local, register_rule
-
-aten = torch.ops.aten
 
 
 def _copied(emit: Any) -> Any:

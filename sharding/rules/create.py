@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 
+from torchard.functional.operators import aten
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
-
-aten = torch.ops.aten
 
 
 def _constant(call: Call) -> str:

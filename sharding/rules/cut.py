@@ -11,11 +11,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from torchard.functional.operators import aten
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
-
-aten = torch.ops.aten
 
 Piece = tuple[int, int]  # start and stop along the dim
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
+from torchard.functional.operators import aten
 from torchard.sharding.rules.registry import Call, register_rule
-
-aten = torch.ops.aten
 
 
 def _fourier(call: Call) -> str:

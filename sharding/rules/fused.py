@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from torchard.functional.fused import Fused
+from torchard.functional.operators import aten
 from torchard.functional.purify import purify
 from torchard.functional.record import record
 from torchard.functional.several import several
@@ -28,7 +29,6 @@ from torchard.sharding.rules.registry import (
 
 __all__ = ["composed"]
 
-aten = torch.ops.aten
 _SHAPED = (
     aten.view.default,
     aten.reshape.default,

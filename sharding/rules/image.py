@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
+from torchard.functional.operators import aten
 from torchard.sharding.rules.batched import batched, emit_contiguous
 from torchard.sharding.rules.registry import Call, Local, register_rule
-
-aten = torch.ops.aten
 
 for _name, _dims, _count in [
     ("_adaptive_avg_pool2d", 2, 1),

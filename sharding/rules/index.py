@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.operators import aten
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
-
-aten = torch.ops.aten
 
 
 def _owned(local: Local, ids: Any, own: range, size: int, *, refuse: bool) -> tuple[Any, Any]:

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
+from torchard.functional.operators import aten
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
-
-aten = torch.ops.aten
 
 
 def view_text(before: tuple[int, ...], after: tuple[int, ...]) -> str:

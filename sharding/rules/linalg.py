@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from torchard.functional.operators import aten
 from torchard.sharding.rules.batched import batched, core_text, emit_contiguous
 from torchard.sharding.rules.registry import Call, Local, register_rule
-
-aten = torch.ops.aten
 
 M, V, S = 2, 1, 0  # a matrix, a vector, a number of each in the batch
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
+from torchard.functional.operators import aten
 from torchard.sharding.rules.registry import Call, letters, register_rule, spell
 
-aten = torch.ops.aten
 MEAN, SUM = 1, 2
 
 

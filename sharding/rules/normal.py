@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from torchard.functional.operators import aten
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
-
-aten = torch.ops.aten
 
 
 def _softmax(call: Call) -> str:

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.operators import aten, prims
 from torchard.sharding.rules.registry import Call, OpRule, find, register_rule
-
-aten = torch.ops.aten
 
 
 def _body(call: Call) -> str:
@@ -80,7 +79,7 @@ register_rule(aten.view_as_complex.default, text="... two -> ... | linear 0 | wh
 register_rule(aten.where.self, text=_linear_where)
 register_rule(aten.masked_fill.Scalar, text=_linear_fill)
 register_rule(
-    aten._to_copy.default, torch.ops.prims.convert_element_type.default, text=_linear_cast
+    aten._to_copy.default, prims.convert_element_type.default, text=_linear_cast
 )
 register_rule(aten.clone.default, aten.detach.default, text="... -> ... | linear 0", alias=False)
 register_rule(aten.alias.default, aten.lift_fresh_copy.default, text="... -> ... | linear 0")

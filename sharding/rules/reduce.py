@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from torchard.functional.operators import aten
 from torchard.sharding.rules.registry import Call, letters, register_rule, spell
-
-aten = torch.ops.aten
 
 
 def reduced_dims(dims: Any, rank: int) -> list[int]:

@@ -14,8 +14,6 @@ from torchard.sharding.factors import Rule, gathering_rule, instantiate
 
 __all__ = ["REGISTRY", "Call", "Local", "OpRule", "find", "lookup", "register_rule", "rule_of"]
 
-aten = torch.ops.aten
-
 
 @dataclass(frozen=True)
 class Call:

@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.operators import aten
 from torchard.sharding.rules.registry import Call, letters, register_rule, spell
 
 __all__ = ["SUMS_FROM", "fold_flips", "sums_from"]
-
-aten = torch.ops.aten
 
 
 def _sums_from(x: torch.Tensor, dim: int) -> torch.Tensor:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from torchard.functional.operators import aten
 from torchard.sharding.rules.batched import emit_contiguous
 from torchard.sharding.rules.registry import Call, letters, register_rule, spell
-
-aten = torch.ops.aten
 
 
 def _buckets(call: Call) -> str:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import torch
-
+from torchard.functional.operators import aten
 from torchard.sharding.rules.batched import emit_into_shape
 from torchard.sharding.rules.registry import Call, letters, register_rule, spell
-
-aten = torch.ops.aten
 
 
 def _ends(rank: int, dim: int) -> tuple[str, str, str]:

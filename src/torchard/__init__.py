@@ -17,6 +17,7 @@ from torchard.functional.errors import (
     PurityError,
     RetraceWarning,
     StaticArgumentError,
+    TorchVersionWarning,
 )
 from torchard.functional.jit import jit
 from torchard.functional.module import functionalize
@@ -100,6 +101,7 @@ __all__ = [
     "StaticArgumentError",
     "StorageError",
     "Style",
+    "TorchVersionWarning",
     "__version__",
     "all_gather",
     "all_to_all",
