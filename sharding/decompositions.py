@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchard.functional.operators import aten
+from torchard.functional.operators import Absent, aten
 from torchard.sharding.rules.loss import MEAN, SUM, class_dim
 from torchard.sharding.rules.reduce import reduced_dims
 
@@ -32,8 +32,7 @@ def register_decomposition(*targets: Any) -> Callable[[Callable[..., Any]], Call
     """Say how an operation comes apart where a dim its rule calls whole is split."""
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        for target in targets:
-            DECOMPOSITIONS[target] = fn
+        DECOMPOSITIONS.update((t, fn) for t in targets if not isinstance(t, Absent))
         return fn
 
     return register

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from torchard.functional.operators import Absent
 from torchard.sharding.factors import Rule, gathering_rule, instantiate
 
 __all__ = ["REGISTRY", "Call", "Local", "OpRule", "find", "lookup", "register_rule", "rule_of"]
@@ -133,7 +134,8 @@ def register_rule(
 ) -> None:
     """Give operations (``torch.ops`` overloads) a factor rule. Users call it for their own."""
     for target in targets:
-        REGISTRY[target] = OpRule(text, emit, alias)
+        if not isinstance(target, Absent):
+            REGISTRY[target] = OpRule(text, emit, alias)
 
 
 _POINTWISE: list[Callable[[Any], OpRule | None]] = []
