@@ -11,7 +11,7 @@ JOBS  ?= 2
 # torchrun, two gloo ranks on this machine; when a rank fails it leaves the last word to the ranks.
 TORCHRUN := $(BIN)/python examples/_torchrun.py --nproc-per-node 2
 
-.PHONY: help venv test explore kernels sweep lint types demo bench clean
+.PHONY: help venv test explore kernels sweep newest matrix lint types demo bench clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -45,6 +45,12 @@ kernels: $(STAMP) ## every kernel of the library against its references, in all 
 
 sweep: $(STAMP) ## torch's own sample calls of every operator, sharded (half an hour; ARGS="--only sort")
 	OMP_NUM_THREADS=1 $(BIN)/python tests/op_sweep.py $(ARGS)
+
+newest: $(STAMP) ## a fixed part of the tests on the newest torch that is supported (gigabytes)
+	$(BIN)/python tests/matrix.py --only newest --part -- -n $(JOBS) $(ARGS)
+
+matrix: $(STAMP) ## all tests on the oldest, the pinned and the newest torch, and the table of it
+	$(BIN)/python tests/matrix.py -- -n $(JOBS) $(ARGS)
 
 lint: $(STAMP) ## ruff
 	$(BIN)/ruff check .
