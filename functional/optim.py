@@ -7,12 +7,15 @@
 `update` returns the new parameters, not increments, and changes no argument. The state is a plain
 tuple of trees shaped like the parameters and a 0-d step counter, so that it shards like the
 parameters and a later step is traced no differently from the first. The arithmetic is
-`torch.optim`'s, in its order.
+`torch.optim`'s, in its order. What all parameters share (rates, bias corrections) is computed in
+float64, so that float64 parameters keep their precision.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +26,11 @@ from torchard.functional import tree
 __all__ = ["AdamState", "Optimizer", "Rate", "SgdState", "adamw", "sgd", "warmup_cosine"]
 
 Rate = float | Tensor | Callable[[Tensor], Tensor | float]
-"""A learning rate: a number, a 0-d tensor, or a function of the 0-d count of steps taken so far."""
+"""A learning rate: a number, a 0-d tensor, or a function of the count of steps taken so far.
+
+The count is a 0-d float64 tensor, exact up to 2^53: from an integer torch would compute in float32.
+A schedule that is a table reads it with ``table[count.long()]``.
+"""
 
 
 class Optimizer(NamedTuple):
@@ -60,7 +67,47 @@ def _first_step(params: Any) -> Tensor:
 
 
 def _rate_at(lr: Rate, step: Tensor) -> float | Tensor:
-    return lr(step) if callable(lr) else lr
+    return lr(step.to(torch.float64)) if callable(lr) else lr
+
+
+def _is_number(value: Any, bound: float) -> bool:
+    """A 0-d tensor, or a number in [0, bound); `True` is a mistake, not a 1."""
+    if isinstance(value, Tensor):
+        return value.ndim == 0
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < bound
+
+
+def _check_rate(who: str, lr: Any) -> None:
+    if not (_is_number(lr, math.inf) or callable(lr)):
+        raise ValueError(
+            f"{who}(lr={lr!r}): a learning rate is a number >= 0, a 0-d tensor, or a function of the "
+            "count of steps (see torchard.optim.Rate)."
+        )
+
+
+def _check_numbers(who: str, **numbers: tuple[Any, float]) -> None:
+    """Each is (value, bound): 0 <= value < bound."""
+    for key, (value, bound) in numbers.items():
+        if isinstance(value, Tensor) or not _is_number(value, bound):
+            above = "a number >= 0" if bound == math.inf else f"a number in [0, {bound:g})"
+            raise ValueError(f"{who}({key}={value!r}): {key} must be {above}.")
+
+
+def _decay_of(who: str, weight_decay: Any) -> Callable[[Any], list[Any]]:
+    """What gives each leaf of parameters its weight decay."""
+    for leaf in tree.leaves(weight_decay):
+        if not _is_number(leaf, math.inf):
+            raise ValueError(
+                f"{who}(weight_decay=...) has a leaf {leaf!r}: give one number >= 0 (or 0-d tensor) "
+                "for all parameters, or a tree of them that is a prefix of the parameters, as in "
+                "weight_decay={'w': 0.1, 'b': 0.0}."
+            )
+
+    def decays(params: Any) -> Any:
+        spread = tree.broadcast(weight_decay, params, "weight_decay", "the parameters")
+        return tree.unflatten(tree.structure(params), spread)
+
+    return decays
 
 
 def _each(count: int, fn: Callable[..., tuple[Any, ...]], *trees: Any) -> tuple[Any, ...]:
@@ -81,12 +128,22 @@ def _zeros_like(params: Any) -> Any:
 
 
 def sgd(
-    lr: Rate, momentum: float = 0.0, nesterov: bool = False, weight_decay: float = 0.0
+    lr: Rate, momentum: float = 0.0, nesterov: bool = False, weight_decay: Any = 0.0
 ) -> Optimizer:
     """Stochastic gradient descent with momentum (Sutskever et al., ICML 2013, in torch's form).
 
-    ValueError for Nesterov's momentum without momentum. State: SgdState.
+    State: SgdState.
+
+    Args:
+        weight_decay: a number, or a tree of numbers that is a prefix of the parameters:
+            ``{"w": 0.1, "b": 0.0}``.
+
+    Raises:
+        ValueError: Nesterov's momentum without momentum, or a number out of its range.
     """
+    _check_rate("sgd", lr)
+    _check_numbers("sgd", momentum=(momentum, math.inf))
+    decays = _decay_of("sgd", weight_decay)
     if nesterov and not momentum:
         raise ValueError("nesterov=True needs momentum > 0")
 
@@ -96,24 +153,27 @@ def sgd(
     def update(grads: Any, state: SgdState, params: Any) -> tuple[Any, SgdState]:
         rate = _rate_at(lr, state.step)
 
-        def plain(p: Tensor, g: Tensor) -> tuple[Tensor]:
-            return (_stepped(p, rate * decayed(p, g)),)
+        def plain(p: Tensor, g: Tensor, decay: Any) -> tuple[Tensor]:
+            return (_stepped(p, rate * _decayed(p, g, decay)),)
 
-        def heavy(p: Tensor, g: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-            g = decayed(p, g)
+        def heavy(p: Tensor, g: Tensor, decay: Any, v: Tensor) -> tuple[Tensor, Tensor]:
+            g = _decayed(p, g, decay)
             v = momentum * v + g
             return _stepped(p, rate * (g + momentum * v if nesterov else v)), v
 
         if momentum:
-            params, velocity = _each(2, heavy, params, grads, state.momentum)
+            params, velocity = _each(2, heavy, params, grads, decays(params), state.momentum)
         else:
-            (params,), velocity = _each(1, plain, params, grads), None
+            (params,), velocity = _each(1, plain, params, grads, decays(params)), None
         return params, SgdState(state.step + 1, velocity)
 
-    def decayed(p: Tensor, g: Tensor) -> Tensor:
-        return g + weight_decay * p if weight_decay else g
-
     return Optimizer(init, update)
+
+
+def _decayed(p: Tensor, g: Tensor, decay: Any) -> Tensor:
+    """In p's dtype: a 0-d decay would lend its own to a 0-d parameter."""
+    plain = not isinstance(decay, Tensor) and not decay
+    return g if plain else (g + decay * p).to(p.dtype)
 
 
 def adamw(
@@ -121,12 +181,22 @@ def adamw(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
-    weight_decay: float = 1e-2,
+    weight_decay: Any = 1e-2,
 ) -> Optimizer:
     """Adam (Kingma, Ba, arXiv:1412.6980) with decoupled decay (Loshchilov, Hutter, 1711.05101).
 
     State: AdamState. With weight_decay 0 it is Adam.
+
+    Args:
+        weight_decay: a number, or a tree of numbers that is a prefix of the parameters:
+            ``{k: 0.1 if p.ndim > 1 else 0.0 for k, p in params.items()}``.
+
+    Raises:
+        ValueError: a number out of its range.
     """
+    _check_rate("adamw", lr)
+    _check_numbers("adamw", b1=(b1, 1), b2=(b2, 1), eps=(eps, math.inf))
+    decays = _decay_of("adamw", weight_decay)
 
     def init(params: Any) -> AdamState:
         return AdamState(_first_step(params), _zeros_like(params), _zeros_like(params))
@@ -134,19 +204,23 @@ def adamw(
     def update(grads: Any, state: AdamState, params: Any) -> tuple[Any, AdamState]:
         rate = _rate_at(lr, state.step)
         step = state.step + 1
-        # float64 on the side: 1 - 0.999^step loses half its digits in float32.
+        # 1 - 0.999^step would lose half its digits in float32.
         count = step.to(torch.float64)
         correction1, correction2 = 1 - b1**count, 1 - b2**count
         shift = rate / correction1
 
-        def one(p: Tensor, g: Tensor, m: Tensor, s: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        def one(
+            p: Tensor, g: Tensor, decay: Any, m: Tensor, s: Tensor
+        ) -> tuple[Tensor, Tensor, Tensor]:
             m = m + (1 - b1) * (g - m)
             s = b2 * s + (1 - b2) * g * g
             root = s.sqrt() / correction2.sqrt() + eps
-            kept = (p * (1 - rate * weight_decay)).to(p.dtype)
+            kept = (p * (1 - rate * decay)).to(p.dtype)
             return _stepped(kept, shift * (m / root)), m, s
 
-        params, mean, square = _each(3, one, params, grads, state.mean, state.square)
+        params, mean, square = _each(
+            3, one, params, grads, decays(params), state.mean, state.square
+        )
         return params, AdamState(step, mean, square)
 
     return Optimizer(init, update)
@@ -159,8 +233,11 @@ def warmup_cosine(
 
     Loshchilov, Hutter, arXiv:1608.03983, without restarts. From step `steps` on it stays at floor.
     """
+    numbers = {"peak": (peak, math.inf), "steps": (steps, math.inf), "floor": (floor, math.inf)}
+    _check_numbers("warmup_cosine", **numbers, warmup=(warmup, math.inf))
 
     def rate(step: Tensor) -> Tensor:
+        step = step.to(torch.float64)
         done = ((step - warmup) / max(steps - warmup, 1)).clamp(0, 1)
         cosine = floor + (peak - floor) * 0.5 * (1 + torch.cos(torch.pi * done))
         return torch.where(step < warmup, peak * (step + 1) / max(warmup, 1), cosine)

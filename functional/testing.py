@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,10 +26,13 @@ TOLERANCE = {
 
 @dataclass(frozen=True)
 class Row:
-    """One compared value: relative errors of fn and of the reference in fn's own precision."""
+    """One compared value: relative errors of fn and of the reference in fn's own precision.
+
+    ``dtype`` is the type of what is no tensor; the errors of what is no number are 0 or infinite.
+    """
 
     path: str
-    dtype: torch.dtype
+    dtype: torch.dtype | type
     error: float
     eager: float
     tolerance: float
@@ -42,6 +45,10 @@ class Row:
         return not self.problem and close
 
 
+def _dtype_text(kind: torch.dtype | type) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind).removeprefix("torch.")
+
+
 class Report(list[Row]):
     """All rows; prints as a table."""
 
@@ -49,7 +56,7 @@ class Report(list[Row]):
         width = max([len(row.path) for row in self] or [0])
         head = f"{'value'.ljust(width)}  {'dtype':9}  {'error':>9}  {'eager':>9}  tolerance"
         lines = [
-            f"{row.path.ljust(width)}  {str(row.dtype).removeprefix('torch.'):9}  "
+            f"{row.path.ljust(width)}  {_dtype_text(row.dtype):9}  "
             f"{row.error:9.2e}  {row.eager:9.2e}  {row.tolerance:9.2e}"
             f"{'' if row.good else '  <-- ' + (row.problem or 'differs')}"
             for row in self
@@ -65,6 +72,9 @@ def verify(
     tolerance: float | None = None,
 ) -> Report:
     """Compare fn with reference on the same arguments: outputs and all gradients.
+
+    All that is returned counts: tensors and Python numbers by their relative errors, anything else
+    by ``==``, and the trees they are in.
 
     The reference runs in float64 (on whole values where fn gets placed ones), and once more in the
     arguments' own precision: a value passes if its error against float64, relative to the largest
@@ -87,12 +97,27 @@ def verify(
     eager = _run(reference, whole, grads)
     ours = _run(fn, args, grads)
     report = Report(
-        _compare(path, ours.get(path), exact.get(path), eager.get(path), tolerance)
-        for path in dict.fromkeys([*exact, *ours])
+        _compare(path, ours.of(path), exact.of(path), eager.of(path), tolerance)
+        for path in dict.fromkeys([*exact.values, *ours.values])
     )
+    if all(row.good for row in report) and ours.structure != eager.structure:
+        report.append(_other_structure(ours.structure, eager.structure))
     if not all(row.good for row in report):
         raise AssertionError(f"fn differs from its reference:\n{report}")
     return report
+
+
+_ABSENT = object()
+
+
+class _Values(NamedTuple):
+    """What a function gave: outputs and gradients by path, and the tree of the outputs."""
+
+    values: dict[str, Any]
+    structure: Any
+
+    def of(self, path: str) -> Any:
+        return self.values.get(path, _ABSENT)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -124,8 +149,8 @@ def _is_float(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def _run(fn: Callable[..., Any], args: Any, grads: bool) -> dict[str, torch.Tensor]:
-    """Every output and gradient by its path."""
+def _run(fn: Callable[..., Any], args: Any, grads: bool) -> _Values:
+    """Every output and gradient by its path, and the tree of the outputs."""
     leaves, structure = tree.flatten(args)
     if grads:
         leaves = [
@@ -135,10 +160,10 @@ def _run(fn: Callable[..., Any], args: Any, grads: bool) -> dict[str, torch.Tens
     with torch.enable_grad() if grads else torch.no_grad():
         output = _leafwise(fn(*args))
     named = dict(zip(tree.paths(output, "out"), tree.leaves(output), strict=True))
-    found = {path: leaf.detach() for path, leaf in named.items() if isinstance(leaf, torch.Tensor)}
+    values = {path: _whole(leaf) for path, leaf in named.items()}
     if grads:
-        found |= _gradients(list(named.values()), args, leaves, structure)
-    return found
+        values |= _gradients(list(named.values()), args, leaves, structure)
+    return _Values(values, tree.structure(output))
 
 
 def _gradients(
@@ -169,28 +194,62 @@ def _or_zeros(value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(like) if value is None else value
 
 
-def _compare(
-    path: str,
-    ours: torch.Tensor | None,
-    exact: torch.Tensor | None,
-    eager: torch.Tensor | None,
-    tolerance: float | None,
-) -> Row:
-    if ours is None or exact is None or eager is None:
-        side = "fn" if ours is None else "the reference"
-        return Row(path, torch.float64, float("inf"), 0.0, 0.0, f"{side} has no such value")
-    if ours.shape != exact.shape:
-        problem = f"shape {list(ours.shape)}, reference {list(exact.shape)}"
-        return Row(path, ours.dtype, float("inf"), 0.0, 0.0, problem)
-    allowed = TOLERANCE.get(ours.dtype, 0.0) if tolerance is None else tolerance
-    problem = "" if ours.dtype == eager.dtype else f"dtype, reference has {eager.dtype}"
-    return Row(path, ours.dtype, _error(ours, exact), _error(eager, exact), allowed, problem)
+def _compare(path: str, ours: Any, exact: Any, eager: Any, tolerance: float | None) -> Row:
+    """What is no tensor is compared in fn's own precision: it may be a dtype, or depend on one."""
+    kind = ours.dtype if isinstance(ours, torch.Tensor) else type(ours)
+    if problem := _misfit(ours, eager):
+        return Row(path, kind, float("inf"), 0.0, 0.0, problem)
+    if not isinstance(ours, (torch.Tensor, float, complex)):
+        return Row(path, kind, 0.0, 0.0, 0.0)
+    if type(exact) is not type(eager) or getattr(exact, "shape", ()) != getattr(ours, "shape", ()):
+        problem = "the reference returns something else in float64"
+        return Row(path, kind, float("inf"), 0.0, 0.0, problem)
+    precision = ours.dtype if isinstance(ours, torch.Tensor) else torch.float64
+    allowed = TOLERANCE.get(precision, 0.0) if tolerance is None else tolerance
+    return Row(path, kind, _error(ours, exact), _error(eager, exact), allowed)
 
 
-def _error(value: torch.Tensor, exact: torch.Tensor) -> float:
+def _misfit(ours: Any, eager: Any) -> str:
+    """Why two values cannot be the same, whatever the numbers in them are."""
+    if ours is _ABSENT or eager is _ABSENT:
+        return f"{'fn' if ours is _ABSENT else 'the reference'} has no such value"
+    if isinstance(ours, torch.Tensor) and isinstance(eager, torch.Tensor):
+        if ours.shape != eager.shape:
+            return f"shape {list(ours.shape)}, reference {list(eager.shape)}"
+        return "" if ours.dtype == eager.dtype else f"dtype, reference has {eager.dtype}"
+    if type(ours) is not type(eager):
+        return f"a {type(ours).__name__}, reference a {type(eager).__name__}"
+    if isinstance(ours, (float, complex)):
+        return ""
+    return _unequal(ours, eager)
+
+
+def _unequal(ours: Any, eager: Any) -> str:
+    try:
+        equal = ours is eager or bool(torch.as_tensor(ours == eager).all())
+    except (TypeError, ValueError, RuntimeError):  # == of it is neither a bool nor an array of them
+        return _incomparable(ours)
+    by_identity: Any = object.__eq__
+    if not equal and type(ours).__eq__ is by_identity:
+        return _incomparable(ours)
+    return "" if equal else f"{ours!r}, reference {eager!r}"
+
+
+def _incomparable(value: Any) -> str:
+    return (
+        f"a {type(value).__name__} cannot be compared: register it with torchard.tree.register, "
+        "or return what matters of it"
+    )
+
+
+def _other_structure(ours: Any, eager: Any) -> Row:
+    problem = f"the tree of results is {ours}, reference {eager}"
+    return Row("out", object, float("inf"), 0.0, 0.0, problem)
+
+
+def _error(value: Any, exact: Any) -> float:
     """Largest absolute difference over the largest finite entry; equal NaN and inf agree."""
-    wide = _wide(exact.dtype)
-    value, exact = value.to(wide).cpu(), exact.to(wide).cpu()
+    value, exact = _as_wide(value), _as_wide(exact)
     if not exact.numel():
         return 0.0
     same = (value == exact) | (value.isnan() & exact.isnan())
@@ -199,3 +258,11 @@ def _error(value: torch.Tensor, exact: torch.Tensor) -> float:
         return float("inf")
     scale = torch.where(exact.isfinite(), exact.abs(), 0.0).max()
     return float(difference.max() / scale) if scale > 0 else float(difference.max())
+
+
+def _as_wide(value: Any) -> torch.Tensor:
+    """On the CPU, in double precision; integers too."""
+    if isinstance(value, torch.Tensor):
+        return value.to("cpu", _wide(value.dtype))
+    kind = torch.complex128 if isinstance(value, complex) else torch.float64
+    return torch.tensor(value, dtype=kind)

@@ -12,7 +12,17 @@ from typing import Any
 import optree
 import torch.utils._pytree as torch_pytree
 
-__all__ = ["NAMESPACE", "flatten", "leaves", "map", "paths", "register", "structure", "unflatten"]
+__all__ = [
+    "NAMESPACE",
+    "broadcast",
+    "flatten",
+    "leaves",
+    "map",
+    "paths",
+    "register",
+    "structure",
+    "unflatten",
+]
 
 NAMESPACE = "torchard"
 
@@ -49,6 +59,30 @@ def map(fn: Callable[..., Any], tree: Any, *rests: Any) -> Any:
             for problem in optree.prefix_errors(tree, rest, none_is_leaf=True, namespace=NAMESPACE):
                 raise problem(f"tree 0, mapped with tree {number}, at tree") from error
         raise
+
+
+def broadcast(prefix: Any, full: Any, name: str = "prefix", what: str = "the tree") -> list[Any]:
+    """One leaf of the prefix for each leaf of the full tree.
+
+    Raises:
+        ValueError: it is no prefix; the message has ``name``, ``what`` and where they part.
+    """
+    try:
+        spread: list[Any] = optree.broadcast_prefix(
+            prefix, full, none_is_leaf=True, namespace=NAMESPACE
+        )
+    except ValueError as error:
+        raise ValueError(_misfit(prefix, full, name, what)) from error
+    return spread
+
+
+def _misfit(prefix: Any, full: Any, name: str, what: str) -> str:
+    problems = optree.prefix_errors(prefix, full, none_is_leaf=True, namespace=NAMESPACE)
+    details = "; ".join(" ".join(str(problem(name)).split()) for problem in problems)
+    return (
+        f"{name} is not a prefix of {what}: {details} Give every leaf a value, or one value for a "
+        "whole subtree."
+    )
 
 
 def paths(tree: Any, root: str = "") -> list[str]:

@@ -117,19 +117,6 @@ def broadcast(prefix: Any, full: Any, name: str, what: str) -> list[P | None]:
                 f"{name} has a leaf {leaf!r} of type {type(leaf).__name__}; use a P or None."
             )
     try:
-        specs: list[P | None] = optree.broadcast_prefix(
-            prefix, full, none_is_leaf=True, namespace=tree.NAMESPACE
-        )
+        return tree.broadcast(prefix, full, name, what)
     except ValueError as error:
-        raise SpecError(_misfit(prefix, full, name, what)) from error
-    return specs
-
-
-def _misfit(prefix: Any, full: Any, name: str, what: str) -> str:
-    problems = optree.prefix_errors(prefix, full, none_is_leaf=True, namespace=tree.NAMESPACE)
-    texts = [str(problem(name)) for problem in problems]
-    details = "; ".join(" ".join(t.split()) for t in texts)
-    return (
-        f"{name} is not a prefix of {what}: {details} Give every leaf a spec, or one spec for a "
-        "whole subtree."
-    )
+        raise SpecError(str(error)) from error

@@ -122,7 +122,7 @@ def test_warmup_cosine():
     got = torch.stack([rate(torch.tensor(s)) for s in range(15)])
     expected = [0.5, 1.0, 1.5, 2.0]
     expected += [0.5 + 0.75 * (1 + math.cos(math.pi * s / 8)) for s in range(9)] + [0.5, 0.5]
-    torch.testing.assert_close(got, torch.tensor(expected))
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("ours", [sgd(0.1), sgd(0.1, momentum=0.9), adamw(0.1)])
@@ -172,3 +172,111 @@ def test_errors():
     params = start()
     with pytest.raises(ValueError, match="rest"):
         sgd(0.1).update({"w": params["w"], "rest": []}, sgd(0.1).init(params), params)
+
+
+# -- every optimiser, schedule and dtype against Python's own floats ---------------------------------
+
+SCHEDULES = {
+    "number": (lambda: 0.03, lambda t: 0.03),
+    "tensor": (lambda: torch.tensor(0.03, dtype=torch.float64), lambda t: 0.03),
+    "inverse": (lambda: lambda step: 0.03 / (step + 1), lambda t: 0.03 / (t + 1)),
+    "halved": (lambda: lambda step: 0.03 * 0.7 ** (step // 2), lambda t: 0.03 * 0.7 ** (t // 2)),
+    "root": (lambda: lambda step: 0.03 / (1 + step / 3).sqrt(), lambda t: 0.03 / (1 + t / 3) ** 0.5),
+    "cosine": (lambda: warmup_cosine(0.03, 7, 3, 1e-3), lambda t: cosine(t, 0.03, 7, 3, 1e-3)),
+    "decay only": (lambda: warmup_cosine(0.03, 9), lambda t: cosine(t, 0.03, 9, 0, 0.0)),
+}
+
+
+def cosine(t, peak, steps, warmup, floor):
+    if t < warmup:
+        return peak * (t + 1) / warmup
+    done = min(max((t - warmup) / (steps - warmup), 0.0), 1.0)
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def sgd_step(p, g, state, t, rate, decay, momentum, nesterov):
+    g = g + decay * p
+    if not momentum:
+        return p - rate * g, state
+    v = momentum * state[0] + g
+    return p - rate * (g + momentum * v if nesterov else v), (v,)
+
+
+def adam_step(p, g, state, t, rate, decay, b1, b2, eps):
+    m, s = b1 * state[0] + (1 - b1) * g, b2 * state[1] + (1 - b2) * g * g
+    mean, square = m / (1 - b1 ** (t + 1)), s / (1 - b2 ** (t + 1))
+    return p * (1 - rate * decay) - rate * mean / (math.sqrt(square) + eps), (m, s)
+
+
+OPTIMISERS = {
+    "sgd": (sgd, sgd_step, {"momentum": 0.0, "nesterov": False}),
+    "momentum": (sgd, sgd_step, {"momentum": 0.8, "nesterov": False}),
+    "nesterov": (sgd, sgd_step, {"momentum": 0.8, "nesterov": True}),
+    "adamw": (adamw, adam_step, {"b1": 0.9, "b2": 0.999, "eps": 1e-8}),
+    "adamw, other numbers": (adamw, adam_step, {"b1": 0.7, "b2": 0.95, "eps": 1e-4}),
+}
+DECAYS = {
+    "none": (0.0, (0.0, 0.0, 0.0)),
+    "one": (0.1, (0.1, 0.1, 0.1)),
+    "a tree": ({"a": 0.1, "b": [0.0, 0.3]}, (0.1, 0.0, 0.3)),
+    "a prefix": ({"a": 0.2, "b": 0.0}, (0.2, 0.0, 0.0)),
+    "a tensor": (torch.tensor(0.1, dtype=torch.float64), (0.1, 0.1, 0.1)),
+}
+# Roundings of a handful of steps, relative to parameters of size 1.
+ROUNDING = {torch.float64: 2e-15, torch.float32: 1e-6, torch.bfloat16: 6e-2}
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("optimiser", OPTIMISERS)
+def test_steps_are_those_of_pythons_floats(optimiser, schedule, decay, dtype):
+    make, one_step, numbers = OPTIMISERS[optimiser]
+    rate, rate_at = SCHEDULES[schedule]
+    given, decays = DECAYS[decay]
+    ours = make(rate(), weight_decay=given, **numbers)
+    params = {"a": torch.randn(3), "b": [torch.randn(()), torch.ones(2)]}
+    params = tree.map(lambda p: p.to(dtype), params)
+    state = ours.init(params)
+    wanted = [[(x, (0.0, 0.0)) for x in p.flatten().tolist()] for p in tree.leaves(params)]
+    for t in range(5):
+        grads = tree.map(lambda p, t=t: torch.randn(p.shape, dtype=dtype) + t, params)
+        params, state = ours.update(grads, state, params)
+        wanted = [
+            [
+                one_step(x, g, s, t, rate_at(t), w, **numbers)
+                for (x, s), g in zip(row, grad.flatten().tolist(), strict=True)
+            ]
+            for row, grad, w in zip(wanted, tree.leaves(grads), decays, strict=True)
+        ]
+    for got, row in zip(tree.leaves(params), wanted, strict=True):
+        assert got.dtype == dtype
+        expected = torch.tensor([x for x, _ in row], dtype=torch.float64).reshape(got.shape)
+        assert (got.double() - expected).abs().max() <= ROUNDING[dtype] * expected.abs().max().clamp(1)
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: sgd(-0.1), "lr=-0.1"),
+        (lambda: sgd("fast"), "lr='fast'"),
+        (lambda: adamw(torch.ones(2)), "lr="),
+        (lambda: adamw(0.1, b1=1.0), "b1=1.0"),
+        (lambda: adamw(0.1, eps=float("nan")), "eps=nan"),
+        (lambda: sgd(0.1, momentum=None), "momentum=None"),
+        (lambda: adamw(0.1, weight_decay={"w": "much"}), "weight_decay"),
+        (lambda: adamw(0.1, weight_decay=-1), "weight_decay"),
+        (lambda: warmup_cosine(0.1, "ten"), "steps='ten'"),
+    ],
+)
+def test_wrong_numbers_are_named_where_they_are_given(make, named):
+    with pytest.raises(ValueError, match=named):
+        make()
+
+
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_weight_decay_that_is_no_prefix_says_where(make):
+    params = start()
+    ours = make(0.1, weight_decay={"w": 0.1})
+    with pytest.raises(ValueError, match=r"weight_decay is not a prefix of the parameters.*rest"):
+        ours.update(params, ours.init(params), params)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -26,9 +28,9 @@ X = torch.randn(2, 4)
 def test_a_function_verifies_against_itself(dtype: torch.dtype) -> None:
     report = verify(f, f, {"w": P["w"].to(dtype)}, X.to(dtype))
     assert [row.path for row in report] == [
-        "out['h']", "out['top']", "gradient of args[0]['w']", "gradient of args[1]",
+        "out['h']", "out['n']", "out['top']", "gradient of args[0]['w']", "gradient of args[1]",
     ]  # fmt: skip
-    assert len(verify(f, f, P, X, grads=False)) == 2
+    assert len(verify(f, f, P, X, grads=False)) == 3
 
 
 def test_placed_values_are_compared_whole() -> None:
@@ -57,6 +59,7 @@ class Wrong(torch.autograd.Function):
         (lambda p, x: {**f(p, x), "h": f(p, x)["h"][:1]}, "shape [1, 4], reference [2, 4]"),
         (lambda p, x: {**f(p, x), "h": f(p, x)["h"] / 0}, "out['h']"),
         (lambda p, x: {"top": f(p, x)["top"]}, "fn has no such value"),
+        (lambda p, x: {**f(p, x), "n": 3}, "3, reference 2"),
     ],
 )
 def test_what_differs_is_named(wrong: Any, where: str) -> None:
@@ -80,3 +83,74 @@ def test_closer_than_eager_is_good_enough() -> None:
     assert row.error > 0 and row.eager > row.error
     with pytest.raises(AssertionError):
         verify(naive, careful, x, grads=False, tolerance=0.0)
+
+
+# -- what is no tensor ------------------------------------------------------------------------------
+
+
+class Plain:
+    """Compared by identity, as most objects are."""
+
+
+class Sized(NamedTuple):
+    n: Any
+    rest: Any
+
+
+# Values of which no two are the same result.
+DIFFERENT: list[Any] = [
+    3.0, 4.0, 3, 4, True, False, None, "3", "4", 3 + 1j, float("nan"), float("inf"), -float("inf"),
+    torch.float32, torch.device("meta"), torch.Size([3]), (), [], {}, (3,), [3], {"n": 3},
+    Sized(3, 4), Sized(3, 5), slice(3), range(3), frozenset({3}), b"3",
+    torch.tensor(3.0), torch.tensor(3), torch.tensor([3.0]), torch.tensor([]),
+]  # fmt: skip
+AROUND: dict[str, Callable[[torch.Tensor, Any], Any]] = {
+    "alone": lambda y, value: value,
+    "in a tuple": lambda y, value: (y, value),
+    "in a dict": lambda y, value: {"y": y, "n": [value]},
+    "with itself": lambda y, value: [value, y, value],
+}
+
+
+@pytest.mark.parametrize(
+    ("around", "grads"), [*((around, False) for around in AROUND), ("in a tuple", True)]
+)
+def test_every_difference_of_results_is_seen(around: str, grads: bool) -> None:
+    wrap = AROUND[around]
+    for i, ours in enumerate(DIFFERENT):
+        for j, theirs in enumerate(DIFFERENT):
+
+            def fn(x: torch.Tensor, value: Any = ours) -> Any:
+                return wrap(x * 2, copy.deepcopy(value))
+
+            def reference(x: torch.Tensor, value: Any = theirs) -> Any:
+                return wrap(x * 2, copy.deepcopy(value))
+
+            if i == j:
+                verify(fn, reference, X, grads=grads)
+            else:
+                with pytest.raises(AssertionError, match="fn differs from its reference"):
+                    verify(fn, reference, X, grads=grads)
+
+
+def test_numbers_read_from_tensors_are_compared_as_tensors_are() -> None:
+    """float32 rounds; two ways to round are not two results."""
+
+    def mean(x: torch.Tensor) -> Any:
+        return {"mean": x.mean().item(), "kind": x.dtype}
+
+    def by_sum(x: torch.Tensor) -> Any:
+        return {"mean": x.double().mean().item(), "kind": x.dtype}
+
+    x = torch.rand(1000, generator=torch.Generator().manual_seed(1))
+    rows = {row.path: row for row in verify(by_sum, mean, x)}
+    assert rows["out['mean']"].eager > rows["out['mean']"].error
+    with pytest.raises(AssertionError, match="mean"):
+        verify(lambda x: {"mean": 1.001 * mean(x)["mean"], "kind": x.dtype}, mean, x)
+
+
+def test_what_has_no_equality_is_refused_with_the_way_out() -> None:
+    with pytest.raises(AssertionError, match=r"a Plain cannot be compared: .*torchard\.tree\.register"):
+        verify(lambda x: (x, Plain()), lambda x: (x, Plain()), X)
+    same = Plain()
+    verify(lambda x: (x, same), lambda x: (x, same), X)
