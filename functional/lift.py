@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.room import Room
 
 __all__ = ["Lift", "is_weak"]
@@ -30,6 +31,8 @@ class Lift(TorchFunctionMode):
         kwargs = kwargs or {}
         if _reads_metadata(func):
             return func(*args, **kwargs)
+        if internals.forward_ad_active():
+            self.room.inner_levels = internals.level_kinds()
         args, kwargs = self._natives(args), self._natives(kwargs)
         args, kwargs, weak = _weaken(args, kwargs)
         if _is_detach(func):

@@ -178,7 +178,8 @@ def _functionalize(found: Recording) -> Recording:
         return tuple(replay(graph, inputs, _call_writing))
 
     pure = internals.functionalized(run)
-    again = record(lambda inputs: pure(*inputs), specs_of(graph))
+    with internals.below_forward_ad(internals.level_kinds()):
+        again = record(lambda inputs: pure(*inputs), specs_of(graph))
     nodes = again.graph.find_nodes(op="placeholder")
     for closure, node in zip(found.closures, nodes[found.inputs :], strict=False):
         closure.node = node

@@ -49,12 +49,13 @@ def record(
     Raises:
         PurityError: fn branches on a tensor's value.
     """
-    levels = len(internals.level_kinds())
+    levels = internals.level_kinds()
     with internals.clean_room():
         fakes = internals.FakeTensorMode(allow_non_fake_inputs=True)
         room = Room(fakes, levels, owned)
         inputs = _fake_inputs(fakes, specs, gradients)
-        with entered(room), internals.proxying(room.tracer, fakes, inputs):
+        recording = internals.proxying(room.tracer, fakes, inputs, room.below_forward_ad)
+        with entered(room), recording:
             room.last_input = _last_placeholder(room.tracer.graph)
             outputs = _run(room, fn, inputs)
             nodes = tuple(_output_node(room, output) for output in outputs)

@@ -63,7 +63,7 @@ class Room:
     """The state of one trace in progress."""
 
     fakes: internals.FakeTensorMode
-    outer_levels: int
+    outer_levels: Sequence[Any]
     owned: frozenset[int] = frozenset()
     frames: tuple[Frame, ...] = ()
     replaying: fx.Node | None = None
@@ -75,6 +75,8 @@ class Room:
     origins: dict[int, dict[str, Any]] = field(default_factory=dict)
     numbered: int = 0
     cutting: bool = False
+    # Where the operation stands that runs; functorch hides them from kernels.
+    inner_levels: Sequence[Any] = ()
     stood_in: set[int] = field(default_factory=set)
     # What programs that run in this trace have made while they were traced.
     constants: set[int] = field(default_factory=set)
@@ -153,6 +155,10 @@ class Room:
             self.origins[number] = tags
         self.numbered = upto
 
+    def below_forward_ad(self) -> contextlib.AbstractContextManager[None]:
+        """Around kernels: see torch_internals."""
+        return internals.below_forward_ad([*self.outer_levels, *self.inner_levels])
+
     # -- closures -----------------------------------------------------------------------------
 
     def native(self, tensor: torch.Tensor) -> bool:
@@ -165,7 +171,7 @@ class Room:
         # A level opened inside the traced function wraps a foreign tensor. Swapping it would cut
         # it from that level; its base reaches the tracer as a constant and is lifted from there.
         inner = internals.has_transforms()
-        return inner and (self.outer_levels == 0 or id(tensor) not in self.owned)
+        return inner and (not self.outer_levels or id(tensor) not in self.owned)
 
     def lift(self, value: Any) -> torch.Tensor:
         """The operand that stands for a foreign tensor or placed object."""

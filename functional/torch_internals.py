@@ -7,9 +7,11 @@ module says which.
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -19,6 +21,7 @@ from torchard.functional import versions
 versions.check(torch.__version__)
 try:
     from torch._C import _functorch as functorch_c
+    from torch._functorch import eager_transforms
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import (
@@ -35,9 +38,14 @@ try:
         track_tensor_tree,
     )
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-    from torch.overrides import _pop_mode, _push_mode
+    from torch.autograd import forward_ad
+    from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
     from torch.utils._device import DeviceContext
-    from torch.utils._python_dispatch import _disable_current_modes
+    from torch.utils._python_dispatch import (
+        _disable_current_modes,
+        _get_current_dispatch_mode_stack,
+        _pop_mode as _pop_dispatch_mode,
+    )
     from torch.utils._pytree import tree_map_only
 
     GRAD, JVP, VMAP = (
@@ -66,6 +74,7 @@ __all__ = [
     "autocast_on",
     "autograd_sequence",
     "base_tensor",
+    "below_forward_ad",
     "clean_room",
     "compile_graph",
     "current_backward_node",
@@ -126,14 +135,169 @@ def clean_room() -> Iterator[None]:
     depend on which. (`_DisableFuncTorch` only hides the levels and breaks functorch inside.)
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_thread_state_kept())
         stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(_disable_current_modes())
         stack.enter_context(_no_function_modes())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autograd.forward_ad._set_fwd_grad_enabled(True))
+        stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
         stack.enter_context(_compiling_flag())
+        stack.enter_context(_nested_forward_ad())
+        stack.enter_context(_no_saved_tensor_hooks())
+        # Once more in here: the contexts above put back what they took from an undisturbed state.
+        stack.enter_context(_thread_state_kept())
         yield
+
+
+class _ThreadState(NamedTuple):
+    """What torch keeps for a thread (forward mode: for the process) and a trace must not change."""
+
+    keys: tuple[Any, Any]
+    levels: int
+    function_modes: list[Any]
+    dispatch_modes: list[Any]
+    grad: bool
+    forward_grad: bool
+    inference: bool
+    forward: tuple[int, int] | None
+
+    @staticmethod
+    def now() -> _ThreadState:
+        c = torch._C
+        return _ThreadState(
+            (c._dispatch_tls_local_include_set(), c._dispatch_tls_local_exclude_set()),
+            functorch_c.get_dynamic_layer_stack_depth(),
+            _get_current_function_mode_stack(),
+            _get_current_dispatch_mode_stack(),
+            torch.is_grad_enabled(),
+            c._is_fwd_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            (forward_ad._current_level, eager_transforms.JVP_NESTING) if _is_only_thread() else None,
+        )
+
+    def restore(self) -> None:
+        """Close what was left open, innermost first."""
+        if functorch_c.get_dynamic_layer_stack_depth() > self.levels:
+            functorch_c.pop_dynamic_layer_stack_and_undo_to_depth(self.levels)
+        for _ in range(torch._C._len_torch_function_stack() - len(self.function_modes)):
+            _pop_mode()
+        for _ in range(torch._C._len_torch_dispatch_stack() - len(self.dispatch_modes)):
+            _pop_dispatch_mode()
+        if self.forward is not None and _is_only_thread():
+            level, eager_transforms.JVP_NESTING = self.forward
+            while forward_ad._current_level > level:
+                forward_ad.exit_dual_level()
+        torch._C._set_grad_enabled(self.grad)
+        torch._C._set_fwd_grad_enabled(self.forward_grad)
+
+    def differences(self, other: _ThreadState) -> list[str]:
+        """The names of what is not as it is in another state."""
+        if self.forward is None or other.forward is None:
+            self, other = self._replace(forward=None), other._replace(forward=None)
+        pairs = zip(self._fields, map(_comparable, self), map(_comparable, other), strict=True)
+        return [name for name, mine, others in pairs if mine != others]
+
+
+def _is_only_thread() -> bool:
+    """Forward-mode levels are the process's: with other threads about, who can say who opened one?"""
+    return threading.active_count() == 1
+
+
+def _comparable(value: Any) -> Any:
+    """Sets of dispatch keys compare by what they print, modes by identity."""
+    if isinstance(value, tuple):
+        return [str(keys) for keys in value]
+    return list(map(id, value)) if isinstance(value, list) else value
+
+
+@contextlib.contextmanager
+def _nested_forward_ad() -> Iterator[None]:
+    """Let a jvp inside share the forward-mode level that is open around the trace, if one is.
+
+    torch has one level for the process. functorch opens it for the outermost jvp, by its own count, in
+    which levels that `forward_ad.dual_level` has opened are missing.
+    """
+    shared = int(forward_ad_active())
+    eager_transforms.JVP_NESTING += shared
+    try:
+        yield
+    finally:
+        eager_transforms.JVP_NESTING -= shared
+
+
+@contextlib.contextmanager
+def _no_saved_tensor_hooks() -> Iterator[None]:
+    """Take the hooks around the trace away from what autograd saves inside, and allow hooks inside.
+
+    They are meant for values (`torch.utils.checkpoint` counts them), and would be given fake ones.
+    functorch forbids them around a gradient, which is no matter of what is traced.
+    """
+    autograd = torch._C._autograd
+    forbidden = autograd._saved_tensors_hooks_get_disabled_error_message()
+    autograd._saved_tensors_hooks_enable()
+    hooks = []
+    while (top := autograd._top_saved_tensors_default_hooks(False)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+        if forbidden is not None:
+            autograd._saved_tensors_hooks_disable(forbidden)
+
+
+@contextlib.contextmanager
+def _thread_state_kept() -> Iterator[None]:
+    """Leave torch's state of this thread as it is now, whatever is raised inside.
+
+    Some of torch's functions change dispatch keys by a guard that is a local variable
+    (`torch._tensor_str._str`). After an exception the guard lives as long as the traceback, and what it
+    then does, at some time in the future, to the keys of the thread is no longer an undoing: later
+    operations find no autograd, or no kernel that computes. So such frames let go of their variables
+    here, and the keys are set back after that.
+    """
+    before = _ThreadState.now()
+    try:
+        with torch._C._PreserveDispatchKeyGuard():
+            try:
+                yield
+            except BaseException as error:
+                clear_frames_of_torch(error)
+                raise
+            finally:
+                before.restore()
+    finally:
+        changed = before.differences(_ThreadState.now())
+    if changed:
+        raise RuntimeError(
+            f"tracing left torch's state of this thread changed ({', '.join(changed)}), and it could not "
+            "be set back: results of this thread can no longer be relied on. Start a new process."
+        )
+
+
+_TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
+
+
+def clear_frames_of_torch(error: BaseException) -> None:
+    """Let frames of torch's that an error has left, and those of its causes, drop their variables.
+
+    Frames of the user's keep theirs, for debuggers.
+    """
+    seen: set[int] = set()
+    errors: list[BaseException | None] = [error]
+    while errors:
+        error_or_none = errors.pop()
+        if error_or_none is None or id(error_or_none) in seen:
+            continue
+        seen.add(id(error_or_none))
+        errors += [error_or_none.__cause__, error_or_none.__context__]
+        for frame, _ in traceback.walk_tb(error_or_none.__traceback__):
+            if frame.f_code.co_filename.startswith(_TORCH_FOLDER):
+                with contextlib.suppress(RuntimeError):  # it still runs
+                    frame.clear()
 
 
 class _Proxying(ProxyTorchDispatchMode):
@@ -144,9 +308,12 @@ class _Proxying(ProxyTorchDispatchMode):
     be tensors without values.
     """
 
-    def __init__(self, tracer: PythonKeyTracer, device: torch.device) -> None:
+    def __init__(
+        self, tracer: PythonKeyTracer, device: torch.device, below: Callable[[], Any]
+    ) -> None:
         super().__init__(tracer, "fake")
         self.device = device
+        self.below = below
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if forward_ad_active() and self.device.type != "meta":
@@ -154,7 +321,12 @@ class _Proxying(ProxyTorchDispatchMode):
             target = (kwargs or {}).get("device")
             if target is not None and target.type == "meta":
                 kwargs = {**kwargs, "device": self.device}
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        try:
+            with torch._C._PreserveDispatchKeyGuard(), self.below():
+                return super().__torch_dispatch__(func, types, args, kwargs)
+        except BaseException as error:  # fn may catch it and go on
+            clear_frames_of_torch(error)
+            raise
 
     def _zeros(self, value: torch.Tensor) -> torch.Tensor:
         if isinstance(value, FakeTensor) or value.device.type != "meta":
@@ -164,10 +336,39 @@ class _Proxying(ProxyTorchDispatchMode):
 
 
 @contextlib.contextmanager
+def below_forward_ad(levels: Sequence[Any]) -> Iterator[None]:
+    """In a kernel no tensor has a tangent, but printing one would look for it, and fail.
+
+    torch prints operands where it resolves an overload by trying (`torch.ops.aten.lerp(...)` in kernels
+    for meta tensors).
+
+    Args:
+        levels: the functorch levels around this thread's trace.
+    """
+    before = forward_ad._current_level
+    if not _forward_ad_ours(levels):
+        yield
+        return
+    forward_ad._current_level = -1
+    try:
+        yield
+    finally:
+        forward_ad._current_level = before
+
+
+def _forward_ad_ours(levels: Sequence[Any]) -> bool:
+    """Whether forward mode's level, which is the process's, is open, and surely by this thread."""
+    return forward_ad_active() and (JVP in levels or JVP in level_kinds() or _is_only_thread())
+
+
+@contextlib.contextmanager
 def proxying(
-    tracer: PythonKeyTracer, fakes: FakeTensorMode, inputs: Sequence[torch.Tensor]
+    tracer: PythonKeyTracer,
+    fakes: FakeTensorMode,
+    inputs: Sequence[torch.Tensor],
+    below: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Record what happens to these fake tensors as nodes of ``tracer.graph``.
+    """Record what happens to these fake tensors as nodes of ``tracer.graph``; kernels run in `below()`.
 
     make_fx itself goes through ``fx.Tracer.trace``, which patches nn.Module for the whole process
     and leaves no place for an own tracer.
@@ -176,7 +377,7 @@ def proxying(
     tracer.root = torch.nn.Module()
     tracer.tensor_attrs = {}
     device = inputs[0].device if inputs else torch.device("cpu")
-    mode = _Proxying(tracer, device)
+    mode = _Proxying(tracer, device, below)
     after = None
     for i, tensor in enumerate(inputs):
         after = track(tracer, tensor, f"in{i}", after)
@@ -243,7 +444,7 @@ def level_kinds() -> list[Any]:
 
 def forward_ad_active() -> bool:
     """Whether torch.autograd.forward_ad has a level open (functorch's jvp has one too)."""
-    return torch.autograd.forward_ad._current_level >= 0
+    return forward_ad._current_level >= 0
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
