@@ -30,6 +30,7 @@ try:
         FakeTensor,
         FakeTensorMode,
     )
+    from torch.autograd import forward_ad
     from torch.fx.experimental.proxy_tensor import (
         ProxyTorchDispatchMode,
         PythonKeyTracer,
@@ -38,12 +39,13 @@ try:
         track_tensor_tree,
     )
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-    from torch.autograd import forward_ad
     from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
     from torch.utils._device import DeviceContext
     from torch.utils._python_dispatch import (
         _disable_current_modes,
         _get_current_dispatch_mode_stack,
+    )
+    from torch.utils._python_dispatch import (
         _pop_mode as _pop_dispatch_mode,
     )
     from torch.utils._pytree import tree_map_only

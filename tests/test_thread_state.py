@@ -1,4 +1,4 @@
-"""Whatever happens inside a trace, the thread is afterwards what it was, and traces do not see where they run."""
+"""A trace leaves the thread as it was, whatever happens inside, and does not depend on where it runs."""
 
 from __future__ import annotations
 
@@ -337,7 +337,7 @@ TRANSFORMS: dict[str, Callable[[Fn], Fn]] = {
 @pytest.mark.parametrize("where", FIRST_CALLS)
 @pytest.mark.parametrize("body", BODIES)
 def test_a_first_call_may_be_anywhere(where: str, body: str) -> None:
-    if body == "jvp inside" and "dual" in where or (where == "gradcheck" and body != "plain"):
+    if (body == "jvp inside" and "dual" in where) or (where == "gradcheck" and body != "plain"):
         pytest.skip("torch refuses forward mode in forward mode, by one or the other of its doors")
     if body == "gradient inside" and where in ("hooks", "torch.utils.checkpoint", "save_on_cpu"):
         pytest.skip("torch.func.grad refuses hooks for what autograd saves")
