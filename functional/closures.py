@@ -12,14 +12,13 @@ import torch
 
 from torchard.functional import source
 from torchard.functional import torch_internals as internals
+from torchard.functional.reachable import SETTINGS
 from torchard.functional.signature import is_placed
 
-__all__ = ["Reader", "owned_by", "path_to", "reader_of", "settings_of"]
+__all__ = ["Reader", "owned_by", "path_to", "reader_of"]
 
 # A path is followed at every call; an environment as large as a module tree is searched once.
 _DEPTH, _OBJECTS = 8, 20_000
-
-_SETTINGS = (bool, int, float, str, type(None), torch.dtype)
 
 Step = tuple[str, Callable[[Any], Any]]
 
@@ -90,10 +89,10 @@ def _of_function(fn: types.FunctionType) -> Iterator[tuple[Step, Any]]:
 
 
 def _of_module(module: types.ModuleType, key: str, names: set[str]) -> Iterator[tuple[Step, Any]]:
-    """The tensors and settings of a module that the function may name."""
+    """The tensors of a module that the function may name."""
     for name in names & vars(module).keys():
         item = vars(module)[name]
-        if isinstance(item, (torch.Tensor, *_SETTINGS)) or is_placed(item):
+        if isinstance(item, torch.Tensor) or is_placed(item):
             yield (f"{key}.{name}", _through(key, name)), item
 
 
@@ -177,9 +176,7 @@ def _is_users(cls: type) -> bool:
     return cls.__module__.partition(".")[0] not in _OTHERS
 
 
-def _walk(
-    fn: Any, children: Callable[[Any], Iterator[tuple[Step, Any]]] = _children
-) -> Iterator[tuple[tuple[Step, ...], Any]]:
+def _walk(fn: Any) -> Iterator[tuple[tuple[Step, ...], Any]]:
     """Everything reachable from a function, breadth first, each object once."""
     queue: list[tuple[tuple[Step, ...], Any]] = [((), fn)]
     seen = {id(fn)}
@@ -187,11 +184,10 @@ def _walk(
         yield steps, value
         if isinstance(value, torch.Tensor) or is_placed(value) or len(steps) >= _DEPTH:
             continue
-        for step, child in children(value):
-            if isinstance(child, _SETTINGS):
-                if children is not _children:
-                    yield (*steps, step), child
-            elif id(child) not in seen and len(seen) < _OBJECTS:
+        for step, child in _children(value):
+            if isinstance(child, SETTINGS):
+                continue
+            if id(child) not in seen and len(seen) < _OBJECTS:
                 seen.add(id(child))
                 queue.append(((*steps, step), child))
 
@@ -202,66 +198,6 @@ def reader_of(fn: Any, value: Any) -> Reader | None:
         if found is value:
             return Reader(steps)
     return None
-
-
-def settings_of(fn: Any) -> list[tuple[Reader, Any]]:
-    """The plain numbers, strings and flags fn closes over or reads from its own module.
-
-    A trace has them baked in, so a cached one is good only while they are what they were.
-    """
-    found = []
-    for steps, value in _walk(fn, _setting_children):
-        if isinstance(value, _SETTINGS) and steps:
-            found.append((Reader(steps), value))
-    return found
-
-
-def _setting_children(value: Any) -> Iterator[tuple[Step, Any]]:
-    """All that closure cells lead to; of what is global, functions and what they name."""
-    for step, child in _children(value):
-        if isinstance(child, (*_SETTINGS, types.FunctionType)) or not _is_global(value, child):
-            yield step, child
-        else:
-            yield from _named(step, child, _named_in(value.__code__))
-
-
-def _is_global(fn: Any, child: Any) -> bool:
-    return isinstance(fn, types.FunctionType) and any(
-        fn.__globals__.get(key) is child for key in _global_names(fn.__code__)
-    )
-
-
-def _named_in(code: types.CodeType) -> set[Any]:
-    """Attribute names and constant keys that a function uses."""
-    found = {*code.co_names, *(c for c in code.co_consts if isinstance(c, (str, int)))}
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            found |= _named_in(constant)
-    return found
-
-
-def _named(
-    step: Step, value: Any, names: set[Any], depth: int = 3
-) -> Iterator[tuple[Step, Any]]:
-    """The settings in a global object that a function names: ``cfg["s"]``, ``cfg.model.width``."""
-    if depth == 0 or isinstance(value, (torch.Tensor, types.ModuleType)) or is_placed(value):
-        return
-    for (text, inner), child in _children(value):
-        if text.strip(".[]'") not in names and not _names_index(text, names):
-            continue
-        joined = (f"{step[0]}{text}", _after(step[1], inner))
-        if isinstance(child, _SETTINGS):
-            yield joined, child
-        else:
-            yield from _named(joined, child, names, depth - 1)
-
-
-def _names_index(text: str, names: set[Any]) -> bool:
-    return text[1:-1].isdigit() and int(text[1:-1]) in names
-
-
-def _after(first: Callable[[Any], Any], then: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: then(first(value))
 
 
 def path_to(fn: Any, value: Any) -> str:

@@ -39,20 +39,22 @@ def record(
     *,
     gradients: Sequence[bool] = (),
     owned: frozenset[int] = frozenset(),
+    grad_mode: bool = True,
 ) -> Recording:
     """Run fn on fakes of these specs and keep the graph; the order of outputs is fn's.
 
     Args:
         gradients: inputs that require grad inside (for derivatives taken by plain autograd).
+        grad_mode: what fn is told of torch's grad mode; off, no derivative of the recording is right.
         owned: ids of wrapped tensors that belong to levels around the trace.
 
     Raises:
         PurityError: fn branches on a tensor's value.
     """
     levels = internals.level_kinds()
-    with internals.clean_room():
+    with internals.clean_room(grad_mode):
         fakes = internals.FakeTensorMode(allow_non_fake_inputs=True)
-        room = Room(fakes, levels, owned)
+        room = Room(fakes, levels, owned, grad_mode=grad_mode)
         inputs = _fake_inputs(fakes, specs, gradients)
         recording = internals.proxying(room.tracer, fakes, inputs, room.below_forward_ad)
         with entered(room), recording:

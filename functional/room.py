@@ -65,6 +65,7 @@ class Room:
     fakes: internals.FakeTensorMode
     outer_levels: Sequence[Any]
     owned: frozenset[int] = frozenset()
+    grad_mode: bool = True
     frames: tuple[Frame, ...] = ()
     replaying: fx.Node | None = None
     asks: list[Any] = field(default_factory=list)
@@ -96,7 +97,7 @@ class Room:
         if self.cutting:
             node.meta["cut"] = True
         node.meta.update(tags)
-        if not torch.is_grad_enabled():
+        if self.grad_mode and not torch.is_grad_enabled():
             node.meta["without_grad"] = self.without_grad = True
         elif without_gradient(node):
             self.without_grad = True

@@ -108,11 +108,11 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 def _surroundings() -> Hashable:
     """The global state a trace depends on."""
+    auto: tuple[Any, ...] = ()
     if internals.autocast_on():
         kinds = ("cpu", "cuda")
         auto = tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
-        return torch.get_default_dtype(), auto
-    return torch.get_default_dtype()
+    return torch.get_default_dtype(), auto, internals.default_device()
 
 
 def paths_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

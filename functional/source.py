@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import traceback
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
 
 import optree
 import torch
 
-__all__ = ["is_user", "of_error", "of_here"]
+__all__ = ["is_installed", "is_installed_module", "is_user", "of_error", "of_here"]
 
 
 def _library_folders() -> tuple[str, ...]:
@@ -38,6 +39,29 @@ def is_user(code: CodeType) -> bool:
         known = not (generated or standard or os.path.abspath(name).startswith(_FOLDERS))
         _is_user[code] = known
     return known
+
+
+# The standard library, and what is installed beside it.
+_INSTALLED = tuple(
+    os.path.abspath(path) + os.sep
+    for key, path in sysconfig.get_paths().items()
+    if key in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+
+
+def is_installed(code: CodeType) -> bool:
+    """Whether code is in the standard library or an installed package: not what its user works on."""
+    return os.path.abspath(code.co_filename).startswith(_INSTALLED)
+
+
+def is_installed_module(module: ModuleType) -> bool:
+    """The same of a module; what has no file, and is not where a program starts, is built in."""
+    path = getattr(module, "__file__", None)
+    if module.__name__.partition(".")[0] in ("torch", "torchard"):
+        return True
+    if path is None:
+        return module.__name__ in sys.builtin_module_names
+    return bool(os.path.abspath(path).startswith(_INSTALLED))
 
 
 def _written(code: CodeType, line: int) -> str:

@@ -80,6 +80,7 @@ __all__ = [
     "clean_room",
     "compile_graph",
     "current_backward_node",
+    "default_device",
     "direct",
     "forward_ad_active",
     "functionalized",
@@ -129,9 +130,18 @@ def _no_function_modes() -> Iterator[None]:
             _push_mode(mode)
 
 
+def default_device() -> torch.device | None:
+    """Where `torch.device(...)` as a context, or set_default_device, puts new tensors; None: nowhere."""
+    if not torch._C._len_torch_function_stack():
+        return None
+    modes = _get_current_function_mode_stack()
+    devices = [mode.device for mode in modes if isinstance(mode, DeviceContext)]
+    return devices[-1] if devices else None
+
+
 @contextlib.contextmanager
-def clean_room() -> Iterator[None]:
-    """No functorch level, no mode, gradients on: where every trace happens.
+def clean_room(gradients: bool = True) -> Iterator[None]:
+    """No functorch level, no mode, gradients on (or off): where every trace happens.
 
     Calls come from inside grad, vmap, other tracers and backward passes; what is traced must not
     depend on which. (`_DisableFuncTorch` only hides the levels and breaks functorch inside.)
@@ -142,7 +152,7 @@ def clean_room() -> Iterator[None]:
         stack.enter_context(_disable_current_modes())
         stack.enter_context(_no_function_modes())
         stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.set_grad_enabled(gradients))
         stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
         stack.enter_context(_compiling_flag())
         stack.enter_context(_nested_forward_ad())

@@ -39,13 +39,19 @@ def trace(fn: Callable[..., Any]) -> Callable[..., Program]:
     return traced
 
 
-def trace_call(fn: Callable[..., Any], arguments: Arguments, paths: Sequence[str]) -> Program:
-    """The Program of one call, its arguments read already."""
+def trace_call(
+    fn: Callable[..., Any], arguments: Arguments, paths: Sequence[str], *, grad_mode: bool = True
+) -> Program:
+    """The Program of one call, its arguments read already.
+
+    Args:
+        grad_mode: whether fn finds torch's gradients enabled.
+    """
     shape = _Shape(fn, arguments)
     specs = specs_of_arguments(arguments)
     owned = owned_by(fn) if internals.has_transforms() else frozenset()
     names = [paths[i] for i in arguments.traced]
-    found = purify(record(shape, specs, owned=owned), names)
+    found = purify(record(shape, specs, owned=owned, grad_mode=grad_mode), names)
     lifted = [closure for closure in found.closures if not closure.made]
     made = [closure for closure in found.closures if closure.made]
     inputs = [

@@ -7,13 +7,15 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate
+from operator import attrgetter
 from types import MethodType
 from typing import Any
 
 import torch
 
-from torchard.functional.closures import Reader, reader_of, settings_of
+from torchard.functional.closures import Reader, reader_of
 from torchard.functional.donate import give_up
+from torchard.functional.environment import Environment
 from torchard.functional.errors import RetraceWarning
 from torchard.functional.flat import Flat
 from torchard.functional.functions import call
@@ -66,6 +68,7 @@ class Transformed:
         self._lock = threading.RLock()
         self._history: deque[tuple[Hashable, list[str]]] = deque(maxlen=_RETRACES)
         self._traces = 0
+        self._reads_grad_mode = False
 
     def __repr__(self) -> str:
         return f"Transformed({self.__name__}, {list(self.rewrites)})"
@@ -119,27 +122,32 @@ class Transformed:
     def _entry(
         self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[_Entry, list[Any]]:
+        key = self._key(arguments)
         with self._lock:
-            entry = self._entries.get(arguments.key)
+            entry = self._entries.get(key)
             if entry is not None:
-                self._entries.move_to_end(arguments.key)
+                self._entries.move_to_end(key)
         if entry is not None:
-            if not entry.readers and not entry.settings:
-                return entry, []
-            closures = entry.closures(self.fn)
+            closures = entry.closures(self.fn, arguments)
             if closures is not None:
                 return entry, closures
         return self._traced(arguments, paths_of(args, kwargs))
 
+    def _key(self, arguments: Arguments) -> Hashable:
+        return (arguments.key, torch.is_grad_enabled()) if self._reads_grad_mode else arguments.key
+
     def _traced(self, arguments: Arguments, paths: list[str]) -> tuple[_Entry, list[Any]]:
         self._count(arguments, paths)
-        program = trace_call(self.fn, arguments, paths)
+        if not self._reads_grad_mode:
+            self._reads_grad_mode = _environment(self.fn, arguments).reads_grad_mode
+        grad_mode = torch.is_grad_enabled() or not self._reads_grad_mode
+        program = trace_call(self.fn, arguments, paths, grad_mode=grad_mode)
         for rewrite in self.rewrites:
             program = rewrite.annotate(program)
         entry = _Entry(self.fn, program, self.rewrites, arguments, paths)
         if entry.lasting:
             with self._lock:
-                self._entries[arguments.key] = entry
+                self._entries[self._key(arguments)] = entry
                 while len(self._entries) > self.cache_size:
                     self._entries.popitem(last=False)
         return entry, [closure.value for closure in program.closures]
@@ -231,7 +239,10 @@ class _Entry:
         self._inlined: Flat | None = None
         self.out_tree = base.out_tree
         self.lifted: tuple[Closure, ...] = base.closures
-        self.settings = settings_of(fn)
+        self.environment = _environment(fn, arguments)
+        # The closed-over values, and the state of the environment they are of.
+        self.last_read: tuple[object, list[Any]] = (None, [])
+        self.kinds = [_kind(closure.value) for closure in base.closures]
         self.readers: list[Reader | None] = [reader_of(fn, c.value) for c in base.closures]
         starts = [f"args[{n}]" for r in rewrites for n in getattr(r, "donate_argnums", ())]
         self.donated = [i for i in arguments.traced if _under(paths[i], starts)]
@@ -249,29 +260,29 @@ class _Entry:
         """Whether the trace outlives the call: only if every closed-over tensor can be read anew.
 
         One whose place in fn's environment was not found may be another one next time, and a
-        transform's own tensor (found or not) surely is.
+        transform's own tensor (found or not) surely is. Nor may fn read what cannot be looked at.
         """
-        return all(reader is not None for reader in self.readers)
+        return self.environment.guardable and all(reader is not None for reader in self.readers)
 
-    def closures(self, fn: Callable[..., Any]) -> list[Any] | None:
-        """The closed-over values as they are now; None if one no longer fits the trace."""
-        found = []
-        for reader, value in self.settings:
-            try:
-                now = reader(fn)
-            except _MISSING:
+    def closures(self, fn: Callable[..., Any], arguments: Arguments) -> list[Any] | None:
+        """The closed-over values as they are now; None if one no longer fits, or fn is another one."""
+        environment = self.environment
+        if not environment.unchanged():
+            environment = _environment(fn, arguments)
+            if not self.environment.agrees(environment):
                 return None
-            if now is not value and (type(now) is not type(value) or now != value):
+            self.environment = environment
+        state, values = self.last_read
+        if state is not environment.state:
+            pairs = zip(self.readers, self.lifted, strict=True)
+            values = [_value(path, fn, closure) for path, closure in pairs]
+            if not all(map(_fits, values, self.lifted)):
                 return None
-        for path, closure in zip(self.readers, self.lifted, strict=True):
-            try:
-                value = path(fn) if path else closure.value
-            except _MISSING:
-                return None
-            if value is not closure.value and not _fits(value, closure):
-                return None
-            found.append(value)
-        return found
+            if all(map(environment.reaches, values)):
+                self.last_read = environment.state, values
+        elif [*map(_kind, values)] != self.kinds:
+            return None
+        return values
 
     def parts(self, arguments: Arguments, closures: Sequence[Any]) -> list[torch.Tensor]:
         """All input parts in order."""
@@ -306,6 +317,24 @@ class _Entry:
                 values.append(leaf.tag.wrap(parts[position:stop]))
                 position = stop
         return self.out_tree.build(values)
+
+
+# What of a parameter may change in place, as Module.half() does.
+_kind = attrgetter("shape", "dtype")
+_NOWHERE = object()
+
+
+def _value(path: Reader | None, fn: Callable[..., Any], closure: Closure) -> Any:
+    try:
+        return path(fn) if path else closure.value
+    except _MISSING:
+        return _NOWHERE
+
+
+def _environment(fn: Callable[..., Any], arguments: Arguments) -> Environment:
+    """Of the function and the objects it is given that are not traced."""
+    traced = set(arguments.traced)
+    return Environment([fn, *(v for i, v in enumerate(arguments.leaves) if i not in traced)])
 
 
 def _fits(value: Any, closure: Closure) -> bool:
