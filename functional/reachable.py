@@ -282,13 +282,13 @@ class Walk:
                 return True
         if self.code.reflects or key in self.code.names:
             return True
-        return is_library_class(type(value))
+        cls: Any = type(value)
+        return is_library_class(cls)
 
     def _class(self, cls: type) -> Any:
         """A class of the user's: the data and functions in it that are named."""
         tokens: list[Any] = []
-        bases: tuple[Any, ...] = cls.__mro__
-        for base in bases:
+        for base in cls.__mro__:
             if is_users_class(base):
                 named = functions_of_class(base, self.code)
                 held = vars(base)
