@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional import batch_norm
 from torchard.functional import torch_internals as internals
 from torchard.functional.errors import PurityError
 from torchard.functional.operators import aten
@@ -87,6 +88,8 @@ def _replay_node(
 
 def _call_pure(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Nothing is written, so a view may be a copy: vmap lays values out in its own way."""
+    if node.target in batch_norm.CALLS:
+        return batch_norm.CALLS[node.target](node, *args, **kwargs)
     target: Any = aten.reshape.default if node.target is aten.view.default else node.target
     return target(*args, **kwargs)
 
@@ -98,12 +101,15 @@ def purify(found: Recording, paths: Sequence[str]) -> Recording:
         PurityError: an argument is mutated, or a random number is drawn from torch's global state.
     """
     _check_random(found.graph)
+    batch_norm.take_apart(found.graph)
     if _check_mutation(found.graph, paths):
         found = _functionalize(found)
     _strip(found.graph)
     _inline_scalars(found)
     sweep(found.graph)
     _drop_unused(found)
+    batch_norm.settle(found.graph)
+    _check_pure(found.graph)
     return found
 
 
@@ -166,6 +172,17 @@ def _check_mutation(graph: fx.Graph, paths: Sequence[str]) -> bool:
                     "clone() first, and return the result."
                 )
     return mutates
+
+
+def _check_pure(graph: fx.Graph) -> None:
+    """No operation that writes may be left: run elsewhere, or twice, it would mean another thing."""
+    for node in graph.nodes:
+        if _written(node):
+            raise PurityError(
+                f"{node.meta.get('source')} writes in place ({node.target}), and torch has no form of "
+                "this operation that returns what it writes. Use one that returns its result, or call "
+                "it outside of the transform."
+            )
 
 
 def _functionalize(found: Recording) -> Recording:

@@ -22,7 +22,10 @@ versions.check(torch.__version__)
 try:
     from torch._C import _functorch as functorch_c
     from torch._functorch import eager_transforms
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch._functorch.pyfunctorch import (
+        retrieve_current_functorch_interpreter,
+        temporarily_clear_interpreter_stack,
+    )
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
@@ -77,6 +80,7 @@ __all__ = [
     "autograd_sequence",
     "base_tensor",
     "below_forward_ad",
+    "below_vmap",
     "clean_room",
     "compile_graph",
     "current_backward_node",
@@ -89,6 +93,7 @@ __all__ = [
     "has_transforms",
     "is_wrapped",
     "level_kinds",
+    "mapped_at_top",
     "needs_grad_at_top",
     "no_function_modes",
     "no_modes",
@@ -462,6 +467,37 @@ def forward_ad_active() -> bool:
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a functorch level owns this tensor."""
     return functorch_c.is_functorch_wrapped_tensor(tensor)
+
+
+def mapped_at_top(values: Sequence[Any]) -> bool:
+    """Whether the innermost level is a vmap, and one of these tensors is mapped by it."""
+    top = functorch_c.peek_interpreter_stack()
+    if top is None or top.key() != VMAP:
+        return False
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return any(functorch_c.maybe_get_level(tensor) == top.level() for tensor in tensors)
+
+
+def below_vmap(
+    run: Callable[..., Sequence[torch.Tensor]], operands: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, ...]:
+    """A batching rule: run(size, *operands), each [size, ...] as its results are, one level below.
+
+    torch takes rules in Python for custom operators and autograd Functions, not for its own operators.
+    """
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    level, size = interpreter.level(), interpreter.batch_size()
+
+    def lowered(value: torch.Tensor | None) -> torch.Tensor | None:
+        if value is None:
+            return None
+        if functorch_c.maybe_get_level(value) != level:
+            return value.expand(size, *value.shape)
+        return functorch_c.get_unwrapped(value).movedim(functorch_c.maybe_get_bdim(value), 0)
+
+    with interpreter.lower():
+        results = run(size, *map(lowered, operands))
+    return tuple(functorch_c._add_batch_dim(result, 0, level) for result in results)
 
 
 def base_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -107,6 +107,23 @@ def group_norm_backward(mask: tuple[bool, bool, bool] = (True,) * 3, **options: 
     return S(x(*a.shape), a, mean, scale, w, *sizes, mask, tolerance=1e-12)
 
 
+def batch_norm(
+    image: tuple[int, ...] = (5,), weight: bool = True, running: bool = True, training: bool = True
+) -> Sample:
+    channels = 4
+    w = x(channels) if weight else None
+    stats = (x(channels), x(channels, low=1)) if running else (None, None)
+    return S(x(6, channels, *image), w, w, *stats, training, 1.0, 0.5, tolerance=1e-13)
+
+
+def batch_norm_backward(mask: tuple[bool, bool, bool] = (True,) * 3, **options: Any) -> Sample:
+    a, w, _, *stats, training, momentum, eps = batch_norm(**options).args
+    _, *saved = aten.native_batch_norm(a, w, w, *stats, training, momentum, eps)
+    saved = saved if training else [None, None]
+    grad = x(*a.shape)
+    return S(grad, a, w, *stats, *saved, training, eps, mask, tolerance=1e-12)
+
+
 HOWS = [
     dict(how=0),
     dict(how=1),
@@ -263,6 +280,25 @@ SAMPLES: dict[Any, list[Sample]] = {
         group_norm_backward(),
         group_norm_backward((True, False, False), weight=False),
         group_norm_backward((False, True, True), groups=2, image=(2, 3)),
+    ],
+    aten._native_batch_norm_legit_functional.default: [
+        batch_norm(),
+        batch_norm((2, 3), weight=False),
+        batch_norm(()),
+    ],
+    aten.native_batch_norm.default: [
+        batch_norm(running=False),
+        batch_norm((2, 3), weight=False, running=False),
+        batch_norm(training=False),
+        batch_norm((), weight=False, training=False),
+    ],
+    aten.native_batch_norm_backward.default: [
+        batch_norm_backward(running=False),
+        batch_norm_backward((True, False, False), weight=False, running=False, image=()),
+        batch_norm_backward((False, True, True), image=(2, 3), running=False),
+        batch_norm_backward(training=False),
+        batch_norm_backward((True, False, False), weight=False, training=False),
+        batch_norm_backward((False, True, True), image=(2, 3), training=False),
     ],
     aten.cummax.default: [S(x(5, 4), 0), S(x(5, 4), -1)],
     aten.cummin.default: [S(x(5, 4), 0)],

@@ -2,6 +2,7 @@
 
 from torchard.sharding.rules import (
     attention,
+    batch_norm,
     batched,
     blocks,
     contract,
@@ -42,6 +43,7 @@ __all__ = [
     "Local",
     "OpRule",
     "attention",
+    "batch_norm",
     "batched",
     "blocks",
     "contract",
