@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.adopt import adopt
+from torchard.functional.batch_norm_modules import traceable_forward
 from torchard.functional.dropout import Keyed
 from torchard.functional.errors import PurityError
 from torchard.functional.frames import Frame, path_of
@@ -66,18 +68,19 @@ class Functional:
     """
 
     # In slots, the copy is out of sight of closures.py: it would guard every setting in it.
-    __slots__ = ("__dict__", "_lock", "_names", "_training", "module")
+    __slots__ = ("__dict__", "_lock", "_names", "_ties", "_training", "module")
 
     def __init__(self, module: nn.Module) -> None:
         self.__name__ = type(module).__name__
         self.buffers = {k: b.detach() for k, b in module.named_buffers()}
         self.constants = _plain_tensors(module)
         self.module = _hollow(module, self.constants)
+        self._ties = _ties(module)
         self._names = [k for k, _ in module.named_parameters()]
         self._training = {k for k in self.buffers if module.get_submodule(_owner(k)).training}
         self._lock = threading.RLock()
         for path, part in self.module.named_modules():
-            part.forward = _scoped(path, part, part.forward)
+            part.forward = _scoped(path, part, traceable_forward(part))
 
     def __repr__(self) -> str:
         return f"functionalize({self.__name__}, {len(self._names)} parameters)"
@@ -98,12 +101,16 @@ class Functional:
             given = {k: buffers[k].clone() for k in self.buffers}
         versions = {k: b._version for k, b in given.items()}
         values = {**params, **given}
+        values |= {k: values[first] for k, first in self._ties.items()}
         # One copy serves all threads, with one thread's parameters in it at a time.
-        with self._lock, Keyed(key):
-            out = torch.func.functional_call(self.module, values, args, kwargs)
+        with self._lock, Keyed(key), _attributes_kept(self.module):
+            out = torch.func.functional_call(self.module, values, args, kwargs, tie_weights=False)
         adopt(out)
         # functional_call writes back what the module has put in the place of what it was given.
         after = {k: values[k] for k in given}
+        for k, first in self._ties.items():
+            if values[k] is not values[first]:
+                raise _parted(k, first)
         if buffers is not None:
             return out, after
         for k, value in after.items():
@@ -128,6 +135,54 @@ def _plain_tensors(module: nn.Module) -> list[Tensor]:
     registered = {id(t) for t in (*module.parameters(), *module.buffers())}
     held = [v for part in module.modules() for v in vars(part).values() if isinstance(v, Tensor)]
     return [t for t in held if id(t) not in registered]
+
+
+def _ties(module: nn.Module) -> dict[str, str]:
+    """Further names of parameters and buffers, and the first one of each."""
+    first: dict[int, str] = {}
+    named = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    for path, tensor in named:
+        first.setdefault(id(tensor), path)
+    return {path: first[id(tensor)] for path, tensor in named if first[id(tensor)] != path}
+
+
+@contextlib.contextmanager
+def _attributes_kept(module: nn.Module) -> Iterator[None]:
+    """What a forward leaves in plain attributes goes with the call: the next one starts afresh."""
+    parts = list(module.modules())
+    held = [d for part in parts for d in (vars(part), part._buffers)]
+    before = [dict(d) for d in held]
+    try:
+        yield
+    finally:
+        for now, then in zip(held, before, strict=True):
+            now.clear()
+            now.update(then)
+
+
+def _check_state(path: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """A forward that puts a tensor or number in the place of another keeps state in it."""
+    kinds = (Tensor, int, float)
+    for key, old in before.items():
+        new = after.get(key)
+        if new is old or not (isinstance(old, kinds) and isinstance(new, kinds)):
+            continue
+        if isinstance(old, Tensor) or isinstance(new, Tensor) or new != old:
+            raise PurityError(
+                f"module {path!r} changes its attribute {key!r} in forward: a pure function cannot keep "
+                f"it. Make it a buffer, self.register_buffer({key!r}, ...), and pass buffers=."
+            )
+
+
+def _parted(path: str, first: str) -> PurityError:
+    return PurityError(
+        f"module {_owner(path)!r} or {_owner(first)!r} puts another tensor in the place of a buffer that "
+        f"they share ({first!r}, {path!r}), so that they would share it no longer: write to it in place, "
+        f"as in self.{path.rpartition('.')[2]}.copy_(new)."
+    )
 
 
 def _owner(path: str) -> str:
@@ -163,6 +218,12 @@ def _scoped(path: str, module: nn.Module, forward: Callable[..., Any]) -> Callab
 
     @functools.wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
+        before = dict(vars(module))
+        out = within(*args, **kwargs)
+        _check_state(path or type(module).__name__, before, vars(module))
+        return out
+
+    def within(*args: Any, **kwargs: Any) -> Any:
         room = active()
         if room is None or not path:
             return forward(*args, **kwargs)

@@ -381,3 +381,92 @@ def test_wrong_parameters_are_named() -> None:
         fn({**lacking, "head.weight": params["emb.weight"]}, IDS)
     with pytest.raises(KeyError, match="buffers lack"):
         fn(params, IDS, buffers={})
+
+
+# -- state ------------------------------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """What it keeps, and how."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.calls, self.hidden, self.seen = how, 0, torch.zeros(3), None
+        self.cache: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "a number":
+            self.calls += 1
+        if self.how == "a tensor":
+            self.hidden = self.hidden + x
+        if self.how == "for inspection":
+            self.seen = x.sin()
+        if self.how == "in a cache":
+            if self.cache is None:
+                self.cache = torch.arange(3.0)
+            return x + self.cache
+        return x + self.hidden
+
+
+@pytest.mark.parametrize("how", ["a number", "a tensor"])
+@pytest.mark.parametrize("wrap", [lambda f: f, trace, lambda f: jit(f, backend="eager")])
+def test_state_in_plain_attributes_is_refused(how: str, wrap: Any) -> None:
+    fn, params = functionalize(nn.Sequential(Keeps(how)))
+    name = "calls" if how == "a number" else "hidden"
+    for _ in range(2):
+        with pytest.raises(PurityError, match=f"'0' changes its attribute '{name}' in forward"):
+            wrap(fn)(params, torch.ones(3))
+
+
+@pytest.mark.parametrize("how", ["for inspection", "in a cache"])
+def test_what_a_forward_leaves_behind_goes_with_the_call(how: str) -> None:
+    """A tracer that stayed would be a value of nothing in the next call."""
+    module = nn.Sequential(Keeps(how))
+    fn, params = functionalize(module)
+    for x in (torch.ones(3), torch.ones(2, 3)):
+        for run in (jit(fn, backend="eager"), fn):
+            torch.testing.assert_close(run(params, x), copy.deepcopy(module)(x))
+    assert fn.module[0].seen is None and fn.module[0].cache is None
+
+
+class Pair(nn.Module):
+    """Two modules with one buffer."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.a, self.b = how, nn.Module(), nn.Module()
+        self.a.register_buffer("mean", torch.zeros(3))
+        self.b.register_buffer("mean", self.a.mean)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "writes":
+            self.b.mean.add_(x)
+        else:
+            self.b.mean = self.b.mean + x
+        return x * self.a.mean
+
+
+def test_shared_buffers_stay_shared() -> None:
+    fn, params = functionalize(Pair("writes"))
+    assert list(fn.buffers) == ["a.mean"]
+    out, after = jit(fn, backend="eager")(params, torch.ones(3), buffers=fn.buffers)
+    assert torch.equal(out, torch.ones(3)) and torch.equal(after["a.mean"], torch.ones(3))
+
+
+def test_buffers_that_are_shared_no_longer_are_refused() -> None:
+    fn, params = functionalize(Pair("assigns"))
+    with pytest.raises(PurityError, match=r"'b' or 'a' puts another tensor .* self\.mean\.copy_"):
+        fn(params, torch.ones(3), buffers=fn.buffers)
+
+
+def test_cumulative_averages() -> None:
+    """``momentum=None``: every batch counts alike."""
+    module = nn.BatchNorm1d(3, momentum=None).double()
+    fn, params = functionalize(module)
+    buffers, run = fn.buffers, jit(fn, backend="eager")
+    batches = torch.randn(4, 5, 3, dtype=torch.float64)
+    for batch in batches:
+        out, buffers = run(params, batch, buffers=buffers)
+        torch.testing.assert_close(out, module(batch))
+    torch.testing.assert_close(buffers["running_mean"], batches.mean((0, 1)))
+    torch.testing.assert_close(buffers, dict(module.named_buffers()))

@@ -1,0 +1,46 @@
+"""torch.nn's batch norms as a trace can follow them: averages of a count, and whole batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["traceable_forward"]
+
+
+def traceable_forward(part: nn.Module) -> Callable[..., Any]:
+    """The module's own forward, but for two that a trace cannot follow.
+
+    With ``momentum=None`` torch reads the number of batches as a Python float. `SyncBatchNorm` calls
+    collectives by itself; a function of whole arrays has the whole batch already.
+    """
+    forward = type(part).forward
+    averages = forward is nn.BatchNorm1d.forward and getattr(part, "momentum", 0.0) is None
+    if averages or forward is nn.SyncBatchNorm.forward:
+        return lambda input: _batch_norm(part, input)
+    return part.forward
+
+
+def _batch_norm(part: Any, input: Tensor) -> Tensor:
+    part._check_input_dim(input)
+    tracked = part.running_mean, part.running_var
+    affine = part.weight, part.bias
+    if not part.training:
+        of_batch = part.running_mean is None
+        return F.batch_norm(input, *tracked, *affine, of_batch, 0.0, part.eps)
+    if not part.track_running_stats or part.running_mean is None:
+        return F.batch_norm(input, None, None, *affine, True, 0.0, part.eps)
+    if part.num_batches_tracked is not None:
+        part.num_batches_tracked.add_(1)
+    if part.momentum is not None or part.num_batches_tracked is None:
+        return F.batch_norm(input, *tracked, *affine, True, part.momentum or 0.0, part.eps)
+    mean, var = (torch.zeros_like(statistic) for statistic in tracked)
+    out = F.batch_norm(input, mean, var, *affine, True, 1.0, part.eps)
+    for statistic, new in zip(tracked, (mean, var), strict=True):
+        share = part.num_batches_tracked.to(statistic.dtype).reciprocal()
+        statistic.copy_(torch.lerp(statistic, new, share))
+    return out
