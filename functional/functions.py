@@ -153,9 +153,7 @@ def _backward(ctx: Any, saved: list[torch.Tensor], grads: Sequence[Any]) -> list
     if not _fast():  # jacrev: vmap over the backward
         tags = tuple(leaf.tag for leaf in halves.outputs)
         return _pulled(ctx.flat, ctx.mask, tags, primals, cotangents)
-    found = _apply(
-        _Backward, ctx.flat, ctx.mask, halves, len(cotangents), *primals, *cotangents, *residuals
-    )
+    found = _apply(_Backward, ctx.flat, halves, len(cotangents), *primals, *cotangents, *residuals)
     return _spread(found, halves.gradients)
 
 
@@ -225,13 +223,7 @@ class _Backward(torch.autograd.Function):
     """The backward half, as a function of primals and cotangents (residuals are what it knows)."""
 
     @staticmethod
-    def forward(
-        flat: Flat,
-        mask: tuple[bool, ...],
-        halves: Halves,
-        cotangents: int,
-        *tensors: torch.Tensor,
-    ) -> Any:
+    def forward(flat: Flat, halves: Halves, cotangents: int, *tensors: torch.Tensor) -> Any:
         count = sum(flat.widths)
         given, residuals = tensors[count : count + cotangents], tensors[count + cotangents :]
         found = halves.backward([*residuals, *given])
@@ -239,21 +231,23 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        flat, mask, halves, cotangents, *tensors = inputs
+        flat, halves, cotangents, *tensors = inputs
         count = sum(flat.widths)
-        ctx.flat, ctx.mask, ctx.halves = flat, mask, halves
+        ctx.flat, ctx.halves = flat, halves
         ctx.count, ctx.cotangents, ctx.total = count, cotangents, len(tensors)
         ctx.save_for_backward(*tensors[: count + cotangents])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         tags = tuple(leaf.tag for leaf in ctx.halves.outputs)
-        pull = ctx.flat.pullback(ctx.mask, tags)
-        needs = pull.per_input(ctx.needs_input_grad[4 : 4 + ctx.count + ctx.cotangents])
+        # The half gives no gradient for what the outputs do not depend on; nor may this.
+        given = ctx.flat.per_input([position is not None for position in ctx.halves.gradients])
+        pull = ctx.flat.pullback(given, tags)
+        needs = pull.per_input(ctx.needs_input_grad[3 : 3 + ctx.count + ctx.cotangents])
         cotangents = [grad.contiguous() for grad in grads]
         found = _pulled(pull, needs, pull.tags, ctx.saved_tensors, cotangents)
         rest = ctx.total - ctx.count - ctx.cotangents
-        return (None, None, None, None, *found, *[None] * rest)
+        return (None, None, None, *found, *[None] * rest)
 
 
 class _Again(torch.autograd.Function):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from torchard.functional import torch_internals as internals
@@ -37,6 +38,7 @@ class Lift(TorchFunctionMode):
         args, kwargs, weak = _weaken(args, kwargs)
         if _is_detach(func):
             return self._cut(func, args, kwargs)
+        func = _WITHOUT_READING.get(func, func)
         out = func(*args, **kwargs)
         if weak and isinstance(out, torch.Tensor) and out.ndim == 0:
             out._torchard_weak = True  # type: ignore[attr-defined]
@@ -60,6 +62,18 @@ class Lift(TorchFunctionMode):
             return func(*args, **kwargs)
         finally:
             self.room.cutting = False
+
+
+def _one_hot(ids: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """torch reads the largest id to check it, unless it sees that there is none: not through a level."""
+    if num_classes <= 0:
+        return F.one_hot(ids, num_classes)
+    classes = torch.arange(num_classes, device=ids.device)
+    return (ids.unsqueeze(-1) == classes).to(torch.int64)
+
+
+# Composite operations that read values for checks alone, and what to run while tracing.
+_WITHOUT_READING: dict[Any, Any] = {F.one_hot: _one_hot}
 
 
 def _reads_metadata(func: Any) -> bool:

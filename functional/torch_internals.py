@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from torchard.functional import versions
+from torchard.functional import versions, zero_tangents
+from torchard.functional.scalar_operands import as_tensors
 
 versions.check(torch.__version__)
 try:
@@ -51,7 +52,6 @@ try:
     from torch.utils._python_dispatch import (
         _pop_mode as _pop_dispatch_mode,
     )
-    from torch.utils._pytree import tree_map_only
 
     GRAD, JVP, VMAP = (
         functorch_c.TransformType.Grad,
@@ -318,11 +318,10 @@ def clear_frames_of_torch(error: BaseException) -> None:
 
 
 class _Proxying(ProxyTorchDispatchMode):
-    """Records; and tells forward-mode AD on which device its values are.
+    """Records, and mends what torch does to fakes otherwise than to tensors.
 
-    C++ takes a fake tensor to be on meta. There it makes the zero tangents of what has none, and there
-    it copies tangents that are laid out otherwise than their primals; outside of the trace those would
-    be tensors without values.
+    C++ takes a fake tensor to be on meta, and there it copies tangents that are laid out otherwise than
+    their primals; outside of the trace those would be tensors without values.
     """
 
     def __init__(
@@ -333,23 +332,22 @@ class _Proxying(ProxyTorchDispatchMode):
         self.below = below
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if forward_ad_active() and self.device.type != "meta":
-            args = tree_map_only(torch.Tensor, self._zeros, args)
-            target = (kwargs or {}).get("device")
+            target = kwargs.get("device")
             if target is not None and target.type == "meta":
                 kwargs = {**kwargs, "device": self.device}
-        try:
+        record = super().__torch_dispatch__
+
+        def call(func: Any, *args: Any, **kwargs: Any) -> Any:
             with torch._C._PreserveDispatchKeyGuard(), self.below():
-                return super().__torch_dispatch__(func, types, args, kwargs)
+                return record(func, types, args, kwargs)
+
+        try:
+            return zero_tangents.run(call, func, as_tensors(call, func, args), kwargs)
         except BaseException as error:  # fn may catch it and go on
             clear_frames_of_torch(error)
             raise
-
-    def _zeros(self, value: torch.Tensor) -> torch.Tensor:
-        if isinstance(value, FakeTensor) or value.device.type != "meta":
-            return value
-        with self:
-            return torch.zeros(value.shape, dtype=value.dtype, device=self.device)
 
 
 @contextlib.contextmanager

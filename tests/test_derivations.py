@@ -1,0 +1,224 @@
+"""Derivations inside and outside of transforms: right wherever torch alone is.
+
+Each test is one mechanism; `test_random_stacks.py` draws them all together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import settings
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
+
+from torchard import checkpoint, fuse, jit, trace
+from torchard.sharding import Mesh, P, shard
+
+F64 = torch.float64
+MESH = Mesh({"dp": 2}, virtual=True)
+TRANSFORMS: dict[str, Callable[[Any], Any]] = {
+    "shard": lambda f: shard(f, MESH, None, P()),
+    "checkpoint": checkpoint,
+    "fuse": fuse,
+    "jit": lambda f: jit(f, backend="eager"),
+}
+# By turns in `make test`, each with each in `make explore`.
+FEW = settings.get_current_profile_name() == "ci"
+
+
+def crossed(argument: str, table: Iterable[str], names: Iterable[str] = TRANSFORMS) -> Any:
+    """Parametrise by the entries of a table, and for each of them by transforms."""
+    names = list(names)
+    pairs = [
+        (entry, name)
+        for i, entry in enumerate(table)
+        for name in ([names[i % len(names)]] if FEW else names)
+    ]
+    return pytest.mark.parametrize((argument, "name"), pairs)
+
+
+everywhere = pytest.mark.parametrize("name", TRANSFORMS)
+
+
+def same(have: Any, want: Any) -> None:
+    torch.testing.assert_close(have, want, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+# -- zero tangents ----------------------------------------------------------------------------------
+
+
+def net(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ w).sum()
+
+
+def of_points(derivative: Callable[[Any], Any]) -> Callable[..., torch.Tensor]:
+    """A physics-informed loss: a derivative in the coordinates, per point."""
+
+    def loss(w: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
+        return vmap(lambda x: derivative(lambda x: net(w, x))(x))(points).square().sum()
+
+    return loss
+
+
+POINTWISE: dict[str, Callable[[Any], Any]] = {
+    "laplacian": lambda u: lambda x: torch.trace(hessian(u)(x)),
+    "forward over reverse": lambda u: lambda x: torch.trace(jacfwd(jacrev(u))(x)),
+    "forward over forward": lambda u: lambda x: jacfwd(jacfwd(u))(x).diagonal().sum(),
+    "along one direction": lambda u: lambda x: jvp(grad(u), (x,), (x.detach(),))[1].sum(),
+    "divergence": lambda u: lambda x: jacfwd(grad(u))(x).diagonal().sum(),
+}
+W = torch.randn(3, 4, dtype=F64, generator=torch.Generator().manual_seed(0))
+X = torch.randn(5, 3, dtype=F64, generator=torch.Generator().manual_seed(1))
+
+
+@crossed("pointwise", POINTWISE)
+def test_gradients_of_derivatives_per_point(pointwise: str, name: str) -> None:
+    loss, transform = of_points(POINTWISE[pointwise]), TRANSFORMS[name]
+    want = grad(loss)(W, X)
+    same(transform(grad(loss))(W, X), want)
+    same(grad(transform(loss))(W, X), want)
+
+
+@crossed("pointwise", ["laplacian", "along one direction"], ["checkpoint", "shard"])
+def test_hessian_vector_products_of_derivatives_per_point(pointwise: str, name: str) -> None:
+    loss, transform = of_points(POINTWISE[pointwise]), TRANSFORMS[name]
+
+    def product(f: Any) -> Any:
+        return lambda w, x: jvp(lambda w: grad(f)(w, x), (w,), (w.cos(),))[1]
+
+    want = product(loss)(W, X)
+    same(transform(product(loss))(W, X), want)
+    same(product(transform(loss))(W, X), want)
+
+
+def huge(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The tangents of x, in every operation that knows zeros, beside infinities."""
+    c = x.new_tensor([float("inf"), float("nan"), 2.0])
+    s = y * c
+    return x + s, s - x, x * 2 + s / 3, (s.view(1, 3) - x).view(3), torch.linalg.cross(s, s) + x
+
+
+@everywhere
+def test_no_tangent_times_infinity_is_none(name: str) -> None:
+    """A factor without a tangent is a zero in front of infinity, not NaN."""
+
+    def pushed(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return jvp(lambda x: huge(x, y), (x,), (x.cos(),))[1]
+
+    x, y = X[0], X[1]
+    want = pushed(x, y)
+    assert all(w.isfinite().all() for w in want)
+    same(TRANSFORMS[name](pushed)(x, y), want)
+    per_row = vmap(pushed, (0, None))
+    same(TRANSFORMS[name](per_row)(X, y), per_row(X, y))
+
+
+def test_zero_tangents_leave_nothing_in_the_program() -> None:
+    def pushed(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        tangent: torch.Tensor = jvp(lambda x: x * y + y * y, (x,), (x,))[1]
+        return tangent
+
+    program = trace(pushed)(X[0], X[1])
+    aten = torch.ops.aten
+    # A sum with a zero is a copy of the other operand, which C++ may write to.
+    assert {node.target for node in program.calls} == {aten.mul.Tensor, aten._to_copy.default}
+
+
+# -- numbers where tensors are ----------------------------------------------------------------------
+
+NUMBERS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "x + 1": lambda x: x.sum() + 1,
+    "1 + x": lambda x: 1 + x.sum(),
+    "1 - x": lambda x: 1 - x.sum(),
+    "x - 1": lambda x: x.sum() - 1,
+    "2 x": lambda x: 2 * x.sum(),
+    "x / 2": lambda x: x.sum() / 2,
+    "1 / x": lambda x: 1 / x.square().sum(),
+    "x // 2": lambda x: x.sum() // 2,
+    "x ** 2": lambda x: x.sum() ** 2,
+    "2 ** x": lambda x: 2 ** x.sum(),
+    "an epsilon": lambda x: x.mean() + 1e-6,
+    "a bool": lambda x: x.sum() + True,
+    "a complex number": lambda x: (x.sum() * 2j).imag,
+    "of float32": lambda x: x.float().sum() * 2.5,
+    "of integers": lambda x: x.argmax() * 2.5 + x.sum(),
+    "alpha": lambda x: torch.add(x.sum(), 1, alpha=3),
+    "from zero": lambda x: sum((row.sum() for row in x), start=0),
+    "in a chain": lambda x: ((x.sum() + 1) * 2 - 3) / 4,
+    "linspace to a number": lambda x: torch.linspace(x[0], 2.0, 3),
+    "linspace from a number": lambda x: torch.linspace(1, x[0], 3),
+    "where of numbers": lambda x: torch.where(x.sum() > 0, 1, 2) * x.sum(),
+    "an element set": lambda x: F.pad(x, (1, 0), value=2).cumsum(0) + x.sum(),
+}
+
+
+@crossed("number", NUMBERS)
+def test_numbers_beside_scalars_under_vmap(number: str, name: str) -> None:
+    fn, transform = NUMBERS[number], TRANSFORMS[name]
+    same(vmap(transform(fn))(X), vmap(fn)(X))
+    same(transform(vmap(fn))(X), vmap(fn)(X))
+
+
+def a_loss(fn: Any) -> Any:
+    return lambda x: fn(x).to(F64).square().sum()
+
+
+# torch has no derivative of these for one sample.
+WITHOUT_GRADIENT = {"x // 2", "linspace to a number", "linspace from a number"}
+
+
+@pytest.mark.parametrize("number", [n for n in NUMBERS if n not in WITHOUT_GRADIENT])
+def test_gradients_per_sample_with_numbers(number: str) -> None:
+    loss = a_loss(NUMBERS[number])
+    want = vmap(grad(loss))(X)
+    same(vmap(grad(TRANSFORMS["shard"](loss)))(X), want)
+    same(fuse(vmap(grad(loss)))(X), want)
+
+
+# -- values that torch reads for a check ------------------------------------------------------------
+
+IDS = torch.tensor([2, 0, 1, 3, 3])
+
+
+def chosen(x: torch.Tensor) -> torch.Tensor:
+    hot = F.one_hot(IDS, 4).to(x.dtype)
+    largest = F.one_hot(x.argmax(-1), num_classes=3).to(x.dtype)
+    return (hot.T @ x).square().sum() + (largest * x).square().sum()
+
+
+@everywhere
+def test_one_hot_under_derivatives(name: str) -> None:
+    transform = TRANSFORMS[name]
+    for derived in (grad(chosen), hessian(chosen), lambda x: jvp(chosen, (x,), (x,))):
+        same(transform(derived)(X), derived(X))
+    same(grad(transform(chosen))(X), grad(chosen)(X))
+
+
+# -- what the outputs do not depend on --------------------------------------------------------------
+
+
+def second(fn: Any, x: torch.Tensor, others: list[torch.Tensor]) -> Any:
+    """Gradients of gradients, of everything, by autograd alone."""
+    leaves = [t.clone().requires_grad_() for t in (x, *others)]
+    found = torch.autograd.grad(fn(*leaves).sum(), leaves, create_graph=True, allow_unused=True)
+    total = sum(g.square().sum() for g in found if g is not None and g.requires_grad)
+    again = torch.autograd.grad(total, leaves, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for g, x in zip(again, leaves, strict=True)]
+
+
+UNUSED: dict[str, Callable[..., torch.Tensor]] = {
+    "the last": lambda x, y, z: x.sin() * y,
+    "the first": lambda x, y, z: y.sin() * z,
+    "all but one": lambda x, y, z: y.sin(),
+    "in its value": lambda x, y, z: x.sin() + z.detach() * 0,
+    "in its second gradient": lambda x, y, z: x.sin() + z,
+}
+
+
+@crossed("which", UNUSED)
+def test_unused_arguments_in_a_second_backward(which: str, name: str) -> None:
+    fn = UNUSED[which]
+    same(second(TRANSFORMS[name](fn), X, [X.cos(), X.exp()]), second(fn, X, [X.cos(), X.exp()]))
