@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.errors import DerivativeError
 from torchard.functional.program import Leaf, Program
 from torchard.functional.purify import purify, replay, specs_of
 from torchard.functional.record import record
@@ -133,22 +132,12 @@ def _vjp(
 
 def _as_function(program: Program) -> Program:
     """What to differentiate: roles inside a derived program mean nothing for the next one."""
-    _check_writes(program)
     inputs = tuple(
         replace(leaf, role="primal", of=None) if leaf.role in ("cotangent", "tangent") else leaf
         for leaf in program.inputs
     )
     outputs = tuple(replace(leaf, role="output", of=None) for leaf in program.outputs)
     return replace(program, inputs=inputs, outputs=outputs)
-
-
-def _check_writes(program: Program) -> None:
-    if program.detached_writes:
-        raise DerivativeError(
-            f"{program.detached_writes[0]} writes in place under no_grad: whether the gradient "
-            "passes through such a write is not written in the program. Use torch.where, or "
-            "detach() what should not be differentiated."
-        )
 
 
 def joint(program: Program, mask: Sequence[bool]) -> Program:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-__all__ = ["without_gradient"]
+__all__ = ["may_follow", "without_gradient"]
 
 # Never differentiable as picked.
 _ALWAYS = frozenset(
@@ -18,6 +18,15 @@ _ALWAYS = frozenset(
 # Picked where this argument asks for no gradient: it has none here.
 _ARGUMENT = {"_scaled_dot_product_flash_attention_for_cpu.default": "attn_mask"}
 
+# Values that depend on no operand's value.
+_LIKE = frozenset(
+    f"{name}.default"
+    for name in (
+        *("empty_like", "full_like", "ones_like", "zeros_like"),
+        *("new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"),
+    )
+)
+
 
 def without_gradient(node: fx.Node) -> bool:
     """Whether torch may have picked this operation for want of a gradient."""
@@ -25,17 +34,18 @@ def without_gradient(node: fx.Node) -> bool:
     if name in _ALWAYS:
         return True
     operand = node.kwargs.get(_ARGUMENT.get(name, ""))
-    return isinstance(operand, fx.Node) and _may_follow(operand)
+    return isinstance(operand, fx.Node) and may_follow(operand)
 
 
-def _may_follow(node: fx.Node) -> bool:
+def may_follow(node: fx.Node) -> bool:
     """Whether a gradient could be asked for: some floating input leads here by way of floats."""
     seen, stack = set[fx.Node](), [node]
     while stack:
         node = stack.pop()
         val = node.meta.get("val")
         floats = not isinstance(val, torch.Tensor) or val.is_floating_point() or val.is_complex()
-        if node in seen or not floats or "cut" in node.meta:
+        constant = getattr(node.target, "__name__", "") in _LIKE or "cut" in node.meta
+        if node in seen or not floats or constant:
             continue
         if node.op == "placeholder":
             return True

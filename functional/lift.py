@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from torchard.functional import source
 from torchard.functional import torch_internals as internals
+from torchard.functional.errors import PurityError
 from torchard.functional.room import Room
 
 __all__ = ["Lift", "is_weak"]
@@ -38,6 +40,8 @@ class Lift(TorchFunctionMode):
         args, kwargs, weak = _weaken(args, kwargs)
         if _is_detach(func):
             return self._cut(func, args, kwargs)
+        if _is_data(func):
+            return self._data(func, args, kwargs)
         func = _WITHOUT_READING.get(func, func)
         out = func(*args, **kwargs)
         if weak and isinstance(out, torch.Tensor) and out.ndim == 0:
@@ -57,11 +61,26 @@ class Lift(TorchFunctionMode):
         return value
 
     def _cut(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func.__name__ == "detach_":
+            self.room.without_grad = True  # it leaves no node: derivatives run the function again
+            if _only_mapped(args[0]):  # torch refuses, and there is no gradient to stop
+                return args[0]
         self.room.cutting = True
         try:
             return func(*args, **kwargs)
         finally:
             self.room.cutting = False
+
+    def _data(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``y.data`` is a detach that a tracer may not see; ``y.data = z`` it never sees."""
+        if func.__name__ == "__set__":
+            raise PurityError(
+                f"{source.of_here()} assigns to the .data of a tensor, which no trace can see. Go on "
+                "with the new tensor instead, or write y.data.copy_(z) or y.copy_(z)."
+            )
+        if internals.level_kinds()[-1:] != [internals.VMAP]:  # which refuses .data
+            args = (func(*args, **kwargs),)
+        return self._cut(torch.Tensor.detach, args, {})
 
 
 def _one_hot(ids: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
@@ -72,8 +91,16 @@ def _one_hot(ids: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
     return (ids.unsqueeze(-1) == classes).to(torch.int64)
 
 
-# Composite operations that read values for checks alone, and what to run while tracing.
-_WITHOUT_READING: dict[Any, Any] = {F.one_hot: _one_hot}
+def _assign(into: torch.Tensor, index: Any, value: Any) -> None:
+    """``x[mask] = 0``: under vmap torch counts where a mask is set, which one number does not need."""
+    if _fills(into, index, value):
+        into.masked_fill_(_as_wide(index, into), value)
+    else:
+        into[index] = value
+
+
+# Composite operations that read values they need not, and what to run while tracing.
+_WITHOUT_READING: dict[Any, Any] = {F.one_hot: _one_hot, torch.Tensor.__setitem__: _assign}
 
 
 def _reads_metadata(func: Any) -> bool:
@@ -85,6 +112,26 @@ def _reads_metadata(func: Any) -> bool:
 
 def _is_detach(func: Any) -> bool:
     return getattr(func, "__name__", "") in ("detach", "detach_")
+
+
+def _only_mapped(tensor: torch.Tensor) -> bool:
+    kinds = set(internals.level_kinds())
+    return kinds == {internals.VMAP} and not internals.base_tensor(tensor).requires_grad
+
+
+def _fills(into: Any, index: Any, value: Any) -> bool:
+    """Whether an assignment writes one number wherever a mask is set: no index need be counted."""
+    mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.ndim > 0
+    number = isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.ndim == 0)
+    return mask and number and index.shape == into.shape[: index.ndim]
+
+
+def _as_wide(mask: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    return mask.reshape(*mask.shape, *[1] * (into.ndim - mask.ndim))
+
+
+def _is_data(func: Any) -> bool:
+    return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
 
 
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:

@@ -178,7 +178,6 @@ class Program:
         constants: values of the last inputs, those of role ``constant``: made while tracing.
         again: the function itself, to be run again for derivatives, where the graph alone does
             not show them (gradients switched off inside, autograd.Function).
-        detached_writes: lines that write in place with gradients off.
     """
 
     graph: fx.Graph
@@ -193,7 +192,6 @@ class Program:
     closures: tuple[Any, ...] = ()
     constants: tuple[torch.Tensor, ...] = ()
     again: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
-    detached_writes: tuple[str, ...] = ()
 
     # -- reading ------------------------------------------------------------------------------
 

@@ -10,12 +10,12 @@ import torch
 from torch import fx
 
 from torchard.functional import batch_norm
-from torchard.functional import torch_internals as internals
 from torchard.functional.errors import PurityError
 from torchard.functional.operators import aten
-from torchard.functional.record import Recording, record
+from torchard.functional.record import Recording
 from torchard.functional.room import active
 from torchard.functional.spec import Spec
+from torchard.functional.writes import functionalize_writes, storage_key, written_nodes
 
 __all__ = ["purify", "replay", "specs_of", "sweep"]
 
@@ -102,9 +102,10 @@ def purify(found: Recording, paths: Sequence[str]) -> Recording:
     """
     _check_random(found.graph)
     batch_norm.take_apart(found.graph)
-    if _check_mutation(found.graph, paths):
-        found = _functionalize(found)
-    _strip(found.graph)
+    _strip_detaches(found.graph)
+    _check_mutation(found.graph, paths)
+    found.without_grad |= functionalize_writes(found.graph)
+    _strip_copies(found.graph)
     _inline_scalars(found)
     sweep(found.graph)
     _drop_unused(found)
@@ -137,33 +138,11 @@ def _without_dropout(node: fx.Node) -> bool:
     return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
 
 
-def _written(node: fx.Node) -> list[fx.Node]:
-    """The nodes this one mutates."""
-    schema = getattr(node.target, "_schema", None)
-    if node.op != "call_function" or schema is None or not schema.is_mutable:
-        return []
-    found: list[fx.Node] = []
-    for i, argument in enumerate(schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-        fx.map_arg(value, found.append)
-    return found
-
-
-def _storage(node: fx.Node) -> int | None:
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
-
-
-def _check_mutation(graph: fx.Graph, paths: Sequence[str]) -> bool:
-    """Whether anything is mutated; raises if it is an argument."""
-    names = {_storage(n): i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
-    mutates = False
+def _check_mutation(graph: fx.Graph, paths: Sequence[str]) -> None:
+    names = {storage_key(n): i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
     for node in graph.nodes:
-        for target in _written(node):
-            mutates = True
-            index = names.get(_storage(target))
+        for target in written_nodes(node):
+            index = names.get(storage_key(target))
             if index is not None:
                 path = paths[index] if index < len(paths) else "a tensor it closes over"
                 raise PurityError(
@@ -171,122 +150,38 @@ def _check_mutation(graph: fx.Graph, paths: Sequence[str]) -> bool:
                     "function returns new values. Use the operation without the underscore, or "
                     "clone() first, and return the result."
                 )
-    return mutates
 
 
 def _check_pure(graph: fx.Graph) -> None:
     """No operation that writes may be left: run elsewhere, or twice, it would mean another thing."""
     for node in graph.nodes:
-        if _written(node):
+        if written_nodes(node):
             raise PurityError(
-                f"{node.meta.get('source')} writes in place ({node.target}), and torch has no form of "
-                "this operation that returns what it writes. Use one that returns its result, or call "
-                "it outside of the transform."
+                f"{node.meta.get('source')} writes in place by {node.target}, which could not be "
+                "turned into an operation that returns new values."
             )
-
-
-def _functionalize(found: Recording) -> Recording:
-    graph = found.graph
-    for node in graph.nodes:
-        if _written(node) and node.meta.get("without_grad"):
-            found.detached_writes.append(str(node.meta.get("source")))
-
-    def run(*inputs: torch.Tensor) -> tuple[Any, ...]:
-        return tuple(replay(graph, inputs, _call_writing))
-
-    pure = internals.functionalized(run)
-    with internals.below_forward_ad(internals.level_kinds()):
-        again = record(lambda inputs: pure(*inputs), specs_of(graph))
-    nodes = again.graph.find_nodes(op="placeholder")
-    for closure, node in zip(found.closures, nodes[found.inputs :], strict=False):
-        closure.node = node
-    found.closures.extend(again.closures)
-    found.graph = again.graph
-    _rewrite_copies(found.graph)
-    return found
-
-
-def _call_writing(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A write keeps the strides of what it writes to; torch's functional twin may not.
-
-    ``x.t().masked_fill_(...)`` leaves the memory of x contiguous, while masked_fill of x.t() is
-    contiguous itself: a later view of x would fail. What turns a value in place writes nothing.
-    """
-    target: Any = node.target
-    written = _written(node)
-    turns = torch.Tag.inplace_view in getattr(target, "tags", ())
-    plain = turns or target is aten.copy_.default or written != list(node.args[:1])
-    if plain or _contiguous(written[0]):
-        return target(*args, **kwargs)
-    target(value := args[0].clone(), *args[1:], **kwargs)
-    return args[0].copy_(value)
-
-
-def _contiguous(node: fx.Node) -> bool:
-    return bool(node.meta["val"].is_contiguous())
-
-
-def _rewrite_copies(graph: fx.Graph) -> None:
-    """``copy(self, source)``, left behind by ``y[:2] = x``, is source in the shape and dtype of self.
-
-    torch has no derivative of it, and as an operation of two tensors it would move a sharded self.
-    """
-    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
-        into, value = node.args[:2]
-        want = into.meta["val"]
-        with graph.inserting_before(node):
-            if value.meta["val"].shape != want.shape:
-                value = _call(graph, node, aten.expand.default, value, list(want.shape))
-            kind = {"dtype": want.dtype, "device": want.device}
-            cast = any(getattr(value.meta["val"], k) != v for k, v in kind.items())
-            if cast:
-                value = _call(graph, node, aten._to_copy.default, value, **kind)
-            if not cast or value.meta["val"].stride() != want.stride():
-                value = _laid_out(graph, node, value, want)
-        node.replace_all_uses_with(value)
-        graph.erase_node(node)
-
-
-def _laid_out(graph: fx.Graph, like: fx.Node, value: fx.Node, want: torch.Tensor) -> fx.Node:
-    """A clone of value, dense, its dimensions in memory in the order of want's."""
-    strides = want.stride()
-    order = sorted(range(want.ndim), key=lambda d: (-strides[d], d))
-    turned = order != list(range(want.ndim))
-    if turned:
-        value = _call(graph, like, aten.permute.default, value, order)
-    contiguous = torch.contiguous_format
-    value = _call(graph, like, aten.clone.default, value, memory_format=contiguous)
-    if turned:
-        back = [order.index(d) for d in range(want.ndim)]
-        value = _call(graph, like, aten.permute.default, value, back)
-    return value
-
-
-def _call(graph: fx.Graph, like: fx.Node, target: Any, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
-    made = graph.call_function(target, (x, *args), kwargs)
-    with internals.no_modes(), torch.no_grad():
-        val = target(x.meta["val"], *args, **kwargs)
-    made.meta.update(like.meta, val=val)
-    return made
 
 
 # -- bookkeeping ----------------------------------------------------------------------------------
 
 
-def _strip(graph: fx.Graph) -> None:
-    """Drop what leaves no trace in the result.
+def _strip_detaches(graph: fx.Graph) -> None:
+    """Autograd detaches what it saves; kept, such a node would cut the gradient of a gradient.
 
-    Autograd detaches what it saves; kept, such a node would cut the gradient of a gradient. Only
-    the user's own detach (tagged ``cut``) means that. Copies of constants protect them from
-    writes, of which there are none.
+    Only the user's own detach (tagged ``cut``) means that.
     """
     for node in list(graph.nodes):
-        if node.target is aten.detach.default and "cut" not in node.meta:
+        plain = node.target is aten.detach.default and "cut" not in node.meta
+        if plain or node.target is aten.alias.default:
             node.replace_all_uses_with(node.args[0])
-        elif node.target in (aten.lift_fresh_copy.default, aten.alias.default):
-            source = node.args[0]
-            if node.target is aten.alias.default or source.op == "placeholder":
-                node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+def _strip_copies(graph: fx.Graph) -> None:
+    """Copies of constants protect them from writes, of which there are none any more."""
+    for node in graph.find_nodes(op="call_function", target=aten.lift_fresh_copy.default):
+        if node.args[0].op == "placeholder":
+            node.replace_all_uses_with(node.args[0])
 
 
 def _inline_scalars(found: Recording) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ class Recording:
     asks: list[Any]
     without_grad: bool
     differentiable: tuple[bool, ...] = ()
-    detached_writes: list[str] = field(default_factory=list)
 
 
 def record(

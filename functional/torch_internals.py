@@ -87,7 +87,6 @@ __all__ = [
     "default_device",
     "direct",
     "forward_ad_active",
-    "functionalized",
     "graph_task",
     "has_modes",
     "has_transforms",
@@ -439,11 +438,6 @@ def proxy_node(tracer: PythonKeyTracer, tensor: torch.Tensor) -> fx.Node | None:
     """The node that made this fake tensor."""
     slot = get_proxy_slot(tensor, tracer, None, lambda x: x)
     return None if slot is None else slot.proxy.node
-
-
-def functionalized(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """fn without in-place operations; views stay views."""
-    return torch.func.functionalize(fn, remove="mutations")
 
 
 def has_transforms() -> bool:

@@ -76,7 +76,6 @@ def trace_call(
         closures=tuple(lifted),
         constants=tuple(closure.value for closure in made),
         again=shape.again(lifted) if found.without_grad else None,
-        detached_writes=tuple(found.detached_writes),
     )
 
 

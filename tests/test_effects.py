@@ -1,0 +1,259 @@
+"""Writes, views and stops of gradients × transforms × where the gradient is taken, against torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from effect_programs import Stop, program
+from effort import examples
+from torch.func import grad, jvp, vmap
+
+from torchard import checkpoint, jit, shard
+from torchard.functional.errors import PurityError
+from torchard.sharding import Mesh, P
+
+Fn = Callable[[torch.Tensor], torch.Tensor]
+
+MESH = Mesh({"x": 2}, virtual=True)
+
+
+def _sharded(fn: Fn) -> Any:
+    return shard(fn, MESH, in_specs=(P("x"),), out_specs=P())
+
+
+STACKS: dict[str, Callable[[Fn], Any]] = {
+    "checkpoint": checkpoint,
+    "jit": lambda fn: jit(fn, backend="eager"),
+    "shard": _sharded,
+    "shard of checkpoint": lambda fn: _sharded(checkpoint(fn)),
+    "checkpoint of shard": lambda fn: checkpoint(_sharded(fn)),
+}
+
+
+def backward(fn: Fn, x: torch.Tensor) -> torch.Tensor:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(fn(x), x)[0]
+
+
+def second(fn: Fn, x: torch.Tensor) -> torch.Tensor:
+    """A Hessian-vector product by autograd, where every stop stops both derivatives."""
+    x = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(fn(x), x, create_graph=True)
+    if not first.requires_grad:
+        return torch.zeros_like(x)
+    (found,) = torch.autograd.grad((first * _direction(x)).sum(), x, allow_unused=True)
+    return torch.zeros_like(x) if found is None else found
+
+
+def _direction(x: torch.Tensor) -> torch.Tensor:
+    return torch.arange(x.numel(), dtype=x.dtype).view(x.shape).cos()
+
+
+def _second_of(gradient: Fn, x: torch.Tensor) -> torch.Tensor:
+    return grad(lambda x: (gradient(x) * _direction(x)).sum())(x)
+
+
+def _many(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([x, -x])
+
+
+# The first one is torch's, the others are to equal it: by a transform T of f, outside and inside.
+Plain = Callable[[Fn, torch.Tensor], Any]
+Way = Callable[[Any, Fn, torch.Tensor], Any]
+WAYS: dict[str, tuple[Plain, list[Way]]] = {
+    "value": (lambda f, x: f(x), [lambda T, f, x: T(f)(x)]),
+    "gradient": (
+        backward,
+        [
+            lambda T, f, x: backward(T(f), x),
+            lambda T, f, x: grad(T(f))(x),
+            lambda T, f, x: T(grad(f))(x),
+        ],
+    ),
+    "jvp": (
+        lambda f, x: jvp(f, (x,), (_direction(x),))[1],
+        [
+            lambda T, f, x: jvp(T(f), (x,), (_direction(x),))[1],
+            lambda T, f, x: T(lambda x: jvp(f, (x,), (_direction(x),))[1])(x),
+        ],
+    ),
+    "vmap of grad": (
+        lambda f, x: vmap(grad(f))(_many(x)),
+        [
+            lambda T, f, x: vmap(grad(T(f)))(_many(x)),
+            lambda T, f, x: vmap(T(grad(f)))(_many(x)),
+            lambda T, f, x: T(vmap(grad(f)))(_many(x)),
+        ],
+    ),
+    "second": (
+        second,
+        [
+            lambda T, f, x: second(T(f), x),
+            lambda T, f, x: _second_of(grad(T(f)), x),
+            lambda T, f, x: _second_of(T(grad(f)), x),
+            lambda T, f, x: T(lambda x: _second_of(grad(f), x))(x),
+        ],
+    ),
+}
+
+
+def differences(fn: Fn, x: torch.Tensor, stack: str, names: Sequence[str]) -> list[str]:
+    """Where a transform of a function is not the function; what torch refuses itself is passed over."""
+    found = []
+    for name in names:
+        plain, ways = WAYS[name]
+        try:
+            want = plain(fn, x)
+        except RuntimeError:
+            continue
+        for number, way in enumerate(ways):
+            try:
+                have = way(STACKS[stack], fn, x)
+            except Exception as error:  # a refusal is a difference, too
+                found.append(f"{name} {number}: {type(error).__name__}: {str(error)[:300]}")
+                continue
+            if not torch.allclose(have, want, rtol=1e-9, atol=1e-9):
+                found.append(f"{name} {number}: off by {float((have - want).abs().max()):.3g}")
+    return found
+
+
+FURTHER = ("jvp", "vmap of grad", "second")
+
+
+def search(seeds: range) -> tuple[int, list[str]]:
+    """How many programs torch itself differentiates, and what is wrong with them under a transform.
+
+    Each is run under one stack; its gradient is taken in every way, and one further derivative.
+    """
+    count, found = 0, []
+    for seed in seeds:
+        fn, x = program(seed, 4 + seed % 5)
+        try:
+            backward(fn, x)
+        except RuntimeError:
+            continue
+        count += 1
+        stack = list(STACKS)[seed % len(STACKS)]
+        names = ("value", "gradient", FURTHER[seed % len(FURTHER)])
+        found += [f"{seed} {stack}: {line}{fn}" for line in differences(fn, x, stack, names)]
+    return count, found
+
+
+# torch's own advice where vmap has no rule for an operation.
+quiet = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+
+@quiet
+def test_random_programs_of_writes_views_and_stops() -> None:
+    count, found = search(range(examples(ci=7, explore=2600)))
+    assert not found, "\n".join(found)
+    assert count > 2000 or count >= 5
+
+
+STOPPED: dict[str, Callable[[torch.Tensor], object]] = {
+    "add_": lambda y: y.add_(1),
+    "mul_": lambda y: y.mul_(3),
+    "clamp_": lambda y: y.clamp_(min=0.1),
+    "sub_": lambda y: y.sub_(2),
+    "relu_": lambda y: y.relu_(),
+    "y[0] = 0": lambda y: y.__setitem__(0, 0),
+    "y += 1": lambda y: y.__iadd__(1),
+    "y[y > 0] = 1": lambda y: y.__setitem__(y > 0, 1.0),
+    "fill_diagonal_": lambda y: y.fill_diagonal_(0.0),
+    "as_strided": lambda y: y.as_strided((2, 2), (5, 2), 1).mul_(3),
+    "unfold": lambda y: y.unfold(0, 2, 2)[0].mul_(2),
+    "zero_": lambda y: y.zero_(),
+    "through detach": lambda y: y.detach().mul_(2),
+    "through data": lambda y: y.data[0].mul_(2),
+    "out=": lambda y: torch.sin(y.detach(), out=y.data),
+}
+READ: dict[str, Fn] = {
+    "detach": lambda y: y.detach(),
+    "data": lambda y: y.data,
+    "softmax": lambda y: y.detach().softmax(-1),
+    "max": lambda y: y.detach().amax(-1, keepdim=True),
+    "Function": Stop.apply,
+}
+
+
+def stopped(write: str, read: str, before: bool) -> Fn:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        stop = READ[read](y) if before else None
+        STOPPED[write](y)
+        return (y * (READ[read](y) if stop is None else stop)).sum()
+
+    return fn
+
+
+@quiet
+@pytest.mark.parametrize("write", STOPPED)
+def test_a_stop_before_or_after_a_write(write: str) -> None:
+    """A detached value shares memory with what it was taken of: later writes show, gradients do not."""
+    x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    reads = [(read, before) for read in READ for before in (False, True)]
+    first = list(STOPPED).index(write)
+    for i in range(first, first + len(reads), examples(ci=3, explore=1)):
+        (read, before), stack = reads[i % len(reads)], ("checkpoint", "jit")[i // 2 % 2]
+        assert not differences(stopped(write, read, before), x, stack, ("value", "gradient")), read
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_complex_parts_are_overwritten(stack: str) -> None:
+    """Of select_scatter and slice_scatter of complex values torch knows no derivative."""
+
+    def fourier(x: torch.Tensor) -> torch.Tensor:
+        modes = torch.fft.rfft(x)
+        out = torch.zeros_like(modes)
+        out[:, :2] = torch.einsum("bi,io->bo", modes[:, :2], modes[:2, :2])
+        out[1] *= 2
+        out.real[0].mul_(3)
+        out.diagonal().add_(out.conj()[0, :3])
+        return torch.fft.irfft(out).square().sum()
+
+    x = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert not differences(fourier, x, stack, ("value", "gradient"))
+
+
+def test_assigning_data_is_refused() -> None:
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        y.data = y.data * 0
+        return y.sum()
+
+    def argument(x: torch.Tensor) -> torch.Tensor:
+        x.data = x.data * 0
+        return x.sum()
+
+    x = torch.ones(3)
+    for fn in (inside, argument):
+        for run in (checkpoint(fn), grad(checkpoint(fn)), checkpoint(grad(fn))):
+            with pytest.raises(PurityError, match=r"test_effects\.py:\d+ in \w+ assigns to the \.data"):
+                run(x)
+
+
+def test_a_write_without_a_pure_form_is_named() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        y.resize_(2)
+        return y.sum()
+
+    with pytest.raises(PurityError, match=r"test_effects\.py:\d+ in fn writes in place by aten\.resize_"):
+        checkpoint(fn)(torch.ones(3))
+
+
+@quiet
+def test_no_grad_writes_pass_gradients_as_if_they_were_not() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        mean, y = torch.zeros(4, dtype=x.dtype), x * 2
+        with torch.no_grad():
+            mean.mul_(0.9).add_(x.mean(0) * 0.1)
+            y[0] = 0.0
+        return (y * mean * x).sum()
+
+    x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    for stack in ("checkpoint", "shard"):
+        assert not differences(fn, x, stack, ("value", "gradient", "second")), stack
