@@ -89,7 +89,8 @@ def _strides(val: torch.Tensor) -> list[int]:
 
 
 def _memory_order(val: torch.Tensor) -> list[int]:
-    return sorted(range(val.ndim), key=lambda d: (-val.stride(d), d))
+    strides = val.stride()
+    return sorted(range(val.ndim), key=lambda d: (-strides[d], d))
 
 
 def _inverse(order: Sequence[int]) -> list[int]:
@@ -258,7 +259,7 @@ def strided_steps(emit: Emitter, val: torch.Tensor, view: torch.Tensor) -> Itera
     order = _memory_order(val)
     if not val.permute(order).is_contiguous():
         raise NotImplementedError("as_strided of a value with gaps")
-    start = view.storage_offset() - val.storage_offset()
+    start = int(view.storage_offset() - val.storage_offset())
     steps = _by_dims(val, view, start)
     if steps is not None:
         yield from steps

@@ -253,7 +253,7 @@ class _Functionalization:
 
     def _part(self, node: fx.Node, whole: fx.Node, index: Any) -> _Alias:
         """One of the views that split or unbind give."""
-        parent = self.aliases[whole.args[0]]
+        parent = self.aliases[whole.all_input_nodes[0]]
         given = dict(zip(_argument_names(whole.target), whole.args, strict=False)) | whole.kwargs
         dim = given.get("dim", 0)
         if whole.target is aten.unbind.int:
@@ -291,8 +291,9 @@ class _Functionalization:
     # -- writing ------------------------------------------------------------------------------
 
     def _write(self, node: fx.Node) -> None:
-        twin = _functional_twin(node.target)
-        turns = torch.Tag.inplace_view in node.target.tags
+        target: Any = node.target
+        twin = _functional_twin(target)
+        turns = torch.Tag.inplace_view in target.tags
         if twin is None or (turns and not twin.is_view):
             raise PurityError(
                 f"{node.meta.get('source')} writes in place by {node.target}, which has no form that "
@@ -300,7 +301,7 @@ class _Functionalization:
             )
         if turns:  # nothing is written: the tensor has other dims, or no gradient, from now on
             step = Step(twin, node.args[1:], tuple(node.kwargs.items()), "cut" in node.meta)
-            self.aliases[node] = self._view(node, self.aliases[node.args[0]], step)
+            self.aliases[node] = self._view(node, self.aliases[node.all_input_nodes[0]], step)
             return
         emit = Emitter(self.graph, node)
         if node.target in _OVERWRITES:
@@ -354,12 +355,13 @@ class _Functionalization:
         memory.evaded |= alias.stopped and floats
         self.evades |= alias.refused and floats
         while alias.parent is not None:
-            assert alias.step is not None
+            step, parent = alias.step, alias.parent
+            assert step is not None
             try:
-                into = self._latest(emit, alias.parent)
-                value, alias = written_back(emit, alias.step, into, value), alias.parent
+                value = written_back(emit, step, self._latest(emit, parent), value)
+                alias = parent
             except NotImplementedError:
-                alias = self._strided(node, alias.parent, alias.val)
+                alias = self._strided(node, parent, alias.val)
         if node.target in _OVERWRITES and not may_follow(value):
             # Nothing depends on an input any more; to autograd it does, with a gradient of zero.
             self.evades |= may_follow(alias.value)
