@@ -124,7 +124,9 @@ class _Plain(torch.autograd.Function):
         residuals = _pick(halves, parts, outputs, results[halves.count :])
         ctx.flat, ctx.mask, ctx.halves, ctx.count = flat, mask, halves, len(parts)
         ctx.shapes, ctx.frames = _shapes(outputs), current_frames()
-        ctx.save_for_backward(*parts, *residuals)
+        ctx.save_for_backward(*residuals)
+        # Not saved, since one derivative needs none of them: until then they may be changed in place.
+        ctx.primals = _Primals(parts)
         ctx.set_materialize_grads(False)
         off = [o for o, d in zip(outputs, halves.differentiable, strict=True) if not d]
         ctx.mark_non_differentiable(*off)
@@ -132,11 +134,42 @@ class _Plain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        saved = list(ctx.saved_tensors)
+        residuals = list(ctx.saved_tensors)
+        again = torch.is_grad_enabled() or internals.has_transforms()
+        saved = [*(ctx.primals.unchanged() if again else ctx.primals.parts), *residuals]
+        del residuals
         # Unless the graph is retained, residuals die as the backward uses them, not when it ends.
         ctx.maybe_clear_saved_tensors()
+        if internals.saved_were_freed(ctx):
+            ctx.primals = None
         with frames_again(ctx.frames):
             return (None, None, None, *_backward(ctx, saved, grads))
+
+
+class _Primals:
+    """Inputs as they were, for a derivative of the derivative."""
+
+    def __init__(self, parts: Tensors) -> None:
+        self.parts = parts
+        self.versions = [_version(part) for part in parts]
+
+    def unchanged(self) -> Tensors:
+        """The parts.
+
+        Raises:
+            RuntimeError: one was changed in place since.
+        """
+        for part, version in zip(self.parts, self.versions, strict=True):
+            if _version(part) != version:
+                raise RuntimeError(
+                    f"an input of shape {list(part.shape)} was changed in place after the forward: its "
+                    "gradient's own gradient needs the value it had; change a clone() of it."
+                )
+        return self.parts
+
+
+def _version(part: torch.Tensor) -> int:
+    return 0 if part.is_inference() else part._version
 
 
 def _backward(ctx: Any, saved: list[torch.Tensor], grads: Sequence[Any]) -> list[Any]:

@@ -99,6 +99,7 @@ __all__ = [
     "profiler_enabled",
     "proxy_node",
     "proxying",
+    "saved_were_freed",
     "track",
 ]
 
@@ -555,6 +556,15 @@ def storage_uses(storage: torch.UntypedStorage) -> int | None:
     """How many refer to a storage, tensors and this object alike; None if torch does not say."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     return None if count is None else int(count(storage._cdata))
+
+
+def saved_were_freed(ctx: Any) -> bool:
+    """Whether a Function's saved tensors are gone; asking for the tensors would run hooks on them."""
+    try:
+        ctx._raw_saved_tensors  # noqa: B018
+    except RuntimeError:
+        return True
+    return False
 
 
 def graph_task() -> int:

@@ -257,3 +257,24 @@ def test_no_grad_writes_pass_gradients_as_if_they_were_not() -> None:
     x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
     for stack in ("checkpoint", "shard"):
         assert not differences(fn, x, stack, ("value", "gradient", "second")), stack
+
+
+@pytest.mark.parametrize("stack", ("checkpoint", "jit", "shard"))
+def test_an_input_that_no_derivative_needs_may_change_before_the_backward(stack: str) -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x.sin() + 3 * y).sum()
+
+    x, y = (torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    same: Any = shard(fn, MESH) if stack == "shard" else STACKS[stack](fn)
+    for create_graph in (False, True):
+        changed = y.clone()
+        out = same(x, changed)
+        changed.data.sub_(1)
+        with torch.no_grad():
+            changed.zero_()
+        if create_graph:
+            with pytest.raises(RuntimeError, match=r"shape \[4, 4\] was changed in place"):
+                torch.autograd.grad(out, x, create_graph=True)
+        else:
+            have = torch.autograd.grad(out, (x, y))
+            torch.testing.assert_close(have, (x.cos(), torch.full_like(y, 3)))

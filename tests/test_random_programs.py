@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from effort import examples
 from hypothesis import HealthCheck, given, seed, settings
 from random_programs import Example, _program, programs
 
@@ -16,7 +17,8 @@ from torchard.sharding.rules.registry import OpRule
 from torchard.sharding.testing import check_sharded
 
 aten = torch.ops.aten
-PARTS, EXAMPLES = 5, 80  # with those taken inside, nearly five hundred
+PARTS = 5
+EXAMPLES = examples(ci=45, explore=400)  # of each part, both ways
 quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 
@@ -33,7 +35,7 @@ def outside(example: Example) -> None:
 
 
 def inside(example: Example) -> None:
-    """The sharded function takes the gradients itself."""
+    """The sharded function takes the gradients itself: another way through the library."""
     check_sharded(
         example.gradients,
         example.inputs,
@@ -42,6 +44,12 @@ def inside(example: Example) -> None:
         grads=False,
         placed=example.placed,
     )
+
+
+def both(example: Example) -> None:
+    """What one way is right on, the other must be, too."""
+    outside(example)
+    inside(example)
 
 
 def search(check: Callable[[Example], None], part: int, count: int) -> None:
@@ -65,12 +73,7 @@ def search(check: Callable[[Example], None], part: int, count: int) -> None:
 # In parts, so that the processes of a test run can share them.
 @pytest.mark.parametrize("part", range(PARTS))
 def test_values_and_gradients_equal_the_plain_functions(part: int) -> None:
-    search(outside, part, EXAMPLES)
-
-
-@pytest.mark.parametrize("part", range(2))
-def test_gradients_taken_inside_equal_the_plain_functions(part: int) -> None:
-    search(inside, part, EXAMPLES // 2)
+    search(both, part, EXAMPLES)
 
 
 # Wrong rules, and for each a number: among the fifty programs from there on, one shows it.
