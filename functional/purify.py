@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from torchard.functional import batch_norm
+from torchard.functional import torch_internals as internals
 from torchard.functional.errors import PurityError
 from torchard.functional.operators import aten
 from torchard.functional.record import Recording
@@ -91,7 +92,13 @@ def _call_pure(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if node.target in batch_norm.CALLS:
         return batch_norm.CALLS[node.target](node, *args, **kwargs)
     target: Any = aten.reshape.default if node.target is aten.view.default else node.target
+    if kwargs.get("memory_format") in _BY_RANK and internals.VMAP in internals.level_kinds():
+        kwargs = {**kwargs, "memory_format": torch.contiguous_format}
     return target(*args, **kwargs)
+
+
+# Layouts of so many dims, to which vmap adds one.
+_BY_RANK = (torch.channels_last, torch.channels_last_3d)
 
 
 def purify(found: Recording, paths: Sequence[str]) -> Recording:

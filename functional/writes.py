@@ -321,7 +321,7 @@ class _Functionalization:
         want = into.meta["val"]
         if not (given and isinstance(given[0], fx.Node)):
             like = self._latest(emit, self.aliases[into])
-            return emit(aten.full_like.default, like, given[0] if given else 0)
+            return emit(aten.new_full.default, like, list(want.shape), given[0] if given else 0)
         value: fx.Node = self._latest_of(emit, given[0])
         if value.meta["val"].shape != want.shape:
             value = emit(aten.expand.default, value, list(want.shape))

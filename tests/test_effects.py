@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from effect_programs import Stop, program
 from effort import examples
 from torch.func import grad, jvp, vmap
@@ -278,3 +279,20 @@ def test_an_input_that_no_derivative_needs_may_change_before_the_backward(stack:
         else:
             have = torch.autograd.grad(out, (x, y))
             torch.testing.assert_close(have, (x.cos(), torch.full_like(y, 3)))
+
+
+@pytest.mark.parametrize("stack", ("checkpoint", "jit", "shard"))
+def test_vmap_of_a_memory_format(stack: str) -> None:
+    """A layout is of four dims; vmap's fifth has no place in it, and means nothing for the values."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        x = x.to(memory_format=torch.channels_last)
+        part = x.contiguous(memory_format=torch.channels_last)[:, :, :2, :2]
+        return (F.max_pool2d(x, 2) * part + torch.zeros_like(x)[:, :, :2, :2]).sin().sum()
+
+    x = torch.randn(3, 2, 2, 4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
+    for f in (fn, grad(fn)):
+        want = torch.stack([f(one) for one in x])
+        torch.testing.assert_close(vmap(STACKS[stack](f))(x), want, rtol=1e-12, atol=1e-12)
+    want = torch.stack([grad(fn)(one) for one in x])
+    torch.testing.assert_close(vmap(grad(STACKS[stack](fn)))(x), want, rtol=1e-12, atol=1e-12)
