@@ -69,7 +69,8 @@ def _training(emit: _Emitter, *args: Any) -> list[Any]:
     out, mean, invstd, *batch = emit.several(PURE, x, weight, bias, *zeros, True, 1.0, eps)
     for statistic, new in zip(running, batch, strict=True):
         dtype = _value(statistic).dtype
-        new = new if _value(new).dtype == dtype else emit(aten.to.dtype, new, dtype)
+        if _value(new).dtype != dtype:
+            new = emit(torch.ops.prims.convert_element_type.default, new, dtype)
         emit(aten.lerp_.Scalar, statistic, new, momentum)
     return [out, mean, invstd]
 
