@@ -43,6 +43,8 @@ class Access:
 
     def reshaped(self, shape: Sequence[int]) -> Access | None:
         """None where that takes a copy."""
+        if 0 in self.shape and 0 in shape:
+            return Access(tuple((size, 0) for size in shape))  # of no elements, any strides will do
         groups = _groups(self.shape, shape)
         if groups is None:
             return None
@@ -152,6 +154,8 @@ def _joined(dims: Sequence[Dim]) -> Dim | None:
 
 def digits(offset: int, sizes: Sequence[int]) -> list[int]:
     """The index of an element of a contiguous buffer of these sizes."""
+    if 0 in sizes:
+        return [0] * len(sizes)
     found = []
     for size in reversed(sizes):
         offset, digit = divmod(offset, size)

@@ -191,6 +191,8 @@ def _nothing(kernel: Kernel, program: Program, search: Search) -> str:
     why = f"nearest was {nearest}" if isinstance(nearest, Miss) else "nothing came near"
     if search.refused:
         why = f"it is there, but {search.refused[0][1].why}"
+    elif search.stopped:
+        why = search.stopped[0].why
     return (
         f"fuse({program.name}, {kernel.name}): the pattern is nowhere in it; {why}. "
         "find(fn, pattern)(*args) lists matches; print(trace(fn)(*args)) shows the operations."

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from torchard.kernels.effort import Effort, Exhausted
 from torchard.kernels.likeness import spoken
 from torchard.kernels.pattern import Alternative, Pattern
 from torchard.kernels.reading import Reading, bare
@@ -52,14 +53,20 @@ class Finder:
     Args:
         reading: of the program.
         thorough: to say what came nearest, look where nothing can be, too.
+        patience: how many times the usual effort a pattern is worth.
+
+    Attributes:
+        stopped: the patterns whose search took as many steps as it may, and was given up.
     """
 
-    def __init__(self, reading: Reading, thorough: bool = False) -> None:
+    def __init__(self, reading: Reading, thorough: bool = False, patience: int = 1) -> None:
         self.reading = reading
         self.thorough = thorough
+        self.effort = Effort(len(reading.nodes), patience)
+        self.stopped: list[Pattern] = []
         self.misses: dict[Pattern, Miss] = {}
         self.operations = reading.store.operations
-        self.verifier = Verifier(reading)
+        self.verifier = Verifier(reading, self.effort)
 
     def find(self, pattern: Pattern, *, partly: bool = False) -> list[Found]:
         """All occurrences, by the place of their first root.
@@ -68,10 +75,14 @@ class Finder:
             partly: some of the outputs are enough, as of gradients that nobody may want all of.
         """
         found: dict[Any, Found] = {}
-        for alternative in pattern.alternatives:
-            for one in self._alternative(alternative, partly):
-                key = tuple((root.output, root.term) for root in one.roots)
-                found.setdefault(key, one)
+        self.effort.begin()
+        try:
+            for alternative in pattern.alternatives:
+                for one in self._alternative(alternative, partly):
+                    key = tuple((root.output, root.term) for root in one.roots)
+                    found.setdefault(key, one)
+        except Exhausted:
+            self.stopped.append(pattern)
         return sorted(found.values(), key=lambda f: self._place(f.roots[0].term))
 
     def _place(self, term: Term) -> int:
@@ -109,7 +120,11 @@ class Finder:
         """What proposes places for a pattern, by its skeleton or another one."""
         weights = alternative.pattern.weights
         return Unifier(
-            skeleton or alternative.skeleton, self.reading, alternative.predicates, weights
+            skeleton or alternative.skeleton,
+            self.reading,
+            alternative.predicates,
+            self.effort,
+            weights,
         )
 
     def candidates(self, root: Term) -> list[Term]:

@@ -13,6 +13,7 @@ from torch import fx
 
 from torchard.functional.program import Program
 from torchard.kernels.course import is_firm
+from torchard.kernels.effort import Exhausted
 from torchard.kernels.kernel import Kernel
 from torchard.kernels.likeness import Likeness, difference, spoken
 from torchard.kernels.match import Finder
@@ -135,7 +136,11 @@ class _Near:
 
     def said(self) -> Missed | None:
         """None if it is not missed: what is one operation already, fusing leaves alone."""
-        why = self._why()
+        self.finder.effort.begin()
+        try:
+            why = self._why()
+        except Exhausted:
+            why = "too many values look alike to say what differs"
         matched = f"{self.score} of its {self.likeness.all} operations are there"
         return Missed.of(self.kernel.name, self.node, f"{why} ({matched})") if why else None
 

@@ -116,7 +116,8 @@ class Nest:
         while todo:
             loop = todo.pop()
             stride = loop.strides[k]
-            j = next((j for j, c in enumerate(buffer) if c <= stride), None)
+            # A dim of size 1 has stride 0: nothing moves in it.
+            j = next((j for j, c in enumerate(buffer) if 0 < c <= stride), None)
             if j is None or stride < 0 or stride % buffer[j]:
                 raise NotStrided
             q = stride // buffer[j]

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Group", "Search"]
 
+_PATIENCE = 20
+
 
 @dataclass
 class Group:
@@ -47,10 +49,12 @@ class Search:
         self.program, self.fuse = program, fuse_
         self.kernels = tuple(KERNELS.values()) if fuse_.kernels is None else fuse_.kernels
         self.reading = Reading(program)
-        self.finder = Finder(self.reading)
+        # What was asked for by name is worth more.
+        self.finder = Finder(self.reading, patience=1 if fuse_.kernels is None else _PATIENCE)
         labels = program.facts.get("wanted", ())
         self.replacer = Replacer(self.reading, lambda node: any(wanted(node) for wanted in labels))
         self.refused: list[tuple[fx.Node, Missed]] = []
+        self.stopped: list[Missed] = []
 
     def groups(self) -> list[Group]:
         """What is there: occurrences together with those of their gradients, the largest first."""
@@ -81,7 +85,15 @@ class Search:
         for pattern in kernel.patterns:
             for one in self.finder.find(pattern, partly=partly):
                 found.setdefault(frozenset(root.term for root in one.roots), one)
+            if pattern in self.finder.stopped:
+                self.stopped.append(Missed(kernel.name, "", "", "forward", self._gave_up()))
         return list(found.values())
+
+    def _gave_up(self) -> str:
+        return (
+            f"the search was given up after {self.finder.effort.limit:,} steps, as too many values look "
+            "alike; ask for the kernel by name, fuse(fn, kernel), or say where, fuse(fn, where=...)"
+        )
 
     def _plan(self, group: Group) -> Replacement:
         plan = self.replacer.plan([one for _, one in group.members])
@@ -128,7 +140,7 @@ class Search:
     def missed(self, before: Program) -> Misses:
         """What has been left alone of a program that is as this one was."""
         erased = self.replacer.erased
-        refused = [one for node, one in self.refused if node not in erased]
+        refused = [one for node, one in self.refused if node not in erased] + self.stopped
         used = frozenset(str(use) for use in self.program.kernels)
         gone = frozenset(node.name for node in erased)
         return Misses(before, self.kernels, self.fuse.concerns, refused, used, gone)

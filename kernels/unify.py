@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from torchard.kernels.effort import Effort
 from torchard.kernels.reading import Reading, bare, operations
 from torchard.kernels.skeleton import Skeleton
 from torchard.kernels.terms import Operand, Term, Value, literal
@@ -57,11 +58,13 @@ class Unifier:
         skeleton: Skeleton,
         reading: Reading,
         predicates: list[Callable[[str], bool]],
+        effort: Effort,
         weights: Collection[int] = (),
     ) -> None:
         self.skeleton = skeleton
         self.reading = reading
         self.predicates = predicates
+        self.effort = effort
         self.numbers = {term: i for i, term in enumerate(skeleton.inputs)}
         self.best = 0.0  # how deep it fitted, at most: for near misses
         self.reached: tuple[Term, Term] | None = None
@@ -127,6 +130,7 @@ class Unifier:
     def _unify(
         self, p: Term, t: Term, b: Binding, path: Path | None, depth: int, root: bool = False
     ) -> Iterator[Binding]:
+        self.effort.spend()
         i = self.numbers.get(p)
         if i is not None:
             if i in self.weights and not self._is_weight(i, t, b):

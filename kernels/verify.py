@@ -7,6 +7,7 @@ in the program's own store of terms. It is there if what comes out is the same t
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch import fx
 from torchard.kernels.access import Access
 from torchard.kernels.course import Plan, Step
 from torchard.kernels.dims import Dims
+from torchard.kernels.effort import EVALUATION, Effort
 from torchard.kernels.evaluate import evaluate, value_of
 from torchard.kernels.pattern import Alternative, Pattern
 from torchard.kernels.reading import Reading, bare
@@ -78,11 +80,13 @@ class Found:
 class Verifier:
     """Says of proposals what they are proofs of, in one program."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: Reading, effort: Effort) -> None:
         self.reading = reading
+        self.effort = effort
         self.known = len(reading.store)  # terms made from now on are none of the program's
         self._steps: dict[tuple[Value, int], Value | None] = {}
         self._tried: dict[Any, Env | None] = {}
+        self._sums: dict[Term, Counter[tuple[Any, Term]]] = {}
 
     def verified(
         self, alternative: Alternative, first: int, term: Term, bound: Binding, partly: bool
@@ -92,6 +96,7 @@ class Verifier:
         Args:
             partly: some of the others are enough.
         """
+        self.effort.spend(EVALUATION)
         given = self._given(alternative, term, bound)
         if given is None:
             return None
@@ -160,6 +165,7 @@ class Verifier:
         found: Env = {}
         inside = {**env}
         for node in step.nodes:
+            self.effort.spend(EVALUATION)
             inside[node] = found[node] = value_of(self.reading.store, node, inside)
             if node in step.firm and bare(found[node].term).id >= self.known:
                 return None
@@ -207,6 +213,8 @@ class Verifier:
             return None
         if part.numbers[-1] != 0 or not term.sizes:
             return None
+        if not self._summands(part) <= self._summands(term):
+            return None
         whole = self.reading.first[term]
         mine = value.access.reshaped(whole.shape)
         if mine is None:
@@ -220,6 +228,13 @@ class Verifier:
                 return None
             left.remove(at)
         return tuple(left)
+
+    def _summands(self, term: Term) -> Counter[tuple[Any, Term]]:
+        """How often a sum has which multiple of which term, however it is read."""
+        if term not in self._sums:
+            operands = (operand for operand, _ in term.operands)
+            self._sums[term] = Counter(zip(term.numbers, operands, strict=False))
+        return self._sums[term]
 
     def _options(self, node: fx.Node, bound: Binding, i: int, turned: bool = False) -> list[Value]:
         """The values that an input may be: seen from the root, then as the program has them."""

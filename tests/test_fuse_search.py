@@ -13,6 +13,9 @@ from torch import Tensor
 from torchard import find, fuse, trace
 from torchard.kernels import KERNELS, verify
 from torchard.kernels.course import Plan
+from torchard.kernels.effort import EVALUATION
+from torchard.kernels.match import Finder
+from torchard.kernels.reading import Reading
 from torchard.kernels.unify import Unifier
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
@@ -93,3 +96,30 @@ def test_sums_of_many_products(monkeypatch: pytest.MonkeyPatch) -> None:
     gradients = torch.func.grad(loss, (0, 1))
     fuse(gradients, compiler="eager").lower(X, weights(16))
     assert 0 < steps["all"] < 150_000
+
+
+def test_a_search_ends_after_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are linear in the program; what was found until then counts."""
+    reading = Reading(trace(linears)(X, weights(12)))
+    (pattern,) = KERNELS["qkv"].patterns
+    whole = Finder(reading)
+    everything = whole.find(pattern)
+    assert everything and not whole.stopped
+    taken = whole.effort.limit - whole.effort.left
+    monkeypatch.setattr("torchard.kernels.effort._LEAST", taken // 2)
+    monkeypatch.setattr("torchard.kernels.effort._PER_VALUE", 0)
+    half = Finder(reading)
+    some = half.find(pattern)
+    assert half.stopped == [pattern] and len(some) < len(everything)
+    assert -EVALUATION <= half.effort.left < 0
+
+
+def test_a_search_that_was_given_up_is_reported() -> None:
+    program = fuse(lambda x: torch.softmax(x + 1, -1) @ x, compiler="eager")
+    assert not any("given up" in missed.why for missed in program.lower(X[:, :4]).kernels.missed)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("torchard.kernels.effort._LEAST", 0)
+        patched.setattr("torchard.kernels.effort._PER_VALUE", 1)
+        again = fuse(lambda x: torch.softmax(x + 1, -1) @ x, compiler="eager")
+        missed = again.lower(X[:, :4]).kernels.missed
+    assert any("the search was given up after" in one.why for one in missed)

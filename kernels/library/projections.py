@@ -60,7 +60,7 @@ def _products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) ->
         w = _side_by_side(weights)
         whole = torch.addmm(torch.cat(list(biases)), rows, w) if biases else rows @ w
         parts = list(whole.split([w.shape[1] for w in weights], 1))
-    return tuple(part.unflatten(0, x.shape[:-1]) for part in parts)
+    return tuple(part.reshape(*x.shape[:-1], part.shape[1]) for part in parts)
 
 
 def _gradients(
