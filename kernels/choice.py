@@ -14,6 +14,7 @@ import torch
 
 from torchard.functional.errors import KernelError
 from torchard.functional.program import Program
+from torchard.functional.recent import Recent
 from torchard.functional.several import several
 from torchard.kernels import settle
 from torchard.kernels.blocked import Layout, blocked
@@ -27,14 +28,13 @@ COMPILERS = ("inductor", "eager")
 # Elements below which a compiled region is not worth its compilation on a CPU.
 _SMALL = 1 << 20
 _ROUNDS = 5
-# How many choices are remembered: layers of one kind are compiled and timed once.
-_KEPT = 512
 
 Run = Callable[..., Any]
 Tensors = Sequence[torch.Tensor]
 
 _TIMED = "inductor, blocked or eager, by time"
-_CHOSEN: dict[Hashable, tuple[Run, str]] = {}
+# Layers of one kind are compiled and timed once.
+_CHOSEN: Recent[tuple[Run, str]] = Recent(512)
 
 
 class Choice(ABC):
@@ -109,12 +109,7 @@ class Choice(ABC):
             torch.get_num_threads(),
             tuple((t.shape, t.dtype, t.device, t.stride()) for t in tensors),
         )
-        chosen = _CHOSEN.get(key)
-        if chosen is None:
-            chosen = _CHOSEN[key] = self._chosen(tensors)
-            if len(_CHOSEN) > _KEPT:
-                _CHOSEN.pop(next(iter(_CHOSEN)))
-        run, label = chosen
+        run, label = _CHOSEN.get(key, lambda: self._chosen(tensors))
         self.labels[label] = None
         self.way.data = "; ".join(self.labels)
         return run

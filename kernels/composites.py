@@ -13,6 +13,7 @@ from torch import fx
 
 from torchard.functional.operators import aten
 from torchard.functional.purify import purify
+from torchard.functional.recent import Recent
 from torchard.functional.record import record
 from torchard.functional.several import tensors_of
 from torchard.functional.spec import Spec
@@ -99,7 +100,7 @@ def _ways(target: Any) -> Callable[..., Any] | None:
     return found or torch._decomp.decomposition_table.get(target)
 
 
-_TRACED: dict[Hashable, fx.Graph | None] = {}
+_TRACED: Recent[fx.Graph | None] = Recent(512)
 
 
 def taken_apart(node: fx.Node) -> fx.Graph | None:
@@ -107,11 +108,7 @@ def taken_apart(node: fx.Node) -> fx.Graph | None:
     operands = [n for n in _nodes((node.args, node.kwargs))]
     specs = [Spec.of(n.meta["val"]) for n in operands]
     key = (node.target, tuple(specs), _told((node.args, node.kwargs)))
-    if key not in _TRACED:
-        if len(_TRACED) > 4096:
-            _TRACED.clear()
-        _TRACED[key] = _trace(node, specs)
-    return _TRACED[key]
+    return _TRACED.get(key, lambda: _trace(node, specs))
 
 
 def _nodes(value: Any) -> list[fx.Node]:

@@ -23,6 +23,7 @@ import torch
 from torchard.functional.errors import PatternError
 from torchard.functional.operators import aten
 from torchard.functional.program import Program
+from torchard.functional.recent import Recent
 from torchard.functional.several import tensors_of
 from torchard.functional.signature import ShapeDtype
 from torchard.functional.trace import trace
@@ -246,6 +247,10 @@ def _quietly() -> Iterator[None]:
         log.removeFilter(others)
 
 
+# Of all patterns: what a program of some shapes needs, and not what all programs ever needed.
+_PLANS: Recent[Plan | None] = Recent(1024)
+
+
 class Alternative:
     """A pattern with its choices made.
 
@@ -257,7 +262,6 @@ class Alternative:
         self.pattern = pattern
         self.taken = taken
         self._specs = specs
-        self._plans: dict[Any, Plan | None] = {}
         self.predicates: list[Callable[[str], bool]] = []
 
     @cached_property
@@ -317,13 +321,13 @@ class Alternative:
         device: torch.device | str = "cpu",
     ) -> Plan | None:
         """The same, to be evaluated."""
-        key = (specs, tuple(literals), operations, str(device))
-        if key not in self._plans:
-            if len(self._plans) > 512:
-                self._plans.clear()
+        key = (self, specs, tuple(literals), operations, str(device))
+
+        def make() -> Plan | None:
             program = self._at(specs, dict(literals), operations, device)
-            self._plans[key] = None if program is None else Plan(program)
-        return self._plans[key]
+            return None if program is None else Plan(program)
+
+        return _PLANS.get(key, make)
 
     def _at(
         self,

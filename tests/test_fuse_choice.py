@@ -16,6 +16,7 @@ from kernel_cases import LITERALS, Case, inputs_of, names_of, outputs
 from torch import Tensor
 
 from torchard import fuse
+from torchard.functional.recent import Recent
 from torchard.kernels import KERNELS, Kernel, blocked, choice, settle
 from torchard.kernels.blocked import Layout
 from torchard.kernels.compiled import compiled
@@ -38,7 +39,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(choice, "_SMALL", 1)
-    monkeypatch.setattr(choice, "_CHOSEN", {})
+    monkeypatch.setattr(choice, "_CHOSEN", Recent(512))
     monkeypatch.setattr(blocked, "BLOCK", 3 * D)
     monkeypatch.setattr(choice, "compiled", lambda program, tensors: program.bind())
     yield
@@ -327,13 +328,13 @@ def test_what_others_run_is_run_here(store: Any, monkeypatch: pytest.MonkeyPatch
     first = fuse(gelu)
     first(X, B)
     choosing(monkeypatch, "eager")
-    monkeypatch.setattr(choice, "_CHOSEN", {})  # as in another process
+    monkeypatch.setattr(choice, "_CHOSEN", Recent(512))  # as in another process
     second = fuse(gelu)
     torch.testing.assert_close(second(X, B), gelu(X, B))
     hows = {str(f.lower(X, B).kernels[0].how) for f in (first, second)}
     assert hows == {"blocked, by time"}
     without_compiler(monkeypatch)
-    monkeypatch.setattr(choice, "_CHOSEN", {})
+    monkeypatch.setattr(choice, "_CHOSEN", Recent(512))
     monkeypatch.setattr(choice.settle, "settled", lambda what, mine: "inductor")
     third = fuse(gelu)
     third(X, B)

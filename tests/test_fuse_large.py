@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchard import fuse, jit
+from torchard.functional.recent import Recent
 from torchard.kernels import blocked, buffers, choice
 from torchard.kernels.buffers import Pool
 
@@ -25,7 +26,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     monkeypatch.setattr(choice, "_SMALL", 1)
-    monkeypatch.setattr(choice, "_CHOSEN", {})
+    monkeypatch.setattr(choice, "_CHOSEN", Recent(512))
     monkeypatch.setattr(blocked, "BLOCK", 3 * D)
     monkeypatch.setattr(buffers, "LARGE", 1)
     monkeypatch.setattr(buffers, "_pool", Pool(1 << 20))

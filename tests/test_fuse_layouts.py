@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchard import fuse
+from torchard.functional.recent import Recent
 from torchard.kernels import buffers, choice
 from torchard.kernels.buffers import Pool
 
@@ -115,7 +116,7 @@ def test_who_addresses_memory_finds_it_as_it_was() -> None:
 def test_other_default_devices_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buffers, "LARGE", 1)
     monkeypatch.setattr(buffers, "_pool", Pool(1 << 20))
-    monkeypatch.setattr(choice, "_CHOSEN", {})
+    monkeypatch.setattr(choice, "_CHOSEN", Recent(512))
     fused = fuse(lambda x: torch.softmax(x, -1))
     for _ in range(2):
         with torch.device("meta"):

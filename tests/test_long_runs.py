@@ -1,0 +1,68 @@
+"""What is kept over many shapes is bounded: signatures, plans of patterns, choices."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx
+
+from torchard import checkpoint, fuse, jit
+from torchard.functional.recent import Recent
+from torchard.functional.transform import Transformed
+from torchard.kernels import choice, composites, pattern
+
+W, B = torch.linspace(-1, 1, 64).reshape(8, 8), torch.linspace(0, 1, 8)
+
+
+def block(x: Tensor) -> Tensor:
+    return F.layer_norm(x + F.gelu(F.linear(x, W, B)), (8,), B, B).square().mean()
+
+
+def graphs() -> int:
+    """The live graphs of this process."""
+    gc.collect()
+    return sum(type(o) is fx.Graph for o in gc.get_objects())
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches of a few entries, which fill soon."""
+    for module, name in ((pattern, "_PLANS"), (composites, "_TRACED"), (choice, "_CHOSEN")):
+        monkeypatch.setattr(module, name, Recent(8))
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f: fuse(f, compiler="eager"),
+        checkpoint,
+        lambda f: jit(f, backend="eager"),
+    ],
+    ids=["fuse", "checkpoint", "jit"],
+)
+@pytest.mark.filterwarnings("ignore::torchard.RetraceWarning")
+def test_graphs_of_shapes_that_are_not_seen_again(
+    small: None, transform: Callable[..., Transformed]
+) -> None:
+    run = transform(block)
+    run.cache_size = 4
+    counts = []
+    for n in range(2, 26):
+        torch.func.grad(run)(torch.ones(n, 8))
+        counts.append(graphs())
+    assert max(counts[16:]) <= max(counts[8:16])
+
+
+def test_recent_forgets_the_least_recently_used() -> None:
+    recent, made = Recent[int](2), list[str]()
+
+    def get(key: str) -> int:
+        return recent.get(key, lambda: made.append(key) or len(made))  # type: ignore[func-returns-value]
+
+    assert [get(k) for k in "aba"] == [1, 2, 1]
+    assert get("c") == 3 and len(recent) == 2
+    assert get("a") == 1 and get("b") == 4 and made == ["a", "b", "c", "b"]
