@@ -15,7 +15,7 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.reachable import SETTINGS
 from torchard.functional.signature import is_placed
 
-__all__ = ["Reader", "owned_by", "path_to", "reader_of"]
+__all__ = ["Reader", "owned_by", "reader_of"]
 
 # A path is followed at every call; an environment as large as a module tree is searched once.
 _DEPTH, _OBJECTS = 8, 20_000
@@ -30,6 +30,7 @@ class Reader:
         self.steps = steps
 
     def __str__(self) -> str:
+        """For messages and plans: ``p['w1']``."""
         texts = [text for text, _ in self.steps if text]
         return "".join(
             text if i == 0 or text.startswith(("[", ".")) else f".{text}"
@@ -198,12 +199,6 @@ def reader_of(fn: Any, value: Any) -> Reader | None:
         if found is value:
             return Reader(steps)
     return None
-
-
-def path_to(fn: Any, value: Any) -> str:
-    """``closure 'p['w1']'`` for messages and plans."""
-    reader = reader_of(fn, value)
-    return f"closure '{reader}'" if reader else "closure"
 
 
 def owned_by(fn: Any) -> frozenset[int]:

@@ -10,6 +10,7 @@ structure, with equal numbers and tensors of the same shapes?
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, eq, is_
 from typing import Any
@@ -54,6 +55,10 @@ class Environment:
         read += chain.from_iterable(self._values)
         return read
 
+    def let_go(self) -> None:
+        """Keep no tensor alive: of those in slots, what they were like is enough to go on."""
+        self._now = [_past(value) if is_value(value) else value for value in self._now]
+
     def reaches(self, tensor: Any) -> bool:
         """Whether the tensor was found, so that nothing has taken its place while slots are unchanged."""
         return id(tensor) in self._reached
@@ -95,6 +100,18 @@ class Environment:
         return self.structure == other.structure
 
 
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """What a tensor, or a placed value, was like."""
+
+    id: int
+    kind: Any
+
+
+def _past(value: Any) -> _Past:
+    return value if isinstance(value, _Past) else _Past(id(value), kind_of(value))
+
+
 def _replaced(then: Sequence[Any], now: Sequence[Any]) -> dict[int, int] | None:
     """From ids of values to ids of what has taken their place, if that makes no difference to a trace.
 
@@ -103,10 +120,11 @@ def _replaced(then: Sequence[Any], now: Sequence[Any]) -> dict[int, int] | None:
     """
     into: dict[int, int] = {}
     for old, new in zip(then, now, strict=True):
-        if is_value(old):
-            if into.setdefault(id(old), id(new)) != id(new):
+        if isinstance(old, _Past) or is_value(old):
+            past = _past(old)
+            if into.setdefault(past.id, id(new)) != id(new):
                 return None
-            if old is not new and kind_of(old) != kind_of(new):
+            if old is not new and past.kind != kind_of(new):
                 return None
         elif old is not new:
             return None

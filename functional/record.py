@@ -151,7 +151,7 @@ def _lift_attributes(found: Recording, room: Room) -> None:
         if id(value) not in operands:
             operand = _placeholder(graph, room, value)
             operands[id(value)] = operand
-            found.closures.append(Closure(value, (value,), Spec.of(value), operand, None, made))
+            found.closures.append(Closure(value, Spec.of(value), operand, None, made))
         node.replace_all_uses_with(operands[id(value)])
         graph.erase_node(node)
 

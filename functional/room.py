@@ -43,19 +43,28 @@ class Closure:
     """A tensor the function uses without being given it; it becomes a hidden operand.
 
     Attributes:
-        value: the tensor, or the placed object.
-        parts: the tensors that hold it now.
+        value: the tensor, or the placed object; None once it has been let go of.
         tag: its Placement, if it is a placed object.
         made: the trace made it itself (``torch.tensor([1, 2])``): it can never change.
         node: its placeholder.
+        reader: gets it from the function's environment; None if it was not found there.
     """
 
     value: Any
-    parts: tuple[torch.Tensor, ...]
     spec: Spec
     node: fx.Node
     tag: Any = None
     made: bool = False
+    reader: Callable[[Any], Any] | None = None
+
+    def now(self, fn: Any) -> Any:
+        """What the function closes over today, in this one's place."""
+        return self.value if self.reader is None else self.reader(fn)
+
+    def let_go(self) -> None:
+        """Keep nothing alive that can be read anew: a cached trace outlives many such values."""
+        if self.reader is not None:
+            self.value = None
 
 
 @dataclass
@@ -185,15 +194,15 @@ class Room:
 
     @contextlib.contextmanager
     def standing_in(
-        self, closures: Sequence[Closure], tensors: Sequence[torch.Tensor]
+        self, closures: Sequence[Closure], values: Sequence[Any], tensors: Sequence[torch.Tensor]
     ) -> Iterator[None]:
-        """Run the function again with these tensors for what it closed over the first time."""
+        """Run the function again with these tensors for the values that it closes over now."""
         before = dict(self.closures)
-        for closure, tensor in zip(closures, tensors, strict=True):
-            self.closures[id(closure.value)] = closure, tensor
+        for closure, value, tensor in zip(closures, values, tensors, strict=True):
+            self.closures[id(value)] = closure, tensor
             if not closure.made:  # what the function makes itself is nobody's to differentiate
-                self.stood_in.add(id(closure.value))
-        mine = {id(closure.value) for closure in closures}
+                self.stood_in.add(id(value))
+        mine = set(map(id, values))
         try:
             yield
         finally:
@@ -204,15 +213,15 @@ class Room:
         if isinstance(value, torch.Tensor):
             with internals.no_function_modes():
                 spec = Spec.of(value)
-            tag, parts = None, (value,)
+            tag = None
         else:
-            shape, dtype, device, tag, parts = value.__torchard_placed__()
+            shape, dtype, device, tag, _ = value.__torchard_placed__()
             spec = contiguous(shape, dtype, device)
         with internals.no_modes(), self.fakes:
             fake = spec.empty()
         node = internals.track(self.tracer, fake, f"closure{len(self.closures)}", self.last_input)
         self.last_input = node
-        return Closure(value, tuple(parts), spec, node, tag), fake
+        return Closure(value, spec, node, tag), fake
 
 
 class _Tracer(internals.PythonKeyTracer):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from torchard.functional import torch_internals as internals
 from torchard.functional import tree
-from torchard.functional.closures import owned_by, path_to
+from torchard.functional.closures import owned_by, reader_of
 from torchard.functional.errors import PurityError
 from torchard.functional.program import FREE, Leaf, Program
 from torchard.functional.purify import purify
@@ -54,12 +55,14 @@ def trace_call(
     found = purify(record(shape, specs, owned=owned, grad_mode=grad_mode), names)
     lifted = [closure for closure in found.closures if not closure.made]
     made = [closure for closure in found.closures if closure.made]
+    for closure in lifted:
+        closure.reader = reader_of(fn, closure.value)
     inputs = [
         *(
             Leaf(path, _tag(arguments.leaves[i]))
             for path, i in zip(names, arguments.traced, strict=True)
         ),
-        *(Leaf(path_to(fn, closure.value), closure.tag, "closure") for closure in lifted),
+        *(Leaf(_path_to(closure), closure.tag, "closure") for closure in lifted),
         *(Leaf(f"constant {i}", role="constant") for i, _ in enumerate(made)),
     ]
     for node, spec in zip(found.graph.find_nodes(op="placeholder"), specs, strict=False):
@@ -81,6 +84,11 @@ def trace_call(
 
 def _tag(leaf: Any) -> Any:
     return leaf.__torchard_placed__()[3] if hasattr(leaf, "__torchard_placed__") else None
+
+
+def _path_to(closure: Closure) -> str:
+    """``closure 'p['w1']'`` for messages and plans."""
+    return "closure" if closure.reader is None else f"closure '{closure.reader}'"
 
 
 class _Shape:
@@ -125,14 +133,18 @@ class _Shape:
         self, closures: Sequence[Closure]
     ) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
         """The function of its inputs and closures, for tracing derivatives of it."""
-        count = len(self.arguments.traced)
+        traced = frozenset(self.arguments.traced)
+        static = [None if i in traced else leaf for i, leaf in enumerate(self.arguments.leaves)]
+        self.arguments = replace(self.arguments, leaves=static)  # kept longer than the call's tensors
+        count = len(traced)
         autocast = _autocast_state()
 
         def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             room = active()
             assert room is not None
             operands = tensors[count : count + len(closures)]
-            with _autocast_as(autocast), room.standing_in(closures, operands):
+            values = [closure.now(self.fn) for closure in closures]
+            with _autocast_as(autocast), room.standing_in(closures, values, operands):
                 return self(tensors[:count])
 
         return run

@@ -6,14 +6,13 @@ import threading
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice
 from operator import attrgetter
 from types import MethodType
 from typing import Any
 
 import torch
 
-from torchard.functional.closures import Reader, reader_of
 from torchard.functional.donate import give_up
 from torchard.functional.environment import Environment
 from torchard.functional.errors import RetraceWarning
@@ -28,6 +27,8 @@ from torchard.functional.trace import trace_call
 __all__ = ["Transformed"]
 
 _RETRACES = 8
+# Signatures used in turn: training and evaluation, whole batches and the last one.
+_ALIVE = 4
 # What following a path may raise once the environment has changed.
 _MISSING = (KeyError, IndexError, AttributeError, TypeError, ValueError)
 
@@ -125,8 +126,9 @@ class Transformed:
         key = self._key(arguments)
         with self._lock:
             entry = self._entries.get(key)
-            if entry is not None:
+            if entry is not None and next(reversed(self._entries)) != key:
                 self._entries.move_to_end(key)
+                self._let_go()
         if entry is not None:
             closures = entry.closures(self.fn, arguments)
             if closures is not None:
@@ -150,7 +152,16 @@ class Transformed:
                 self._entries[self._key(arguments)] = entry
                 while len(self._entries) > self.cache_size:
                     self._entries.popitem(last=False)
-        return entry, [closure.value for closure in program.closures]
+                self._let_go()
+        values = [closure.value for closure in program.closures]
+        for closure in program.closures:
+            closure.let_go()
+        return entry, values
+
+    def _let_go(self) -> None:
+        """Only the signatures used last keep what the function closed over when they were."""
+        for entry in islice(reversed(self._entries.values()), _ALIVE, _ALIVE + 1):
+            entry.let_go()
 
     def _count(self, arguments: Arguments, paths: list[str]) -> None:
         with self._lock:
@@ -243,7 +254,6 @@ class _Entry:
         # The closed-over values, and the state of the environment they are of.
         self.last_read: tuple[object, list[Any]] = (None, [])
         self.kinds = [_kind(closure.value) for closure in base.closures]
-        self.readers: list[Reader | None] = [reader_of(fn, c.value) for c in base.closures]
         starts = [f"args[{n}]" for r in rewrites for n in getattr(r, "donate_argnums", ())]
         self.donated = [i for i in arguments.traced if _under(paths[i], starts)]
         ends = accumulate(self.flat.widths, initial=0)
@@ -262,7 +272,7 @@ class _Entry:
         One whose place in fn's environment was not found may be another one next time, and a
         transform's own tensor (found or not) surely is. Nor may fn read what cannot be looked at.
         """
-        return self.environment.guardable and all(reader is not None for reader in self.readers)
+        return self.environment.guardable and all(c.reader is not None for c in self.lifted)
 
     def closures(self, fn: Callable[..., Any], arguments: Arguments) -> list[Any] | None:
         """The closed-over values as they are now; None if one no longer fits, or fn is another one."""
@@ -274,8 +284,7 @@ class _Entry:
             self.environment = environment
         state, values = self.last_read
         if state is not environment.state:
-            pairs = zip(self.readers, self.lifted, strict=True)
-            values = [_value(path, fn, closure) for path, closure in pairs]
+            values = [_value(closure, fn) for closure in self.lifted]
             if not all(map(_fits, values, self.lifted)):
                 return None
             if all(map(environment.reaches, values)):
@@ -283,6 +292,11 @@ class _Entry:
         elif [*map(_kind, values)] != self.kinds:
             return None
         return values
+
+    def let_go(self) -> None:
+        """Keep no closed-over value alive; the next call reads them anew."""
+        self.last_read = None, []
+        self.environment.let_go()
 
     def parts(self, arguments: Arguments, closures: Sequence[Any]) -> list[torch.Tensor]:
         """All input parts in order."""
@@ -324,9 +338,9 @@ _kind = attrgetter("shape", "dtype")
 _NOWHERE = object()
 
 
-def _value(path: Reader | None, fn: Callable[..., Any], closure: Closure) -> Any:
+def _value(closure: Closure, fn: Callable[..., Any]) -> Any:
     try:
-        return path(fn) if path else closure.value
+        return closure.now(fn)
     except _MISSING:
         return _NOWHERE
 

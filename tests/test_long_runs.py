@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -51,10 +53,34 @@ def test_graphs_of_shapes_that_are_not_seen_again(
     run = transform(block)
     run.cache_size = 4
     counts = []
-    for n in range(2, 26):
+    for n in range(2, 20):
         torch.func.grad(run)(torch.ones(n, 8))
         counts.append(graphs())
-    assert max(counts[16:]) <= max(counts[8:16])
+    assert max(counts[12:]) <= max(counts[6:12])
+
+
+@pytest.mark.filterwarnings("ignore::torchard.RetraceWarning")
+@pytest.mark.parametrize("derivative", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("stops", [False, True], ids=["followed", "run again"])
+def test_values_that_were_closed_over_and_replaced(derivative: bool, stops: bool) -> None:
+    """Each of a new shape or of an old one, in turn; all are read anew, few are kept."""
+    held: dict[str, Tensor] = {}
+
+    def scaled(x: Tensor) -> Tensor:
+        with torch.no_grad() if stops else contextlib.nullcontext():
+            scale = held["w"] * 2
+        return (x * scale * held["w"]).sum()
+
+    transformed = checkpoint(scaled)
+    run, plain = (torch.func.grad(f) if derivative else f for f in (transformed, scaled))
+    alive: list[weakref.ref[Tensor]] = []
+    for i in range(24):
+        held["w"] = torch.full((1,), float(i))
+        alive.append(weakref.ref(held["w"]))
+        x = torch.ones(2 + i % 12)
+        torch.testing.assert_close(run(x), plain(x))
+    gc.collect()
+    assert sum(ref() is not None for ref in alive) <= 5
 
 
 def test_recent_forgets_the_least_recently_used() -> None:
