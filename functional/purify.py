@@ -194,10 +194,12 @@ def _strip_copies(graph: fx.Graph) -> None:
 def _inline_scalars(found: Recording) -> None:
     """``torch.tensor(2.0)`` in the traced function is a number, not an operand."""
     for closure in found.closures:
-        if not (closure.made and closure.spec.shape == ()):
+        known = closure.made and not isinstance(closure.value, internals.FakeTensor)
+        if not (known and closure.spec.shape == ()):
             continue
-        with found.graph.inserting_before(_first_op(found.graph)):
+        with internals.no_modes():  # a trace around this one would hear of it
             value = closure.value.item()
+        with found.graph.inserting_before(_first_op(found.graph)):
             full = found.graph.call_function(
                 aten.full.default,
                 ([], value),

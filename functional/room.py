@@ -176,6 +176,8 @@ class Room:
         base = internals.base_tensor(tensor)
         if isinstance(base, internals.FakeTensor) and base.fake_mode is self.fakes:
             return True
+        if id(base) in self.constants:  # the tracer burns it in, as it does this trace's own
+            return True
         if not internals.is_wrapped(tensor):
             return False
         # A level opened inside the traced function wraps a foreign tensor. Swapping it would cut

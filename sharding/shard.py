@@ -250,10 +250,13 @@ class Shard:
     def _pin_outputs(self, graph: fx.Graph, program: Program) -> None:
         out = graph.output_node()
         values = list(out.args[0])  # type: ignore[arg-type]
+        last = graph.find_nodes(op="placeholder")[-1:]
         for i, leaf in enumerate(program.outputs):
-            if isinstance(leaf.hint, Hint) and isinstance(values[i], fx.Node):
-                with graph.inserting_before(out):
-                    values[i] = pin(graph, values[i], leaf.hint, leaf.path, soft=False)
+            value = values[i]
+            if isinstance(leaf.hint, Hint) and isinstance(value, fx.Node):
+                # Ahead of all that reads the value: what is computed of a result reads the result.
+                with graph.inserting_after(last[0] if value.op == "placeholder" else value):
+                    values[i] = pin(graph, value, leaf.hint, leaf.path, soft=False)
         out.args = (tuple(values),)
 
     def _resolve_pins(self, graph: fx.Graph) -> None:

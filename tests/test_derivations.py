@@ -15,7 +15,7 @@ from hypothesis import settings
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from torchard import checkpoint, fuse, jit, trace
-from torchard.sharding import Mesh, P, shard
+from torchard.sharding import Mesh, MeshTensor, P, shard
 
 F64 = torch.float64
 MESH = Mesh({"dp": 2}, virtual=True)
@@ -44,7 +44,14 @@ everywhere = pytest.mark.parametrize("name", TRANSFORMS)
 
 
 def same(have: Any, want: Any) -> None:
-    torch.testing.assert_close(have, want, rtol=1e-9, atol=1e-9, equal_nan=True)
+    torch.testing.assert_close(whole(have), want, rtol=1e-9, atol=1e-9, equal_nan=True)
+
+
+def whole(value: Any) -> Any:
+    """What a transform around a shard gives may live on its mesh."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(whole, value))
+    return value.full() if isinstance(value, MeshTensor) else value
 
 
 # -- zero tangents ----------------------------------------------------------------------------------
@@ -222,3 +229,54 @@ UNUSED: dict[str, Callable[..., torch.Tensor]] = {
 def test_unused_arguments_in_a_second_backward(which: str, name: str) -> None:
     fn = UNUSED[which]
     same(second(TRANSFORMS[name](fn), X, [X.cos(), X.exp()]), second(fn, X, [X.cos(), X.exp()]))
+
+
+# -- transforms inside transforms ---------------------------------------------------------------------
+
+
+def returned_and_read(x: torch.Tensor) -> Any:
+    y = x.sin()
+    return y, y.cos() * x
+
+
+def returned_twice(x: torch.Tensor) -> Any:
+    y = x.sin()
+    return y, y, y.exp()
+
+
+def an_argument_too(x: torch.Tensor) -> Any:
+    return x, x.cos(), x
+
+
+def a_constant_inside(x: torch.Tensor) -> Any:
+    return x * torch.tensor(2.0), x.sum() * torch.tensor([1.0, 3.0]), x + torch.tensor(3)
+
+
+INNER = {f.__name__: f for f in (returned_and_read, returned_twice, an_argument_too, a_constant_inside)}
+SPECS = [P(), P("dp"), P(None, "dp"), (P("dp"), P(), P(None, "dp"))]
+
+
+@crossed("inner", INNER)
+@pytest.mark.parametrize("spec", SPECS[1::2] if FEW else SPECS, ids=str)
+def test_results_of_an_inner_shard(inner: str, name: str, spec: Any) -> None:
+    """What a shard inside returns is pinned there, whatever else of it is computed from it."""
+    fn = INNER[inner]
+    count = len(fn(X))
+    specs = tuple(spec[i] if isinstance(spec, tuple) else spec for i in range(count))
+    if inner == "a_constant_inside":
+        specs = (specs[0], P(), P())
+    sharded = shard(fn, MESH, P("dp"), specs)
+    transform = TRANSFORMS[name]
+
+    def loss(f: Any) -> Any:
+        return lambda x: sum(whole(o).square().sum() for o in f(x))
+
+    same(transform(lambda x: sharded(x))(X), fn(X))
+    same(transform(grad(loss(sharded)))(X), grad(loss(fn))(X))
+    same(grad(transform(loss(sharded)))(X), grad(loss(fn))(X))
+
+
+@crossed("outer", [*TRANSFORMS])
+def test_constants_inside_of_transforms(outer: str, name: str) -> None:
+    fn = a_constant_inside
+    same(TRANSFORMS[outer](TRANSFORMS[name](fn))(X), fn(X))
