@@ -107,17 +107,18 @@ def purify(found: Recording, paths: Sequence[str]) -> Recording:
     Raises:
         PurityError: an argument is mutated, or a random number is drawn from torch's global state.
     """
-    _check_random(found.graph)
-    batch_norm.take_apart(found.graph)
-    _strip_detaches(found.graph)
-    _check_mutation(found.graph, paths)
-    found.without_grad |= functionalize_writes(found.graph)
-    _strip_copies(found.graph)
-    _inline_scalars(found)
-    sweep(found.graph)
-    _drop_unused(found)
-    batch_norm.settle(found.graph)
-    _check_pure(found.graph)
+    with internals.no_modes():  # a trace around this one would take the values for its operands
+        _check_random(found.graph)
+        batch_norm.take_apart(found.graph)
+        _strip_detaches(found.graph)
+        _check_mutation(found.graph, paths)
+        found.without_grad |= functionalize_writes(found.graph)
+        _strip_copies(found.graph)
+        _inline_scalars(found)
+        sweep(found.graph)
+        _drop_unused(found)
+        batch_norm.settle(found.graph)
+        _check_pure(found.graph)
     return found
 
 

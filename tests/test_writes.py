@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch.func import grad, vmap
 
-from torchard import jit, shard
+from torchard import PurityError, checkpoint, jit, shard
 from torchard.sharding import Mesh, P
 
 torch.manual_seed(0)
@@ -87,3 +88,31 @@ def test_what_is_turned_in_place_has_its_new_shape(name: str) -> None:
     torch.testing.assert_close(sharded(X), want, rtol=1e-14, atol=1e-14)
     slopes = [grad(lambda x, f=f: f(x).sum())(X) for f in (jit(fn, backend="eager"), fn)]
     torch.testing.assert_close(*slopes, rtol=1e-14, atol=1e-14)
+
+
+# -- in a transform that is called inside of another one -----------------------------------------------
+
+NESTED: dict[str, Callable[[Any], Any]] = {
+    "jit": lambda f: jit(grad(checkpoint(f)), backend="eager"),
+    "shard": lambda f: shard(
+        grad(checkpoint(f)), Mesh({"x": 2}, virtual=True), in_specs=(P("x"), P()), out_specs=P()
+    ),
+    "twice": lambda f: checkpoint(grad(jit(checkpoint(f), backend="eager"))),
+}
+
+
+@pytest.mark.parametrize("how", NESTED)
+def test_memory_of_an_inner_trace_is_its_own(how: str) -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        into = x * 1
+        into[:, :2] = x[:, 1:] * y[0]
+        into.view(6).mul_(into.sum())
+        return into.square().sum()
+
+    torch.testing.assert_close(NESTED[how](fn)(X, Y), grad(fn)(X, Y))
+
+
+@pytest.mark.parametrize("how", NESTED)
+def test_arguments_of_an_inner_trace_are_not_written(how: str) -> None:
+    with pytest.raises(PurityError, match=r"changes args\[0\] in place"):
+        NESTED[how](lambda x, y: x[:, :2].mul_(y[0]).sum())(X, Y)
