@@ -47,6 +47,25 @@ def _numel(x: torch.Tensor, dims: Sequence[int]) -> int:
     return math.prod(x.shape[d] for d in dims)
 
 
+@register_decomposition(aten.unbind.int)
+def _unbind(x: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
+    """Row by row, each from the rank that has it: cheaper where sums of rows are all that is wanted."""
+    return tuple(x.select(dim, i) for i in range(x.shape[dim]))
+
+
+@register_decomposition(aten.glu.default)
+def _glu(x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    value, gate = torch.chunk(x, 2, dim)
+    return value * torch.sigmoid(gate)
+
+
+@register_decomposition(aten.glu_backward.default)
+def _glu_backward(grad: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
+    value, gate = torch.chunk(x, 2, dim)
+    share = torch.sigmoid(gate)
+    return torch.cat([grad * share, grad * value * share * (1 - share)], dim)
+
+
 @register_decomposition(aten.mean.dim, aten.mean.default)
 def _mean(
     x: torch.Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None

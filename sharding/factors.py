@@ -10,6 +10,7 @@ After Shardy's sharding rules (https://openxla.org/shardy), in einops' spelling:
     "-> i j | index i j"               a creation op that knows its global index
     "1 -> i | free i"                  made here and the same at every index (expand, full)
     "-> i | index i | run i"           the emitter asks which i it owns, and wants them in one run
+    "n n, n k -> n k, n n | same k" a result without k is the same whatever part of k is at hand
     "n -> r c | whole c | tie n r"     r blocks of a dim: split together, one block a rank
     "r c -> r w | whole c w | halo r c 2"  moves data along r itself: of each block 2 of its c
     "i k, k j -> i j | linear 0 | linear 1"   linear in each operand alone: pending sums pass
@@ -233,6 +234,7 @@ def _with_clauses(
     outs: tuple[tuple[Factors, ...], ...],
 ) -> Rule:
     whole: set[int] = set()
+    same: set[int] = set()
     combine: dict[int, str] = {}
     linear: list[frozenset[int]] = []
     index: set[int] = set()
@@ -244,6 +246,8 @@ def _with_clauses(
             whole |= {build.ids[w] for w in words if w in build.ids}
         elif verb in ("index", "free"):
             index |= {build.ids[w] for w in words if w in build.ids}
+        elif verb == "same":
+            same |= {build.ids[w] for w in words if w in build.ids}
         elif verb == "run":
             run |= {build.ids[w] for w in words}
         elif verb == "reduce":
@@ -255,7 +259,7 @@ def _with_clauses(
         elif verb == "linear":
             linear.append(frozenset(int(w) for w in words))
         else:
-            known = "whole, index, free, run, reduce, tie, halo and linear"
+            known = "whole, index, free, same, run, reduce, tie, halo and linear"
             raise RuleError(f"unknown clause {verb!r}; there are {known}")
     on_result = {f for out in outs for dim in out for f in dim}
     on_operand = {f for i in ins for dim in i for f in dim}
@@ -263,7 +267,7 @@ def _with_clauses(
     whole |= on_result - on_operand - index - tied  # made of nothing that could be split
     on_each = [{f for dim in out for f in dim} for out in outs]
     on_all = set[int]().union(*on_each).intersection(*on_each)
-    for f in on_operand - whole - on_all - tied:
+    for f in on_operand - whole - on_all - tied - same:
         combine.setdefault(f, "sum")
     sizes = tuple(0 if s is None else s for s in build.sizes)
     return Rule(

@@ -110,7 +110,8 @@ class _Walk:
                     continue
                 factor, inside = at
                 room = rule.sizes[factor] // inside
-                if factor in rule.whole and self._cuts(call, mark, rule, dims[mark.dim], factor):
+                taken = rule.whole | rule.run if call.target in _TAKES else rule.whole
+                if factor in taken and self._cuts(call, mark, rule, dims[mark.dim], factor):
                     self._cut(mark.source, room)
                     continue
                 if factor in rule.whole and call.target in _ATTENTION:

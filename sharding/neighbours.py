@@ -8,8 +8,9 @@ each dim of each operand; it declines (NotImplemented) what it can not do, which
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -202,22 +203,112 @@ def _flip(parts: Parts, x: torch.Tensor, dims: Sequence[int]) -> Any:
     return NotImplemented
 
 
+@register(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(parts: Parts, x: torch.Tensor, sizes: int | list[int], dim: int = 0) -> Any:
+    """One exchange for all pieces: a window is a block's part of each of them."""
+    dim, count = dim % x.ndim, parts[0][dim]
+    n = x.shape[dim]
+    if not worthwhile(n, count):
+        return NotImplemented
+    pieces = [p.shape[dim] for p in torch.split(x, sizes, dim)]
+    each = [each_of(size, count) for size in pieces]
+    starts_of = list(itertools.accumulate(pieces, initial=0))
+    places = list(itertools.accumulate(each, initial=0))
+    runs = [
+        tuple(
+            (start + j * e, min(e, size - j * e), 1, place)
+            for start, place, size, e in zip(starts_of, places, pieces, each, strict=False)
+            if j * e < size
+        )
+        for j in range(count)
+    ]
+    taken = in_windows(x, dim, places[-1], runs)
+    return [
+        unblocks(taken.narrow(dim + 1, place, e), dim, size)
+        for place, e, size in zip(places, each, pieces, strict=False)
+    ]
+
+
 @register(aten.cat.default)
 def _cat(parts: Parts, tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
+    """One exchange for all operands, of their blocks side by side."""
     dim %= tensors[0].ndim
     made = sum(x.shape[dim] for x in tensors)
     count = max(part[dim] for part in parts)
     if not worthwhile(made, count):
         return NotImplemented
-    each, offset, found = each_of(made, count), 0, None
-    places = places_in(tensors[0], dim, count, each)
-    for x in tensors:
-        if x.shape[dim] == 0:
-            continue
-        part = strided(x, dim, count, made, 1, -offset, 1)
-        found = part if found is None else torch.where(places < offset, found, part)
-        offset += x.shape[dim]
-    return NotImplemented if found is None else unblocks(found, dim, made)
+    each = [each_of(x.shape[dim], count) for x in tensors]
+    offsets = list(itertools.accumulate((x.shape[dim] for x in tensors), initial=0))
+    beside = torch.cat([blocks(x, dim, count) for x in tensors], dim + 1)
+    width = each_of(made, count)
+    runs: list[tuple[Run, ...]] = []
+    for j in range(count):
+        own: list[Run] = []
+        for k, e in enumerate(each):
+            low, high = max(j * width, offsets[k]), min((j + 1) * width, offsets[k + 1])
+            own += _of_blocks(low - offsets[k], high - offsets[k], low - j * width, each, k) if e else []
+        runs.append(tuple(own))
+    window = Window(dim, width, 0, tuple(runs))
+    return unblocks(windows(beside, window), dim, made)
+
+
+def _of_blocks(start: int, stop: int, place: int, each: Sequence[int], k: int) -> Iterator[Run]:
+    """A run of an operand, where blocks of several stand side by side: one run for each block."""
+    first, whole = start, sum(each)
+    while first < stop:
+        block, inside = divmod(first, each[k])
+        length = min(each[k] - inside, stop - first)
+        yield block * whole + sum(each[:k]) + inside, length, 1, place + first - start
+        first += length
+
+
+@register(aten.slice_scatter.default)
+def _slice_scatter(
+    parts: Parts, x: torch.Tensor, y: torch.Tensor, dim: int = 0, *ends: Any
+) -> Any:
+    """What is written moves to the blocks it is written to."""
+    dim, n = dim % x.ndim, x.shape[dim]
+    given: list[Any] = [*ends, *[None, None, 1][len(ends) :]]
+    start, stop, step = given
+    places = range(*slice(start, stop, step).indices(n))
+    count = max(parts[0][dim], parts[1][dim])
+    if step != 1 or not places or not worthwhile(n, count) or not worthwhile(len(places), count):
+        return NotImplemented
+    part = strided(y, dim, count, n, 1, -places.start, 1)
+    at = places_in(x, dim, count, each_of(n, count))
+    written = (at >= places.start) & (at < places.stop)
+    return unblocks(torch.where(written, part, blocks(x, dim, count)), dim, n)
+
+
+@register(aten.unfold.default)
+def _unfold(parts: Parts, x: torch.Tensor, dim: int, size: int, step: int) -> Any:
+    dim %= max(x.ndim, 1)
+    if not x.ndim or not worthwhile(x.shape[dim], parts[0][dim]):
+        return NotImplemented
+    made = (x.shape[dim] - size) // step + 1
+    taken = strided(x, dim, parts[0][dim], made, step, 0, size)
+    return unblocks(taken.unfold(dim + 1, size, step), dim, made)
+
+
+@register(aten.unfold_backward.default)
+def _unfold_backward(
+    parts: Parts, grad: torch.Tensor, sizes: list[int], dim: int, size: int, step: int
+) -> Any:
+    """Each block of the result sums the windows that reach into it, among them some of neighbours."""
+    dim %= len(sizes)
+    n, made, count = sizes[dim], grad.shape[dim], parts[0][dim]
+    each = each_of(n, count)
+    if not worthwhile(made, count) or each % step:
+        return NotImplemented
+    behind = -((1 - size) // -step)  # of a block's first element: the first window with it, <= 0
+    own = each // step - behind
+    begin = [j * each // step + behind for j in range(count)]
+    runs = [clipped(first, first + own, made) for first in begin]
+    taken = in_windows(grad, dim, own, runs)
+    reach = (own - 1) * step + size
+    local = [*sizes[:dim], count, reach, *sizes[dim + 1 :]]
+    summed = aten.unfold_backward.default(taken, local, dim + 1, size, step)
+    return unblocks(summed.narrow(dim + 1, -behind * step, each), dim, n)
 
 
 # -- running along the dim ------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from torchard.sharding.aliases import output_values
 from torchard.sharding.decompose import comes_apart, decompose
 from torchard.sharding.decompositions import BIASED_PRODUCTS
 from torchard.sharding.local import local_operations
@@ -92,7 +93,10 @@ def _settled(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
 
 
 def _torn(plan: Plan, mesh: Mesh) -> list[fx.Node]:
-    """Operations that must gather an operand: a dim they need whole is split, or cut elsewhere."""
+    """Operations that must gather an operand: a dim they need whole is split, or cut elsewhere.
+
+    And those whose result is, since it lies in pieces that its users do not take.
+    """
     found = []
     for node in plan.decision.option:
         call = Call.of(node)
@@ -107,7 +111,24 @@ def _torn(plan: Plan, mesh: Mesh) -> list[fx.Node]:
             if not kept.issuperset(home.split_axes):
                 found.append(node)
                 break
+        else:
+            if _in_other_pieces(plan, node):
+                found.append(node)
     return found
+
+
+def _in_other_pieces(plan: Plan, node: fx.Node) -> bool:
+    """Whether a result is split inside a dim, as that of a cat of split operands is, and moved."""
+    made = plan.decision.raw[node][0]
+    if all(len(dim) == 1 for dim in made.dims):
+        return False
+    outputs = zip(output_values(plan.graph), plan.decision.outputs, strict=True)
+    taken = [layout for value, layout in outputs if value is node]
+    for user in node.users:
+        if user in plan.decision.option:
+            operands = zip(Call.of(user).operands, plan.decision.option[user].ins, strict=True)
+            taken += [layout for operand, layout in operands if operand is node]
+    return any(layout.dims != made.dims for layout in taken)
 
 
 def _taken_apart(

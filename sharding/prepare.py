@@ -1,8 +1,9 @@
 """What a traced program goes through before its layouts are chosen.
 
 Creation lets go of the tensor it was modelled on (``zeros_like`` of a sharded value must not move it),
-sums from the end are one operation, equal views become one (so that a reshard of their base is shared),
-and dead nodes go.
+and so does filling. Pieces of memory become views of tensors (``strided.py``), rows and slices of one
+value are seen together (``cuts.py``), sums from the end are one operation, equal views become one (so
+that a reshard of their base is shared), and dead nodes go.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import operator
 from collections.abc import Hashable
 from typing import Any
 
+import torch
 from torch import fx
 
 from torchard.functional.operators import aten
+from torchard.sharding.cuts import gather_cuts
 from torchard.sharding.rules import lookup
 from torchard.sharding.rules.scan import fold_flips
+from torchard.sharding.strided import unstride
 
 __all__ = ["prepare"]
 
@@ -28,20 +32,52 @@ _CONSTANTS: dict[Any, float | int | None] = {
     aten.new_empty.default: 0,
     aten.full_like.default: None,
     aten.new_full.default: None,
+    aten.fill.Scalar: None,
+    aten.zero.default: 0,
 }
+
+
+# Filled with a tensor's value: of what is filled they need the shape alone.
+_COPIES = (aten.fill.Tensor, aten.copy.default)
 
 
 def prepare(graph: fx.Graph) -> fx.Graph:
     """The graph, changed in place."""
+    _lift_numbers(graph)
+    unstride(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _CONSTANTS:
             _release(graph, node, _value(node))
         elif _is_empty_cut(node):
             _release(graph, node, 0)
+        elif node.target in _COPIES:
+            _spread(graph, node)
+    gather_cuts(graph)
     fold_flips(graph)
     _share_views(graph)
     graph.eliminate_dead_code()
     return graph
+
+
+def _lift_numbers(graph: fx.Graph) -> None:
+    """A number where an operation takes a tensor, and has no other, becomes one: ``conj(1 + 2j)``.
+
+    Derivatives by a factor that is a number leave such calls, and no rule is for one without operands.
+    """
+    for node in list(graph.nodes):
+        if not isinstance(node.target, torch._ops.OpOverload) or node.all_input_nodes:
+            continue
+        for k, given in enumerate(node.target._schema.arguments[: len(node.args)]):
+            number = node.args[k]
+            if str(given.type) == "Tensor" and isinstance(number, (bool, int, float, complex)):
+                val = torch.tensor(number)
+                if isinstance(number, (float, complex)):  # in which autograd has them
+                    val = val.to(torch.complex128 if isinstance(number, complex) else torch.float64)
+                kind = {"dtype": val.dtype, "device": node.meta["val"].device}
+                with graph.inserting_before(node):
+                    made = graph.call_function(aten.full.default, ([], number), kind)
+                made.meta = {**node.meta, "val": node.meta["val"].new_empty([], dtype=val.dtype)}
+                node.update_arg(k, made)
 
 
 def _value(node: fx.Node) -> Any:
@@ -69,6 +105,24 @@ def _release(graph: fx.Graph, node: fx.Node, value: Any) -> None:
         )
     made.meta = {k: v for k, v in node.meta.items() if not k.startswith("_")}
     node.replace_all_uses_with(made)
+    graph.erase_node(node)
+
+
+def _spread(graph: fx.Graph, node: fx.Node) -> None:
+    """``fill(x, value)`` as the value in the shape and dtype of x."""
+    val, value = node.meta["val"], node.args[1]
+    steps: list[tuple[Any, list[Any], dict[str, Any]]] = [
+        (aten.expand.default, [list(val.shape)], {})
+    ]
+    if value.meta["val"].dtype != val.dtype:  # type: ignore[union-attr]
+        steps.insert(0, (aten._to_copy.default, [], {"dtype": val.dtype}))
+    kept = {k: v for k, v in node.meta.items() if not k.startswith("_")}
+    with graph.inserting_before(node):
+        for target, args, kwargs in steps:
+            before = value.meta["val"]  # type: ignore[union-attr]
+            value = graph.call_function(target, (value, *args), kwargs)
+            value.meta = {**kept, "val": target(before, *args, **kwargs)}
+    node.replace_all_uses_with(value)  # type: ignore[arg-type]
     graph.erase_node(node)
 
 

@@ -102,6 +102,8 @@ def _local_bytes(node: fx.Node, item: int, mesh: Mesh) -> int:
     val: Any = node.meta.get("val")
     layout = node.meta.get("layout")
     if isinstance(val, (tuple, list)):
+        if not isinstance(val[item], torch.Tensor):
+            return 0
         val, layout = val[item], layout and layout[_among_tensors(val, item)]
     if not isinstance(val, torch.Tensor) or layout is None:
         return 0

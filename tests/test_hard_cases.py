@@ -284,7 +284,6 @@ CASES = {
             for front in (0, WIDTH)
         ),
         received=True,
-        gathers=(2, 4),  # what is moved there and back is gathered there in fewer bytes
     ),
     "pooling, batch": Case(lambda a: F.max_pool1d(a, 2), (x(6, 4, 10),), (P("tp"),), 0),
     "merge of a split dim": Case(lambda a: a.reshape(-1), (TABLE,), (P("tp"),), 0),

@@ -24,6 +24,7 @@ from torchard.sharding.rules import (
     reduce,
     scan,
     search,
+    select,
     unfold,
 )
 from torchard.sharding.rules.registry import (
@@ -69,5 +70,6 @@ __all__ = [
     "rule_of",
     "scan",
     "search",
+    "select",
     "unfold",
 ]

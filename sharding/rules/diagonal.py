@@ -1,50 +1,179 @@
-"""Diagonals: the dims of the matrix are whole, the others may be split."""
+"""Diagonals and triangles: of a block of a matrix they are another diagonal, and another triangle.
+
+Where a rank's rows begin at r and its columns at c, the diagonal ``offset`` of the matrix is the
+diagonal ``offset + r - c`` of its block. So triangles are local however a matrix is split, and a diagonal
+is what is left of the matrix when all other elements are taken as zero and rows or columns are summed.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 from torchard.functional.operators import aten
-from torchard.sharding.rules.batched import emit_into_shape
-from torchard.sharding.rules.registry import Call, letters, register_rule, spell
+from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
+from torchard.sharding.rules.select import zeros
 
 
-def _pair(call: Call, rank: int, at: int, defaults: tuple[int, int] = (0, 1)) -> set[int]:
-    first, second = call.arg(at, "dim1", defaults[0]), call.arg(at + 1, "dim2", defaults[1])
-    return {first % rank, second % rank}
+def _triangle(call: Call) -> str:
+    names = letters(len(call.ins[0]))
+    return f"{spell(names)} -> {spell(names)} | linear 0 | run {names[-2]} {names[-1]}"
 
 
-def _shapes(rank: int, pair: set[int]) -> tuple[str, str, str]:
-    """The tensor, its diagonal (the last dim of it), and what is whole."""
-    names = letters(rank)
-    rest = [n for i, n in enumerate(names) if i not in pair]
-    whole = " ".join(["diag", *(names[i] for i in sorted(pair))])
-    return spell(names), spell([*rest, "diag"]), f" | whole {whole}"
-
-
-def _diagonal(call: Call) -> str:
+def _emit_triangle(call: Call, local: Local) -> Any:
     rank = len(call.ins[0])
-    matrix, diagonal, whole = _shapes(rank, _pair(call, rank, 2))
-    return f"{matrix} -> {diagonal} | linear 0{whole}"
+    rows, columns = local.operand_range(0, rank - 2), local.operand_range(0, rank - 1)
+    offset = call.arg(1, "diagonal", 0) + rows.start - columns.start
+    return local.call(call.target, local.args[0], offset)
 
 
-def _diagonal_backward(call: Call) -> str:
-    rank = len(call.outs[0])
-    matrix, diagonal, whole = _shapes(rank, _pair(call, rank, 3))
-    return f"{diagonal} -> {matrix} | linear 0{whole}"
+register_rule(aten.tril.default, aten.triu.default, text=_triangle, emit=_emit_triangle)
 
 
-def _diagonal_scatter(call: Call) -> str:
-    rank = len(call.ins[0])
-    matrix, diagonal, whole = _shapes(rank, _pair(call, rank, 3))
-    return f"{matrix}, {diagonal} -> {matrix} | linear 0 1{whole}"
+@dataclass(frozen=True)
+class _Diagonal:
+    """A diagonal of matrices in ``dims`` of a tensor."""
+
+    shape: tuple[int, ...]
+    dims: tuple[int, int]
+    offset: int
+
+    @staticmethod
+    def of(
+        call: Call, shape: tuple[int, ...], at: int, defaults: tuple[int, int] = (0, 1)
+    ) -> _Diagonal:
+        """``at``: where the call's arguments offset, dim1 and dim2 begin."""
+        rank = len(shape)
+        first = call.arg(at + 1, "dim1", defaults[0]) % rank
+        second = call.arg(at + 2, "dim2", defaults[1]) % rank
+        return _Diagonal(shape, (first, second), call.arg(at, "offset", 0))
+
+    def within(self, rows: range, columns: range) -> tuple[int, range]:
+        """Of a block: its diagonal, and which elements of the whole diagonal are on it."""
+        first_row = max(rows.start, columns.start - self.offset)
+        last_row = min(rows.stop, columns.stop - self.offset)
+        before = max(0, -self.offset)  # the row in which the whole diagonal begins
+        offset = self.offset + rows.start - columns.start
+        return offset, range(first_row - before, max(last_row, first_row) - before)
+
+    def text(self) -> tuple[str, str, list[str]]:
+        """The tensor, its diagonal (the last dim of it), and the dims of which it knows the place."""
+        names = letters(len(self.shape))
+        rest = [n for i, n in enumerate(names) if i not in self.dims]
+        return spell(names), spell([*rest, self.shared() or "diag"]), [names[i] for i in self.dims]
+
+    def shared(self) -> str | None:
+        """The dim that the diagonal is as long as and begins with, if there is one."""
+        (rows, columns), names = (self.shape[i] for i in self.dims), letters(len(self.shape))
+        if 0 <= self.offset <= columns - rows:
+            return names[self.dims[0]]
+        if rows - columns >= -self.offset >= 0:
+            return names[self.dims[1]]
+        return None
 
 
-def _diag_embed(call: Call) -> str:
-    rank = len(call.outs[0])
-    matrix, diagonal, whole = _shapes(rank, _pair(call, rank, 2, (-2, -1)))
-    return f"{diagonal} -> {matrix} | linear 0{whole}"
+def _elements(local: Local, values: Any, dim: int, have: range, want: range) -> Any:
+    """Those elements of ``values``, of which these are here."""
+    if have == want:
+        return values
+    return local.call(
+        aten.slice.Tensor, values, dim, want.start - have.start, want.stop - have.start
+    )
 
 
-register_rule(aten.diagonal.default, aten.diagonal_copy.default, text=_diagonal)
-register_rule(aten.diagonal_backward.default, text=_diagonal_backward, emit=emit_into_shape)
-register_rule(aten.diagonal_scatter.default, text=_diagonal_scatter)
-register_rule(aten.diag_embed.default, text=_diag_embed)
+def _read(call: Call) -> str:
+    matrix, diagonal, places = _Diagonal.of(call, call.ins[0], 1).text()
+    return f"{matrix} -> {diagonal} | linear 0 | run {spell(places)}"
+
+
+def _emit_read(call: Call, local: Local) -> Any:
+    """The elements that are here, among zeros for those of other ranks."""
+    found = _Diagonal.of(call, call.ins[0], 1)
+    rows, columns = (local.operand_range(0, d) for d in found.dims)
+    offset, here = found.within(rows, columns)
+    shape = local.shape()
+    made = local.result_range(len(shape) - 1)
+    if not here:
+        return zeros(call, local, shape)
+    values = local.call(call.target, local.args[0], offset, *found.dims)
+    pad = [here.start - made.start, made.stop - here.stop]
+    return local.call(aten.constant_pad_nd.default, values, pad, 0) if any(pad) else values
+
+
+register_rule(
+    aten.diagonal.default, aten.diagonal_copy.default, text=_read, emit=_emit_read
+)
+
+
+def _write(call: Call, found: _Diagonal) -> tuple[str, str, str]:
+    matrix, diagonal, places = found.text()
+    return matrix, diagonal, f" | index {spell(places)} | run {spell(places)} | whole diag"
+
+
+def _read_backward(call: Call) -> str:
+    matrix, diagonal, clauses = _write(call, _Diagonal.of(call, call.outs[0], 2))
+    return f"{diagonal} -> {matrix} | linear 0{clauses}"
+
+
+def _emit_read_backward(call: Call, local: Local) -> Any:
+    return _placed(call, local, _Diagonal.of(call, call.outs[0], 2))
+
+
+def _placed(call: Call, local: Local, found: _Diagonal) -> Any:
+    """Zeros, and the elements of a diagonal that are on this block."""
+    shape = local.shape()
+    rows, columns = (local.result_range(d) for d in found.dims)
+    offset, here = found.within(rows, columns)
+    if not here:
+        return zeros(call, local, shape)
+    dim = len(shape) - 2
+    values = _elements(local, local.args[0], dim, local.operand_range(0, dim), here)
+    return local.call(aten.diagonal_backward.default, values, shape, offset, *found.dims)
+
+
+def _scatter(call: Call) -> str:
+    found = _Diagonal.of(call, call.ins[0], 2)
+    matrix, diagonal, places = found.text()
+    return f"{matrix}, {diagonal} -> {matrix} | linear 0 1 | run {spell(places)} | whole diag"
+
+
+def _emit_scatter(call: Call, local: Local) -> Any:
+    found = _Diagonal.of(call, call.ins[0], 2)
+    rows, columns = (local.result_range(d) for d in found.dims)
+    offset, here = found.within(rows, columns)
+    matrix, values = local.args[:2]
+    if not here:
+        return local.call(aten.clone.default, matrix)
+    dim = len(call.ins[1]) - 1
+    values = _elements(local, values, dim, local.operand_range(1, dim), here)
+    return local.call(call.target, matrix, values, offset, *found.dims)
+
+
+def _embed(call: Call) -> str:
+    matrix, diagonal, clauses = _write(call, _embedded(call))
+    return f"{diagonal} -> {matrix} | linear 0{clauses}"
+
+
+def _embedded(call: Call) -> _Diagonal:
+    return _Diagonal.of(call, call.outs[0], 1, (-2, -1))
+
+
+def _emit_embed(call: Call, local: Local) -> Any:
+    return _placed(call, local, _embedded(call))
+
+
+register_rule(aten.diagonal_backward.default, text=_read_backward, emit=_emit_read_backward)
+register_rule(aten.diagonal_scatter.default, text=_scatter, emit=_emit_scatter)
+register_rule(aten.diag_embed.default, text=_embed, emit=_emit_embed)
+
+
+def _emit_trace(call: Call, local: Local) -> Any:
+    found = _Diagonal(call.ins[0], (0, 1), 0)
+    offset, here = found.within(local.operand_range(0, 0), local.operand_range(0, 1))
+    if not here:
+        return zeros(call, local, ())
+    values = local.call(aten.diagonal.default, local.args[0], offset, 0, 1)
+    return local.call(aten.sum.default, values)
+
+
+register_rule(aten.trace.default, text="i j -> | linear 0 | run i j", emit=_emit_trace)

@@ -1,4 +1,4 @@
-"""Operations that only move or rename: views, expand, select, stacking, padding."""
+"""Operations that only move or rename: views, expand, flips, padding."""
 
 from __future__ import annotations
 
@@ -148,25 +148,6 @@ def _emit_expand(call: Call, local: Local) -> Any:
 register_rule(aten.expand.default, text=_expand, emit=_emit_expand)
 
 
-def _select(call: Call) -> str:
-    names = letters(len(call.ins[0]))
-    dim = call.arg(1) % len(names)
-    kept = names[:dim] + names[dim + 1 :]
-    return f"{spell(names)} -> {spell(kept)} | linear 0 | whole {names[dim]}"
-
-
-def _unbind(call: Call) -> str:
-    names = letters(len(call.ins[0]))
-    dim = call.arg(1, "dim", 0) % len(names)
-    kept = spell(names[:dim] + names[dim + 1 :])
-    outs = ", ".join([kept] * len(call.outs))
-    return f"{spell(names)} -> {outs} | linear 0 | whole {names[dim]}"
-
-
-register_rule(aten.select.int, text=_select)
-register_rule(aten.unbind.int, text=_unbind)
-
-
 def _flip(call: Call) -> str:
     names = letters(len(call.ins[0]))
     dims = call.arg(2, "dims", []) if call.target is aten.roll.default else call.arg(1, "dims")
@@ -175,48 +156,6 @@ def _flip(call: Call) -> str:
 
 
 register_rule(aten.flip.default, aten.roll.default, text=_flip)
-
-
-def _select_backward(call: Call) -> str:
-    """The gradient of a select, padded with zeros."""
-    names = letters(len(call.outs[0]))
-    dim = call.arg(2) % len(names)
-    kept = names[:dim] + names[dim + 1 :]
-    return f"{spell(kept)} -> {spell(names)} | linear 0 | whole {names[dim]}"
-
-
-def _emit_select_backward(call: Call, local: Local) -> Any:
-    return local.call(call.target, local.args[0], local.shape(), *local.args[2:])
-
-
-register_rule(
-    aten.select_backward.default, text=_select_backward, emit=_emit_select_backward
-)
-
-
-def _scatter_cut(call: Call) -> str:
-    names = letters(len(call.ins[0]))
-    dim = call.arg(2, "dim", 0) % len(names)
-    src = [f"w{i}" if i == dim else n for i, n in enumerate(names)]
-    if call.target is aten.select_scatter.default:
-        src.pop(dim)
-    return (
-        f"{spell(names)}, {spell(src)} -> {spell(names)} | linear 0 1 | whole {names[dim]} w{dim}"
-    )
-
-
-register_rule(aten.slice_scatter.default, aten.select_scatter.default, text=_scatter_cut)
-
-
-def _stack(call: Call) -> str:
-    names = letters(len(call.ins[0]))
-    dim = call.arg(1, "dim", 0) % (len(names) + 1)
-    out = [*names[:dim], "s", *names[dim:]]
-    joint = " ".join(str(k) for k in range(len(call.ins)))
-    return f"{', '.join([spell(names)] * len(call.ins))} -> {spell(out)} | linear {joint}"
-
-
-register_rule(aten.stack.default, text=_stack)
 
 
 def _pad(call: Call) -> str:
@@ -229,14 +168,6 @@ def _pad(call: Call) -> str:
 
 
 register_rule(aten.constant_pad_nd.default, text=_pad)
-
-
-def _triangle(call: Call) -> str:
-    names = letters(len(call.ins[0]))
-    return f"{spell(names)} -> {spell(names)} | linear 0 | whole {names[-2]} {names[-1]}"
-
-
-register_rule(aten.tril.default, aten.triu.default, text=_triangle)
 
 
 def _as_strided(call: Call) -> str:

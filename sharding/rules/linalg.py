@@ -1,11 +1,16 @@
-"""Matrices: torch's solvers and factorisations take batches, and a batch may be split."""
+"""Matrices: torch's solvers and factorisations take batches, and a batch may be split.
+
+Right-hand sides are a batch too: each is solved for on its own, by whoever has the matrix.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 from torchard.functional.operators import aten
-from torchard.sharding.rules.batched import batched, core_text, emit_contiguous
+from torchard.sharding.rules.batched import Cores, batched, core_text, emit_contiguous
 from torchard.sharding.rules.registry import Call, Local, register_rule
 
 M, V, S = 2, 1, 0  # a matrix, a vector, a number of each in the batch
@@ -13,7 +18,6 @@ M, V, S = 2, 1, 0  # a matrix, a vector, a number of each in the batch
 for _name, _ins, _outs in [
     ("cholesky", (M,), (M,)),
     ("cholesky_inverse", (M,), (M,)),
-    ("cholesky_solve", (M, M), (M,)),
     ("geqrf", (M,), (M, V)),
     ("linalg_cholesky_ex", (M,), (M, S)),
     ("linalg_eig", (M,), (V, M)),
@@ -21,15 +25,10 @@ for _name, _ins, _outs in [
     ("linalg_householder_product", (M, V), (M,)),
     ("linalg_inv_ex", (M,), (M, S)),
     ("linalg_ldl_factor_ex", (M,), (M, V, S)),
-    ("linalg_ldl_solve", (M, V, M), (M,)),
     ("linalg_lu", (M,), (M, M, M)),
     ("linalg_lu_factor_ex", (M,), (M, V, S)),
-    ("linalg_lu_solve", (M, V, M), (M,)),
     ("linalg_qr", (M,), (M, M)),
-    ("linalg_solve_triangular", (M, M), (M,)),
     ("lu_unpack", (M, V), (M, M, M)),
-    ("ormqr", (M, V, M), (M,)),
-    ("triangular_solve", (M, M), (M, M)),
     ("_linalg_eigh", (M,), (V, M)),
     ("_linalg_svd", (M,), (M, V, M)),
 ]:
@@ -56,14 +55,67 @@ batched(aten._linalg_det.default, ins=(M,), outs=(S, M, V), emit=_emit_as_laid_o
 batched(aten._linalg_slogdet.default, ins=(M,), outs=(S, S, M, V), emit=_emit_as_laid_out)
 
 
-def _solve(call: Call) -> str:
+def _sides(call: Call, ins: Cores, outs: Cores, sides: int, left: bool = True) -> str:
+    """The rule for right-hand sides in operand ``sides``: columns, or rows if they are multiplied there.
+
+    Results without them, the factors of the matrix, are the same for all of them.
+    """
+    text, _, clauses = core_text(call, ins, outs).partition(" |")
+    names = (f"x{sides}_{int(left)}", f"y0_{int(left)}")
+    for name in names:
+        text, clauses = re.sub(rf"\b{name}\b", "k", text), re.sub(rf" {name}\b", "", clauses)
+    return f"{text} |{clauses} | same k"
+
+
+def _left(call: Call) -> bool:
+    return bool(call.node.kwargs.get("left", True))
+
+
+_SOLVERS: list[tuple[str, Cores, Cores, int, Callable[[Call], bool]]] = [
+    ("cholesky_solve", (M, M), (M,), 0, lambda call: True),
+    ("linalg_ldl_solve", (M, V, M), (M,), 2, lambda call: True),
+    ("linalg_lu_solve", (M, V, M), (M,), 2, _left),
+    ("linalg_solve_triangular", (M, M), (M,), 1, _left),
+    ("ormqr", (M, V, M), (M,), 2, lambda call: bool(call.arg(3, "left", True))),
+    ("triangular_solve", (M, M), (M, M), 0, lambda call: True),
+]
+
+
+def _register_solvers() -> None:
+    for name, ins, outs, sides, left in _SOLVERS:
+
+        def text(
+            call: Call, ins: Cores = ins, outs: Cores = outs, sides: int = sides, left: Any = left
+        ) -> str:
+            return _sides(call, ins, outs, sides, left(call))
+
+        register_rule(getattr(aten, name).default, text=text)
+
+
+_register_solvers()
+
+
+def _is_vector(call: Call) -> bool:
     """A x = b: b is a vector where it has A's shape without its last dim."""
     a, b = call.ins
-    core = V if len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1]) else M
-    return core_text(call, (M, core), (core, M, V, S))
+    return len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
 
 
-register_rule(aten._linalg_solve_ex.default, text=_solve, emit=_emit_as_laid_out)
+def _solve(call: Call) -> str:
+    if _is_vector(call):
+        return core_text(call, (M, V), (V, M, V, S))
+    return _sides(call, (M, M), (M, M, V, S), 1)
+
+
+def _emit_solve(call: Call, local: Local) -> Any:
+    """A part of a matrix of right-hand sides must not look like a batch of vectors."""
+    if not _is_vector(call) and len(call.ins[1]) < len(call.ins[0]):
+        matrix, sides, *rest = local.args
+        local.args = (matrix, local.call(aten.unsqueeze.default, sides, 0), *rest)
+    return _emit_as_laid_out(call, local)
+
+
+register_rule(aten._linalg_solve_ex.default, text=_solve, emit=_emit_solve)
 
 
 def _emit_distances(call: Call, local: Local) -> Any:
