@@ -58,7 +58,8 @@ class Lift(TorchFunctionMode):
             return type(value)(items)
         if isinstance(value, dict):
             return {key: self._natives(item) for key, item in value.items()}
-        return value
+        # A placed value that the function closes over; signature.py, which knows them, imports this.
+        return self.room.lift(value) if hasattr(type(value), "__torchard_placed__") else value
 
     def _cut(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.__name__ == "detach_":

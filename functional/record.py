@@ -110,7 +110,7 @@ def _run(room: Room, fn: Callable[..., Any], inputs: list[torch.Tensor]) -> list
 
 
 def _branching(error: BaseException) -> PurityError:
-    where = source.of_error(error) or "a line that could not be found"
+    where = source.of_error(error) or source.of_here() or "a line that could not be found"
     op = getattr(error, "func", None)
     how = f" (by {op})" if op is not None else ""
     return PurityError(

@@ -95,6 +95,8 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         elif isinstance(leaf, ShapeDtype):
             key.append(leaf)
             traced.append(i)
+        elif isinstance(leaf, slice):  # hashable from Python 3.12 on
+            key.append((slice, leaf.start, leaf.stop, leaf.step))
         else:
             key.append((type(leaf), leaf))
     key.append(_surroundings())

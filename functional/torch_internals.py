@@ -86,6 +86,7 @@ __all__ = [
     "current_backward_node",
     "default_device",
     "direct",
+    "dispatch_is_excluded",
     "forward_ad_active",
     "graph_task",
     "has_modes",
@@ -510,6 +511,16 @@ def autocast_off() -> Iterator[None]:
     """A traced program has its casts written out; autocast must not add more."""
     with torch._C._DisableAutocast():
         yield
+
+
+def dispatch_is_excluded() -> bool:
+    """Whether torch runs Python code where operations cannot be traced, as `torch.tensor` does.
+
+    It asks the items of a sequence for theirs with the Python key excluded: what a fake tensor is
+    given there goes to the real kernels, on memory that was never written.
+    """
+    excluded: bool = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
+    return excluded
 
 
 def has_modes() -> bool:

@@ -13,11 +13,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["Mesh", "MeshError"]
+__all__ = ["Mesh", "MeshError", "PlacementError"]
 
 
 class MeshError(ValueError):
     """A mesh that does not fit the processes there are, or a use of the wrong one."""
+
+
+class PlacementError(ValueError):
+    """A placed value used in a way its placement does not allow."""
 
 
 class Mesh:

@@ -5,23 +5,21 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from torchard.functional import tree
 from torchard.functional.errors import DonatedError
 from torchard.functional.program import Rewrite
+from torchard.functional.room import active
+from torchard.sharding.eager import Operators
 from torchard.sharding.exchange import exchange
 from torchard.sharding.layout import Dim, Layout, Sub
-from torchard.sharding.mesh import Mesh
+from torchard.sharding.mesh import Mesh, PlacementError
 from torchard.sharding.spec import P, layout_of, spec_of
 
 __all__ = ["Held", "MeshTensor", "PlacementError"]
-
-
-class PlacementError(ValueError):
-    """A placed value used in a way its placement does not allow."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +96,16 @@ class Held:
         return Shard(self.mesh)
 
 
-class MeshTensor:
+class MeshTensor(Operators):
     """One global value, held as shards over a mesh.
 
     A pytree node around this process's *distinct* shards: one under process groups, every distinct
-    one on a virtual mesh, copies never; so leafwise gradients and norms count a value once. It does
-    no arithmetic of its own: hand it to a transform.
+    one on a virtual mesh, copies never; so leafwise gradients and norms count a value once.
+
+    It is a value: nothing changes it in place. Outside a transform each operation on it runs as a
+    program of its own (`sharding.eager`), forward and under autograd, and every rank must call it;
+    results without dims are plain tensors. What several operations do belongs under ``shard``, which
+    plans them together.
 
     Attributes:
         mesh: the mesh.
@@ -219,11 +221,11 @@ class MeshTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.parts[0].dtype
+        return self._read()[1]
 
     @property
     def device(self) -> torch.device:
-        return self.parts[0].device
+        return self._read()[2]
 
     @property
     def spec(self) -> P:
@@ -241,7 +243,7 @@ class MeshTensor:
         """This rank's shard (on a virtual mesh, use ``parts``)."""
         if self.mesh.virtual:
             raise PlacementError(f"{self.mesh} has all ranks in this process; use .parts")
-        return self.parts[0]
+        return self._read()[4][0]
 
     def full(self) -> torch.Tensor:
         """The whole value, gathered, as a plain tensor on every rank."""
@@ -249,34 +251,55 @@ class MeshTensor:
 
         return full(self)
 
+    def redistribute(self, spec: P) -> MeshTensor:
+        """The same value with another spec. Every rank must call it."""
+        from torchard.sharding.redistribute import redistribute
+
+        return redistribute(self, spec)
+
     def __repr__(self) -> str:
         if self._dead:
             return f"MeshTensor(donated, {self.mesh})"
         return f"MeshTensor({list(self.shape)}, {self.dtype}, {self.spec}, {self.mesh})"
 
-    def __bool__(self) -> bool:
-        raise PlacementError("a MeshTensor has no truth value; call .full() first")
+    # -- autograd ----------------------------------------------------------------------------------
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> NoReturn:
-        raise PlacementError(
-            f"{getattr(func, '__name__', func)} does not work on a MeshTensor, which only holds "
-            "shards: do it in a function under shard(...), or on .full()."
-        )
+    def detach(self) -> MeshTensor:
+        """The same value, which no gradient flows through."""
+        room = active()
+        if room is not None:
+            return room.lift(self).detach()  # type: ignore[return-value]
+        held, parts = self._read()[3:]
+        return MeshTensor(held, [part.detach() for part in parts])
 
+    @property
+    def requires_grad(self) -> bool:
+        return any(part.requires_grad for part in self._read()[4])
 
-def _refuse(name: str) -> Any:
-    def refuse(self: MeshTensor, *others: Any) -> NoReturn:
-        MeshTensor.__torch_function__(name, ())
+    def requires_grad_(self, requires_grad: bool = True) -> MeshTensor:
+        """Have autograd follow this value (its shards): ``.grad`` is there after ``backward()``."""
+        for part in self._read()[4]:
+            part.requires_grad_(requires_grad)
+        return self
 
-    return refuse
+    @property
+    def grad(self) -> MeshTensor | None:
+        """The gradient that ``backward()`` left, placed as this value is."""
+        held, parts = self._read()[3:]
+        found = [part.grad for part in parts]
+        if any(part is None for part in found):
+            return None
+        return MeshTensor(held, found)  # type: ignore[arg-type]
 
+    @grad.setter
+    def grad(self, value: MeshTensor | None) -> None:
+        given = [None] * len(self.parts) if value is None else value.parts
+        for part, gradient in zip(self.parts, given, strict=True):
+            part.grad = gradient
 
-for _name in ("add", "sub", "mul", "truediv", "matmul", "pow", "neg", "getitem"):
-    setattr(MeshTensor, f"__r{_name}__", _refuse(_name))
-    setattr(MeshTensor, f"__{_name}__", _refuse(_name))
+    def backward(self, gradient: MeshTensor | None = None, **options: Any) -> None:
+        """As of a tensor; ``gradient`` is a MeshTensor like this one."""
+        torch.autograd.backward(self, gradient, **options)  # type: ignore[arg-type]
 
 
 def _whole_shape(part: torch.Tensor, mesh: Mesh, spec: P) -> tuple[int, ...]:
@@ -296,6 +319,8 @@ def _whole_shape(part: torch.Tensor, mesh: Mesh, spec: P) -> tuple[int, ...]:
 
 
 def _flatten(value: MeshTensor) -> tuple[tuple[torch.Tensor, ...], Held]:
+    if value._dead:
+        value._read()  # raises
     return value.parts, value._held
 
 

@@ -25,6 +25,7 @@ warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarn
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 import gloo_checkpoint  # noqa: E402
+import gloo_operations  # noqa: E402
 import gloo_storage  # noqa: E402
 import gloo_traces  # noqa: E402
 import live_bytes  # noqa: E402
@@ -56,6 +57,7 @@ from torchard import (  # noqa: E402
 
 CHECKS: dict[str, Callable[[int, int], Any]] = {
     **gloo_checkpoint.CHECKS,
+    **gloo_operations.CHECKS,
     **gloo_storage.CHECKS,
     **gloo_traces.CHECKS,
 }

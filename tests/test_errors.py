@@ -211,10 +211,10 @@ def test_from_local_on_a_virtual_mesh() -> None:
         MeshTensor.from_local(torch.ones(2, 2), MESH, P("tp"), shape=(4, 2))
 
 
-def test_arithmetic_on_a_mesh_tensor() -> None:
+def test_what_a_mesh_tensor_refuses() -> None:
     x = place(X, MESH, P("tp"))
-    with pytest.raises(PlacementError, match="add does not work on a MeshTensor"):
-        x + 1
+    with pytest.raises(PlacementError, match="add_ writes in place"):
+        x.add_(1)
     with pytest.raises(PlacementError, match=re.escape(".full()")):
         bool(x)
 

@@ -54,6 +54,12 @@ def test_some_axes_manual_equals_one_device(ranks: Results) -> None:
         assert max(found) <= 1e-12, found
 
 
+def test_single_operations_equal_one_device(ranks: Results) -> None:
+    for found in every(ranks, "single_operations"):
+        assert max(found.values()) <= 1e-6, found  # one of them goes to float32
+    assert all(every(ranks, "values_read_on_ranks"))
+
+
 @pytest.mark.parametrize("name", ["seed_equals_one_device", "compiled_seed_equals_one_device"])
 def test_equals_one_device(ranks: Results, name: str) -> None:
     assert max(every(ranks, name)) <= 1e-12
