@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from torchard.functional.arguments import checked
 from torchard.functional.errors import CheckpointError
 from torchard.functional.policies import Policy, as_policy, save_nothing
 from torchard.functional.program import Program
@@ -17,6 +18,7 @@ from torchard.functional.transform import Transformed
 __all__ = ["Checkpoint", "checkpoint"]
 
 
+@checked
 def checkpoint(
     fn: Callable[..., Any], *, policy: Any = save_nothing, where: Where | None = None
 ) -> Transformed:

@@ -13,6 +13,8 @@ from torch import fx
 from torch.profiler import record_function
 
 from torchard.functional import torch_internals as internals
+from torchard.functional import tree
+from torchard.functional.arguments import checked
 from torchard.functional.barrier import insert_barriers
 from torchard.functional.codegen import compiled
 from torchard.functional.failures import compiled_failed
@@ -22,6 +24,7 @@ from torchard.functional.transform import Transformed
 __all__ = ["Compile", "jit"]
 
 
+@checked
 def jit(
     fn: Callable[..., Any],
     *,
@@ -39,8 +42,15 @@ def jit(
         backend: any backend of torch.compile; "eager" runs generated straight-line Python.
         donate_argnums: positional arguments whose memory the call may take. Using such a tensor
             afterwards raises DonatedError.
+
+    Raises:
+        ValueError: there is no such backend (when called), or no such argument to donate.
     """
     numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
+    if any(n < 0 for n in numbers):
+        raise ValueError(
+            f"jit(donate_argnums={donate_argnums!r}): positions of arguments count from 0."
+        )
     return Transformed(fn, (Compile(backend, numbers),))
 
 
@@ -52,6 +62,14 @@ class Compile:
     donate_argnums: tuple[int, ...] = ()
 
     def annotate(self, program: Program) -> Program:
+        """Every position that is donated is one of the call's."""
+        args, _ = tree.unflatten(program.in_tree, [None] * program.in_tree.num_leaves)
+        beyond = [n for n in self.donate_argnums if n >= len(args)]
+        if beyond:
+            raise ValueError(
+                f"jit(donate_argnums={beyond[0]}): {program.name} was called with {len(args)} positional "
+                "arguments, which count from 0. What is donated is passed by position."
+            )
         return program
 
     def __call__(self, program: Program) -> Program:

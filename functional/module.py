@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.adopt import adopt
+from torchard.functional.arguments import checked
 from torchard.functional.batch_norm_modules import traceable_forward
 from torchard.functional.dropout import Keyed
 from torchard.functional.errors import PurityError
@@ -24,6 +25,7 @@ from torchard.functional.trace import name
 __all__ = ["Functional", "functionalize"]
 
 
+@checked
 def functionalize(module: nn.Module) -> tuple[Functional, dict[str, Tensor]]:
     """``fn, params = functionalize(module)``: fn(params, *args) is ``module(*args)``, and pure.
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from torchard.functional import tree
+from torchard.functional.arguments import checked
 
 __all__ = ["AdamState", "Optimizer", "Rate", "SgdState", "adamw", "sgd", "warmup_cosine"]
 
@@ -127,6 +128,7 @@ def _zeros_like(params: Any) -> Any:
     return tree.map(lambda p: None if p is None else torch.zeros_like(p), params)
 
 
+@checked
 def sgd(
     lr: Rate, momentum: float = 0.0, nesterov: bool = False, weight_decay: Any = 0.0
 ) -> Optimizer:
@@ -176,6 +178,7 @@ def _decayed(p: Tensor, g: Tensor, decay: Any) -> Tensor:
     return g if plain else (g + decay * p).to(p.dtype)
 
 
+@checked
 def adamw(
     lr: Rate,
     b1: float = 0.9,
@@ -226,8 +229,9 @@ def adamw(
     return Optimizer(init, update)
 
 
+@checked
 def warmup_cosine(
-    peak: float, steps: int, warmup: int = 0, floor: float = 0.0
+    peak: float, steps: float, warmup: float = 0, floor: float = 0.0
 ) -> Callable[[Tensor], Tensor]:
     """A schedule: `warmup` steps in a line up to `peak`, then half a cosine down to `floor`.
 

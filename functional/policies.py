@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
+from torchard.functional.arguments import checked
 from torchard.functional.errors import CheckpointError
 from torchard.functional.flops import DOTS
 
@@ -181,18 +182,21 @@ def _listed(verb: str, names: Sequence[str]) -> str:
     return f"{verb}({', '.join(map(repr, names))})"
 
 
+@checked
 def save_names(*names: str) -> Policy:
     """Save the values with these labels, and nothing else."""
     text = _listed("save_names", names)
     return Policy(lambda op, shapes, scope, name: name in names, text, names)
 
 
+@checked
 def save_all_but_names(*names: str) -> Policy:
     """Make the values with these labels again, and save whatever else the backward needs."""
     text = _listed("save_all_but_names", names)
     return Policy(lambda op, shapes, scope, name: name not in names, text, names, choose=min)
 
 
+@checked
 def offload_names(*names: str) -> Policy:
     """Keep the values with these labels in host memory; make everything else again.
 
@@ -216,6 +220,7 @@ class Budget(Policy):
         self.fraction, self.bytes = fraction, bytes
 
 
+@checked
 def budget(*, fraction: float | None = None, bytes: int | None = None) -> Budget:
     """As few recomputed FLOPs as peak memory allows.
 

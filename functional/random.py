@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchard.functional.arguments import checked
 from torchard.functional.philox import block_cpu, block_torch
 
 __all__ = ["bernoulli", "bits", "fold_in", "key", "normal", "randint", "split", "uniform"]
@@ -72,10 +73,10 @@ torch.library.register_fake("torchard::random_bits", _fake, lib=LIBRARY)
 torch.library.register_vmap("torchard::random_bits", _vmap, lib=LIBRARY)
 
 
-def _check_key(key: Tensor) -> None:
+def check_key(who: str, key: Tensor) -> None:
     if key.dtype != torch.int64 or key.dim() < 1 or key.shape[-1] != 2:
         raise TypeError(
-            f"a key is an int64 tensor [*batch, 2], got {key.dtype} of shape {list(key.shape)}; "
+            f"{who}: a key is an int64 tensor [*batch, 2], got {key.dtype} of shape {list(key.shape)}; "
             "make one with torchard.random.key(seed)"
         )
 
@@ -86,22 +87,25 @@ def _signed(number: int) -> int:
 
 def _new_keys(key: Tensor, count: int, first: int) -> Tensor:
     """Keys [*batch, count, 2] from the words of `key` that nobody draws."""
-    _check_key(key)
+    check_key("random", key)
     stop = first + 4 * count
     words = _random_bits(key, [stop], [first], [stop]).reshape(*key.shape[:-1], count, 2, 2)
     return torch.bitwise_or(words[..., 0], words[..., 1] << 32)
 
 
+@checked
 def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
     """The key [2] of a seed, of which the low 64 bits count."""
     return torch.full((2,), _signed(seed), dtype=torch.int64, device=device)
 
 
+@checked
 def split(key: Tensor, n: int = 2) -> Tensor:
     """n new keys, [*batch, n, 2], independent of each other and of what `key` draws."""
     return _new_keys(key, n, SPLIT_WORDS)
 
 
+@checked
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     """The key [*batch, 2] numbered `data` of `key`: a step, a layer, a rank.
 
@@ -113,9 +117,10 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     return _new_keys(mixed, 1, FOLD_WORDS).squeeze(-2)
 
 
+@checked
 def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
     """Uniform 32-bit words, int64 [*batch, *shape] in [0, 2^32)."""
-    _check_key(key)
+    check_key("random", key)
     return _random_bits(key, list(shape), [0] * len(shape), list(shape))
 
 
@@ -135,9 +140,12 @@ def _integers(key: Tensor, shape: Sequence[int], dtype: torch.dtype, digits: int
 
 def _check_floating(dtype: torch.dtype) -> None:
     if not dtype.is_floating_point:
-        raise TypeError(f"dtype is {dtype}; it must be real and floating; for integers use randint")
+        raise TypeError(
+            f"random: dtype is {dtype}; it must be real and floating; for integers use randint"
+        )
 
 
+@checked
 def uniform(
     key: Tensor,
     shape: Sequence[int],
@@ -157,6 +165,7 @@ def uniform(
     return unit * (high - low) + low
 
 
+@checked
 def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Standard normal, [*batch, *shape], as sqrt(2) erfinv(u) with u on a symmetric open grid.
 
@@ -170,6 +179,7 @@ def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32
     return (torch.erfinv(odd * 2.0**-digits) * math.sqrt(2)).to(dtype)
 
 
+@checked
 def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
     """Booleans [*batch, *shape], True with probability p to within 2^-32.
 
@@ -184,6 +194,7 @@ def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
     return words < math.ceil(p * 2**32)
 
 
+@checked
 def randint(key: Tensor, shape: Sequence[int], low: int, high: int) -> Tensor:
     """Integers int64 [*batch, *shape] in [low, high), each as likely to within 2^-32.
 
@@ -193,7 +204,9 @@ def randint(key: Tensor, shape: Sequence[int], low: int, high: int) -> Tensor:
     """
     span = high - low
     if not 0 < span <= 1 << 31:
-        raise ValueError(f"[{low}, {high}) holds {span} integers; randint takes 1 to 2^31 of them")
+        raise ValueError(
+            f"randint: low {low} and high {high} leave {span} integers; it takes 1 to 2^31 of them."
+        )
     if span <= 1 << 16:
         return (bits(key, shape) * span >> 32) + low
     least, most = _bits64(key, shape)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.arguments import checked
 from torchard.functional.flops import op_name
 from torchard.functional.liveness import bytes_in
 from torchard.functional.program import Program, Records
@@ -72,6 +73,7 @@ class Residuals(Records):
         return "\n".join([*lines, f"{kept} values, {self.bytes:,} bytes, and the arguments"])
 
 
+@checked
 def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residuals:
     """What the gradient of ``fn``, or the gradients taken inside of it, keep of the forward.
 

@@ -17,6 +17,7 @@ from torch import fx
 
 from torchard.functional import source
 from torchard.functional import torch_internals as internals
+from torchard.functional.arguments import checked
 from torchard.functional.chosen import without_gradient
 from torchard.functional.frames import Frame, path_of
 from torchard.functional.program import INHERITED
@@ -259,6 +260,7 @@ def entered(room: Room) -> Iterator[None]:
         _rooms.stack.pop()
 
 
+@checked
 @contextlib.contextmanager
 def scope(name: str) -> Iterator[None]:
     """Label what is computed inside (nested labels join with "/"); also works as a decorator.

@@ -11,6 +11,7 @@ import torch
 
 from torchard.functional import torch_internals as internals
 from torchard.functional import tree
+from torchard.functional.arguments import check_fields
 from torchard.functional.errors import StaticArgumentError
 from torchard.functional.lift import is_weak
 from torchard.functional.spec import Spec, contiguous
@@ -22,9 +23,15 @@ __all__ = ["Arguments", "ShapeDtype", "is_placed", "paths_of", "read", "specs_of
 class ShapeDtype:
     """Stands for a tensor of this shape where only the plan is asked for (``lower``, ``trace``)."""
 
-    shape: tuple[int, ...]
+    shape: Sequence[int]
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if any(n < 0 for n in self.shape):
+            raise ValueError(f"ShapeDtype(shape={self.shape}): sizes are not negative.")
+        object.__setattr__(self, "shape", tuple(self.shape))
 
 
 @dataclass

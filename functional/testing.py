@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
 from torchard.functional import tree
+from torchard.functional.arguments import AtLeast, checked
 from torchard.functional.signature import is_placed, paths_of
 
 __all__ = ["TOLERANCE", "Report", "Row", "verify"]
@@ -64,12 +65,13 @@ class Report(list[Row]):
         return "\n".join([head, *lines])
 
 
+@checked
 def verify(
     fn: Callable[..., Any],
     reference: Callable[..., Any],
     *args: Any,
     grads: bool = True,
-    tolerance: float | None = None,
+    tolerance: Annotated[float, AtLeast(0)] | None = None,
 ) -> Report:
     """Compare fn with reference on the same arguments: outputs and all gradients.
 

@@ -532,6 +532,17 @@ def has_modes() -> bool:
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
+def _backend(name: str) -> Callable[..., Any]:
+    from torch._dynamo.backends.registry import list_backends, lookup_backend
+    from torch._dynamo.exc import InvalidBackend
+
+    try:
+        return lookup_backend(name)
+    except InvalidBackend as error:
+        known = ", ".join(map(repr, ["eager", *list_backends()]))
+        raise ValueError(f"jit(backend={name!r}): no such backend; there are {known}.") from error
+
+
 def compile_graph(
     module: fx.GraphModule, inputs: Sequence[torch.Tensor], backend: str
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
@@ -541,12 +552,11 @@ def compile_graph(
     graph depends on is in our own key. Inductor frees inputs as they die if it may empty the list
     they come in, which it does for graphs in a GmWrapper.
     """
-    from torch._dynamo.backends.registry import lookup_backend
     from torch._dynamo.utils import GmWrapper
 
     for node in module.graph.nodes:
         node.meta.pop("recompute", None)  # torch reads another thing from a tag of this name
-    compile_with: Callable[..., Any] = lookup_backend(backend)
+    compile_with: Callable[..., Any] = _backend(backend)
     if backend == "inductor":
         boxed: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = compile_with(
             GmWrapper(module, lambda args: args), list(inputs)

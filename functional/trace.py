@@ -11,6 +11,7 @@ import torch
 
 from torchard.functional import torch_internals as internals
 from torchard.functional import tree
+from torchard.functional.arguments import checked
 from torchard.functional.closures import owned_by, reader_of
 from torchard.functional.errors import PurityError
 from torchard.functional.program import FREE, Leaf, Program
@@ -22,6 +23,7 @@ from torchard.functional.signature import Arguments, paths_of, read, specs_of_ar
 __all__ = ["name", "scope", "trace", "trace_call"]
 
 
+@checked
 def trace(fn: Callable[..., Any]) -> Callable[..., Program]:
     """``trace(f)(*args)`` is the Program of f for arguments of these shapes; nothing is computed.
 
@@ -184,6 +186,7 @@ class OutTree:
         return self.structure.unflatten(leaves)
 
 
+@checked
 def name(value: torch.Tensor, label: str) -> torch.Tensor:
     """Label a value: policies and ``constrain_at`` select it by that. Returns it unchanged."""
     room = active()

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from torchard.functional.arguments import checked
 from torchard.functional.errors import KernelError, NoMatch
 from torchard.functional.program import Program
 from torchard.functional.segments import Where, chooser, scopes_in
@@ -26,10 +27,11 @@ from torchard.kernels.search import Search
 __all__ = ["Fuse", "find", "fuse"]
 
 
+@checked
 def fuse(
     fn: Callable[..., Any],
-    pattern: Any = None,
-    kernel: Any = None,
+    pattern: Pattern | Kernel | Callable[..., Any] | None = None,
+    kernel: Kernel | Callable[..., Any] | None = None,
     *,
     compiler: str = "inductor",
     where: Where | None = None,
@@ -56,20 +58,29 @@ def fuse(
             and gradients go through it.
 
     Raises:
-        KernelError: an unknown compiler.
+        KernelError: an unknown compiler, or a kernel without a pattern.
         PatternError: the pattern cannot be traced.
 
     Source: Slapo (Chen et al. 2023, arXiv:2302.08005) for patterns beside the model.
     """
     if compiler not in COMPILERS:
         raise KernelError(f"fuse(compiler={compiler!r}): the compilers are {', '.join(COMPILERS)}.")
+    if pattern is None and kernel is not None:
+        raise KernelError(
+            f"fuse(kernel={kernel!r}) without a pattern: say what it replaces, as in fuse(fn, pattern, "
+            "kernel), or register_kernel it to have fuse(fn) look for it."
+        )
     kernels = None if pattern is None else (_kernel(pattern, kernel, name),)
     places = None if where is None else _places(where)
     return Transformed(fn, (Fuse(kernels, compiler, places),))
 
 
+@checked
 def find(
-    fn: Callable[..., Any], pattern: Any, *, where: Where | None = None
+    fn: Callable[..., Any],
+    pattern: Pattern | Kernel | Callable[..., Any],
+    *,
+    where: Where | None = None
 ) -> Callable[..., list[Match]]:
     """``find(fn, pattern)(*args)`` lists the occurrences of a pattern, and of its gradient, in fn.
 

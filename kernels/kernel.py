@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from torchard.functional.arguments import AtLeast, check_fields, checked
 from torchard.functional.errors import KernelError
 from torchard.kernels.dims import Dims
 from torchard.kernels.imported import Imported
@@ -58,9 +59,12 @@ class Kernel:
     joint: Implementations = field(default_factory=dict, kw_only=True)
     by_time: bool = field(default=False, kw_only=True)
     together: bool = field(default=False, kw_only=True)
-    tolerance: float = 2.0
+    tolerance: Annotated[float, AtLeast(0)] = 2.0
     weights: tuple[str, ...] = ()
     of: Kernel | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @cached_property
     def patterns(self) -> tuple[Pattern, ...]:
@@ -108,6 +112,7 @@ class Kernel:
 KERNELS: dict[str, Kernel] = {}
 
 
+@checked
 def register_kernel(kernel: Kernel) -> Kernel:
     """Make a kernel one of those that ``fuse(fn)`` looks for.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from torchard.functional import torch_internals as internals
 from torchard.functional import tree
+from torchard.functional.arguments import checked
 from torchard.functional.errors import KernelError, NoMatch
 
 __all__ = ["replaced"]
@@ -20,6 +21,7 @@ __all__ = ["replaced"]
 M = TypeVar("M", bound=nn.Module)
 
 
+@checked
 def replaced(module: M, path: str | Sequence[str], block: Callable[..., Any]) -> M:
     """A copy of ``module`` in which ``block(params, *inputs)`` computes what a part of it did.
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from torchard.functional.arguments import checked
 from torchard.functional.errors import PatternError
 from torchard.functional.operators import aten
 from torchard.functional.program import Program
@@ -53,6 +54,7 @@ class _Choices:
 _choices: contextvars.ContextVar[_Choices | None] = contextvars.ContextVar("choices", default=None)
 
 
+@checked
 def any_of(*functions: Callable[..., Any]) -> Callable[..., Any]:
     """In a pattern: a function that is one of these. Outside of one, the first."""
 
@@ -112,6 +114,7 @@ class Pattern:
         PatternError: fn takes no tensor, or cannot be traced.
     """
 
+    @checked
     def __init__(
         self,
         fn: Callable[..., Any],

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.arguments import checked
 from torchard.sharding.spec import P, SpecError
 
 __all__ = ["constrain", "number_of", "pinned_spec"]
@@ -79,6 +80,7 @@ class _Constrain(torch.autograd.Function):
         return _apply(x.movedim(in_dims[0], 0), number_of(_SPECS[spec].led(1))), 0
 
 
+@checked
 def constrain(x: torch.Tensor, spec: P) -> torch.Tensor:
     """Pin the layout of ``x`` where it is sharded; the identity everywhere else.
 

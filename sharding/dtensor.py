@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from torchard.functional.arguments import checked
 from torchard.sharding.layout import Layout, Sub
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.place import Held, MeshTensor, PlacementError
@@ -12,6 +13,7 @@ from torchard.sharding.place import Held, MeshTensor, PlacementError
 __all__ = ["from_dtensor", "to_dtensor"]
 
 
+@checked
 def to_dtensor(value: MeshTensor) -> DTensor:
     """The same shards as a DTensor on the same DeviceMesh; nothing moves.
 
@@ -43,6 +45,7 @@ def to_dtensor(value: MeshTensor) -> DTensor:
     )
 
 
+@checked
 def from_dtensor(value: DTensor, mesh: Mesh | None = None) -> MeshTensor:
     """The same shards as a MeshTensor; pending (Partial) sums are reduced first.
 

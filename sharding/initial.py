@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchard.functional import random, tree
+from torchard.functional.arguments import checked
 from torchard.functional.signature import is_placed
 from torchard.sharding.constrain import constrain
 from torchard.sharding.mesh import Mesh
@@ -25,6 +26,7 @@ __all__ = ["initialize"]
 Init = Callable[[str, Tensor, torch.Size, torch.dtype], Tensor]
 
 
+@checked
 def initialize(
     init: Init,
     params: Any,
@@ -62,6 +64,13 @@ def initialize(
         params, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
     )
     names = [_dotted(path) for path in structure.paths()]
+    for name, leaf in zip(names, leaves, strict=True):
+        if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
+            raise TypeError(
+                f"initialize: params{f' at {name!r}' if name else ''} is {leaf!r}, which has no shape "
+                "and dtype; pass tensors (on meta, say) or ShapeDtypes."
+            )
+    random.check_key("initialize", key)
     specs = resolved(specs, rules, mesh, "specs")
     wanted = broadcast(specs, structure.unflatten(names), "specs", "params")
     given = [spec or P() for spec in wanted]

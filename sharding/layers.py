@@ -67,7 +67,7 @@ def layers_of(model: Any) -> tuple[dict[str, Layer], Any]:
         names = _names(model, "")
         return _of_params(dict(_flat(model, names))), names
     raise SpecError(
-        f"parallelize got a {type(model).__name__}; it takes a module, a functionalized one, or a "
+        f"parallelize: model is a {type(model).__name__}; pass a module, a functionalized one, or a "
         "dict of parameters."
     )
 
@@ -132,6 +132,10 @@ def _flat(params: Mapping[str, Any], names: Mapping[str, Any]) -> Iterator[tuple
     for k, value in params.items():
         if isinstance(value, Mapping):
             yield from _flat(value, names[k])
+        elif not hasattr(value, "shape"):
+            raise SpecError(
+                f"parallelize: model at {names[k]!r} is {value!r}; a dict of parameters holds tensors."
+            )
         else:
             yield names[k], value
 

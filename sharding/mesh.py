@@ -7,11 +7,13 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchard.functional.arguments import AtLeast, checked
 
 __all__ = ["Mesh", "MeshError", "PlacementError"]
 
@@ -39,18 +41,22 @@ class Mesh:
     Meshes with the same axes over the same processes are equal.
     """
 
+    __torchard_example__ = 'Mesh({"tp": 2})'
+
+    @checked
     def __init__(
         self,
         axes: Mapping[str, int] | DeviceMesh,
         *,
         virtual: bool = False,
         device_type: str = "cpu",
-        timeout: float = 30.0,
+        timeout: Annotated[float, AtLeast(0)] = 30.0,
     ) -> None:
+        _check_device_type(device_type)
         if isinstance(axes, DeviceMesh):
             shape = _device_mesh_axes(axes)
         else:
-            shape = {str(name): int(size) for name, size in axes.items()}
+            shape = {name: int(size) for name, size in axes.items()}
         for name, size in shape.items():
             if not name.isidentifier() or size < 1:
                 raise MeshError(
@@ -134,6 +140,18 @@ class Mesh:
 
 def _remake(axes: dict[str, int], timeout: float) -> Mesh:
     return Mesh(axes, virtual=True, timeout=timeout)
+
+
+def _check_device_type(device_type: str) -> None:
+    try:
+        known = torch.device(device_type).type == device_type
+    except RuntimeError:
+        known = False
+    if not known:
+        raise MeshError(
+            f"Mesh(device_type={device_type!r}): no such type of device; it is one of torch's, without a "
+            "number: 'cpu', 'cuda'."
+        )
 
 
 def _device_mesh_axes(mesh: DeviceMesh) -> dict[str, int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Annotated, Any
 
 import optree
 import torch
 
 from torchard.functional import tree
+from torchard.functional.arguments import AtLeast, checked
 from torchard.functional.signature import is_placed
 from torchard.functional.transform import Transformed
 
@@ -23,11 +24,19 @@ def global_norm(values: Any) -> torch.Tensor:
     return _norm(_leaves(values)) if not _any_placed(values) else _on_mesh(_norm)(_leaves(values))
 
 
-def clip_by_global_norm(values: Any, limit: float | torch.Tensor) -> tuple[Any, torch.Tensor]:
+Limit = Annotated[float, AtLeast(0)] | torch.Tensor
+
+
+@checked
+def clip_by_global_norm(values: Any, limit: Limit) -> tuple[Any, torch.Tensor]:
     """The tree scaled down to a global norm of at most ``limit``, and the norm it had.
 
     Specs are kept. Source: Pascanu et al. 2013, section 3.2.
     """
+    if isinstance(limit, torch.Tensor) and limit.ndim:
+        raise ValueError(
+            f"clip_by_global_norm: limit has shape {list(limit.shape)}; it is one number for all values."
+        )
     leaves, structure = optree.tree_flatten(
         values, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
     )
@@ -38,6 +47,12 @@ def clip_by_global_norm(values: Any, limit: float | torch.Tensor) -> tuple[Any, 
 
 def _leaves(values: Any) -> list[Any]:
     found = optree.tree_leaves(values, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE)
+    for leaf in found:
+        if not (leaf is None or isinstance(leaf, torch.Tensor) or is_placed(leaf)):
+            raise TypeError(
+                f"a norm of values with a leaf {leaf!r} ({type(leaf).__name__}): values are a tree of "
+                "tensors and MeshTensors."
+            )
     return [leaf for leaf in found if leaf is not None]
 
 
@@ -52,6 +67,8 @@ def _on_mesh(fn: Any) -> Transformed:
 
 
 def _norm(leaves: list[torch.Tensor]) -> torch.Tensor:
+    if not leaves:
+        return torch.zeros(())
     squares = [(leaf.abs() ** 2).sum() for leaf in leaves]
     return torch.sqrt(functools.reduce(torch.add, squares))
 

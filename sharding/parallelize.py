@@ -7,6 +7,7 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
+from torchard.functional.arguments import checked
 from torchard.functional.program import Program
 from torchard.sharding.layers import Layer, layers_of, with_units
 from torchard.sharding.mesh import Mesh, MeshError
@@ -17,10 +18,11 @@ from torchard.sharding.styles import Placing, Style
 __all__ = ["parallelize"]
 
 
+@checked
 def parallelize(
     model: Any,
     mesh: Mesh,
-    plan: Mapping[str, Style],
+    plan: Mapping[str, Any],
     *,
     axis: str = "tp",
     batch: str | tuple[str, ...] | None = None,
@@ -69,7 +71,10 @@ def parallelize(
     )
     for name in (*([axis] if plan else []), *_axes(batch), *_axes(fsdp)):
         if name not in mesh.axes:
-            raise MeshError(f"{mesh} has no axis {name!r}; its axes are {', '.join(mesh.axes)}.")
+            raise MeshError(
+                f"parallelize: axis, batch or fsdp names {name!r}, but {mesh} has no such axis; its axes "
+                f"are {', '.join(mesh.axes)}."
+            )
     layers, names = layers_of(model)
     if program is not None:
         layers = with_units(layers, program)

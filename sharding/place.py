@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from torchard.functional import tree
+from torchard.functional.arguments import checked
 from torchard.functional.errors import DonatedError
 from torchard.functional.program import Rewrite
 from torchard.functional.room import active
@@ -112,6 +113,7 @@ class MeshTensor(Operators):
         parts: the shards, in the order of their coordinates.
     """
 
+    __torchard_example__ = "place(x, mesh, P('tp'))"
     __slots__ = ("_dead", "_facts", "_held", "parts")
 
     def __init__(self, held: Held, parts: Sequence[torch.Tensor]) -> None:
@@ -121,6 +123,7 @@ class MeshTensor(Operators):
         self._dead = False
 
     @classmethod
+    @checked
     def from_local(
         cls, part: torch.Tensor, mesh: Mesh, spec: P, *, shape: Sequence[int] | None = None
     ) -> MeshTensor:
@@ -146,6 +149,7 @@ class MeshTensor(Operators):
         return cls.from_shards([part], mesh, spec, shape=shape)
 
     @classmethod
+    @checked
     def from_shards(
         cls, parts: Sequence[torch.Tensor], mesh: Mesh, spec: P, *, shape: Sequence[int]
     ) -> MeshTensor:

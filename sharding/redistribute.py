@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
+from numbers import Number
 from typing import Any
 
 import optree
@@ -11,6 +12,7 @@ import torch
 
 from torchard.functional import torch_internals as internals
 from torchard.functional import tree
+from torchard.functional.arguments import checked
 from torchard.functional.room import active
 from torchard.functional.signature import is_placed
 from torchard.functional.transform import Transformed
@@ -28,6 +30,7 @@ from torchard.sharding.spectree import broadcast
 __all__ = ["full", "place", "redistribute"]
 
 
+@checked
 def place(
     values: Any,
     mesh: Mesh,
@@ -54,6 +57,7 @@ def place(
     shape = structure.unflatten([object() for _ in leaves])
     wanted = broadcast(resolved(specs, rules, mesh, "specs"), shape, "specs", "the values")
     paths = tree.paths(shape, "values")
+    _check_placeable(leaves, paths)
     if check_replicated and active() is None:
         agree_on_values(mesh, "place", dict(zip(paths, leaves, strict=True)))
     placed, errors = [], []
@@ -65,6 +69,23 @@ def place(
     if errors:
         raise SpecError("\n".join(errors))
     return structure.unflatten(placed)
+
+
+def _check_placeable(leaves: Sequence[Any], paths: Sequence[str]) -> None:
+    """Numbers and strings among tensors stay what they are; they are not placed alone."""
+    for leaf, path in zip(leaves, paths, strict=True):
+        is_tensor = isinstance(leaf, torch.Tensor) or is_placed(leaf)
+        if not is_tensor and hasattr(leaf, "__array__") and not isinstance(leaf, Number):
+            raise TypeError(
+                f"place: {path} is a {type(leaf).__name__}, which is not a tensor; place "
+                "torch.as_tensor(...) of it."
+            )
+    present = [leaf for leaf in leaves if leaf is not None]
+    if present and not any(isinstance(x, torch.Tensor) or is_placed(x) for x in present):
+        raise TypeError(
+            f"place: there is no tensor in values, only {type(present[0]).__name__}; pass a tensor, or "
+            "dicts, lists and tuples of them."
+        )
 
 
 def _placed(leaf: Any, mesh: Mesh, spec: P, path: str) -> Any:
@@ -106,6 +127,7 @@ def full(value: MeshTensor) -> torch.Tensor:
     return whole
 
 
+@checked
 def redistribute(value: MeshTensor, spec: P) -> MeshTensor:
     """The same value with another spec, moved by the cheapest collectives. Every rank must call it.
 

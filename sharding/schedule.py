@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import fx
 
+from torchard.functional.arguments import check_fields
 from torchard.sharding.aliases import is_alias, output_values
 from torchard.sharding.bucket import merge_reductions
 from torchard.sharding.gathers import gather_again, gather_by_layer
@@ -43,7 +44,10 @@ class Schedule:
     prefetch: int = 1
     bucket_bytes: int | None = None
 
+    __torchard_example__ = "Schedule(prefetch=2)"
+
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.prefetch < 0:
             raise ValueError(
                 f"Schedule(prefetch={self.prefetch}): parameters cannot be gathered after their use; "

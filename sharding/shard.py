@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.arguments import checked
 from torchard.functional.program import FREE, Leaf, Program
 from torchard.functional.transform import Transformed
 from torchard.sharding.constrain import number_of, pinned_spec
@@ -37,6 +38,7 @@ __all__ = ["Shard", "shard"]
 _PLANNED = "planned by, with inputs"  # of a program's facts
 
 
+@checked
 def shard(
     fn: Callable[..., Any],
     mesh: Mesh,

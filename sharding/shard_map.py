@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from torchard.functional import tree
+from torchard.functional.arguments import checked
 from torchard.functional.signature import paths_of
 from torchard.functional.transform import Transformed
 from torchard.sharding.mesh import Mesh, MeshError, default_device
@@ -29,6 +30,7 @@ from torchard.sharding.varying import Region, apply, in_region, varying_axes
 __all__ = ["shard_map"]
 
 
+@checked
 def shard_map(
     fn: Callable[..., Any],
     mesh: Mesh,

@@ -6,12 +6,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torchard.functional.arguments import checked
 from torchard.sharding.layout import Dim, Layout, Sub
 from torchard.sharding.mesh import Mesh
 
 __all__ = ["P", "SpecError", "layout_of", "spec_of"]
 
 Entry = str | tuple[str, ...] | None
+Factor = int | str | tuple[int | str, ...]
 
 
 class SpecError(ValueError):
@@ -30,6 +32,7 @@ class P:
     """
 
     __slots__ = ("entries", "named", "weak")
+    __torchard_example__ = 'P("tp", None)'
 
     def __init__(self, *entries: Entry | list[str], weak: bool = False) -> None:
         checked: list[Entry] = []
@@ -52,7 +55,8 @@ class P:
         _check_unique(self, [a for e in self.entries for a in _axes(e)])
 
     @classmethod
-    def factors(cls, pattern: str, *, weak: bool = False, **names: Any) -> P:
+    @checked
+    def factors(cls, pattern: str, *, weak: bool = False, **names: Factor) -> P:
         """A spec that names the factors of fused dims.
 
         ``P.factors("(three heads d) embed", three=3, d=64, heads="tp")`` splits the heads inside

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from torchard.functional.arguments import checked
 from torchard.sharding.mesh import MeshError
 from torchard.sharding.moves import (
     Exchange,
@@ -78,9 +79,9 @@ def _size(names: Sequence[str], who: str) -> int:
     return math.prod(mesh.shape[a] for a in names)
 
 
-def _dim(who: str, x: torch.Tensor, dim: int) -> int:
+def _dim(who: str, x: torch.Tensor, dim: int, name: str = "dim") -> int:
     if not -x.ndim <= dim < x.ndim:
-        raise MeshError(f"{who}: dim {dim} of a value of shape {list(x.shape)} does not exist.")
+        raise MeshError(f"{who}: {name} {dim} of a value of shape {list(x.shape)} does not exist.")
     return dim % x.ndim
 
 
@@ -114,6 +115,7 @@ def _number(x: torch.Tensor) -> torch.Tensor:
     return x.long() if x.dtype == torch.bool else x
 
 
+@checked
 def psum(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
     """The sum over the ranks along ``axes``, the same shape, on each; invariant over them.
 
@@ -123,22 +125,26 @@ def psum(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
     return _reduced("psum", x, Sum(*_over("psum", axes)))
 
 
+@checked
 def pmean(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
     """The mean over the ranks along ``axes``; errors as ``psum``."""
     manual, names = _over("pmean", axes)
     return _reduced("pmean", x, Sum(manual, names)) / _size(names, "pmean")
 
 
+@checked
 def pmax(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
     """The elementwise maximum over the ranks along ``axes``, NaN kept; it has no derivative."""
     return _reduced("pmax", x, Extreme(*_over("pmax", axes), "max"))
 
 
+@checked
 def pmin(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
     """The elementwise minimum over the ranks along ``axes``, NaN kept; it has no derivative."""
     return _reduced("pmin", x, Extreme(*_over("pmin", axes), "min"))
 
 
+@checked
 def pvary(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
     """The same value, counted as each rank's own along ``axes``: its gradient is summed over them.
 
@@ -149,6 +155,7 @@ def pvary(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
     return apply(Vary(manual, missing), x) if missing else x
 
 
+@checked
 def all_gather(
     x: torch.Tensor, axes: AxisNames, *, dim: int = 0, tiled: bool = False, invariant: bool = False
 ) -> torch.Tensor:
@@ -170,6 +177,7 @@ def all_gather(
     return apply(kind(manual, names, _size(names, "all_gather"), _dim("all_gather", x, dim)), x)
 
 
+@checked
 def psum_scatter(
     x: torch.Tensor, axes: AxisNames, *, dim: int = 0, tiled: bool = False
 ) -> torch.Tensor:
@@ -199,6 +207,7 @@ def _check_is(who: str, x: torch.Tensor, dim: int, size: int) -> None:
         )
 
 
+@checked
 def all_to_all(
     x: torch.Tensor, axes: AxisNames, *, split_dim: int, concat_dim: int, tiled: bool = False
 ) -> torch.Tensor:
@@ -212,8 +221,8 @@ def all_to_all(
         MeshError: the split dim does not divide into k parts (or, not tiled, is not k).
     """
     manual, names = _over("all_to_all", axes)
-    size, split = _size(names, "all_to_all"), _dim("all_to_all", x, split_dim)
-    concat = _dim("all_to_all", x, concat_dim)
+    size, split = _size(names, "all_to_all"), _dim("all_to_all", x, split_dim, "split_dim")
+    concat = _dim("all_to_all", x, concat_dim, "concat_dim")
     _check_divides("all_to_all", x, split, size)
     if tiled:
         return apply(Exchange(manual, names, size, split, concat), x)
@@ -223,6 +232,7 @@ def all_to_all(
     return front.movedim(0, concat)
 
 
+@checked
 def ppermute(x: torch.Tensor, axes: AxisNames, perm: Sequence[tuple[int, int]]) -> torch.Tensor:
     """Send values between ranks: (source, target) pairs of positions along ``axes``.
 
@@ -243,6 +253,7 @@ def ppermute(x: torch.Tensor, axes: AxisNames, perm: Sequence[tuple[int, int]]) 
     return apply(Permute(manual, names, sources, targets), x)
 
 
+@checked
 def axis_index(axes: AxisNames, *, device: torch.device | str | None = None) -> torch.Tensor:
     """This rank's position along ``axes`` (the first outermost), an int64 scalar that varies.
 
@@ -254,6 +265,7 @@ def axis_index(axes: AxisNames, *, device: torch.device | str | None = None) -> 
     return axis_index_op(manual, names, where)
 
 
+@checked
 def axis_size(axes: AxisNames) -> int:
     """The number of ranks along ``axes``."""
     return _size(_over("axis_size", axes)[1], "axis_size")

@@ -16,12 +16,13 @@ import shutil
 import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
+from torchard.functional.arguments import AtLeast, checked
 from torchard.sharding.agree import agree_on_values
 from torchard.sharding.boxes import Reads, Writes, entry
 from torchard.sharding.mesh import Mesh
@@ -43,10 +44,12 @@ from torchard.sharding.together import check_same, common_mesh, owned, together
 __all__ = ["StorageError", "load", "save"]
 
 PathLike = str | os.PathLike[str]
+Seconds = Annotated[float, AtLeast(0)]
 
 
+@checked
 def save(
-    path: PathLike, tree: Any, *, check_replicated: bool = True, timeout: float = 600.0
+    path: PathLike, tree: Any, *, check_replicated: bool = True, timeout: Seconds = 600.0
 ) -> None:
     """Write a tree as a checkpoint. Every rank must call it; when it returns all is on the disk.
 
@@ -86,6 +89,7 @@ def save(
         raise
 
 
+@checked
 def load(
     path: PathLike,
     like: Any,
@@ -94,7 +98,7 @@ def load(
     *,
     rules: AxisRules | None = None,
     partial: bool = False,
-    timeout: float = 600.0,
+    timeout: Seconds = 600.0,
 ) -> Any:
     """Read a checkpoint of `save`'s or of DCP's. Every rank must call it, and reads its own shards.
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torchard.functional.arguments import check_fields
 from torchard.sharding.layers import EMBEDDING, Layer
 from torchard.sharding.spec import P, SpecError
 
@@ -47,9 +48,12 @@ class Style:
     input_layouts: Split = None
     output_layouts: Split = None
 
+    __torchard_example__ = "Colwise()"
+
     def __post_init__(self) -> None:
         for which in ("input_layouts", "output_layouts"):
             _check_split(type(self).__name__, which, getattr(self, which))
+        check_fields(self)
 
     def placings(self, layer: Layer, layers: Layers, axis: str) -> list[Placing]:
         """What this style says of a layer, and of the layers inside it.

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from torchard.functional.arguments import checked
 from torchard.functional.operators import Absent
 from torchard.sharding.factors import Rule, gathering_rule, instantiate
 
@@ -126,6 +127,7 @@ class OpRule:
 REGISTRY: dict[Any, OpRule] = {}
 
 
+@checked
 def register_rule(
     *targets: Any,
     text: Text,
