@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["AtLeast", "check_fields", "checked"]
+__all__ = ["AtLeast", "CheckedInside", "check_fields", "checked"]
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -28,6 +28,10 @@ Result = TypeVar("Result")
 
 class AtLeast(float):
     """Of a number: ``Annotated[int, AtLeast(1)]``."""
+
+
+class CheckedInside:
+    """Of what the function refuses itself, and says more about: ``Annotated[Where, CheckedInside]``."""
 
 
 def checked(fn: Callable[Params, Result]) -> Callable[Params, Result]:
@@ -41,6 +45,8 @@ def checked(fn: Callable[Params, Result]) -> Callable[Params, Result]:
 
     @functools.wraps(fn)
     def run(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        if torch.compiler.is_dynamo_compiling():  # it cannot trace what follows
+            return fn(*args, **kwargs)
         signature = _signature(fn)
         bound = signature.bind(*args, **kwargs)  # raises Python's own TypeError
         _check(who, _hints(fn), _one_by_one(signature, bound.arguments))
@@ -100,6 +106,8 @@ def _misfit(value: Any, hint: Any, path: str) -> str | None:
         return None
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
+        if CheckedInside in inner:
+            return None
         wrong = _misfit(value, inner[0], path)
         below = wrong is None and any(isinstance(b, AtLeast) and value < b for b in inner[1:])
         return _is(value, path) if below else wrong

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from torch import fx
 
-from torchard.functional.arguments import checked
+from torchard.functional.arguments import CheckedInside, checked
 from torchard.functional.errors import CheckpointError
 from torchard.functional.policies import Policy, as_policy, save_nothing
 from torchard.functional.program import Program
@@ -20,7 +20,10 @@ __all__ = ["Checkpoint", "checkpoint"]
 
 @checked
 def checkpoint(
-    fn: Callable[..., Any], *, policy: Any = save_nothing, where: Where | None = None
+    fn: Callable[..., Any],
+    *,
+    policy: Any = save_nothing,
+    where: Annotated[Where | None, CheckedInside] = None,
 ) -> Transformed:
     """``fn``, of whose values the backward keeps what the policy says and makes the rest again.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +106,8 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         elif isinstance(leaf, slice):  # hashable from Python 3.12 on
             key.append((slice, leaf.start, leaf.stop, leaf.step))
         else:
+            if hasattr(type(leaf), "__dataclass_fields__"):
+                _check_holds_no_tensor(leaf, args, kwargs, i)
             key.append((type(leaf), leaf))
     key.append(_surroundings())
     whole = tuple(key)
@@ -139,6 +142,8 @@ def _unhashable(args: Any, kwargs: Any, leaves: Sequence[Any]) -> StaticArgument
     for path, leaf in zip(paths_of(args, kwargs), leaves, strict=True):
         if isinstance(leaf, (torch.Tensor, float, ShapeDtype)) or is_placed(leaf):
             continue
+        if dataclasses.is_dataclass(leaf):
+            return _unregistered(leaf, path)
         try:
             hash(leaf)
         except TypeError:
@@ -149,6 +154,20 @@ def _unhashable(args: Any, kwargs: Any, leaves: Sequence[Any]) -> StaticArgument
                 "torchard.tree.register."
             )
     return StaticArgumentError("an argument is not hashable")
+
+
+def _check_holds_no_tensor(leaf: Any, args: Any, kwargs: Any, i: int) -> None:
+    """A frozen dataclass is hashable, tensors and all, but each new one would be a new trace."""
+    values = (getattr(leaf, field.name, None) for field in dataclasses.fields(leaf))
+    if any(isinstance(value, torch.Tensor) or is_placed(value) for value in values):
+        raise _unregistered(leaf, paths_of(args, kwargs)[i])
+
+
+def _unregistered(leaf: Any, path: str) -> StaticArgumentError:
+    return StaticArgumentError(
+        f"{path} is a {type(leaf).__name__}, a dataclass that is no node of a tree: put "
+        "@torchard.tree.register_dataclass above its @dataclass, and its fields are traced."
+    )
 
 
 def _sparse(leaf: torch.Tensor, path: str) -> StaticArgumentError:

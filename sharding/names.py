@@ -38,15 +38,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from torchard.functional import tree
+from torchard.functional.arguments import CheckedInside
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.spec import P, SpecError
 
 __all__ = ["AxisRules", "Rules", "resolved"]
 
-AxisRules = Mapping[str, str | tuple[str, ...] | None]
+AxisRules = Annotated[Mapping[str, str | tuple[str, ...] | None], CheckedInside]
 
 
 @dataclass(frozen=True)

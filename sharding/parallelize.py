@@ -72,8 +72,8 @@ def parallelize(
     for name in (*([axis] if plan else []), *_axes(batch), *_axes(fsdp)):
         if name not in mesh.axes:
             raise MeshError(
-                f"parallelize: axis, batch or fsdp names {name!r}, but {mesh} has no such axis; its axes "
-                f"are {', '.join(mesh.axes)}."
+                f"parallelize(..., axis=, batch=, fsdp=): {mesh} has no axis {name!r}; its axes are "
+                f"{', '.join(mesh.axes)}."
             )
     layers, names = layers_of(model)
     if program is not None:

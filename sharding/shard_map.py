@@ -12,12 +12,12 @@ import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from torchard.functional import tree
-from torchard.functional.arguments import checked
+from torchard.functional.arguments import CheckedInside, checked
 from torchard.functional.signature import paths_of
 from torchard.functional.transform import Transformed
 from torchard.sharding.mesh import Mesh, MeshError, default_device
@@ -37,7 +37,7 @@ def shard_map(
     in_specs: Any,
     out_specs: Any,
     *,
-    axis_names: Collection[str] | None = None,
+    axis_names: Annotated[Collection[str] | None, CheckedInside] = None,
     check_replicated: bool = True,
 ) -> Transformed:
     """``fn``, which is written for one rank's shards, run on every rank of a mesh.
@@ -89,12 +89,12 @@ def _manual_axes(names: Collection[str] | None, mesh: Mesh) -> tuple[str, ...]:
     """In the mesh's order."""
     if names is None:
         return mesh.axes
-    if isinstance(names, str) or not names:
+    if isinstance(names, str) or not isinstance(names, Collection) or not len(names):
         raise MeshError(
             f"shard_map(..., axis_names={names!r}): name the manual axes of {mesh} in a set, as in "
             f"axis_names={{{mesh.axes[-1]!r}}}; leave it out where all are, and use shard where none is."
         )
-    if unknown := [a for a in names if a not in mesh.shape]:
+    if unknown := [a for a in names if not (isinstance(a, str) and a in mesh.shape)]:
         raise MeshError(
             f"shard_map(..., axis_names={names!r}): {mesh} has no axis {unknown[0]!r}; its axes are "
             f"{', '.join(mesh.axes)}."

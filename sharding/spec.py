@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchard.functional.arguments import checked
@@ -13,7 +13,7 @@ from torchard.sharding.mesh import Mesh
 __all__ = ["P", "SpecError", "layout_of", "spec_of"]
 
 Entry = str | tuple[str, ...] | None
-Factor = int | str | tuple[int | str, ...]
+Factor = int | str | tuple[int | str, ...] | None
 
 
 class SpecError(ValueError):
@@ -118,6 +118,19 @@ class P:
             if size is not None or new:
                 named[factor] = _entry(new) if size is None else (size, *new) if new else size
         return P.factors(pattern, weak=self.weak, **named)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """The entries: ``P(None, *spec)`` is the spec of a stack of such values.
+
+        Raises:
+            SpecError: it names factors inside of dims, and has no entries (use ``led``).
+        """
+        if self.named is not None:
+            raise SpecError(
+                f"{self} names factors and has no entries to unpack; .led(1) is the spec of a stack of "
+                "such values."
+            )
+        return iter(self.entries)
 
     def _key(self) -> tuple[Any, ...]:
         return self.entries, self.named, self.weak

@@ -29,7 +29,7 @@ from torchard.sharding.moves import (
     Vary,
     axis_index_op,
 )
-from torchard.sharding.varying import apply, current, native, varying_axes
+from torchard.sharding.varying import apply, current, made_by_backward, native, varying_axes
 
 __all__ = [
     "all_gather",
@@ -98,6 +98,8 @@ def _reduced(who: str, x: torch.Tensor, move: Move) -> torch.Tensor:
     constant = move.over - varying_axes(native(x))
     if constant:
         names = " and ".join(map(repr, sorted(constant)))
+        if isinstance(move, Sum) and made_by_backward(native(x)):
+            raise MeshError(_summed_already(who, names, tuple(sorted(constant))))
         remedy = (
             "multiply by axis_size(...), or pvary(x, ...) it first, if that is meant"
             if isinstance(move, Sum)
@@ -108,6 +110,17 @@ def _reduced(who: str, x: torch.Tensor, move: Move) -> torch.Tensor:
             f"needs no {who}; {remedy}."
         )
     return apply(move, _number(x) if isinstance(move, Sum) else x)
+
+
+def _summed_already(who: str, names: str, axes: Axes) -> str:
+    over = repr(axes[0]) if len(axes) == 1 else repr(axes)
+    mean = f" The mean over ranks is gradient / axis_size({over})." if who == "pmean" else ""
+    return (
+        f"{who}: the value is a gradient that is invariant over {names}: what it is the gradient of is "
+        "the same on every rank, so it is summed over them already (that is the transpose of each rank's "
+        f"using it). Drop the {who}.{mean} For each rank's own gradient, make the value varying first: "
+        f"pvary(x, {over})."
+    )
 
 
 def _number(x: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,7 @@ __all__ = [
     "apply",
     "current",
     "in_region",
+    "made_by_backward",
     "manual_in_graph",
     "native",
     "varying_axes",
@@ -98,6 +99,20 @@ def varying_axes(tensor: torch.Tensor) -> Axes:
         else:
             stack.extend(missing)
     return known[root]
+
+
+def made_by_backward(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of the trace in progress is a gradient, or computed from one."""
+    room = active()
+    root = None if room is None else internals.proxy_node(room.tracer, internals.base_tensor(tensor))
+    stack, seen = [] if root is None else [root], set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node.meta.get("phase") == "backward":
+            return True
+        seen.add(node)
+        stack += [source for source in node.all_input_nodes if source not in seen]
+    return False
 
 
 # -- the region -----------------------------------------------------------------------------------

@@ -202,7 +202,7 @@ CASES: dict[str, Case] = {
 # The only public functions that are not above are torch's own under another name.
 ELSEWHERE = {
     *("Activations", "Pairwise", "SequenceParallel", "Style"),  # Colwise's parameters
-    *("MeshTensor", "P"),  # made by the constructors above, or of what test_errors.py tests
+    *("Functional", "MeshTensor", "P"),  # made by the constructors above, or of what test_errors.py tests
     "initialize",
 }
 

@@ -95,8 +95,8 @@ def specs_on(mesh: Mesh) -> list[P]:
 
 
 # Every n-th of them for one operation, and every n-th operation where the place does not matter.
-EVERY = examples(ci=67, explore=1)
-SOME = list(OPERATIONS)[:: examples(ci=4, explore=1)]
+EVERY = examples(ci=171, explore=1)
+SOME = list(OPERATIONS)[:: examples(ci=8, explore=1)]
 PLACES = [(mesh, xs, ys) for mesh in MESHES for xs in specs_on(mesh) for ys in specs_on(mesh)]
 
 

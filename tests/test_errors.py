@@ -247,3 +247,10 @@ def test_sparse_tensors_are_not_placed() -> None:
     with pytest.raises(PlacementError) as e:
         place({"w": X.to_sparse()}, MESH, P("tp"))
     says(e.value, "values['w']", "torch.sparse_coo", "to_dense()")
+
+
+def test_a_spec_unpacks_into_another() -> None:
+    spec = P("dp", None, ("tp",))
+    assert P(None, *spec) == P(None, "dp", None, ("tp",)) and list(P()) == [] and P(*spec) == spec
+    with pytest.raises(SpecError, match=re.escape(".led(1)")):
+        P(None, *P.factors("(a b)", a=2))

@@ -260,3 +260,34 @@ def test_refuses_axis_names(name: str) -> None:
 def test_another_mesh_inside_shard() -> None:
     with pytest.raises(MeshError, match="one program runs on one mesh"):
         shard(mapped, XY)(*data())
+
+
+def varies(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (x * w).sin().sum()
+
+
+GRADIENTS: dict[str, Any] = {
+    "grad": lambda w, x: grad(varies)(w, x),
+    "computed from it": lambda w, x: grad(varies)(w, x) * 2 + 1,
+    "of a psum": lambda w, x: grad(local_loss)(w, x),
+    "clipped": lambda w, x: grad(varies)(w, x).clamp(-1, 1) / 3,
+}
+
+
+@pytest.mark.parametrize("gradient", GRADIENTS)
+def test_a_gradient_that_is_summed_already(gradient: str) -> None:
+    """Every data-parallel loop in another library ends in this psum."""
+    for collective, also in ((psum, ""), (pmean, "gradient / axis_size('x')")):
+        with pytest.raises(MeshError) as error:
+            on_two(lambda w, x, c=collective: c(GRADIENTS[gradient](w, x), "x"))(*data())
+        for part in (collective.__name__, "is a gradient", "summed over them already", "'x'", also):
+            assert part in str(error.value)
+    w, x = data()
+    want = [grad(varies)(w, part) for part in x.chunk(2)]
+    have = on_two(GRADIENTS["grad"])(w, x)  # what the message says to write
+    torch.testing.assert_close(have, want[0] + want[1])
+
+
+def test_a_value_that_is_no_gradient_is_told_as_before() -> None:
+    with pytest.raises(MeshError, match="every rank holds the same already"):
+        on_two(lambda w, x: psum(w * 2, "x"))(*data())

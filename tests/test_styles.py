@@ -328,7 +328,7 @@ def test_the_model_itself_has_no_layouts() -> None:
 
 
 def test_what_is_no_model() -> None:
-    with pytest.raises(SpecError, match="got a Tensor"):
+    with pytest.raises(SpecError, match="model is a Tensor"):
         parallelize(torch.ones(2), TP, {"": Pairwise()})
 
 

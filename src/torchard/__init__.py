@@ -5,7 +5,7 @@ fused, compiled) is said beside it, by transforms. This module re-exports the pu
 three folders behind it are `torchard.functional`, `torchard.sharding` and `torchard.kernels`.
 """
 
-from torchard.functional import nn, optim, policies, random
+from torchard import nn, optim, policies, random, tree
 from torchard.functional.checkpoint import checkpoint
 from torchard.functional.errors import (
     CheckpointError,
@@ -20,7 +20,7 @@ from torchard.functional.errors import (
     TorchVersionWarning,
 )
 from torchard.functional.jit import jit
-from torchard.functional.module import functionalize
+from torchard.functional.module import Functional, functionalize
 from torchard.functional.residuals import saved_residuals
 from torchard.functional.signature import ShapeDtype
 from torchard.functional.testing import verify
@@ -78,6 +78,7 @@ __all__ = [
     "CollectiveError",
     "Colwise",
     "DonatedError",
+    "Functional",
     "Kernel",
     "KernelError",
     "Mesh",
@@ -144,5 +145,6 @@ __all__ = [
     "shard_map",
     "to_dtensor",
     "trace",
+    "tree",
     "verify",
 ]

@@ -1,0 +1,4 @@
+"""What a backward keeps; `torchard.functional.policies` under its public name."""
+
+from torchard.functional.policies import *  # noqa: F403
+from torchard.functional.policies import __all__ as __all__
