@@ -48,7 +48,10 @@ def checked(fn: Callable[Params, Result]) -> Callable[Params, Result]:
         if torch.compiler.is_dynamo_compiling():  # it cannot trace what follows
             return fn(*args, **kwargs)
         signature = _signature(fn)
-        bound = signature.bind(*args, **kwargs)  # raises Python's own TypeError
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{who}: {error}.{_taking_a_function(who, signature)}") from None
         _check(who, _hints(fn), _one_by_one(signature, bound.arguments))
         return fn(*args, **kwargs)
 
@@ -60,6 +63,16 @@ def check_fields(record: Any) -> None:
     kind: Any = type(record)
     values = ((name, name, getattr(record, name)) for name in record.__dataclass_fields__)
     _check(kind.__name__, _hints(kind), values)
+
+
+def _taking_a_function(who: str, signature: inspect.Signature) -> str:
+    """What to write, of a transform: other libraries' are called in other ways."""
+    if next(iter(signature.parameters), "") != "fn":
+        return ""
+    return (
+        f" {who} takes a function and returns one: {who}(fn, ...)(*args), or, with options above a def, "
+        f"@functools.partial({who}, ...)."
+    )
 
 
 @functools.cache

@@ -80,7 +80,9 @@ def map(fn: Callable[..., Any], tree: Any, *rests: Any) -> Any:
         raise
 
 
-def broadcast(prefix: Any, full: Any, name: str = "prefix", what: str = "the tree") -> list[Any]:
+def broadcast(
+    prefix: Any, full: Any, name: str = "prefix", what: str = "the tree", leaf: str = "value"
+) -> list[Any]:
     """One leaf of the prefix for each leaf of the full tree.
 
     Raises:
@@ -91,16 +93,16 @@ def broadcast(prefix: Any, full: Any, name: str = "prefix", what: str = "the tre
             prefix, full, none_is_leaf=True, namespace=NAMESPACE
         )
     except ValueError as error:
-        raise ValueError(_misfit(prefix, full, name, what)) from error
+        raise ValueError(_misfit(prefix, full, name, what, leaf)) from error
     return spread
 
 
-def _misfit(prefix: Any, full: Any, name: str, what: str) -> str:
+def _misfit(prefix: Any, full: Any, name: str, what: str, leaf: str) -> str:
     problems = optree.prefix_errors(prefix, full, none_is_leaf=True, namespace=NAMESPACE)
     details = "; ".join(" ".join(str(problem(name)).split()) for problem in problems)
     return (
-        f"{name} is not a prefix of {what}: {details} Give every leaf a value, or one value for a "
-        "whole subtree."
+        f"{name} is not a prefix of {what}: {details} Give every leaf a {leaf}, or one {leaf} "
+        "for a whole subtree."
     )
 
 

@@ -40,6 +40,11 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     if room is None and func in _SPECIAL:
         return _SPECIAL[func](*args, **kwargs)
     if _writes(name) or kwargs.get("out") is not None:
+        if args and not is_placed(args[0]):
+            raise PlacementError(
+                f"{name} writes in place, from a MeshTensor into a plain tensor: pass x.full(), the "
+                "whole value, or this rank's part of it."
+            )
         raise PlacementError(
             f"{name} writes in place, and a MeshTensor is a value that never changes: take the result "
             "(x = x + 1, x = torch.where(mask, new, x)), or write in a function under shard."

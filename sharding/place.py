@@ -41,6 +41,11 @@ class Held:
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined,no-any-return]
 
+    def __repr__(self) -> str:
+        """As plans and printed programs show it."""
+        pending = f", pending {dict(self.pending)}" if self.pending else ""
+        return f"{spec_of(Layout(self.dims))} on {self.mesh}{pending}"
+
     @staticmethod
     def of(mesh: Mesh, layout: Layout) -> Held:
         """The placement of a value with this layout."""

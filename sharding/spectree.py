@@ -114,9 +114,10 @@ def broadcast(prefix: Any, full: Any, name: str, what: str) -> list[P | None]:
     for leaf in optree.tree_leaves(prefix, none_is_leaf=True, namespace=tree.NAMESPACE):
         if leaf is not None and not isinstance(leaf, P):
             raise SpecError(
-                f"{name} has a leaf {leaf!r} of type {type(leaf).__name__}; use a P or None."
+                f"{name} has a leaf {leaf!r} of type {type(leaf).__name__}; use a P or None, as in "
+                f"{P(leaf) if isinstance(leaf, str) else P('tp', None)}."
             )
     try:
-        return tree.broadcast(prefix, full, name, what)
+        return tree.broadcast(prefix, full, name, what, "spec")
     except ValueError as error:
         raise SpecError(str(error)) from error
