@@ -58,6 +58,8 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
             f"{name} of a MeshTensor inside a constructor of torch's: torch.tensor(x) and the like take "
             "plain tensors and numbers; pass x.full()."
         )
+    if func is torch.Tensor.__getitem__:
+        args = (args[0], _plain_index(args[1]))
     args, kwargs = tuple(args) if name in _ARITHMETIC else _fixed(tuple(args)), _fixed(kwargs)
     try:
         return _operation(func)(*args, **kwargs)
@@ -269,6 +271,7 @@ class Operators:
     __slots__ = ()
 
     shape: Any
+    dtype: Any
     device: Any
     full: Any
 
@@ -289,7 +292,7 @@ class Operators:
         return functools.partial(_called, method, self)
 
     def __getitem__(self, index: Any) -> Any:
-        return run(torch.Tensor.__getitem__, (self, _plain_index(index)), {})
+        return run(torch.Tensor.__getitem__, (self, index), {})
 
     def __setitem__(self, index: Any, value: Any) -> NoReturn:
         run(torch.Tensor.__setitem__, (self, index, value), {})
@@ -298,6 +301,9 @@ class Operators:
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("len() of a MeshTensor without dims")
+        if not (self.dtype.is_floating_point or self.dtype.is_complex):
+            # A tensor indexed by something that has a length takes it for a tuple of indices.
+            raise TypeError("len() of a MeshTensor of integers: use x.shape[0]")
         return int(self.shape[0])
 
     def __iter__(self) -> Iterator[Any]:
@@ -365,7 +371,9 @@ def _called(method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) ->
 
 # What an operation takes from an instance without a call.
 _ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}
-_NOT_METHODS = {"numpy", "register_hook", "share_memory_", "storage", "untyped_storage", "data_ptr"}
+_NOT_METHODS = {
+    *("register_hook", "share_memory_", "pin_memory", "storage", "untyped_storage", "data_ptr"),
+}
 _MOVING = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
 
 
@@ -389,13 +397,19 @@ def _check_device(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
 
 
 def _plain_index(index: Any) -> Any:
-    """Bounds of slices are numbers: a tensor among them would be taken in as a constant."""
+    """Positions and bounds of slices are numbers, also those that a tensor holds."""
     if isinstance(index, tuple):
         return tuple(_plain_index(i) for i in index)
     if not isinstance(index, slice):
-        return index
+        return operator.index(index) if _is_position(index) else index
     bounds = (index.start, index.stop, index.step)
     return slice(*(b if b is None else operator.index(b) for b in bounds))
+
+
+def _is_position(index: Any) -> bool:
+    if not isinstance(index, (torch.Tensor, Operators)) or index.shape or index.dtype == torch.bool:
+        return False
+    return not index.dtype.is_floating_point and not index.dtype.is_complex
 
 
 def _operator(name: str) -> Any:

@@ -197,6 +197,25 @@ def test_what_it_sends_is_in_the_plan_of_the_operation() -> None:
     assert (x + y).spec == P("a", None)
 
 
+@pytest.mark.parametrize(
+    "index", [torch.tensor([3, 1]), torch.tensor([[0, 2], [1, 1]]), torch.tensor(2), torch.tensor([1])]
+)
+@pytest.mark.parametrize("around", [lambda i: i, lambda i: (i, 0), lambda i: (slice(1, None), i)])
+def test_placed_indices_are_what_plain_ones_are(index: torch.Tensor, around: Any) -> None:
+    """A plain tensor takes what has a length and items for a tuple of indices."""
+    x = operands()[0][:, :4]
+    want = x[around(index)]
+    for spec in (P(), P("a"))[: 1 + index.ndim]:
+        i = around(place(index, MESH, spec))
+        assert torch.equal(whole(x[i]), want)
+        assert torch.equal(whole(place(x, MESH, P("b"))[i]), want)
+        if index.ndim:  # a position is a value, which a trace does not have
+            assert torch.equal(whole(shard(lambda x, i=i: x[i] * 1, MESH)(x)), want)
+    assert [int(i) for i in place(index.flatten(), MESH, P())] == index.flatten().tolist()
+    with pytest.raises(TypeError, match=re.escape("use x.shape[0]")):
+        len(place(index.flatten(), MESH, P()))
+
+
 # -- values read --------------------------------------------------------------------------------------
 
 
