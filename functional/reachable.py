@@ -200,7 +200,8 @@ class Walk:
         return tuple((key, self.token(mapping[key])) for key in present)
 
     def _transformed(self, value: Any) -> Any:
-        return "transformed", type(value), self.token(value.__torchard_function__), value.rewrites
+        rewrites = getattr(value, "rewrites", ())  # the function of shard_map has none
+        return "transformed", type(value), self.token(value.__torchard_function__), rewrites
 
     def _method(self, method: types.MethodType) -> Any:
         return "method", self.token(method.__func__), self.token(method.__self__)
