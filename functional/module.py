@@ -20,6 +20,7 @@ from torchard.functional.dropout import Keyed
 from torchard.functional.errors import PurityError
 from torchard.functional.frames import Frame, path_of
 from torchard.functional.room import Room, active, frames_again
+from torchard.functional.signature import is_placed
 from torchard.functional.trace import name
 
 __all__ = ["Functional", "functionalize"]
@@ -95,11 +96,11 @@ class Functional:
         buffers: Mapping[str, Tensor] | None = None,
         **kwargs: Any,
     ) -> Any:
-        _check_names("params", params, self._names)
+        params = _tensors("params", params, self._names)
         if buffers is None:
             given = {k: b.clone() if k in self._training else b for k, b in self.buffers.items()}
         else:
-            _check_names("buffers", buffers, self.buffers)
+            buffers = _tensors("buffers", buffers, self.buffers)
             given = {k: buffers[k].clone() for k in self.buffers}
         versions = {k: b._version for k, b in given.items()}
         values = {**params, **given}
@@ -189,6 +190,26 @@ def _parted(path: str, first: str) -> PurityError:
 
 def _owner(path: str) -> str:
     return path.rpartition(".")[0]
+
+
+def _tensors(what: str, given: Any, wanted: Any) -> Mapping[str, Tensor]:
+    """What a module is given by name; a placed value that a trace closes over is its operand there."""
+    if not isinstance(given, Mapping):
+        raise TypeError(
+            f"{what} is a {type(given).__name__}; a functionalized module is called with the dict that "
+            "functionalize returned first: fn(params, ...)."
+        )
+    _check_names(what, given, wanted)
+    placed = [k for k, value in given.items() if is_placed(value)]
+    if not placed:
+        return given
+    room = active()
+    if room is None:
+        raise TypeError(
+            f"{what} has placed values ({placed[0]!r} is one): a module runs under shard, as in "
+            "shard(fn, mesh)(params, ...)."
+        )
+    return {k: room.lift(value) if is_placed(value) else value for k, value in given.items()}
 
 
 def _check_names(what: str, given: Mapping[str, Any], wanted: Any) -> None:

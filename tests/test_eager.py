@@ -14,7 +14,18 @@ import torch
 import torch.nn.functional as F
 from effort import examples
 
-from torchard import DonatedError, Mesh, MeshError, MeshTensor, P, PlacementError, jit, place, shard
+from torchard import (
+    DonatedError,
+    Mesh,
+    MeshError,
+    MeshTensor,
+    P,
+    PlacementError,
+    functionalize,
+    jit,
+    place,
+    shard,
+)
 from torchard.sharding import eager
 
 MESHES = [Mesh(axes, virtual=True) for axes in ({"a": 2}, {"a": 3, "b": 1}, {"a": 2, "b": 2})]
@@ -352,6 +363,18 @@ def test_closed_over_values_are_read_afresh_and_get_gradients() -> None:
         torch.testing.assert_close(whole(holder["w"].grad), w.grad)
         y = y + 1
         holder["w"] = place(y, MESH, P("a")).requires_grad_()
+
+
+def test_a_functionalized_module_of_placed_parameters() -> None:
+    """Under a transform, given or closed over; in plain code it says what to write."""
+    fn, params = functionalize(torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Tanh()).double())
+    x, placed = operands()[0], place(params, MESH, {"0.weight": P("a"), "0.bias": P("a")})
+    for run in (shard(lambda x: fn(placed, x) * 1, MESH), lambda x: shard(fn, MESH)(placed, x)):
+        torch.testing.assert_close(whole(run(x)), fn(params, x))
+    with pytest.raises(TypeError, match=r"'0\.weight' is one.*shard\(fn, mesh\)\(params"):
+        fn(placed, x)
+    with pytest.raises(TypeError, match=r"params is a Tensor; .*fn\(params, \.\.\.\)"):
+        fn(x)  # type: ignore[arg-type]
 
 
 # -- refusals -----------------------------------------------------------------------------------------
