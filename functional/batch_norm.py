@@ -274,7 +274,9 @@ def composed(
     """
     wide = _wide(x)
     if training:
-        var, mean = torch.var_mean(wide, _others(x), correction=0)
+        n = x.numel() // x.shape[1]
+        mean = torch.sum(wide, _others(x)) / n
+        var = torch.sum((wide - _image(mean, x)) ** 2, _others(x)) / n
     else:
         assert running_mean is not None and running_var is not None
         var, mean = _wide(running_var), _wide(running_mean)
@@ -284,7 +286,6 @@ def composed(
     out = (out if bias is None else out + _image(bias, x)).to(x.dtype)
     if not training:
         return out, x.new_empty(0), x.new_empty(0)
-    n = x.numel() // x.shape[1]
     unbiased = var * (n / (n - 1) if n > 1 else math.nan)
     kind = _statistics_dtype(x, weight, running_mean)
     return out, *(value.to(kind) for value in (mean, invstd, mean, unbiased))
