@@ -56,7 +56,9 @@ class Functional:
         params: a dict with the names of those that `functionalize` returned.
         key: int64 [2]; every dropout in train mode draws from a key of its own, folded from it.
         buffers: a dict like ``fn.buffers``. Given, the result is a pair, the module's result and
-            the buffers after the call.
+            the buffers after the call: as the module itself would have left them after one forward,
+            also where a checkpoint runs it twice. Gradients pass through what is assigned or written
+            to them as torch lets them: not through what is written under no_grad.
 
     ``key`` and ``buffers`` are always fn's own: a module whose forward has arguments of these
     names takes them by position.
@@ -66,7 +68,9 @@ class Functional:
         module: the copy; its parameters and buffers are on the meta device.
 
     Raises (when called):
-        PurityError: dropout in train mode without a key, or an update of a buffer without buffers.
+        PurityError: dropout in train mode without a key, an update of a buffer without buffers, a
+            tensor or number kept in a plain attribute, or another tensor in the place of a buffer
+            that modules share.
         KeyError: params or buffers have other names than the module.
     """
 
