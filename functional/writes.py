@@ -309,9 +309,9 @@ class _Functionalization:
         else:
             made = self._computed(emit, node, twin)
             values = _written_values(emit, node, made)
-        targets = [self.aliases[target] for target in written_nodes(node)]
-        for alias, value in zip(targets, values, strict=True):
-            self._store(emit, node, alias, value)
+        targets = written_nodes(node)
+        for target, value in zip(targets, values, strict=True):
+            self._store(emit, node, self.aliases[target], value)
         self._settle(emit, node, made, targets)
 
     def _overwritten(self, emit: Emitter, node: fx.Node) -> fx.Node:
@@ -369,11 +369,11 @@ class _Functionalization:
         alias.value, alias.version = laid_out_as(emit, value, alias.val), memory.version
 
     def _settle(
-        self, emit: Emitter, node: fx.Node, made: fx.Node | None, targets: list[_Alias]
+        self, emit: Emitter, node: fx.Node, made: fx.Node | None, targets: list[fx.Node]
     ) -> None:
         """What the write returns: what was written to, or something new besides."""
         vals = node.meta.get("val")
-        by_storage = {alias.val.untyped_storage()._cdata: alias for alias in targets}
+        by_storage = {storage_key(target): self.aliases[target] for target in targets}
 
         def result(val: Any, index: int | None) -> _Alias | fx.Node | None:
             if isinstance(val, torch.Tensor) and val.untyped_storage()._cdata in by_storage:

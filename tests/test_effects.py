@@ -219,6 +219,21 @@ def test_complex_parts_are_overwritten(stack: str) -> None:
     assert not differences(fourier, x, stack, ("value", "gradient"))
 
 
+@quiet
+def test_what_a_write_returns_is_what_was_written_to() -> None:
+    """Also through strides: the view that a write returns goes on sharing memory with its base."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        v = y.as_strided((2, 3), (1, 4), 2).copy_(x[:2, :3])
+        v.mT.add_(1)
+        v.mul_(2)
+        return (y * y).sum() + v.sin().sum()
+
+    x = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    assert not differences(fn, x, "checkpoint", ("value", "gradient", "second"))
+
+
 def test_assigning_data_is_refused() -> None:
     def inside(x: torch.Tensor) -> torch.Tensor:
         y = x * 1
