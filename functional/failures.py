@@ -20,7 +20,11 @@ _REMEDY = (
     "A process that takes part has ended, hangs, or cannot be reached; what this call computed is lost. "
     "End all ranks, and start them again from the last checkpoint."
 )
-_DOING = {"issue": "this rank began it", "wait": "this rank waited for its result"}
+_DOING = {
+    "meet": "this rank waited for the others to make the same call",
+    "issue": "this rank began it",
+    "wait": "this rank waited for its result",
+}
 # Of the collectives of a compiled program, how many a message lists.
 _LISTED = 6
 

@@ -95,7 +95,7 @@ class Compile:
         graph.recompile()
         made = _Compiled(graph, plain, self.backend, program)
         guard = getattr(program.runtime, "guard", None)
-        return made if guard is None else guard(program, made)
+        return made if guard is None else guard(program, made, graph.graph)
 
 
 def _flat_module(program: Program) -> fx.GraphModule | None:

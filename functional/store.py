@@ -27,7 +27,7 @@ def default_store() -> Any:
 
 
 def ask(store: Any, question: Callable[[], Any], seconds: float, what: str) -> Any:
-    """What the store answers within some seconds; a store that was silent is not asked again.
+    """What the store answers within some seconds; a store that was silent, or gone, is not asked again.
 
     Its own timeout is no limit where its host is cut off: what waited then asks the host to forget the
     question, and waits for that answer as long as TCP does (torch 2.13). So another thread does.
@@ -54,6 +54,9 @@ def ask(store: Any, question: Callable[[], Any], seconds: float, what: str) -> A
     except queue.Empty:
         _silent.append(store)  # the thread has it locked
         raise _unanswered(what) from None
+    if isinstance(error, dist.DistNetworkError) and "timeout" not in str(error).lower():
+        _silent.append(store)
+        raise _unanswered(what) from error
     if error is not None:
         raise error
     return answer

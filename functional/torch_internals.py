@@ -78,6 +78,7 @@ __all__ = [
     "autocast_off",
     "autocast_on",
     "autograd_sequence",
+    "backend_of",
     "base_tensor",
     "below_forward_ad",
     "below_vmap",
@@ -101,6 +102,7 @@ __all__ = [
     "proxy_node",
     "proxying",
     "saved_were_freed",
+    "storage_info",
     "track",
 ]
 
@@ -411,7 +413,9 @@ def track(
     return proxy.node
 
 
-def inserting_after(graph: fx.Graph, node: fx.Node | None) -> contextlib.AbstractContextManager[None]:
+def inserting_after(
+    graph: fx.Graph, node: fx.Node | None
+) -> contextlib.AbstractContextManager[None]:
     """Insert after a node or (None) ahead of everything, where fx would append."""
     first = next(iter(graph.nodes), None)
     ahead = node is None and first is not None
@@ -608,3 +612,18 @@ def current_backward_node() -> int | None:
 def direct(target: Any) -> Any:
     """An op without its Python call wrapper, a tenth of a microsecond each."""
     return target._op if isinstance(target, OpOverload) else target
+
+
+def storage_info(file: str, offset: int, length: int) -> Any:
+    """What DCP's index says of where an item is; made by its writer, whose results travel as JSON."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(file, offset, length)
+
+
+def backend_of(group: Any, device_type: str) -> Any:
+    """What carries a process group's tensors of a device.
+
+    It says how long it waits, which nothing public does, and its sends are seen by no dispatch mode.
+    """
+    return group._get_backend(torch.device(device_type))

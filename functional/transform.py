@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from itertools import accumulate, islice
 from operator import attrgetter
 from types import MethodType
@@ -66,6 +67,9 @@ class Transformed:
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__doc__ = getattr(fn, "__doc__", None)
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        # Traced to be looked at. Ranks of a mesh evict the same plans only while they call the same, and
+        # any of them may look at more; so looking neither evicts what is called nor counts as use of it.
+        self._looked: OrderedDict[Hashable, _Entry] = OrderedDict()
         self._lock = threading.RLock()
         self._history: deque[tuple[Hashable, list[str]]] = deque(maxlen=_RETRACES)
         self._traces = 0
@@ -100,7 +104,7 @@ class Transformed:
 
     def lower(self, *args: Any, **kwargs: Any) -> Program:
         """The rewritten program for these arguments (meta tensors and ShapeDtype too), not run."""
-        flat = self._entry(read(args, kwargs), args, kwargs)[0].flat
+        flat = self._entry(read(args, kwargs), args, kwargs, looking=True)[0].flat
         # What the residuals of a program without a backward are read from.
         flat.program.facts.setdefault("joint", lambda: flat.joint(_floating(flat.base)))
         return flat.program
@@ -113,7 +117,7 @@ class Transformed:
         Args:
             argnums: positions of the arguments to differentiate; by default all floating ones.
         """
-        entry, _ = self._entry(read(args, kwargs), args, kwargs)
+        entry, _ = self._entry(read(args, kwargs), args, kwargs, looking=True)
         numbers = (argnums,) if isinstance(argnums, int) else argnums
         starts = None if numbers is None else tuple(f"args[{n}]" for n in numbers)
         return entry.flat.joint(_floating(entry.flat.base, starts))
@@ -121,19 +125,44 @@ class Transformed:
     # -- cache --------------------------------------------------------------------------------
 
     def _entry(
-        self, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        arguments: Arguments,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        looking: bool = False,
     ) -> tuple[_Entry, list[Any]]:
         key = self._key(arguments)
+        for cache in (self._entries, self._looked):
+            entry = cache.get(key)
+            closures = None if entry is None else entry.closures(self.fn, arguments)
+            if entry is not None and closures is not None:
+                break
+        else:
+            entry, closures = self._traced(arguments, paths_of(args, kwargs))
+            key = self._key(arguments)
+        if not looking:
+            self._keep(self._entries, key, entry)
+            self._looked.pop(key, None)
+        elif self._entries.get(key) is not entry:
+            self._keep(self._looked, key, entry)
+        return entry, closures
+
+    def _keep(self, cache: OrderedDict[Hashable, _Entry], key: Hashable, entry: _Entry) -> None:
+        """Put the entry last in a cache, and what has been there longest out.
+
+        Only the signatures used last keep what the function closed over when they were.
+        """
+        if not entry.lasting:
+            return
         with self._lock:
-            entry = self._entries.get(key)
-            if entry is not None and next(reversed(self._entries)) != key:
-                self._entries.move_to_end(key)
-                self._let_go()
-        if entry is not None:
-            closures = entry.closures(self.fn, arguments)
-            if closures is not None:
-                return entry, closures
-        return self._traced(arguments, paths_of(args, kwargs))
+            if cache.get(key) is entry and next(reversed(cache)) == key:
+                return
+            cache[key] = entry
+            cache.move_to_end(key)
+            while len(cache) > self.cache_size:
+                cache.popitem(last=False)
+            for old in islice(reversed(cache.values()), _ALIVE, _ALIVE + 1):
+                old.let_go()
 
     def _key(self, arguments: Arguments) -> Hashable:
         return (arguments.key, torch.is_grad_enabled()) if self._reads_grad_mode else arguments.key
@@ -147,21 +176,10 @@ class Transformed:
         for rewrite in self.rewrites:
             program = rewrite.annotate(program)
         entry = _Entry(self.fn, program, self.rewrites, arguments, paths)
-        if entry.lasting:
-            with self._lock:
-                self._entries[self._key(arguments)] = entry
-                while len(self._entries) > self.cache_size:
-                    self._entries.popitem(last=False)
-                self._let_go()
         values = [closure.value for closure in program.closures]
         for closure in program.closures:
             closure.let_go()
         return entry, values
-
-    def _let_go(self) -> None:
-        """Only the signatures used last keep what the function closed over when they were."""
-        for entry in islice(reversed(self._entries.values()), _ALIVE, _ALIVE + 1):
-            entry.let_go()
 
     def _count(self, arguments: Arguments, paths: list[str]) -> None:
         with self._lock:
@@ -265,7 +283,7 @@ class _Entry:
             self._inlined = Flat(self.flat.base, self.flat.rewrites, inline=True)
         return self._inlined
 
-    @property
+    @cached_property
     def lasting(self) -> bool:
         """Whether the trace outlives the call: only if every closed-over tensor can be read anew.
 

@@ -1,8 +1,10 @@
 """Where data lives on a mesh, and what crosses the network."""
 
-from torchard.sharding.agree import PlanMismatch, ReplicaMismatch
+from torchard.sharding.agree import ReplicaMismatch
+from torchard.sharding.call_order import PlanMismatch
 from torchard.sharding.constrain import constrain
 from torchard.sharding.dtensor import from_dtensor, to_dtensor
+from torchard.sharding.exchange import ExchangeError
 from torchard.sharding.initial import initialize
 from torchard.sharding.mesh import Mesh, MeshError
 from torchard.sharding.norms import clip_by_global_norm, global_norm
@@ -27,7 +29,7 @@ from torchard.sharding.spmd import (
     psum_scatter,
     pvary,
 )
-from torchard.sharding.storage import StorageError, load, save
+from torchard.sharding.storage import StorageError, StorageWarning, load, save
 from torchard.sharding.styles import (
     Activations,
     Colwise,
@@ -40,6 +42,7 @@ from torchard.sharding.styles import (
 __all__ = [
     "Activations",
     "Colwise",
+    "ExchangeError",
     "Mesh",
     "MeshError",
     "MeshTensor",
@@ -53,6 +56,7 @@ __all__ = [
     "SequenceParallel",
     "SpecError",
     "StorageError",
+    "StorageWarning",
     "Style",
     "all_gather",
     "all_to_all",

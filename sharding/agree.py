@@ -8,7 +8,8 @@ the others' with a timeout; so a rank that alone retraced is a message, not a ha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,67 +17,87 @@ import torch.distributed as dist
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.program import Program
+from torchard.sharding.call_order import PlanMismatch
 from torchard.sharding.exchange import ExchangeError, OutOfStep, exchange
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.rules.registry import results
 
-__all__ = ["PlanMismatch", "ReplicaMismatch", "agreement"]
-
-
-class PlanMismatch(RuntimeError):
-    """Ranks planned different programs, or one planned while others did not."""
+__all__ = ["PlanMismatch", "ReplicaMismatch", "agreed", "signature_of"]
 
 
 class ReplicaMismatch(ValueError):
     """Ranks passed different values for one replicated tensor."""
 
 
-def agreement(
-    mesh: Mesh, program: Program, check_replicated: bool
-) -> Callable[[Sequence[torch.Tensor]], None]:
-    """A check that all ranks run once, together, with the parts of the first call."""
+def agreed(
+    mesh: Mesh, program: Program, check_replicated: bool, parts: Sequence[torch.Tensor]
+) -> int:
+    """Check, together with all ranks, that they planned the same, and hold the same replicas.
 
-    def check(parts: Sequence[torch.Tensor]) -> None:
-        if mesh.size > 1:
-            _exchange(mesh, program, _common_values(program, parts) if check_replicated else {})
+    Args:
+        parts: of the first call.
 
-    return check
+    Returns:
+        The number of the plan: the same on all ranks, and no other plan's on any of them.
 
-
-def _exchange(mesh: Mesh, program: Program, sums: dict[str, str]) -> None:
+    Raises:
+        PlanMismatch: a rank planned something else, or nothing; says what.
+        ReplicaMismatch: ranks passed different values.
+    """
+    global _last_number
+    lines = plan_lines(program)
+    mine: dict[str, Any] = {
+        "plan": hashlib.sha256("\n".join(lines).encode()).hexdigest(),
+        "call": f"{program.name}({signature_of(program)})",
+        "number": _last_number + 1,
+        "sums": _common_values(program, parts) if check_replicated else {},
+    }
+    told = _told(mesh, mine)
+    plans = [theirs["plan"] for theirs in told]
+    if len(set(plans)) > 1:
+        raise PlanMismatch(_difference(mesh, [theirs["call"] for theirs in told], plans, lines))
     rank = dist.get_rank()
-    mine = {"plan": plan_digest(program), "name": program.name, "inputs": _signature(program)}
+    for other, theirs in enumerate(told):
+        _compare_sums(program.name, "shard", rank, mine["sums"], other, theirs["sums"])
+    _last_number = max(int(theirs["number"]) for theirs in told)
+    return _last_number
+
+
+_NOTHING_NEW = (
+    "Either that rank died, or is busy, or its arguments differ (shapes, dtypes, static values), so that "
+    "it had nothing new to plan."
+)
+# Of the plan that this rank agreed on last.
+_last_number = 0
+
+
+def _told(mesh: Mesh, mine: dict[str, Any]) -> list[dict[str, Any]]:
     try:
-        told = exchange(mesh, "the plan", {**mine, "sums": sums})
+        return exchange(mesh, "the plan", mine, remedy=_NOTHING_NEW)
     except OutOfStep:
         raise
     except ExchangeError as error:
         raise PlanMismatch(
-            f"rank {rank} planned {mine['name']}({mine['inputs']}) and waited for the others to plan "
-            f"it too: {error} Either that rank died, or its arguments differ (shapes, dtypes, static "
-            "values), so that it had nothing new to plan."
+            f"rank {dist.get_rank()} planned {mine['call']} and waited for the others to plan it too: "
+            f"{error}"
         ) from error
-    for other, theirs in enumerate(told):
-        if theirs is not None and other != rank:
-            _compare(program, rank, mine, other, theirs, sums)
 
 
-def _compare(
-    program: Program,
-    rank: int,
-    mine: dict[str, Any],
-    other: int,
-    theirs: dict[str, Any],
-    sums: dict[str, str],
-) -> None:
-    if mine["plan"] != theirs["plan"]:
-        raise PlanMismatch(
-            f"rank {rank} planned {mine['name']}({mine['inputs']}), rank {other} planned "
-            f"{theirs['name']}({theirs['inputs']}): the programs differ, and so would their "
-            "collectives. Every rank must call the same function with arguments of the same shapes, "
-            "dtypes, specs and static values, and the same checkpoint policies."
-        )
-    _compare_sums(program.name, "shard", rank, sums, other, theirs["sums"])
+def _difference(mesh: Mesh, calls: list[str], plans: list[str], lines: list[str]) -> str:
+    """What two ranks planned, and where the plans part; they tell the others."""
+    assert mesh.device_mesh is not None
+    other = next(i for i, plan in enumerate(plans) if plan != plans[0])
+    ranks: list[int] = mesh.device_mesh.mesh.flatten().tolist()
+    mine = lines if dist.get_rank() in (ranks[0], ranks[other]) else []
+    told = exchange(mesh, "how its plan differs", mine)
+    pairs = itertools.zip_longest(told[0], told[other], fillvalue="nothing more")
+    ours, theirs = next((a, b) for a, b in pairs if a != b)
+    return (
+        f"rank {ranks[0]} planned {calls[0]}, rank {ranks[other]} planned {calls[other]}: the programs "
+        f"differ, and so would their collectives. Where they part, rank {ranks[0]} has {ours}, rank "
+        f"{ranks[other]} has {theirs}. Every rank must call the same function with arguments of the same "
+        "shapes, dtypes, specs and static values, and the same checkpoint policies."
+    )
 
 
 def _compare_sums(
@@ -112,19 +133,21 @@ def _is_whole(value: Any) -> bool:
     return type(value) in (torch.Tensor, torch.nn.Parameter) and not internals.is_wrapped(value)
 
 
-def plan_digest(program: Program) -> str:
-    """A digest of everything that decides what the ranks do together."""
-    digest = hashlib.sha256()
+def plan_lines(program: Program) -> list[str]:
+    """Everything that decides what the ranks do together, an operation a line."""
+    lines = []
     for node in program.graph.nodes:
         target = getattr(node.target, "__name__", str(node.target))
-        shapes = [(tuple(v.shape), v.dtype) for v in results(node)]
-        line = (node.op, target, str(node.args), str(node.meta.get("layout")), shapes)
-        step = node.meta.get("step")
-        digest.update(repr((line, None if step is None else (step.kind, step.axes))).encode())
-    return digest.hexdigest()
+        shapes = [f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for v in results(node)]
+        step, layout = node.meta.get("step"), node.meta.get("layout")
+        kind = "" if step is None else f" by {step.kind} over {step.axes}"
+        made = f"{target}{node.args}" if node.op == "call_function" else node.op
+        lines.append(f"{node.name} = {made}: {', '.join(shapes)} as {layout}{kind}")
+    return lines
 
 
-def _signature(program: Program) -> str:
+def signature_of(program: Program) -> str:
+    """The inputs of a program: their paths, dtypes and shapes, the first of them."""
     vals = [n.meta["val"] for n in program.placeholders]
     texts = [
         f"{leaf.path}: {str(v.dtype).removeprefix('torch.')}{list(v.shape)}"

@@ -153,12 +153,14 @@ class Reads(DefaultLoadPlanner):
     Attributes:
         items: what is to be read.
         objects: values that are no tensors, by key, once read.
+        kinds: dtype and shape of each box, as the index has them.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.items: list[ReadItem] = []
         self.objects: dict[str, Any] = {}
+        self.kinds: dict[MetadataIndex, tuple[torch.dtype, Size]] = {}
         self._copies: dict[MetadataIndex, list[tuple[Box, Tensor]]] = {}
 
     def add_object(self, key: str) -> None:
@@ -184,6 +186,7 @@ class Reads(DefaultLoadPlanner):
             missing -= sum(view.numel() for _, view in copies)
             index = MetadataIndex(key, box.offsets)
             self._copies[index] = copies
+            self.kinds[index] = saved.properties.dtype, box.sizes
             # The smallest region of the box with all that is wanted of it: it is read once.
             rows = list(zip(*(hit for hit, _ in copies), strict=True))
             low = [min(r.start for r in row) for row in rows]

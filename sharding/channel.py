@@ -28,7 +28,8 @@ class Channel:
     def __init__(self, low: Lowering, axes: Sequence[str]) -> None:
         self.low = low
         self.group = low.mesh.group(axes).group_name
-        self.tags = {"collective": low.record, "peers": _peers(low.mesh, axes)}
+        peers = _peers(low.mesh, axes)
+        self.tags = {"collective": low.record, "peers": peers, "over": tuple(axes)}
 
     def issue(self, name: str, x: fx.Node, *args: Any) -> fx.Node:
         op = getattr(c10d, name).default

@@ -6,10 +6,10 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import fx
 
 from torchard.functional.operators import aten
+from torchard.sharding.carriers import exchanging
 from torchard.sharding.channel import Channel
 from torchard.sharding.layout import Layout
 from torchard.sharding.lower import Fetch, Lowering
@@ -53,20 +53,18 @@ class _Exchange:
     def _exchanged(self) -> Callable[[], list[Iterator[fx.Node]]]:
         """Send what is asked of this rank; gives back what waits for the pieces, by their rank."""
         low, call = self.low, self.low.emit.call
-        dtype = self.what.val.dtype
         asked = [self._between(self.here, parts, r) for r, parts in enumerate(self.what.wanted)]
         taken = [self._between(r, self.what.wanted[self.here], self.here) for r in range(len(asked))]
         sent = self._flat([self.cut(p) for parts in asked for p in parts])
-        if dtype == torch.bool:  # which transports do not carry
-            sent = call(aten._to_copy.default, sent, dtype=torch.uint8)
-        sizes = [[sum(self._elements(parts)) for parts in each] for each in (taken, asked)]
-        issued = self.channel.issue("all_to_all_single", sent, *sizes)
+        carrier = exchanging(call, self.what.val.dtype)
+        sizes = [
+            [carrier.each * sum(self._elements(parts)) for parts in each] for each in (taken, asked)
+        ]
+        issued = self.channel.issue("all_to_all_single", carrier.encode(sent), *sizes)
         flow = [piece for parts in taken for piece in parts]
 
         def arrive() -> list[Iterator[fx.Node]]:
-            arrived = self.channel.wait(issued)
-            if dtype == torch.bool:
-                arrived = call(aten._to_copy.default, arrived, dtype=dtype)
+            arrived = carrier.decode(self.channel.wait(issued))
             runs = call(aten.split_with_sizes.default, arrived, self._elements(flow))
             values = iter(
                 [

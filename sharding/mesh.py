@@ -13,9 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.arguments import AtLeast, checked
 
 __all__ = ["Mesh", "MeshError", "PlacementError"]
+
+# Torch's own, for process groups that do not say how long they wait.
+_PATIENCE = datetime.timedelta(minutes=30)
 
 
 class MeshError(ValueError):
@@ -33,7 +37,8 @@ class Mesh:
         axes: the size of each axis, outermost first; or a DeviceMesh with named dims.
         virtual: simulate every rank in this process, in lockstep; needs no process group.
         device_type: of the process groups' tensors.
-        timeout: seconds after which a rank that waits for the others' plan gives up.
+        timeout: seconds after which a rank that waits for the others to plan, or to place a value,
+            gives up; by default as long as the process group waits in a collective.
 
     Raises:
         MeshError: no process group exists, or the sizes do not multiply to its world size.
@@ -50,7 +55,7 @@ class Mesh:
         *,
         virtual: bool = False,
         device_type: str = "cpu",
-        timeout: Annotated[float, AtLeast(0)] = 30.0,
+        timeout: Annotated[float, AtLeast(0)] | None = None,
     ) -> None:
         _check_device_type(device_type)
         if isinstance(axes, DeviceMesh):
@@ -64,7 +69,6 @@ class Mesh:
                 )
         self.shape = shape
         self.virtual = virtual
-        self.timeout = timeout
         self.sizes = tuple(shape.items())
         self.device_mesh: DeviceMesh | None = None
         self.coords: dict[str, int] | None = None
@@ -76,8 +80,13 @@ class Mesh:
                 device_type, tuple(shape.values()), mesh_dim_names=tuple(shape)
             )
             _wait_no_longer(self.device_mesh)
+        self.host_group: Any = None
+        self.patience = _PATIENCE
         if self.device_mesh is not None:
             self.coords = self._own_coordinate(self.device_mesh)
+            self.patience = patience_of(dist.group.WORLD, self.device_mesh.device_type)
+            self.host_group = _host_group(dist.group.WORLD, self.identity[2], self.patience)
+        self.timeout = self.patience.total_seconds() if timeout is None else timeout
 
     def _own_coordinate(self, device_mesh: DeviceMesh) -> dict[str, int]:
         coordinate = device_mesh.get_coordinate()
@@ -194,8 +203,28 @@ def _joint_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
 def timeout_of(group: Any, device_type: str) -> datetime.timedelta | None:
     """How long ranks wait for one another in a collective; None for a backend that does not say."""
     # There is no public way to it, and a mesh must not wait longer than the group it was made from.
-    options = getattr(group._get_backend(torch.device(device_type)), "options", None)
+    options = getattr(internals.backend_of(group, device_type), "options", None)
     return getattr(options, "_timeout", None)
+
+
+def patience_of(group: Any, device_type: str) -> datetime.timedelta:
+    """The same, and for a backend that does not say it, what is torch's default."""
+    found = timeout_of(group, device_type)
+    return _PATIENCE if found is None else found
+
+
+@functools.cache
+def _host_group(world: Any, ranks: tuple[int, ...], patience: datetime.timedelta) -> Any:
+    """A group of these processes that carries tensors of the host between them; None if nothing does.
+
+    The default group, if it uses gloo for them; beside NCCL, say, one is made for it.
+    """
+    carriers = dist.get_backend_config(world)
+    if "cpu:gloo" in carriers:
+        return world
+    if "fake" in carriers:
+        return None
+    return dist.new_group(list(ranks), patience, "gloo", use_local_synchronization=True)
 
 
 def _wait_no_longer(device_mesh: DeviceMesh) -> None:
@@ -203,7 +232,7 @@ def _wait_no_longer(device_mesh: DeviceMesh) -> None:
     timeout = timeout_of(dist.group.WORLD, device_mesh.device_type)
     for group in device_mesh.get_all_groups():
         if timeout is not None and timeout_of(group, device_mesh.device_type) != timeout:
-            group._get_backend(torch.device(device_mesh.device_type))._set_default_timeout(timeout)
+            internals.backend_of(group, device_mesh.device_type)._set_default_timeout(timeout)
 
 
 def default_device(mesh: Mesh) -> torch.device:

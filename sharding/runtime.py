@@ -16,7 +16,8 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.codegen import compiled
 from torchard.functional.program import Bound, Placement, Program
-from torchard.sharding.agree import agreement
+from torchard.sharding.agree import agreed, signature_of
+from torchard.sharding.call_order import CallOrder, one_call_at_a_time
 from torchard.sharding.lower import Lowering
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.place import Held
@@ -51,8 +52,8 @@ class Simulated:
         """What one rank holds of a value."""
         return _local_bytes(node, item, self.mesh)
 
-    def guard(self, program: Program, bound: Bound) -> Bound:
-        """What must be agreed on before the first call: nothing, there is but one process."""
+    def guard(self, program: Program, bound: Bound, graph: fx.Graph) -> Bound:
+        """What must be agreed on before a call: nothing, there is but one process."""
         return bound
 
 
@@ -74,7 +75,7 @@ class Distributed:
     def bind(self, program: Program) -> Bound:
         graph = self._graph(program)
         reduce_in_place(graph)
-        return self.guard(program, compiled(graph, program.name))
+        return self.guard(program, compiled(graph, program.name), graph)
 
     def residual_tag(self, node: fx.Node) -> Placement:
         """How a value of the program is held between its halves."""
@@ -84,15 +85,30 @@ class Distributed:
         """What the rank that has most holds of a value."""
         return _local_bytes(node, item, self.mesh)
 
-    def guard(self, program: Program, bound: Bound) -> Bound:
-        """Before the first call all ranks agree on the plan and on what they hold in common."""
-        agree = agreement(self.mesh, program, self.check_replicated)
-        waiting = [agree]
+    def guard(self, program: Program, bound: Bound, graph: fx.Graph) -> Bound:
+        """Before each call ranks check that they all make it, and before the first that they may.
+
+        Args:
+            graph: what this rank runs.
+        """
+        if self.mesh.size == 1:
+            return bound
+        order = CallOrder(self.mesh, program, graph, signature_of(program))
 
         def run(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            if waiting and not any(_is_traced(p) for p in parts):
-                waiting.pop()(parts)
-            return bound(parts)
+            if (order.number and not order.needed) or _are_traced(parts):
+                return bound(parts)
+            with one_call_at_a_time as within:
+                if within:
+                    return bound(parts)
+                order.compare()
+                if not order.number:
+                    order.number = agreed(self.mesh, program, self.check_replicated, parts)
+                try:
+                    return bound(parts)
+                except BaseException:
+                    order.failed()
+                    raise
 
         return run
 
@@ -115,10 +131,11 @@ def _among_tensors(values: Sequence[Any], item: int) -> int:
     return sum(isinstance(value, torch.Tensor) for value in values[:item])
 
 
-def _is_traced(part: torch.Tensor) -> bool:
-    """A transform's tensor has no values to agree on; the call that has them comes later."""
-    plain = type(part) in (torch.Tensor, torch.nn.Parameter)
-    return not plain or internals.is_wrapped(part)
+def _are_traced(parts: Sequence[torch.Tensor]) -> bool:
+    """A transform's tensors have no values to agree on; the call that has them comes later."""
+    if any(type(part) not in (torch.Tensor, torch.nn.Parameter) for part in parts):
+        return True
+    return internals.has_transforms() and any(map(internals.is_wrapped, parts))
 
 
 def _local(lowering: Lowering) -> fx.Graph:

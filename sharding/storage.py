@@ -8,23 +8,24 @@ disk, by a rename.
 
 from __future__ import annotations
 
-import base64
 import hashlib
+import itertools
 import os
-import pickle
 import shutil
-import zlib
+import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
+from torch.distributed.checkpoint.planner import SavePlan
 
 from torchard.functional.arguments import AtLeast, checked
 from torchard.sharding.agree import agree_on_values
 from torchard.sharding.boxes import Reads, Writes, entry
+from torchard.sharding.index import check_disjoint, read_index
+from torchard.sharding.items import Checksums, packed, read_items, unpacked
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.names import AxisRules, resolved
 from torchard.sharding.spec import SpecError
@@ -32,19 +33,23 @@ from torchard.sharding.spectree import broadcast
 from torchard.sharding.stored import (
     Leaf,
     StorageError,
+    StorageWarning,
     check_storable,
     check_types,
     compare,
     empty,
     leaves_of,
-    read_index,
 )
 from torchard.sharding.together import check_same, common_mesh, owned, together
 
-__all__ = ["StorageError", "load", "save"]
+__all__ = ["StorageError", "StorageWarning", "load", "save"]
 
 PathLike = str | os.PathLike[str]
 Seconds = Annotated[float, AtLeast(0)]
+_UNCHECKED = (
+    "{} has no checksums, which torchard's save writes and plain DCP does not: whether its values are "
+    "damaged cannot be told."
+)
 
 
 @checked
@@ -55,7 +60,8 @@ def save(
 
     A leaf's key is its path joined by dots, as in DCP: of ``{"w": [a, b]}`` they are ``w.0`` and
     ``w.1``; fields of named tuples go by their names. (DCP itself makes one value of a list in which
-    there is no tensor: for such lists the keys differ.)
+    there is no tensor: for such lists the keys differ.) A checksum of each item goes into a file of
+    its own, which DCP does not look at.
 
     Args:
         path: of a new directory, on a disk that all ranks share.
@@ -118,12 +124,18 @@ def load(
         timeout: seconds to wait for the slowest rank.
 
     Returns:
-        A tree like ``like``. (DCP keeps its index as a pickle: load only what you trust.)
+        A tree like ``like``. Nothing in a checkpoint is run, whoever made it: of the pickle that DCP
+        keeps as its index only plain values are made, items are read as weights only, and no file
+        outside of the directory is opened.
 
     Raises:
         StorageError: path is no checkpoint; or leaves are missing, too many, or of another shape or
-            dtype (names all of them); or a rank failed. All ranks raise it.
+            dtype (names all of them); or something is damaged, or not what it should be; or a rank
+            failed. All ranks raise it.
         SpecError: specs do not fit.
+
+    Warns:
+        StorageWarning: the checkpoint has no checksums, as plain DCP's have not.
     """
     source, (leaves, structure) = Path(path).absolute(), leaves_of(like, "like")
     if mesh is not None:
@@ -135,7 +147,9 @@ def load(
     common = common_mesh([room.value for room in rooms])
     objects: dict[str, Any] = {}
     what = f"loading {source}"
-    together(common, what, lambda: objects.update(_read(source, rooms, partial)), timeout)
+    checked = together(common, what, lambda: _read(source, rooms, partial, objects), timeout)
+    if not all(checked):
+        warnings.warn(_UNCHECKED.format(source), StorageWarning, stacklevel=2)
     return structure.unflatten([objects.get(room.key, room.value) for room in rooms])
 
 
@@ -158,14 +172,13 @@ def _prepared(target: Path, leaves: Sequence[Leaf], rank: int) -> str:
 
 
 def _write(writer: FileSystemWriter, leaves: Iterable[Leaf], rank: int) -> str:
-    """Write this rank's file; what DCP's index is to say of it, as text."""
+    """Write this rank's file; what the index is to say of it, as text."""
     planner = Writes({leaf.key: leaf.value for leaf in leaves})
     writer.set_up_storage_writer(rank == 0)
     plan = writer.prepare_local_plan(SavePlan(planner.items))
     # A rank's place in the list is all that the writer takes from the others' plans.
     plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
-    written = list(writer.write_data(plan, planner).wait())
-    return base64.b64encode(zlib.compress(pickle.dumps(written))).decode()
+    return packed(list(writer.write_data(plan, planner).wait()), Path(writer.path))
 
 
 def _finish(
@@ -177,27 +190,29 @@ def _finish(
 ) -> None:
     """The first rank writes the index, which makes a directory a checkpoint, and gives it its name."""
     if rank == 0:
-        files = [pickle.loads(zlib.decompress(base64.b64decode(text))) for text in written]
+        results, checksums = zip(*map(unpacked, written), strict=True)
         entries = {leaf.key: entry(leaf.value) for leaf in leaves}
-        writer.finish(Metadata(entries, {leaf.key: leaf.path for leaf in leaves}), files)
+        writer.finish(Metadata(entries, {leaf.key: leaf.path for leaf in leaves}), list(results))
+        Checksums.write(_unfinished(target), itertools.chain(*checksums))
         os.rename(_unfinished(target), target)
 
 
-def _read(path: Path, rooms: Sequence[Leaf], partial: bool) -> dict[str, Any]:
-    """Fill the tensors among the leaves; the other values, by key."""
-    reader, planner = FileSystemReader(path), Reads()
-    index = read_index(reader, path, _unfinished(path))
-    compare(rooms, index.state_dict_metadata, path, partial)
+def _read(path: Path, rooms: Sequence[Leaf], partial: bool, objects: dict[str, Any]) -> bool:
+    """Fill the tensors among the leaves, and a dict of the others; whether checksums were right."""
+    planner, index = Reads(), read_index(path, _unfinished(path))
+    compare(rooms, index.entries, path, partial)
     for room in rooms:
-        saved = index.state_dict_metadata[room.key]
+        saved = index.entries[room.key]
         if isinstance(saved, BytesStorageMetadata):
             planner.add_object(room.key)
-        elif missing := planner.add_tensor(room.key, room.value, saved):
+            continue
+        check_disjoint(room.key, saved, path)
+        if missing := planner.add_tensor(room.key, room.value, saved):
             raise StorageError(
                 f"{path} lacks {missing} of the elements of {room.label}, {room.kind}: whoever saved "
                 "it did not save all shards. Take another checkpoint."
             )
-    reader.set_up_storage_reader(index, is_coordinator=False)
-    reader.read_data(LoadPlan(planner.items), planner).wait()
+    checked = read_items(path, index, planner)
     check_types(rooms, planner.objects, path)
-    return planner.objects
+    objects.update(planner.objects)
+    return checked

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from torchard.functional import torch_internals as internals
@@ -23,12 +22,13 @@ from torchard.sharding.spec import P, layout_of
 __all__ = [
     "Leaf",
     "StorageError",
+    "StorageWarning",
     "check_storable",
     "check_types",
     "compare",
     "empty",
+    "kind_of",
     "leaves_of",
-    "read_index",
 ]
 
 SCALARS = (int, float, bool, complex, str, type(None))
@@ -38,6 +38,10 @@ SHOWN = 5  # keys of a checkpoint in one message
 
 class StorageError(ValueError):
     """A checkpoint that cannot be written, or is not what it was taken for."""
+
+
+class StorageWarning(UserWarning):
+    """Something about a checkpoint could not be checked."""
 
 
 class Leaf(NamedTuple):
@@ -60,7 +64,7 @@ class Leaf(NamedTuple):
     def kind(self) -> str:
         """``float32 [2, 3]``, or ``int``."""
         if self.is_tensor:
-            return _kind(self.value.dtype, self.value.shape)
+            return kind_of(self.value.dtype, self.value.shape)
         return type(self.value).__name__
 
     def __str__(self) -> str:
@@ -70,7 +74,8 @@ class Leaf(NamedTuple):
         return f"{self.label}: {self.kind if self.is_tensor else repr(self.value)}"
 
 
-def _kind(dtype: torch.dtype, shape: Sequence[int]) -> str:
+def kind_of(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """``float32 [2, 3]``."""
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
@@ -136,7 +141,7 @@ def _unstorable(value: Any) -> str | None:
         if internals.is_wrapped(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
             what = "a transform's" if internals.is_wrapped(tensor) else tensor.device
             return (
-                f"is {_kind(tensor.dtype, tensor.shape)} without values to store ({what}, "
+                f"is {kind_of(tensor.dtype, tensor.shape)} without values to store ({what}, "
                 f"{tensor.layout}); store a strided tensor, outside of transforms."
             )
     return None
@@ -167,28 +172,6 @@ def empty(leaf: Leaf, mesh: Mesh | None, spec: P | None) -> Leaf:
     return leaf._replace(value=MeshTensor(held, parts))
 
 
-def read_index(reader: FileSystemReader, path: Path, unfinished: Path) -> Metadata:
-    """The index of a checkpoint.
-
-    Raises:
-        StorageError: there is none, and perhaps why.
-    """
-    if not path.is_dir():
-        also = (
-            f"; {unfinished} is what a save left that did not come to its end, and of no use"
-            if unfinished.exists()
-            else ""
-        )
-        raise StorageError(f"there is no checkpoint at {path}{also}.")
-    try:
-        return reader.read_metadata()
-    except FileNotFoundError as error:
-        raise StorageError(
-            f"{path} is no checkpoint: it has no file .metadata, which is written last; pass the path "
-            "of one that save, or torch.distributed.checkpoint, came to the end with."
-        ) from error
-
-
 def compare(leaves: Sequence[Leaf], index: Mapping[str, Any], path: Path, partial: bool) -> None:
     """Check that a checkpoint has what is wanted of it, and, unless partial, nothing else.
 
@@ -212,7 +195,7 @@ def _amiss(leaf: Leaf, saved: Any, path: Path) -> str | None:
         if leaf.is_tensor:
             return f"{what}, but {path} has a Python value there; put one of its type in like."
         return None
-    kind = _kind(saved.properties.dtype, saved.size)
+    kind = kind_of(saved.properties.dtype, saved.size)
     if not leaf.is_tensor:
         return f"{what}, but {path} has a tensor there, {kind}; put its ShapeDtype in like."
     if leaf.kind == kind:

@@ -16,6 +16,9 @@ from torchard.sharding.stored import Leaf, StorageError
 __all__ = ["check_same", "common_mesh", "owned", "together"]
 
 
+_SLOWER = "Either it died, or its disk is that much slower: then pass a larger timeout."
+
+
 def common_mesh(values: Sequence[Any]) -> Mesh | None:
     """The mesh over which ranks speak, or None where this process has everything."""
     meshes = list({v.mesh: None for v in values if isinstance(v, MeshTensor)})
@@ -48,13 +51,12 @@ def together(
     told = [[failure, mine]]
     if mesh is not None:
         try:
-            told = exchange(mesh, f"that it is done with {doing}", [failure, mine], timeout)
+            done = f"that it is done with {doing}"
+            told = exchange(mesh, done, [failure, mine], timeout, _SLOWER)
         except OutOfStep:
             raise
         except ExchangeError as error:
-            raise StorageError(
-                f"{error} Either it died, or its disk is that much slower: then pass a larger timeout."
-            ) from error
+            raise StorageError(str(error)) from error
     failed = {rank: text for rank, (text, _) in enumerate(told) if text is not None}
     if len(set(failed.values())) == 1 and len(failed) == len(told):
         raise StorageError(failed[0]) from cause

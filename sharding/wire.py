@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from torchard.functional.operators import aten
+from torchard.sharding.carriers import exchanging, moving, reducing
 from torchard.sharding.channel import Channel
 from torchard.sharding.fetch import fetch
 from torchard.sharding.layout import Layout
@@ -163,7 +164,7 @@ class _Started:
     # -- reductions -------------------------------------------------------------------------------
 
     def _all_reduce(self, x: fx.Node) -> _Packed:
-        encode, decode = _encoding(self, self.p.step.op or "sum")
+        encode, decode, _ = reducing(self.call, self.val.dtype, self.p.step.op or "sum")
         buffer = self.call(aten.contiguous.default, encode(x))
         return _Packed(buffer, self.p.shape(self.p.step.before, self.at_), decode)
 
@@ -172,7 +173,7 @@ class _Started:
         assert p.to is not None and p.step.to is not None
         dim, sizes = p.to, self.sizes(p.step.after, p.step.to)
         widest, own = max(sizes), len(p.range(p.step.after, p.step.to, self.at_))
-        encode, decode = _encoding(self, p.step.op or "sum")
+        encode, decode, _ = reducing(self.call, self.val.dtype, p.step.op or "sum")
         x = self.front(encode(x), dim)
         if len(set(sizes)) > 1:
             x = self.padded(x, sizes, widest)
@@ -210,7 +211,7 @@ class _Started:
         assert p.at is not None and p.step.at is not None
         dim, sizes = p.at, self.sizes(p.step.before, p.step.at)
         widest, own = max(sizes), len(p.range(p.step.before, p.step.at, self.at_))
-        encode, decode = _carrier(self)
+        encode, decode, _ = moving(self.call, self.val.dtype)
         x = self.front(encode(x), dim)
         if own != widest:
             rank = len(p.shape(p.step.before, self.at_))
@@ -235,13 +236,19 @@ class _Started:
         shape[to] = len(p.range(p.step.after, p.step.to, self.at_))
         mine = math.prod(p.shape(p.step.before, self.at_)) // max(sum(give), 1)
         each = math.prod(n for i, n in enumerate(shape) if i != at)
-        encode, decode = _carrier(self)
-        flat = p.low.emit.view(self.front(encode(x), to), [-1] if sum(give) * mine else [0])
-        splits_out, splits_in = [n * each for n in take], [n * mine for n in give]
-        sent = self.channel.issue("all_to_all_single", flat, splits_out, splits_in)
+        carrier = exchanging(self.call, self.val.dtype)
+        flat = p.low.emit.view(self.front(x, to), [-1] if sum(give) * mine else [0])
+        lengths = [n * each for n in take]
+        sent = self.channel.issue(
+            "all_to_all_single",
+            carrier.encode(flat),
+            [n * carrier.each for n in lengths],
+            [n * mine * carrier.each for n in give],
+        )
 
         def finish() -> fx.Node:
-            runs = self.call(aten.split_with_sizes.default, self.channel.wait(sent), splits_out)
+            arrived = carrier.decode(self.channel.wait(sent))
+            runs = self.call(aten.split_with_sizes.default, arrived, lengths)
             parts = []
             for i, n in enumerate(take):
                 local = list(shape)
@@ -249,7 +256,7 @@ class _Started:
                 local.insert(0, local.pop(to))
                 part = p.low.emit.view(self.call(operator.getitem, runs, i), local)
                 parts.append(self.back(part, to))
-            whole: fx.Node = decode(p.cat(parts, at))
+            whole: fx.Node = p.cat(parts, at)
             return whole
 
         return finish
@@ -258,14 +265,14 @@ class _Started:
         """As an exchange in which most parts are empty; every rank takes part."""
         p, count = self.p, math.prod(self.p.shape(self.p.step.before, self.at_))
         own = p.members(self.at_).index(self.at_)
+        carrier = exchanging(self.call, self.val.dtype)
         give, take = [0] * self.size, [0] * self.size
         for source, target in p.step.pairs:
             if source == own:
-                give[target] = count
+                give[target] = count * carrier.each
             if target == own:
-                take[source] = count
-        encode, decode = _carrier(self)
-        flat = p.low.emit.view(self.contiguous(encode(x)), [count])
+                take[source] = count * carrier.each
+        flat = carrier.encode(p.low.emit.view(self.contiguous(x), [count]))
         if not any(give):
             flat = p.slice(flat, 0, 0, 0)
         sent = self.channel.issue("all_to_all_single", flat, take, give)
@@ -274,61 +281,9 @@ class _Started:
             arrived = self.channel.wait(sent)
             if not any(take):
                 return self.call(aten.zeros_like.default, x)
-            done: fx.Node = decode(p.low.emit.view(arrived, p.shape(p.step.before, self.at_)))
+            done: fx.Node = p.low.emit.view(
+                carrier.decode(arrived), p.shape(p.step.before, self.at_)
+            )
             return done
 
         return finish
-
-
-def _encoding(started: _Started, op: str) -> tuple[Any, Any]:
-    """How values travel through a reduction that the transport does not know or gets wrong.
-
-    gloo's maximum drops NaN. Floats are mapped to integers of the same order, with one NaN above (or,
-    for a minimum, below) all numbers, and back.
-    """
-    call, dtype = started.call, started.val.dtype
-    if op == "sum" or not (dtype.is_floating_point or dtype == torch.bool):
-        return _carrier(started) if dtype == torch.bool else (_same, _same)
-    if dtype == torch.bool:
-        return _carrier(started)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    bits = torch.int64 if wide == torch.float64 else torch.int32
-    info = torch.iinfo(bits)
-    nan = info.max if op == "max" else info.min + 1
-
-    def order(x: fx.Node) -> fx.Node:
-        """Two's complement order of sign-magnitude bits; its own inverse."""
-        flipped = call(aten.bitwise_xor.Scalar, x, info.max)
-        return call(aten.where.self, call(aten.lt.Scalar, x, 0), flipped, x)
-
-    def encode(x: fx.Node) -> fx.Node:
-        x = call(aten._to_copy.default, x, dtype=wide)
-        ordered = order(call(aten.view.dtype, x, bits))
-        return call(aten.masked_fill.Scalar, ordered, call(aten.isnan.default, x), nan)
-
-    def decode(x: fx.Node) -> fx.Node:
-        is_nan = call(aten.eq.Scalar, x, nan)
-        value = call(aten.view.dtype, order(x), wide)
-        value = call(aten.masked_fill.Scalar, value, is_nan, math.nan)
-        return call(aten._to_copy.default, value, dtype=dtype)
-
-    return encode, decode
-
-
-def _carrier(started: _Started) -> tuple[Any, Any]:
-    """Bools, which transports do not carry, travel as bytes."""
-    dtype = started.val.dtype
-    if dtype != torch.bool:
-        return _same, _same
-
-    def encode(x: fx.Node) -> fx.Node:
-        return started.call(aten._to_copy.default, x, dtype=torch.uint8)
-
-    def decode(x: fx.Node) -> fx.Node:
-        return started.call(aten._to_copy.default, x, dtype=torch.bool)
-
-    return encode, decode
-
-
-def _same(x: fx.Node) -> fx.Node:
-    return x

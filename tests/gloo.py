@@ -226,7 +226,11 @@ def transformers(rank: int, world: int) -> dict[str, Any]:
 
 
 SPECS = [P(), P("tp"), P(None, "tp"), P(None, None, "tp")]
-DTYPES = [torch.float64, torch.bfloat16, torch.int64, torch.bool]
+DTYPES = [
+    *(torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.bool, torch.int8, torch.int16, torch.int64, torch.uint8),
+    *(torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2),
+]
 
 
 @check
@@ -234,13 +238,55 @@ def every_reshard(rank: int, world: int) -> bool:
     """Even, uneven and empty shards, every pair of specs, by every collective there is."""
     mesh, good = Mesh({"tp": world}), True
     for shape in ((4, 6, 2), (5, 7, 1)):
-        for dtype in DTYPES:
-            x = (torch.arange(shape[0] * shape[1] * shape[2]).reshape(shape) % 7).to(dtype)
-            for before in SPECS:
-                for after in SPECS:
-                    moved = redistribute(place(x, mesh, before), after)
-                    good &= torch.equal(moved.full(), x)
+        x = torch.arange(shape[0] * shape[1] * shape[2]).reshape(shape)
+        for before in SPECS:
+            for after in SPECS:
+                moved = redistribute(place(x, mesh, before), after)
+                good &= torch.equal(moved.full(), x)
     return good
+
+
+@check
+def every_dtype_moves(rank: int, world: int) -> list[str]:
+    """Those whose bits, any there are, do not arrive by a gather, an exchange, and from a neighbour."""
+    mesh, wrong = Mesh({"tp": world}), []
+    for dtype in DTYPES:
+        seed = torch.Generator().manual_seed(7)
+        bits = torch.randint(0, 256, (5, 7 * dtype.itemsize), dtype=torch.uint8, generator=seed)
+        x = bits % 2 == 0 if dtype == torch.bool else bits.view(dtype)
+        split = place(x, mesh, P("tp"))
+        there = redistribute(split, P(None, "tp"))
+        arrived = {"gather": (split.full(), x), "exchange": (there.full(), x)}
+        if dtype not in (torch.uint16, torch.uint32, torch.uint64):  # of which torch rolls none
+            roll = shard(lambda x: x.roll(1, 0), mesh, out_specs=P("tp"))
+            arrived["roll"] = roll(split).full(), x.roll(1, 0)
+        for name, (have, want) in arrived.items():
+            if not torch.equal(*(t.contiguous().view(torch.uint8) for t in (have, want))):
+                wrong.append(f"{name} {dtype}")
+    return wrong
+
+
+@check
+def every_dtype_adds_up(rank: int, world: int) -> list[str]:
+    """Sums that wrap, of complex numbers, and extremes, on every rank and split again; exactly."""
+    mesh, wrong = Mesh({"tp": world}), []
+    seed = torch.Generator().manual_seed(7)
+    x = torch.randint(-(2**15), 2**15, (5, 7), generator=seed)
+    fns: dict[str, Any] = {
+        "sum": lambda x: x.sum(0, dtype=x.dtype),
+        "amax": lambda x: x.amax(0),
+        "amin": lambda x: x.amin(0),
+    }
+    for dtype in (torch.int16, torch.int8, torch.uint8, torch.complex64, torch.complex128, torch.bool):
+        y = torch.complex(x.double(), x.flip(0).double()).to(dtype) if dtype.is_complex else x.to(dtype)
+        for name, fn in fns.items():
+            if name != "sum" and dtype.is_complex:
+                continue
+            for spec in (P(), P("tp")):
+                have = seeds.whole(shard(fn, mesh, out_specs=spec)(place(y, mesh, P("tp"))))
+                if not torch.equal(have, fn(y)):
+                    wrong.append(f"{name} {dtype} to {spec}")
+    return wrong
 
 
 @check

@@ -8,6 +8,7 @@ import pathlib
 import shutil
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -19,7 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import torchard.sharding.exchange as exchange_module
-from torchard import Mesh, P, ShapeDtype, load, place, save, to_dtensor
+from torchard import Mesh, P, ShapeDtype, StorageWarning, load, place, save, to_dtensor
 from torchard.sharding import boxes
 
 SPECS = {
@@ -120,7 +121,10 @@ def storage_and_plain_dcp(path: pathlib.Path, rank: int, world: int) -> bool:
     theirs["w"]["rows"] = distribute_tensor(wholes()["rows"], mesh.device_mesh, [Replicate()])
     theirs["w"]["columns"] = to_dtensor(tree(mesh)["w"]["columns"])
     dcp.save(theirs, checkpoint_id=path.with_name("theirs"))
-    return good and same(load(path.with_name("theirs"), tree(mesh)))
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        good &= same(load(path.with_name("theirs"), tree(mesh)))
+    return good and [w.category for w in noted] == [StorageWarning]
 
 
 # -- one rank comes to grief ----------------------------------------------------------------------

@@ -201,8 +201,27 @@ def along_two_axes(rank: int, mesh: Mesh) -> Any:
 
 
 @job
+def placing(rank: int, mesh: Mesh) -> Any:
+    """To meet, too, ranks wait as long as in a collective, unless the mesh says otherwise."""
+    mesh = Mesh(AXES)
+    return left_alone(rank, lambda: place(torch.ones(4), mesh, P("tp")))
+
+
+@job
 def compiled(rank: int, mesh: Mesh) -> Any:
-    """Of a program that a compiler made only a list is known."""
+    """Of a program that a compiler made only a list is known; rank 1 comes, and stops in the middle."""
+    run, given = jit(sharded(mesh), backend="aot_eager"), arguments(mesh)
+    run(*given)
+    met(rank, 2)
+    if rank:
+        with Ends(1, signal.SIGSTOP):
+            run(*given)
+    return told(lambda: run(*given))
+
+
+@job
+def compiled_and_left_alone(rank: int, mesh: Mesh) -> Any:
+    """Rank 1 does not come to the call: what would have been sent first is known."""
     run, given = jit(sharded(mesh), backend="aot_eager"), arguments(mesh)
     return left_alone(rank, lambda: run(*given))
 

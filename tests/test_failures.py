@@ -129,6 +129,25 @@ def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert store_module.ask(object(), lambda: "yes", 60.0, "the plan") == "yes"
 
 
+def test_a_store_whose_host_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where rank 0, which serves it, ends first."""
+    monkeypatch.setattr(store_module, "_silent", [])
+
+    def broken() -> None:
+        raise torch.distributed.DistNetworkError("Connection reset by peer")
+
+    store = object()
+    for _ in range(2):  # the second time it is not asked
+        with pytest.raises(store_module.StoreError, match="serves it .rank 0's, or torchrun's. is gone"):
+            store_module.ask(store, broken, 1.0, "the plan")
+
+    def late() -> None:
+        raise torch.distributed.DistStoreError("wait timeout after 10ms, keys: /a")
+
+    with pytest.raises(torch.distributed.DistStoreError):
+        store_module.ask(object(), late, 1.0, "the plan")
+
+
 # -- on real ranks ----------------------------------------------------------------------------------
 
 
@@ -184,7 +203,8 @@ def test_a_rank_that_is_killed_is_missed_at_once(told: dict[str, Told]) -> None:
         ("manual", "all_reduce over tp, forward (3 float32, 12 bytes per rank), for lost_ranks"),
         ("along_one_axis", "all_reduce over tp, forward (3 float32, 12 bytes per rank), for lost_"),
         ("along_two_axes", "all_reduce over one·tp, forward (3 float32, 12 bytes per rank), for "),
-        ("compiled", "a collective of step failed (wait_tensor = torch.ops._c10d_functional.wai"),
+        ("compiled", "a collective of step failed (wait_tensor"),
+        ("compiled_and_left_alone", "all_reduce over tp, block/0 forward ("),
     ],
 )
 def test_a_rank_that_is_silent(told: dict[str, Told], name: str, said: str) -> None:
@@ -192,6 +212,13 @@ def test_a_rank_that_is_silent(told: dict[str, Told], name: str, said: str) -> N
     assert job["type"] == "CollectiveError", job
     assert job["text"].startswith(said) and "checkpoint" in job["text"], job["text"]
     assert in_time(job)
+
+
+def test_a_rank_that_does_not_come_to_place(told: dict[str, Told]) -> None:
+    job = told["placing"]
+    assert job["type"] == "ExchangeError" and in_time(job), job
+    assert "rank 1 did not tell what it passed to place within 2 s. It has ended, or" in job["text"]
+    assert "pass a larger timeout to Mesh (by default it is the process group's)" in job["text"]
 
 
 def test_of_a_compiled_program_the_collectives_are_listed(told: dict[str, Told]) -> None:

@@ -112,6 +112,11 @@ def test_holds(ranks: Results, name: str) -> None:
     assert every(ranks, name) == [True] * len(ranks)
 
 
+@pytest.mark.parametrize("name", ["every_dtype_moves", "every_dtype_adds_up"])
+def test_every_dtype(ranks: Results, name: str) -> None:
+    assert every(ranks, name) == [[]] * len(ranks)
+
+
 def test_neighbours_are_fetched(ranks: Results) -> None:
     assert every(ranks, "neighbours_equal_virtual") == [[]] * len(ranks)
 

@@ -144,7 +144,7 @@ def test_a_save_that_was_killed_is_no_checkpoint(
     raises("no checkpoint at ... saved; ... saved.unfinished is what a save left", load, path, X)
     save(path, {"w": X + 1})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["saved"]
-    assert sorted(p.name for p in path.iterdir()) == [".metadata", "__0_0.distcp"]
+    assert sorted(p.name for p in path.iterdir()) == [".checksums", ".metadata", "__0_0.distcp"]
     assert torch.equal(load(path, {"w": X})["w"], X + 1)
 
 
@@ -152,7 +152,7 @@ def test_a_damaged_checkpoint(saved: pathlib.Path) -> None:
     file = saved / "__0_0.distcp"
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
-    raises("loading ... saved failed with", load, saved, LIKE)
+    raises("saved: its bytes in __0_0.distcp are not those that were", load, saved, LIKE)
     file.unlink()
     raises("loading ... saved failed with FileNotFoundError", load, saved, LIKE)
 

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 from dummies import Halves, Identity, Mark, Pair, PairRuntime, Split, halves
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -488,3 +491,32 @@ def test_methods_can_be_transformed() -> None:
 
     x = torch.randn(2)
     assert Model().run(x).equal(x * 3)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 5)), max_size=30))
+@settings(max_examples=examples(ci=10, explore=1000))
+def test_looking_at_programs_does_not_change_what_is_kept(steps: list[tuple[bool, int]]) -> None:
+    """Ranks that make the same calls trace at the same ones, whatever each of them looks at."""
+
+    def traced(looking: bool) -> list[int]:
+        found: list[int] = []
+
+        def double(x: torch.Tensor) -> torch.Tensor:
+            found.append(x.shape[0])
+            return x * 2
+
+        at: list[int] = []
+        T = Transformed(double, [Identity()], cache_size=2)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RetraceWarning)
+            for called, n in steps:
+                if called:
+                    before = len(found)
+                    T(torch.ones(n))
+                    at.append(len(found) - before)
+                elif looking:
+                    T.lower(torch.ones(n))
+        return at
+
+    # One that was looked at before need not be traced again; one that was called is never lost by it.
+    assert all(a <= b for a, b in zip(traced(True), traced(False), strict=True))

@@ -1,0 +1,172 @@
+"""Ranks that make different calls, or the same ones in another order, or from two threads.
+
+    python call_orders.py WORLD FOLDER ROUNDS
+
+prints, for each rank, what became of every call, as JSON: ``right``, ``wrong``, or the error's type.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import random as drawn
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+warnings.simplefilter("error")
+# torch imports its own TorchScript modules, and says so.
+warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarning)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from torchard import (  # noqa: E402
+    Mesh,
+    P,
+    PlanMismatch,
+    ShapeDtype,
+    jit,
+    place,
+    psum,
+    shard,
+    shard_map,
+)
+
+# Calls in a round, and how often a rank keeps to the order of the others.
+CALLS, KEEPS = 4, 0.7
+Plan = Callable[[], bool]
+
+
+def plans(mesh: Mesh) -> dict[str, Plan]:
+    """Calls of cached plans, and whether what they give is right. Many send the same shapes."""
+    x = torch.arange(1.0, 7.0)
+    y = place(x, mesh, P("tp"))
+    found: dict[str, Plan] = {}
+
+    def plan(
+        fn: Callable[[torch.Tensor], torch.Tensor], wrap: Callable[..., Any], name: str
+    ) -> None:
+        want, run = fn(x), wrap(fn)
+        found[name] = lambda: bool(torch.equal(run(y), want))
+
+    def sharded(fn: Any) -> Any:
+        return shard(fn, mesh, out_specs=P())
+
+    for i in (2, 3, 4):
+        plan(lambda x, i=i: (x * i).sum(), sharded, f"sum {i}")  # type: ignore[misc]
+    plan(lambda x: (x + 1).sum(), lambda fn: jit(sharded(fn), backend="eager"), "jit")
+    plan(lambda x: (x - 1).sum(), lambda fn: jit(sharded(fn), backend="aot_eager"), "compiled")
+    plan(lambda x: x.amax(), sharded, "amax")
+    plan(lambda x: x * 5, sharded, "gathered")
+    plan(lambda x: torch.func.grad(lambda x: (x.sum() * 2).square())(x), sharded, "grad")
+    manual = shard_map(lambda x: psum((x * 7).sum(), "tp"), mesh, P("tp"), P())
+    found["manual"] = lambda: float(manual(x)) == 7 * float(x.sum())
+    outside = shard(lambda x: (x.sum() * 3).square(), mesh)
+
+    def backward() -> bool:
+        leaf = x.clone().requires_grad_()
+        loss = outside(place(leaf, mesh, P("tp"), check_replicated=False))
+        loss.backward()
+        assert leaf.grad is not None
+        return bool(torch.equal(leaf.grad, (18 * x.sum()).expand(6)))
+
+    found["backward"] = backward
+    found["local"] = lambda: bool(torch.equal(local(y).local, y.local * 9))
+    local = shard(lambda x: x * 9, mesh)
+    return found
+
+
+def outcome(call: Plan) -> str:
+    try:
+        return "right" if call() else "wrong"
+    except PlanMismatch as error:
+        assert "Nothing was sent" in str(error), error
+        return "PlanMismatch"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def in_any_order(rank: int, known: dict[str, Plan], rounds: int) -> list[list[str]]:
+    """What was called, and what came of it, round by round."""
+    ours, own = drawn.Random(5), drawn.Random(f"{rank}")
+    sending = [name for name in known if name != "local"]
+    found = []
+    for _ in range(rounds):
+        names = ours.sample(sending, CALLS)
+        if own.random() > KEEPS:
+            names[own.randrange(CALLS)] = own.choice(sending)
+        if own.random() > KEEPS:
+            own.shuffle(names)
+        for name in names:
+            if own.random() > KEEPS:  # nobody else need know of it
+                assert known["local"]()
+            found.append([name, outcome(known[name])])
+    return found
+
+
+def from_two_threads(rank: int, known: dict[str, Plan], mesh: Mesh, rounds: int) -> list[str]:
+    """Both call plans of their own, and one in common on values of their own."""
+    found: list[str] = []
+    common = shard(lambda x: (x * 11).sum(), mesh)
+    values = {i: place(torch.full((6,), float(i)), mesh, P("tp")) for i in (1, 2)}
+
+    def many(i: int) -> None:
+        own = drawn.Random(f"{rank} {i}")
+        for _ in range(rounds):
+            calls = [known[f"sum {i + 1}"], lambda: float(common(values[i])) == 66.0 * i]
+            found.extend(map(outcome, calls))
+            for _ in range(own.randrange(3)):
+                assert known["local"]()
+
+    common(values[1])
+    threads = [threading.Thread(target=many, args=(i,), name=f"loop {i}") for i in values]
+    for thread in threads[:: 1 if rank else -1]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def after_one_rank_looked(rank: int, mesh: Mesh) -> str:
+    """Rank 0 looks at more programs than are kept."""
+    x = place(torch.arange(6.0), mesh, P("tp"))
+    run = shard(lambda x: x.sum(), mesh)
+    run.cache_size = 2
+    for _ in range(2):
+        assert float(run(x)) == 15.0
+    if rank == 0:
+        for n in range(4):
+            run.lower(ShapeDtype((n + 1,)))
+    return outcome(lambda: float(run(x)) == 15.0)
+
+
+def found_by(rank: int, world: int, folder: str, rounds: int) -> dict[str, Any]:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+    )
+    mesh = Mesh({"tp": world})
+    known = plans(mesh)
+    first = [outcome(call) for call in known.values()]
+    calls = in_any_order(rank, known, rounds)
+    looked = after_one_rank_looked(rank, mesh)
+    threads = from_two_threads(rank, known, mesh, rounds)
+    last = [outcome(call) for call in known.values()]
+    dist.destroy_process_group()
+    return {"alone": [*first, looked, *last], "calls": calls, "threads": threads}
+
+
+def main(world: int, folder: str, rounds: int) -> None:
+    torch.set_num_threads(1)
+    # Forked: to load torch again takes each rank longer than all calls.
+    with ProcessPoolExecutor(world, multiprocessing.get_context("fork")) as ranks:
+        run = functools.partial(found_by, world=world, folder=folder, rounds=rounds)
+        print(json.dumps(list(ranks.map(run, range(world)))), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
