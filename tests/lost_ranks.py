@@ -219,13 +219,6 @@ def compiled(rank: int, mesh: Mesh) -> Any:
     return told(lambda: run(*given))
 
 
-@job
-def compiled_and_left_alone(rank: int, mesh: Mesh) -> Any:
-    """Rank 1 does not come to the call: what would have been sent first is known."""
-    run, given = jit(sharded(mesh), backend="aot_eager"), arguments(mesh)
-    return left_alone(rank, lambda: run(*given))
-
-
 # -- running them -----------------------------------------------------------------------------------
 
 

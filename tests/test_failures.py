@@ -138,7 +138,7 @@ def test_a_store_whose_host_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
 
     store = object()
     for _ in range(2):  # the second time it is not asked
-        with pytest.raises(store_module.StoreError, match="serves it .rank 0's, or torchrun's. is gone"):
+        with pytest.raises(store_module.StoreError, match="rank 0's, or torchrun's"):
             store_module.ask(store, broken, 1.0, "the plan")
 
     def late() -> None:
@@ -204,7 +204,6 @@ def test_a_rank_that_is_killed_is_missed_at_once(told: dict[str, Told]) -> None:
         ("along_one_axis", "all_reduce over tp, forward (3 float32, 12 bytes per rank), for lost_"),
         ("along_two_axes", "all_reduce over one·tp, forward (3 float32, 12 bytes per rank), for "),
         ("compiled", "a collective of step failed (wait_tensor"),
-        ("compiled_and_left_alone", "all_reduce over tp, block/0 forward ("),
     ],
 )
 def test_a_rank_that_is_silent(told: dict[str, Told], name: str, said: str) -> None:
