@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from by_torchard import SPECS, gradients, placed
-from timing import per_call
+from timing import per_call, together
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from workload import Problem, Shape
 
-from torchard import Mesh, P, place, shard
+from torchard import Mesh, P, load, place, save, shard
+from torchard.sharding.call_order import CallOrder
+from torchard.sharding.items import checksum_of
 
-__all__ = ["calls", "planning"]
+__all__ = ["calls", "comparing", "planning", "storing"]
 
 LEAVES = (1, 4, 16, 64, 256)
+STORED = 1 << 26  # bytes
 
 
 def planning(shape: Shape, mesh: Mesh, repeats: int = 5) -> tuple[float, float, float]:
@@ -90,6 +97,36 @@ def _overhead(fn: Any, count: int, spec: P | None, out: P, mesh: Mesh) -> float:
     args = whole if spec is None else place(whole, mesh, spec)
     bare = whole if spec is None else [x.chunk(mesh.size)[0].clone() for x in whole]
     return per_call(lambda: run(args)) - per_call(lambda: fn(bare))
+
+
+def comparing(mesh: Mesh) -> tuple[float, float]:
+    """Seconds in which ranks compare a call, and of the smallest all_reduce that it can come before."""
+    x = place(torch.ones(mesh.size), mesh, P(mesh.axes[0]))
+    program = shard(lambda x: x.sum(), mesh).lower(x)
+    order = CallOrder(mesh, program, program.runtime.graph(program).graph, "x")
+    one, group = torch.ones(1), mesh.group(mesh.axes)
+    return together(order.compare), together(lambda: dist.all_reduce(one, group=group))
+
+
+def storing(repeats: int = 5) -> tuple[float, float, float]:
+    """Seconds to save one value, to load it, and for its checksum, of which both need one; medians."""
+    value = torch.rand(STORED // 4)
+
+    def each(path: Path) -> tuple[float, float, float]:
+        ticks = [time.perf_counter()]
+        save(path, [value])
+        ticks.append(time.perf_counter())
+        load(path, [value])
+        ticks.append(time.perf_counter())
+        with open(next(path.glob("*.distcp")), "rb") as file:
+            checksum_of(file, 0, STORED)
+        ticks.append(time.perf_counter())
+        return tuple(b - a for a, b in itertools.pairwise(ticks))  # type: ignore[return-value]
+
+    with tempfile.TemporaryDirectory() as folder:
+        found = [each(Path(folder, str(i))) for i in range(repeats)]
+    a, b, c = (statistics.median(times) for times in zip(*found, strict=True))
+    return a, b, c
 
 
 def _line(points: dict[int, float]) -> tuple[float, float]:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from workload import Rival
 
-__all__ = ["Timing", "in_turns", "per_call"]
+__all__ = ["Timing", "in_turns", "per_call", "together"]
 
 
 @dataclass(frozen=True)
@@ -91,4 +91,19 @@ def per_call(call: Callable[[], Any], budget: float = 0.2, blocks: int = 15) -> 
         for _ in range(calls):
             call()
         means.append((time.thread_time() - began) / calls)
+    return statistics.median(means)
+
+
+def together(call: Callable[[], Any], calls: int = 100, blocks: int = 9) -> float:
+    """Seconds that a call takes in which ranks wait for one another; each makes as many of them.
+
+    The median over blocks of calls.
+    """
+    means = []
+    for _ in range(blocks):
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        means.append((time.perf_counter() - began) / calls)
     return statistics.median(means)
