@@ -12,10 +12,10 @@ hosts, over gloo, whatever carries the plan's own collectives, so no device wait
 
 from __future__ import annotations
 
+import datetime
 import functools
 import threading
 import zlib
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,8 +34,8 @@ __all__ = ["CallOrder", "PlanMismatch", "one_call_at_a_time"]
 
 # Bytes in which a rank tells its call; longer texts are cut off.
 _LENGTH = 512
-_RANK = slice(_LENGTH, _LENGTH + 8)  # of another rank, and 1, if it was heard to make another call
-_OTHER = slice(_LENGTH + 8, 2 * _LENGTH + 8)
+# A rank, and 1, and the call that it was heard to make; or that nobody was heard to make another one.
+_NOBODY = bytes(8 + _LENGTH)
 
 
 class PlanMismatch(RuntimeError):
@@ -75,44 +75,70 @@ class Circle:
     """The ranks of one process group, and how they reach each other between hosts."""
 
     def __init__(self, backend: Any, ranks: tuple[int, ...], peers: tuple[int, ...]) -> None:
-        own = dist.get_rank()
-        self.backend, self.ranks, self.peers, self.own = backend, ranks, peers, ranks.index(own)
-        self.tag = zlib.crc32(repr(ranks).encode()) & 0x7FFFFFFF
+        self.backend, self.ranks, self.peers = backend, ranks, peers
         self.failures = 0
-        self._sent, self._heard = (torch.zeros(2 * _LENGTH + 8, dtype=torch.uint8) for _ in "ab")
-        # Written to without torch: whatever modes are live around the call, these are plain bytes.
-        bytes_of: Any = memoryview
-        self._told, self._read = bytes_of(self._sent.numpy()), bytes_of(self._heard.numpy())
+        # Which ranks it is of, and, in what is left, which round.
+        tag = zlib.crc32(repr(ranks).encode()) & 0x7FFFFFE0
+        rounds = (len(ranks) - 1).bit_length()
+        self.rounds = [_Round(self, tag + i, 1 << i) for i in range(rounds)]
+        self._mine, self._other = b"", _NOBODY
 
     def begin(self, told: bytes) -> None:
-        self._told[:_LENGTH] = told
-        self._told[_LENGTH:] = bytes(_LENGTH + 8)
+        """Be ready to hear in all rounds: then nobody waits to be asked."""
+        self._mine, self._other = told, _NOBODY
+        for each in self.rounds:
+            each.listen()
 
-    def tell(self, distance: int) -> tuple[Any, Any]:
-        """Send to the rank so much further on, hear from the one so much behind."""
-        to, source = (self._at(distance), self._at(-distance))
-        return (
-            self.backend.send([self._sent], self.peers[to], self.tag),
-            self.backend.recv([self._heard], self.peers[source], self.tag),
-        )
+    def tell(self, number: int) -> None:
+        """Tell the rank further on what this one has heard."""
+        self.rounds[number].tell(self._mine + self._other)
 
-    def take(self, distance: int) -> None:
+    def hear(self, number: int, patience: datetime.timedelta) -> None:
         """Remember a call that differs, heard of at first or second hand."""
-        if self._read[:_LENGTH] != self._told[:_LENGTH]:
-            rank = self.ranks[self._at(-distance)]
-            self._told[_RANK] = (rank + 1).to_bytes(8, "little")
-            self._told[_OTHER] = self._read[:_LENGTH]
-        elif any(self._read[_RANK]):
-            self._told[_LENGTH:] = self._read[_LENGTH:]
+        rank, mine, other = self.rounds[number].hear(patience)
+        if mine != self._mine:
+            self._other = (rank + 1).to_bytes(8, "little") + mine
+        elif other != _NOBODY:
+            self._other = other
+
+    def end(self, patience: datetime.timedelta) -> None:
+        """Be sure that all have heard it."""
+        for each in self.rounds:
+            each.sending.wait(patience)
 
     @property
     def other(self) -> tuple[int, Call] | None:
         """A rank that makes another call, and which."""
-        rank = int.from_bytes(self._told[_RANK], "little")
-        return (rank - 1, Call.heard(bytes(self._told[_OTHER]))) if rank else None
+        rank = int.from_bytes(self._other[:8], "little")
+        return (rank - 1, Call.heard(self._other[8:])) if rank else None
 
-    def _at(self, distance: int) -> int:
-        return (self.own + distance) % len(self.ranks)
+
+class _Round:
+    """This rank tells the one so much further on, and hears from the one so much behind."""
+
+    def __init__(self, circle: Circle, tag: int, distance: int) -> None:
+        own, size = circle.ranks.index(dist.get_rank()), len(circle.ranks)
+        source = (own - distance) % size
+        self.backend, self.tag, self.rank = circle.backend, tag, circle.ranks[source]
+        self.to, self.source = circle.peers[(own + distance) % size], circle.peers[source]
+        self._sent, self._heard = (torch.zeros(2 * _LENGTH + 8, dtype=torch.uint8) for _ in "ab")
+        # Used without torch: whatever modes are live around the call, these are plain bytes.
+        bytes_of: Any = memoryview
+        self._told, self._read = bytes_of(self._sent.numpy()), bytes_of(self._heard.numpy())
+        self.sending: Any = None
+        self._receiving: Any = None
+
+    def listen(self) -> None:
+        self._receiving = self.backend.recv([self._heard], self.source, self.tag)
+
+    def tell(self, told: bytes) -> None:
+        self._told[:] = told
+        self.sending = self.backend.send([self._sent], self.to, self.tag)
+
+    def hear(self, patience: datetime.timedelta) -> tuple[int, bytes, bytes]:
+        """From whom, its call, and another that it has heard of."""
+        self._receiving.wait(patience)
+        return self.rank, bytes(self._read[:_LENGTH]), bytes(self._read[_LENGTH:])
 
 
 @functools.cache
@@ -159,27 +185,22 @@ class CallOrder:
             CollectiveError: a rank has ended, or does not come.
         """
         mine = {circle: self._call(circle) for circle in self._circles}
-        for circle, call in mine.items():
-            circle.begin(call.told())
-        distance, telling = 1, list(mine)
-        while telling := [circle for circle in telling if distance < len(circle.ranks)]:
-            self._round(telling, distance)
-            distance *= 2
+        try:
+            for at, call in mine.items():
+                at.begin(call.told())
+            for number in range(max((len(circle.rounds) for circle in mine), default=0)):
+                telling = [circle for circle in mine if number < len(circle.rounds)]
+                for at in telling:
+                    at.tell(number)
+                for at in telling:
+                    at.hear(number, self.mesh.patience)
+            for at in mine:
+                at.end(self.mesh.patience)
+        except RuntimeError as error:
+            failed(error, self._circles[at], self.name)
         for circle, call in mine.items():
             if circle.other is not None:
                 raise PlanMismatch(_different(dist.get_rank(), call, *circle.other))
-
-    def _round(self, circles: Sequence[Circle], distance: int) -> None:
-        label = self._circles[circles[0]]
-        try:
-            telling = [circle.tell(distance) for circle in circles]
-            for circle, works in zip(circles, telling, strict=True):
-                label = self._circles[circle]
-                for work in works:
-                    work.wait(self.mesh.patience)
-                circle.take(distance)
-        except RuntimeError as error:
-            failed(error, label, self.name)
 
     def failed(self) -> None:
         """The call that was compared has not come to its end here."""
