@@ -7,6 +7,7 @@ prints, for each rank, what became of every call, as JSON: ``right``, ``wrong``,
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 import multiprocessing
@@ -17,6 +18,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
+from unittest import mock
 
 warnings.simplefilter("error")
 # torch imports its own TorchScript modules, and says so.
@@ -25,6 +27,7 @@ warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarn
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+import torchard.sharding.mesh as mesh_module  # noqa: E402
 from torchard import (  # noqa: E402
     Mesh,
     P,
@@ -145,6 +148,20 @@ def after_one_rank_looked(rank: int, mesh: Mesh) -> str:
     return outcome(lambda: float(run(x)) == 15.0)
 
 
+def beside_another_backend(rank: int, world: int) -> list[str]:
+    """Where the default group carries a device's tensors only, calls are compared by another one."""
+    with mock.patch.object(dist, "get_backend_config", lambda _: "cuda:nccl"):
+        made = mesh_module._host_group.__wrapped__
+        host = made(dist.group.WORLD, tuple(range(world)), datetime.timedelta(seconds=60))
+    assert host is not dist.group.WORLD
+    mesh = Mesh({"tp": world})
+    mesh.host_group = host
+    known = plans(mesh)
+    first = [outcome(known[name]) for name in ("sum 2", "sum 3")]
+    other = outcome(known["sum 3" if rank else "sum 2"])
+    return [*first, other, outcome(known["sum 2"])]
+
+
 def found_by(rank: int, world: int, folder: str, rounds: int) -> dict[str, Any]:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
@@ -156,8 +173,9 @@ def found_by(rank: int, world: int, folder: str, rounds: int) -> dict[str, Any]:
     looked = after_one_rank_looked(rank, mesh)
     threads = from_two_threads(rank, known, mesh, rounds)
     last = [outcome(call) for call in known.values()]
+    beside = beside_another_backend(rank, world)
     dist.destroy_process_group()
-    return {"alone": [*first, looked, *last], "calls": calls, "threads": threads}
+    return {"alone": [*first, looked, *last], "calls": calls, "threads": threads, "beside": beside}
 
 
 def main(world: int, folder: str, rounds: int) -> None:

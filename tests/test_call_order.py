@@ -47,6 +47,11 @@ def test_calls_in_different_orders_are_told_on_every_rank(ranks: Results) -> Non
     assert len(calls) / 8 < same < len(calls) * 7 / 8  # or little was tested
 
 
+def test_beside_another_backend(ranks: Results) -> None:
+    want = ["right", "right", "PlanMismatch", "right"]
+    assert [found["beside"] for found in ranks] == [want] * len(ranks)
+
+
 def test_threads_get_right_results_or_a_message(ranks: Results) -> None:
     for found in ranks:
         assert {*found["threads"]} <= {"right", "PlanMismatch"}, {*found["threads"]}
