@@ -149,7 +149,7 @@ def load(
     what = f"loading {source}"
     checked = together(common, what, lambda: _read(source, rooms, partial, objects), timeout)
     if not all(checked):
-        warnings.warn(_UNCHECKED.format(source), StorageWarning, stacklevel=2)
+        warnings.warn(_UNCHECKED.format(source), StorageWarning, stacklevel=3)
     return structure.unflatten([objects.get(room.key, room.value) for room in rooms])
 
 
