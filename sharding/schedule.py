@@ -101,16 +101,13 @@ def _last_placeholder(graph: fx.Graph) -> fx.Node:
 
 def wait_late(graph: fx.Graph) -> None:
     """Move views of what a collective brings down to where they are used; those that are not, go."""
-    at = {node: i for i, node in enumerate(graph.nodes)}
     for node in reversed(list(graph.nodes)):
         if not is_alias(node) or not _arrives(node):
             continue
         if not node.users:
             graph.erase_node(node)
         else:
-            first = min(node.users, key=at.__getitem__)
-            first.prepend(node)
-            at[node] = at[first]
+            min(node.users).prepend(node)  # nodes compare by where they are, those that moved too
 
 
 def update_last(graph: fx.Graph) -> None:

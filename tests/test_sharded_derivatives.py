@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from effort import examples
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from torchard import Mesh, P, checkpoint, place, policies, shard
 
@@ -75,3 +78,75 @@ def test_a_number_as_a_factor(name: str, spec: P, inside: bool) -> None:
     derive = torch.func.grad(fn)
     run = shard(lambda x: derive(x), MESH) if inside else torch.func.grad(shard(fn, MESH))
     compare(run(place(x, MESH, spec)), derive(x))
+
+
+# -- values that views of a sum share, in stacks of shards and derivatives ---------------------------
+
+GRID = Mesh({"a": 2, "b": 2}, virtual=True)
+SPECS = [P("a"), P(None, "a"), P("a", "b"), P(("a", "b")), P("b", "a"), P()]
+
+Matrix = Callable[[torch.Tensor], torch.Tensor]
+
+
+def rows_and_columns(x: torch.Tensor) -> torch.Tensor:
+    total = (x @ x.mT).sum(0)
+    return total.view(1, -1).permute(1, 0) * total.view(-1, 1)
+
+
+# Of a matrix [4, 6]: each uses one sum in two ways, itself and views of it.
+SHARED: dict[str, Matrix] = {
+    "row by row": lambda x: torch.einsum("bi,bi->b", x, x),
+    "outer": lambda x: torch.einsum("bi,bj->ij", x, x).softmax(0) @ x.mT,
+    "a sum and its rows": lambda x: x.sum(0, keepdim=True) * x,
+    "unsqueezed": lambda x: x.sum(0).unsqueeze(0) * x + (x.sum(0).unsqueeze(1) @ x[:1]).sum(0),
+    "permuted": lambda x: (x @ x.mT).permute(1, 0) @ x + (x.mT @ x).t().sum(),
+    "both ways": rows_and_columns,
+    "squares": lambda x: (x.mT @ x).sum(0).unsqueeze(-1) * (x.mT @ x).sum(0).unsqueeze(0),
+    "linear": lambda x: F.linear(x.sum(1, keepdim=True).sin(), x.mT @ x[:, :1]),
+    "weighted": lambda x: torch.einsum("bi,ij,bj->b", x, x.mT @ x, x),
+    "centred": lambda x: (x - x.mean(0)).square().sum(0),
+}
+
+
+def directed(fn: Matrix) -> Matrix:
+    """The derivative of the gradient along a direction."""
+    direction = random(4, 6).cos()
+    return lambda x: torch.func.jvp(torch.func.grad(fn), (x,), (direction,))[1]
+
+
+DERIVATIVES: dict[str, Callable[[Matrix], Matrix]] = {
+    "gradient": torch.func.grad,
+    "gradient of a gradient": lambda fn: torch.func.grad(lambda x: torch.func.grad(fn)(x).sin().sum()),
+    "derivative of a gradient": directed,
+    "gradients of rows": lambda fn: torch.func.vmap(
+        torch.func.grad(lambda row: fn(torch.stack([row, row.sin(), row * 2, row.cos()])))
+    ),
+}
+
+
+def in_stack(stack: str, derive: Callable[[Matrix], Matrix], fn: Matrix, inner: P) -> Matrix:
+    if stack == "shard(derivative)":
+        return shard(derive(fn), GRID)
+    if stack == "shard(shard(derivative))":
+        return shard(shard(derive(fn), GRID, in_specs=(inner,)), GRID)
+    return shard(derive(shard(fn, GRID, in_specs=(inner,))), GRID)
+
+
+@given(
+    name=st.sampled_from(sorted(SHARED)),
+    derivative=st.sampled_from(sorted(DERIVATIVES)),
+    stack=st.sampled_from(
+        ["shard(derivative)", "shard(shard(derivative))", "shard(derivative(shard))"]
+    ),
+    outer=st.sampled_from(SPECS),
+    inner=st.sampled_from(SPECS),
+)
+@example("outer", "gradient", "shard(derivative(shard))", P("a", "b"), P(("a", "b")))
+@example("row by row", "derivative of a gradient", "shard(derivative(shard))", P(("a", "b")), P("b", "a"))
+@settings(max_examples=examples(6, 700), deadline=None, database=None, derandomize=True)
+def test_views_of_sums(name: str, derivative: str, stack: str, outer: P, inner: P) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return SHARED[name](x).tanh().sin().sum()
+
+    x, derive = random(4, 6) / 3, DERIVATIVES[derivative]
+    compare(in_stack(stack, derive, fn, inner)(place(x, GRID, outer)), derive(fn)(x))
