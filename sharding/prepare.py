@@ -2,8 +2,8 @@
 
 Creation lets go of the tensor it was modelled on (``zeros_like`` of a sharded value must not move it),
 and so does filling. Pieces of memory become views of tensors (``strided.py``), rows and slices of one
-value are seen together (``cuts.py``), sums from the end are one operation, equal views become one (so
-that a reshard of their base is shared), and dead nodes go.
+value are seen together (``cuts.py``), sums are written so that they are reduced once (``sums.py``) or
+from the end, equal views become one (so that a reshard of their base is shared), and dead nodes go.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torchard.sharding.cuts import gather_cuts
 from torchard.sharding.rules import lookup
 from torchard.sharding.rules.scan import fold_flips
 from torchard.sharding.strided import unstride
+from torchard.sharding.sums import fold_sums
 
 __all__ = ["prepare"]
 
@@ -52,6 +53,7 @@ def prepare(graph: fx.Graph) -> fx.Graph:
             _release(graph, node, 0)
         elif node.target in _COPIES:
             _spread(graph, node)
+    fold_sums(graph)
     gather_cuts(graph)
     fold_flips(graph)
     _share_views(graph)

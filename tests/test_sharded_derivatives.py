@@ -150,3 +150,51 @@ def test_views_of_sums(name: str, derivative: str, stack: str, outer: P, inner: 
 
     x, derive = random(4, 6) / 3, DERIVATIVES[derivative]
     compare(in_stack(stack, derive, fn, inner)(place(x, GRID, outer)), derive(fn)(x))
+
+
+# -- sums that are reduced once ----------------------------------------------------------------------
+
+DP = Mesh({"dp": 4}, virtual=True)
+
+
+@pytest.mark.parametrize("start", ["zeros", "zeros of a shape", "none"])
+def test_gradients_added_up_from_zeros_are_reduced_once(start: str) -> None:
+    def loss(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return (x @ p["w"] + p["b"]).tanh().square().sum()
+
+    def zeros(v: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(v) if start == "zeros" else torch.zeros(v.shape, dtype=v.dtype)
+
+    def step(p: dict[str, torch.Tensor], batches: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        total = None if start == "none" else {k: zeros(v) for k, v in p.items()}
+        for x in batches:
+            g = torch.func.grad(loss)(p, x)
+            total = g if total is None else {k: total[k] + g[k] for k in g}
+        assert total is not None
+        return tuple(total.values())
+
+    p, batches = {"w": random(8, 8), "b": random(8)}, random(6, 4, 8)
+    run = shard(step, DP, in_specs=(P(), P(None, "dp")))
+    compare(run(p, batches), step(p, batches))
+    assert [(c.kind, c.shape) for c in run.lower(p, batches).collectives] == [("all_reduce", (72,))]
+
+
+PIECES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda w: w[:8],
+    "rows with a step": lambda w: w[1:17:2],
+    "a matrix": lambda w: w.view(4, 8, 8)[2],
+    "a diagonal": lambda w: torch.diag_embed(w[:8].diagonal()),
+}
+
+
+@pytest.mark.parametrize("times", [2, 9])
+@pytest.mark.parametrize("piece", PIECES)
+def test_a_piece_used_often_has_one_gradient(piece: str, times: int) -> None:
+    def loss(w: torch.Tensor, xs: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(x @ PIECES[piece](w)).tanh().sum() for x in xs]).sum()
+
+    w, xs, gradient = random(32, 8), random(times, 4, 8), torch.func.grad(loss)
+    run = shard(gradient, DP, in_specs=(P(), P(None, "dp")))
+    compare(run(w, xs), gradient(w, xs))
+    (reduced,) = run.lower(w, xs).collectives
+    assert reduced.bytes <= 2 * 8 * 64 * 3 / 4
