@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from numbers import Number
-from typing import Any, NoReturn
+from typing import Any
 
 import optree
 import torch
@@ -26,7 +25,7 @@ from torchard.functional.signature import Arguments, is_placed
 from torchard.functional.transform import Transformed
 from torchard.sharding.mesh import MeshError, PlacementError
 
-__all__ = ["Operators", "run"]
+__all__ = ["IN_PLACE", "run"]
 
 
 def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -117,11 +116,11 @@ def _writes(name: str) -> bool:
     return name in _WRITING or name.endswith("_")
 
 
-_IN_PLACE = (
+IN_PLACE = (
     *("iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul"),
     *("iand", "ior", "ixor", "ilshift", "irshift"),
 )
-_WRITING = {"setitem", "delitem", *_IN_PLACE}
+_WRITING = {"setitem", "delitem", *IN_PLACE}
 
 
 def _mapped(fn: Callable[[Any], Any], value: Any) -> Any:
@@ -148,6 +147,24 @@ def _check_one_mesh(name: str, arguments: Any) -> None:
                 f"{name} of values on {first.mesh} and on {other.mesh}: one operation runs on one mesh. "
                 "Move one of them: place(y.full(), mesh, spec)."
             )
+
+
+def _plain_index(index: Any) -> Any:
+    """Positions and bounds of slices are numbers, also those that a tensor holds."""
+    if isinstance(index, tuple):
+        return tuple(_plain_index(i) for i in index)
+    if not isinstance(index, slice):
+        return operator.index(index) if _is_position(index) else index
+    bounds = (index.start, index.stop, index.step)
+    return slice(*(b if b is None else operator.index(b) for b in bounds))
+
+
+def _is_position(index: Any) -> bool:
+    if not isinstance(index, torch.Tensor) and not is_placed(index):
+        return False
+    if index.shape or index.dtype == torch.bool:
+        return False
+    return not index.dtype.is_floating_point and not index.dtype.is_complex
 
 
 # -- what is no program: values read, shapes asked for, gradients -----------------------------------
@@ -260,185 +277,3 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
         )
     },
 }
-
-
-# -- the operators and methods of a value ------------------------------------------------------------
-
-
-class Operators:
-    """What a MeshTensor has in common with a tensor: operators, methods, and reading its values."""
-
-    __slots__ = ()
-
-    shape: Any
-    dtype: Any
-    device: Any
-    full: Any
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return run(func, args, kwargs or {})
-
-    def __getattr__(self, name: str) -> Any:
-        """Methods and attributes of tensors that are operations."""
-        if name in _ATTRIBUTES:
-            return run(_attribute(name), (self,), {})
-        method = None if name.startswith("_") else getattr(torch.Tensor, name, None)
-        if not callable(method) or name in _NOT_METHODS:
-            raise AttributeError(
-                f"a MeshTensor has no attribute {name!r}. It has mesh, spec, parts, shape and dtype, and "
-                f"the operations of tensors; x.full() is the whole value as a plain tensor."
-            )
-        return functools.partial(_called, method, self)
-
-    def __getitem__(self, index: Any) -> Any:
-        return run(torch.Tensor.__getitem__, (self, index), {})
-
-    def __setitem__(self, index: Any, value: Any) -> NoReturn:
-        run(torch.Tensor.__setitem__, (self, index, value), {})
-        raise AssertionError("writing is refused")
-
-    def __len__(self) -> int:
-        if not self.shape:
-            raise TypeError("len() of a MeshTensor without dims")
-        if not (self.dtype.is_floating_point or self.dtype.is_complex):
-            # A tensor indexed by something that has a length takes it for a tuple of indices.
-            raise TypeError("len() of a MeshTensor of integers: use x.shape[0]")
-        return int(self.shape[0])
-
-    def __iter__(self) -> Iterator[Any]:
-        if not self.shape:
-            raise TypeError("iteration over a MeshTensor without dims")
-        return iter(run(torch.Tensor.unbind, (self,), {}))
-
-    def __contains__(self, value: Any) -> bool:
-        return bool(torch.any(run(torch.Tensor.__eq__, (self, value), {})))
-
-    def __hash__(self) -> int:
-        return id(self)
-
-    # -- values read: these need the whole, and all ranks --------------------------------------------
-
-    def item(self) -> Any:
-        """The value of what has one element. Every rank must call it."""
-        if self.shape.numel() != 1:
-            raise PlacementError(
-                f"a MeshTensor of shape {list(self.shape)} is not one number; reduce it (x.mean()), or "
-                "read x.full()."
-            )
-        return self.full().item()
-
-    def tolist(self) -> Any:
-        """The values as nested lists. Every rank must call it."""
-        return self.full().tolist()
-
-    def numpy(self) -> Any:
-        """The whole value as an array. Every rank must call it."""
-        return self.full().numpy()
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
-        array = self.full().detach().numpy()
-        return array if dtype is None else array.astype(dtype)
-
-    def __bool__(self) -> bool:
-        if self.shape.numel() != 1:
-            raise PlacementError(
-                f"a MeshTensor of shape {list(self.shape)} has no truth value; reduce it (x.all(), "
-                "x.any()), or call .full() first"
-            )
-        return bool(self.item())
-
-    def __float__(self) -> float:
-        return float(self.item())
-
-    def __int__(self) -> int:
-        return int(self.item())
-
-    def __complex__(self) -> complex:
-        return complex(self.item())
-
-    def __index__(self) -> int:
-        return operator.index(self.full())
-
-    def __format__(self, how: str) -> str:
-        return format(self.item(), how) if how and not self.shape else format(str(self), how)
-
-
-def _called(method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    _check_device(self, args, kwargs) if method in _MOVING else None
-    return run(method, (self, *args), kwargs)
-
-
-# What an operation takes from an instance without a call.
-_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}
-_NOT_METHODS = {
-    *("register_hook", "share_memory_", "pin_memory", "storage", "untyped_storage", "data_ptr"),
-}
-_MOVING = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
-
-
-@functools.cache
-def _attribute(name: str) -> Callable[[Any], Any]:
-    def read(value: Any) -> Any:
-        return getattr(value, name)
-
-    read.__name__ = name
-    return read
-
-
-def _check_device(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """The mesh says where its values are."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, (str, torch.device)) and torch.device(value).type != self.device.type:
-            raise PlacementError(
-                f"a MeshTensor is on its mesh's device, {self.device.type}; it cannot move to {value}. "
-                "x.full().to(...) moves the whole value."
-            )
-
-
-def _plain_index(index: Any) -> Any:
-    """Positions and bounds of slices are numbers, also those that a tensor holds."""
-    if isinstance(index, tuple):
-        return tuple(_plain_index(i) for i in index)
-    if not isinstance(index, slice):
-        return operator.index(index) if _is_position(index) else index
-    bounds = (index.start, index.stop, index.step)
-    return slice(*(b if b is None else operator.index(b) for b in bounds))
-
-
-def _is_position(index: Any) -> bool:
-    if not isinstance(index, (torch.Tensor, Operators)) or index.shape or index.dtype == torch.bool:
-        return False
-    return not index.dtype.is_floating_point and not index.dtype.is_complex
-
-
-def _operator(name: str) -> Any:
-    func = getattr(torch.Tensor, name)
-
-    def apply(self: Operators, *others: Any) -> Any:
-        if not all(isinstance(x, (Number, torch.Tensor, Operators)) for x in others):
-            return NotImplemented
-        return run(func, (self, *others), {})
-
-    apply.__name__ = name
-    return apply
-
-
-def _refusal(name: str) -> Any:
-    def refuse(self: Operators, other: Any) -> NoReturn:
-        run(getattr(torch.Tensor, name), (self, other), {})
-        raise AssertionError("writing is refused")
-
-    refuse.__name__ = name
-    return refuse
-
-
-_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
-_UNARY = ("neg", "pos", "abs", "invert")
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-
-for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_UNARY, *_COMPARISONS):
-    setattr(Operators, f"__{_name}__", _operator(f"__{_name}__"))
-for _name in _IN_PLACE:
-    if hasattr(torch.Tensor, f"__{_name}__"):
-        setattr(Operators, f"__{_name}__", _refusal(f"__{_name}__"))

@@ -14,10 +14,10 @@ from torchard.functional.arguments import checked
 from torchard.functional.errors import DonatedError
 from torchard.functional.program import Rewrite
 from torchard.functional.room import active
-from torchard.sharding.eager import Operators
 from torchard.sharding.exchange import exchange
 from torchard.sharding.layout import Dim, Layout, Sub
 from torchard.sharding.mesh import Mesh, PlacementError
+from torchard.sharding.operators import Operators
 from torchard.sharding.spec import P, layout_of, spec_of
 
 __all__ = ["Held", "MeshTensor", "PlacementError"]
