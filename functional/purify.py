@@ -198,8 +198,7 @@ def _inline_scalars(found: Recording) -> None:
         known = closure.made and not isinstance(closure.value, internals.FakeTensor)
         if not (known and closure.spec.shape == ()):
             continue
-        with internals.no_modes():  # a trace around this one would hear of it
-            value = closure.value.item()
+        value = closure.value.item()
         with found.graph.inserting_before(_first_op(found.graph)):
             full = found.graph.call_function(
                 aten.full.default,

@@ -276,7 +276,46 @@ def test_results_of_an_inner_shard(inner: str, name: str, spec: Any) -> None:
     same(grad(transform(loss(sharded)))(X), grad(loss(fn))(X))
 
 
-@crossed("outer", [*TRANSFORMS])
-def test_constants_inside_of_transforms(outer: str, name: str) -> None:
-    fn = a_constant_inside
-    same(TRANSFORMS[outer](TRANSFORMS[name](fn))(X), fn(X))
+def rows_written(x: torch.Tensor) -> Any:
+    y = x.clone()
+    y[1:] = 2 * x[:1]
+    return y * x, y
+
+
+def an_element_written(x: torch.Tensor) -> Any:
+    y = x * 1
+    y[0, 0] = 1
+    y[:, 1] += x[:, 0]
+    return (y * x,)
+
+
+def all_written(x: torch.Tensor) -> Any:
+    y = x.sin()
+    y.mul_(x).t().add_(1)
+    return (y.masked_fill_(x > 0.5, 2.0) * x,)
+
+
+def part_stopped(x: torch.Tensor) -> Any:
+    y = x.clone()
+    y[0] = y[1].detach()
+    return (y * y.detach(),)
+
+
+INSIDE = {
+    f.__name__: f
+    for f in (a_constant_inside, rows_written, an_element_written, all_written, part_stopped)
+}
+
+
+@crossed("inside", INSIDE)
+@pytest.mark.parametrize("outer", TRANSFORMS)
+def test_a_trace_inside_a_trace_is_the_trace_alone(inside: str, outer: str, name: str) -> None:
+    """The outer trace must not hear of what the library looks up in the inner one."""
+    fn, transform = INSIDE[inside], TRANSFORMS[outer]
+    inner = TRANSFORMS[name](fn)
+    same(transform(lambda x: inner(x))(X), fn(X))
+
+    def pushed(f: Any) -> Any:
+        return lambda x: jvp(lambda x: tuple(map(whole, f(x))), (x,), (x.cos(),))
+
+    same(transform(pushed(TRANSFORMS[name](fn)))(X), pushed(fn)(X))
