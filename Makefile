@@ -11,7 +11,7 @@ JOBS  ?= 2
 # torchrun, two gloo ranks on this machine; when a rank fails it leaves the last word to the ranks.
 TORCHRUN := $(BIN)/python examples/_torchrun.py --nproc-per-node 2
 
-.PHONY: help venv test explore kernels sweep newest matrix lint types demo bench clean
+.PHONY: help venv test explore kernels sweep newest matrix lint types demo bench images clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -69,6 +69,9 @@ bench: $(STAMP) ## torchard, DTensor and Megatron by hand; what planning costs; 
 	$(BIN)/python benchmarks/planning.py $(ARGS)
 	$(BIN)/python benchmarks/memory.py $(ARGS)
 	$(BIN)/python benchmarks/fusion.py $(ARGS)
+
+images: $(STAMP) ## plans for networks on split images, with and without constraints (ten minutes; ARGS=--quick)
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/images.py $(ARGS)
 
 clean: ## everything that was built, .venv included
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flo
 
 from torchard.functional.views import is_view
 
-__all__ = ["DOTS", "flops", "op_name"]
+__all__ = ["DOTS", "flops", "is_product", "op_name"]
 
 # torch's counter knows attention on accelerators only, and no product of a vector.
 _FORMULAS: dict[str, Any] = {
@@ -40,6 +40,11 @@ def op_name(node: fx.Node) -> str:
         node = node.all_input_nodes[0]
     packet = getattr(node.target, "overloadpacket", None)
     return str(packet) if packet is not None else str(getattr(node.target, "__name__", node.target))
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether an operation is one of those whose multiplications torch counts."""
+    return node.target is not operator.getitem and op_name(node) in DOTS
 
 
 def flops(node: fx.Node) -> int:

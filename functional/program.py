@@ -40,6 +40,7 @@ from torch import fx
 
 if TYPE_CHECKING:
     from torchard.functional.residuals import Residuals
+    from torchard.functional.work import Work
 
 __all__ = [
     "FREE",
@@ -251,6 +252,13 @@ class Program:
         from torchard.functional.liveness import liveness
 
         return liveness(self).peak
+
+    @property
+    def work(self) -> Work:
+        """FLOPs and bytes of one device and of the busiest rank, and how much each axis splits."""
+        from torchard.functional.work import work_of
+
+        return work_of(self)
 
     def __str__(self) -> str:
         from torchard.functional.text import program_text

@@ -58,23 +58,23 @@ def _decompositions(target: Any, parts: Parts | None) -> list[Callable[..., Any]
     return found
 
 
-def decompose(graph: fx.Graph, node: fx.Node, parts: Parts | None = None) -> bool:
-    """Replace a node by its pieces. False, the graph untouched, if it does not come apart.
+def decompose(graph: fx.Graph, node: fx.Node, parts: Parts | None = None) -> list[fx.Node]:
+    """Replace a node by its pieces, and return those. None of them: it does not come apart.
 
     Args:
         parts: for each operand, how many ranks split each dim; None: not by blocks.
     """
     operands = Call.of(node).operands
     if node.target not in _OF_SEVERAL and any(0 in o.meta["val"].shape for o in operands):
-        return False  # nothing to gather; and nothing has no maximum
+        return []  # nothing to gather; and nothing has no maximum
     ways = _decompositions(node.target, parts)
     traced = next((t for way in ways if (t := _trace(way, node, operands)) is not None), None)
     if traced is None:
-        return False
+        return []
     with graph.inserting_before(node):
-        pieces = _inline(graph, traced, operands, node)
-    _replace(graph, node, pieces)
-    return True
+        pieces, made = _inline(graph, traced, operands, node)
+    _replace(graph, node, made)
+    return pieces
 
 
 def _trace(
@@ -148,7 +148,8 @@ _KEPT = (*INHERITED, "name", "apart")
 
 def _inline(
     graph: fx.Graph, traced: fx.Graph, operands: tuple[fx.Node, ...], node: fx.Node
-) -> list[fx.Node]:
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The pieces, and those of them that are the node's results."""
     env: dict[fx.Node, fx.Node] = {}
     inputs = [n for n in traced.nodes if n.op == "placeholder"]
     env.update(zip(inputs, operands, strict=True))
@@ -160,15 +161,22 @@ def _inline(
         if inner.op == "call_function":
             env[inner] = graph.node_copy(inner, env.__getitem__)
             env[inner].meta = {"val": inner.meta["val"], **tags}
-    return [env[n] for n in output_values(traced)]
+    pieces = [env[n] for n in traced.nodes if n.op == "call_function"]
+    return pieces, [env[n] for n in output_values(traced)]
 
 
 def _replace(graph: fx.Graph, node: fx.Node, pieces: list[fx.Node]) -> None:
     if isinstance(node.meta["val"], (tuple, list)):
         for user in list(node.users):
             if hasattr(user.meta.get("val"), "shape"):
-                user.replace_all_uses_with(pieces[result_index(user)])
+                _use(pieces[result_index(user)], user)
             graph.erase_node(user)
     else:
-        node.replace_all_uses_with(pieces[0])
+        _use(pieces[0], node)
     graph.erase_node(node)
+
+
+def _use(piece: fx.Node, before: fx.Node) -> None:
+    """A piece in the place of a node; what its users remember of their operands is forgotten."""
+    for user in before.replace_all_uses_with(piece):
+        user.meta.pop("_call", None)

@@ -37,6 +37,13 @@ class Sub:
 Dim = tuple[Sub, ...]
 
 
+def _largest(sub: Sub, sizes: Mapping[str, int]) -> int:
+    size = sub.size
+    for axis in sub.axes:
+        size = -(-size // sizes[axis])
+    return size
+
+
 def chunk(size: int, axes: Sequence[str], coords: Coords, sizes: Mapping[str, int]) -> range:
     """The indices of a sub-dim that the coordinate owns."""
     start, stop = 0, size
@@ -226,14 +233,11 @@ class Layout:
 
     def largest_local(self, sizes: Mapping[str, int]) -> int:
         """Elements of the largest shard."""
-        n = 1
-        for dim in self.dims:
-            for sub in dim:
-                size = sub.size
-                for a in sub.axes:
-                    size = -(-size // sizes[a])
-                n *= size
-        return n
+        return math.prod(self.largest_shape(sizes))
+
+    def largest_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of the largest shard."""
+        return tuple(math.prod(_largest(sub, sizes) for sub in dim) for dim in self.dims)
 
     def key(self, coords: Coords) -> tuple[int, ...]:
         """What tells the distinct shards apart: the coordinate on the axes that matter."""

@@ -25,6 +25,7 @@ __all__ = [
     "image",
     "in_blocks",
     "options",
+    "points",
 ]
 
 
@@ -69,22 +70,11 @@ class Option:
             table = dict(sizes)
             known[sizes] = Cost(
                 split=frozenset(a for axes in self.axes for a in axes),
-                work=self._work(table),
+                work=points(self.rule, self.axes, sizes),
                 exchanged=self._exchanged(table),
                 volume=sum(out.largest_local(table) for out in self.outs),
             )
         return known[sizes]
-
-    def _work(self, sizes: dict[str, int]) -> int:
-        rule = self.rule
-        if rule.ties or rule.halo is not None:
-            return 0  # blocks are a view, and windows what has arrived
-        local = [_local_size(n, axes, sizes) for n, axes in zip(rule.sizes, self.axes, strict=True)]
-        shared, tensors = rule.space
-        product = max(math.prod(local[f] for f in group) for group in shared)
-        rest = max((math.prod(local[f] for f in t & rule.whole) for t in tensors), default=1)
-        own = max((math.prod(local[f] for f in t) for t in tensors), default=1)
-        return max(product * rest, own)
 
     def _exchanged(self, sizes: dict[str, int]) -> int:
         if self.rule.halo is None:
@@ -93,6 +83,21 @@ class Option:
         if not self.axes[blocks]:
             return 0
         return self.ins[0].largest_local(sizes) // max(self.rule.sizes[each], 1) * moved
+
+
+@functools.lru_cache(maxsize=65536)
+def points(rule: Rule, axes: tuple[tuple[str, ...], ...], sizes: Sizes) -> int:
+    """Points of the iteration space that the busiest rank computes; without axes, all of them."""
+    if rule.ties or rule.halo is not None:
+        return 0  # blocks are a view, and windows what has arrived
+    table = dict(sizes)
+    each = axes or ((),) * len(rule.sizes)
+    local = [_local_size(n, a, table) for n, a in zip(rule.sizes, each, strict=True)]
+    shared, tensors = rule.space
+    product = max(math.prod(local[f] for f in group) for group in shared)
+    rest = max((math.prod(local[f] for f in t & rule.whole) for t in tensors), default=1)
+    own = max((math.prod(local[f] for f in t) for t in tensors), default=1)
+    return max(product * rest, own)
 
 
 def _local_size(size: int, axes: tuple[str, ...], sizes: dict[str, int]) -> int:

@@ -14,8 +14,8 @@ from torch import fx
 
 from torchard.sharding.aliases import is_alias, output_node, output_values, pull
 from torchard.sharding.collectives import emit_step
+from torchard.sharding.decision import Decision, Given
 from torchard.sharding.layout import Layout, Sizes
-from torchard.sharding.propagate import Decision, Given
 from torchard.sharding.reshard import cost, plan
 from torchard.sharding.rules import Call
 from torchard.sharding.rules.registry import result_index

@@ -11,9 +11,9 @@ from torch import fx
 
 from torchard.functional.program import INHERITED
 from torchard.sharding.constrain import number_of, pinned_spec
+from torchard.sharding.decision import CONSTRAINT
 from torchard.sharding.layout import Layout
 from torchard.sharding.mesh import Mesh
-from torchard.sharding.propagate import CONSTRAINT
 from torchard.sharding.spec import P, SpecError, layout_of
 from torchard.sharding.varying import varying_in_graph
 

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torch import fx
 
+from torchard.functional.flops import is_product
 from torchard.sharding.aliases import output_values
+from torchard.sharding.decision import Decision, Given, work_of
 from torchard.sharding.decompose import comes_apart, decompose
 from torchard.sharding.decompositions import BIASED_PRODUCTS
+from torchard.sharding.layout import Layout
 from torchard.sharding.local import local_operations
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.options import atomic, factor_axes
-from torchard.sharding.propagate import SWEEPS, Decision, Given, propagate
+from torchard.sharding.propagate import SWEEPS, propagate, take_apart
 from torchard.sharding.rules import Call, rule_of
 
 __all__ = ["Plan", "choose"]
 
 _ROUNDS = 4
+_LITTLE = 0.02
 
 
 @dataclass(frozen=True)
@@ -31,26 +36,92 @@ class Plan:
 
 
 def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
-    """The best plan found: operations that would be gathered come apart if that is cheaper.
+    """The cheapest plan found.
+
+    Where axes that something is split over are lost to much of the work, two plans more are made that
+    bring them back: to where the plan splits what is beside, and to the dims with most at stake.
+    """
+    plan = _cheapest(graph, given, mesh)
+    lost = _lost(plan, mesh)
+    if not lost:
+        return plan
+    spread = _cheapest(graph, replace(given, spread=lost), mesh)
+    return min(plan, _brought_back(plan, lost, mesh), spread, key=_total)
+
+
+def _total(plan: Plan) -> float:
+    return plan.decision.total
+
+
+def _lost(plan: Plan, mesh: Mesh) -> frozenset[str]:
+    """Axes that split an input or are asked for by a constraint, and not the products.
+
+    Not other work: beside tensor parallelism norms are computed by every rank, as in Megatron-LM.
+    """
+    placed = [given[0] for given in plan.given.inputs.values() if not isinstance(given, int)]
+    axes = {a for layout in (*placed, *plan.given.pins.values()) for a in layout.split_axes}
+    lost, total = dict.fromkeys(axes, 0.0), 0.0
+    for node, option in plan.decision.option.items():
+        if is_product(node):
+            work = work_of(node)
+            total += work
+            for axis in axes - option.cost(mesh.sizes).split:
+                lost[axis] += work
+    return frozenset(axis for axis in axes if lost[axis] > _LITTLE * total)
+
+
+def _brought_back(plan: Plan, axes: frozenset[str], mesh: Mesh) -> Plan:
+    """A plan with lost axes brought back to where it splits what is beside."""
+    given = replace(plan.given, spread=axes)
+    decision = propagate(plan.graph, given, mesh.sizes, near=plan.decision)
+    return _explore(Plan(plan.graph, given, decision), mesh, frozenset())
+
+
+def _cheapest(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
+    """The cheapest plan under which operations come apart or do not.
 
     All that can are tried together; if that does not pay, without one kind of them at a time.
     """
-    first = _settled(graph, given, mesh)
-    kinds = dict.fromkeys(_kind(node) for node in _torn(first, mesh))
-    best, kept_whole = _explore(first, mesh, frozenset()), frozenset[str]()
-    if best is first and len(kinds) > 1:
+    whole = _settled(graph, given, mesh)
+    kinds = dict.fromkeys(_kind(node) for node in _torn(whole, mesh))
+    if not (kinds or given.spread):
+        return whole
+    best, kept_whole = _apart(whole, mesh, frozenset()), frozenset[str]()
+    if best is whole and len(kinds) > 1:
         for kind in kinds:
-            tried = _explore(first, mesh, kept_whole | {kind})
-            if tried.decision.total < best.decision.total:
+            tried = _apart(whole, mesh, kept_whole | {kind})
+            if _total(tried) < _total(best):
                 best, kept_whole = tried, kept_whole | {kind}
     return best
 
 
-def _explore(plan: Plan, mesh: Mesh, kept_whole: frozenset[str]) -> Plan:
-    """The cheapest of the plans that taking apart leads to, some kinds of operations excepted.
+def _apart(plan: Plan, mesh: Mesh, kept_whole: frozenset[str]) -> Plan:
+    """The plan, or a cheaper one whose operations come apart, some kinds of them excepted.
 
-    What comes apart leaves its result split, so that the next operation may (a softmax and the loss
-    after it): the rounds go on to the end.
+    They come apart within one sweep: each sees the layouts that the pieces in front of it leave. Taken
+    apart one after another, all but the first would be judged behind an operation that gathers.
+    """
+    graph, env = copy_graph(plan.graph)
+    given = _given_in(plan.given, env, graph)
+
+    def taken(node: fx.Node, homes: Sequence[Layout]) -> list[fx.Node]:
+        if _kind(node) in kept_whole or not comes_apart(node) or not _loses(node, homes, mesh):
+            return []
+        pieces = decompose(graph, node, _parts(homes, mesh))
+        if pieces and given.local:
+            given.local.update(local_operations(graph))
+        return pieces
+
+    take_apart(graph, given, mesh.sizes, taken)
+    graph.eliminate_dead_code()
+    made = _settled(graph, replace(given, local=local_operations(graph)), mesh)
+    return min(plan, _explore(made, mesh, kept_whole), key=_total)
+
+
+def _explore(plan: Plan, mesh: Mesh, kept_whole: frozenset[str]) -> Plan:
+    """The plan, or a cheaper one in which more comes apart, some kinds of operations excepted.
+
+    Later sweeps may split what the first has not.
     """
     best = plan
     for _ in range(_ROUNDS):
@@ -97,24 +168,30 @@ def _torn(plan: Plan, mesh: Mesh) -> list[fx.Node]:
 
     And those whose result is, since it lies in pieces that its users do not take.
     """
-    found = []
-    for node in plan.decision.option:
-        call = Call.of(node)
-        rule = rule_of(call)
-        if not rule.whole or not comes_apart(node):
-            continue
-        homes = [plan.decision.home[operand] for operand in call.operands]
-        rule = atomic(rule, homes, [], mesh.sizes)
-        for home, dims in zip(homes, rule.ins, strict=True):
-            split = factor_axes(rule, dims, home, mesh.sizes)
-            kept = {a for f, axes in split.items() if f not in rule.whole for a in axes}
-            if not kept.issuperset(home.split_axes):
-                found.append(node)
-                break
-        else:
-            if _in_other_pieces(plan, node):
-                found.append(node)
-    return found
+    home = plan.decision.home
+    return [
+        node
+        for node in plan.decision.option
+        if comes_apart(node)
+        and (
+            _loses(node, [home[o] for o in Call.of(node).operands], mesh)
+            or (rule_of(Call.of(node)).whole and _in_other_pieces(plan, node))
+        )
+    ]
+
+
+def _loses(node: fx.Node, homes: Sequence[Layout], mesh: Mesh) -> bool:
+    """Whether an axis splits what the operation needs whole."""
+    rule = rule_of(Call.of(node))
+    if not rule.whole:
+        return False
+    rule = atomic(rule, homes, [], mesh.sizes)
+    for home, dims in zip(homes, rule.ins, strict=True):
+        split = factor_axes(rule, dims, home, mesh.sizes)
+        kept = {a for f, axes in split.items() if f not in rule.whole for a in axes}
+        if not kept.issuperset(home.split_axes):
+            return True
+    return False
 
 
 def _in_other_pieces(plan: Plan, node: fx.Node) -> bool:
@@ -136,23 +213,30 @@ def _taken_apart(
 ) -> tuple[fx.Graph, Given] | None:
     """A copy of the graph with these operations decomposed, and what is given there."""
     graph, env = copy_graph(plan.graph)
-    parts = {node: _parts(plan, node, mesh) if by_blocks else None for node in torn}
+    home = plan.decision.home
+    parts = {
+        node: _parts([home[o] for o in Call.of(node).operands], mesh) if by_blocks else None
+        for node in torn
+    }
     if not any([decompose(graph, env[node], parts[node]) for node in torn]):
         return None
     graph.eliminate_dead_code()
-    given = replace(
-        plan.given,
-        inputs={env[n]: v for n, v in plan.given.inputs.items()},
-        pins={env[n]: v for n, v in plan.given.pins.items()},
-        ranks={env[n]: v for n, v in plan.given.ranks.items()},
+    return graph, _given_in(plan.given, env, graph)
+
+
+def _given_in(given: Given, env: dict[fx.Node, fx.Node], graph: fx.Graph) -> Given:
+    """What is given, of the nodes of a copy."""
+    return replace(
+        given,
+        inputs={env[n]: v for n, v in given.inputs.items()},
+        pins={env[n]: v for n, v in given.pins.items()},
+        ranks={env[n]: v for n, v in given.ranks.items()},
         local=local_operations(graph),
     )
-    return graph, given
 
 
-def _parts(plan: Plan, node: fx.Node, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-    """How many ranks split each dim of a node's operands; those split inside count as whole."""
-    homes = [plan.decision.home[operand] for operand in Call.of(node).operands]
+def _parts(homes: Sequence[Layout], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    """How many ranks split each dim of some operands; those split inside count as whole."""
     return tuple(
         tuple(
             math.prod(mesh.shape[a] for a in dim[0].axes) if len(dim) == 1 else 1

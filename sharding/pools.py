@@ -181,4 +181,4 @@ def _avg_pool_backward(
         made: torch.Tensor = aten.avg_pool2d_backward.default(near, like, *rest)
         return made
 
-    return gradient_of_reading(run, grad, x, dim, count, stride[i], padding[i], kernel[i])
+    return gradient_of_reading(run, grad, x.shape, dim, count, stride[i], padding[i], kernel[i])

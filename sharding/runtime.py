@@ -16,6 +16,7 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.codegen import compiled
 from torchard.functional.program import Bound, Placement, Program
+from torchard.functional.work import Work
 from torchard.sharding.agree import agreed, signature_of
 from torchard.sharding.call_order import CallOrder, one_call_at_a_time
 from torchard.sharding.lower import Lowering
@@ -24,6 +25,7 @@ from torchard.sharding.place import Held
 from torchard.sharding.tidy import dense_rows, fold_views, reduce_in_place
 from torchard.sharding.transport import Lockstep
 from torchard.sharding.wire import Wire
+from torchard.sharding.work import mesh_work
 
 __all__ = ["Distributed", "Simulated", "runtime_of"]
 
@@ -51,6 +53,10 @@ class Simulated:
     def bytes_of(self, node: fx.Node, item: int = 0) -> int:
         """What one rank holds of a value."""
         return _local_bytes(node, item, self.mesh)
+
+    def work(self, program: Program) -> Work:
+        """How the plan splits the work."""
+        return mesh_work(program, self.mesh)
 
     def guard(self, program: Program, bound: Bound, graph: fx.Graph) -> Bound:
         """What must be agreed on before a call: nothing, there is but one process."""
@@ -84,6 +90,10 @@ class Distributed:
     def bytes_of(self, node: fx.Node, item: int = 0) -> int:
         """What the rank that has most holds of a value."""
         return _local_bytes(node, item, self.mesh)
+
+    def work(self, program: Program) -> Work:
+        """How the plan splits the work."""
+        return mesh_work(program, self.mesh)
 
     def guard(self, program: Program, bound: Bound, graph: fx.Graph) -> Bound:
         """Before each call ranks check that they all make it, and before the first that they may.

@@ -13,6 +13,7 @@ from torchard.functional.arguments import checked
 from torchard.functional.program import FREE, Leaf, Program
 from torchard.functional.transform import Transformed
 from torchard.sharding.constrain import number_of, pinned_spec
+from torchard.sharding.decision import BATCH, DERIVED, PARAMETER, Given
 from torchard.sharding.gathers import layer_of
 from torchard.sharding.layout import Layout
 from torchard.sharding.local import check_local, local_operations, may_leave_as
@@ -25,7 +26,6 @@ from torchard.sharding.place import Held
 from torchard.sharding.plan import choose
 from torchard.sharding.precision import check_reduce_dtype, reduce_widely
 from torchard.sharding.prepare import prepare
-from torchard.sharding.propagate import BATCH, DERIVED, PARAMETER, Given
 from torchard.sharding.runtime import runtime_of
 from torchard.sharding.schedule import Schedule, schedule
 from torchard.sharding.spec import P, SpecError, layout_of

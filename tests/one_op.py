@@ -13,13 +13,13 @@ from sample_calls import Sample
 from torch import fx
 
 from torchard.functional.codegen import compiled
+from torchard.sharding.decision import BATCH, Decision, Given
 from torchard.sharding.factors import Rule
 from torchard.sharding.layout import Layout
 from torchard.sharding.lower import Lowering
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.options import Option, build
 from torchard.sharding.partition import partition
-from torchard.sharding.propagate import BATCH, Decision, Given
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.testing import contributions
 from torchard.sharding.transport import Lockstep

@@ -19,6 +19,7 @@ from torchard.functional.operators import aten
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
 
 __all__ = [
+    "MOVED_AS_BLOCKS",
     "Piece",
     "Window",
     "assemble",
@@ -188,6 +189,7 @@ for _fn, _schema in (
 _BLOCKS: Any = torch.ops.torchard.blocks.default
 _UNBLOCKS: Any = torch.ops.torchard.unblocks.default
 _WINDOWS: Any = torch.ops.torchard.windows.default
+MOVED_AS_BLOCKS = frozenset({_BLOCKS, _UNBLOCKS, _WINDOWS})  # on a rank, views or what has arrived
 
 
 def _fake_blocks(x: torch.Tensor, dim: int, count: int, fill: Any) -> torch.Tensor:
