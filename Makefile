@@ -69,6 +69,8 @@ bench: $(STAMP) ## torchard, DTensor and Megatron by hand; what planning costs; 
 	$(BIN)/python benchmarks/planning.py $(ARGS)
 	$(BIN)/python benchmarks/memory.py $(ARGS)
 	$(BIN)/python benchmarks/fusion.py $(ARGS)
+	$(BIN)/python benchmarks/compile_cache.py $(ARGS)
+	$(BIN)/python benchmarks/long_runs.py $(ARGS)
 
 images: $(STAMP) ## plans for networks on split images, with and without constraints (ten minutes; ARGS=--quick)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/images.py $(ARGS)

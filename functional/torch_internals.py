@@ -27,6 +27,7 @@ try:
         retrieve_current_functorch_interpreter,
         temporarily_clear_interpreter_stack,
     )
+    from torch._guards import TracingContext, tracing
     from torch._ops import OpOverload
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
@@ -42,7 +43,7 @@ try:
         get_proxy_slot,
         track_tensor_tree,
     )
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
     from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
     from torch.utils._device import DeviceContext
     from torch.utils._python_dispatch import (
@@ -562,12 +563,25 @@ def compile_graph(
         node.meta.pop("recompute", None)  # torch reads another thing from a tag of this name
     compile_with: Callable[..., Any] = _backend(backend)
     if backend == "inductor":
-        boxed: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = compile_with(
-            GmWrapper(module, lambda args: args), list(inputs)
-        )
+        with _of_static_shapes(inputs) as fakes:
+            boxed: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = compile_with(
+                GmWrapper(module, lambda args: args), fakes
+            )
         return boxed
     run = compile_with(module, list(inputs))
     return lambda args: run(*args)
+
+
+@contextlib.contextmanager
+def _of_static_shapes(inputs: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Fakes of these inputs, in a tracing context such as torch.compile has.
+
+    Inductor looks into its cache of compiled graphs, which other processes share, only where a context
+    has a shape environment; and with one, sizes of real tensors would become symbols.
+    """
+    fakes = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with tracing(TracingContext(fakes)):
+        yield [fakes.from_tensor(tensor, static_shapes=True) for tensor in inputs]
 
 
 def needs_grad_at_top(tensor: torch.Tensor) -> bool:
