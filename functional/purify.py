@@ -12,11 +12,12 @@ from torch import fx
 from torchard.functional import batch_norm
 from torchard.functional import torch_internals as internals
 from torchard.functional.errors import PurityError
+from torchard.functional.mutation import storage_key, written_nodes
 from torchard.functional.operators import aten
 from torchard.functional.record import Recording
 from torchard.functional.room import active
 from torchard.functional.spec import Spec
-from torchard.functional.writes import functionalize_writes, storage_key, written_nodes
+from torchard.functional.writes import functionalize_writes
 
 __all__ = ["purify", "replay", "specs_of", "sweep"]
 

@@ -8,7 +8,6 @@ again, so every node keeps its tags, and a stop of gradients (``cut``) stays whe
 
 from __future__ import annotations
 
-import functools
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +17,14 @@ from torch import fx
 
 from torchard.functional.chosen import may_follow
 from torchard.functional.errors import PurityError
+from torchard.functional.mutation import (
+    argument,
+    argument_names,
+    functional_twin,
+    storage_key,
+    written_arguments,
+    written_nodes,
+)
 from torchard.functional.operators import aten
 from torchard.functional.scatters import (
     ELEMENTWISE,
@@ -31,7 +38,7 @@ from torchard.functional.scatters import (
 )
 from torchard.functional.views import is_view
 
-__all__ = ["functionalize_writes", "storage_key", "written_arguments", "written_nodes"]
+__all__ = ["functionalize_writes"]
 
 # Writes after which nothing is left of what was there.
 _OVERWRITES = (
@@ -40,64 +47,6 @@ _OVERWRITES = (
     aten.fill_.Tensor,
     aten.zero_.default,
 )
-
-
-# -- which operations write -----------------------------------------------------------------------
-
-
-def written_arguments(target: Any) -> list[str]:
-    """The names of the arguments that an operation mutates, by its schema."""
-    schema = getattr(target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return []
-    return [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-
-
-def written_nodes(node: fx.Node) -> list[fx.Node]:
-    """The nodes this one mutates."""
-    if node.op != "call_function":
-        return []
-    found: list[fx.Node] = []
-    for name in written_arguments(node.target):
-        fx.map_arg(_argument(node, name), found.append)
-    return found
-
-
-def storage_key(node: fx.Node) -> int | None:
-    """Which memory a node's value lies in."""
-    value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    target: Any = node.target
-    for i, argument in enumerate(target._schema.arguments):
-        if argument.name == name:
-            return node.args[i] if i < len(node.args) else node.kwargs.get(name)
-    return None
-
-
-@functools.cache
-def _functional_twin(target: Any) -> Any:
-    """The operation that returns what this one writes, found by its arguments; None if torch has none."""
-    schema = target._schema
-    outs = {a.name for a in schema.arguments if a.is_out}
-    given = [(a.name, str(a.type)) for a in schema.arguments if a.name not in outs]
-    packet = target.overloadpacket
-    base: str = packet.__name__
-    if base.startswith("__i"):
-        names = [base.replace("__i", "__", 1)]
-    else:
-        names = [base] if outs else [base.removesuffix("_")]
-    space = getattr(torch.ops, target.namespace)
-    for name in (*names, f"{base}_functional"):
-        other = getattr(space, name, None)
-        for overload in other.overloads() if other is not None else ():
-            twin = getattr(other, overload)
-            takes = [(a.name, str(a.type)) for a in twin._schema.arguments]
-            if not twin._schema.is_mutable and takes == given:
-                return twin
-    return None
 
 
 # -- memory ---------------------------------------------------------------------------------------
@@ -254,7 +203,7 @@ class _Functionalization:
     def _part(self, node: fx.Node, whole: fx.Node, index: Any) -> _Alias:
         """One of the views that split or unbind give."""
         parent = self.aliases[whole.all_input_nodes[0]]
-        given = dict(zip(_argument_names(whole.target), whole.args, strict=False)) | whole.kwargs
+        given = dict(zip(argument_names(whole.target), whole.args, strict=False)) | whole.kwargs
         dim = given.get("dim", 0)
         if whole.target is aten.unbind.int:
             step = Step(aten.select.int, (dim, index))
@@ -292,7 +241,7 @@ class _Functionalization:
 
     def _write(self, node: fx.Node) -> None:
         target: Any = node.target
-        twin = _functional_twin(target)
+        twin = functional_twin(target)
         turns = torch.Tag.inplace_view in target.tags
         if twin is None or (turns and not twin.is_view):
             raise PurityError(
@@ -335,7 +284,7 @@ class _Functionalization:
 
     def _computed(self, emit: Emitter, node: fx.Node, twin: Any) -> fx.Node:
         """The call that returns what this one writes."""
-        taken = _argument_names(twin)
+        taken = argument_names(twin)
         args, kwargs = self._latest_of(emit, (node.args, node.kwargs))
         made = emit(twin, *args, **{key: value for key, value in kwargs.items() if key in taken})
         made.meta.update({key: v for key, v in node.meta.items() if key != "val"})
@@ -398,10 +347,6 @@ class _Functionalization:
             node.replace_all_uses_with(result)
 
 
-def _argument_names(target: Any) -> list[str]:
-    return [argument.name for argument in target._schema.arguments]
-
-
 def _is_step(node: fx.Node) -> bool:
     """Whether the view depends on the value it views alone, not on the memory around it."""
     target: Any = node.target
@@ -415,7 +360,7 @@ def _written_values(emit: Emitter, node: fx.Node, made: fx.Node) -> list[fx.Node
     returns = len(target._schema.returns)
     found: list[fx.Node] = []
     for i, name in enumerate(names):
-        given = _argument(node, name)
+        given = argument(node, name)
         value = made
         if returns > 1:
             value = emit(operator.getitem, made, returns - len(names) + i)

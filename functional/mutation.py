@@ -1,0 +1,79 @@
+"""Which operations write to their arguments, and which operation returns what one writes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = [
+    "argument",
+    "argument_names",
+    "functional_twin",
+    "storage_key",
+    "written_arguments",
+    "written_nodes",
+]
+
+
+def written_arguments(target: Any) -> list[str]:
+    """The names of the arguments that an operation mutates, by its schema."""
+    schema = getattr(target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    return [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def written_nodes(node: fx.Node) -> list[fx.Node]:
+    """The nodes this one mutates."""
+    if node.op != "call_function":
+        return []
+    found: list[fx.Node] = []
+    for name in written_arguments(node.target):
+        fx.map_arg(argument(node, name), found.append)
+    return found
+
+
+def storage_key(node: fx.Node) -> int | None:
+    """Which memory a node's value lies in."""
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """What a node gives for a parameter of its operation."""
+    target: Any = node.target
+    for i, parameter in enumerate(target._schema.arguments):
+        if parameter.name == name:
+            return node.args[i] if i < len(node.args) else node.kwargs.get(name)
+    return None
+
+
+@functools.cache
+def functional_twin(target: Any) -> Any:
+    """The operation that returns what this one writes, found by its arguments; None if torch has none."""
+    schema = target._schema
+    outs = {a.name for a in schema.arguments if a.is_out}
+    given = [(a.name, str(a.type)) for a in schema.arguments if a.name not in outs]
+    packet = target.overloadpacket
+    base: str = packet.__name__
+    if base.startswith("__i"):
+        names = [base.replace("__i", "__", 1)]
+    else:
+        names = [base] if outs else [base.removesuffix("_")]
+    space = getattr(torch.ops, target.namespace)
+    for name in (*names, f"{base}_functional"):
+        other = getattr(space, name, None)
+        for overload in other.overloads() if other is not None else ():
+            twin = getattr(other, overload)
+            takes = [(a.name, str(a.type)) for a in twin._schema.arguments]
+            if not twin._schema.is_mutable and takes == given:
+                return twin
+    return None
+
+
+def argument_names(target: Any) -> list[str]:
+    """The names of an operation's parameters, in order."""
+    return [argument.name for argument in target._schema.arguments]
