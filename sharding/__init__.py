@@ -11,7 +11,7 @@ from torchard.sharding.norms import clip_by_global_norm, global_norm
 from torchard.sharding.parallelize import parallelize
 from torchard.sharding.place import MeshTensor, PlacementError
 from torchard.sharding.redistribute import place, redistribute
-from torchard.sharding.rules import register_rule
+from torchard.sharding.rule_check import register_rule
 from torchard.sharding.schedule import Schedule
 from torchard.sharding.shard import shard
 from torchard.sharding.shard_map import shard_map

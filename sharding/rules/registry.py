@@ -117,11 +117,13 @@ class OpRule:
         text: the factor rule, or a function of the call that gives it (None: gather).
         emit: how one coordinate computes its part; None applies the same operation.
         alias: True for bijective views: a reshard is made on the base and viewed again.
+        check: what holds the rule of a call against its operation; raises where it is wrong.
     """
 
     text: Text
     emit: Emit | None = None
     alias: bool = False
+    check: Callable[[Call, Rule], None] | None = None
 
 
 REGISTRY: dict[Any, OpRule] = {}
@@ -133,11 +135,12 @@ def register_rule(
     text: Text,
     emit: Emit | None = None,
     alias: bool = False,
+    check: Callable[[Call, Rule], None] | None = None,
 ) -> None:
-    """Give operations (``torch.ops`` overloads) a factor rule. Users call it for their own."""
+    """Give operations a factor rule. Users' are checked: theirs is that of ``rule_check.py``."""
     for target in targets:
         if not isinstance(target, Absent):
-            REGISTRY[target] = OpRule(text, emit, alias)
+            REGISTRY[target] = OpRule(text, emit, alias, check)
 
 
 _POINTWISE: list[Callable[[Any], OpRule | None]] = []
@@ -169,6 +172,8 @@ def rule_of(call: Call) -> Rule:
     if rule is None:
         rule = gathering_rule(call.ins, call.outs)
     call.node.meta["_rule"] = rule
+    if entry is not None and entry.check is not None and not rule.gathered:
+        entry.check(call, rule)
     return rule
 
 

@@ -1,0 +1,212 @@
+"""Rules of users are held against their operation, once, when they are used first.
+
+A wrong rule gives wrong numbers, and nothing else would tell. So on small tensors each factor is split
+over two ranks, as a plan would, and each sum the rule calls linear is taken apart: the results must be
+the operation's. What cannot be called on such tensors (indices, checks of values) is not checked.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.codegen import compiled
+from torchard.sharding.decision import BATCH, Decision, Given
+from torchard.sharding.factors import Rule, RuleError
+from torchard.sharding.layout import Layout
+from torchard.sharding.lower import Lowering
+from torchard.sharding.mesh import Mesh
+from torchard.sharding.options import Option, build
+from torchard.sharding.partition import partition
+from torchard.sharding.rules import registry
+from torchard.sharding.rules.registry import Call, Emit, Text, rule_of
+from torchard.sharding.transport import Lockstep
+from torchard.sharding.windows import attach_windows
+
+__all__ = ["check_rule", "register_rule"]
+
+_MOST = 2**20  # elements of operands that are checked as they are
+_SMALL = 4  # of a factor, where sizes are no arguments
+
+
+def register_rule(
+    *targets: Any,
+    text: Text,
+    emit: Emit | None = None,
+    alias: bool = False,
+) -> None:
+    """Give operations (``torch.ops`` overloads) a factor rule: ``text="i k, k j -> i j"``.
+
+    Args:
+        targets: the operations.
+        text: the rule (``torchard.sharding.factors`` has the grammar), or a function of the call that
+            gives it; None from it gathers the operands.
+        emit: how one coordinate computes its part; None applies the operation to the parts.
+        alias: True for bijective views.
+
+    Raises (where the rule is used first):
+        RuleError: split as the rule says, the operation gives other results; names the factor.
+    """
+    known: set[Any] = set()
+
+    def check(call: Call, rule: Rule) -> None:
+        kind = (call.target, rule.ins, rule.outs, rule.linear)
+        if kind in known:
+            return
+        known.add(kind)  # first: what is run for the check asks for the rule as well
+        try:
+            check_rule(call, rule)
+        except RuleError:
+            known.discard(kind)
+            raise
+
+    registry.register_rule(*targets, text=text, emit=emit, alias=alias, check=check)
+
+
+def check_rule(call: Call, rule: Rule) -> None:
+    """Compare an operation with itself, split as its rule says.
+
+    Raises:
+        RuleError: they differ.
+    """
+    with internals.clean_room(gradients=False):
+        _check(call, rule)
+
+
+def _check(call: Call, rule: Rule) -> None:
+    try:
+        alone = _Alone(call, rule)
+    except Exception:  # not to be called on such tensors
+        return
+    mesh = Mesh({"ranks": 2}, virtual=True)
+    for factor, size in enumerate(alone.rule.sizes):
+        if factor in alone.rule.whole or size < 2:
+            continue
+        axes = tuple(("ranks",) if f == factor else () for f in range(len(alone.rule.sizes)))
+        option = build(alone.rule, axes, (), mesh.sizes)
+        if option is not None and not alone.agrees(alone.split, option, mesh):
+            name = rule.names[factor] if factor < len(rule.names) else str(factor)
+            raise RuleError(
+                f"the factor rule of {call.target} is wrong about {name!r}: with {name!r} split over "
+                f"two ranks the results are not the operation's, on {call.ins} -> {call.outs}. If it "
+                f'may not be split, say "| whole {name}"; if partial results combine otherwise, '
+                f'"| reduce {name} max"; if local code differs, give emit=.'
+            )
+    for group in alone.rule.linear:
+        if not alone.agrees(alone.in_two, group):
+            clause = " ".join(["linear", *map(str, sorted(group))])
+            raise RuleError(
+                f'the factor rule of {call.target} is wrong in "{clause}": the operation of a sum is '
+                "not the sum of the operations; leave the clause out."
+            )
+
+
+class _Alone:
+    """A graph of one call on small random tensors, and what it gives."""
+
+    def __init__(self, call: Call, rule: Rule) -> None:
+        self.generator = torch.Generator().manual_seed(0)
+        shapes = self._shapes(call, rule)
+        self.inputs = [
+            self._random(o.meta["val"], shape) for o, shape in zip(call.operands, shapes, strict=True)
+        ]
+        self.graph, self.node = fx.Graph(), call.node
+        placeholders = []
+        for i, value in enumerate(self.inputs):
+            placeholders.append(self.graph.placeholder(f"x{i}"))
+            placeholders[-1].meta["val"] = value
+        entered = dict(zip(call.operands, placeholders, strict=True))
+        self.call = self.graph.node_copy(call.node, entered.__getitem__)
+        self.wanted = self.apply(self.inputs)
+        several = isinstance(call.node.meta["val"], (tuple, list))
+        value = self._value(self.inputs)
+        self.call.meta = {"val": tuple(value) if several else value}
+        self.outs = [self.call] if not several else self._items(value)
+        self.graph.output(tuple(self.outs))
+        self.rule = rule_of(Call.of(self.call)) if shapes != list(call.ins) else rule
+
+    def _shapes(self, call: Call, rule: Rule) -> list[tuple[int, ...]]:
+        """Small ones, where no argument may be a size; else those of the call."""
+        told = [a for a in (*call.node.args, *call.node.kwargs.values()) if not isinstance(a, fx.Node)]
+        if not told and call.operands and sum(map(math.prod, call.ins)) > 2**10:
+            small = [min(n, _SMALL) for n in rule.sizes]
+            return [tuple(math.prod(small[f] for f in dim) for dim in dims) for dims in rule.ins]
+        if sum(map(math.prod, call.ins)) > _MOST:
+            raise NotImplementedError
+        return list(call.ins)
+
+    def _random(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        if like.dtype.is_floating_point or like.dtype.is_complex:
+            return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(like.dtype)
+        return torch.randint(0, 2, shape, generator=self.generator).to(like.dtype)
+
+    def _items(self, values: Any) -> list[fx.Node]:
+        nodes = []
+        for i, value in enumerate(values):
+            if isinstance(value, torch.Tensor):
+                nodes.append(self.graph.call_function(operator.getitem, (self.call, i)))
+                nodes[-1].meta["val"] = value
+        return nodes
+
+    def _value(self, inputs: list[torch.Tensor]) -> Any:
+        given = iter(inputs)
+
+        def swap(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return next(given)
+            return [swap(v) for v in value] if isinstance(value, (tuple, list)) else value
+
+        args = [swap(a) for a in self.node.args]
+        target: Any = self.node.target
+        return target(*args, **{k: swap(v) for k, v in self.node.kwargs.items()})
+
+    def apply(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        value = self._value(inputs)
+        values = value if isinstance(value, (tuple, list)) else [value]
+        return [v for v in values if isinstance(v, torch.Tensor)]
+
+    def agrees(self, run: Callable[..., list[torch.Tensor]], *how: Any) -> bool:
+        """Whether results are those of the call, up to rounding; local code that raises does not."""
+        try:
+            found = run(*how)
+        except Exception:
+            return False
+        return len(found) == len(self.wanted) and all(map(_close, found, self.wanted))
+
+    def split(self, option: Option, mesh: Mesh) -> list[torch.Tensor]:
+        """The results of a plan in which the operation runs so."""
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        decision = Decision(option={self.call: option}, raw={self.call: option.outs})
+        inputs = {n: (Layout.replicated(n.meta["val"].shape), BATCH) for n in placeholders}
+        decision.home.update({n: layout for n, (layout, _) in inputs.items()})
+        decision.home.update(zip(self.outs, option.outs, strict=True))
+        decision.outputs = tuple(Layout.replicated(r.shape) for r in self.wanted)
+        given = Given(dict(inputs), decision.outputs)
+        spmd = partition(self.graph, given, decision, mesh.sizes)
+        attach_windows(spmd, mesh)
+        local = Lowering(spmd, mesh, mesh.all_coords(), Lockstep()).run()
+        return compiled(local)(list(self.inputs))  # which it empties
+
+    def in_two(self, group: frozenset[int]) -> list[torch.Tensor]:
+        """The sum of the results for two parts of these operands."""
+        parts, rest = list(self.inputs), list(self.inputs)
+        for k in group:
+            parts[k] = self._random(self.inputs[k], tuple(self.inputs[k].shape))
+            rest[k] = self.inputs[k] - parts[k]
+        return [a + b for a, b in zip(self.apply(parts), self.apply(rest), strict=True)]
+
+
+def _close(have: torch.Tensor, want: torch.Tensor) -> bool:
+    if have.shape != want.shape or have.dtype != want.dtype:
+        return False
+    if not (want.dtype.is_floating_point or want.dtype.is_complex):
+        return torch.equal(have, want)
+    scale = float(want.abs().max()) if want.numel() else 0.0
+    bound = 100 * torch.finfo(want.dtype).eps * max(scale, 1.0)
+    return torch.allclose(have, want, rtol=0, atol=bound, equal_nan=True)

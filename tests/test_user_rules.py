@@ -1,0 +1,64 @@
+"""Rules of users: right ones are taken, wrong ones are refused by the factor that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from torchard import Mesh, P, place, register_rule, shard
+from torchard.sharding.factors import RuleError
+from torchard.sharding.rules import REGISTRY
+
+MESH = Mesh({"tp": 2}, virtual=True)
+LIBRARY = torch.library.Library("torchard_tests", "FRAGMENT")
+LIBRARY.define("centred(Tensor x) -> Tensor")
+LIBRARY.define("weighted(Tensor x, Tensor w) -> Tensor")
+LIBRARY.impl("centred", lambda x: x - x.mean(-1, keepdim=True), "CompositeExplicitAutograd")
+LIBRARY.impl("weighted", lambda x, w: (x.exp() @ w), "CompositeExplicitAutograd")
+CENTRED = torch.ops.torchard_tests.centred.default
+WEIGHTED = torch.ops.torchard_tests.weighted.default
+
+
+@pytest.fixture(autouse=True)
+def rules_as_they_were() -> Iterator[None]:
+    yield
+    for target in (CENTRED, WEIGHTED):
+        REGISTRY.pop(target, None)
+
+
+def run(target: object, spec: P, *shapes: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    args = [torch.randn(*s, generator=generator, dtype=torch.float64) for s in shapes]
+    placed = [place(a, MESH, spec) for a in args]
+    have = shard(lambda *a: target(*a), MESH, out_specs=P())(*placed)  # type: ignore[operator]
+    torch.testing.assert_close(have, target(*args))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("spec", [P("tp"), P(None, "tp")], ids=str)
+@pytest.mark.parametrize("rows", [6, 600])
+def test_right_rules(spec: P, rows: int) -> None:
+    register_rule(CENTRED, text="b n -> b n | whole n | linear 0")
+    register_rule(WEIGHTED, text="b k, k j -> b j | linear 1")
+    run(CENTRED, spec, (rows, 4))
+    run(WEIGHTED, spec, (rows, 4), (4, 6))
+
+
+@pytest.mark.parametrize("rows", [6, 600])
+@pytest.mark.parametrize(
+    ("target", "text", "wrong"),
+    [
+        (CENTRED, "b n -> b n", "'n'"),
+        (CENTRED, "b n -> b n | linear 0", "'n'"),
+        (WEIGHTED, "b k, k j -> b j | linear 0", "linear 0"),
+        (WEIGHTED, "b k, k j -> b j | linear 0 1", "linear 0 1"),
+        (WEIGHTED, "b k, k j -> b j | reduce k max", "'k'"),
+    ],
+)
+def test_wrong_rules(target: object, text: str, wrong: str, rows: int) -> None:
+    register_rule(target, text=text)
+    shapes = [(rows, 4)] if target is CENTRED else [(rows, 4), (4, 6)]
+    with pytest.raises(RuleError, match=wrong) as raised:
+        run(target, P("tp"), *shapes)
+    assert "vmap" not in str(raised.value)
