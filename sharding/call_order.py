@@ -185,6 +185,9 @@ class CallOrder:
             CollectiveError: a rank has ended, or does not come.
         """
         mine = {circle: self._call(circle) for circle in self._circles}
+        patience = self.mesh.patience
+        if not self.number:  # others may still be planning, for which ranks wait as the mesh says
+            patience = max(patience, datetime.timedelta(seconds=self.mesh.timeout))
         try:
             for at, call in mine.items():
                 at.begin(call.told())
@@ -193,9 +196,9 @@ class CallOrder:
                 for at in telling:
                     at.tell(number)
                 for at in telling:
-                    at.hear(number, self.mesh.patience)
+                    at.hear(number, patience)
             for at in mine:
-                at.end(self.mesh.patience)
+                at.end(patience)
         except RuntimeError as error:
             failed(error, self._circles[at], self.name)
         for circle, call in mine.items():
