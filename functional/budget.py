@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import threading
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -21,6 +20,7 @@ from torchard.functional.errors import CheckpointError
 from torchard.functional.flops import DOTS, flops, op_name
 from torchard.functional.integer import Problem, solve
 from torchard.functional.liveness import Liveness, Storage, bytes_in, liveness, storage_key
+from torchard.functional.locks import Lock
 from torchard.functional.policies import Budget, Policy
 from torchard.functional.program import Finishing, Program, finished
 from torchard.functional.rematerialise import passes_of, rematerialise
@@ -36,7 +36,7 @@ _BUCKETS = 24  # of the backward, or as many as it has operations
 
 # With the policies that the digest knows by their id, which nobody else may have meanwhile.
 _envelopes: dict[Hashable, tuple[list[tuple[int, int, list[int]]], set[Policy]]] = {}
-_lock = threading.Lock()
+_lock = Lock()
 
 
 @dataclass(frozen=True)

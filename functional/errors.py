@@ -16,11 +16,16 @@ __all__ = [
     "RetraceWarning",
     "StaticArgumentError",
     "TorchVersionWarning",
+    "UnexpectedTracerError",
 ]
 
 
 class PurityError(RuntimeError):
     """The function is not pure; the message names the line and the way out."""
+
+
+class UnexpectedTracerError(RuntimeError):
+    """A tensor of a trace was used after it: it has no value. The message names the line that made it."""
 
 
 class StaticArgumentError(TypeError):

@@ -8,7 +8,6 @@ Function that fits the live transforms.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 
 from torchard.functional.autodiff import batched, joint, pullback, pushforward
 from torchard.functional.budget import kept_within_budget
+from torchard.functional.locks import Lock
 from torchard.functional.program import Finishing, Free, Leaf, Program, Rewrite, finished
 from torchard.functional.purify import replay
 from torchard.functional.rematerialise import rematerialise
@@ -109,7 +109,7 @@ class Flat:
         self.passed = len(base.inputs) - len(base.constants)
         self.widths = [1 if inline else width(leaf) for leaf in base.inputs[: self.passed]]
         self._kept: dict[Hashable, Any] = {}
-        self._lock = threading.RLock()
+        self._lock = Lock()
 
     def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         try:

@@ -25,6 +25,7 @@ Tensors = Sequence[torch.Tensor]
 
 def call(flat: Flat, parts: Tensors) -> tuple[list[torch.Tensor], tuple[Leaf, ...]]:
     """Run a Flat on its input parts under whatever is live; the output parts and their leaves."""
+    parts = internals.resolved(parts)
     if internals.autocast_on():
         with internals.autocast_off():
             return _call(flat, parts)
@@ -92,7 +93,7 @@ def _cotangents(ctx: Any, wanted: Sequence[int], grads: Sequence[Any]) -> list[t
         if grad is None:
             grad = torch.zeros(shape, dtype=dtype, device=device)
         found.append(grad.contiguous())
-    return found
+    return internals.resolved(found)
 
 
 def _shapes(outputs: Tensors) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from torchard.functional.arguments import checked
 from torchard.functional.barrier import insert_barriers
 from torchard.functional.codegen import compiled
 from torchard.functional.failures import compiled_failed
+from torchard.functional.locks import Lock
 from torchard.functional.program import Bound, Program
 from torchard.functional.transform import Transformed
 
@@ -117,7 +117,7 @@ class _Compiled:
         self.backend = backend
         self.name, self.collectives = program.name, program.collectives
         self.made: dict[Any, Callable[..., Any]] = {}
-        self.lock = threading.Lock()
+        self.lock = Lock()
 
     def __call__(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if internals.has_modes():  # a tracer wants to see the operations

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchard.functional import source
 from torchard.functional import torch_internals as internals
+from torchard.functional.composed import COMPOSED
 from torchard.functional.errors import PurityError
 from torchard.functional.room import Room
 
@@ -101,7 +102,7 @@ def _assign(into: torch.Tensor, index: Any, value: Any) -> None:
 
 
 # Composite operations that read values they need not, and what to run while tracing.
-_WITHOUT_READING: dict[Any, Any] = {F.one_hot: _one_hot, torch.Tensor.__setitem__: _assign}
+_WITHOUT_READING: dict[Any, Any] = {F.one_hot: _one_hot, torch.Tensor.__setitem__: _assign, **COMPOSED}
 
 
 def _reads_metadata(func: Any) -> bool:

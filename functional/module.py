@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -19,6 +18,7 @@ from torchard.functional.batch_norm_modules import traceable_forward
 from torchard.functional.dropout import Keyed
 from torchard.functional.errors import PurityError
 from torchard.functional.frames import Frame, path_of
+from torchard.functional.locks import Lock
 from torchard.functional.room import Room, active, frames_again
 from torchard.functional.signature import is_placed
 from torchard.functional.trace import name
@@ -85,7 +85,7 @@ class Functional:
         self._ties = _ties(module)
         self._names = [k for k, _ in module.named_parameters()]
         self._training = {k for k in self.buffers if module.get_submodule(_owner(k)).training}
-        self._lock = threading.RLock()
+        self._lock = Lock()
         for path, part in self.module.named_modules():
             part.forward = _scoped(path, part, traceable_forward(part))
 

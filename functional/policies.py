@@ -17,6 +17,7 @@ After jax.checkpoint_policies, and Megatron-LM's selective recomputation (Korthi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from torchard.functional.arguments import checked
@@ -112,6 +113,11 @@ class Policy:
     def __repr__(self) -> str:
         return self.text
 
+    def __reduce__(self) -> Any:
+        if globals().get(self.text) is self:
+            return self.text  # one of this module: itself again
+        return Policy, (self.decide, self.text, self.labels, self.choose)
+
 
 def as_policy(policy: Any) -> Policy:
     """A policy, or a plain function taken for one.
@@ -149,7 +155,10 @@ class _Both(Policy):
             return self.over(op, shapes, scope, [name])
 
         super().__init__(decide, f"({a} {sign} {b})", (*a.labels, *b.labels), choose)
-        self.both = a, b
+        self.both, self.sign = (a, b), sign
+
+    def __reduce__(self) -> Any:
+        return _combined, (*self.both, self.choose, self.sign)
 
     def over(self, op: str, shapes: Shapes, scope: str, names: Sequence[str | None]) -> Decision:
         ranks = [_ORDER.index(p.over(op, shapes, scope, names)) for p in self.both]
@@ -182,18 +191,30 @@ def _listed(verb: str, names: Sequence[str]) -> str:
     return f"{verb}({', '.join(map(repr, names))})"
 
 
+@dataclass(frozen=True)
+class _OfNames:
+    """A decision for values with these labels, and one for all others."""
+
+    names: Sequence[str]
+    decision: Decision
+    others: Decision
+
+    def __call__(self, op: str, shapes: Shapes, scope: str, name: str | None) -> Decision:
+        return self.decision if name in self.names else self.others
+
+
 @checked
 def save_names(*names: str) -> Policy:
     """Save the values with these labels, and nothing else."""
     text = _listed("save_names", names)
-    return Policy(lambda op, shapes, scope, name: name in names, text, names)
+    return Policy(_OfNames(names, "save", "recompute"), text, names)
 
 
 @checked
 def save_all_but_names(*names: str) -> Policy:
     """Make the values with these labels again, and save whatever else the backward needs."""
     text = _listed("save_all_but_names", names)
-    return Policy(lambda op, shapes, scope, name: name not in names, text, names, choose=min)
+    return Policy(_OfNames(names, "recompute", "save"), text, names, choose=min)
 
 
 @checked
@@ -204,8 +225,7 @@ def offload_names(*names: str) -> Policy:
     program runs on the host itself the copies are operations like any other.
     """
     text = _listed("offload_names", names)
-    choose: Function = lambda op, shapes, scope, name: "offload" if name in names else "recompute"  # noqa: E731
-    return Policy(choose, text, names)
+    return Policy(_OfNames(names, "offload", "recompute"), text, names)
 
 
 # -- how much of it ---------------------------------------------------------------------------------
@@ -218,6 +238,9 @@ class Budget(Policy):
         given = f"fraction={fraction}" if bytes is None else f"bytes={bytes:,}"
         super().__init__(lambda *value: "recompute", f"budget({given})")
         self.fraction, self.bytes = fraction, bytes
+
+    def __reduce__(self) -> Any:
+        return Budget, (self.fraction, self.bytes)
 
 
 @checked

@@ -11,7 +11,7 @@ from torch import fx
 
 from torchard.functional import source
 from torchard.functional import torch_internals as internals
-from torchard.functional.errors import DerivativeError, PurityError
+from torchard.functional.errors import DerivativeError, PurityError, UnexpectedTracerError
 from torchard.functional.lift import Lift
 from torchard.functional.operators import aten
 from torchard.functional.room import Closure, Room, entered
@@ -61,6 +61,7 @@ def record(
             outputs = _run(room, fn, inputs)
             nodes = tuple(_output_node(room, output) for output in outputs)
         room.tracer.graph.output(nodes)
+        internals.end_fakes(room.tracer, _leaked)
     follows = tuple(output.requires_grad for output in outputs)
     closures = [closure for closure, _ in room.closures.values()]
     found = Recording(
@@ -85,7 +86,25 @@ def _fake_inputs(
 
 
 # What torch says where C++ code reads a value from a tensor that has none.
-_READS_A_VALUE = ("get value out of a tracing tensor", "its data is not allocated yet")
+_READS_A_VALUE = (
+    *("get value out of a tracing tensor", "its data is not allocated yet"),
+    ".numpy() is not supported for tensor subclasses",
+)
+# What it says of other things that cannot be traced, and what can be done instead.
+_INSTEAD = {
+    "does not require grad": (
+        "takes a gradient by torch.autograd of what the function was given, which records nothing while "
+        "it is traced. Use torch.func.grad (or vjp, jacrev) of a function, inside or around this one"
+    ),
+    "support saved tensor hooks": (
+        "uses torch.utils.checkpoint, or other hooks for what autograd saves, inside torch.func.grad, "
+        "which torch refuses. Use torchard.checkpoint, which may stand under any transform"
+    ),
+    "torch._dynamo.exc": (
+        "uses control flow of torch.compile's (torch.cond, while_loop, scan, map). Write torch.where for "
+        "the choice, and a Python loop, which is unrolled"
+    ),
+}
 
 
 def _last_placeholder(graph: fx.Graph) -> fx.Node | None:
@@ -103,10 +122,24 @@ def _run(room: Room, fn: Callable[..., Any], inputs: list[torch.Tensor]) -> list
         internals.GuardOnDataDependentSymNode,
     ) as error:
         raise _branching(error) from error
-    except RuntimeError as error:
-        if any(text in str(error) for text in _READS_A_VALUE):
+    except Exception as error:
+        text = str(error)
+        if any(part in text for part in _READS_A_VALUE):
             raise _branching(error) from error
+        for part, instead in _INSTEAD.items():
+            if part in (text + type(error).__module__) and not isinstance(error, PurityError):
+                where = source.of_error(error) or "a line that could not be found"
+                raise PurityError(f"{where} {instead}.") from error
         raise
+
+
+def _leaked(node: fx.Node) -> UnexpectedTracerError:
+    what = node.meta.get("source") if node.op == "call_function" else "the function's arguments"
+    return UnexpectedTracerError(
+        f"a tensor that stands for a value while a function is traced ({node.target}, made at {what}) is "
+        "used after the trace. It has no value: a traced function must not keep tensors (in a list, an "
+        "attribute, a cache). Return it, or compute it outside the transform."
+    )
 
 
 def _branching(error: BaseException) -> PurityError:
@@ -143,6 +176,8 @@ def _lift_attributes(found: Recording, room: Room) -> None:
     nodes = [(node, _is_made(node, room)) for node in graph.find_nodes(op="get_attr")]
     for node, made in sorted(nodes, key=lambda pair: pair[1]):
         value = getattr(room.tracer.root, node.target)
+        if isinstance(value, torch.Generator):
+            raise _drawn(node)
         if id(value) in room.stood_in:
             raise DerivativeError(
                 "a tensor the function closes over is differentiated inside it and outside it; "
@@ -154,6 +189,14 @@ def _lift_attributes(found: Recording, room: Room) -> None:
             found.closures.append(Closure(value, Spec.of(value), operand, None, made))
         node.replace_all_uses_with(operands[id(value)])
         graph.erase_node(node)
+
+
+def _drawn(node: fx.Node) -> PurityError:
+    where = next((user.meta["source"] for user in node.users if user.meta.get("source")), "a line")
+    return PurityError(
+        f"{where} draws random numbers from a torch.Generator: its state would not move on when the "
+        "trace is used again. Pass a key and use torchard.random, or draw outside and pass the tensor."
+    )
 
 
 def _is_made(node: fx.Node, room: Room) -> bool:

@@ -179,8 +179,8 @@ class Room:
             return True
         if id(base) in self.constants:  # the tracer burns it in, as it does this trace's own
             return True
-        if not internals.is_wrapped(tensor):
-            return False
+        if not internals.is_wrapped(tensor) or id(tensor) in self.closures:
+            return False  # when fn runs again, levels of its first run may be gone
         # A level opened inside the traced function wraps a foreign tensor. Swapping it would cut
         # it from that level; its base reaches the tracer as a constant and is lifted from there.
         inner = internals.has_transforms()
@@ -191,6 +191,9 @@ class Room:
         known = self.closures.get(id(value))
         if known is not None:
             return known[1]
+        error = internals.ended(value) if isinstance(value, torch.Tensor) else None
+        if error is not None:
+            raise error
         closure, fake = self._operand(value)
         self.closures[id(value)] = closure, fake
         return fake

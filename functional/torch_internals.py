@@ -7,6 +7,7 @@ module says which.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import traceback
@@ -17,6 +18,7 @@ import torch
 from torch import fx
 
 from torchard.functional import versions, zero_tangents
+from torchard.functional.locks import Lock
 from torchard.functional.scalar_operands import as_tensors
 
 versions.check(torch.__version__)
@@ -89,6 +91,8 @@ __all__ = [
     "default_device",
     "direct",
     "dispatch_is_excluded",
+    "end_fakes",
+    "ended",
     "forward_ad_active",
     "graph_task",
     "has_modes",
@@ -102,19 +106,30 @@ __all__ = [
     "profiler_enabled",
     "proxy_node",
     "proxying",
+    "resolved",
     "saved_were_freed",
     "storage_info",
     "track",
 ]
 
-# The compiling flag is process-wide, so two traces at once must not restore each other's value.
-_flag_lock = threading.RLock()
+# The compiling flag is process-wide, so two traces at once must not restore each other's value; and
+# torch's compilers are not re-entrant.
+_one_at_a_time = Lock()
+
+
+def _after_fork() -> None:
+    """In the child: unless it was forked by a trace, no trace is in progress."""
+    if not _one_at_a_time.is_held():
+        torch.compiler._is_compiling_flag = False
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextlib.contextmanager
 def _compiling_flag() -> Iterator[None]:
     """As torch.export does: libraries take their traceable branches while it is set."""
-    with _flag_lock:
+    with _one_at_a_time:
         before = torch.compiler._is_compiling_flag
         torch.compiler._is_compiling_flag = True
         try:
@@ -441,6 +456,36 @@ def no_function_modes() -> Iterator[None]:
         yield
 
 
+class _Over:
+    """Stands in for the mode of a fake tensor whose trace is over: computing with it is an error."""
+
+    in_kernel_invocation = False
+
+    def __init__(self, error: Callable[[], Exception]) -> None:
+        self.error = error
+
+    def __enter__(self) -> None:
+        raise self.error()
+
+    def __exit__(self, *_: Any) -> None:
+        """Never entered."""
+
+
+def end_fakes(tracer: PythonKeyTracer, error: Callable[[fx.Node], Exception]) -> None:
+    """Let tensors of the trace that are still alive raise an error wherever they are used."""
+    for tensor, slot in list(tracer.tensor_tracker.items()):
+        if isinstance(tensor, FakeTensor):
+            over: Any = _Over(functools.partial(error, slot.proxy.node))
+            tensor.fake_mode = over
+
+
+def ended(tensor: torch.Tensor) -> Exception | None:
+    """The error of a tensor whose trace is over."""
+    base = base_tensor(tensor)
+    mode = getattr(base, "fake_mode", None)
+    return mode.error() if isinstance(mode, _Over) else None
+
+
 def proxy_node(tracer: PythonKeyTracer, tensor: torch.Tensor) -> fx.Node | None:
     """The node that made this fake tensor."""
     slot = get_proxy_slot(tensor, tracer, None, lambda x: x)
@@ -557,6 +602,14 @@ def compile_graph(
     graph depends on is in our own key. Inductor frees inputs as they die if it may empty the list
     they come in, which it does for graphs in a GmWrapper.
     """
+    with _one_at_a_time, _thread_state_kept():
+        return _compiled(module, resolved(inputs), backend)
+
+
+def _compiled(
+    module: fx.GraphModule, inputs: list[torch.Tensor], backend: str
+) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    # Here, when a graph is compiled: importing it takes seconds.
     from torch._dynamo.utils import GmWrapper
 
     for node in module.graph.nodes:
@@ -567,9 +620,24 @@ def compile_graph(
             boxed: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = compile_with(
                 GmWrapper(module, lambda args: args), fakes
             )
-        return boxed
+        return lambda args: boxed(resolved(args))
     run = compile_with(module, list(inputs))
-    return lambda args: run(*args)
+    return lambda args: run(*resolved(args))
+
+
+_LAZY = (torch.Tensor.is_neg, torch.Tensor.is_conj)
+
+
+def resolved(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The same list, with every sign and conjugation carried out in memory.
+
+    torch marks `z.conj()`, and `z.conj().imag`, by a bit. A trace is of tensors without it, and compilers
+    read the memory behind it as it is (torch 2.13: a wrong sign).
+    """
+    given = tensors if isinstance(tensors, list) else list(tensors)
+    if any(map(_LAZY[0], given)) or any(map(_LAZY[1], given)):
+        given[:] = [tensor.resolve_conj().resolve_neg() for tensor in given]
+    return given
 
 
 @contextlib.contextmanager

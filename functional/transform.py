@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import sys
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
@@ -19,6 +19,7 @@ from torchard.functional.environment import Environment
 from torchard.functional.errors import RetraceWarning
 from torchard.functional.flat import Flat
 from torchard.functional.functions import call
+from torchard.functional.locks import Lock
 from torchard.functional.program import Free, Leaf, Program, Rewrite
 from torchard.functional.room import Closure, Room, active, called
 from torchard.functional.signature import Arguments, is_placed, paths_of, read
@@ -65,12 +66,14 @@ class Transformed:
         self.rewrites: tuple[Rewrite, ...] = (*inner, *rewrites)
         self.cache_size = cache_size
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+        self.__qualname__ = getattr(fn, "__qualname__", self.__name__)
+        self.__module__ = getattr(fn, "__module__", type(self).__module__)
         self.__doc__ = getattr(fn, "__doc__", None)
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
         # Traced to be looked at. Ranks of a mesh evict the same plans only while they call the same, and
         # any of them may look at more; so looking neither evicts what is called nor counts as use of it.
         self._looked: OrderedDict[Hashable, _Entry] = OrderedDict()
-        self._lock = threading.RLock()
+        self._lock = Lock()
         self._history: deque[tuple[Hashable, list[str]]] = deque(maxlen=_RETRACES)
         self._traces = 0
         self._reads_grad_mode = False
@@ -82,6 +85,12 @@ class Transformed:
     def __torchard_function__(self) -> Callable[..., Any]:
         """Where closures.py looks for what this function closes over."""
         return self.fn
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles trace anew; what has a name in its module is that name, as functions are."""
+        if _named(self):
+            return self.__qualname__
+        return _restored, (type(self), self.fn, self.rewrites, self.cache_size, _own(self))
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         return self if instance is None else MethodType(self, instance)
@@ -188,6 +197,29 @@ class Transformed:
             again = self._traces == _RETRACES
         if again:
             warnings.warn(_retraced(self.__name__, list(self._history)), RetraceWarning, 4)
+
+
+def _named(transformed: Transformed) -> bool:
+    """Whether it is what its module has under its name (``@checkpoint def f``)."""
+    value: Any = sys.modules.get(transformed.__module__)
+    for part in transformed.__qualname__.split("."):
+        value = getattr(value, part, None)
+    return value is transformed
+
+
+def _own(transformed: Transformed) -> dict[str, Any]:
+    """Attributes that were set on it besides."""
+    fresh = Transformed(transformed.fn, transformed.rewrites)
+    return {k: v for k, v in vars(transformed).items() if k not in vars(fresh)}
+
+
+def _restored(
+    cls: type[Transformed], fn: Any, rewrites: Any, cache_size: int, own: dict[str, Any]
+) -> Transformed:
+    made = cls.__new__(cls)
+    Transformed.__init__(made, fn, rewrites, cache_size=cache_size)
+    vars(made).update(own)
+    return made
 
 
 def _call_plainly(transformed: Transformed, args: Any, kwargs: Any) -> Any:

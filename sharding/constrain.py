@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import torch
 from torch import fx
 
 from torchard.functional.arguments import checked
+from torchard.functional.locks import Lock
 from torchard.sharding.spec import P, SpecError
 
 __all__ = ["constrain", "number_of", "pinned_spec"]
 
 _SPECS: list[P] = []
 _NUMBERS: dict[P, int] = {}
-_lock = threading.Lock()
+_lock = Lock()
 
 _library = torch.library.Library("torchard", "FRAGMENT")
 _library.define("constrain(Tensor x, int spec) -> Tensor")

@@ -11,8 +11,8 @@ from torch.func import grad
 from torch.profiler import ProfilerActivity, profile
 
 from torchard import Mesh, P, checkpoint, jit, nn, place, policies, scope, shard
-from torchard.functional import jit as jit_module
 from torchard.functional.barrier import insert_barriers
+from torchard.functional.jit import _flat_module
 from torchard.functional.program import Program
 
 BLOCKS, ROWS, WIDTH = 4, 1024, 64
@@ -76,7 +76,7 @@ def test_the_compiled_peak_falls_as_the_graph_s() -> None:
 
 def barriers(program: Program) -> tuple[int, int]:
     """How many operations are made again, and how many of those wait for no barrier."""
-    module = jit_module._flat_module(program)
+    module = _flat_module(program)
     assert module is not None
     insert_barriers(module.graph)
     waiting, again, free = set(), 0, 0
@@ -108,7 +108,7 @@ def test_what_is_made_again_on_a_mesh_waits_too() -> None:
     params, x = place(PARAMS, mesh, P("dp")), place(X, mesh, P("dp"))
     for fn in (loss, checkpoint(loss, where="block/*")):
         program = shard(grad(fn), mesh).lower(params, x)
-        module = jit_module._flat_module(program)
+        module = _flat_module(program)
         assert module is not None
         insert_barriers(module.graph)
         found = [n for n in module.graph.nodes if n.target is torch.ops.torchard.barrier.default]

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from torchard import Mesh, P, checkpoint, jit, name, place, policies, saved_residuals, scope, shard
-from torchard.functional import jit as jit_module
 from torchard.functional.barrier import insert_barriers
+from torchard.functional.jit import _flat_module
 from torchard.functional.split import split
 
 X = torch.randn(4, 4)
@@ -161,7 +161,7 @@ def test_no_barrier_takes_a_tuple() -> None:
             y = (x.sin() * left).exp()
         return y.tanh().sum()
 
-    module = jit_module._flat_module(checkpoint(grad(fn), where="b").lower(X))
+    module = _flat_module(checkpoint(grad(fn), where="b").lower(X))
     assert module is not None
     insert_barriers(module.graph)
     barriers = [n for n in module.graph.nodes if n.target is torch.ops.torchard.barrier.default]
@@ -178,7 +178,7 @@ def test_each_part_of_a_nested_segment_waits_for_its_own_turn() -> None:
         return x
 
     program = jit(grad(lambda x: checkpoint(three)(x).sum()), backend="eager").lower(X)
-    module = jit_module._flat_module(program)
+    module = _flat_module(program)
     assert module is not None
     insert_barriers(module.graph)
     barriers = [n for n in module.graph.nodes if n.target is torch.ops.torchard.barrier.default]

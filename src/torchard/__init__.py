@@ -18,6 +18,7 @@ from torchard.functional.errors import (
     RetraceWarning,
     StaticArgumentError,
     TorchVersionWarning,
+    UnexpectedTracerError,
 )
 from torchard.functional.jit import jit
 from torchard.functional.module import Functional, functionalize
@@ -107,6 +108,7 @@ __all__ = [
     "StorageWarning",
     "Style",
     "TorchVersionWarning",
+    "UnexpectedTracerError",
     "__version__",
     "all_gather",
     "all_to_all",

@@ -1,0 +1,195 @@
+"""Tensors of a trace have no value: what needs or keeps one is told so. Lazy bits are carried out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.func import grad, jvp, vmap
+
+from torchard import Mesh, P, checkpoint, fuse, jit, shard, trace
+from torchard.functional.errors import PurityError, UnexpectedTracerError
+
+F64, C128 = torch.float64, torch.complex128
+X = torch.linspace(0.1, 1.5, 12, dtype=F64).reshape(3, 4)
+Fn = Callable[[torch.Tensor], torch.Tensor]
+
+TRANSFORMS: dict[str, Callable[[Fn], Any]] = {
+    "checkpoint": checkpoint,
+    "jit": lambda f: jit(f, backend="eager"),
+    "fuse": fuse,
+    "grad": lambda f: grad(lambda x: checkpoint(f)(x).sum()),
+    "grad inside": lambda f: checkpoint(grad(lambda x: f(x).sum())),
+    "vmap": lambda f: vmap(checkpoint(f)),
+}
+
+kept: list[Any] = []
+
+
+def keeps(x: torch.Tensor) -> torch.Tensor:
+    kept.append(x * 2)
+    return x.sin()
+
+
+def keeps_its_result(x: torch.Tensor) -> torch.Tensor:
+    kept.append(x.sin())
+    return kept[-1]
+
+
+def keeps_its_argument(x: torch.Tensor) -> torch.Tensor:
+    kept.append(x)
+    return x.sin()
+
+
+USES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "an operation": lambda t: t + 1,
+    "with a real one": lambda t: X[: t.shape[0]] * t,
+    "a method": lambda t: t.sum().item(),
+    "another trace closes over it": lambda t: jit(lambda x: x[: t.shape[0]] * t, backend="eager")(X),
+    "an argument": lambda t: jit(torch.sin, backend="eager")(t),
+    "an argument of a plan": lambda t: checkpoint(lambda x: x * 2)(t),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("fn", [keeps, keeps_its_result, keeps_its_argument])
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_a_leaked_tracer_says_where_it_was_made(transform: str, fn: Fn, use: str) -> None:
+    kept.clear()
+    TRANSFORMS[transform](fn)(X)
+    assert kept
+    with pytest.raises(UnexpectedTracerError, match=r"test_tracers\.py|arguments"):
+        USES[use](kept[0])
+    kept.clear()
+
+
+generator = torch.Generator()
+REFUSED: dict[str, tuple[Fn, str]] = {
+    "numpy": (lambda x: x * x.numpy().sum(), "needs the value"),
+    "asarray": (lambda x: x * np.asarray(x).sum(), "needs the value"),
+    "tolist": (lambda x: x * x.tolist()[0][0], "needs the value"),
+    "cond": (lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), "torch.where"),
+    "while_loop": (
+        lambda x: torch._higher_order_ops.while_loop(
+            lambda i, x: i < 3, lambda i, x: (i + 1, x * 2), (torch.tensor(0), x)
+        )[1],
+        "Python loop",
+    ),
+    "scan": (
+        lambda x: torch._higher_order_ops.scan(lambda c, x: (c + x, c * x), x[0], x)[1],
+        "Python loop",
+    ),
+    "autograd.grad": (lambda x: torch.autograd.grad(x.sin().sum(), x)[0], "torch.func.grad"),
+    "backward": (lambda x: x.sin().sum().backward() or x, "torch.func.grad"),
+    "randn": (lambda x: x + torch.randn(3, 4, generator=generator), "torchard.random"),
+    "bernoulli": (lambda x: x.bernoulli(0.5, generator=generator), "torchard.random"),
+    "randperm": (lambda x: x[torch.randperm(3, generator=generator)], "torchard.random"),
+    "torch.utils.checkpoint under a gradient": (
+        grad(lambda x: torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False).sum()),
+        "torchard.checkpoint",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_traced_is_refused_by_name(what: str) -> None:
+    fn, text = REFUSED[what]
+    for run in (trace(fn), checkpoint(fn), shard(fn, Mesh({"x": 2}, virtual=True))):
+        with pytest.raises(PurityError, match=text) as raised:
+            run(X)
+        assert "test_tracers.py:" in str(raised.value)
+
+
+COVARIANCES: dict[str, Fn] = {
+    "cov": torch.cov,
+    "of one row": lambda x: x[0].cov(),
+    "corrcoef": torch.corrcoef,
+    "corrcoef of one row": lambda x: x[0].corrcoef(),
+    "uncorrected": lambda x: torch.cov(x, correction=0),
+    "frequencies": lambda x: x.cov(fweights=torch.tensor([1, 2, 1, 3])),
+    "weights": lambda x: x.cov(aweights=torch.tensor([0.1, 0.2, 0.3, 0.1], dtype=F64)),
+    "both": lambda x: torch.cov(
+        x, fweights=torch.tensor([1, 2, 1, 3]), aweights=torch.arange(1.0, 5.0, dtype=F64)
+    ),
+    "complex": lambda x: torch.cov(torch.complex(x, x.sin().flip(1))).abs(),
+}
+
+
+@pytest.mark.parametrize("what", COVARIANCES)
+def test_covariances_are_traced(what: str) -> None:
+    fn = COVARIANCES[what]
+    for both in (fn, grad(lambda x: fn(x.sin()).square().sum())):
+        got, want = checkpoint(both)(X), both(X)
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+
+
+def z() -> torch.Tensor:
+    return torch.complex(X, X.cos())
+
+
+LAZY: dict[str, Callable[[], torch.Tensor]] = {
+    "conj": lambda: z().conj(),
+    "conj.imag": lambda: z().conj().imag,
+    "neg view": lambda: torch._neg_view(X),
+    "conj, a slice": lambda: z().conj()[:, 1:],
+    "conj.imag.t": lambda: z().conj().imag.t(),
+    "H": lambda: z().mH,
+}
+READS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "product": lambda x: x * 2,
+    "imag": lambda x: x.imag * 3 if x.is_complex() else x.abs(),
+    "real": lambda x: x.real * 3 if x.is_complex() else x.sin(),
+    "conj.imag": lambda x: x.conj().imag if x.is_complex() else x,
+    "angle": lambda x: x.angle() if x.is_complex() else x.neg(),
+    "itself": lambda x: x,
+    "matmul": lambda x: (x @ x.mT.conj()).abs(),
+}
+MADE: dict[str, Callable[[Any], Any]] = {
+    "checkpoint": checkpoint,
+    "jit": lambda f: jit(f, backend="eager"),
+    "fuse": fuse,
+    "shard": lambda f: shard(f, Mesh({"x": 2}, virtual=True), P("x"), P()),
+}
+
+
+def resolved(value: Any) -> torch.Tensor:
+    value = value.full() if hasattr(value, "full") else value
+    return value.resolve_conj().resolve_neg()
+
+
+@pytest.mark.parametrize("made", MADE)
+@pytest.mark.parametrize("lazy", LAZY)
+def test_lazy_bits_are_carried_out(lazy: str, made: str) -> None:
+    for read in READS.values():
+        value = LAZY[lazy]()
+        run = MADE[made](read)
+        torch.testing.assert_close(resolved(run(value)), resolved(read(value)), rtol=1e-12, atol=0)
+        if made == "shard":
+            continue
+        closed = MADE[made](lambda x, read=read, value=value: read(value) * x.sum())
+        torch.testing.assert_close(
+            resolved(closed(X)), resolved(read(value) * X.sum()), rtol=1e-12, atol=0
+        )
+
+        def total(f: Fn) -> Fn:
+            return lambda x: f(x).abs().square().sum()
+
+        got, want = (grad(total(f))(value) for f in (run, read))
+        torch.testing.assert_close(resolved(got), resolved(want), rtol=1e-10, atol=1e-12)
+        got, want = (jvp(f, (value,), (LAZY[lazy](),))[1] for f in (run, read))
+        torch.testing.assert_close(resolved(got), resolved(want), rtol=1e-10, atol=1e-12)
+
+
+def test_compiled_code_reads_no_lazy_bits() -> None:
+    """Its memory, that is; also of what one half hands to the other."""
+    run = jit(lambda x, w: (x * w).sin())
+    value, other = z().conj().imag, X.clone().requires_grad_()
+    found = run(value, other)
+    torch.testing.assert_close(found, (value * other).sin(), rtol=1e-12, atol=0)
+    cotangent = z().conj().imag
+    (got,) = torch.autograd.grad(found, other, cotangent)
+    (want,) = torch.autograd.grad((value * other).sin(), other, cotangent)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
