@@ -320,7 +320,10 @@ class Shard:
             return leaf.hint.layout(shape, self.mesh, leaf.path)
         source = updated.get(i)
         if source is not None:
-            layout = _tag_layout(program.inputs[placeholders.index(source)], source)
+            given = program.inputs[placeholders.index(source)]
+            layout = _tag_layout(given, source)
+            if given.tag is None and isinstance(given.hint, Hint):  # plain, and split by in_specs
+                layout = self._layout_of_hint(given, source)
             fits = may_leave_as(value, layout, self.mesh.sizes)
             return layout if fits and not layout.is_replicated else None
         return None

@@ -73,7 +73,7 @@ def _follows(operand: fx.Node, node: fx.Node) -> bool:
 def _elementwise(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target is operator.getitem:
         return False
-    if is_edge(node):
+    if is_edge(node) or "step" in node.meta:  # a step is the identity on global values
         return True
     tags = getattr(node.target, "tags", ())
     rule = lookup(node.target)

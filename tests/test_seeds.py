@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -223,3 +224,40 @@ def test_work_stays_split_where_gathering_would_send_less() -> None:
     mesh = virtual(2)
     run = shard(seed.forward, mesh)
     assert kinds(run.lower(*sharded_arguments(seed, mesh, params, x)).collectives) == S0_FORWARD
+
+
+def sgd(params: Any, slopes: Any) -> Any:
+    return [p - 0.1 * g for p, g in zip(params, slopes, strict=True)]
+
+
+def clipped(params: Any, slopes: Any) -> Any:
+    norm = sum((g * g).sum() for g in slopes).sqrt()
+    return [p - 0.1 * g / norm for p, g in zip(params, slopes, strict=True)]
+
+
+def with_momentum(params: Any, slopes: Any) -> Any:
+    kept = [0.9 * p + g for p, g in zip(params, slopes, strict=True)]
+    return [p - 0.1 * k for p, k in zip(params, kept, strict=True)], kept
+
+
+@pytest.mark.parametrize("update", [sgd, clipped, with_momentum])
+def test_plain_arguments_plan_as_placed_ones(update: Callable[[Any, Any], Any]) -> None:
+    """The updates come last, and what is reduced for them in one call, however the specs were given."""
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for up, bias, down in zip(*[iter(params)] * 3, strict=True):
+            x = x + torch.tanh(x @ up + bias) @ down
+        return (x * x).sum()
+
+    def step(params: Any, x: torch.Tensor) -> Any:
+        return update(params, torch.func.grad(loss)(params, x))
+
+    mesh = Mesh({"dp": 2, "tp": 2}, virtual=True)
+    specs = [P(None, "tp"), P("tp"), P("tp")] * 3
+    params = [torch.randn(8, 8), torch.randn(8), torch.randn(8, 8)] * 3
+    x = torch.randn(4, 8)
+    plain = shard(step, mesh, in_specs=(specs, P("dp"))).lower(params, x)
+    held = [place(p, mesh, s) for p, s in zip(params, specs, strict=True)]
+    placed = shard(step, mesh).lower(held, place(x, mesh, P("dp")))
+    assert kinds(plain.collectives) == kinds(placed.collectives)
+    assert [c.bytes for c in plain.collectives] == [c.bytes for c in placed.collectives]
