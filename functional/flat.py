@@ -22,6 +22,7 @@ from torchard.functional.purify import replay
 from torchard.functional.rematerialise import rematerialise
 from torchard.functional.room import active
 from torchard.functional.split import Saved, split
+from torchard.functional.views import needed_by
 
 __all__ = ["Flat", "Halves", "lower"]
 
@@ -62,11 +63,29 @@ def lower(program: Program, rewrites: Sequence[Rewrite]) -> Program:
     for rewrite in applied:
         program = rewrite(program)
     last = tuple(rewrite for rewrite in applied if isinstance(rewrite, Finishing))
-    program = finished(rematerialise(program, kept_within_budget(program, last)), last)
+    program = rematerialise(program, kept_within_budget(program, last))
+    program = finished(_without_dead_code(program), last)
     settled = tuple(
         replace(leaf, tag=None) if isinstance(leaf.tag, Free) else leaf for leaf in program.outputs
     )
     return replace(program, outputs=settled)
+
+
+def _without_dead_code(program: Program) -> Program:
+    """What nobody reads is not run: a gradient taken inside leaves the forward's last operations.
+
+    Here, where every rewrite has seen all of the program and no collective is in a bucket yet. The graph
+    is the same on every rank, so all of them leave out the same collectives.
+    """
+    needed = needed_by(program.results)
+    if all(node in needed for node in program.calls):
+        return program
+    program = program.copy()
+    needed = needed_by(program.results)
+    for node in reversed(program.calls):
+        if node not in needed and not node.is_impure():
+            program.graph.erase_node(node)
+    return program
 
 
 @dataclass

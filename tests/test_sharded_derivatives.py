@@ -12,7 +12,7 @@ from effort import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from torchard import Mesh, P, checkpoint, place, policies, shard
+from torchard import Mesh, P, checkpoint, fuse, place, policies, shard
 
 MESH = Mesh({"tp": 2}, virtual=True)
 
@@ -198,3 +198,23 @@ def test_a_piece_used_often_has_one_gradient(piece: str, times: int) -> None:
     compare(run(w, xs), gradient(w, xs))
     (reduced,) = run.lower(w, xs).collectives
     assert reduced.bytes <= 2 * 8 * 64 * 3 / 4
+
+
+@pytest.mark.parametrize("stack", ["fuse", "shard", "fuse of shard", "checkpoint"])
+def test_what_nobody_reads_is_not_run(stack: str) -> None:
+    """A gradient that is taken inside has no use for the forward's last operations."""
+
+    def loss(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.gelu(F.linear(x, w, b)).sum()
+
+    gradient = torch.func.grad(loss, (0, 1, 2))
+    stacks = {
+        "fuse": fuse(gradient),
+        "shard": shard(gradient, MESH),
+        "fuse of shard": fuse(shard(gradient, MESH)),
+        "checkpoint": checkpoint(gradient),
+    }
+    args = random(64, 32), random(16, 32), random(16)
+    program = stacks[stack].lower(*args)
+    assert all(node.users for node in program.calls)
+    compare(stacks[stack](*args), gradient(*args))
