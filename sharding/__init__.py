@@ -10,6 +10,7 @@ from torchard.sharding.mesh import Mesh, MeshError
 from torchard.sharding.norms import clip_by_global_norm, global_norm
 from torchard.sharding.parallelize import parallelize
 from torchard.sharding.place import MeshTensor, PlacementError
+from torchard.sharding.plan import IdleAxisWarning
 from torchard.sharding.redistribute import place, redistribute
 from torchard.sharding.rule_check import register_rule
 from torchard.sharding.schedule import Schedule
@@ -43,6 +44,7 @@ __all__ = [
     "Activations",
     "Colwise",
     "ExchangeError",
+    "IdleAxisWarning",
     "Mesh",
     "MeshError",
     "MeshTensor",

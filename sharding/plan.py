@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,10 +21,15 @@ from torchard.sharding.options import atomic, factor_axes
 from torchard.sharding.propagate import SWEEPS, propagate, take_apart
 from torchard.sharding.rules import Call, rule_of
 
-__all__ = ["Plan", "choose"]
+__all__ = ["IdleAxisWarning", "Plan", "choose", "warn_of_idle_axes"]
 
 _ROUNDS = 4
 _LITTLE = 0.02
+_SMALL = 5e6  # multiplications
+
+
+class IdleAxisWarning(UserWarning):
+    """Something is split over a mesh axis, and next to none of the work is."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,37 @@ def _total(plan: Plan) -> float:
 
 
 def _lost(plan: Plan, mesh: Mesh) -> frozenset[str]:
-    """Axes that split an input or are asked for by a constraint, and not the products.
+    """Axes that something is split over, and some of the products are not."""
+    lost, total = _unsplit(plan, mesh)
+    return frozenset(axis for axis in lost if lost[axis] > _LITTLE * total)
+
+
+def warn_of_idle_axes(plan: Plan, mesh: Mesh, name: str, already: set[str]) -> None:
+    """Warn, once for an axis, where something is split over it and next to none of the products.
+
+    Small programs may do as they like: their ranks wait longer for each other than they compute.
+
+    Args:
+        name: of the function.
+        already: axes that were warned of.
+    """
+    lost, total = _unsplit(plan, mesh)
+    for axis in sorted(lost.keys() - already):
+        part = 1 - lost[axis] / max(total, 1)
+        if total > _SMALL and part < _LITTLE:
+            already.add(axis)
+            warnings.warn(
+                f"{name}: axis {axis!r} splits {part:.1%} of the products, though something is split "
+                f"over it: {mesh.shape[axis]} ranks compute the same. Split a batch, or what the "
+                "products are made of, over it; .lower(...).work and .collectives show where it is lost.",
+                IdleAxisWarning,
+                stacklevel=2,
+            )
+
+
+def _unsplit(plan: Plan, mesh: Mesh) -> tuple[dict[str, float], float]:
+    """For axes that split an input or that a constraint asks for, the work of products that they do
+    not split; and that of all products.
 
     Not other work: beside tensor parallelism norms are computed by every rank, as in Megatron-LM.
     """
@@ -67,7 +103,7 @@ def _lost(plan: Plan, mesh: Mesh) -> frozenset[str]:
             total += work
             for axis in axes - option.cost(mesh.sizes).split:
                 lost[axis] += work
-    return frozenset(axis for axis in axes if lost[axis] > _LITTLE * total)
+    return lost, total
 
 
 def _brought_back(plan: Plan, axes: frozenset[str], mesh: Mesh) -> Plan:

@@ -23,7 +23,7 @@ from torchard.sharding.names import AxisRules, Rules, resolved
 from torchard.sharding.partition import partition, unpartition
 from torchard.sharding.pins import Hint, matches, pin, pin_named, pin_rank, pinned_layouts, where_of
 from torchard.sharding.place import Held
-from torchard.sharding.plan import choose
+from torchard.sharding.plan import choose, warn_of_idle_axes
 from torchard.sharding.precision import check_reduce_dtype, reduce_widely
 from torchard.sharding.prepare import prepare
 from torchard.sharding.runtime import runtime_of
@@ -103,6 +103,7 @@ class Shard:
     ) -> None:
         self.mesh, self.in_specs, self.out_specs = mesh, in_specs, out_specs
         self.reduce_dtype, self.schedule = reduce_dtype, schedule or Schedule()
+        self.warned: set[str] = set()
         self.pins, self.check_replicated, self.fn, self.rules = pins, check_replicated, fn, rules
 
     def _key(self) -> tuple[Any, ...]:
@@ -179,6 +180,7 @@ class Shard:
         self._resolve_pins(graph)
         prepare(graph)
         made = choose(graph, self._given(program, graph), self.mesh)
+        warn_of_idle_axes(made, self.mesh, program.name, self.warned)
         new = partition(made.graph, made.given, made.decision, self.mesh.sizes)
         attach_moves(new, self.mesh)
         attach_windows(new, self.mesh)
