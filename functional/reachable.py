@@ -163,8 +163,11 @@ class Walk:
     def _function(self, fn: types.FunctionType) -> Any:
         mine = source.is_user(fn.__code__) and not source.is_installed(fn.__code__)
         self.slots.picks.append((_of_function, fn))
+        if fn.__kwdefaults__:
+            self.slots.whole(fn.__kwdefaults__)
         cells = tuple(map(self._cell, fn.__closure__ or ()))
         defaults = self._tokens(fn.__defaults__ or ())
+        defaults += self._tokens(fn.__kwdefaults__ or ())
         defaults += self._tokens((fn.__kwdefaults__ or {}).values())
         wrapped = getattr(fn, "__wrapped__", None)
         code = code_of(fn.__code__)
