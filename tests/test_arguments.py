@@ -216,7 +216,7 @@ MEANT: dict[str, tuple[str, ...]] = {
         ("True",),
     ),
     **dict.fromkeys(
-        ("Mesh.timeout", "Kernel.tolerance", "load.timeout", "clip_by_global_norm.limit",
+        ("Kernel.tolerance", "load.timeout", "clip_by_global_norm.limit",
          "optim.sgd.momentum", "optim.adamw.eps", "optim.warmup_cosine.peak",
          "optim.warmup_cosine.steps", "optim.warmup_cosine.warmup", "optim.warmup_cosine.floor",
          "save.timeout"),
@@ -264,7 +264,7 @@ MEANT: dict[str, tuple[str, ...]] = {
     "fuse.pattern": ("None", "a function"),
     "find.pattern": ("a function",),
     "find.where": ("None", "a str", "a function"),
-    "verify.tolerance": ("None", "an int", "a float"),
+    **dict.fromkeys(("Mesh.timeout", "verify.tolerance"), ("None", "an int", "a float")),
     "functionalize.module": ("a module",),
     **dict.fromkeys(
         ("initialize.params", "constrain.x", "name.value", "pvary.x",
