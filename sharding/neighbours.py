@@ -305,7 +305,8 @@ def _unfold_backward(
     begin = [j * each // step + behind for j in range(count)]
     runs = [clipped(first, first + own, made) for first in begin]
     taken = in_windows(grad, dim, own, runs)
-    reach = (own - 1) * step + size
+    # Windows may leave gaps, the last of them before the block's end.
+    reach = max((own - 1) * step + size, each - behind * step)
     local = [*sizes[:dim], count, reach, *sizes[dim + 1 :]]
     summed = aten.unfold_backward.default(taken, local, dim + 1, size, step)
     return unblocks(summed.narrow(dim + 1, -behind * step, each), dim, n)

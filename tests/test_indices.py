@@ -197,6 +197,7 @@ CASES = {
         lambda n, k: 2 * WIDTH * ITEM + exchanged(lambda n: [list(range(n - 2))])(n, k),
         lambda n, k: 8 * 2 * WIDTH * ITEM + 4 * exchanged(lambda n: [list(range(n - 2))])(n, k),
     ),
+    "unfold with gaps": case(lambda x: x.unfold(0, 1, 2), table, gathered(lambda n: WIDTH)),
     "split by sizes": case(
         lambda x: x.split([3, x.shape[0] - 3]),
         table,
