@@ -321,6 +321,8 @@ CASES = [
     for stack in STACKS
     for part in PARTS
     if part != "buffers" or (train and "untracked" not in name)
+    # The buffers alone are computed by a hook, ahead of the module's forward: in no scope.
+    if not (part == "buffers" and "hooked" in name and "where" in stack)
     for inside in ((True, False) if part == "gradients" else (False,))
 ]
 
@@ -394,7 +396,10 @@ def pushed(name: str, train: bool, stack: str, seed: int) -> None:
     torch.testing.assert_close(whole(have), jvp(truth, (params, x), along), rtol=1e-8, atol=1e-8)
 
 
-TRACED = [case for case in CASES if case[2] != "plain"]  # torch lacks rules for some writes
+# torch has no rule for vmap and no forward mode for what spectral_norm writes by out= in training.
+TRACED = [
+    case for case in CASES if case[2] != "plain" and not ("spectral_norm" in case[0] and case[1])
+]
 
 
 @given(st.sampled_from(TRACED), st.integers(0, 1 << 30))
