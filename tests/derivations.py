@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from random import Random
 
 import torch
+from torch._C._functorch import is_batchedtensor
 
 __all__ = ["DERIVATIONS", "OUTERMOST", "Derivation", "batched", "floating"]
 
@@ -153,17 +154,18 @@ def batched(rng: Random, tensors: int) -> Derivation:
                 x if d is None else torch.stack([x, _other(x)], d)
                 for x, d in zip(xs, dims, strict=True)
             ]
-            ranks: list[int] = []
+            outs: list[int] = []
 
             def one(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
-                outs = fn(*some)
-                ranks[:] = [o.ndim for o in outs]
-                return outs
+                found = fn(*some)
+                # torch falls on a place counted from the end for what is no batch.
+                places = (out if is_batchedtensor(o) else abs(out) for o in found)
+                outs[:] = [_place(p, o.ndim) for p, o in zip(places, found, strict=True)]
+                return found
 
             # Twice: where the batch may stand in the results depends on their ranks.
             torch.vmap(one, dims)(*batch)
-            outs = tuple(_place(out, rank) for rank in ranks)
-            found: tuple[torch.Tensor, ...] = torch.vmap(fn, dims, outs)(*batch)
+            found: tuple[torch.Tensor, ...] = torch.vmap(fn, dims, tuple(outs))(*batch)
             return found
 
         return run
