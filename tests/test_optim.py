@@ -259,18 +259,18 @@ def test_steps_are_those_of_pythons_floats(optimiser, schedule, decay, dtype):
     ("make", "named"),
     [
         (lambda: sgd(-0.1), "lr=-0.1"),
-        (lambda: sgd("fast"), "lr='fast'"),
+        (lambda: sgd("fast"), "lr is 'fast'"),
         (lambda: adamw(torch.ones(2)), "lr="),
         (lambda: adamw(0.1, b1=1.0), "b1=1.0"),
-        (lambda: adamw(0.1, eps=float("nan")), "eps=nan"),
-        (lambda: sgd(0.1, momentum=None), "momentum=None"),
+        (lambda: adamw(0.1, eps=float("nan")), "eps is nan"),
+        (lambda: sgd(0.1, momentum=None), "momentum is None"),
         (lambda: adamw(0.1, weight_decay={"w": "much"}), "weight_decay"),
         (lambda: adamw(0.1, weight_decay=-1), "weight_decay"),
-        (lambda: warmup_cosine(0.1, "ten"), "steps='ten'"),
+        (lambda: warmup_cosine(0.1, "ten"), "steps is 'ten'"),
     ],
 )
 def test_wrong_numbers_are_named_where_they_are_given(make, named):
-    with pytest.raises(ValueError, match=named):
+    with pytest.raises((TypeError, ValueError), match=named):
         make()
 
 
