@@ -23,7 +23,7 @@ from torch import Tensor, fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.errors import PurityError
-from torchard.functional.operators import aten
+from torchard.functional.operators import aten, prims
 
 __all__ = [
     "CALLS",
@@ -70,7 +70,7 @@ def _training(emit: _Emitter, *args: Any) -> list[Any]:
     for statistic, new in zip(running, batch, strict=True):
         dtype = _value(statistic).dtype
         if _value(new).dtype != dtype:
-            new = emit(torch.ops.prims.convert_element_type.default, new, dtype)
+            new = emit(prims.convert_element_type.default, new, dtype)
         emit(aten.lerp_.Scalar, statistic, new, momentum)
     return [out, mean, invstd]
 

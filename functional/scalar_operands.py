@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from torchard.functional.operators import aten
+
 __all__ = ["as_tensors"]
 
-aten = torch.ops.aten
 
 # Those that torch reads a number for as it reads `x + 1`: the dtype is the tensor's.
 _WEAK = {

@@ -373,7 +373,7 @@ class _Proxying(ProxyTorchDispatchMode):
 def below_forward_ad(levels: Sequence[Any]) -> Iterator[None]:
     """In a kernel no tensor has a tangent, but printing one would look for it, and fail.
 
-    torch prints operands where it resolves an overload by trying (`torch.ops.aten.lerp(...)` in kernels
+    torch prints operands where it resolves an overload by trying (`aten.lerp(...)` in kernels
     for meta tensors).
 
     Args:

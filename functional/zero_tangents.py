@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from torchard.functional.operators import aten
+
 __all__ = ["is_zero", "run"]
 
-aten = torch.ops.aten
 
 Call = Callable[..., Any]
 

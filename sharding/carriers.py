@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from torchard.functional.operators import aten
+
 __all__ = ["Carrier", "exchanging", "moving", "reducing"]
 
-aten = torch.ops.aten
 Call = Callable[..., fx.Node]
 Map = Callable[[fx.Node], fx.Node]
 

@@ -10,12 +10,14 @@ import operator
 
 from torch import fx
 
+from torchard.functional.operators import aten
 from torchard.sharding.aliases import output_node, output_values
 from torchard.sharding.decision import Decision, Given, work_of
 from torchard.sharding.decompose import comes_apart
 from torchard.sharding.layout import Layout, Sizes
 from torchard.sharding.options import atomic, factor_axes, image
 from torchard.sharding.rules import Call, rule_of
+from torchard.sharding.rules.registry import result_index
 from torchard.sharding.stakes import Beside, Spread, Stakes
 from torchard.sharding.sweep import Needs, Start, Sweep, TakeApart
 
@@ -80,7 +82,11 @@ def _wishes(graph: fx.Graph, given: Given, sizes: Sizes) -> dict[fx.Node, Layout
         if node in given.pins:
             (source,) = node.all_input_nodes
             wishes.setdefault(source, given.pins[node])
-        elif node in wishes and node.target is not operator.getitem:
+        elif node in wishes and node.target is operator.getitem:
+            (source,) = node.all_input_nodes
+            if Call.of(source).outs[result_index(node)] == Call.of(source).outs[0]:
+                wishes.setdefault(source, wishes[node])
+        elif node in wishes:
             _carry_back(node, wishes, sizes)
     return wishes
 
@@ -88,7 +94,8 @@ def _wishes(graph: fx.Graph, given: Given, sizes: Sizes) -> dict[fx.Node, Layout
 def _carry_back(node: fx.Node, wishes: dict[fx.Node, Layout], sizes: Sizes) -> None:
     call = Call.of(node)
     rule = rule_of(call)
-    if len(call.outs) != 1 or rule.combine or rule.whole:
+    rows = node.target is aten.unbind.int  # made of whole dims alone, each like the others
+    if not rows and (len(call.outs) != 1 or rule.combine or rule.whole):
         return
     rule = atomic(rule, [], [wishes[node]], sizes)
     found = factor_axes(rule, rule.outs[0], wishes[node], sizes)

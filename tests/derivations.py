@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from random import Random
 
 import torch
-from torch._C._functorch import is_batchedtensor
 
 __all__ = ["DERIVATIONS", "OUTERMOST", "Derivation", "batched", "floating"]
 
@@ -158,9 +157,8 @@ def batched(rng: Random, tensors: int) -> Derivation:
 
             def one(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 found = fn(*some)
-                # torch falls on a place counted from the end for what is no batch.
-                places = (out if is_batchedtensor(o) else abs(out) for o in found)
-                outs[:] = [_place(p, o.ndim) for p, o in zip(places, found, strict=True)]
+                # Counted from the front: torch falls on the other where a result is no batch.
+                outs[:] = [_place(out, o.ndim) % (o.ndim + 1) for o in found]
                 return found
 
             # Twice: where the batch may stand in the results depends on their ranks.

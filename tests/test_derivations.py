@@ -1,6 +1,6 @@
 """Derivations inside and outside of transforms: right wherever torch alone is.
 
-Each test is one mechanism; `test_random_stacks.py` draws them all together.
+Each test is one mechanism; `random_stacks.py` draws them all together.
 """
 
 from __future__ import annotations

@@ -135,6 +135,9 @@ CONTEXTS: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {
     ),
 }
 
+# Nobody reads the forward's result there, so what would make it is not run.
+UNREAD = ("a sum alone", "a mean alone")
+
 
 @pytest.mark.parametrize("name", CONTEXTS)
 def test_inside_of_transforms(name: str) -> None:
@@ -145,7 +148,8 @@ def test_inside_of_transforms(name: str) -> None:
         fn = lambda x, w, b: F.gelu(F.gelu(x @ w + b) @ w + b)  # noqa: E731
     assert found(fn, bias_gelu, *args) == counts
     run = fuse(fn, bias_gelu)
-    assert Counter(map(str, run.lower(*args).kernels)) == counts
+    left = {"bias_gelu_backward": 1} if name in UNREAD else counts
+    assert Counter(map(str, run.lower(*args).kernels)) == left
     torch.testing.assert_close(run(*args), fn(*args))
 
 

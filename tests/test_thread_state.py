@@ -190,7 +190,7 @@ def works() -> None:
     st.sampled_from(sorted(HOW)),
 )
 @settings(
-    max_examples=examples(ci=25, explore=1500),
+    max_examples=examples(ci=10, explore=1500),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 def test_the_thread_is_what_it_was(failure: str, around: list[str], how: str) -> None:
