@@ -151,7 +151,8 @@ class Transformed:
             key = self._key(arguments)
         if not looking:
             self._keep(self._entries, key, entry)
-            self._looked.pop(key, None)
+            if self._looked:
+                self._looked.pop(key, None)
         elif self._entries.get(key) is not entry:
             self._keep(self._looked, key, entry)
         return entry, closures
@@ -164,7 +165,7 @@ class Transformed:
         if not entry.lasting:
             return
         with self._lock:
-            if cache.get(key) is entry and next(reversed(cache)) == key:
+            if next(reversed(cache.values()), None) is entry:  # nearly always: no key is compared
                 return
             cache[key] = entry
             cache.move_to_end(key)
