@@ -123,8 +123,8 @@ def cut(value: torch.Tensor, layout: Layout, at: Coords, mesh: Mesh) -> torch.Te
 def full(value: MeshTensor) -> torch.Tensor:
     """The whole value on every rank. Every rank must call it."""
     _agree(value, "full()")
-    whole: torch.Tensor = _mover(value.mesh, P(), value._read()[:4])(value)
-    return whole
+    whole = _mover(value.mesh, P(), value._read()[:4])(value)
+    return whole.parts[0] if isinstance(whole, MeshTensor) else whole  # replicated already
 
 
 @checked

@@ -30,7 +30,7 @@ from torchard.sharding.runtime import runtime_of
 from torchard.sharding.schedule import Schedule, schedule
 from torchard.sharding.spec import P, SpecError, layout_of
 from torchard.sharding.spectree import specs_of_arguments, specs_of_results
-from torchard.sharding.updates import updated_inputs
+from torchard.sharding.updates import after_backward, renewed_inputs, updated_inputs
 from torchard.sharding.windows import attach_windows
 
 __all__ = ["Shard", "shard"]
@@ -67,7 +67,9 @@ def shard(
 
     Returns:
         A function that takes plain tensors (one value, the same on every rank) and MeshTensors.
-        Rank-0 results, and those given ``P()``, are plain tensors; others are MeshTensors.
+        Rank-0 results, and those given ``P()``, are plain tensors; others are MeshTensors. What is
+        ``P()`` and the new value of an argument that is placed so (a parameter, an optimizer's state)
+        stays a MeshTensor: the next call of a training step finds what the last one found.
 
     Raises (when called):
         SpecError: a spec does not fit its value; names the argument's path.
@@ -186,7 +188,7 @@ class Shard:
         attach_windows(new, self.mesh)
         if self.reduce_dtype is not None:
             reduce_widely(new, self.reduce_dtype)
-        outputs = self._outputs(program, made.decision.outputs)
+        outputs = self._outputs(program, made.decision.outputs, _held_before(program))
         inputs = tuple(
             replace(leaf, tag=outputs[leaf.of].tag)
             if leaf.role == "cotangent" and leaf.of is not None
@@ -281,7 +283,7 @@ class Shard:
 
     def _given(self, program: Program, graph: fx.Graph) -> Given:
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        updated = updated_inputs(graph)
+        updated, stepped = updated_inputs(graph), after_backward(graph)
         wanted = {leaf.of for leaf in program.outputs if leaf.role == "gradient"}
         inputs: dict[fx.Node, tuple[Layout, int] | int] = {}
         for i, (leaf, node) in enumerate(zip(program.inputs, placeholders, strict=True)):
@@ -294,7 +296,7 @@ class Shard:
             inputs[node] = (_tag_layout(leaf, node), rank)
         results = graph.output_node().args[0]
         outputs = tuple(
-            self._wanted_layout(i, leaf, value, program, placeholders, updated)
+            self._wanted_layout(i, leaf, value, program, placeholders, updated, value in stepped)
             for i, (leaf, value) in enumerate(zip(program.outputs, results, strict=True))  # type: ignore[arg-type]
         )
         check_local(graph, program, self.mesh)
@@ -310,6 +312,7 @@ class Shard:
         program: Program,
         placeholders: Sequence[fx.Node],
         updated: Mapping[int, fx.Node],
+        stepped: bool,
     ) -> Layout | None:
         if not isinstance(value, fx.Node):
             return Layout.replicated(())
@@ -326,19 +329,30 @@ class Shard:
             layout = _tag_layout(given, source)
             if given.tag is None and isinstance(given.hint, Hint):  # plain, and split by in_specs
                 layout = self._layout_of_hint(given, source)
-            fits = may_leave_as(value, layout, self.mesh.sizes)
-            return layout if fits and not layout.is_replicated else None
+            # A step's new parameter stays whole where the old one was placed so.
+            meant = not layout.is_replicated or (stepped and isinstance(given.tag, Held))
+            return layout if meant and may_leave_as(value, layout, self.mesh.sizes) else None
         return None
 
-    def _outputs(self, program: Program, layouts: Sequence[Layout]) -> tuple[Leaf, ...]:
+    def _outputs(
+        self, program: Program, layouts: Sequence[Layout], before: Mapping[int, Held]
+    ) -> tuple[Leaf, ...]:
         done = []
-        for leaf, layout in zip(program.outputs, layouts, strict=True):
+        for i, (leaf, layout) in enumerate(zip(program.outputs, layouts, strict=True)):
             if leaf.tag is FREE:
+                held = Held.of(self.mesh, layout)
                 replicated = isinstance(leaf.hint, Hint) and leaf.hint.spec.is_replicated
-                plain = not layout.dims or replicated
-                leaf = replace(leaf, tag=None if plain else Held.of(self.mesh, layout))
+                plain = not layout.dims or (replicated and before.get(i) != held)
+                leaf = replace(leaf, tag=None if plain else held)
             done.append(leaf)
         return tuple(done)
+
+
+def _held_before(program: Program) -> dict[int, Held]:
+    """For each result that is the new value of a placed argument: how that one is held."""
+    tags = {n: leaf.tag for leaf, n in zip(program.inputs, program.placeholders, strict=True)}
+    found = ((i, tags[node]) for i, node in renewed_inputs(program.graph).items())
+    return {i: tag for i, tag in found if isinstance(tag, Held)}
 
 
 def _check_mesh(leaf: Leaf, mesh: Mesh) -> None:

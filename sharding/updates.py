@@ -11,7 +11,7 @@ from torch import fx
 from torchard.sharding.moves import is_edge
 from torchard.sharding.rules import lookup
 
-__all__ = ["updated_inputs"]
+__all__ = ["after_backward", "renewed_inputs", "updated_inputs"]
 
 
 def updated_inputs(graph: fx.Graph) -> dict[int, fx.Node]:
@@ -30,6 +30,22 @@ def updated_inputs(graph: fx.Graph) -> dict[int, fx.Node]:
             elif value.meta.get("phase") == "backward":
                 rest[i] = value
     return found | dict(_gradients(graph, rest))
+
+
+def renewed_inputs(graph: fx.Graph) -> dict[int, fx.Node]:
+    """For each output that is an input, or made elementwise from one of its shape: that input."""
+    outputs = enumerate(graph.output_node().args[0])  # type: ignore[arg-type]
+    sources = ((i, _source(value)) for i, value in outputs if isinstance(value, fx.Node))
+    return {i: source for i, source in sources if source is not None}
+
+
+def after_backward(graph: fx.Graph) -> set[fx.Node]:
+    """What is made of gradients: by a step of an optimizer, new parameters and its state."""
+    found: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.meta.get("phase") == "backward" or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _gradients(graph: fx.Graph, outputs: dict[int, fx.Node]) -> Iterator[tuple[int, fx.Node]]:

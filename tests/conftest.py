@@ -12,9 +12,6 @@ SEED = 20_111_112
 # Tests run in several processes at once; each process's torch then wants one core.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # those it starts, too
-# What was imported stays: collections need not look through it again and again.
-gc.collect()
-gc.freeze()
 gc.set_threshold(5000, 20, 20)
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
@@ -26,6 +23,18 @@ def pytest_report_header() -> str:
     profile = settings.get_current_profile_name()
     how = "derandomised" if settings.default.derandomize else "random, see the printed seed"
     return f"torch {torch.__version__}, manual seed {SEED}, hypothesis profile {profile} ({how})"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def what_is_there_stays() -> None:
+    """Collections do not look again and again through what was imported or cached before."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    """What is frozen at the end of the process looks leaked to extension modules."""
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
