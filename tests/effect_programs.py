@@ -88,7 +88,7 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "{v}[..., -1]": lambda v: v[..., -1],
     "{v}[1:]": lambda v: v[1:],
     "{v}[..., ::2]": lambda v: v[..., ::2],
-    "{v}.mT": lambda v: v.mT,
+    "{v}.mT": lambda v: v.transpose(-2, -1),  # which a number refuses, too
     "{v}.diagonal(1)": lambda v: v.diagonal(1),
     "{v}.view(-1)": lambda v: v.view(-1),
     "{v}.view(-1)[::3]": lambda v: v.view(-1)[::3],
