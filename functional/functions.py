@@ -68,10 +68,10 @@ def _call_again(flat: Flat, parts: Tensors) -> tuple[list[torch.Tensor], tuple[L
 
 
 def _fast() -> bool:
-    """Whether the halves may be used: no level but at most one Grad level."""
-    if internals.has_transforms():
-        return internals.level_kinds() == [internals.GRAD]
-    return not internals.forward_ad_active()
+    """Whether the halves may be used: no level but at most one Grad level, and no tangents."""
+    if internals.forward_ad_active():
+        return False
+    return not internals.has_transforms() or internals.level_kinds() == [internals.GRAD]
 
 
 def _distinct(outputs: Tensors, inputs: Tensors) -> list[torch.Tensor]:
@@ -82,6 +82,12 @@ def _distinct(outputs: Tensors, inputs: Tensors) -> list[torch.Tensor]:
         found.append(output.view_as(output) if id(output) in seen else output)
         seen.add(id(output))
     return found
+
+
+def _dense(output: torch.Tensor) -> torch.Tensor:
+    """Each entry in memory of its own: torch writes a tangent into memory laid out as its primal is."""
+    repeats = any(n > 1 and not s for n, s in zip(output.shape, output.stride(), strict=True))
+    return output.contiguous() if repeats else output
 
 
 def _cotangents(ctx: Any, wanted: Sequence[int], grads: Sequence[Any]) -> list[torch.Tensor]:
@@ -289,7 +295,8 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def forward(flat: Flat, *parts: torch.Tensor) -> Any:
-        return tuple(_distinct(flat.run(parts), parts))
+        outputs = _distinct(flat.run(parts), parts)
+        return tuple(map(_dense, outputs) if internals.forward_ad_active() else outputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from random import Random
 
 import torch
+from torch.autograd import forward_ad
 
 __all__ = ["DERIVATIONS", "OUTERMOST", "Derivation", "batched", "floating"]
 
@@ -155,15 +156,18 @@ def batched(rng: Random, tensors: int) -> Derivation:
             ]
             outs: list[int] = []
 
-            def one(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            def one(each: torch.Tensor, *some: torch.Tensor) -> tuple[torch.Tensor, ...]:
                 found = fn(*some)
-                # Counted from the front: torch falls on the other where a result is no batch.
                 outs[:] = [_place(out, o.ndim) % (o.ndim + 1) for o in found]
-                return found
+                # Where a result is no batch, torch is right about the front alone: be one.
+                return tuple(
+                    torch.where(each, o, o) if at else o for at, o in zip(outs, found, strict=True)
+                )
 
+            each = torch.ones(2, dtype=torch.bool)
             # Twice: where the batch may stand in the results depends on their ranks.
-            torch.vmap(one, dims)(*batch)
-            found: tuple[torch.Tensor, ...] = torch.vmap(fn, dims, tuple(outs))(*batch)
+            torch.vmap(one, (0, *dims))(each, *batch)
+            found: tuple[torch.Tensor, ...] = torch.vmap(one, (0, *dims), tuple(outs))(each, *batch)
             return found
 
         return run
@@ -204,6 +208,18 @@ def _by_autograd(
     return tuple(g.detach() for g in grads)
 
 
+def _dual_numbers(fn: Fn) -> Fn:
+    """Tangents by torch.autograd.forward_ad."""
+
+    def pushed(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with forward_ad.dual_level():
+            at = tuple(forward_ad.make_dual(x, x.cos()) if is_float(x) else x for x in xs)
+            pairs = [forward_ad.unpack_dual(o) for o in fn(*at) if is_float(o)]
+        return tuple(torch.zeros_like(p) if t is None else t for p, t in pairs)
+
+    return pushed
+
+
 def _gradients(
     value: torch.Tensor, wanted: list[torch.Tensor], create_graph: bool
 ) -> tuple[torch.Tensor, ...]:
@@ -220,7 +236,7 @@ DERIVATIONS = tuple(
     )
 )
 
-# torch.autograd belongs outside: transforms refuse it inside by name.
+# torch.autograd and dual levels belong outside: transforms refuse them inside by name.
 OUTERMOST = tuple(
-    Derivation(apply.__name__.strip("_"), apply) for apply in (_autograd, _autograd_twice)
+    Derivation(apply.__name__.strip("_"), apply) for apply in (_autograd, _autograd_twice, _dual_numbers)
 )

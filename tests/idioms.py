@@ -186,3 +186,13 @@ def attention(x: Any, w: Any) -> Any:
 def an_image(x: Any) -> Any:
     image = x.reshape(1, 1, 2, 3)
     return F.conv2d(image, image[:, :, :1, :2]), F.avg_pool2d(image, 2), F.pad(image, (1, 1))
+
+
+@idiom(X)
+def repeated(x: Any) -> Any:
+    return x.sum().expand(3), x.unsqueeze(0).expand(2, 2, 3), x.new_ones(()).expand(2)
+
+
+@idiom(X)
+def a_sum_alone(x: Any) -> Any:
+    return ((x**3).sum(),)
