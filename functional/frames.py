@@ -1,4 +1,5 @@
-"""Frames: where in a traced function a node was made. An entry of a scope, or a call of a transform.
+"""Frames: where in a traced function a node was made. An entry of a scope, or a call of a transform
+or of a checkpoint of torch's.
 
 A scope has a name, which a loop may open many times; each entry is a frame of its own. Frames are
 compared by identity, so that they tell one entry from the next wherever a node is copied to.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["Frame", "path_of"]
 
@@ -19,10 +21,12 @@ class Frame:
     Attributes:
         name: of the scope; empty for a call.
         module: whether it is the path of a module, which has the names of the modules around it.
+        policy: of a checkpoint that begins here, what its backward keeps.
     """
 
     name: str = ""
     module: bool = False
+    policy: Any = None
 
 
 def path_of(frames: Sequence[Frame]) -> str:

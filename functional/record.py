@@ -16,6 +16,7 @@ from torchard.functional.lift import Lift
 from torchard.functional.operators import aten
 from torchard.functional.room import Closure, Room, entered
 from torchard.functional.spec import Spec
+from torchard.functional.torch_checkpoint import taken_as_segments
 
 __all__ = ["Recording", "Spec", "record"]
 
@@ -97,8 +98,8 @@ _INSTEAD = {
         "it is traced. Use torch.func.grad (or vjp, jacrev) of a function, inside or around this one"
     ),
     "support saved tensor hooks": (
-        "uses torch.utils.checkpoint, or other hooks for what autograd saves, inside torch.func.grad, "
-        "which torch refuses. Use torchard.checkpoint, which may stand under any transform"
+        "has hooks for what autograd saves inside torch.func.grad, which torch refuses. Use "
+        "torchard.checkpoint, which may stand under any transform"
     ),
     "torch._dynamo.exc": (
         "uses control flow of torch.compile's (torch.cond, while_loop, scan, map). Write torch.where for "
@@ -114,7 +115,7 @@ def _last_placeholder(graph: fx.Graph) -> fx.Node | None:
 
 def _run(room: Room, fn: Callable[..., Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     try:
-        with Lift(room):
+        with Lift(room), taken_as_segments():
             return list(fn(list(inputs)))
     except (
         internals.DataDependentOutputException,

@@ -21,6 +21,7 @@ from torchard.functional.arguments import checked
 from torchard.functional.chosen import without_gradient
 from torchard.functional.frames import Frame, path_of
 from torchard.functional.program import INHERITED
+from torchard.functional.segments import segments_opened
 from torchard.functional.spec import Spec, contiguous
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Room",
     "active",
     "called",
+    "checkpointed",
     "current_frames",
     "entered",
     "frames_again",
@@ -142,8 +144,8 @@ class Room:
     def _place(self, inner: tuple[Frame, ...]) -> dict[str, Any]:
         """The tags of what runs in the open frames, and in these inside of them."""
         frames = (*self.frames, *inner)
-        path = path_of(frames)
-        return {**({"frames": frames} if frames else {}), **({"scope": path} if path else {})}
+        tags = {"frames": frames, "scope": path_of(frames), "segments": segments_opened(self.frames)}
+        return {key: value for key, value in tags.items() if value}
 
     def _replayed_tags(self, node: fx.Node) -> dict[str, Any]:
         replayed = self.replaying
@@ -155,9 +157,11 @@ class Room:
             tags = {key: meta[key] for key in INHERITED if key in meta}
         if self._backward() or "phase" not in tags:
             tags["phase"] = "backward" if self._backward() else "forward"
-        if self.frames and "segments" in tags:
-            tags["segments"] = tuple(segment.inside(self.frames) for segment in tags["segments"])
-        return {**tags, **self._place(tags.get("frames", ()))}
+        segments = tuple(segment.inside(self.frames) for segment in tags.get("segments", ()))
+        place = self._place(tags.get("frames", ()))
+        if segments:
+            place["segments"] = (*place.get("segments", ()), *segments)
+        return {**tags, **place}
 
     def _remember(self, tags: dict[str, Any]) -> None:
         """Autograd nodes made since the last graph node belong to this one."""
@@ -278,6 +282,13 @@ def scope(name: str) -> Iterator[None]:
 def called() -> Iterator[None]:
     """A call of a transform inside a trace: what it computes is told apart from its next call."""
     with frames_again((*current_frames(), Frame())):
+        yield
+
+
+@contextlib.contextmanager
+def checkpointed(policy: Any) -> Iterator[None]:
+    """What the active trace computes inside is a segment of this policy."""
+    with frames_again((*current_frames(), Frame(policy=policy))):
         yield
 
 

@@ -19,7 +19,7 @@ from torchard.functional.frames import Frame, path_of
 from torchard.functional.policies import Policy
 from torchard.functional.program import Program
 
-__all__ = ["Pattern", "Segment", "Where", "mark", "scopes_in", "segments_of"]
+__all__ = ["Pattern", "Segment", "Where", "mark", "scopes_in", "segments_of", "segments_opened"]
 
 Pattern = str | Callable[[str], Any]
 Where = Pattern | Sequence[Pattern]
@@ -44,6 +44,15 @@ def segments_of(node: fx.Node) -> tuple[Segment, ...]:
     """The segments a node is in, outermost first."""
     found: tuple[Segment, ...] = node.meta.get("segments", ())
     return found
+
+
+def segments_opened(frames: tuple[Frame, ...]) -> tuple[Segment, ...]:
+    """The segments that begin at these frames, outermost first."""
+    return tuple(
+        Segment(frame.policy, frames[:i])
+        for i, frame in enumerate(frames, 1)
+        if frame.policy is not None
+    )
 
 
 def mark(program: Program, policy: Policy, where: Sequence[Pattern] | None) -> Program:

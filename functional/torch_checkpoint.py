@@ -1,0 +1,87 @@
+"""torch.utils.checkpoint inside a traced function: its calls are segments, as our own checkpoint's are.
+
+torch runs the function again by hooks for what autograd saves. A trace has no such hooks: what is made
+again is decided on the program. So while one of ours is traced, torch's checkpoint runs the function once
+and says where. This module alone replaces private names of torch's, for as long as a trace runs; a thread
+that traces nothing gets torch's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Iterator
+from threading import Lock
+from typing import Any
+
+from torch.utils import checkpoint as torchs
+
+from torchard.functional.errors import CheckpointError
+from torchard.functional.policies import save_nothing
+from torchard.functional.room import active, checkpointed
+
+__all__ = ["taken_as_segments"]
+
+_lock = Lock()
+_traces = 0
+_theirs: dict[str, Any] = {
+    name: getattr(torchs, name, None)
+    for name in ("CheckpointFunction", "_checkpoint_without_reentrant_generator")
+}
+
+
+def _segment(
+    function: Callable[..., Any],
+    preserve_rng_state: bool = True,
+    context_fn: Any = torchs.noop_context_fn,
+    *args: Any,
+    **kwargs: Any,
+) -> Generator[None]:
+    """In the place of the generator of ``use_reentrant=False``, around whose one yield torch calls."""
+    if active() is None:
+        make = _theirs["_checkpoint_without_reentrant_generator"]
+        yield from make(function, preserve_rng_state, context_fn, *args, **kwargs)
+        return
+    if context_fn is not torchs.noop_context_fn:
+        raise CheckpointError(
+            "torch.utils.checkpoint.checkpoint(..., context_fn=...) inside a traced function: what is "
+            "kept is decided on the program, not by a mode of torch's. Use torchard.checkpoint(fn, "
+            "policy=...) there."
+        )
+    with checkpointed(save_nothing):
+        yield
+
+
+class _Reentrant:
+    """In the place of the autograd Function of ``use_reentrant=True``."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if active() is None:
+            return _theirs["CheckpointFunction"].apply(function, preserve_rng_state, *args)
+        with checkpointed(save_nothing):
+            return function(*args)
+
+
+_OURS = {"CheckpointFunction": _Reentrant, "_checkpoint_without_reentrant_generator": _segment}
+
+
+@contextlib.contextmanager
+def taken_as_segments() -> Iterator[None]:
+    """Around a trace."""
+    global _traces
+    with _lock:
+        _traces += 1
+        _replace(_OURS)
+    try:
+        yield
+    finally:
+        with _lock:
+            _traces -= 1
+            if not _traces:
+                _replace(_theirs)
+
+
+def _replace(functions: dict[str, Any]) -> None:
+    for name, function in functions.items():
+        if _theirs[name] is not None:  # another version may have other names: then torch's own run
+            setattr(torchs, name, function)
