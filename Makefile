@@ -34,8 +34,9 @@ $(STAMP): pyproject.toml constraints.txt
 	  -c constraints.txt -e '.[test,examples]'
 	@touch $@
 
+# A file's tests in one process: what a file sets up (jobs of several ranks among it) is set up once.
 test: $(STAMP) ## all tests (JOBS processes)
-	$(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 explore: $(STAMP) ## tests with many more examples per property (ARGS=tests/test_writes.py)
 	$(BIN)/python -m pytest -n $(JOBS) --hypothesis-profile=explore --timeout 3600 $(ARGS)
@@ -47,10 +48,10 @@ sweep: $(STAMP) ## torch's own sample calls of every operator, sharded (half an 
 	OMP_NUM_THREADS=1 $(BIN)/python tests/op_sweep.py $(ARGS)
 
 newest: $(STAMP) ## a fixed part of the tests on the newest torch that is supported (gigabytes)
-	$(BIN)/python tests/matrix.py --only newest --part -- -n $(JOBS) $(ARGS)
+	$(BIN)/python tests/matrix.py --only newest --part -- -n $(JOBS) --dist loadfile $(ARGS)
 
 matrix: $(STAMP) ## all tests on the oldest, the pinned and the newest torch, and the table of it
-	$(BIN)/python tests/matrix.py -- -n $(JOBS) $(ARGS)
+	$(BIN)/python tests/matrix.py -- -n $(JOBS) --dist loadfile $(ARGS)
 
 lint: $(STAMP) ## ruff
 	$(BIN)/ruff check .
