@@ -84,10 +84,13 @@ def _distinct(outputs: Tensors, inputs: Tensors) -> list[torch.Tensor]:
     return found
 
 
-def _dense(output: torch.Tensor) -> torch.Tensor:
-    """Each entry in memory of its own: torch writes a tangent into memory laid out as its primal is."""
+def _apart(output: torch.Tensor) -> torch.Tensor:
+    """In memory of its own, each entry: torch writes a tangent into memory laid out as its primal is,
+    and where that is a view asserts that the two are alike already."""
     repeats = any(n > 1 and not s for n, s in zip(output.shape, output.stride(), strict=True))
-    return output.contiguous() if repeats else output
+    if repeats or internals.is_view(output):
+        return output.clone(memory_format=torch.contiguous_format)
+    return output
 
 
 def _cotangents(ctx: Any, wanted: Sequence[int], grads: Sequence[Any]) -> list[torch.Tensor]:
@@ -296,7 +299,7 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def forward(flat: Flat, *parts: torch.Tensor) -> Any:
         outputs = _distinct(flat.run(parts), parts)
-        return tuple(map(_dense, outputs) if internals.forward_ad_active() else outputs)
+        return tuple(map(_apart, outputs) if internals.forward_ad_active() else outputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -320,6 +323,10 @@ class _Again(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         flat: Flat = ctx.flat
+        results: list[Any] = [None] * len(ctx.shapes)
+        floats = _float_parts(flat)
+        if not floats:
+            return tuple(results)
         parts = ctx.saved_tensors
         moved = flat.per_input([tangent is not None for tangent in tangents[1:]])
         given = [
@@ -328,8 +335,7 @@ class _Again(torch.autograd.Function):
             if m
         ]
         found, _ = call(flat.pushforward(moved, flat.tags), [*parts, *given])
-        results: list[Any] = [None] * len(ctx.shapes)
-        for part, tangent in zip(_float_parts(flat), found, strict=True):
+        for part, tangent in zip(floats, found, strict=True):
             results[part] = tangent
         return tuple(results)
 

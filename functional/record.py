@@ -101,6 +101,11 @@ _INSTEAD = {
         "has hooks for what autograd saves inside torch.func.grad, which torch refuses. Use "
         "torchard.checkpoint, which may stand under any transform"
     ),
+    "override the setup_context staticmethod": (
+        "calls an autograd.Function without setup_context, which torch refuses under torch.func, as all "
+        "derivatives of a transform are but the first. Give it a forward without ctx, and a "
+        "setup_context(ctx, inputs, output)"
+    ),
     "torch._dynamo.exc": (
         "uses control flow of torch.compile's (torch.cond, while_loop, scan, map). Write torch.where for "
         "the choice, and a Python loop, which is unrolled"
@@ -127,6 +132,11 @@ def _run(room: Room, fn: Callable[..., Any], inputs: list[torch.Tensor]) -> list
         text = str(error)
         if any(part in text for part in _READS_A_VALUE):
             raise _branching(error) from error
+        if "derivative for" in text and "is not implemented" in text:
+            raise DerivativeError(
+                f"torch has no derivative of an operation of the function: {text.rstrip('.')}. "
+                "detach() what it is given, or differentiate the other arguments alone."
+            ) from error
         for part, instead in _INSTEAD.items():
             if part in (text + type(error).__module__) and not isinstance(error, PurityError):
                 where = source.of_error(error) or "a line that could not be found"

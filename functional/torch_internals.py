@@ -97,6 +97,7 @@ __all__ = [
     "graph_task",
     "has_modes",
     "has_transforms",
+    "is_view",
     "is_wrapped",
     "level_kinds",
     "mapped_at_top",
@@ -506,6 +507,11 @@ def level_kinds() -> list[Any]:
 def forward_ad_active() -> bool:
     """Whether torch.autograd.forward_ad has a level open (functorch's jvp has one too)."""
     return forward_ad._current_level >= 0
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd knows it as a view of another tensor."""
+    return tensor._is_view()
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:

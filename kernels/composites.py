@@ -70,14 +70,14 @@ def _var(
 def _var_mean(
     x: torch.Tensor, dim: Any = None, correction: Any = None, keepdim: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dims = list(dim) if dim else list(range(x.ndim))
+    dims = list(dim) if dim and x.ndim else list(range(x.ndim))
     count = 1
     for d in dims:
         count *= x.shape[d]
     mean = x.mean(dims, keepdim=True)
     difference = x - mean
     squares = (difference * difference).sum(dims, keepdim=keepdim)
-    return squares / (count - (1 if correction is None else correction)), (
+    return squares / max(count - (1 if correction is None else correction), 0), (
         mean if keepdim else mean.squeeze(dims)
     )
 

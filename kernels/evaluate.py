@@ -250,7 +250,7 @@ def _squeeze(store: Store, call: Call) -> Found:
     x = call.args[0]
     dims = call.arg(1, "dim", range(len(x.shape)))
     dims = [dims] if isinstance(dims, int) else dims
-    return Value(x.term, x.access.squeezed([d % len(x.shape) for d in dims]))
+    return Value(x.term, x.access.squeezed([d % max(len(x.shape), 1) for d in dims]))
 
 
 @register(aten.slice.Tensor)
@@ -418,10 +418,12 @@ def _masked_fill(store: Store, call: Call) -> Found:
 
 
 def _dims(call: Call) -> Sequence[int]:
-    dims = call.arg(1, "dim", None)
+    dims, rank = call.arg(1, "dim", None), len(call.args[0].shape)
+    if not rank:  # of a number, dim 0 may be named, which it does not have
+        return ()
     if isinstance(dims, int):
         return (dims,)
-    return dims if dims else range(len(call.args[0].shape))
+    return dims if dims else range(rank)
 
 
 @register(aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default)

@@ -98,12 +98,12 @@ def _trace(
         return [v for v in values if v is not None]
 
     specs = [Spec.of(o.meta["val"]) for o in operands]
-    found = record(run, specs)
-    if any(_writes_for_good(n) for n in found.graph.nodes):
-        return None
     try:
+        found = record(run, specs)
+        if any(_writes_for_good(n) for n in found.graph.nodes):
+            return None
         found = purify(found, ())
-    except PurityError:
+    except PurityError:  # it reads a value, say
         return None
     if found.closures or not _same_results(found.graph, node) or _is_itself(found.graph, node):
         return None

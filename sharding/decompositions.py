@@ -291,8 +291,10 @@ def _weights(
     """A class that exists for every row, and what the row counts."""
     counts = target != ignored
     known = torch.where(counts, target, 0)
-    each = counts.to(like.dtype) if weight is None else weight[known].masked_fill(~counts, 0)
-    return known, each
+    if weight is None:
+        return known, counts.to(like.dtype)
+    # Not weight[known]: a single row's class would be read as a number.
+    return known, aten.index.Tensor(weight, [known]).masked_fill(~counts, 0)
 
 
 @register_decomposition(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import settings
-from torch.autograd import forward_ad
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 
 from torchard import checkpoint, fuse, jit, trace
@@ -205,6 +204,30 @@ def test_one_hot_under_derivatives(name: str) -> None:
     same(grad(transform(chosen))(X), grad(chosen)(X))
 
 
+ONE = torch.tensor(1)
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    how: lambda x, weight, how=how: F.nll_loss(x, ONE, weight, reduction=how)  # type: ignore[misc]
+    for how in ("none", "sum", "mean")
+} | {"cross entropy": lambda x, weight: F.cross_entropy(x, ONE, weight)}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_loss_of_one_row_with_weights_over_split_classes(loss: str, size: int) -> None:
+    """The class is a single number, which must not be read as one."""
+    fn, x, weight = LOSSES[loss], X[0].repeat(2)[:size], W[0].exp()[:size]
+    sharded = shard(fn, MESH, P("dp"), P())
+    same(sharded(x, weight), fn(x, weight))
+    same(hessian(sharded)(x, weight), hessian(fn)(x, weight))
+    rows = torch.stack([x, x.cos()])
+    same(vmap(sharded, (0, None))(rows, weight), vmap(fn, (0, None))(rows, weight))
+
+    def pushed(f: Any) -> Any:
+        return lambda x: jvp(lambda x: whole(f(x, weight)), (x,), (x.cos(),))
+
+    same(vmap(pushed(sharded))(rows), vmap(pushed(fn))(rows))
+
+
 # -- what the outputs do not depend on --------------------------------------------------------------
 
 
@@ -320,58 +343,3 @@ def test_a_trace_inside_a_trace_is_the_trace_alone(inside: str, outer: str, name
         return lambda x: jvp(lambda x: tuple(map(whole, f(x))), (x,), (x.cos(),))
 
     same(transform(pushed(TRANSFORMS[name](fn)))(X), pushed(fn)(X))
-
-
-# -- tangents of results that repeat in memory, and of gradients ------------------------------------
-
-REPEATED: dict[str, Callable[[torch.Tensor], Any]] = {
-    "a sum, which has a repeated gradient": lambda x: x.sum(),
-    "a sum expanded": lambda x: x.sum().expand(3),
-    "a constant expanded": lambda x: (x.sin(), x.new_ones(()).expand(3)),
-    "rows repeated": lambda x: (x * x).unsqueeze(0).expand(2, *x.shape),
-    "the argument repeated": lambda x: (x.unsqueeze(-1).expand(*x.shape, 2), x.cos()),
-    "of one element": lambda x: x.mean().expand(1, 1),
-}
-
-
-def by_dual_numbers(f: Any) -> Any:
-    def pushed(x: torch.Tensor) -> torch.Tensor:
-        with forward_ad.dual_level():
-            tangent = forward_ad.unpack_dual(f(forward_ad.make_dual(x, x.cos()))).tangent
-            assert tangent is not None
-            return tangent
-
-    return pushed
-
-
-def by_jvp(f: Any) -> Any:
-    return lambda x: jvp(f, (x,), (x.cos(),))
-
-
-def total(f: Any) -> Any:
-    def cubed(x: torch.Tensor) -> torch.Tensor:
-        found = whole(f(x**3))
-        return sum(o.square().sum() for o in (found if isinstance(found, tuple) else (found,)))
-
-    return cubed
-
-
-PUSHED: dict[str, Callable[[Any], Any]] = {
-    "jvp": by_jvp,
-    "jvp of grad": lambda f: by_jvp(grad(total(f))),
-    "hessian": lambda f: hessian(total(f)),
-    "grad of jvp": lambda f: grad(lambda x: by_jvp(total(f))(x)[1]),
-    "vmap of jvp": lambda f: vmap(by_jvp(f)),
-    "jvp of vmap": lambda f: by_jvp(vmap(f)),
-    "dual numbers": lambda f: by_dual_numbers(total(f)),
-    "dual numbers of grad": lambda f: by_dual_numbers(grad(total(f))),
-    "dual numbers of grad of grad": lambda f: by_dual_numbers(grad(total(grad(total(f))))),
-    "dual numbers of vmap of grad": lambda f: by_dual_numbers(vmap(grad(total(f)))),
-}
-
-
-@crossed("repeated", REPEATED)
-@pytest.mark.parametrize("pushed", PUSHED)
-def test_tangents_of_repeated_results(pushed: str, repeated: str, name: str) -> None:
-    fn, derived, transform = REPEATED[repeated], PUSHED[pushed], TRANSFORMS[name]
-    same(derived(transform(fn))(X[:2]), derived(fn)(X[:2]))

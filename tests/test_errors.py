@@ -12,6 +12,7 @@ import torch
 
 import torchard as ta
 from torchard import Mesh, MeshError, MeshTensor, P, PlacementError, SpecError, jit, place, shard
+from torchard.functional.errors import DerivativeError
 
 MESH = Mesh({"dp": 2, "tp": 2}, virtual=True)
 X = torch.arange(24.0).reshape(4, 6)
@@ -164,6 +165,34 @@ def test_branch_on_a_value() -> None:
     with pytest.raises(ta.PurityError) as e:
         shard(relu, MESH)(X)
     says(e.value, "test_errors.py", "torch.where")
+
+
+class Undivided(torch.autograd.Function):
+    """As torch.func refuses it: without setup_context."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
+def test_a_function_that_torch_func_refuses() -> None:
+    run: Any = Undivided.apply
+    double = shard(lambda x: run(x).square().sum(), MESH)
+    torch.testing.assert_close(torch.func.grad(double)(X), 8 * X)
+    with pytest.raises(ta.PurityError) as e:
+        torch.func.jvp(torch.func.grad(double), (X,), (X,))
+    says(e.value, "setup_context(ctx, inputs, output)")
+
+
+def test_a_derivative_that_torch_lacks() -> None:
+    stops = shard(lambda x: torch.linspace(x.sum(), 1, 3), MESH)
+    with pytest.raises(DerivativeError) as e:
+        torch.func.grad(lambda x: stops(x).sum())(X)
+    says(e.value, "linspace", "detach()")
 
 
 def test_global_random_state() -> None:

@@ -151,7 +151,7 @@ register_rule(aten.expand.default, text=_expand, emit=_emit_expand)
 def _flip(call: Call) -> str:
     names = letters(len(call.ins[0]))
     dims = call.arg(2, "dims", []) if call.target is aten.roll.default else call.arg(1, "dims")
-    which = [names[d % len(names)] for d in dims] or names
+    which = [names[d % len(names)] for d in dims if names] or names
     return f"{spell(names)} -> {spell(names)} | linear 0" + "".join(f" | whole {n}" for n in which)
 
 

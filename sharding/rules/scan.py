@@ -63,6 +63,8 @@ def _flipped(node: Any) -> tuple[fx.Node, int] | None:
     """What is flipped, along which dim; None if it is not flipped along one."""
     if not isinstance(node, fx.Node) or node.target is not aten.flip.default:
         return None
+    if not node.meta["val"].ndim:
+        return None
     (source,), dims = node.all_input_nodes, node.args[1]
     assert isinstance(dims, (list, tuple))
     (dim,) = dims if len(dims) == 1 else (None,)
