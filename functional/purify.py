@@ -93,9 +93,19 @@ def _call_pure(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if node.target in batch_norm.CALLS:
         return batch_norm.CALLS[node.target](node, *args, **kwargs)
     target: Any = aten.reshape.default if node.target is aten.view.default else node.target
-    if kwargs.get("memory_format") in _BY_RANK and internals.VMAP in internals.level_kinds():
+    if internals.VMAP not in internals.level_kinds():
+        return target(*args, **kwargs)
+    if kwargs.get("memory_format") in _BY_RANK:
         kwargs = {**kwargs, "memory_format": torch.contiguous_format}
+    if target is aten.select_scatter.default:
+        target = _with_one_row
     return target(*args, **kwargs)
+
+
+def _with_one_row(x: torch.Tensor, row: torch.Tensor, dim: int, index: int) -> torch.Tensor:
+    """select_scatter. torch's own under vmap has the row's gradient once for every row of x."""
+    dim, index = dim % x.ndim, index % x.shape[dim]
+    return torch.slice_scatter(x, row.unsqueeze(dim), dim, index, index + 1)
 
 
 # Layouts of so many dims, to which vmap adds one.

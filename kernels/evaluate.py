@@ -152,13 +152,19 @@ def value_of(store: Store, node: fx.Node, env: dict[fx.Node, Found]) -> Found:
         found = rule(store, call) if rule else NotImplemented
         if found is NotImplemented and is_composite(node.target):
             found = _composite(store, call)
-        if found is NotImplemented and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        if found is NotImplemented and _is_pointwise(call):
             found = store.pointwise(
                 _name(node), call.tensors(), call.literals(), call.shape, call.dtype
             )
         if found is not NotImplemented:
             return found
     return _opaque(store, call)
+
+
+def _is_pointwise(call: Call) -> bool:
+    """Of one result: frexp has two."""
+    tags = getattr(call.node.target, "tags", ())
+    return torch.Tag.pointwise in tags and isinstance(call.val, torch.Tensor)
 
 
 def _name(node: fx.Node) -> Hashable:

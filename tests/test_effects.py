@@ -61,6 +61,12 @@ def _many(x: torch.Tensor) -> torch.Tensor:
     return torch.stack([x, -x])
 
 
+def _each_by_itself(fn: Fn, x: torch.Tensor) -> torch.Tensor:
+    """Gradients of samples one by one: torch's vmap of select_scatter has another one, which is wrong."""
+    vmap(fn)(_many(x))  # which torch may refuse
+    return torch.stack([backward(fn, sample) for sample in _many(x)])
+
+
 # The first one is torch's, the others are to equal it: by a transform T of f, outside and inside.
 Plain = Callable[[Fn, torch.Tensor], Any]
 Way = Callable[[Any, Fn, torch.Tensor], Any]
@@ -87,6 +93,14 @@ WAYS: dict[str, tuple[Plain, list[Way]]] = {
             lambda T, f, x: vmap(grad(T(f)))(_many(x)),
             lambda T, f, x: vmap(T(grad(f)))(_many(x)),
             lambda T, f, x: T(vmap(grad(f)))(_many(x)),
+        ],
+    ),
+    "gradient of vmap": (
+        lambda f, x: _each_by_itself(f, x),
+        [
+            lambda T, f, x: grad(lambda x: vmap(T(f))(x).sum())(_many(x)),
+            lambda T, f, x: backward(lambda x: vmap(T(f))(x).sum(), _many(x)),
+            lambda T, f, x: grad(T(lambda x: vmap(T(f))(x).sum()))(_many(x)),
         ],
     ),
     "second": (
@@ -121,7 +135,7 @@ def differences(fn: Fn, x: torch.Tensor, stack: str, names: Sequence[str]) -> li
     return found
 
 
-FURTHER = ("jvp", "vmap of grad", "second")
+FURTHER = ("jvp", "vmap of grad", "gradient of vmap", "second")
 
 
 def search(seeds: range) -> tuple[int, list[str]]:
@@ -152,6 +166,27 @@ def test_random_programs_of_writes_views_and_stops() -> None:
     count, found = search(range(examples(ci=7, explore=2600)))
     assert not found, "\n".join(found)
     assert count > 2000 or count >= 5
+
+
+ROWS: dict[str, Callable[[torch.Tensor], object]] = {
+    "an element": lambda y: y.__setitem__((0, -1), 1),
+    "a row": lambda y: y.__setitem__(-1, y[0] * 2),
+    "a column": lambda y: y[:, 1].mul_(y[:, 0]),
+    "of a permuted value": lambda y: y.t()[1].copy_(y[0].sin()),
+}
+
+
+@quiet
+@pytest.mark.parametrize("write", ROWS)
+def test_gradients_of_a_batch_in_which_one_row_is_written(write: str) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        ROWS[write](y)
+        return (y * x).sum()
+
+    x = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for stack in STACKS:
+        assert not differences(fn, x, stack, ("gradient of vmap",)), stack
 
 
 STOPPED: dict[str, Callable[[torch.Tensor], object]] = {

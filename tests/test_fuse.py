@@ -336,3 +336,11 @@ def test_patterns_of_any_shape() -> None:
     fixed = Pattern(lambda x, factor=0.5: torch.tanh(x + factor))
     assert find(lambda x: torch.tanh(0.25 + x), fixed)(a) == []
     assert len(find(lambda x: torch.tanh(0.5 + x), fixed)(a)) == 1
+
+
+def test_pointwise_operations_of_two_results() -> None:
+    def parts(x: Tensor) -> Tensor:
+        mantissa, exponent = torch.frexp(x)
+        return F.gelu(mantissa) + exponent
+
+    torch.testing.assert_close(fuse(parts)(X), parts(X))
