@@ -170,3 +170,16 @@ def _weaken(args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
         return value.to(dtype) if is_weak(value) else value
 
     return tuple(map(cast, args)), {key: cast(value) for key, value in kwargs.items()}, False
+
+
+def _operand(tensor: torch.Tensor) -> torch.Tensor:
+    """What stands for a tensor in the trace that would see what is done to it; itself outside of one."""
+    for mode in reversed(internals.function_modes()):
+        if isinstance(mode, Lift):
+            native: torch.Tensor = mode._natives(tensor)
+            return native
+    return tensor
+
+
+# A derivative inside of a function, straight of a tensor that it closes over.
+internals.before_wrapping(_operand)

@@ -83,6 +83,7 @@ __all__ = [
     "autograd_sequence",
     "backend_of",
     "base_tensor",
+    "before_wrapping",
     "below_forward_ad",
     "below_vmap",
     "clean_room",
@@ -94,6 +95,7 @@ __all__ = [
     "end_fakes",
     "ended",
     "forward_ad_active",
+    "function_modes",
     "graph_task",
     "has_modes",
     "has_transforms",
@@ -715,3 +717,31 @@ def backend_of(group: Any, device_type: str) -> Any:
     It says how long it waits, which nothing public does, and its sends are seen by no dispatch mode.
     """
     return group._get_backend(torch.device(device_type))
+
+
+def before_wrapping(swap: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Have functorch's grad, vjp and vmap begin with ``swap(tensor)`` in the place of each tensor.
+
+    They wrap what they are given without asking any mode, and the levels around a trace are hidden from
+    it: a tensor of the first of them would be wrapped in another first one, on which torch asserts.
+    """
+    from torch._functorch import vmap as vmaps
+
+    for module, name in ((eager_transforms, "_wrap_for_grad"), (vmaps, "_add_batch_dim")):
+        wrap = getattr(module, name, None)
+        if wrap is not None and not hasattr(wrap, "_torchard_wraps"):
+            setattr(module, name, _swapping(wrap, swap))
+
+
+def _swapping(wrap: Callable[..., Any], swap: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    @functools.wraps(wrap)
+    def swapped(tensor: torch.Tensor, *args: Any) -> Any:
+        return wrap(swap(tensor), *args)
+
+    swapped._torchard_wraps = True  # type: ignore[attr-defined]
+    return swapped
+
+
+def function_modes() -> list[Any]:
+    """The torch function modes of this thread, outermost first."""
+    return list(_get_current_function_mode_stack())

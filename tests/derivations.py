@@ -20,10 +20,11 @@ Fn = Callable[..., tuple[torch.Tensor, ...]]
 
 @dataclass(frozen=True)
 class Derivation:
-    """A layer, and what it is called in the text of a case."""
+    """A layer, what it is called in the text of a case, and how many derivatives deep it goes."""
 
     name: str
     apply: Callable[[Fn], Fn]
+    order: int = 0
 
     def __call__(self, fn: Fn) -> Fn:
         return self.apply(fn)
@@ -228,15 +229,39 @@ def _gradients(
     return tuple(torch.zeros_like(x) if g is None else g for g, x in pairs)
 
 
+def _amid(fn: Fn) -> Fn:
+    """Operations before and after: what a transform inside is given and returns is no end of a trace."""
+
+    def amid(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = fn(*(x * 0.75 + 0.1 if is_float(x) else x for x in xs))
+        return tuple(o.sin() * 2 if is_float(o) else o for o in found)
+
+    return amid
+
+
+def _twice(fn: Fn) -> Fn:
+    """Two calls, of which the second has less of each number; all the results of both."""
+
+    def twice(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (*fn(*xs), *fn(*(x * 0.5 if is_float(x) else x for x in xs)))
+
+    return twice
+
+
 DERIVATIONS = tuple(
-    Derivation(apply.__name__.strip("_"), apply)
-    for apply in (
-        *(_grad, _value_and_grad, _jvp, _first_only, _vjp),
-        *(_hvp, _hvp_by_gradients, _laplacian, _jacobian),
+    Derivation(apply.__name__.strip("_"), apply, order)
+    for order, several in enumerate(
+        (
+            (_amid, _twice),
+            (_grad, _value_and_grad, _jvp, _first_only, _vjp, _jacobian),
+            (_hvp, _hvp_by_gradients, _laplacian),
+        )
     )
+    for apply in several
 )
 
 # torch.autograd and dual levels belong outside: transforms refuse them inside by name.
 OUTERMOST = tuple(
-    Derivation(apply.__name__.strip("_"), apply) for apply in (_autograd, _autograd_twice, _dual_numbers)
+    Derivation(apply.__name__.strip("_"), apply, order)
+    for order, apply in ((1, _autograd), (2, _autograd_twice), (1, _dual_numbers))
 )

@@ -30,7 +30,7 @@ from random_programs import _program
 
 from torchard import checkpoint, fuse, jit, policies
 from torchard.functional.errors import RetraceWarning
-from torchard.sharding import Mesh, MeshTensor, P, shard
+from torchard.sharding import Mesh, MeshTensor, P, place, shard
 from torchard.sharding.testing import random_spec
 
 __all__ = ["FAILED", "NOTHING", "REFUSED", "RIGHT", "WRONG", "Case", "draw", "judge"]
@@ -47,6 +47,9 @@ POLICIES = {
 }
 
 
+Layer = tuple[str, Callable[[Fn], Fn]]
+
+
 @dataclass
 class Case:
     """A function, its inputs, and what is done to it, from the inside out."""
@@ -54,7 +57,7 @@ class Case:
     name: str
     fn: Fn
     inputs: tuple[torch.Tensor, ...]
-    layers: tuple[tuple[str, Callable[[Fn], Fn]], ...]
+    layers: tuple[Layer, ...]
 
     def plain(self) -> Fn:
         """Derived, not transformed."""
@@ -85,49 +88,118 @@ class Verdict:
 # -- drawing ------------------------------------------------------------------------------------------
 
 
+# Each order makes programs several times as long; four of them are tens of thousands of operations.
+_ORDERS = 3
+
+
 def draw(seed: int) -> Case:
     """The case of this number: a random program, an idiom, or a sample call of an operator."""
     rng = Random(seed)
     mesh = rng.choice(MESHES)
     source = rng.choice([_random_program, _idiom, _idiom, _operator])
     name, fn, inputs = source(rng, mesh)
-    layers: list[tuple[str, Callable[[Fn], Fn]]] = []
+    derivations: list[Derivation] = []
     for _ in range(rng.choice([0, 1, 1, 1, 2])):
-        layers.append(_derivation(rng, inputs))
-    if rng.random() < 0.15 and floating(inputs):
-        derivation = rng.choice(OUTERMOST)
-        layers.append((derivation.name, derivation))
-    ends = len(layers) - bool(layers and layers[-1][1] in OUTERMOST)
+        derivations.append(_derivation(rng, inputs, derivations))
+    outermost = rng.random() < 0.15 and bool(floating(inputs))
+    if outermost:
+        can = [d for d in OUTERMOST if _order(derivations) + d.order <= _ORDERS]
+        derivations += [rng.choice(can)] if can else []
+        outermost = bool(can)
+    layers: list[Layer] = [(d.name, d) for d in derivations]
     for _ in range(rng.choice([1, 1, 1, 2, 2, 3, 4, 5])):
-        layers.insert(rng.randint(0, ends), _transform(rng, mesh, inputs))
-        ends += 1
+        layers.insert(rng.randint(0, len(layers) - outermost), _transform(rng, mesh, inputs))
+    # A derivative straight of a placed tensor is torch's, shard by shard: none is closed over.
+    closing = any(_closing_over.__name__ in name for name, _ in layers)
+    if rng.random() < 0.2 and not closing and not isinstance(layers[-1][1], Derivation):
+        layers.append(_placed(rng, mesh, inputs))
     return Case(f"{seed}: {name}", fn, inputs, tuple(layers))
 
 
-def _derivation(rng: Random, inputs: tuple[torch.Tensor, ...]) -> tuple[str, Callable[[Fn], Fn]]:
-    can = [] if not floating(inputs) else list(DERIVATIONS)
+def _derivation(
+    rng: Random, inputs: tuple[torch.Tensor, ...], before: list[Derivation]
+) -> Derivation:
+    can = [d for d in DERIVATIONS if floating(inputs) and _order(before) + d.order <= _ORDERS]
     if floating(inputs) and inputs[floating(inputs)[0]].numel() > 12:
         can = [d for d in can if d.name not in ("laplacian", "jacobian")]
     vmapped = not can or rng.random() < 0.3
-    derivation = batched(rng, len(inputs)) if vmapped else rng.choice(can)
-    return derivation.name, derivation
+    return batched(rng, len(inputs)) if vmapped else rng.choice(can)
 
 
-def _transform(
-    rng: Random, mesh: Mesh, inputs: tuple[torch.Tensor, ...]
-) -> tuple[str, Callable[[Fn], Fn]]:
+def _order(derivations: list[Derivation]) -> int:
+    return sum(d.order for d in derivations)
+
+
+def _transform(rng: Random, mesh: Mesh, inputs: tuple[torch.Tensor, ...]) -> Layer:
     which = rng.choice(["shard", "shard", "checkpoint", "fuse", "jit"])
+    how = rng.choice([*[_of_arguments] * 6, _of_a_tree, _closing_over])
+    apply: Callable[[Fn, Any], Fn]
+    specs = None
+    name = which
     if which == "shard":
-        specs = tuple(random_spec(rng, x.shape, mesh, fused=True) for x in inputs)
-        given = specs if rng.random() < 0.7 else None
-        return f"shard[{mesh.sizes}, {given}]", lambda fn: _plainly(shard(fn, mesh, given, P()))
-    if which == "checkpoint":
-        name = rng.choice(sorted(POLICIES))
-        policy = POLICIES[name]
-        return f"checkpoint[{name}]", lambda fn: _plainly(checkpoint(fn, policy=policy))
-    if which == "fuse":
-        return "fuse", lambda fn: _plainly(fuse(fn))
-    return "jit", lambda fn: _plainly(jit(fn, backend="eager"))
+        drawn = tuple(random_spec(rng, x.shape, mesh, fused=True) for x in inputs)
+        specs = drawn if rng.random() < 0.7 else None
+        name = f"shard[{mesh.sizes}, {specs}]"
+        apply = lambda fn, at: shard(fn, mesh, at, P())  # noqa: E731
+    elif which == "checkpoint":
+        kept = rng.choice(sorted(POLICIES))
+        policy = POLICIES[kept]
+        name = f"checkpoint[{kept}]"
+        apply = lambda fn, at: checkpoint(fn, policy=policy)  # noqa: E731
+    elif which == "fuse":
+        apply = lambda fn, at: fuse(fn)  # noqa: E731
+    else:
+        apply = lambda fn, at: jit(fn, backend="eager")  # noqa: E731
+    return f"{name}{'' if how is _of_arguments else how.__name__}", how(apply, specs)
+
+
+def _of_arguments(apply: Callable[[Fn, Any], Fn], specs: Any) -> Callable[[Fn], Fn]:
+    return lambda fn: _plainly(apply(fn, specs))
+
+
+def _of_a_tree(apply: Callable[[Fn, Any], Fn], specs: Any) -> Callable[[Fn], Fn]:
+    """Arguments and results in containers."""
+    at = None if specs is None else ({"first": specs[0], "rest": list(specs[1:])},)
+
+    def layer(fn: Fn) -> Fn:
+        def of_tree(tree: dict[str, Any]) -> Any:
+            first, *others = fn(tree["first"], *tree["rest"])
+            return {"others": others, "first": first}
+
+        transformed: Any = apply(of_tree, at)
+
+        def run(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            found = transformed({"first": xs[0], "rest": list(xs[1:])})
+            return found["first"], *found["others"]
+
+        return _plainly(run)
+
+    return layer
+
+
+def _closing_over(apply: Callable[[Fn, Any], Fn], specs: Any) -> Callable[[Fn], Fn]:
+    """The first argument is not passed, but found by the function."""
+    at = None if specs is None else specs[1:]
+
+    def layer(fn: Fn) -> Fn:
+        def run(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return apply(lambda *rest: fn(xs[0], *rest), at)(*xs[1:])
+
+        return _plainly(run)
+
+    return layer
+
+
+def _placed(rng: Random, mesh: Mesh, inputs: tuple[torch.Tensor, ...]) -> Layer:
+    """What comes in lives on the mesh already, some of it."""
+    specs = [random_spec(rng, x.shape, mesh) if rng.random() < 0.7 else None for x in inputs]
+
+    def layer(fn: Any) -> Fn:
+        return lambda *xs: fn(
+            *(x if s is None else place(x, mesh, s) for s, x in zip(specs, xs, strict=True))
+        )
+
+    return f"placed[{mesh.sizes}, {specs}]", layer
 
 
 def _plainly(fn: Fn) -> Fn:
