@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from torchard.functional import source
-from torchard.functional import torch_internals as internals
 from torchard.functional.reachable import SETTINGS
 from torchard.functional.signature import is_placed
 
-__all__ = ["Reader", "owned_by", "reader_of"]
+__all__ = ["Reader", "reader_of"]
 
 # A path is followed at every call; an environment as large as a module tree is searched once.
 _DEPTH, _OBJECTS = 8, 20_000
@@ -199,12 +198,3 @@ def reader_of(fn: Any, value: Any) -> Reader | None:
         if found is value:
             return Reader(steps)
     return None
-
-
-def owned_by(fn: Any) -> frozenset[int]:
-    """Ids of the functorch-wrapped tensors in fn's environment."""
-    return frozenset(
-        id(value)
-        for _, value in _walk(fn)
-        if isinstance(value, torch.Tensor) and internals.is_wrapped(value)
-    )

@@ -38,7 +38,6 @@ def record(
     specs: Sequence[Spec],
     *,
     gradients: Sequence[bool] = (),
-    owned: frozenset[int] = frozenset(),
     grad_mode: bool = True,
 ) -> Recording:
     """Run fn on fakes of these specs and keep the graph; the order of outputs is fn's.
@@ -46,7 +45,6 @@ def record(
     Args:
         gradients: inputs that require grad inside (for derivatives taken by plain autograd).
         grad_mode: what fn is told of torch's grad mode; off, no derivative of the recording is right.
-        owned: ids of wrapped tensors that belong to levels around the trace.
 
     Raises:
         PurityError: fn branches on a tensor's value.
@@ -54,7 +52,7 @@ def record(
     levels = internals.level_kinds()
     with internals.clean_room(grad_mode):
         fakes = internals.FakeTensorMode(allow_non_fake_inputs=True)
-        room = Room(fakes, levels, owned, grad_mode=grad_mode)
+        room = Room(fakes, levels, grad_mode=grad_mode)
         inputs = _fake_inputs(fakes, specs, gradients)
         recording = internals.proxying(room.tracer, fakes, inputs, room.below_forward_ad)
         with entered(room), recording:

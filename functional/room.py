@@ -19,6 +19,7 @@ from torchard.functional import source
 from torchard.functional import torch_internals as internals
 from torchard.functional.arguments import checked
 from torchard.functional.chosen import without_gradient
+from torchard.functional.errors import DerivativeError
 from torchard.functional.frames import Frame, path_of
 from torchard.functional.program import INHERITED
 from torchard.functional.segments import segments_opened
@@ -76,7 +77,6 @@ class Room:
 
     fakes: internals.FakeTensorMode
     outer_levels: Sequence[Any]
-    owned: frozenset[int] = frozenset()
     grad_mode: bool = True
     frames: tuple[Frame, ...] = ()
     replaying: fx.Node | None = None
@@ -177,18 +177,13 @@ class Room:
     # -- closures -----------------------------------------------------------------------------
 
     def native(self, tensor: torch.Tensor) -> bool:
-        """Whether this trace made the tensor (or an inner level wraps what is not ours to swap)."""
+        """Whether this trace made the tensor, or what levels wrap in it."""
         base = internals.base_tensor(tensor)
         if isinstance(base, internals.FakeTensor) and base.fake_mode is self.fakes:
             return True
-        if id(base) in self.constants:  # the tracer burns it in, as it does this trace's own
-            return True
-        if not internals.is_wrapped(tensor) or id(tensor) in self.closures:
-            return False  # when fn runs again, levels of its first run may be gone
-        # A level opened inside the traced function wraps a foreign tensor. Swapping it would cut
-        # it from that level; its base reaches the tracer as a constant and is lifted from there.
-        inner = internals.has_transforms()
-        return inner and (not self.outer_levels or id(tensor) not in self.owned)
+        # The tracer burns constants in, as it does this trace's own. Whatever else is wrapped is so by
+        # levels around the trace, or gone ones: those that open inside are given operands (`Lift`).
+        return id(base) in self.constants
 
     def lift(self, value: Any) -> torch.Tensor:
         """The operand that stands for a foreign tensor or placed object."""
@@ -225,13 +220,22 @@ class Room:
                 spec = Spec.of(value)
             tag = None
         else:
-            shape, dtype, device, tag, _ = value.__torchard_placed__()
+            shape, dtype, device, tag, parts = value.__torchard_placed__()
+            if any(map(self.native, parts)):
+                raise _taken_apart()
             spec = contiguous(shape, dtype, device)
         with internals.no_modes(), self.fakes:
             fake = spec.empty()
         node = internals.track(self.tracer, fake, f"closure{len(self.closures)}", self.last_input)
         self.last_input = node
         return Closure(value, spec, node, tag), fake
+
+
+def _taken_apart() -> DerivativeError:
+    return DerivativeError(
+        f"{source.of_here()} takes a derivative straight of a placed tensor that the traced function "
+        "closes over, which torch.func takes apart into its shards. Pass it to the transform as an argument."
+    )
 
 
 class _Tracer(internals.PythonKeyTracer):

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from torchard.functional import torch_internals as internals
 from torchard.functional import tree
 from torchard.functional.arguments import checked
-from torchard.functional.closures import owned_by, reader_of
+from torchard.functional.closures import reader_of
 from torchard.functional.errors import PurityError
 from torchard.functional.program import FREE, Leaf, Program
 from torchard.functional.purify import purify
@@ -52,9 +51,8 @@ def trace_call(
     """
     shape = _Shape(fn, arguments)
     specs = specs_of_arguments(arguments)
-    owned = owned_by(fn) if internals.has_transforms() else frozenset()
     names = [paths[i] for i in arguments.traced]
-    found = purify(record(shape, specs, owned=owned, grad_mode=grad_mode), names)
+    found = purify(record(shape, specs, grad_mode=grad_mode), names)
     lifted = [closure for closure in found.closures if not closure.made]
     made = [closure for closure in found.closures if closure.made]
     for closure in lifted:

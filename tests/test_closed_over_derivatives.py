@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from test_derivations import TRANSFORMS, W, X, crossed, same, whole
+from test_derivations import MESH, TRANSFORMS, W, X, crossed, same, whole
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+from torchard.functional.errors import DerivativeError
+from torchard.sharding import P, place
 
 Fn = Callable[..., Any]
 
@@ -75,3 +78,44 @@ def test_a_derivative_of_what_is_closed_over(outside: str, inside: str, name: st
     if outside == "nothing":
         same(transform(closing)(points), want)
         same(around(transform(closing))(points), want)
+
+
+PLACED: dict[str, Fn] = {
+    "grad": lambda x: grad(lambda x: x.sin().sum())(x),
+    "vjp": lambda x: vjp(lambda x: x.sin(), x)[1](torch.ones_like(X))[0],
+    "grad of grad": lambda x: grad(lambda x: grad(lambda x: (x**3).sum())(x).sum())(x),
+    "grad of a product": lambda x: grad(lambda x: (X * x).sum())(x),
+}
+
+
+@crossed("inside", PLACED)
+def test_a_derivative_straight_of_a_placed_tensor_is_refused(inside: str, name: str) -> None:
+    fn, transform, placed = PLACED[inside], TRANSFORMS[name], place(X, MESH, P("dp"))
+    with pytest.raises(DerivativeError, match=r"closes over.*as an argument"):
+        transform(lambda: fn(placed))()
+    same(transform(fn)(placed), fn(X))
+    # Something computed of it is as good as an argument.
+    same(transform(lambda: fn(placed * 1))(), fn(X))
+
+
+UNDER: dict[str, Callable[[Fn], Fn]] = {
+    "jacfwd": lambda f: jacfwd(f, 1),
+    "hessian": lambda f: hessian(f, 1),
+    "jacfwd of grad": lambda f: jacfwd(grad(f, 1), 1),
+    "vmap of grad": lambda f: vmap(grad(f, 1), (None, 0)),
+}
+
+
+@crossed("under", UNDER)
+@pytest.mark.parametrize("inner", TRANSFORMS)
+def test_what_is_closed_over_and_has_no_part_in_the_result(
+    inner: str, under: str, name: str
+) -> None:
+    """It is no operand of the trace, and foreign all the same when the function runs again."""
+    derived, ids = UNDER[under], torch.tensor([2, 0, 1])
+    passed = TRANSFORMS[inner](lambda ids, x: (x**3).sum())
+
+    def closing(ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return whole(TRANSFORMS[name](lambda x: whole(passed(ids, x)))(x))
+
+    same(derived(closing)(ids, X[:2]), derived(lambda ids, x: (x**3).sum())(ids, X[:2]))
