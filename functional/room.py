@@ -234,7 +234,8 @@ class Room:
 def _taken_apart() -> DerivativeError:
     return DerivativeError(
         f"{source.of_here()} takes a derivative straight of a placed tensor that the traced function "
-        "closes over, which torch.func takes apart into its shards. Pass it to the transform as an argument."
+        "closes over, which torch.func takes apart into its shards. Pass it to the transform as an "
+        "argument."
     )
 
 
