@@ -12,6 +12,7 @@ __all__ = [
     "argument",
     "argument_names",
     "functional_twin",
+    "overlap",
     "storage_key",
     "written_arguments",
     "written_nodes",
@@ -77,3 +78,31 @@ def functional_twin(target: Any) -> Any:
 def argument_names(target: Any) -> list[str]:
     """The names of an operation's parameters, in order."""
     return [argument.name for argument in target._schema.arguments]
+
+
+def overlap(read: object, written: torch.Tensor) -> bool:
+    """Whether a tensor has elements of another one's memory, but not the same in the same places.
+
+    Tensors of different dtypes do not count: torch converts what it reads before it writes.
+    """
+    if not isinstance(read, torch.Tensor) or read.dtype != written.dtype:
+        return False
+    if read.untyped_storage()._cdata != written.untyped_storage()._cdata:
+        return False
+    if not (read.numel() and written.numel()) or _places(read) == _places(written):
+        return False
+    start = min(read.storage_offset(), written.storage_offset())
+    mask = torch.zeros(max(map(_end, (read, written))) - start, dtype=torch.bool, device="cpu")
+    as_laid = [mask.as_strided(x.shape, x.stride(), x.storage_offset() - start) for x in (written, read)]
+    as_laid[0].fill_(True)
+    return bool(as_laid[1].any())
+
+
+def _places(x: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
+    return x.storage_offset(), [d for d in zip(x.shape, x.stride(), strict=True) if d[0] > 1]
+
+
+def _end(x: torch.Tensor) -> int:
+    """One behind the last of a tensor's elements in its storage."""
+    reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    return x.storage_offset() + reach + 1

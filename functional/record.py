@@ -104,6 +104,11 @@ _INSTEAD = {
         "derivatives of a transform are but the first. Give it a forward without ctx, and a "
         "setup_context(ctx, inputs, output)"
     ),
+    **dict.fromkeys(
+        ("INTERNAL ASSERT FAILED", "returned an invalid gradient"),
+        "meets an error inside of torch's own differentiation while it is traced. It is known of writes to "
+        "views of detached or stopped tensors, and through as_strided: write to a clone instead",
+    ),
     "torch._dynamo.exc": (
         "uses control flow of torch.compile's (torch.cond, while_loop, scan, map). Write torch.where for "
         "the choice, and a Python loop, which is unrolled"

@@ -21,6 +21,7 @@ from torchard.functional.mutation import (
     argument,
     argument_names,
     functional_twin,
+    overlap,
     storage_key,
     written_arguments,
     written_nodes,
@@ -252,6 +253,7 @@ class _Functionalization:
             step = Step(twin, node.args[1:], tuple(node.kwargs.items()), "cut" in node.meta)
             self.aliases[node] = self._view(node, self.aliases[node.all_input_nodes[0]], step)
             return
+        _check_overlap(node)
         emit = Emitter(self.graph, node)
         if node.target in _OVERWRITES:
             made, values = None, [self._overwritten(emit, node)]
@@ -345,6 +347,22 @@ class _Functionalization:
             self.aliases[node] = result
         elif result is not None:
             node.replace_all_uses_with(result)
+
+
+def _check_overlap(node: fx.Node) -> None:
+    """Refuse what reads memory that it writes to in another order: torch's result depends on its loops.
+
+    Where torch sees it, it refuses as well ("refer to a single memory location").
+    """
+    written = written_nodes(node)
+    for target in written:
+        for operand in node.all_input_nodes:
+            if operand not in written and overlap(operand.meta.get("val"), target.meta["val"]):
+                raise PurityError(
+                    f"{node.meta.get('source')} reads memory that it writes to, from other places "
+                    f"({node.target}): what torch makes of that depends on the order of its loops. Read a "
+                    "copy: y[1:] = y[:-1].clone()."
+                )
 
 
 def _is_step(node: fx.Node) -> bool:

@@ -346,3 +346,37 @@ def test_vmap_of_a_memory_format(stack: str) -> None:
         torch.testing.assert_close(vmap(STACKS[stack](f))(x), want, rtol=1e-12, atol=1e-12)
     want = torch.stack([grad(fn)(one) for one in x])
     torch.testing.assert_close(vmap(grad(STACKS[stack](fn)))(x), want, rtol=1e-12, atol=1e-12)
+
+
+# Whether torch's result depends on the order of its loops; where it can tell, it refuses as well.
+OVERLAPS: dict[str, tuple[Callable[[torch.Tensor], object], bool]] = {
+    "shifted rows": (lambda y: y[:, ::2][1:].copy_(y[:, ::2][:-1]), True),
+    "shifted columns": (lambda y: y.mT[1:].copy_(y.mT[:-1]), True),
+    "all less the first": (lambda y: y.sub_(y[:, :1]), True),
+    "transposed": (lambda y: y[:3, :3].copy_(y[:3, :3].mT), True),
+    "windows": (lambda y: y.as_strided((2, 3), (4, 1)).add_(y.as_strided((2, 3), (3, 1), 1)), True),
+    "the same": (lambda y: y[1:].add_(y[1:]), False),
+    "other columns": (lambda y: y[:, ::2].copy_(y[:, 1::2]), False),
+    "other rows": (lambda y: y[0].add_(y[1]), False),
+    "a copy": (lambda y: y[1:].copy_(y[:-1].clone()), False),
+    "nothing": (lambda y: y[4:].copy_(y[3:3]), False),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_what_is_read_where_it_is_written(name: str) -> None:
+    write, refused = OVERLAPS[name]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x.clone()
+        write(y)
+        return (y * y).sum()
+
+    x = torch.randn(4, 4, dtype=torch.float64)
+    for stack in STACKS.values():
+        if refused:
+            with pytest.raises(PurityError, match=r"test_effects\.py:.*Read a copy"):
+                stack(fn)(x)
+        else:
+            torch.testing.assert_close(stack(fn)(x), fn(x))
+            torch.testing.assert_close(grad(stack(fn))(x), grad(fn)(x))
