@@ -358,15 +358,14 @@ class Lowering:
         shapes = [self.local_shape(o, at) for o in outs]
         vals = _results(node)
         if all(0 in s for s in shapes):
-            made = [self.emit.full(s, 0, v) for s, v in zip(shapes, vals, strict=True)]
-            return _spread(node, made) if isinstance(node.meta["val"], (tuple, list)) else made[0]
+            return _spread(node, [self.emit.full(s, 0, v) for s, v in zip(shapes, vals, strict=True)])
         op = self._empty_reduction(call, at)
         if op is None:
             return None
         made = [
             self.emit.full(s, identity(op, v.dtype), v) for s, v in zip(shapes, vals, strict=True)
         ]
-        return made[0] if len(made) == 1 else _spread(node, made)
+        return _spread(node, made)
 
     def _empty_reduction(self, call: Call, at: Coords) -> str | None:
         """The combiner of a factor of which this coordinate has no element."""
@@ -392,8 +391,10 @@ def _results(node: fx.Node) -> list[torch.Tensor]:
     return [v for v in values if isinstance(v, torch.Tensor)]
 
 
-def _spread(node: fx.Node, made: list[Any]) -> tuple[Any, ...]:
-    """Results at their places among those that are None."""
+def _spread(node: fx.Node, made: list[Any]) -> Any:
+    """The result; several at their places among those that are None, be it but one of them."""
+    if not isinstance(node.meta["val"], (tuple, list)):
+        return made[0]
     rest = iter(made)
     return tuple(next(rest) if isinstance(v, torch.Tensor) else None for v in node.meta["val"])
 

@@ -355,3 +355,25 @@ def test_what_moves_data_does_not_keep_statistics_from_coming_apart() -> None:
     run = shard(lambda x, y: (F.layer_norm(x, (6,)), y[:, 1:] - y[:, :-1]), MESH)
     crossed = kinds(run.lower(x, y))
     assert crossed.count("all_reduce") == 2 and "all_gather" not in crossed
+
+
+@pytest.mark.parametrize("wanted", [0, 1])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("spec", [P("dp"), P(None, "dp")], ids=str)
+def test_one_gradient_of_a_convolution_on_a_rank_without_channels(
+    spec: P, transposed: bool, wanted: int
+) -> None:
+    """Of several results only one is asked for, and a rank has nothing to compute it of."""
+    mesh = Mesh({"dp": 2}, virtual=True)
+    x, w = torch.randn(1, 1, 6, 5).double(), torch.randn(1, 1, 2, 3).double()
+    convolve = F.conv_transpose2d if transposed else F.conv2d
+
+    def loss(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return convolve(x, w, stride=2).sin().sum()
+
+    derived = torch.func.grad(loss, wanted)
+    for specs in ((spec, P()), (P(), spec), (spec, spec)):
+        have = shard(derived, mesh, specs, P())(x, w)
+        torch.testing.assert_close(have, derived(x, w))
+        placed = [place(v, mesh, s) for v, s in zip((x, w), specs, strict=True)]
+        torch.testing.assert_close(jit(derived, backend="eager")(*placed).full(), derived(x, w))
