@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 __all__ = ["COMPOSED"]
 
@@ -64,7 +66,41 @@ def _corrcoef(input: torch.Tensor) -> torch.Tensor:
     return scaled.clamp(-1, 1)
 
 
+def _gaussian_nll_loss(
+    input: torch.Tensor,
+    target: torch.Tensor,
+    var: torch.Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> torch.Tensor:
+    """torch's, which looks for negative variances: here they are raised to eps, as small ones are."""
+    if not isinstance(var, torch.Tensor):
+        var = input.new_full(input.shape, var)
+    elif var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    elif not _one_dim_is_1(var.shape, input.shape):
+        raise ValueError("var is of incorrect size")
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(reduction + " is not valid")
+    # What is raised has its gradient all the same: torch raises it where gradients are off.
+    var = torch.where(var < eps, var - var.detach() + eps, var)
+    loss = 0.5 * (var.log() + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+
+
+def _one_dim_is_1(shape: torch.Size, of: torch.Size) -> bool:
+    """Whether they are equal, but for one dim at most."""
+    if len(shape) != len(of):
+        return False
+    other = [n for n, m in zip(shape, of, strict=True) if n != m]
+    return not other or other == [1]
+
+
 COMPOSED: dict[Any, Callable[..., Any]] = {
+    F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.cov: _cov,
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.func import grad, jvp, vmap
 
 from torchard import Mesh, P, checkpoint, fuse, jit, shard, trace
@@ -126,6 +127,29 @@ def test_covariances_are_traced(what: str) -> None:
     for both in (fn, grad(lambda x: fn(x.sin()).square().sum())):
         got, want = checkpoint(both)(X), both(X)
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+
+
+VARIANCES: dict[str, Callable[..., torch.Tensor]] = {
+    "mean": lambda x, v: F.gaussian_nll_loss(x, x.sin(), v),
+    "none, full": lambda x, v: F.gaussian_nll_loss(x, x.sin(), v, full=True, reduction="none"),
+    "per row": lambda x, v: F.gaussian_nll_loss(x, x.cos(), v[:, 0], reduction="sum"),
+    "per row, with its dim": lambda x, v: F.gaussian_nll_loss(x, x.cos(), v[:, :1], eps=1e-3),
+    "a number": lambda x, v: F.gaussian_nll_loss(x, v, 0.5),
+}
+
+
+@pytest.mark.parametrize("what", VARIANCES)
+def test_losses_with_variances_are_traced(what: str) -> None:
+    """torch looks for negative ones; small ones are raised and have a gradient all the same."""
+    fn, v = VARIANCES[what], X.square().index_fill(1, torch.tensor([0]), 1e-9)
+
+    def loss(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return fn(x, v).sum()
+
+    for both in (fn, grad(loss, (0, 1)), grad(lambda x, v: grad(loss)(x, v).square().sum())):
+        torch.testing.assert_close(checkpoint(both)(X, v), both(X, v), rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="incorrect size"):
+        checkpoint(F.gaussian_nll_loss)(X, X, v[0, :2])
 
 
 def z() -> torch.Tensor:
