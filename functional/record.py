@@ -106,8 +106,8 @@ _INSTEAD = {
     ),
     **dict.fromkeys(
         ("INTERNAL ASSERT FAILED", "returned an invalid gradient"),
-        "meets an error inside of torch's own differentiation while it is traced. It is known of writes to "
-        "views of detached or stopped tensors, and through as_strided: write to a clone instead",
+        "meets an error inside of torch's own differentiation while it is traced. It is known of writes "
+        "to views of detached or stopped tensors, and through as_strided: write to a clone instead",
     ),
     "torch._dynamo.exc": (
         "uses control flow of torch.compile's (torch.cond, while_loop, scan, map). Write torch.where for "

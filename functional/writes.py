@@ -360,8 +360,8 @@ def _check_overlap(node: fx.Node) -> None:
             if operand not in written and overlap(operand.meta.get("val"), target.meta["val"]):
                 raise PurityError(
                     f"{node.meta.get('source')} reads memory that it writes to, from other places "
-                    f"({node.target}): what torch makes of that depends on the order of its loops. Read a "
-                    "copy: y[1:] = y[:-1].clone()."
+                    f"({node.target}): what torch makes of that depends on the order of its loops. Read "
+                    "a copy: y[1:] = y[:-1].clone()."
                 )
 
 
