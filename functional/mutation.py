@@ -99,10 +99,10 @@ def overlap(read: object, written: torch.Tensor) -> bool:
 
 
 def _places(x: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
-    return x.storage_offset(), [d for d in zip(x.shape, x.stride(), strict=True) if d[0] > 1]
+    return int(x.storage_offset()), [d for d in zip(x.shape, x.stride(), strict=True) if d[0] > 1]
 
 
 def _end(x: torch.Tensor) -> int:
     """One behind the last of a tensor's elements in its storage."""
     reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    return x.storage_offset() + reach + 1
+    return int(x.storage_offset()) + reach + 1
