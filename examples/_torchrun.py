@@ -28,7 +28,9 @@ PATIENCE = 8
 
 def main() -> int:
     logging.disable(logging.CRITICAL)
-    flags = ["--standalone", "--max-restarts", "0", "--shutdown-timeout", str(PATIENCE)]
+    flags = ["--standalone", "--max-restarts", "0"]
+    if "--shutdown-timeout" in run.get_args_parser().format_help():  # from torch 2.12 on
+        flags += ["--shutdown-timeout", str(PATIENCE)]
     try:
         run.main([*flags, *sys.argv[1:]])
     except SignalException as stopped:

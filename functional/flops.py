@@ -21,14 +21,20 @@ _FORMULAS: dict[str, Any] = {
     "aten.addmv": lambda b, a, x, **_: 2 * a.numel(),
     "aten.dot": lambda x, y, **_: 2 * x.numel(),
     "aten._scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, out_val=None, **__: sdpa_flop(
-        q.shape, k.shape, v.shape, out_val=out_val
+        q.shape, _of_heads(q, k), _of_heads(q, v), out_val=out_val
     ),
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": (
         lambda grad, q, k, v, *_, out_val=None, **__: sdpa_backward_flop(
-            grad.shape, q.shape, k.shape, v.shape, out_val=out_val
+            grad.shape, q.shape, _of_heads(q, k), _of_heads(q, v), out_val=out_val
         )
     ),
 }
+
+
+def _of_heads(query: torch.Tensor, x: torch.Tensor) -> tuple[int, ...]:
+    """The shape of keys or values with a head for each of the queries', which may share them."""
+    return (x.shape[0], query.shape[1], *x.shape[2:])
+
 
 # The operations whose floating point operations torch counts: products, convolutions, attention.
 DOTS = frozenset(_FORMULAS)

@@ -109,6 +109,10 @@ _INSTEAD = {
         "meets an error inside of torch's own differentiation while it is traced. It is known of writes "
         "to views of detached or stopped tensors, and through as_strided: write to a clone instead",
     ),
+    "torch._C.Generator": (
+        "draws random numbers from a torch.Generator, whose state would not move on with later calls of "
+        "the trace. Pass a key and use torchard.random, or draw outside and pass the tensor"
+    ),
     "torch._dynamo.exc": (
         "uses control flow of torch.compile's (torch.cond, while_loop, scan, map). Write torch.where for "
         "the choice, and a Python loop, which is unrolled"

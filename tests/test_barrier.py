@@ -39,7 +39,7 @@ def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
 def profiled(run: Callable[[], Any]) -> int:
     """The most bytes that are allocated at once, by the profiler's memory events."""
     run()  # compiles
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True, profile_memory=True) as found:
         run()
     events = found.profiler.kineto_results.events()
     now = most = 0

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch_version import TORCH
 
 from torchard import Mesh, MeshTensor, P, checkpoint, fuse, jit, shard, trace
 from torchard.functional import torch_internals as internals
@@ -231,6 +232,8 @@ def test_programs_that_work_still_do(failure: str) -> None:
 )
 @pytest.mark.parametrize("make", [checkpoint, lambda f: jit(f, backend="eager")])
 def test_kernels_that_try_overloads_work_under_forward_mode(make: Any, fn: Fn) -> None:
+    if TORCH < (2, 12) and any("quantile" in name for name in fn.__code__.co_names):
+        pytest.skip("torch 2.11 compares the values of what a quantile is interpolated from")
     both: Callable[[Fn], Any] = lambda f: lambda x: jvp(f, (x,), (x.cos(),))  # noqa: E731
     for ours in (make(both(fn))(X), both(make(fn))(X)):
         for mine, theirs in zip(ours, both(fn)(X), strict=True):
@@ -341,6 +344,8 @@ def test_a_first_call_may_be_anywhere(where: str, body: str) -> None:
         pytest.skip("torch refuses forward mode in forward mode, by one or the other of its doors")
     if body == "gradient inside" and where in ("hooks", "torch.utils.checkpoint", "save_on_cpu"):
         pytest.skip("torch.func.grad refuses hooks for what autograd saves")
+    if TORCH < (2, 12) and where == "inference mode" and "inside" in body:
+        pytest.skip("torch 2.11 takes wrong derivatives in inference mode")
     want = FIRST_CALLS[where](BODIES[body])
     # One transform a case, or all.
     at = (list(FIRST_CALLS).index(where) + list(BODIES).index(body)) % len(TRANSFORMS)

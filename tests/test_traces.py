@@ -88,7 +88,7 @@ def test_a_merged_collective_has_the_scope_its_members_share(scopes: list[str], 
 
 
 def profiled(run: Any) -> Any:
-    with profile(activities=[ProfilerActivity.CPU]):
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True):
         return run()
 
 

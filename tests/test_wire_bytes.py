@@ -12,6 +12,7 @@ from typing import Any
 import forked
 import pytest
 from once import once
+from torch_version import TORCH
 from wire_bytes import BATCH, LAYERS, LENGTH, WIDTH
 
 Case = tuple[str, int, str]
@@ -72,6 +73,8 @@ def biases_alone(case: Case) -> int:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_sends_no_more_than_dtensor(case: Case, found: dict[Case, dict[str, Any]]) -> None:
     have = found[case]
+    if TORCH < (2, 12) and "theirs" not in have:
+        pytest.skip("DTensor of torch 2.11 fails on a view of uneven shards")
     assert "theirs" in have, have
     ours, theirs = (
         {phase: sum(kinds.values()) for phase, kinds in have[who].items()} for who in ("ours", "theirs")

@@ -22,7 +22,7 @@ Params = dict[str, torch.Tensor]
 def regions(run: Callable[[], Any]) -> list[dict[str, Any]]:
     """The named stretches of the second of two calls, in order of their beginnings."""
     run()
-    with profile(activities=[ProfilerActivity.CPU]) as trace:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
         for number in range(2):
             with record_function(f"step {number}"):
                 run()

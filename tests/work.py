@@ -34,11 +34,16 @@ Move = tuple[Step, dict[Key, Value], torch.Tensor]
 
 
 def attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(q, k, v))
+    return int(sdpa_flop_count(q, *(_of_heads(q, x) for x in (k, v))))
 
 
 def attention_backward(g: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(g, q, k, v))
+    return int(sdpa_backward_flop_count(g, q, *(_of_heads(q, x) for x in (k, v))))
+
+
+def _of_heads(q: Any, x: Any) -> tuple[int, ...]:
+    """Keys and values may be shared by heads, which torch 2.11's counter does not know."""
+    return (x[0], q[1], *x[2:])
 
 
 # Those that torch's counter does not know.
