@@ -126,6 +126,7 @@ class Flat:
         self.rewrites = rewrites
         self.inline = inline
         self.passed = len(base.inputs) - len(base.constants)
+        self.complex = any(node.meta["val"].is_complex() for node in base.placeholders)
         self.widths = [1 if inline else width(leaf) for leaf in base.inputs[: self.passed]]
         self._kept: dict[Hashable, Any] = {}
         self._lock = Lock()

@@ -25,7 +25,7 @@ Tensors = Sequence[torch.Tensor]
 
 def call(flat: Flat, parts: Tensors) -> tuple[list[torch.Tensor], tuple[Leaf, ...]]:
     """Run a Flat on its input parts under whatever is live; the output parts and their leaves."""
-    parts = internals.resolved(parts)
+    parts = internals.resolved(parts, flat.complex)
     if internals.autocast_on():
         with internals.autocast_off():
             return _call(flat, parts)

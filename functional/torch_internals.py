@@ -633,17 +633,18 @@ def _compiled(
     return lambda args: run(*resolved(args))
 
 
-_LAZY = (torch.Tensor.is_neg, torch.Tensor.is_conj)
-
-
-def resolved(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def resolved(tensors: Sequence[torch.Tensor], conjugates: bool = True) -> list[torch.Tensor]:
     """The same list, with every sign and conjugation carried out in memory.
+
+    ``conjugates``: whether one of them may be complex; it is asked at every call.
 
     torch marks `z.conj()`, and `z.conj().imag`, by a bit. A trace is of tensors without it, and compilers
     read the memory behind it as it is (torch 2.13: a wrong sign).
     """
     given = tensors if isinstance(tensors, list) else list(tensors)
-    if any(map(_LAZY[0], given)) or any(map(_LAZY[1], given)):
+    if any(map(torch.Tensor.is_neg, given)) or (
+        conjugates and any(map(torch.Tensor.is_conj, given))
+    ):
         given[:] = [tensor.resolve_conj().resolve_neg() for tensor in given]
     return given
 

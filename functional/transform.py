@@ -73,6 +73,8 @@ class Transformed:
         # Traced to be looked at. Ranks of a mesh evict the same plans only while they call the same, and
         # any of them may look at more; so looking neither evicts what is called nor counts as use of it.
         self._looked: OrderedDict[Hashable, _Entry] = OrderedDict()
+        # The last one called, which is nearly always the next: nothing has to be moved then.
+        self._newest: _Entry | None = None
         self._lock = Lock()
         self._history: deque[tuple[Hashable, list[str]]] = deque(maxlen=_RETRACES)
         self._traces = 0
@@ -150,7 +152,9 @@ class Transformed:
             entry, closures = self._traced(arguments, paths_of(args, kwargs))
             key = self._key(arguments)
         if not looking:
-            self._keep(self._entries, key, entry)
+            if entry is not self._newest:
+                self._keep(self._entries, key, entry)
+                self._newest = entry if entry.lasting else None
             if self._looked:
                 self._looked.pop(key, None)
         elif self._entries.get(key) is not entry:
@@ -165,8 +169,6 @@ class Transformed:
         if not entry.lasting:
             return
         with self._lock:
-            if next(reversed(cache.values()), None) is entry:  # nearly always: no key is compared
-                return
             cache[key] = entry
             cache.move_to_end(key)
             while len(cache) > self.cache_size:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from numbers import Number
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -30,17 +29,9 @@ class Operators:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
 
-    def __getattr__(self, name: str) -> Any:
-        """Methods and attributes of tensors that are operations."""
-        if name in _ATTRIBUTES:
-            return run(_attribute(name), (self,), {})
-        method = None if name.startswith("_") else getattr(torch.Tensor, name, None)
-        if not callable(method) or name in _NOT_METHODS:
-            raise AttributeError(
-                f"a MeshTensor has no attribute {name!r}. It has mesh, spec, parts, shape and dtype, and "
-                f"the operations of tensors; x.full() is the whole value as a plain tensor."
-            )
-        return functools.partial(_called, method, self)
+    if TYPE_CHECKING:  # set below: a real one would slow every other attribute down
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __getitem__(self, index: Any) -> Any:
         return run(torch.Tensor.__getitem__, (self, index), {})
@@ -115,11 +106,6 @@ class Operators:
         return format(self.item(), how) if how and not self.shape else format(str(self), how)
 
 
-def _called(method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    _check_device(self, args, kwargs) if method in _MOVING else None
-    return run(method, (self, *args), kwargs)
-
-
 # What an operation takes from an instance without a call.
 _ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}
 _NOT_METHODS = {
@@ -128,13 +114,38 @@ _NOT_METHODS = {
 _MOVING = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
 
 
-@functools.cache
-def _attribute(name: str) -> Callable[[Any], Any]:
+def _attribute(name: str) -> property:
+    """Read by an operation of torch's."""
+
     def read(value: Any) -> Any:
         return getattr(value, name)
 
     read.__name__ = name
-    return read
+    return property(lambda self: run(read, (self,), {}))
+
+
+def _absent(name: str) -> property:
+    """What a tensor has and a placed value does not."""
+
+    def refuse(self: Any) -> NoReturn:
+        raise AttributeError(
+            f"a MeshTensor has no attribute {name!r}. It has mesh, spec, parts, shape and dtype, and "
+            f"the operations of tensors; x.full() is the whole value as a plain tensor."
+        )
+
+    return property(refuse)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    func = getattr(torch.Tensor, name)
+
+    def call(self: Operators, *args: Any, **kwargs: Any) -> Any:
+        if func in _MOVING:
+            _check_device(self, args, kwargs)
+        return run(func, (self, *args), kwargs)
+
+    call.__name__, call.__doc__ = name, func.__doc__
+    return call
 
 
 def _check_device(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -174,6 +185,15 @@ _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_UNARY, *_COMPARISONS):
     setattr(Operators, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in dir(torch.Tensor):
+    if _name.startswith("_") or _name in vars(Operators):
+        continue
+    if _name in _ATTRIBUTES:
+        setattr(Operators, _name, _attribute(_name))
+    elif callable(getattr(torch.Tensor, _name)) and _name not in _NOT_METHODS:
+        setattr(Operators, _name, _method(_name))
+    else:
+        setattr(Operators, _name, _absent(_name))
 for _name in IN_PLACE:
     if hasattr(torch.Tensor, f"__{_name}__"):
         setattr(Operators, f"__{_name}__", _refusal(f"__{_name}__"))
