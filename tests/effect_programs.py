@@ -137,7 +137,7 @@ WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "{v}[mask] = 0": lambda v, o: v.__setitem__(_mask(v), 0),
     "{v}.fill_diagonal_(0.5)": lambda v, o: v.fill_diagonal_(0.5),
     "{v}.diagonal().mul_(2)": lambda v, o: v.diagonal().mul_(2),
-    "{v}.index_add_(0, [0], {o}[:1].clone())": lambda v, o: v.index_add_(0, torch.tensor([0]), o[:1].clone()),
+    "{v}.index_add_(0, [0], {o}[:1] * 1)": lambda v, o: v.index_add_(0, torch.tensor([0]), o[:1] * 1),
     "{v}.index_fill_(0, [1], 2)": lambda v, o: v.index_fill_(0, torch.tensor([1]), 2),
     "{v}.tril_()": lambda v, o: v.tril_(),
     "{v}.cumsum_(0)": lambda v, o: v.cumsum_(0),
