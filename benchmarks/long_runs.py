@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import gc
 import multiprocessing
+import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torchard import Mesh, P, checkpoint, fuse, shard
+from torchard import Mesh, P, RetraceWarning, checkpoint, fuse, shard
 
 WIDTH = 16
 Call = Callable[[int], Any]
@@ -73,6 +75,7 @@ def resident() -> float:
 def measured(name: str, calls: int, points: int) -> list[float]:
     """Resident memory after each part of the calls."""
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore", RetraceWarning)  # that is what is measured
     call = WORKLOADS[name]()
     return list(_sampled(call, calls, points))
 
@@ -95,6 +98,8 @@ def main() -> None:
     names = [options.only] if options.only else list(WORKLOADS)
     print(f"resident memory, MiB, torch {torch.__version__}, {calls} calls, each of a new shape")
     print("calls".rjust(14), *(f"{(k + 1) * calls // points:>7}" for k in range(points)))
+    # Otherwise glibc keeps large blocks that were freed and cuts them up, and its fragments are measured.
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for name in names:
             row = pool.apply(measured, (name, calls, points))
