@@ -9,6 +9,7 @@ that traces nothing gets torch's own.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Generator, Iterator
 from threading import Lock
 from typing import Any
@@ -23,32 +24,37 @@ __all__ = ["taken_as_segments"]
 
 _lock = Lock()
 _traces = 0
+# From 2.15 on torch calls the second of the generators; the first is then for others.
+_GENERATORS = (
+    "_checkpoint_without_reentrant_generator",
+    "_checkpoint_without_reentrant_generator_impl",
+)
 _theirs: dict[str, Any] = {
-    name: getattr(torchs, name, None)
-    for name in ("CheckpointFunction", "_checkpoint_without_reentrant_generator")
+    name: getattr(torchs, name)
+    for name in ("CheckpointFunction", *_GENERATORS)
+    if hasattr(torchs, name)  # another version may have other names: then torch's own run
 }
 
 
-def _segment(
-    function: Callable[..., Any],
-    preserve_rng_state: bool = True,
-    context_fn: Any = torchs.noop_context_fn,
-    *args: Any,
-    **kwargs: Any,
-) -> Generator[None]:
-    """In the place of the generator of ``use_reentrant=False``, around whose one yield torch calls."""
-    if active() is None:
-        make = _theirs["_checkpoint_without_reentrant_generator"]
-        yield from make(function, preserve_rng_state, context_fn, *args, **kwargs)
-        return
-    if context_fn is not torchs.noop_context_fn:
-        raise CheckpointError(
-            "torch.utils.checkpoint.checkpoint(..., context_fn=...) inside a traced function: what is "
-            "kept is decided on the program, not by a mode of torch's. Use torchard.checkpoint(fn, "
-            "policy=...) there."
-        )
-    with checkpointed(save_nothing):
-        yield
+def _segments(theirs: Any) -> Callable[..., Generator[None]]:
+    """In the place of a generator of ``use_reentrant=False``, around whose one yield torch calls."""
+    parameters = inspect.signature(theirs)
+
+    def segment(*args: Any, **kwargs: Any) -> Generator[None]:
+        if active() is None:
+            yield from theirs(*args, **kwargs)
+            return
+        given = parameters.bind(*args, **kwargs).arguments
+        if given.get("context_fn", torchs.noop_context_fn) is not torchs.noop_context_fn:
+            raise CheckpointError(
+                "torch.utils.checkpoint.checkpoint(..., context_fn=...) inside a traced function: what "
+                "is kept is decided on the program, not by a mode of torch's. Use torchard.checkpoint("
+                "fn, policy=...) there."
+            )
+        with checkpointed(save_nothing):
+            yield
+
+    return segment
 
 
 class _Reentrant:
@@ -62,7 +68,10 @@ class _Reentrant:
             return function(*args)
 
 
-_OURS = {"CheckpointFunction": _Reentrant, "_checkpoint_without_reentrant_generator": _segment}
+_ours = {
+    name: _Reentrant if name == "CheckpointFunction" else _segments(function)
+    for name, function in _theirs.items()
+}
 
 
 @contextlib.contextmanager
@@ -71,7 +80,7 @@ def taken_as_segments() -> Iterator[None]:
     global _traces
     with _lock:
         _traces += 1
-        _replace(_OURS)
+        _replace(_ours)
     try:
         yield
     finally:
@@ -83,5 +92,4 @@ def taken_as_segments() -> Iterator[None]:
 
 def _replace(functions: dict[str, Any]) -> None:
     for name, function in functions.items():
-        if _theirs[name] is not None:  # another version may have other names: then torch's own run
-            setattr(torchs, name, function)
+        setattr(torchs, name, function)
