@@ -80,14 +80,13 @@ def argument_names(target: Any) -> list[str]:
     return [argument.name for argument in target._schema.arguments]
 
 
-def overlap(read: object, written: torch.Tensor) -> bool:
-    """Whether a tensor has elements of another one's memory, but not the same in the same places.
+def overlap(read: torch.Tensor, written: torch.Tensor) -> bool:
+    """Whether a tensor has elements of another one, but not the same in the same places.
 
-    Tensors of different dtypes do not count: torch converts what it reads before it writes.
+    Both lie in one storage. Tensors of different dtypes do not count: torch converts what it reads
+    before it writes.
     """
-    if not isinstance(read, torch.Tensor) or read.dtype != written.dtype:
-        return False
-    if read.untyped_storage()._cdata != written.untyped_storage()._cdata:
+    if read.dtype != written.dtype:
         return False
     if not (read.numel() and written.numel()) or _places(read) == _places(written):
         return False

@@ -89,6 +89,10 @@ _READS_A_VALUE = (
     *("get value out of a tracing tensor", "its data is not allocated yet"),
     ".numpy() is not supported for tensor subclasses",
 )
+_DRAWN = (
+    "draws random numbers from a torch.Generator: its state would not move on when the trace is used "
+    "again. Pass a key and use torchard.random, or draw outside and pass the tensor"
+)
 # What it says of other things that cannot be traced, and what can be done instead.
 _INSTEAD = {
     "does not require grad": (
@@ -109,10 +113,7 @@ _INSTEAD = {
         "meets an error inside of torch's own differentiation while it is traced. It is known of writes "
         "to views of detached or stopped tensors, and through as_strided: write to a clone instead",
     ),
-    "torch._C.Generator": (
-        "draws random numbers from a torch.Generator, whose state would not move on with later calls of "
-        "the trace. Pass a key and use torchard.random, or draw outside and pass the tensor"
-    ),
+    "torch._C.Generator": _DRAWN,  # torch 2.11 stops at it; later the tracer keeps it as an attribute
     "torch._dynamo.exc": (
         "uses control flow of torch.compile's (torch.cond, while_loop, scan, map). Write torch.where for "
         "the choice, and a Python loop, which is unrolled"
@@ -211,10 +212,7 @@ def _lift_attributes(found: Recording, room: Room) -> None:
 
 def _drawn(node: fx.Node) -> PurityError:
     where = next((user.meta["source"] for user in node.users if user.meta.get("source")), "a line")
-    return PurityError(
-        f"{where} draws random numbers from a torch.Generator: its state would not move on when the "
-        "trace is used again. Pass a key and use torchard.random, or draw outside and pass the tensor."
-    )
+    return PurityError(f"{where} {_DRAWN}.")
 
 
 def _is_made(node: fx.Node, room: Room) -> bool:

@@ -2,8 +2,8 @@
 
 torch runs the function again by hooks for what autograd saves. A trace has no such hooks: what is made
 again is decided on the program. So while one of ours is traced, torch's checkpoint runs the function once
-and says where. This module alone replaces private names of torch's, for as long as a trace runs; a thread
-that traces nothing gets torch's own.
+and says where: private names of torch's are replaced for as long as a trace runs. A thread that traces
+nothing gets torch's own.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Generator, Iterator
-from threading import Lock
 from typing import Any
 
 from torch.utils import checkpoint as torchs
 
 from torchard.functional.errors import CheckpointError
+from torchard.functional.locks import Lock
 from torchard.functional.policies import save_nothing
 from torchard.functional.room import active, checkpointed
 

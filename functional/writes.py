@@ -356,8 +356,9 @@ def _check_overlap(node: fx.Node) -> None:
     """
     written = written_nodes(node)
     for target in written:
-        for operand in node.all_input_nodes:
-            if operand not in written and overlap(operand.meta.get("val"), target.meta["val"]):
+        beside = (n for n in node.all_input_nodes if n not in written)
+        for operand in (n for n in beside if storage_key(n) == storage_key(target)):
+            if overlap(operand.meta["val"], target.meta["val"]):
                 raise PurityError(
                     f"{node.meta.get('source')} reads memory that it writes to, from other places "
                     f"({node.target}): what torch makes of that depends on the order of its loops. Read "

@@ -30,7 +30,7 @@ from torchard.sharding.runtime import runtime_of
 from torchard.sharding.schedule import Schedule, schedule
 from torchard.sharding.spec import P, SpecError, layout_of
 from torchard.sharding.spectree import specs_of_arguments, specs_of_results
-from torchard.sharding.updates import after_backward, renewed_inputs, updated_inputs
+from torchard.sharding.updates import after_backward, source_of, updated_inputs
 from torchard.sharding.windows import attach_windows
 
 __all__ = ["Shard", "shard"]
@@ -188,7 +188,7 @@ class Shard:
         attach_windows(new, self.mesh)
         if self.reduce_dtype is not None:
             reduce_widely(new, self.reduce_dtype)
-        outputs = self._outputs(program, made.decision.outputs, _held_before(program))
+        outputs = self._outputs(program, made.decision.outputs)
         inputs = tuple(
             replace(leaf, tag=outputs[leaf.of].tag)
             if leaf.role == "cotangent" and leaf.of is not None
@@ -334,25 +334,20 @@ class Shard:
             return layout if meant and may_leave_as(value, layout, self.mesh.sizes) else None
         return None
 
-    def _outputs(
-        self, program: Program, layouts: Sequence[Layout], before: Mapping[int, Held]
-    ) -> tuple[Leaf, ...]:
+    def _outputs(self, program: Program, layouts: Sequence[Layout]) -> tuple[Leaf, ...]:
+        tags = {n: leaf.tag for leaf, n in zip(program.inputs, program.placeholders, strict=True)}
         done = []
-        for i, (leaf, layout) in enumerate(zip(program.outputs, layouts, strict=True)):
+        for leaf, value, layout in zip(program.outputs, program.results, layouts, strict=True):
             if leaf.tag is FREE:
                 held = Held.of(self.mesh, layout)
-                replicated = isinstance(leaf.hint, Hint) and leaf.hint.spec.is_replicated
-                plain = not layout.dims or (replicated and before.get(i) != held)
+                plain = not layout.dims
+                if not plain and isinstance(leaf.hint, Hint) and leaf.hint.spec.is_replicated:
+                    # The new value of what is placed so stays placed.
+                    source = source_of(value)
+                    plain = source is None or tags[source] != held
                 leaf = replace(leaf, tag=None if plain else held)
             done.append(leaf)
         return tuple(done)
-
-
-def _held_before(program: Program) -> dict[int, Held]:
-    """For each result that is the new value of a placed argument: how that one is held."""
-    tags = {n: leaf.tag for leaf, n in zip(program.inputs, program.placeholders, strict=True)}
-    found = ((i, tags[node]) for i, node in renewed_inputs(program.graph).items())
-    return {i: tag for i, tag in found if isinstance(tag, Held)}
 
 
 def _check_mesh(leaf: Leaf, mesh: Mesh) -> None:

@@ -11,7 +11,7 @@ from torch import fx
 from torchard.sharding.moves import is_edge
 from torchard.sharding.rules import lookup
 
-__all__ = ["after_backward", "renewed_inputs", "updated_inputs"]
+__all__ = ["after_backward", "source_of", "updated_inputs"]
 
 
 def updated_inputs(graph: fx.Graph) -> dict[int, fx.Node]:
@@ -24,19 +24,12 @@ def updated_inputs(graph: fx.Graph) -> dict[int, fx.Node]:
     rest: dict[int, fx.Node] = {}
     for i, value in enumerate(graph.output_node().args[0]):  # type: ignore[arg-type]
         if isinstance(value, fx.Node) and value.op != "placeholder" and _shape(value):
-            source = _source(value)
+            source = source_of(value)
             if source is not None:
                 found[i] = source
             elif value.meta.get("phase") == "backward":
                 rest[i] = value
     return found | dict(_gradients(graph, rest))
-
-
-def renewed_inputs(graph: fx.Graph) -> dict[int, fx.Node]:
-    """For each output that is an input, or made elementwise from one of its shape: that input."""
-    outputs = enumerate(graph.output_node().args[0])  # type: ignore[arg-type]
-    sources = ((i, _source(value)) for i, value in outputs if isinstance(value, fx.Node))
-    return {i: source for i, source in sources if source is not None}
 
 
 def after_backward(graph: fx.Graph) -> set[fx.Node]:
@@ -62,7 +55,8 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
-def _source(output: fx.Node) -> fx.Node | None:
+def source_of(output: fx.Node) -> fx.Node | None:
+    """The input that a value is, or is made elementwise from, of its shape; None if there is none."""
     shape = _shape(output)
     stack, seen = [output], {output}
     while stack:

@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 from op_db import Case, cases, entries, name_of
+from refusals import refuses
 from torch import fx
 
 from torchard.functional.errors import RetraceWarning
@@ -115,7 +116,7 @@ def judge(case: Case, rng: Random) -> Verdict:
             kind = WRONG if error.__traceback__ and _ours(error) else BROKEN
             return Verdict(kind, str(case), where, _words(error))
         except Exception as error:
-            refused = _refuses(error)
+            refused = refuses(error)
             why = _words(error) if refused else _words(error) + "\n" + _tail(error)
             return Verdict(REFUSED if refused else BROKEN, str(case), where, why)
     return Verdict(RIGHT, str(case), where)
@@ -162,16 +163,6 @@ def _ours(error: BaseException) -> bool:
     """Whether the comparison itself failed, not an assertion on the way."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return last.filename.endswith(("sharding/testing.py", "op_sweep.py"))
-
-
-def _refuses(error: BaseException) -> bool:
-    """A torchard error: of a class of its own for users, or raised on purpose with its remedy."""
-    if type(error).__name__ == "RuleError":
-        return False  # a rule that does not fit is a bug of the rule
-    if type(error).__module__.startswith("torchard."):
-        return True
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return isinstance(error, NotImplementedError) and "/torchard/" in last.filename
 
 
 def _words(error: BaseException) -> str:

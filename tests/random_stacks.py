@@ -27,6 +27,7 @@ from derivations import DERIVATIONS, OUTERMOST, Derivation, Fn, batched, floatin
 from idioms import IDIOMS
 from op_db import cases, entries
 from random_programs import _program
+from refusals import refuses
 
 from torchard import checkpoint, fuse, jit, policies
 from torchard.functional.errors import RetraceWarning
@@ -262,12 +263,12 @@ def judge(case: Case) -> Verdict:
             return Verdict(NOTHING, "too large")
         have, error = _outcome(case.transformed(), case.inputs)
     if refused is not None:
-        if error is None or _named(error) or _alike(error, refused):
+        if error is None or refuses(error) or _alike(error, refused):
             return Verdict(NOTHING, f"torch alone: {_words(refused)}")
         return Verdict(FAILED, f"{_words(error)}\n  torch alone: {_words(refused)}\n{_tail(error)}")
     if error is not None:
         why = f"{_words(error)}\n{_tail(error)}"
-        return Verdict(REFUSED if _named(error) else FAILED, why)
+        return Verdict(REFUSED if refuses(error) else FAILED, why)
     assert have is not None and want is not None
     return _compared(have, want, case)
 
@@ -311,17 +312,6 @@ def _largest(x: torch.Tensor) -> float:
 
 def _nudged(x: torch.Tensor) -> torch.Tensor:
     return x * (1 + 4 * torch.finfo(x.dtype).eps) if x.is_floating_point() or x.is_complex() else x
-
-
-def _named(error: BaseException) -> bool:
-    """Of a class of the library's own for its users, or raised on purpose with its remedy."""
-    if type(error).__name__ == "RuleError":
-        return False  # a rule that does not fit is a bug of the rule
-    if type(error).__module__.startswith("torchard."):
-        return True
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    ours = "/functional/", "/sharding/", "/kernels/"
-    return isinstance(error, NotImplementedError) and any(part in last.filename for part in ours)
 
 
 def _alike(error: BaseException, other: BaseException) -> bool:

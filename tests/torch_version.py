@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
-
 import torch
+from matrix import numbers
 
 __all__ = ["TORCH"]
 
-TORCH = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
+TORCH = numbers(torch.__version__)
