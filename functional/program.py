@@ -18,6 +18,7 @@ node.meta      meaning
 ``use``        a record of what the kernel took the place of
 ``apart``      such a record, on what has come of a kernel that was taken apart again
 ``fuse``       the rewrites of calls of ``fuse`` it was traced in
+``strided``    by whom the value's memory is read by strides (strided_inputs.py)
 ``layout``     how the value is laid out over a mesh (printable)
 ``collective`` a record of what the node sends over the network: printable, and it may have a short
                ``title`` and a ``payload``. In a lowered graph, on the calls that do it

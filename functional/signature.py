@@ -53,6 +53,11 @@ class Arguments:
     traced: list[int]
     placed: bool
 
+    @property
+    def values(self) -> list[Any]:
+        """The operands."""
+        return [self.leaves[i] for i in self.traced]
+
 
 class _PlacedTypes(dict[type, bool]):
     """Asked for every node of every call's arguments, so each type is looked into once."""

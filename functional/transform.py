@@ -24,6 +24,7 @@ from torchard.functional.program import Free, Leaf, Program, Rewrite
 from torchard.functional.room import Closure, Room, active, called
 from torchard.functional.signature import Arguments, is_placed, paths_of, read
 from torchard.functional.spec import Spec
+from torchard.functional.strided_inputs import check_memory, pass_on, strided_inputs
 from torchard.functional.trace import trace_call
 
 __all__ = ["Transformed"]
@@ -102,10 +103,14 @@ class Transformed:
             return _at_boundary(self, args, kwargs)
         arguments = read(args, kwargs)
         entry, closures = self._entry(arguments, args, kwargs)
+        if entry.strided:
+            check_memory(entry.strided, arguments.values, closures)
         room = active()
         if room is not None:
+            operands = _lifted(room, arguments, closures)
+            pass_on(entry.strided, operands, room)
             with called():
-                tensors, leaves = call(entry.inlined, _lifted(room, arguments, closures))
+                tensors, leaves = call(entry.inlined, room.together(operands))
             return entry.result(tensors, leaves, True)
         parts = entry.parts(arguments, closures)
         if entry.donated:
@@ -276,8 +281,7 @@ def _leaf_text(part: Any) -> str:
 
 def _lifted(room: Room, arguments: Arguments, closures: Sequence[Any]) -> list[torch.Tensor]:
     """The operands of a call inside a trace: global tensors of that trace."""
-    values = [arguments.leaves[i] for i in arguments.traced]
-    return room.together([_native(room, value) for value in (*values, *closures)])
+    return [_native(room, value) for value in (*arguments.values, *closures)]
 
 
 def _native(room: Room, value: Any) -> torch.Tensor:
@@ -303,6 +307,7 @@ class _Entry:
         self._inlined: Flat | None = None
         self.out_tree = base.out_tree
         self.lifted: tuple[Closure, ...] = base.closures
+        self.strided = strided_inputs(base)
         self.environment = _environment(fn, arguments)
         # The closed-over values, and the state of the environment they are of.
         self.last_read: tuple[object, list[Any]] = (None, [])
