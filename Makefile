@@ -50,8 +50,8 @@ sweep: $(STAMP) ## torch's own sample calls of every operator, sharded (half an 
 newest: $(STAMP) ## a fixed part of the tests on the newest torch that is supported (gigabytes)
 	$(BIN)/python tests/matrix.py --only newest --part -- -n $(JOBS) --dist loadfile $(ARGS)
 
-matrix: $(STAMP) ## all tests on the oldest, the pinned and the newest torch, and the table of it
-	$(BIN)/python tests/matrix.py -- -n $(JOBS) --dist loadfile $(ARGS)
+matrix: $(STAMP) ## all tests on the oldest, the pinned and the newest torch (ARGS="--only oldest")
+	$(BIN)/python tests/matrix.py $(ARGS) -- -n $(JOBS) --dist loadfile
 
 lint: $(STAMP) ## ruff
 	$(BIN)/ruff check .

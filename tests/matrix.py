@@ -1,14 +1,14 @@
 """The tests on other versions of torch: the oldest, the pinned and the newest of the supported range.
 
 ``make matrix`` makes an environment for each under ``build/matrix`` (a CUDA build of torch is
-gigabytes), runs the tests there, and writes the table ``tests/results/torch-versions.md``.
+gigabytes), runs the tests there, and writes the table ``tests/results/torch-versions.md``, each row as
+soon as it is known. ``make matrix ARGS="--only oldest"`` runs one of them and writes its row alone.
 ``make newest`` runs a fixed part on the newest alone and writes nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
 import re
 import subprocess
 import sys
@@ -46,6 +46,7 @@ class Verdict:
     skipped: int
     seconds: float
     absent: str
+    commit: str
 
     @property
     def passed(self) -> int:
@@ -148,7 +149,14 @@ def tested(version: str, python: Path, arguments: list[str]) -> Verdict:
             "import torchard; from torchard.functional import operators; "
             "print(', '.join(operators.missing()))",
         ),
+        commit=_commit(),
     )
+
+
+def _commit() -> str:
+    """The commit that is tested, ``+`` behind it if files have been changed since."""
+    command = ["git", "describe", "--always", "--dirty=+"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 def _asked(python: Path, code: str) -> str:
@@ -156,26 +164,33 @@ def _asked(python: Path, code: str) -> str:
     return answer.stdout.strip()
 
 
-def table(verdicts: list[Verdict], command: str) -> str:
-    """What ``tests/results/torch-versions.md`` says."""
-    lines = [
-        "# Tests on other versions of torch",
-        "",
-        f"`{command}` on {platform.system()} {platform.machine()}.",
-        "",
-        "| torch | Python | passed | failed | skipped | minutes | operators it lacks |",
-        "|---|---|---:|---:|---:|---:|---|",
-    ]
-    lines += [
-        f"| {v.torch} | {v.python} | {v.passed} | {len(v.failures)} | {v.skipped} "
-        f"| {v.seconds / 60:.0f} | {v.absent or 'none'} |"
-        for v in verdicts
-    ]
-    for verdict in verdicts:
-        if verdict.failures:
-            lines += ["", f"Failed on {verdict.torch}:", ""]
-            lines += [f"- `{failure}`" for failure in verdict.failures]
-    return "\n".join([*lines, ""])
+HEAD = """# Tests on other versions of torch
+
+Rows as `make matrix` wrote them, each with the commit that it ran.
+
+| torch | Python | commit | passed | failed | skipped | minutes | operators it lacks |
+|---|---|---|---:|---:|---:|---:|---|
+"""
+
+
+def row(verdict: Verdict) -> str:
+    """A version's line of the table; what failed stands below it."""
+    v = verdict
+    counts = f"{v.passed:,} | {len(v.failures)} | {v.skipped} | {v.seconds / 60:.0f}"
+    line = f"| {v.torch} | {v.python} | {v.commit} | {counts} | {v.absent or 'none'} |"
+    return "\n".join([line, *(f"| | | | | `{failure}` | | | |" for failure in v.failures)])
+
+
+def with_row(text: str, verdict: Verdict) -> str:
+    """The table with this row in its place, or in the place of the last one of that version."""
+    rows: dict[tuple[int, ...], list[str]] = {}
+    for line in text.splitlines()[len(HEAD.splitlines()) :]:
+        version = line.split("|")[1].strip()
+        if version:
+            rows[numbers(version)] = []
+        rows[list(rows)[-1]].append(line)
+    rows[numbers(verdict.torch)] = [row(verdict)]
+    return HEAD + "".join(f"{line}\n" for key in sorted(rows) for line in rows[key])
 
 
 def main() -> int:
@@ -185,19 +200,18 @@ def main() -> int:
     parser.add_argument("pytest", nargs="*", help="further arguments of pytest, after --")
     options = parser.parse_args()
     files = [f"tests/test_{name}.py" for name in PART] if options.part else []
-    verdicts = []
+    failed = False
     try:
         for version in chosen(options.only):
-            python = environment(version)
-            verdicts.append(tested(version, python, [*files, *options.pytest]))
+            verdict = tested(version, environment(version), [*files, *options.pytest])
+            failed |= bool(verdict.failures or not verdict.tests)
+            print(row(verdict), flush=True)
+            if not options.part:
+                TABLE.write_text(with_row(TABLE.read_text() if TABLE.exists() else HEAD, verdict))
     except Unavailable as error:
         print(error, file=sys.stderr)
         return UNAVAILABLE
-    text = table(verdicts, "make matrix")
-    print(text)
-    if not (options.part or options.only):
-        TABLE.write_text(text)
-    return int(any(verdict.failures or not verdict.tests for verdict in verdicts))
+    return int(failed)
 
 
 if __name__ == "__main__":
