@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import torch.utils._pytree as torch_pytree
 from torch.overrides import TorchFunctionMode
 
 from torchard.functional import source
@@ -59,8 +60,8 @@ class Lift(TorchFunctionMode):
             return type(value)(items)
         if isinstance(value, dict):
             return {key: self._natives(item) for key, item in value.items()}
-        # A placed value that the function closes over; signature.py, which knows them, imports this.
-        return self.room.lift(value) if hasattr(type(value), "__torchard_placed__") else value
+        # A placed value that the function closes over.
+        return self.room.lift(value) if _is_placed(value) else value
 
     def _cut(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.__name__ == "detach_":
@@ -83,6 +84,11 @@ class Lift(TorchFunctionMode):
         if internals.level_kinds()[-1:] != [internals.VMAP]:  # which refuses .data
             args = (func(*args, **kwargs),)
         return self._cut(torch.Tensor.detach, args, {})
+
+
+def _is_placed(value: Any) -> bool:
+    """As in signature.py, which imports this."""
+    return hasattr(type(value), "__torchard_placed__")
 
 
 def _one_hot(ids: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
@@ -172,14 +178,13 @@ def _weaken(args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
     return tuple(map(cast, args)), {key: cast(value) for key, value in kwargs.items()}, False
 
 
-def _operand(tensor: torch.Tensor) -> torch.Tensor:
-    """What stands for a tensor in the trace that would see what is done to it; itself outside of one."""
+def _operands(tree: Any) -> Any:
+    """A tree with what the trace in progress has for its tensors; the tree itself outside of one."""
     for mode in reversed(internals.function_modes()):
         if isinstance(mode, Lift):
-            native: torch.Tensor = mode._natives(tensor)
-            return native
-    return tensor
+            return torch_pytree.tree_map(mode._natives, tree, is_leaf=_is_placed)
+    return tree
 
 
-# A derivative inside of a function, straight of a tensor that it closes over.
-internals.before_wrapping(_operand)
+# A derivative inside of a function, straight of tensors that it closes over, placed ones too.
+internals.before_reading(_operands)

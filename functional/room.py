@@ -19,7 +19,7 @@ from torchard.functional import source
 from torchard.functional import torch_internals as internals
 from torchard.functional.arguments import checked
 from torchard.functional.chosen import without_gradient
-from torchard.functional.errors import DerivativeError
+from torchard.functional.errors import PurityError
 from torchard.functional.frames import Frame, path_of
 from torchard.functional.program import INHERITED
 from torchard.functional.segments import segments_opened
@@ -222,7 +222,7 @@ class Room:
         else:
             shape, dtype, device, tag, parts = value.__torchard_placed__()
             if any(map(self.native, parts)):
-                raise _taken_apart()
+                raise _put_together()
             spec = contiguous(shape, dtype, device)
         with internals.no_modes(), self.fakes:
             fake = spec.empty()
@@ -231,11 +231,10 @@ class Room:
         return Closure(value, spec, node, tag), fake
 
 
-def _taken_apart() -> DerivativeError:
-    return DerivativeError(
-        f"{source.of_here()} takes a derivative straight of a placed tensor that the traced function "
-        "closes over, which torch.func takes apart into its shards. Pass it to the transform as an "
-        "argument."
+def _put_together() -> PurityError:
+    return PurityError(
+        f"{source.of_here()} makes a placed tensor of shards that the traced function computes. It is "
+        "written for whole arrays: return them and place the result, or use shard_map."
     )
 
 

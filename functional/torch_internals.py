@@ -83,7 +83,7 @@ __all__ = [
     "autograd_sequence",
     "backend_of",
     "base_tensor",
-    "before_wrapping",
+    "before_reading",
     "below_forward_ad",
     "below_vmap",
     "clean_room",
@@ -720,27 +720,31 @@ def backend_of(group: Any, device_type: str) -> Any:
     return group._get_backend(torch.device(device_type))
 
 
-def before_wrapping(swap: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Have functorch's grad, vjp and vmap begin with ``swap(tensor)`` in the place of each tensor.
+def before_reading(operands: Callable[[Any], Any]) -> None:
+    """Have torch.func read ``operands(tree)`` in the place of each tree that it is given.
 
-    They wrap what they are given without asking any mode, and the levels around a trace are hidden from
-    it: a tensor of the first of them would be wrapped in another first one, on which torch asserts.
+    It wraps the leaves without asking any mode: of a node of ours it takes the children, and a tensor of
+    a level around a trace, which is hidden from it, would be wrapped in another first one, on which torch
+    asserts.
     """
     from torch._functorch import vmap as vmaps
 
-    for module, name in ((eager_transforms, "_wrap_for_grad"), (vmaps, "_add_batch_dim")):
-        wrap = getattr(module, name, None)
-        if wrap is not None and not hasattr(wrap, "_torchard_wraps"):
-            setattr(module, name, _swapping(wrap, swap))
+    for module in (eager_transforms, vmaps):
+        for name, at in (("tree_flatten", 0), ("tree_map", 1), ("tree_map_only", 2)):
+            read = getattr(module, name, None)
+            if read is not None and not hasattr(read, "_torchard_reads"):
+                setattr(module, name, _reading(read, at, operands))
 
 
-def _swapping(wrap: Callable[..., Any], swap: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    @functools.wraps(wrap)
-    def swapped(tensor: torch.Tensor, *args: Any) -> Any:
-        return wrap(swap(tensor), *args)
+def _reading(read: Callable[..., Any], at: int, operands: Callable[[Any], Any]) -> Any:
+    @functools.wraps(read)
+    def reading(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._len_torch_function_stack() and len(args) > at:
+            args = (*args[:at], operands(args[at]), *args[at + 1 :])
+        return read(*args, **kwargs)
 
-    swapped._torchard_wraps = True  # type: ignore[attr-defined]
-    return swapped
+    reading._torchard_reads = True  # type: ignore[attr-defined]
+    return reading
 
 
 def function_modes() -> list[Any]:

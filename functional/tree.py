@@ -27,6 +27,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 
 from torchard.functional.arguments import checked
+from torchard.functional.room import Room, active
 
 __all__ = [
     "NAMESPACE",
@@ -69,8 +70,12 @@ def structure(tree: Any) -> optree.PyTreeSpec:
 def map(fn: Callable[..., Any], tree: Any, *rests: Any) -> Any:
     """fn of corresponding leaves; ValueError naming the place where the structures differ.
 
-    As in optree, a leaf of the first tree may face a whole subtree of another.
+    As in optree, a leaf of the first tree may face a whole subtree of another. While a function is
+    traced, a placed tensor that it closes over is one leaf, as the tensors are that it computes.
     """
+    room = active()
+    if room is not None:
+        tree, rests = _whole(room, tree), tuple(_whole(room, rest) for rest in rests)
     try:
         return optree.tree_map(fn, tree, *rests, none_is_leaf=True, namespace=NAMESPACE)
     except ValueError as error:
@@ -78,6 +83,21 @@ def map(fn: Callable[..., Any], tree: Any, *rests: Any) -> Any:
             for problem in optree.prefix_errors(tree, rest, none_is_leaf=True, namespace=NAMESPACE):
                 raise problem(f"tree 0, mapped with tree {number}, at tree") from error
         raise
+
+
+def _whole(room: Room, tree: Any) -> Any:
+    return optree.tree_map(
+        lambda leaf: room.lift(leaf) if _is_placed(leaf) else leaf,
+        tree,
+        is_leaf=_is_placed,
+        none_is_leaf=True,
+        namespace=NAMESPACE,
+    )
+
+
+def _is_placed(value: Any) -> bool:
+    """As in signature.py, which imports this."""
+    return hasattr(type(value), "__torchard_placed__")
 
 
 def broadcast(

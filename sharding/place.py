@@ -327,14 +327,27 @@ def _whole_shape(part: torch.Tensor, mesh: Mesh, spec: P) -> tuple[int, ...]:
     return tuple(whole)
 
 
-def _flatten(value: MeshTensor) -> tuple[tuple[torch.Tensor, ...], Held]:
+class _Whole:
+    """What is static of a value that is read while a function is traced: it is no shards there."""
+
+    def __repr__(self) -> str:
+        return "whole"
+
+
+_WHOLE = _Whole()
+
+
+def _flatten(value: MeshTensor) -> tuple[tuple[torch.Tensor, ...], Held | _Whole]:
+    room = active()
+    if room is not None:
+        return (room.lift(value),), _WHOLE
     if value._dead:
         value._read()  # raises
     return value.parts, value._held
 
 
-def _unflatten(held: Held, parts: Sequence[torch.Tensor]) -> MeshTensor:
-    return MeshTensor(held, parts)
+def _unflatten(held: Held | _Whole, parts: Sequence[torch.Tensor]) -> MeshTensor | torch.Tensor:
+    return parts[0] if isinstance(held, _Whole) else MeshTensor(held, parts)
 
 
 tree.register(MeshTensor, _flatten, _unflatten)
