@@ -20,6 +20,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from torchard.functional.placed import is_placed
+
 __all__ = ["AtLeast", "CheckedInside", "check_fields", "checked"]
 
 Params = ParamSpec("Params")
@@ -173,7 +175,7 @@ def _is_a(value: Any, hint: Any) -> bool:
         symbolic = (torch.SymInt, torch.SymFloat)
         return isinstance(value, (number, *symbolic)) and not isinstance(value, bool)
     if kind is torch.Tensor:  # a placed value is as good
-        return isinstance(value, torch.Tensor) or hasattr(type(value), "__torchard_placed__")
+        return isinstance(value, torch.Tensor) or is_placed(value)
     if isinstance(value, str) and _is_container(kind) and kind is not str:
         return False  # its letters are meant by nobody
     return kind is Any or not isinstance(kind, type) or isinstance(value, kind)

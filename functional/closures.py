@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from torchard.functional import source
+from torchard.functional.placed import is_placed
 from torchard.functional.reachable import SETTINGS
-from torchard.functional.signature import is_placed
 
 __all__ = ["Reader", "reader_of"]
 

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from torchard.functional.errors import DonatedError
-from torchard.functional.signature import is_placed
+from torchard.functional.placed import is_placed
 
 __all__ = ["Donated", "give_up"]
 

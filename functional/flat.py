@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from torchard.functional.autodiff import batched, joint, pullback, pushforward
+from torchard.functional.binding import bind
 from torchard.functional.budget import kept_within_budget
 from torchard.functional.locks import Lock
 from torchard.functional.program import Finishing, Free, Leaf, Program, Rewrite, finished
@@ -167,7 +168,7 @@ class Flat:
         self, program: Program, constants: Sequence[torch.Tensor]
     ) -> Callable[[Parts], list[torch.Tensor]]:
         opaque = self.base.again is not None
-        bound = _Replay(program, opaque) if self.inline else program.bind()
+        bound = _Replay(program, opaque) if self.inline else bind(program)
         if not constants:
             return bound
 

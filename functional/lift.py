@@ -13,6 +13,7 @@ from torchard.functional import source
 from torchard.functional import torch_internals as internals
 from torchard.functional.composed import COMPOSED
 from torchard.functional.errors import PurityError
+from torchard.functional.placed import is_placed
 from torchard.functional.room import Room
 
 __all__ = ["Lift", "is_weak"]
@@ -61,7 +62,7 @@ class Lift(TorchFunctionMode):
         if isinstance(value, dict):
             return {key: self._natives(item) for key, item in value.items()}
         # A placed value that the function closes over.
-        return self.room.lift(value) if _is_placed(value) else value
+        return self.room.lift(value) if is_placed(value) else value
 
     def _cut(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.__name__ == "detach_":
@@ -84,11 +85,6 @@ class Lift(TorchFunctionMode):
         if internals.level_kinds()[-1:] != [internals.VMAP]:  # which refuses .data
             args = (func(*args, **kwargs),)
         return self._cut(torch.Tensor.detach, args, {})
-
-
-def _is_placed(value: Any) -> bool:
-    """As in signature.py, which imports this."""
-    return hasattr(type(value), "__torchard_placed__")
 
 
 def _one_hot(ids: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
@@ -182,7 +178,7 @@ def _operands(tree: Any) -> Any:
     """A tree with what the trace in progress has for its tensors; the tree itself outside of one."""
     for mode in reversed(internals.function_modes()):
         if isinstance(mode, Lift):
-            return torch_pytree.tree_map(mode._natives, tree, is_leaf=_is_placed)
+            return torch_pytree.tree_map(mode._natives, tree, is_leaf=is_placed)
     return tree
 
 

@@ -19,8 +19,8 @@ from torchard.functional.dropout import Keyed
 from torchard.functional.errors import PurityError
 from torchard.functional.frames import Frame, path_of
 from torchard.functional.locks import Lock
+from torchard.functional.placed import is_placed
 from torchard.functional.room import Room, active, frames_again
-from torchard.functional.signature import is_placed
 from torchard.functional.trace import name
 
 __all__ = ["Functional", "functionalize"]

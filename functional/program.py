@@ -29,19 +29,13 @@ node.meta      meaning
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import fx
-
-if TYPE_CHECKING:
-    from torchard.functional.residuals import Residuals
-    from torchard.functional.work import Work
 
 __all__ = [
     "FREE",
@@ -236,49 +230,6 @@ class Program:
         misses: tuple[Callable[[], list[Any]], ...] = self.facts.get("misses", ())
         return Records(uses, lambda: [one for found in misses for one in found()])
 
-    @property
-    def residuals(self) -> Residuals:
-        """What the backward reads of the forward: of the gradients taken inside, else of its own."""
-        from torchard.functional.residuals import residuals_of
-
-        return residuals_of(self)
-
-    @property
-    def peak(self) -> int:
-        """The most bytes that are alive at once while it runs, arguments and results among them.
-
-        Of a joint program, during its forward and then its backward. Over a mesh, on the rank that
-        holds most, buffers of collectives not counted.
-        """
-        from torchard.functional.liveness import liveness
-
-        return liveness(self).peak
-
-    @property
-    def work(self) -> Work:
-        """FLOPs and bytes of one device and of the busiest rank, and how much each axis splits."""
-        from torchard.functional.work import work_of
-
-        return work_of(self)
-
-    def __str__(self) -> str:
-        from torchard.functional.text import program_text
-
-        return program_text(self)
-
-    def draw(self, path: str | os.PathLike[str]) -> Path:
-        """Draw the program: layers, what flows between them, collectives with their bytes.
-
-        Args:
-            path: of the file, whose suffix (svg, pdf, png) is the format.
-
-        Raises:
-            ModuleNotFoundError: matplotlib is not installed.
-        """
-        from torchard.functional.draw import draw
-
-        return draw(self, path)
-
     # -- making -------------------------------------------------------------------------------
 
     def copy(self) -> Program:
@@ -288,19 +239,6 @@ class Program:
         for node in self.graph.nodes:
             env[node] = graph.node_copy(node, env.__getitem__)
         return replace(self, graph=graph, facts=dict(self.facts))
-
-    def bind(self) -> Bound:
-        """A callable on all parts of all inputs, constants included, to all parts of all outputs.
-
-        It may empty the list it is given, so that what dies inside is freed; a tuple is left alone.
-        """
-        from torchard.functional.codegen import compiled
-
-        how = self.facts.get("compile")
-        if how is not None:
-            bound: Bound = how.bind(self)
-            return bound
-        return compiled(self.graph, self.name) if self.runtime is None else self.runtime.bind(self)
 
 
 class Records(list[Any]):

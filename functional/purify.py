@@ -12,6 +12,7 @@ from torch import fx
 from torchard.functional import batch_norm
 from torchard.functional import torch_internals as internals
 from torchard.functional.errors import PurityError
+from torchard.functional.graphs import sweep
 from torchard.functional.mutation import storage_key, written_nodes
 from torchard.functional.operators import aten
 from torchard.functional.record import Recording
@@ -19,7 +20,7 @@ from torchard.functional.room import active
 from torchard.functional.spec import Spec
 from torchard.functional.writes import functionalize_writes
 
-__all__ = ["purify", "replay", "specs_of", "sweep"]
+__all__ = ["purify", "replay", "specs_of"]
 
 
 def specs_of(graph: fx.Graph) -> list[Spec]:
@@ -223,13 +224,6 @@ def _inline_scalars(found: Recording) -> None:
 def _first_op(graph: fx.Graph) -> fx.Node:
     first: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
     return first
-
-
-def sweep(graph: fx.Graph) -> None:
-    """Dead code elimination: on a pure graph, whatever nobody uses."""
-    for node in reversed(list(graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users:
-            graph.erase_node(node)
 
 
 def _drop_unused(found: Recording) -> None:

@@ -22,7 +22,7 @@ from torchard.functional.names import (
     is_library_class,
     is_users_class,
 )
-from torchard.functional.signature import is_placed
+from torchard.functional.placed import is_placed
 from torchard.functional.spec import Spec
 
 __all__ = ["SETTINGS", "Slots", "Walk", "is_value", "kind_of", "reachable"]

@@ -23,10 +23,10 @@ import torch
 from torch import fx
 
 from torchard.functional.flops import op_name
+from torchard.functional.graphs import sweep
 from torchard.functional.offload import offload_after, reload_before
 from torchard.functional.policies import COLLECTIVE, Budget, Decision, Policy, Shapes
 from torchard.functional.program import Program
-from torchard.functional.purify import sweep
 from torchard.functional.segments import Segment, segments_of
 from torchard.functional.views import (
     base_of,

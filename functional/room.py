@@ -21,6 +21,7 @@ from torchard.functional.arguments import checked
 from torchard.functional.chosen import without_gradient
 from torchard.functional.errors import PurityError
 from torchard.functional.frames import Frame, path_of
+from torchard.functional.placed import lifts
 from torchard.functional.program import INHERITED
 from torchard.functional.segments import segments_opened
 from torchard.functional.spec import Spec, contiguous
@@ -257,6 +258,9 @@ def active() -> Room | None:
     """The innermost trace of ours that is running in this thread."""
     stack = getattr(_rooms, "stack", None)
     return stack[-1] if stack else None
+
+
+lifts(lambda: room.lift if (room := active()) is not None else None)
 
 
 @contextlib.contextmanager

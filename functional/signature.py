@@ -15,9 +15,10 @@ from torchard.functional import tree
 from torchard.functional.arguments import check_fields
 from torchard.functional.errors import StaticArgumentError
 from torchard.functional.lift import is_weak
+from torchard.functional.placed import is_placed
 from torchard.functional.spec import Spec, contiguous
 
-__all__ = ["Arguments", "ShapeDtype", "is_placed", "paths_of", "read", "specs_of_arguments"]
+__all__ = ["Arguments", "ShapeDtype", "paths_of", "read", "specs_of_arguments"]
 
 
 @dataclass(frozen=True)
@@ -57,22 +58,6 @@ class Arguments:
     def values(self) -> list[Any]:
         """The operands."""
         return [self.leaves[i] for i in self.traced]
-
-
-class _PlacedTypes(dict[type, bool]):
-    """Asked for every node of every call's arguments, so each type is looked into once."""
-
-    def __missing__(self, kind: type) -> bool:
-        found = self[kind] = hasattr(kind, "__torchard_placed__")
-        return found
-
-
-_placed_types = _PlacedTypes()
-
-
-def is_placed(value: Any) -> bool:
-    """Whether a leaf is one global value held as several tensors."""
-    return _placed_types[type(value)]
 
 
 def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -10,7 +10,8 @@ import torch
 
 from torchard.functional import tree
 from torchard.functional.arguments import AtLeast, checked
-from torchard.functional.signature import is_placed, paths_of
+from torchard.functional.placed import is_placed
+from torchard.functional.signature import paths_of
 
 __all__ = ["TOLERANCE", "Report", "Row", "verify"]
 

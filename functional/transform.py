@@ -20,12 +20,14 @@ from torchard.functional.errors import RetraceWarning
 from torchard.functional.flat import Flat
 from torchard.functional.functions import call
 from torchard.functional.locks import Lock
+from torchard.functional.lowered import Lowered
+from torchard.functional.placed import is_placed
 from torchard.functional.program import Free, Leaf, Program, Rewrite
 from torchard.functional.room import Closure, Room, active, called
-from torchard.functional.signature import Arguments, is_placed, paths_of, read
+from torchard.functional.signature import Arguments, paths_of, read
 from torchard.functional.spec import Spec
 from torchard.functional.strided_inputs import check_memory, pass_on, strided_inputs
-from torchard.functional.trace import trace_call
+from torchard.functional.trace_call import trace_call
 
 __all__ = ["Transformed"]
 
@@ -118,16 +120,16 @@ class Transformed:
         tensors, leaves = call(entry.flat, parts)
         return entry.result(tensors, leaves, False)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Program:
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The rewritten program for these arguments (meta tensors and ShapeDtype too), not run."""
         flat = self._entry(read(args, kwargs), args, kwargs, looking=True)[0].flat
         # What the residuals of a program without a backward are read from.
         flat.program.facts.setdefault("joint", lambda: flat.joint(_floating(flat.base)))
-        return flat.program
+        return Lowered.of(flat.program)
 
     def lower_joint(
         self, *args: Any, argnums: int | Sequence[int] | None = None, **kwargs: Any
-    ) -> Program:
+    ) -> Lowered:
         """The rewritten joint program: outputs and the gradients of floating inputs.
 
         Args:
@@ -136,7 +138,7 @@ class Transformed:
         entry, _ = self._entry(read(args, kwargs), args, kwargs, looking=True)
         numbers = (argnums,) if isinstance(argnums, int) else argnums
         starts = None if numbers is None else tuple(f"args[{n}]" for n in numbers)
-        return entry.flat.joint(_floating(entry.flat.base, starts))
+        return Lowered.of(entry.flat.joint(_floating(entry.flat.base, starts)))
 
     # -- cache --------------------------------------------------------------------------------
 
@@ -367,12 +369,12 @@ class _Entry:
             elif isinstance(leaf, float):
                 found.append(torch.scalar_tensor(leaf, dtype=torch.float64))
             else:
-                found.extend(leaf.__torchard_placed__()[4])
+                found.extend(leaf.__torchard_placed__().parts)
         for value in closures:
             if isinstance(value, torch.Tensor):
                 found.append(value)
             else:
-                found.extend(value.__torchard_placed__()[4])
+                found.extend(value.__torchard_placed__().parts)
         return found
 
     def result(self, parts: Sequence[Any], leaves: Sequence[Leaf], inline: bool) -> Any:
@@ -413,8 +415,8 @@ def _fits(value: Any, closure: Closure) -> bool:
     if isinstance(value, torch.Tensor) and closure.tag is None:
         return Spec.of(value) == closure.spec
     if is_placed(value) and closure.tag is not None:
-        shape, dtype, _, tag, _ = value.__torchard_placed__()
-        return bool(tag == closure.tag and tuple(shape) == closure.spec.shape) and (
-            dtype == closure.spec.dtype
+        facts = value.__torchard_placed__()
+        return bool(facts.placement == closure.tag and tuple(facts.shape) == closure.spec.shape) and (
+            facts.dtype == closure.spec.dtype
         )
     return False

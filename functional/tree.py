@@ -27,7 +27,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 
 from torchard.functional.arguments import checked
-from torchard.functional.room import Room, active
+from torchard.functional.placed import Lift, is_placed, lift_in_trace
 
 __all__ = [
     "NAMESPACE",
@@ -73,9 +73,9 @@ def map(fn: Callable[..., Any], tree: Any, *rests: Any) -> Any:
     As in optree, a leaf of the first tree may face a whole subtree of another. While a function is
     traced, a placed tensor that it closes over is one leaf, as the tensors are that it computes.
     """
-    room = active()
-    if room is not None:
-        tree, rests = _whole(room, tree), tuple(_whole(room, rest) for rest in rests)
+    lift = lift_in_trace()
+    if lift is not None:
+        tree, rests = _whole(lift, tree), tuple(_whole(lift, rest) for rest in rests)
     try:
         return optree.tree_map(fn, tree, *rests, none_is_leaf=True, namespace=NAMESPACE)
     except ValueError as error:
@@ -85,19 +85,14 @@ def map(fn: Callable[..., Any], tree: Any, *rests: Any) -> Any:
         raise
 
 
-def _whole(room: Room, tree: Any) -> Any:
+def _whole(lift: Lift, tree: Any) -> Any:
     return optree.tree_map(
-        lambda leaf: room.lift(leaf) if _is_placed(leaf) else leaf,
+        lambda leaf: lift(leaf) if is_placed(leaf) else leaf,
         tree,
-        is_leaf=_is_placed,
+        is_leaf=is_placed,
         none_is_leaf=True,
         namespace=NAMESPACE,
     )
-
-
-def _is_placed(value: Any) -> bool:
-    """As in signature.py, which imports this."""
-    return hasattr(type(value), "__torchard_placed__")
 
 
 def broadcast(

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torchard.functional.binding import bind
 from torchard.functional.errors import KernelError
 from torchard.functional.program import Program
 from torchard.functional.recent import Recent
@@ -79,7 +80,7 @@ class Choice(ABC):
 
     def _eager(self, tensors: Tensors) -> Run:
         program = self.program(tensors)
-        bound, single = program.bind(), len(program.results) == 1
+        bound, single = bind(program), len(program.results) == 1
 
         def run(*args: torch.Tensor) -> Any:
             results = bound(args)
@@ -204,7 +205,7 @@ class Choice(ABC):
 
         def bound(given: Tensors, most: bool) -> Run:
             program = writing(self.program(given[:count]), added)
-            return compiled(program, given) if compiling and most else program.bind()
+            return compiled(program, given) if compiling and most else bind(program)
 
         results = [node.meta["val"] for node in self.program(tensors).results]
         return blocked(bound, layout, tensors, results)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from torchard.functional.binding import bind
 from torchard.functional.program import Program
 from torchard.functional.several import several
 from torchard.functional.signature import ShapeDtype
@@ -185,7 +186,7 @@ class _Gradients:
         if results:
             program = self.joint.program(inputs, cotangents, literals)
             cut = _cut(program, len(cotangents), self.results)
-            found = cut.bind()([*inputs, *cotangents, *results])
+            found = bind(cut)([*inputs, *cotangents, *results])
         else:
             _, found = self.joint(inputs, cotangents, literals)
         return tuple(found[j] for j in self.returned)

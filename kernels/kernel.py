@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from torchard.functional.arguments import AtLeast, check_fields, checked
 from torchard.functional.errors import KernelError
 from torchard.kernels.dims import Dims
+from torchard.kernels.gradient import gradients_of
 from torchard.kernels.imported import Imported
 from torchard.kernels.pattern import Pattern
 
@@ -79,8 +80,6 @@ class Kernel:
     @cached_property
     def gradient(self) -> Kernel | None:
         """The kernel of its gradients; None where nothing floating comes out."""
-        from torchard.kernels.gradient import gradients_of
-
         found = [gradient for pattern in self.patterns for gradient in gradients_of(pattern)]
         if not found:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import UserString
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import fx
@@ -25,9 +25,6 @@ from torchard.kernels.region import fused_of
 from torchard.kernels.replace import REPLACED, Part, Replacement, Replacer
 from torchard.kernels.report import Missed, Use
 
-if TYPE_CHECKING:
-    from torchard.kernels.fuse import Fuse
-
 __all__ = ["Group", "Search"]
 
 _PATIENCE = 20
@@ -42,15 +39,30 @@ class Group:
     plan: Replacement = field(default_factory=lambda: Replacement([]))
 
 
+class Request(Protocol):
+    """What a call of fuse asks for."""
+
+    @property
+    def kernels(self) -> tuple[Kernel, ...] | None:
+        """The kernels to look for; None for the library's."""
+
+    @property
+    def compiler(self) -> str:
+        """The compiler of kernels without an implementation of their own."""
+
+    def concerns(self, node: fx.Node) -> bool:
+        """Whether a node is in what is asked about."""
+
+
 class Search:
     """One rewrite at work on one program, whose graph it may change."""
 
-    def __init__(self, program: Program, fuse_: Fuse) -> None:
-        self.program, self.fuse = program, fuse_
-        self.kernels = tuple(KERNELS.values()) if fuse_.kernels is None else fuse_.kernels
+    def __init__(self, program: Program, request: Request) -> None:
+        self.program, self.request = program, request
+        self.kernels = tuple(KERNELS.values()) if request.kernels is None else request.kernels
         self.reading = Reading(program)
         # What was asked for by name is worth more.
-        self.finder = Finder(self.reading, patience=1 if fuse_.kernels is None else _PATIENCE)
+        self.finder = Finder(self.reading, patience=1 if request.kernels is None else _PATIENCE)
         labels = program.facts.get("wanted", ())
         self.replacer = Replacer(self.reading, lambda node: any(wanted(node) for wanted in labels))
         self.refused: list[tuple[fx.Node, Missed]] = []
@@ -62,7 +74,7 @@ class Search:
         for kernel in self.kernels:
             forward = self._occurrences(kernel, False)
             # Where nothing of a kernel is, hardly anything of its gradient is, and looking takes time.
-            likely = forward or self.fuse.kernels is not None
+            likely = forward or self.request.kernels is not None
             backward = kernel.gradient if likely and _has_backward(self.program) else None
             behind = [] if backward is None else self._occurrences(backward, True)
             for one in forward:
@@ -98,7 +110,7 @@ class Search:
     def _plan(self, group: Group) -> Replacement:
         plan = self.replacer.plan([one for _, one in group.members])
         nodes = [node for part in plan.parts for node in part.firsts]
-        if not plan.refused and not all(map(self.fuse.concerns, nodes)):
+        if not plan.refused and not all(map(self.request.concerns, nodes)):
             plan.refused = "it is not where it was asked for"
         return plan
 
@@ -143,7 +155,7 @@ class Search:
         refused = [one for node, one in self.refused if node not in erased] + self.stopped
         used = frozenset(str(use) for use in self.program.kernels)
         gone = frozenset(node.name for node in erased)
-        return Misses(before, self.kernels, self.fuse.concerns, refused, used, gone)
+        return Misses(before, self.kernels, self.request.concerns, refused, used, gone)
 
     def _tried(self, group: Group) -> bool:
         """Whether a group has been replaced."""
@@ -157,7 +169,7 @@ class Search:
         for (kernel, found), part in zip(group.members, plan.parts, strict=True):
             if kernel.vjp is None and kernel.of is None:
                 self._check_gradient(kernel, part, group.differentiated)
-            made = fused_of(kernel, found, self.fuse.compiler, self.reading)
+            made = fused_of(kernel, found, self.request.compiler, self.reading)
             self._carry_out(part, kernel.name, *made)
         self.replacer.finish(plan)
         return True
@@ -171,12 +183,12 @@ class Search:
             return False
         (kernel, forward), (_, backward) = group.members
         pair = Pair(kernel, forward, backward)
-        made = pair.fused(self.reading.device, self.fuse.compiler) if pair.found else None
+        made = pair.fused(self.reading.device, self.request.compiler) if pair.found else None
         if pair.found is None or made is None:
             return False
         plan = self._plan(Group([(kernel, pair.found)]))
         marked = any(node.meta.get("segments") for node in plan.gone)
-        if marked or plan.refused or (self.fuse.kernels is None and not _worth(plan)):
+        if marked or plan.refused or (self.request.kernels is None and not _worth(plan)):
             return False
         self._carry_out(plan.parts[0], pair.name, *made)
         self.replacer.finish(plan)
@@ -184,7 +196,7 @@ class Search:
 
     def _accepted(self, plan: Replacement) -> bool:
         """The library's kernels have to be worth it; what was asked for by name is done."""
-        if not plan.refused and self.fuse.kernels is None and not _worth(plan):
+        if not plan.refused and self.request.kernels is None and not _worth(plan):
             plan.refused = self._unworthy(plan)
         return not plan.refused
 

@@ -1,10 +1,9 @@
-"""What a graph returns, which of its nodes only rename a value, and what that means for layouts."""
+"""Which nodes of a graph only rename a value, and what that means for layouts."""
 
 from __future__ import annotations
 
 import functools
 import operator
-from typing import Any
 
 from torch import fx
 
@@ -13,19 +12,7 @@ from torchard.sharding.layout import Layout, Sizes
 from torchard.sharding.options import atomic, factor_axes, image
 from torchard.sharding.rules import Call, lookup, rule_of
 
-__all__ = ["is_alias", "output_node", "output_values", "pull"]
-
-
-def output_node(graph: fx.Graph) -> fx.Node:
-    """The output node of a graph."""
-    node: fx.Node = next(n for n in reversed(graph.nodes) if n.op == "output")
-    return node
-
-
-def output_values(graph: fx.Graph) -> tuple[Any, ...]:
-    """What the graph returns."""
-    values = output_node(graph).args[0]
-    return tuple(values) if isinstance(values, (tuple, list)) else (values,)
+__all__ = ["is_alias", "pull"]
 
 
 def is_alias(node: fx.Node) -> bool:

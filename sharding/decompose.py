@@ -18,12 +18,12 @@ from torch import fx
 
 from torchard.functional.errors import PurityError
 from torchard.functional.fused import Fused
+from torchard.functional.graphs import output_values
 from torchard.functional.operators import aten
 from torchard.functional.program import INHERITED
 from torchard.functional.purify import purify
 from torchard.functional.record import Spec, record
 from torchard.sharding import batch_norm, images, pools, resample  # noqa: F401  (their entries)
-from torchard.sharding.aliases import output_values
 from torchard.sharding.decompositions import DECOMPOSITIONS
 from torchard.sharding.neighbours import NEIGHBOURS, Parts
 from torchard.sharding.rules import Call, lookup

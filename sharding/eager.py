@@ -20,8 +20,9 @@ import torch
 from torchard.functional import torch_internals as internals
 from torchard.functional import tree
 from torchard.functional.errors import PurityError
+from torchard.functional.placed import is_placed
 from torchard.functional.room import active
-from torchard.functional.signature import Arguments, is_placed
+from torchard.functional.signature import Arguments
 from torchard.functional.transform import Transformed
 from torchard.sharding.mesh import MeshError, PlacementError
 
@@ -247,13 +248,13 @@ def _moved_to(ct: Any, x: Any) -> Any:
 
 
 def _shards(x: Any) -> list[torch.Tensor]:
-    return list(x.__torchard_placed__()[4]) if is_placed(x) else [x]
+    return list(x.__torchard_placed__().parts) if is_placed(x) else [x]
 
 
 def _like(x: Any, parts: list[Any]) -> Any:
     if not is_placed(x):
         return parts[0]
-    return None if parts[0] is None else x.__torchard_placed__()[3].wrap(parts)
+    return None if parts[0] is None else x.__torchard_placed__().placement.wrap(parts)
 
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchard.functional import random, tree
 from torchard.functional.arguments import checked
-from torchard.functional.signature import is_placed
+from torchard.functional.placed import is_placed
 from torchard.sharding.constrain import constrain
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.names import AxisRules, resolved

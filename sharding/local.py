@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from torchard.functional.errors import DerivativeError
+from torchard.functional.graphs import output_values
 from torchard.functional.program import Program
-from torchard.sharding.aliases import output_values
 from torchard.sharding.constrain import pinned_spec
 from torchard.sharding.factors import Factors, Rule
 from torchard.sharding.layout import Dim, Layout, Sizes, Sub, merge, refine

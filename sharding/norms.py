@@ -10,7 +10,7 @@ import torch
 
 from torchard.functional import tree
 from torchard.functional.arguments import AtLeast, checked
-from torchard.functional.signature import is_placed
+from torchard.functional.placed import is_placed
 from torchard.functional.transform import Transformed
 
 __all__ = ["clip_by_global_norm", "global_norm"]

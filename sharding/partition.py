@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import fx
 
-from torchard.sharding.aliases import is_alias, output_node, output_values, pull
+from torchard.functional.graphs import output_node, output_values
+from torchard.sharding.aliases import is_alias, pull
 from torchard.sharding.collectives import emit_step
 from torchard.sharding.decision import Decision, Given
 from torchard.sharding.layout import Layout, Sizes

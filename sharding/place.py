@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torchard.functional import tree
 from torchard.functional.arguments import checked
 from torchard.functional.errors import DonatedError
+from torchard.functional.placed import Facts
 from torchard.functional.program import Rewrite
 from torchard.functional.room import active
 from torchard.sharding.exchange import exchange
@@ -20,7 +21,23 @@ from torchard.sharding.mesh import Mesh, PlacementError
 from torchard.sharding.operators import Operators
 from torchard.sharding.spec import P, layout_of, spec_of
 
-__all__ = ["Held", "MeshTensor", "PlacementError"]
+__all__ = ["METHODS", "Held", "MeshTensor", "PlacementError"]
+
+
+class Methods:
+    """What placed values can do that is made of transforms, which are built on placed values.
+
+    Attributes:
+        rewrite: of a program with such a value; set by `shard`.
+        full, redistribute: methods of MeshTensor; set by `redistribute`.
+    """
+
+    rewrite: Callable[[Mesh], Rewrite]
+    full: Callable[[MeshTensor], torch.Tensor]
+    redistribute: Callable[[MeshTensor, P], MeshTensor]
+
+
+METHODS = Methods()
 
 
 @dataclass(frozen=True)
@@ -97,9 +114,7 @@ class Held:
 
     def rewrite(self) -> Rewrite:
         """A program with such a value is sharded on its mesh."""
-        from torchard.sharding.shard import Shard
-
-        return Shard(self.mesh)
+        return METHODS.rewrite(self.mesh)
 
 
 class MeshTensor(Operators):
@@ -124,7 +139,7 @@ class MeshTensor(Operators):
     def __init__(self, held: Held, parts: Sequence[torch.Tensor]) -> None:
         self._held = held
         self.parts = tuple(parts)
-        self._facts: Any = None
+        self._facts: Facts | None = None
         self._dead = False
 
     @classmethod
@@ -176,7 +191,7 @@ class MeshTensor(Operators):
 
     # -- what it is -------------------------------------------------------------------------------
 
-    def _read(self) -> tuple[torch.Size, torch.dtype, torch.device, Held, tuple[torch.Tensor, ...]]:
+    def _read(self) -> Facts:
         """Shape, dtype, device, placement and parts; vmap may have added a leading dim."""
         if self._dead:
             raise DonatedError(
@@ -185,11 +200,9 @@ class MeshTensor(Operators):
             )
         if self._facts is None:
             self._facts = self._check()
-        return self._facts  # type: ignore[no-any-return]
+        return self._facts
 
-    def _check(
-        self,
-    ) -> tuple[torch.Size, torch.dtype, torch.device, Held, tuple[torch.Tensor, ...]]:
+    def _check(self) -> Facts:
         held, first = self._held, self.parts[0]
         extra = first.ndim - len(held.dims) - held.lead
         if extra < 0 or any(
@@ -206,9 +219,9 @@ class MeshTensor(Operators):
             held = held.batched()
         lead = first.shape[: held.lead]
         shape = torch.Size((*lead, *Layout(held.dims).shape))
-        return shape, first.dtype, first.device, held, self.parts
+        return Facts(shape, first.dtype, first.device, held, self.parts)
 
-    def __torchard_placed__(self) -> Any:
+    def __torchard_placed__(self) -> Facts:
         return self._read()
 
     def __torchard_donate__(self) -> None:
@@ -222,7 +235,7 @@ class MeshTensor(Operators):
     @property
     def shape(self) -> torch.Size:
         """The global shape."""
-        return self._read()[0]
+        return self._read().shape
 
     @property
     def ndim(self) -> int:
@@ -230,11 +243,11 @@ class MeshTensor(Operators):
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._read()[1]
+        return self._read().dtype
 
     @property
     def device(self) -> torch.device:
-        return self._read()[2]
+        return self._read().device
 
     @property
     def spec(self) -> P:
@@ -244,27 +257,24 @@ class MeshTensor(Operators):
     @property
     def layout(self) -> Layout:
         """The layout, with sizes."""
-        shape, _, _, held, _ = self._read()
-        return held.layout(shape)
+        facts = self._read()
+        layout: Layout = facts.placement.layout(facts.shape)
+        return layout
 
     @property
     def local(self) -> torch.Tensor:
         """This rank's shard (on a virtual mesh, use ``parts``)."""
         if self.mesh.virtual:
             raise PlacementError(f"{self.mesh} has all ranks in this process; use .parts")
-        return self._read()[4][0]
+        return self._read().parts[0]
 
     def full(self) -> torch.Tensor:
         """The whole value, gathered, as a plain tensor on every rank."""
-        from torchard.sharding.redistribute import full
-
-        return full(self)
+        return METHODS.full(self)
 
     def redistribute(self, spec: P) -> MeshTensor:
         """The same value with another spec. Every rank must call it."""
-        from torchard.sharding.redistribute import redistribute
-
-        return redistribute(self, spec)
+        return METHODS.redistribute(self, spec)
 
     def __repr__(self) -> str:
         if self._dead:
@@ -283,11 +293,11 @@ class MeshTensor(Operators):
 
     @property
     def requires_grad(self) -> bool:
-        return any(part.requires_grad for part in self._read()[4])
+        return any(part.requires_grad for part in self._read().parts)
 
     def requires_grad_(self, requires_grad: bool = True) -> MeshTensor:
         """Have autograd follow this value (its shards): ``.grad`` is there after ``backward()``."""
-        for part in self._read()[4]:
+        for part in self._read().parts:
             part.requires_grad_(requires_grad)
         return self
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from torchard.functional.flops import is_product
-from torchard.sharding.aliases import output_values
+from torchard.functional.graphs import output_values
 from torchard.sharding.decision import Decision, Given, work_of
 from torchard.sharding.decompose import comes_apart, decompose
 from torchard.sharding.decompositions import BIASED_PRODUCTS

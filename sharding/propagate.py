@@ -10,8 +10,8 @@ import operator
 
 from torch import fx
 
+from torchard.functional.graphs import output_node, output_values
 from torchard.functional.operators import aten
-from torchard.sharding.aliases import output_node, output_values
 from torchard.sharding.decision import Decision, Given, work_of
 from torchard.sharding.decompose import comes_apart
 from torchard.sharding.layout import Layout, Sizes

@@ -13,8 +13,8 @@ import torch
 from torchard.functional import torch_internals as internals
 from torchard.functional import tree
 from torchard.functional.arguments import checked
+from torchard.functional.placed import is_placed
 from torchard.functional.room import active
-from torchard.functional.signature import is_placed
 from torchard.functional.transform import Transformed
 from torchard.sharding.agree import agree_on_values
 from torchard.sharding.constrain import constrain
@@ -22,7 +22,7 @@ from torchard.sharding.exchange import exchange
 from torchard.sharding.layout import Coords, Layout, chunk
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.names import AxisRules, resolved
-from torchard.sharding.place import Held, MeshTensor, PlacementError
+from torchard.sharding.place import METHODS, Held, MeshTensor, PlacementError
 from torchard.sharding.shard import Shard
 from torchard.sharding.spec import P, SpecError, layout_of
 from torchard.sharding.spectree import broadcast
@@ -153,3 +153,6 @@ def _agree(value: MeshTensor, what: str) -> None:
 def _mover(mesh: Mesh, spec: P, kind: Hashable) -> Transformed:
     """What takes values of a kind to a spec; as any transform it has the right gradient."""
     return Transformed(torch.clone, (Shard(mesh, None, spec),))
+
+
+METHODS.full, METHODS.redistribute = full, redistribute

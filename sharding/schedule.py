@@ -17,7 +17,8 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.arguments import check_fields
-from torchard.sharding.aliases import is_alias, output_values
+from torchard.functional.graphs import output_values
+from torchard.sharding.aliases import is_alias
 from torchard.sharding.bucket import merge_reductions
 from torchard.sharding.gathers import gather_again, gather_by_layer
 from torchard.sharding.updates import updated_inputs

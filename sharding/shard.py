@@ -22,7 +22,7 @@ from torchard.sharding.mesh import Mesh, MeshError, default_device
 from torchard.sharding.names import AxisRules, Rules, resolved
 from torchard.sharding.partition import partition, unpartition
 from torchard.sharding.pins import Hint, matches, pin, pin_named, pin_rank, pinned_layouts, where_of
-from torchard.sharding.place import Held
+from torchard.sharding.place import METHODS, Held
 from torchard.sharding.plan import choose, warn_of_idle_axes
 from torchard.sharding.precision import check_reduce_dtype, reduce_widely
 from torchard.sharding.prepare import prepare
@@ -379,3 +379,6 @@ def _check_devices(program: Program, mesh: Mesh) -> None:
 def _tag_layout(leaf: Leaf, node: fx.Node) -> Layout:
     shape = tuple(node.meta["val"].shape)
     return leaf.tag.layout(shape) if isinstance(leaf.tag, Held) else Layout.replicated(shape)
+
+
+METHODS.rewrite = Shard

@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from torchard.functional import torch_internals as internals
 from torchard.functional import tree as trees
-from torchard.functional.signature import ShapeDtype, is_placed
+from torchard.functional.placed import is_placed
+from torchard.functional.signature import ShapeDtype
 from torchard.sharding.mesh import Mesh, default_device
 from torchard.sharding.place import Held, MeshTensor
 from torchard.sharding.spec import P, layout_of

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from torchard.sharding.aliases import is_alias, output_node, output_values, pull
+from torchard.functional.graphs import output_node, output_values
+from torchard.sharding.aliases import is_alias, pull
 from torchard.sharding.decision import BATCH, CONSTRAINT, DERIVED, Decision, Given, work_per_point
 from torchard.sharding.layout import Layout, Sizes
 from torchard.sharding.options import Option, options

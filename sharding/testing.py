@@ -23,7 +23,7 @@ import torch
 from hypothesis import strategies as st
 
 from torchard.functional import tree
-from torchard.functional.signature import is_placed
+from torchard.functional.placed import is_placed
 from torchard.sharding.layout import Coords, Dim, Layout, Sub, chunk
 from torchard.sharding.mesh import Mesh
 from torchard.sharding.redistribute import place

@@ -14,6 +14,7 @@ import torch
 
 from torchard.functional import tree
 from torchard.functional.codegen import compiled
+from torchard.functional.placed import Facts
 from torchard.functional.program import FREE, Program
 
 
@@ -70,11 +71,11 @@ class Pair:
     def __init__(self, parts: list[torch.Tensor], placement: Halves) -> None:
         self.parts, self.placement = parts, placement
 
-    def __torchard_placed__(self) -> Any:
+    def __torchard_placed__(self) -> Facts:
         first = self.parts[0]
         shape = list(first.shape)
         shape[self.placement.dim] *= 2
-        return torch.Size(shape), first.dtype, first.device, self.placement, tuple(self.parts)
+        return Facts(torch.Size(shape), first.dtype, first.device, self.placement, tuple(self.parts))
 
     def full(self) -> torch.Tensor:
         return torch.cat(self.parts, self.placement.dim)

@@ -12,6 +12,7 @@ from dummies import Identity
 from torch.func import hessian, jacfwd, jvp
 
 from torchard.functional.autodiff import joint, pullback
+from torchard.functional.binding import bind
 from torchard.functional.program import Program
 from torchard.functional.split import residual_bytes, split
 from torchard.functional.trace import trace
@@ -55,11 +56,11 @@ def expected(args: Any, mask: Any, cts: Any) -> tuple[Any, Any]:
 def halves(program: Program, args: Any, cts: Any) -> tuple[list[Any], list[Any]]:
     """Outputs and gradients by way of the split."""
     cut = split(program)
-    results = cut.forward.bind()(list(args))
+    results = bind(cut.forward)(list(args))
     count = len(results) - sum(s.kind == "value" for s in cut.saved)
     lists = {"input": args, "output": results[:count], "value": results[count:]}
     residuals = [lists[s.kind][s.index] for s in cut.saved]
-    return results[:count], cut.backward.bind()([*residuals, *cts])
+    return results[:count], bind(cut.backward)([*residuals, *cts])
 
 
 @pytest.mark.parametrize("mask", list(itertools.product([True, False], repeat=3))[:-1])
@@ -68,7 +69,7 @@ def test_joint_and_its_halves(mask: tuple[bool, ...]) -> None:
     program = joint(trace(net)(*args), mask)
     cts = cotangents(program)
     outputs, gradients = expected(args, mask, cts)
-    whole = program.bind()([*args, *cts])
+    whole = bind(program)([*args, *cts])
     firsts, seconds = halves(program, args, cts)
     for got in (whole, [*firsts, *seconds]):
         assert len(got) == len(outputs) + sum(mask)
@@ -218,7 +219,7 @@ def test_pullback_is_the_gradient_and_differentiable() -> None:
     pull = pullback(base, (True,), [None])
     second = joint(pull, (True, False))
     a, ct, v = torch.randn(3, dtype=F64), torch.tensor(2.0, dtype=F64), torch.randn(3, dtype=F64)
-    gradient, hessian_v = second.bind()([a, ct, v])
+    gradient, hessian_v = bind(second)([a, ct, v])
     torch.testing.assert_close(gradient, 2 * a.cos())
     torch.testing.assert_close(hessian_v, -2 * a.sin() * v)
 
@@ -246,7 +247,7 @@ def test_what_a_graph_does_not_show_is_differentiated_right() -> None:
     for fn in (Straight.apply, no_grad, lambda x: x.detach() * x):
         x = torch.randn(3, dtype=F64, requires_grad=True)
         (want,) = torch.autograd.grad(fn(x).sum(), x)
-        *_, got = joint(trace(fn)(x), (True,)).bind()([x.detach(), torch.ones(3, dtype=F64)])
+        *_, got = bind(joint(trace(fn)(x), (True,)))([x.detach(), torch.ones(3, dtype=F64)])
         torch.testing.assert_close(got, want)
 
 

@@ -16,6 +16,7 @@ from kernel_cases import LITERALS, Case, inputs_of, names_of, outputs
 from torch import Tensor
 
 from torchard import fuse
+from torchard.functional.binding import bind
 from torchard.functional.recent import Recent
 from torchard.kernels import KERNELS, Kernel, blocked, choice, settle
 from torchard.kernels.blocked import Layout
@@ -41,7 +42,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(choice, "_SMALL", 1)
     monkeypatch.setattr(choice, "_CHOSEN", Recent(512))
     monkeypatch.setattr(blocked, "BLOCK", 3 * D)
-    monkeypatch.setattr(choice, "compiled", lambda program, tensors: program.bind())
+    monkeypatch.setattr(choice, "compiled", lambda program, tensors: bind(program))
     yield
     torch.set_num_threads(threads)
 

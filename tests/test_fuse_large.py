@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchard import fuse, jit
+from torchard.functional.binding import bind
 from torchard.functional.recent import Recent
 from torchard.kernels import blocked, buffers, choice
 from torchard.kernels.buffers import Pool
@@ -69,7 +70,7 @@ def test_ten_steps_are_those_of_the_plain_function(
     """What one step returns is the next one's input, while what was before it is written over."""
     monkeypatch.setattr(choice, "fastest", taking(way))
     if "inductor" not in way:
-        monkeypatch.setattr(choice, "compiled", lambda program, tensors: program.bind())
+        monkeypatch.setattr(choice, "compiled", lambda program, tensors: bind(program))
     params, x, labels = drawn()
     plain, losses = params, []
     with warnings.catch_warnings():
@@ -91,7 +92,7 @@ def test_ten_steps_are_those_of_the_plain_function(
 def test_a_graph_keeps_what_it_has_saved(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten forwards before the first backward: their residuals are nobody else's."""
     monkeypatch.setattr(choice, "fastest", taking("blocked"))
-    monkeypatch.setattr(choice, "compiled", lambda program, tensors: program.bind())
+    monkeypatch.setattr(choice, "compiled", lambda program, tensors: bind(program))
     params, x, labels = drawn()
     given = {k: v.requires_grad_() for k, v in params.items()}
     fused = fuse(loss)
@@ -104,7 +105,7 @@ def test_a_graph_keeps_what_it_has_saved(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_jit_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "fastest", taking("blocked"))
-    monkeypatch.setattr(choice, "compiled", lambda program, tensors: program.bind())
+    monkeypatch.setattr(choice, "compiled", lambda program, tensors: bind(program))
     params, x, labels = drawn()
     run: Any = jit(fuse(step), backend="eager", donate_argnums=0)
     ours, plain = optree.tree_map(torch.clone, params), params

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import fx
 
+from torchard.functional.binding import bind
 from torchard.functional.program import Program, Records
 from torchard.functional.trace import scope, trace
 
@@ -68,7 +69,7 @@ def test_values_die_after_their_last_use() -> None:
     for _ in range(5):
         node = graph.call_function(watch, (node,))
     graph.output((node,))
-    Program(graph, (), ()).bind()([torch.zeros(2)])
+    bind(Program(graph, (), ()))([torch.zeros(2)])
     assert alive == [1] * 5
 
 
@@ -78,7 +79,7 @@ def test_deep_graphs_do_not_recurse() -> None:
     for _ in range(5000):
         node = graph.call_function(torch.ops.aten.add.Tensor, (node, 1))
     graph.output((node,))
-    (result,) = Program(graph, (), ()).bind()([torch.zeros(())])
+    (result,) = bind(Program(graph, (), ()))([torch.zeros(())])
     assert result == 5000
     assert len(Program(graph, (), ()).copy().calls) == 5000
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+import torchard.functional.random  # noqa: F401  defines random_bits
 from torchard.functional.operators import aten
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
 
@@ -141,13 +142,5 @@ def _emit_bits(call: Call, local: Local) -> Any:
     return local.call(call.target, key, size, start, stop)
 
 
-def register_bits() -> None:
-    """The keyed generator's one operation (``torchard.functional.random``)."""
-    import torchard.functional.random  # noqa: F401  the import defines the operation
-
-    register_rule(
-        torch.ops.torchard.random_bits.default, text=_bits, emit=_emit_bits
-    )
-
-
-register_bits()
+# The keyed generator's one operation, which the import of `random` above defines.
+register_rule(torch.ops.torchard.random_bits.default, text=_bits, emit=_emit_bits)
