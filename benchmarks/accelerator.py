@@ -35,7 +35,7 @@ from torch import Tensor
 import torchard
 from torchard import Kernel, Pattern, fuse, jit
 from torchard.kernels import KERNELS
-from torchard.kernels.imported import Imported, implementation
+from torchard.kernels.execution.optional_backends import Imported, implementation
 
 DEVICE = "cuda"
 # Of rows; a vocabulary; positions and heads of rope, and their dim.

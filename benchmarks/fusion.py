@@ -33,7 +33,7 @@ from torch import Tensor
 from workload import Rival
 
 from torchard import fuse, trace
-from torchard.functional.program import Program
+from torchard.functional.programs.program import Program
 from torchard.kernels import release
 
 # Norm-wise, of every value, against eager torch in float64.
@@ -250,7 +250,8 @@ def _threads() -> str:
 def _pages() -> str:
     if os.environ.get(HUGE_PAGES):
         return f"all of torch's memory in huge pages ({HUGE_PAGES}=1)"
-    return "torch's memory as it is by default; fuse's results lie in its own (kernels/buffers.py)"
+    own = "kernels/execution/buffers.py"
+    return f"torch's memory as it is by default; fuse's results lie in its own ({own})"
 
 
 def report(chosen: Sequence[str], quick: bool) -> str:

@@ -37,8 +37,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_f
 from workload import Rival
 
 from torchard import checkpoint, jit, policies
-from torchard.functional.flops import DOTS, flops, op_name
-from torchard.functional.program import Program
+from torchard.functional.programs.flops import DOTS, flops, op_name
+from torchard.functional.programs.program import Program
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 

@@ -20,8 +20,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from workload import Problem, Shape
 
 from torchard import Mesh, P, load, place, save, shard
-from torchard.sharding.call_order import CallOrder
-from torchard.sharding.items import checksum_of
+from torchard.sharding.checkpointing.items import checksum_of
+from torchard.sharding.lowering.call_order import CallOrder
 
 __all__ = ["calls", "comparing", "planning", "storing"]
 

@@ -28,8 +28,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from torchard import checkpoint, jit, policies, random
-from torchard.functional.flops import flops
-from torchard.functional.transform import Transformed
+from torchard.functional.engine.transformed import Transformed
+from torchard.functional.programs.flops import flops
 
 BUDGETS = (1.0, 0.75, 0.5, 0.25, 0.0)
 

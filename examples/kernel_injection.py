@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchard import Pattern, functionalize, fuse, jit, replaced, trace
-from torchard.functional.transform import Transformed
+from torchard.functional.engine.transformed import Transformed
 
 RUN = ["0", "1", "2"]
 

@@ -8,12 +8,12 @@ from typing import Annotated, Any
 
 from torch import fx
 
-from torchard.functional.arguments import CheckedInside, checked
-from torchard.functional.errors import CheckpointError
-from torchard.functional.policies import Policy, as_policy, save_nothing
-from torchard.functional.program import Program
-from torchard.functional.segments import Pattern, Where, chooser, mark, scopes_in, segments_of
-from torchard.functional.transform import Transformed
+from torchard.functional.core.arguments import CheckedInside, checked
+from torchard.functional.core.errors import CheckpointError
+from torchard.functional.engine.transformed import Transformed
+from torchard.functional.programs.program import Program
+from torchard.functional.remat.policies import Policy, as_policy, save_nothing
+from torchard.functional.remat.segments import Pattern, Where, chooser, mark, scopes_in, segments_of
 
 __all__ = ["Checkpoint", "checkpoint"]
 

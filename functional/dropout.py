@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from torchard.functional import random, source
-from torchard.functional.errors import PurityError
+from torchard.functional import random
+from torchard.functional.core import user_lines as source
+from torchard.functional.core.errors import PurityError
 
 __all__ = ["Keyed"]
 

@@ -12,14 +12,14 @@ from torch import fx
 from torch.profiler import record_function
 
 from torchard.functional import torch_internals as internals
-from torchard.functional import tree
-from torchard.functional.arguments import checked
-from torchard.functional.barrier import insert_barriers
-from torchard.functional.codegen import compiled
-from torchard.functional.failures import compiled_failed
-from torchard.functional.locks import Lock
-from torchard.functional.program import Bound, Program
-from torchard.functional.transform import Transformed
+from torchard.functional.core import tree
+from torchard.functional.core.arguments import checked
+from torchard.functional.core.locks import Lock
+from torchard.functional.engine.transformed import Transformed
+from torchard.functional.execution.codegen import compiled
+from torchard.functional.execution.failures import compiled_failed
+from torchard.functional.programs.program import Bound, Program
+from torchard.functional.remat.barrier import insert_barriers
 
 __all__ = ["Compile", "jit"]
 

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.adopt import adopt
-from torchard.functional.arguments import checked
-from torchard.functional.batch_norm_modules import traceable_forward
+from torchard.functional.core.arguments import checked
+from torchard.functional.core.errors import PurityError
+from torchard.functional.core.locks import Lock
+from torchard.functional.core.placed import is_placed
+from torchard.functional.core.scope_frames import Frame, path_of
 from torchard.functional.dropout import Keyed
-from torchard.functional.errors import PurityError
-from torchard.functional.frames import Frame, path_of
-from torchard.functional.locks import Lock
-from torchard.functional.placed import is_placed
-from torchard.functional.room import Room, active, frames_again
+from torchard.functional.effects.batch_norm_modules import traceable_forward
 from torchard.functional.trace import name
+from torchard.functional.tracing.pytree_interop import adopt
+from torchard.functional.tracing.trace_state import Room, active, frames_again
 
 __all__ = ["Functional", "functionalize"]
 

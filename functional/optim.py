@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchard.functional import tree
-from torchard.functional.arguments import checked
+from torchard.functional.core import tree
+from torchard.functional.core.arguments import checked
 
 __all__ = ["AdamState", "Optimizer", "Rate", "SgdState", "adamw", "sgd", "warmup_cosine"]
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchard.functional.arguments import checked
+from torchard.functional.core.arguments import checked
 from torchard.functional.philox import block_cpu, block_torch
 
 __all__ = ["bernoulli", "bits", "fold_in", "key", "normal", "randint", "split", "uniform"]

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from torchard.functional.arguments import checked
-from torchard.functional.lowered import Lowered
-from torchard.functional.room import active, scope
-from torchard.functional.signature import paths_of, read
-from torchard.functional.trace_call import trace_call
+from torchard.functional.core.arguments import checked
+from torchard.functional.reports.lowered import Lowered
+from torchard.functional.tracing.signature import paths_of, read
+from torchard.functional.tracing.trace_call import trace_call
+from torchard.functional.tracing.trace_state import active, scope
 
 __all__ = ["name", "scope", "trace"]
 

@@ -3,11 +3,11 @@
 Imports `torchard.functional`, never `torchard.sharding`.
 """
 
-from torchard.kernels.buffers import release
+from torchard.kernels.execution.buffers import release
 from torchard.kernels.fuse import find, fuse
-from torchard.kernels.kernel import KERNELS, Kernel, register_kernel
 from torchard.kernels.modules import replaced
-from torchard.kernels.pattern import Pattern, any_of, call
+from torchard.kernels.patterns.kernel import KERNELS, Kernel, register_kernel
+from torchard.kernels.patterns.pattern import Pattern, any_of, call
 
 __all__ = [
     "KERNELS",

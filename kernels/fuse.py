@@ -8,21 +8,21 @@ from typing import Any
 
 from torch import fx
 
-from torchard.functional.arguments import checked
-from torchard.functional.errors import KernelError, NoMatch
-from torchard.functional.program import Program
-from torchard.functional.segments import Where, chooser, scopes_in
+from torchard.functional.core.arguments import checked
+from torchard.functional.core.errors import KernelError, NoMatch
+from torchard.functional.engine.transformed import Transformed
+from torchard.functional.programs.program import Program
+from torchard.functional.remat.segments import Where, chooser, scopes_in
 from torchard.functional.trace import trace
-from torchard.functional.transform import Transformed
 from torchard.kernels import library  # noqa: F401  (its kernels)
-from torchard.kernels.choice import COMPILERS
-from torchard.kernels.joint import let_go_of_losses
-from torchard.kernels.kernel import Kernel
-from torchard.kernels.match import Finder, Miss
-from torchard.kernels.order import each_its_own
-from torchard.kernels.pattern import Pattern
-from torchard.kernels.report import Match
-from torchard.kernels.search import Search
+from torchard.kernels.execution.autotune import COMPILERS
+from torchard.kernels.patterns.kernel import Kernel
+from torchard.kernels.patterns.match import Finder, Miss
+from torchard.kernels.patterns.pattern import Pattern
+from torchard.kernels.rewriting.fused_loss_grad import let_go_of_losses
+from torchard.kernels.rewriting.post_passes import each_its_own
+from torchard.kernels.rewriting.report import Match
+from torchard.kernels.rewriting.search import Search
 
 __all__ = ["Fuse", "find", "fuse"]
 

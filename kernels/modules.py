@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from torchard.functional import torch_internals as internals
-from torchard.functional import tree
-from torchard.functional.arguments import checked
-from torchard.functional.errors import KernelError, NoMatch
+from torchard.functional.core import tree
+from torchard.functional.core.arguments import checked
+from torchard.functional.core.errors import KernelError, NoMatch
 
 __all__ = ["replaced"]
 

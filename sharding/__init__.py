@@ -1,23 +1,11 @@
 """Where data lives on a mesh, and what crosses the network."""
 
-from torchard.sharding.agree import ReplicaMismatch
-from torchard.sharding.call_order import PlanMismatch
-from torchard.sharding.constrain import constrain
+from torchard.sharding.checkpointing.storage import StorageError, StorageWarning, load, save
 from torchard.sharding.dtensor import from_dtensor, to_dtensor
-from torchard.sharding.exchange import ExchangeError
 from torchard.sharding.initial import initialize
-from torchard.sharding.mesh import Mesh, MeshError
-from torchard.sharding.norms import clip_by_global_norm, global_norm
-from torchard.sharding.parallelize import parallelize
-from torchard.sharding.place import MeshTensor, PlacementError
-from torchard.sharding.plan import IdleAxisWarning
-from torchard.sharding.redistribute import place, redistribute
-from torchard.sharding.rule_check import register_rule
-from torchard.sharding.schedule import Schedule
-from torchard.sharding.shard import shard
-from torchard.sharding.shard_map import shard_map
-from torchard.sharding.spec import P, SpecError
-from torchard.sharding.spmd import (
+from torchard.sharding.lowering.call_order import PlanMismatch
+from torchard.sharding.lowering.plan_consistency import ReplicaMismatch
+from torchard.sharding.manual.collective_api import (
     all_gather,
     all_to_all,
     axis_index,
@@ -30,8 +18,15 @@ from torchard.sharding.spmd import (
     psum_scatter,
     pvary,
 )
-from torchard.sharding.storage import StorageError, StorageWarning, load, save
-from torchard.sharding.styles import (
+from torchard.sharding.norms import clip_by_global_norm, global_norm
+from torchard.sharding.planning.plan import IdleAxisWarning
+from torchard.sharding.redistribute import place, redistribute
+from torchard.sharding.rule_check import register_rule
+from torchard.sharding.scheduling.schedule import Schedule
+from torchard.sharding.shard import shard
+from torchard.sharding.shard_map import shard_map
+from torchard.sharding.styles.parallelize import parallelize
+from torchard.sharding.styles.styles import (
     Activations,
     Colwise,
     Pairwise,
@@ -39,6 +34,11 @@ from torchard.sharding.styles import (
     SequenceParallel,
     Style,
 )
+from torchard.sharding.values.constrain import constrain
+from torchard.sharding.values.mesh import Mesh, MeshError
+from torchard.sharding.values.place import MeshTensor, PlacementError
+from torchard.sharding.values.spec import P, SpecError
+from torchard.sharding.values.store_allgather import ExchangeError
 
 __all__ = [
     "Activations",

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from torchard.functional.arguments import checked
-from torchard.sharding.layout import Layout, Sub
-from torchard.sharding.mesh import Mesh
-from torchard.sharding.place import Held, MeshTensor, PlacementError
+from torchard.functional.core.arguments import checked
+from torchard.sharding.layouts.layout import Layout, Sub
+from torchard.sharding.values.mesh import Mesh
+from torchard.sharding.values.place import Held, MeshTensor, PlacementError
 
 __all__ = ["from_dtensor", "to_dtensor"]
 

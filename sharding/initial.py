@@ -10,16 +10,17 @@ import optree
 import torch
 from torch import Tensor
 
-from torchard.functional import random, tree
-from torchard.functional.arguments import checked
-from torchard.functional.placed import is_placed
-from torchard.sharding.constrain import constrain
-from torchard.sharding.mesh import Mesh
-from torchard.sharding.names import AxisRules, resolved
+from torchard.functional import random
+from torchard.functional.core import tree
+from torchard.functional.core.arguments import checked
+from torchard.functional.core.placed import is_placed
 from torchard.sharding.redistribute import place
 from torchard.sharding.shard import shard
-from torchard.sharding.spec import P, SpecError
-from torchard.sharding.spectree import broadcast
+from torchard.sharding.values.axis_rules import AxisRules, resolved
+from torchard.sharding.values.constrain import constrain
+from torchard.sharding.values.mesh import Mesh
+from torchard.sharding.values.spec import P, SpecError
+from torchard.sharding.values.spectree import broadcast
 
 __all__ = ["initialize"]
 

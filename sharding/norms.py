@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import optree
 import torch
 
-from torchard.functional import tree
-from torchard.functional.arguments import AtLeast, checked
-from torchard.functional.placed import is_placed
-from torchard.functional.transform import Transformed
+from torchard.functional.core import tree
+from torchard.functional.core.arguments import AtLeast, checked
+from torchard.functional.core.placed import is_placed
+from torchard.functional.engine.transformed import Transformed
 
 __all__ = ["clip_by_global_norm", "global_norm"]
 

@@ -11,21 +11,21 @@ import optree
 import torch
 
 from torchard.functional import torch_internals as internals
-from torchard.functional import tree
-from torchard.functional.arguments import checked
-from torchard.functional.placed import is_placed
-from torchard.functional.room import active
-from torchard.functional.transform import Transformed
-from torchard.sharding.agree import agree_on_values
-from torchard.sharding.constrain import constrain
-from torchard.sharding.exchange import exchange
-from torchard.sharding.layout import Coords, Layout, chunk
-from torchard.sharding.mesh import Mesh
-from torchard.sharding.names import AxisRules, resolved
-from torchard.sharding.place import METHODS, Held, MeshTensor, PlacementError
+from torchard.functional.core import tree
+from torchard.functional.core.arguments import checked
+from torchard.functional.core.placed import is_placed
+from torchard.functional.engine.transformed import Transformed
+from torchard.functional.tracing.trace_state import active
+from torchard.sharding.layouts.layout import Coords, Layout, chunk
+from torchard.sharding.lowering.plan_consistency import agree_on_values
 from torchard.sharding.shard import Shard
-from torchard.sharding.spec import P, SpecError, layout_of
-from torchard.sharding.spectree import broadcast
+from torchard.sharding.values.axis_rules import AxisRules, resolved
+from torchard.sharding.values.constrain import constrain
+from torchard.sharding.values.mesh import Mesh
+from torchard.sharding.values.place import METHODS, Held, MeshTensor, PlacementError
+from torchard.sharding.values.spec import P, SpecError, layout_of
+from torchard.sharding.values.spectree import broadcast
+from torchard.sharding.values.store_allgather import exchange
 
 __all__ = ["full", "place", "redistribute"]
 

@@ -16,18 +16,18 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.codegen import compiled
-from torchard.sharding.decision import BATCH, Decision, Given
-from torchard.sharding.factors import Rule, RuleError
-from torchard.sharding.layout import Layout
-from torchard.sharding.lower import Lowering
-from torchard.sharding.mesh import Mesh
-from torchard.sharding.options import Option, build
-from torchard.sharding.partition import partition
+from torchard.functional.execution.codegen import compiled
+from torchard.sharding.layouts.factors import Rule, RuleError
+from torchard.sharding.layouts.layout import Layout
+from torchard.sharding.layouts.options import Option, build
+from torchard.sharding.lowering.lower import Lowering
+from torchard.sharding.lowering.simulated_transport import Lockstep
+from torchard.sharding.lowering.windows import attach_windows
+from torchard.sharding.planning.decision import BATCH, Decision, Given
 from torchard.sharding.rules import registry
 from torchard.sharding.rules.registry import Call, Emit, Text, rule_of
-from torchard.sharding.transport import Lockstep
-from torchard.sharding.windows import attach_windows
+from torchard.sharding.scheduling.partition import partition
+from torchard.sharding.values.mesh import Mesh
 
 __all__ = ["check_rule", "register_rule"]
 
@@ -45,8 +45,8 @@ def register_rule(
 
     Args:
         targets: the operations.
-        text: the rule (``torchard.sharding.factors`` has the grammar), or a function of the call that
-            gives it; None from it gathers the operands.
+        text: the rule (``torchard.sharding.layouts.factors`` has the grammar), or a function of the
+            call that gives it; None from it gathers the operands.
         emit: how one coordinate computes its part; None applies the operation to the parts.
         alias: True for bijective views.
 

@@ -9,29 +9,37 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.arguments import checked
-from torchard.functional.program import FREE, Leaf, Program
-from torchard.functional.transform import Transformed
-from torchard.sharding.constrain import number_of, pinned_spec
-from torchard.sharding.decision import BATCH, DERIVED, PARAMETER, Given
-from torchard.sharding.gathers import layer_of
-from torchard.sharding.layout import Layout
-from torchard.sharding.local import check_local, local_operations, may_leave_as
-from torchard.sharding.manual import attach_moves
-from torchard.sharding.mesh import Mesh, MeshError, default_device
-from torchard.sharding.names import AxisRules, Rules, resolved
-from torchard.sharding.partition import partition, unpartition
-from torchard.sharding.pins import Hint, matches, pin, pin_named, pin_rank, pinned_layouts, where_of
-from torchard.sharding.place import METHODS, Held
-from torchard.sharding.plan import choose, warn_of_idle_axes
-from torchard.sharding.precision import check_reduce_dtype, reduce_widely
-from torchard.sharding.prepare import prepare
-from torchard.sharding.runtime import runtime_of
-from torchard.sharding.schedule import Schedule, schedule
-from torchard.sharding.spec import P, SpecError, layout_of
-from torchard.sharding.spectree import specs_of_arguments, specs_of_results
-from torchard.sharding.updates import after_backward, source_of, updated_inputs
-from torchard.sharding.windows import attach_windows
+from torchard.functional.core.arguments import checked
+from torchard.functional.engine.transformed import Transformed
+from torchard.functional.programs.program import FREE, Leaf, Program
+from torchard.sharding.layouts.layout import Layout
+from torchard.sharding.lowering.lower_manual import attach_moves
+from torchard.sharding.lowering.runtime import runtime_of
+from torchard.sharding.lowering.windows import attach_windows
+from torchard.sharding.planning.canonicalize import prepare
+from torchard.sharding.planning.constraints import (
+    Hint,
+    matches,
+    pin,
+    pin_named,
+    pin_rank,
+    pinned_layouts,
+    where_of,
+)
+from torchard.sharding.planning.decision import BATCH, DERIVED, PARAMETER, Given
+from torchard.sharding.planning.manual_options import check_local, local_operations, may_leave_as
+from torchard.sharding.planning.plan import choose, warn_of_idle_axes
+from torchard.sharding.planning.updates import after_backward, source_of, updated_inputs
+from torchard.sharding.scheduling.gathers import layer_of
+from torchard.sharding.scheduling.partition import partition, unpartition
+from torchard.sharding.scheduling.precision import check_reduce_dtype, reduce_widely
+from torchard.sharding.scheduling.schedule import Schedule, schedule
+from torchard.sharding.values.axis_rules import AxisRules, Rules, resolved
+from torchard.sharding.values.constrain import number_of, pinned_spec
+from torchard.sharding.values.mesh import Mesh, MeshError, default_device
+from torchard.sharding.values.place import METHODS, Held
+from torchard.sharding.values.spec import P, SpecError, layout_of
+from torchard.sharding.values.spectree import specs_of_arguments, specs_of_results
 
 __all__ = ["Shard", "shard"]
 

@@ -16,16 +16,16 @@ from typing import Annotated, Any
 
 import torch
 
-from torchard.functional import tree
-from torchard.functional.arguments import CheckedInside, checked
-from torchard.functional.signature import paths_of
-from torchard.functional.transform import Transformed
-from torchard.sharding.mesh import Mesh, MeshError, default_device
-from torchard.sharding.moves import Enter, Leave
+from torchard.functional.core import tree
+from torchard.functional.core.arguments import CheckedInside, checked
+from torchard.functional.engine.transformed import Transformed
+from torchard.functional.tracing.signature import paths_of
+from torchard.sharding.manual.manual_collectives import Enter, Leave
+from torchard.sharding.manual.varying_axes import Region, apply, in_region, varying_axes
 from torchard.sharding.shard import Shard
-from torchard.sharding.spec import P, SpecError, layout_of
-from torchard.sharding.spectree import broadcast
-from torchard.sharding.varying import Region, apply, in_region, varying_axes
+from torchard.sharding.values.mesh import Mesh, MeshError, default_device
+from torchard.sharding.values.spec import P, SpecError, layout_of
+from torchard.sharding.values.spectree import broadcast
 
 __all__ = ["shard_map"]
 

@@ -22,13 +22,13 @@ import optree
 import torch
 from hypothesis import strategies as st
 
-from torchard.functional import tree
-from torchard.functional.placed import is_placed
-from torchard.sharding.layout import Coords, Dim, Layout, Sub, chunk
-from torchard.sharding.mesh import Mesh
+from torchard.functional.core import tree
+from torchard.functional.core.placed import is_placed
+from torchard.sharding.layouts.layout import Coords, Dim, Layout, Sub, chunk
 from torchard.sharding.redistribute import place
 from torchard.sharding.shard import shard
-from torchard.sharding.spec import P
+from torchard.sharding.values.mesh import Mesh
+from torchard.sharding.values.spec import P
 
 __all__ = [
     "check_sharded",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from sample_calls import F64, S, Sample, x
 
-from torchard.functional.operators import aten
+from torchard.functional.torch_internals.operators import aten
 
 C128 = torch.complex128
 

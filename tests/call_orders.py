@@ -27,7 +27,7 @@ warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarn
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-import torchard.sharding.mesh as mesh_module  # noqa: E402
+import torchard.sharding.values.mesh as mesh_module  # noqa: E402
 from torchard import (  # noqa: E402
     Mesh,
     P,

@@ -16,7 +16,7 @@ import torch
 from interpreted import Kind, kernel_of
 from kernel_cases import LITERALS, inputs_of
 
-from torchard.kernels.imported import implementation
+from torchard.kernels.execution.optional_backends import implementation
 
 __all__ = ["compile_for_hopper", "compiling"]
 

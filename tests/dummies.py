@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from torchard.functional import tree
-from torchard.functional.codegen import compiled
-from torchard.functional.placed import Facts
-from torchard.functional.program import FREE, Program
+from torchard.functional.core import tree
+from torchard.functional.core.placed import Facts
+from torchard.functional.execution.codegen import compiled
+from torchard.functional.programs.program import FREE, Program
 
 
 @dataclass(frozen=True)

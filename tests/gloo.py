@@ -38,7 +38,7 @@ from ranks import COLLECTIVES  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import torchard  # noqa: E402
-import torchard.sharding.exchange as exchange_module  # noqa: E402
+import torchard.sharding.values.store_allgather as exchange_module  # noqa: E402
 from torchard import (  # noqa: E402
     Mesh,
     MeshTensor,

@@ -19,9 +19,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-import torchard.sharding.exchange as exchange_module
+import torchard.sharding.values.store_allgather as exchange_module
 from torchard import Mesh, P, ShapeDtype, StorageWarning, load, place, save, to_dtensor
-from torchard.sharding import boxes
+from torchard.sharding.checkpointing import dcp_chunks as boxes
 
 SPECS = {
     "rows": P("tp"),

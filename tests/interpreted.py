@@ -26,8 +26,8 @@ from torch import Tensor
 
 from torchard import fuse, random
 from torchard.kernels import KERNELS, Kernel, Pattern
-from torchard.kernels.imported import implementation
-from torchard.kernels.region import implementations_of
+from torchard.kernels.execution.optional_backends import implementation
+from torchard.kernels.rewriting.region import implementations_of
 
 __all__ = ["NAMES", "interpreting"]
 

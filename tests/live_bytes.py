@@ -13,8 +13,8 @@ from _live import LiveBytes
 from _train import make_step
 
 from torchard import Mesh, MeshTensor, P, Schedule, jit, optim, place, random, shard
-from torchard.functional.program import Program
-from torchard.sharding.runtime import Distributed
+from torchard.functional.programs.program import Program
+from torchard.sharding.lowering.runtime import Distributed
 
 SPEC = P("dp")
 OPTIMIZER = optim.adamw(1e-3)

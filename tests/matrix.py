@@ -146,7 +146,7 @@ def tested(version: str, python: Path, arguments: list[str]) -> Verdict:
         seconds=time.monotonic() - started,
         absent=_asked(
             python,
-            "import torchard; from torchard.functional import operators; "
+            "import torchard; from torchard.functional.torch_internals import operators; "
             "print(', '.join(operators.missing()))",
         ),
         commit=_commit(),

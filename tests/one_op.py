@@ -12,18 +12,18 @@ import torch
 from sample_calls import Sample
 from torch import fx
 
-from torchard.functional.codegen import compiled
-from torchard.sharding.decision import BATCH, Decision, Given
-from torchard.sharding.factors import Rule
-from torchard.sharding.layout import Layout
-from torchard.sharding.lower import Lowering
-from torchard.sharding.mesh import Mesh
-from torchard.sharding.options import Option, build
-from torchard.sharding.partition import partition
+from torchard.functional.execution.codegen import compiled
+from torchard.sharding.layouts.factors import Rule
+from torchard.sharding.layouts.layout import Layout
+from torchard.sharding.layouts.options import Option, build
+from torchard.sharding.lowering.lower import Lowering
+from torchard.sharding.lowering.simulated_transport import Lockstep
+from torchard.sharding.lowering.windows import attach_windows
+from torchard.sharding.planning.decision import BATCH, Decision, Given
 from torchard.sharding.rules import Call, rule_of
+from torchard.sharding.scheduling.partition import partition
 from torchard.sharding.testing import contributions
-from torchard.sharding.transport import Lockstep
-from torchard.sharding.windows import attach_windows
+from torchard.sharding.values.mesh import Mesh
 
 
 @dataclass

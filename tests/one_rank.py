@@ -25,7 +25,7 @@ import torch.distributed as dist  # noqa: E402
 import train_gpt  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
-import torchard.sharding.agree as agree  # noqa: E402
+import torchard.sharding.lowering.plan_consistency as agree  # noqa: E402
 from torchard import Mesh, Schedule  # noqa: E402
 
 

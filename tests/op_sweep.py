@@ -31,10 +31,10 @@ from op_db import Case, cases, entries, name_of
 from refusals import refuses
 from torch import fx
 
-from torchard.functional.errors import RetraceWarning
+from torchard.functional.core.errors import RetraceWarning
 from torchard.sharding import Mesh, P, place, shard
-from torchard.sharding.decompose import comes_apart
-from torchard.sharding.plan import Plan, choose
+from torchard.sharding.decompositions.decompose import comes_apart
+from torchard.sharding.planning.plan import Plan, choose
 from torchard.sharding.rules import lookup
 from torchard.sharding.testing import check_sharded, random_spec
 

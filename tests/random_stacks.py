@@ -30,7 +30,7 @@ from random_programs import _program
 from refusals import refuses
 
 from torchard import checkpoint, fuse, jit, policies
-from torchard.functional.errors import RetraceWarning
+from torchard.functional.core.errors import RetraceWarning
 from torchard.sharding import Mesh, MeshTensor, P, place, shard
 from torchard.sharding.testing import random_spec
 

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from dummies import Identity
 from torch.func import hessian, jacfwd, jvp
 
-from torchard.functional.autodiff import joint, pullback
-from torchard.functional.binding import bind
-from torchard.functional.program import Program
-from torchard.functional.split import residual_bytes, split
+from torchard.functional.derivatives.autodiff import joint, pullback
+from torchard.functional.engine.transformed import Transformed
+from torchard.functional.execution.binding import bind
+from torchard.functional.programs.program import Program
+from torchard.functional.remat.split import residual_bytes, split
 from torchard.functional.trace import trace
-from torchard.functional.transform import Transformed
 
 F64 = torch.float64
 

@@ -11,9 +11,9 @@ from torch.func import grad
 from torch.profiler import ProfilerActivity, profile
 
 from torchard import Mesh, P, checkpoint, jit, nn, place, policies, scope, shard
-from torchard.functional.barrier import insert_barriers
 from torchard.functional.jit import _flat_module
-from torchard.functional.program import Program
+from torchard.functional.programs.program import Program
+from torchard.functional.remat.barrier import insert_barriers
 
 BLOCKS, ROWS, WIDTH = 4, 1024, 64
 PARAMS = [

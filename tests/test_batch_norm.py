@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from torchard import Mesh, P, PurityError, checkpoint, jit, shard, trace
-from torchard.functional.binding import bind
+from torchard.functional.execution.binding import bind
 from torchard.functional.torch_internals import FakeTensor
 
 F64 = torch.float64

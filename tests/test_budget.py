@@ -29,12 +29,12 @@ from torchard import (
     shard,
     trace,
 )
-from torchard.functional import budget
-from torchard.functional.autodiff import joint
-from torchard.functional.budget import Point, envelope, tried
-from torchard.functional.flops import flops
-from torchard.functional.program import Program
-from torchard.functional.segments import mark
+from torchard.functional.derivatives.autodiff import joint
+from torchard.functional.programs.flops import flops
+from torchard.functional.programs.program import Program
+from torchard.functional.remat import budget
+from torchard.functional.remat.budget import Point, envelope, tried
+from torchard.functional.remat.segments import mark
 
 TENTHS = [k / 10 for k in range(10, -1, -1)]
 

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchard import fuse, trace
-from torchard.kernels import buffers
-from torchard.kernels.buffers import Buffers, Pool
-from torchard.kernels.compiled import compiled
+from torchard.kernels.execution import buffers
+from torchard.kernels.execution.buffers import Buffers, Pool
+from torchard.kernels.execution.compiled import compiled
 
 CPU = torch.device("cpu")
 

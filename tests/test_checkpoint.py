@@ -28,7 +28,7 @@ from torchard import (
     scope,
     shard,
 )
-from torchard.functional.policies import Shapes
+from torchard.functional.remat.policies import Shapes
 
 Params = list[dict[str, torch.Tensor]]
 WHERE = "block/*"

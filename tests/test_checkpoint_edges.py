@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.func import grad, vmap
 
 from torchard import Mesh, P, checkpoint, jit, name, place, policies, saved_residuals, scope, shard
-from torchard.functional.barrier import insert_barriers
 from torchard.functional.jit import _flat_module
-from torchard.functional.split import split
+from torchard.functional.remat.barrier import insert_barriers
+from torchard.functional.remat.split import split
 
 X = torch.randn(4, 4)
 

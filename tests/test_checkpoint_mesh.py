@@ -12,7 +12,7 @@ import torch
 import train_gpt
 
 from torchard import Mesh, P, checkpoint, jit, place, policies, random, shard
-from torchard.functional.program import Program
+from torchard.functional.programs.program import Program
 
 SIZE = train_gpt.Size(context=8, width=16, heads=2, layers=2)
 LOSS = functools.partial(train_gpt.loss, SIZE)

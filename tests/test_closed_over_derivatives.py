@@ -15,7 +15,7 @@ from test_derivations import MESH, TRANSFORMS, W, X, crossed, same, whole
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from torchard import tree
-from torchard.functional.errors import PurityError
+from torchard.functional.core.errors import PurityError
 from torchard.sharding import MeshTensor, P, place
 
 Fn = Callable[..., Any]

@@ -16,8 +16,8 @@ import torch
 
 from torchard import Mesh, P, checkpoint, functionalize, fuse, jit, name, policies, shard
 from torchard.functional import torch_internals as internals
-from torchard.functional.locks import Lock
-from torchard.functional.policies import Shapes, as_policy
+from torchard.functional.core.locks import Lock
+from torchard.functional.remat.policies import Shapes, as_policy
 
 X = torch.arange(4.0)
 
@@ -186,4 +186,4 @@ def test_a_lock_is_of_its_process() -> None:
         with lock:
             pass
     assert not lock.is_held()
-    assert not internals._one_at_a_time.is_held()
+    assert not internals.private._one_at_a_time.is_held()

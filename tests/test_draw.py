@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchard import Mesh, P, scope, shard, trace
-from torchard.functional.draw import layers_of
+from torchard.functional.reports.draw import layers_of
 
 W = [torch.randn(8, 8) for _ in range(2)]
 X = torch.randn(6, 8)

@@ -25,7 +25,7 @@ from torchard import (
     place,
     shard,
 )
-from torchard.sharding import eager
+from torchard.sharding.values import eager
 
 MESHES = [Mesh(axes, virtual=True) for axes in ({"a": 2}, {"a": 3, "b": 1}, {"a": 2, "b": 2})]
 MESH = MESHES[2]

@@ -13,7 +13,7 @@ from effort import examples
 from torch.func import grad, jvp, vmap
 
 from torchard import checkpoint, jit, shard
-from torchard.functional.errors import PurityError
+from torchard.functional.core.errors import PurityError
 from torchard.sharding import Mesh, P
 
 Fn = Callable[[torch.Tensor], torch.Tensor]

@@ -12,7 +12,7 @@ import torch
 
 import torchard as ta
 from torchard import Mesh, MeshError, MeshTensor, P, PlacementError, SpecError, jit, place, shard
-from torchard.functional.errors import DerivativeError
+from torchard.functional.core.errors import DerivativeError
 
 MESH = Mesh({"dp": 2, "tp": 2}, virtual=True)
 X = torch.arange(24.0).reshape(4, 6)
@@ -261,7 +261,7 @@ def test_constrain_at_that_matches_nothing() -> None:
 
 
 def test_rule_that_does_not_parse() -> None:
-    from torchard.sharding.factors import RuleError, instantiate
+    from torchard.sharding.layouts.factors import RuleError, instantiate
 
     with pytest.raises(RuleError, match=re.escape("exactly one '->'")):
         instantiate("i j", ((2, 2),), ((2, 2),))

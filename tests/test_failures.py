@@ -14,8 +14,8 @@ from once import once
 from torch import fx
 
 from torchard import CollectiveError, Mesh, P, jit, place, scope, shard
-from torchard.functional import store as store_module
-from torchard.functional.codegen import compiled
+from torchard.functional.execution.codegen import compiled
+from torchard.functional.torch_internals import store as store_module
 from torchard.functional.trace import trace
 
 Told = dict[str, Any]

@@ -16,13 +16,16 @@ from kernel_cases import LITERALS, Case, inputs_of, names_of, outputs
 from torch import Tensor
 
 from torchard import fuse
-from torchard.functional.binding import bind
-from torchard.functional.recent import Recent
-from torchard.kernels import KERNELS, Kernel, blocked, choice, settle
-from torchard.kernels.blocked import Layout
-from torchard.kernels.compiled import compiled
-from torchard.kernels.dims import Dims
-from torchard.kernels.region import Region
+from torchard.functional.core.bounded import Recent
+from torchard.functional.execution.binding import bind
+from torchard.kernels import KERNELS, Kernel
+from torchard.kernels.execution import autotune as choice
+from torchard.kernels.execution import blocked
+from torchard.kernels.execution import rank_consensus as settle
+from torchard.kernels.execution.blocked import Layout
+from torchard.kernels.execution.compiled import compiled
+from torchard.kernels.rewriting.region import Region
+from torchard.kernels.terms.dims import Dims
 
 ROWS, D = 13, 24
 X, B = torch.randn(ROWS, D), torch.randn(D)
@@ -344,7 +347,7 @@ def test_what_others_run_is_run_here(store: Any, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_store_that_is_silent_is_an_error(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchard.functional import store as store_module
+    from torchard.functional.torch_internals import store as store_module
 
     asked = threading.Event()
     monkeypatch.setattr(store_module, "_GRACE", 0.0)

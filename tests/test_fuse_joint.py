@@ -13,7 +13,7 @@ from torch.func import grad, grad_and_value, vmap
 
 from torchard import Mesh, P, checkpoint, fuse, policies, shard
 from torchard.functional.trace import trace
-from torchard.kernels import joint
+from torchard.kernels.rewriting import fused_loss_grad as joint
 
 N, D, V = 11, 6, 9
 

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchard import fuse, jit
-from torchard.functional.binding import bind
-from torchard.functional.recent import Recent
-from torchard.kernels import blocked, buffers, choice
-from torchard.kernels.buffers import Pool
+from torchard.functional.core.bounded import Recent
+from torchard.functional.execution.binding import bind
+from torchard.kernels.execution import autotune as choice
+from torchard.kernels.execution import blocked, buffers
+from torchard.kernels.execution.buffers import Pool
 
 N, D, H, V = 12, 8, 16, 24
 Params = dict[str, Tensor]

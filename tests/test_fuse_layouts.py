@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchard import fuse
-from torchard.functional.recent import Recent
-from torchard.kernels import buffers, choice
-from torchard.kernels.buffers import Pool
+from torchard.functional.core.bounded import Recent
+from torchard.kernels.execution import autotune as choice
+from torchard.kernels.execution import buffers
+from torchard.kernels.execution.buffers import Pool
 
 DRAW = torch.Generator().manual_seed(0)
 

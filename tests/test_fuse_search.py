@@ -11,12 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchard import find, fuse, trace
-from torchard.kernels import KERNELS, verify
-from torchard.kernels.course import Plan
-from torchard.kernels.effort import EVALUATION
-from torchard.kernels.match import Finder
-from torchard.kernels.reading import Reading
-from torchard.kernels.unify import Unifier
+from torchard.kernels import KERNELS
+from torchard.kernels.patterns import verify
+from torchard.kernels.patterns.effort import EVALUATION
+from torchard.kernels.patterns.match import Finder
+from torchard.kernels.patterns.match_plan import Plan
+from torchard.kernels.patterns.unify import Unifier
+from torchard.kernels.terms.reading import Reading
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)
 
@@ -106,8 +107,8 @@ def test_a_search_ends_after_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = whole.find(pattern)
     assert everything and not whole.stopped
     taken = whole.effort.limit - whole.effort.left
-    monkeypatch.setattr("torchard.kernels.effort._LEAST", taken // 2)
-    monkeypatch.setattr("torchard.kernels.effort._PER_VALUE", 0)
+    monkeypatch.setattr("torchard.kernels.patterns.effort._LEAST", taken // 2)
+    monkeypatch.setattr("torchard.kernels.patterns.effort._PER_VALUE", 0)
     half = Finder(reading)
     some = half.find(pattern)
     assert half.stopped == [pattern] and len(some) < len(everything)
@@ -118,8 +119,8 @@ def test_a_search_that_was_given_up_is_reported() -> None:
     program = fuse(lambda x: torch.softmax(x + 1, -1) @ x, compiler="eager")
     assert not any("given up" in missed.why for missed in program.lower(X[:, :4]).kernels.missed)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("torchard.kernels.effort._LEAST", 0)
-        patched.setattr("torchard.kernels.effort._PER_VALUE", 1)
+        patched.setattr("torchard.kernels.patterns.effort._LEAST", 0)
+        patched.setattr("torchard.kernels.patterns.effort._PER_VALUE", 1)
         again = fuse(lambda x: torch.softmax(x + 1, -1) @ x, compiler="eager")
         missed = again.lower(X[:, :4]).kernels.missed
     assert any("the search was given up after" in one.why for one in missed)

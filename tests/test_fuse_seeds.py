@@ -15,8 +15,8 @@ from seeds import S0, Seed, whole
 from test_composition import compare
 
 from torchard import Mesh, checkpoint, functionalize, fuse, jit, place, shard, trace
-from torchard.functional.program import Program
-from torchard.kernels.traffic import moved
+from torchard.functional.programs.program import Program
+from torchard.kernels.rewriting.memory_traffic import moved
 
 SMALL = Seed((8, 12, 8), (2, 4), S0.specs, None, S0.out_spec, F.gelu)
 MESH = {"tp": 4}

@@ -20,7 +20,7 @@ import work
 from seeds import whole
 
 from torchard import Mesh, P, nn, place, random, shard
-from torchard.functional.program import Program
+from torchard.functional.programs.program import Program
 
 WIDTH = 48  # so large that statistics, of which every rank has all, are few beside it
 ROWS = 6

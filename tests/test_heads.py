@@ -21,7 +21,7 @@ from torchard import (
     shard,
     trace,
 )
-from torchard.sharding.heads import units_of
+from torchard.sharding.styles.heads import units_of
 
 TP = Mesh({"tp": 2}, virtual=True)
 WIDTH, D = 8, 4

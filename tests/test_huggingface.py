@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchard import Colwise, Mesh, P, Rowwise, functionalize, parallelize, place, shard, trace
-from torchard.functional.program import Program
+from torchard.functional.programs.program import Program
 
 transformers = pytest.importorskip("transformers")
 

@@ -16,11 +16,11 @@ from dummies import PairRuntime, Split, halves
 from torch.func import grad, hessian, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchard.functional.errors import DonatedError
+from torchard.functional.core.errors import DonatedError
+from torchard.functional.engine.transformed import Transformed
 from torchard.functional.jit import Compile, jit
-from torchard.functional.program import Program
+from torchard.functional.programs.program import Program
 from torchard.functional.trace import trace
-from torchard.functional.transform import Transformed
 
 # torch's own, on importing the compiler.
 pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

@@ -141,7 +141,7 @@ def test_single_operations_are_fused_where_their_results_are_large(
     import fusion
     from chains import CHAINS
 
-    from torchard.kernels import buffers
+    from torchard.kernels.execution import buffers
 
     monkeypatch.setattr(buffers, "LARGE", 1)
     chain = CHAINS["softmax"](ELEMENTS)

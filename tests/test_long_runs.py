@@ -13,9 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from torchard import checkpoint, fuse, jit
-from torchard.functional.recent import Recent
-from torchard.functional.transform import Transformed
-from torchard.kernels import choice, composites, pattern
+from torchard.functional.core.bounded import Recent
+from torchard.functional.engine.transformed import Transformed
+from torchard.kernels.execution import autotune as choice
+from torchard.kernels.patterns import pattern
+from torchard.kernels.terms import composites
 
 W, B = torch.linspace(-1, 1, 64).reshape(8, 8), torch.linspace(0, 1, 8)
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchard.functional import optim, tree
+from torchard.functional import optim
+from torchard.functional.core import tree
 from torchard.functional.optim import adamw, sgd, warmup_cosine
 
 

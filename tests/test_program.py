@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import fx
 
-from torchard.functional.binding import bind
-from torchard.functional.program import Program, Records
+from torchard.functional.execution.binding import bind
+from torchard.functional.programs.program import Program, Records
 from torchard.functional.trace import scope, trace
 
 

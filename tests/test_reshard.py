@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import fx
 
-from torchard.functional.codegen import compiled
+from torchard.functional.execution.codegen import compiled
 from torchard.sharding import Mesh
-from torchard.sharding.collectives import emit_step
-from torchard.sharding.layout import Layout, Sub, chunk, merge, refine
-from torchard.sharding.lower import Lowering
-from torchard.sharding.reshard import Step, cost, plan
+from torchard.sharding.layouts.layout import Layout, Sub, chunk, merge, refine
+from torchard.sharding.layouts.reshard import Step, cost, plan
+from torchard.sharding.lowering.lower import Lowering
+from torchard.sharding.lowering.simulated_transport import Lockstep
+from torchard.sharding.scheduling.collectives import emit_step
 from torchard.sharding.testing import contributions, layouts, meshes, shard_at, whole_of
-from torchard.sharding.transport import Lockstep
 
 shapes = st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 6, 8, 12]), min_size=0, max_size=3).map(tuple)
 

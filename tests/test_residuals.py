@@ -11,9 +11,9 @@ import train_gpt
 from torch import Tensor
 
 from torchard import checkpoint, jit, name, nn, policies, random, saved_residuals, scope
-from torchard.functional.flat import lower
-from torchard.functional.flops import DOTS, flops, op_name
-from torchard.functional.program import Program
+from torchard.functional.engine.lowered_function import lower
+from torchard.functional.programs.flops import DOTS, flops, op_name
+from torchard.functional.programs.program import Program
 
 # Kind, what, name, bytes, scope, why.
 Row = tuple[str, str, str | None, int, str, str]

@@ -16,11 +16,11 @@ from op_samples import samples
 from pointwise_samples import pointwise_overloads
 from sample_calls import Sample
 
-from torchard.functional.codegen import compiled
+from torchard.functional.execution.codegen import compiled
 from torchard.sharding import Mesh
-from torchard.sharding.decompose import decompose, same_call
-from torchard.sharding.decompositions import BIASED_PRODUCTS, DECOMPOSITIONS
-from torchard.sharding.options import Option, options
+from torchard.sharding.decompositions.decompose import decompose, same_call
+from torchard.sharding.decompositions.functional_forms import BIASED_PRODUCTS, DECOMPOSITIONS
+from torchard.sharding.layouts.options import Option, options
 from torchard.sharding.rules import REGISTRY, lookup
 from torchard.sharding.testing import layouts, meshes
 

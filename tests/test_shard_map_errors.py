@@ -26,7 +26,7 @@ from torchard import (
     shard,
     shard_map,
 )
-from torchard.functional.errors import DerivativeError
+from torchard.functional.core.errors import DerivativeError
 
 X2, XY = Mesh({"x": 2}, virtual=True), Mesh({"x": 2, "y": 2}, virtual=True)
 

@@ -30,10 +30,10 @@ from torchard import (
     save,
     shard,
 )
-from torchard.sharding import boxes
-from torchard.sharding.agree import checksum
-from torchard.sharding.spec import spec_of
+from torchard.sharding.checkpointing import dcp_chunks as boxes
+from torchard.sharding.lowering.plan_consistency import checksum
 from torchard.sharding.testing import layouts, meshes, shard_at, specs
+from torchard.sharding.values.spec import spec_of
 
 SHAPES = [(), (1,), (7,), (0, 3), (4, 6), (12, 5), (2, 3, 8), (24, 2)]
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from torchard import Mesh, P, ShapeDtype, SpecError, StorageError, jit, load, place, save, shard
-from torchard.sharding import boxes
+from torchard.sharding.checkpointing import dcp_chunks as boxes
 
 HERE = Mesh({"dp": 2, "tp": 3}, virtual=True)
 OTHER = Mesh({"x": 4}, virtual=True)

@@ -14,6 +14,8 @@ import torch.utils.checkpoint
 from effort import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._C import _functorch as functorch_c
+from torch._functorch import eager_transforms
 from torch.func import functionalize, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -69,7 +71,7 @@ errors: list[BaseException] = []
 @pytest.fixture(autouse=True)
 def no_other_thread_uses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """pytest's own threads do not."""
-    monkeypatch.setattr(internals, "_is_only_thread", lambda: True)
+    monkeypatch.setattr(internals.private, "_is_only_thread", lambda: True)
 
 
 # What may stop a function, in Python, in a kernel, in the middle of a change of torch's state.
@@ -87,10 +89,10 @@ FAILURES: dict[str, Fn] = {
     "caught": caught,
     "kept": kept,
     "dual level left open": lambda x: [x, forward_ad.enter_dual_level()][0],  # type: ignore[list-item]
-    "grad level left open": lambda x: [x, internals.functorch_c._grad_increment_nesting()][0],
+    "grad level left open": lambda x: [x, functorch_c._grad_increment_nesting()][0],
     "vmap level left open": lambda x: [
         x,
-        internals.functorch_c._vmap_increment_nesting(3, "error"),
+        functorch_c._vmap_increment_nesting(3, "error"),
     ][0],
     "dispatch mode left on": lambda x: [x, Quiet().__enter__()][0],
     "function mode left on": lambda x: [x, QuietFunctions().__enter__()][0],
@@ -156,8 +158,8 @@ def state() -> tuple[Any, ...]:
     return (
         str(torch._C._dispatch_tls_local_include_set()),
         str(torch._C._dispatch_tls_local_exclude_set()),
-        internals.functorch_c.get_dynamic_layer_stack_depth(),
-        internals.eager_transforms.JVP_NESTING,
+        functorch_c.get_dynamic_layer_stack_depth(),
+        eager_transforms.JVP_NESTING,
         torch._C._len_torch_function_stack(),
         torch._C._len_torch_dispatch_stack(),
         torch.is_grad_enabled(),

@@ -16,7 +16,7 @@ from torch.func import grad, jvp, vmap
 from torch.utils import checkpoint as torchs
 
 from torchard import Mesh, P, checkpoint, fuse, jit, scope, shard, trace
-from torchard.functional.errors import CheckpointError
+from torchard.functional.core.errors import CheckpointError
 
 Fn = Callable[..., Any]
 X = torch.linspace(-1, 1, 32, dtype=torch.float64).reshape(4, 8)

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import torchard
-from torchard.functional import operators, versions
-from torchard.functional.errors import TorchVersionWarning
-from torchard.functional.operators import Absent, aten
+from torchard.functional.core.errors import TorchVersionWarning
+from torchard.functional.torch_internals import operators, versions
+from torchard.functional.torch_internals.operators import Absent, aten
 from torchard.sharding.rules import lookup, register_rule
 
 ROOT = Path(__file__).parent.parent

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from dummies import Identity, Mark, halves
 from torch.func import grad, vmap
 
-from torchard.functional.errors import PurityError, StaticArgumentError
-from torchard.functional.signature import ShapeDtype
+from torchard.functional.core.errors import PurityError, StaticArgumentError
+from torchard.functional.engine.transformed import Transformed
 from torchard.functional.trace import name, scope, trace
-from torchard.functional.transform import Transformed
+from torchard.functional.tracing.signature import ShapeDtype
 
 W = torch.randn(4, 4)
 X = torch.randn(2, 4)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.func import grad, jvp, vmap
 
 from torchard import Mesh, P, checkpoint, fuse, jit, shard, trace
-from torchard.functional.errors import PurityError, UnexpectedTracerError
+from torchard.functional.core.errors import PurityError, UnexpectedTracerError
 
 F64, C128 = torch.float64, torch.complex128
 X = torch.linspace(0.1, 1.5, 12, dtype=F64).reshape(3, 4)

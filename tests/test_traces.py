@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from torchard import Mesh, P, jit, place, scope, shard, trace
-from torchard.sharding.bucket import _common
+from torchard.sharding.scheduling.bucket import _common
 
 LAYERS = ("block/0", "block/1")
 SCOPES = {

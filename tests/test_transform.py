@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchard.functional.errors import RetraceWarning
-from torchard.functional.program import Program
-from torchard.functional.signature import ShapeDtype
-from torchard.functional.transform import Transformed
+from torchard.functional.core.errors import RetraceWarning
+from torchard.functional.engine.transformed import Transformed
+from torchard.functional.programs.program import Program
+from torchard.functional.tracing.signature import ShapeDtype
 
 F64 = torch.float64
 REWRITES = {"identity": Identity(), "mark": Mark(), "split": Split()}

@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as torch_pytree
 
 import torchard as ta
-from torchard.functional import tree
+from torchard.functional.core import tree
 
 
 class Pair:

@@ -21,8 +21,8 @@ from torch_version import TORCH
 
 from torchard import fuse
 from torchard.kernels import KERNELS, Kernel
-from torchard.kernels.imported import Imported
-from torchard.kernels.region import Region
+from torchard.kernels.execution.optional_backends import Imported
+from torchard.kernels.rewriting.region import Region
 
 needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed")
 every_kernel = pytest.mark.parametrize("name", interpreted.NAMES)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchard import Mesh, P, place, register_rule, shard
-from torchard.sharding.factors import RuleError
+from torchard.sharding.layouts.factors import RuleError
 from torchard.sharding.rules import REGISTRY
 
 MESH = Mesh({"tp": 2}, virtual=True)

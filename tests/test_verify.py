@@ -11,8 +11,8 @@ import pytest
 import torch
 from dummies import Split, halves
 
-from torchard.functional.testing import verify
-from torchard.functional.transform import Transformed
+from torchard.functional.engine.transformed import Transformed
+from torchard.functional.verify import verify
 
 
 def f(p: dict[str, torch.Tensor], x: torch.Tensor, n: int = 2) -> dict[str, Any]:

@@ -43,8 +43,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 from torchard import Mesh, P, constrain, place, shard  # noqa: E402
-from torchard.functional.program import Program  # noqa: E402
-from torchard.sharding.runtime import Distributed  # noqa: E402
+from torchard.functional.programs.program import Program  # noqa: E402
+from torchard.sharding.lowering.runtime import Distributed  # noqa: E402
 
 WIDTH, HEADS, LENGTH, BATCH, LAYERS = 48, 4, 16, 12, 2
 

@@ -22,11 +22,11 @@ from torch.utils.flop_counter import (
 )
 
 from torchard import Mesh
-from torchard.functional.program import Program
-from torchard.sharding.lower import Fetch, Key, Lowering, Value
-from torchard.sharding.partition import unpartition
-from torchard.sharding.reshard import Step
-from torchard.sharding.transport import Lockstep
+from torchard.functional.programs.program import Program
+from torchard.sharding.layouts.reshard import Step
+from torchard.sharding.lowering.lower import Fetch, Key, Lowering, Value
+from torchard.sharding.lowering.simulated_transport import Lockstep
+from torchard.sharding.scheduling.partition import unpartition
 
 aten = torch.ops.aten
 Coords = dict[str, int]

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchard.kernels.kernel import Kernel, register_kernel
-from torchard.kernels.pattern import Pattern
+from torchard.kernels.patterns.kernel import Kernel, register_kernel
+from torchard.kernels.patterns.pattern import Pattern
 
 __all__ = ["attention", "attention_causal", "attention_masked"]
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchard.kernels.imported import triton
-from torchard.kernels.kernel import Kernel, register_kernel
+from torchard.kernels.execution.optional_backends import triton
+from torchard.kernels.patterns.kernel import Kernel, register_kernel
 
 __all__ = ["bias_gelu", "bias_gelu_tanh", "bias_relu", "bias_silu"]
 

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchard.kernels.buffers import Buffers
-from torchard.kernels.imported import triton
-from torchard.kernels.kernel import Kernel, register_kernel
+from torchard.kernels.execution.buffers import Buffers
+from torchard.kernels.execution.optional_backends import triton
+from torchard.kernels.patterns.kernel import Kernel, register_kernel
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchard.functional import random
-from torchard.kernels.imported import triton
-from torchard.kernels.kernel import Kernel, register_kernel
+from torchard.kernels.execution.optional_backends import triton
+from torchard.kernels.patterns.kernel import Kernel, register_kernel
 
 __all__ = ["bias_dropout_residual", "bias_dropout_residual_layer_norm"]
 

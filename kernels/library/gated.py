@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchard.kernels.imported import triton
-from torchard.kernels.kernel import Kernel, register_kernel
+from torchard.kernels.execution.optional_backends import triton
+from torchard.kernels.patterns.kernel import Kernel, register_kernel
 
 __all__ = ["geglu", "geglu_tanh", "swiglu"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchard.kernels.kernel import Kernel, register_kernel
+from torchard.kernels.patterns.kernel import Kernel, register_kernel
 
 __all__ = ["biased_gate_up", "biased_qkv", "gate_up", "qkv"]
 

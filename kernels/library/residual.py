@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
-from torchard.kernels.imported import triton
-from torchard.kernels.kernel import Kernel, register_kernel
+from torchard.kernels.execution.optional_backends import triton
 from torchard.kernels.library.norms import layer_norm, rms_norm
+from torchard.kernels.patterns.kernel import Kernel, register_kernel
 
 __all__ = ["add_layer_norm", "add_rms_norm"]
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchard.kernels.imported import triton
-from torchard.kernels.kernel import Kernel, register_kernel
-from torchard.kernels.pattern import Pattern
+from torchard.kernels.execution.optional_backends import triton
+from torchard.kernels.patterns.kernel import Kernel, register_kernel
+from torchard.kernels.patterns.pattern import Pattern
 
 __all__ = ["rope"]
 

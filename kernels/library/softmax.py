@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchard.kernels.buffers import Buffers
-from torchard.kernels.imported import triton
-from torchard.kernels.kernel import Kernel, register_kernel
+from torchard.kernels.execution.buffers import Buffers
+from torchard.kernels.execution.optional_backends import triton
+from torchard.kernels.patterns.kernel import Kernel, register_kernel
 
 __all__ = ["softmax"]
 

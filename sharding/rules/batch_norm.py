@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from torchard.functional.batch_norm import PURE
-from torchard.functional.operators import aten
+from torchard.functional.effects.batch_norm import PURE
+from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.registry import Call, letters, register_rule, spell
 
 

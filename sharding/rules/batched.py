@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import fx
 
-from torchard.functional.operators import aten
+from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.registry import Call, Local, register_rule
 
 Cores = Sequence[int]

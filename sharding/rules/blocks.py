@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.operators import aten
+from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchard.functional.operators import aten
+from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.registry import Call, register_rule
 
 register_rule(aten.mm.default, text="i k, k j -> i j | linear 0 | linear 1")

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.fused import Fused
-from torchard.functional.operators import aten
-from torchard.functional.purify import purify
-from torchard.functional.record import record
-from torchard.functional.several import several
-from torchard.functional.spec import Spec
-from torchard.functional.views import base_of
-from torchard.sharding.factors import Factors, Rule, instantiate
+from torchard.functional.core.outputs import several
+from torchard.functional.core.tensor_spec import Spec
+from torchard.functional.programs.kernel_call import Fused
+from torchard.functional.programs.views import base_of
+from torchard.functional.torch_internals.operators import aten
+from torchard.functional.tracing.purify import purify
+from torchard.functional.tracing.record import record
+from torchard.sharding.layouts.factors import Factors, Rule, instantiate
 from torchard.sharding.rules.registry import (
     Call,
     OpRule,

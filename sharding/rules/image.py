@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from torchard.functional.operators import aten
+from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.batched import batched, emit_contiguous
 from torchard.sharding.rules.registry import Call, Local, register_rule
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchard.functional.operators import aten
+from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
 
 

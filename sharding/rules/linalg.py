@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from torchard.functional.operators import aten
+from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.batched import Cores, batched, core_text, emit_contiguous
 from torchard.sharding.rules.registry import Call, Local, register_rule
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchard.functional.operators import aten
+from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.registry import Call, letters, register_rule, spell
 
 MEAN, SUM = 1, 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchard.sharding.moves import (
+from torchard.sharding.manual.manual_collectives import (
     Enter,
     Exchange,
     Extreme,

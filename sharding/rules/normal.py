@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchard.functional.operators import aten
+from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.operators import aten, prims
+from torchard.functional.torch_internals.operators import aten, prims
 from torchard.sharding.rules.registry import Call, OpRule, find, register_rule
 
 

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from torchard.functional.arguments import checked
-from torchard.functional.operators import Absent
-from torchard.sharding.factors import Rule, gathering_rule, instantiate
+from torchard.functional.core.arguments import checked
+from torchard.functional.torch_internals.operators import Absent
+from torchard.sharding.layouts.factors import Rule, gathering_rule, instantiate
 
 __all__ = ["REGISTRY", "Call", "Local", "OpRule", "find", "lookup", "register_rule", "rule_of"]
 

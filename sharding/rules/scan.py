@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.operators import aten
+from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.registry import Call, letters, register_rule, spell
 
 __all__ = ["SUMS_FROM", "fold_flips", "sums_from"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchard.functional.operators import aten
+from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
 
 __all__ = ["zeros"]
@@ -132,7 +132,7 @@ register_rule(aten.slice_scatter.default, text=_slice_scatter, emit=_emit_slice_
 
 
 def _unbind(call: Call) -> str:
-    """All rows, each whole: a few of them are selects, made of this in ``prepare.py``."""
+    """All rows, each whole: a few of them are selects, made of this in ``canonicalize.py``."""
     names = letters(len(call.ins[0]))
     dim = call.arg(1, "dim", 0) % len(names)
     kept = spell(names[:dim] + names[dim + 1 :])

@@ -7,7 +7,7 @@ three folders behind it are `torchard.functional`, `torchard.sharding` and `torc
 
 from torchard import nn, optim, policies, random, tree
 from torchard.functional.checkpoint import checkpoint
-from torchard.functional.errors import (
+from torchard.functional.core.errors import (
     CheckpointError,
     CollectiveError,
     DonatedError,
@@ -22,10 +22,10 @@ from torchard.functional.errors import (
 )
 from torchard.functional.jit import jit
 from torchard.functional.module import Functional, functionalize
-from torchard.functional.residuals import saved_residuals
-from torchard.functional.signature import ShapeDtype
-from torchard.functional.testing import verify
+from torchard.functional.saved_residuals import saved_residuals
 from torchard.functional.trace import name, scope, trace
+from torchard.functional.tracing.signature import ShapeDtype
+from torchard.functional.verify import verify
 from torchard.kernels import Kernel, Pattern, any_of, find, fuse, register_kernel, replaced
 from torchard.sharding import (
     Activations,

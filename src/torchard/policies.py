@@ -1,4 +1,4 @@
-"""What a backward keeps; `torchard.functional.policies` under its public name."""
+"""What a backward keeps; `torchard.functional.remat.policies` under its public name."""
 
-from torchard.functional.policies import *  # noqa: F403
-from torchard.functional.policies import __all__ as __all__
+from torchard.functional.remat.policies import *  # noqa: F403
+from torchard.functional.remat.policies import __all__ as __all__

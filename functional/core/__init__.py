@@ -1,0 +1,1 @@
+"""Errors, checks of arguments, trees, and other things that know nothing of programs."""

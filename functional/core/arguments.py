@@ -1,0 +1,250 @@
+"""Holding callers to a function's annotations.
+
+``@checked`` reads what a public function says of its parameters and refuses what is not that, before
+anything happens: the error names the function, the argument, what was passed, and how what is wanted is
+written.
+"""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import inspect
+import math
+import numbers
+import os
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from torchard.functional.core.placed import is_placed
+
+__all__ = ["AtLeast", "CheckedInside", "check_fields", "checked"]
+
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
+
+
+class AtLeast(float):
+    """Of a number: ``Annotated[int, AtLeast(1)]``."""
+
+
+class CheckedInside:
+    """Of what the function refuses itself, and says more about: ``Annotated[Where, CheckedInside]``."""
+
+
+def checked(fn: Callable[Params, Result]) -> Callable[Params, Result]:
+    """fn, whose arguments are what its annotations say.
+
+    Raises (when called):
+        TypeError: an argument is of another type.
+        ValueError: a number is NaN or out of its range, a text none of the choices.
+    """
+    who = fn.__qualname__.removesuffix(".__init__")
+
+    @functools.wraps(fn)
+    def run(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        if torch.compiler.is_dynamo_compiling():  # it cannot trace what follows
+            return fn(*args, **kwargs)
+        signature = _signature(fn)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{who}: {error}.{_taking_a_function(who, signature)}") from None
+        _check(who, _hints(fn), _one_by_one(signature, bound.arguments))
+        return fn(*args, **kwargs)
+
+    return run
+
+
+def check_fields(record: Any) -> None:
+    """For a dataclass's ``__post_init__``: its fields are what their annotations say."""
+    kind: Any = type(record)
+    values = ((name, name, getattr(record, name)) for name in record.__dataclass_fields__)
+    _check(kind.__name__, _hints(kind), values)
+
+
+def _taking_a_function(who: str, signature: inspect.Signature) -> str:
+    """What to write, of a transform: other libraries' are called in other ways."""
+    if next(iter(signature.parameters), "") != "fn":
+        return ""
+    return (
+        f" {who} takes a function and returns one: {who}(fn, ...)(*args), or, with options above a def, "
+        f"@functools.partial({who}, ...)."
+    )
+
+
+@functools.cache
+def _signature(fn: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(fn)
+
+
+@functools.cache
+def _hints(fn: Any) -> dict[str, Any]:
+    return typing.get_type_hints(fn, include_extras=True)
+
+
+def _one_by_one(
+    signature: inspect.Signature, given: dict[str, Any]
+) -> Iterator[tuple[str, str, Any]]:
+    """(parameter, as one would write the place, value)."""
+    for name, value in given.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            yield from ((name, f"{name}[{i}]", item) for i, item in enumerate(value))
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            yield from ((name, key, item) for key, item in value.items())
+        else:
+            yield name, name, value
+
+
+def _check(who: str, hints: dict[str, Any], values: Iterable[tuple[str, str, Any]]) -> None:
+    for name, path, value in values:
+        hint = hints.get(name, Any)
+        wrong = _misfit(value, hint, path)
+        if wrong is not None:
+            error = ValueError if _is_a(value, _without_bounds(hint)) else TypeError
+            raise error(f"{who}: {wrong}, but {name} must be {_wanted(hint)}.")
+
+
+# -- does a value fit ---------------------------------------------------------------------------------
+
+
+def _misfit(value: Any, hint: Any, path: str) -> str | None:
+    """The innermost thing that is not what it should be, in words; None if all is well."""
+    if isinstance(hint, TypeVar):
+        hint = hint.__bound__ or Any
+    if hint is Any:
+        return None
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        if CheckedInside in inner:
+            return None
+        wrong = _misfit(value, inner[0], path)
+        below = wrong is None and any(isinstance(b, AtLeast) and value < b for b in inner[1:])
+        return _is(value, path) if below else wrong
+    if origin in (typing.Union, types.UnionType):
+        if torch.device in inner and isinstance(value, str):
+            return None if _is_device(value) else _is(value, path)
+        wrongs = [_misfit(value, option, path) for option in inner]
+        told = [wrong for wrong in wrongs if wrong is not None]
+        inside = [wrong for wrong in told if not wrong.startswith(f"{path} is ")]
+        return None if None in wrongs else (inside or told)[0]
+    if origin is typing.Literal:
+        return None if value in inner else _is(value, path)
+    if not _is_a(value, hint) or (isinstance(value, float) and math.isnan(value)):
+        return _is(value, path)
+    return _misfit_inside(value, origin, inner, path)
+
+
+def _misfit_inside(value: Any, origin: Any, inner: tuple[Any, ...], path: str) -> str | None:
+    if origin is tuple and inner[-1:] != (Ellipsis,):
+        if len(value) != len(inner):
+            return f"{_is(value, path)} of length {len(value)}"
+        pairs = [(f"{path}[{i}]", v, hint) for i, (v, hint) in enumerate(zip(value, inner))]  # noqa: B905
+    elif isinstance(value, collections.abc.Mapping) and len(inner) == 2:
+        pairs = [(f"a key of {path}", k, inner[0]) for k in value]
+        pairs += [(f"{path}[{k!r}]", v, inner[1]) for k, v in value.items()]
+    elif inner and origin is not None and _is_container(origin):
+        pairs = [(f"{path}[{i}]", v, inner[0]) for i, v in enumerate(value)]
+    else:
+        return None
+    wrongs = (_misfit(v, hint, where) for where, v, hint in pairs)
+    return next((wrong for wrong in wrongs if wrong is not None), None)
+
+
+def _is_container(origin: Any) -> bool:
+    return isinstance(origin, type) and issubclass(origin, collections.abc.Collection)
+
+
+def _is_a(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type, what is in it aside."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_is_a(value, option) for option in inner)
+    if origin is typing.Literal:
+        return isinstance(value, tuple({type(choice) for choice in inner}))
+    kind = origin or hint
+    if kind is collections.abc.Callable:  # a class of modules lacks its instance
+        return callable(value) and not _is_module_class(value)
+    if kind in (int, float):
+        number = numbers.Integral if kind is int else numbers.Real
+        symbolic = (torch.SymInt, torch.SymFloat)
+        return isinstance(value, (number, *symbolic)) and not isinstance(value, bool)
+    if kind is torch.Tensor:  # a placed value is as good
+        return isinstance(value, torch.Tensor) or is_placed(value)
+    if isinstance(value, str) and _is_container(kind) and kind is not str:
+        return False  # its letters are meant by nobody
+    return kind is Any or not isinstance(kind, type) or isinstance(value, kind)
+
+
+def _is_device(text: str) -> bool:
+    try:
+        torch.device(text)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _is_module_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, torch.nn.Module)
+
+
+def _without_bounds(hint: Any) -> Any:
+    return typing.get_args(hint)[0] if typing.get_origin(hint) is typing.Annotated else hint
+
+
+# -- in words -----------------------------------------------------------------------------------------
+
+
+def _is(value: Any, path: str) -> str:
+    text = type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)
+    shown = text if len(text) <= 60 else text[:57] + "..."
+    return f"{path} is {shown} ({_a(type(value).__name__)})"
+
+
+def _a(name: str) -> str:
+    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
+
+
+_WORDS: dict[Any, str] = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    type(None): "None",
+    torch.dtype: "a dtype, as in torch.float32",
+    torch.device: "a device, as in torch.device('cuda', 0) or 'cpu'",
+    torch.Tensor: "a tensor",
+    torch.nn.Module: "an nn.Module (an instance, not its class)",
+    os.PathLike: "a path",
+    collections.abc.Callable: "a function",
+}
+
+
+def _wanted(hint: Any) -> str:
+    """What an annotation asks for; a class may say how it is written in ``__torchard_example__``."""
+    hint = getattr(hint, "__bound__", None) or hint
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        bounds = [f" >= {bound:g}" for bound in inner[1:] if isinstance(bound, AtLeast)]
+        return _wanted(inner[0]) + "".join(bounds)
+    if origin in (typing.Union, types.UnionType):
+        named = [h for h in inner if not (h is str and torch.device in inner)]
+        return " or ".join(dict.fromkeys(map(_wanted, named)))
+    if origin is typing.Literal:
+        return " or ".join(map(repr, inner))
+    if (words := _WORDS.get(origin or hint)) is not None:
+        return words
+    if isinstance(origin, type) and issubclass(origin, collections.abc.Mapping):
+        return f"a dict (each value {_wanted(inner[1])})"
+    if origin is tuple and inner[-1:] != (Ellipsis,):
+        return f"a pair ({', '.join(map(_wanted, inner))})"
+    if origin is not None and _is_container(origin):
+        return f"a list or tuple (each item {_wanted(inner[0])})"
+    name = _a(getattr(hint, "__name__", str(hint)))
+    example = getattr(hint, "__torchard_example__", None)
+    return f"{name}, as in {example}" if example else name

@@ -1,0 +1,88 @@
+"""Which line of the user's made this: frames of torch and of this library are skipped."""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
+
+import optree
+import torch
+
+__all__ = ["is_installed", "is_installed_module", "is_user", "of_error", "of_here"]
+
+
+def _library_folders() -> tuple[str, ...]:
+    functional = Path(os.path.abspath(__file__)).parent.parent
+    rooms = [
+        os.path.join(root.parent, room)
+        for root in (functional, functional.resolve())
+        for room in ("functional", "sharding", "kernels")
+    ]
+    packages = [os.path.abspath(path) for module in (torch, optree) for path in module.__path__]
+    return tuple(folder + os.sep for folder in rooms + packages)
+
+
+_FOLDERS = _library_folders()
+_is_user: dict[CodeType, bool] = {}
+
+
+def is_user(code: CodeType) -> bool:
+    """Whether code is neither torch's, this library's nor generated."""
+    known = _is_user.get(code)
+    if known is None:
+        name = code.co_filename
+        generated = name.startswith("<") and not name.startswith(("<stdin", "<ipython", "<string"))
+        standard = os.sep + "contextlib.py" in name or os.sep + "functools.py" in name
+        known = not (generated or standard or os.path.abspath(name).startswith(_FOLDERS))
+        _is_user[code] = known
+    return known
+
+
+# The standard library, and what is installed beside it.
+_INSTALLED = tuple(
+    os.path.abspath(path) + os.sep
+    for key, path in sysconfig.get_paths().items()
+    if key in ("stdlib", "platstdlib", "purelib", "platlib")
+)
+
+
+def is_installed(code: CodeType) -> bool:
+    """Whether code is in the standard library or an installed package: not what its user works on."""
+    return os.path.abspath(code.co_filename).startswith(_INSTALLED)
+
+
+def is_installed_module(module: ModuleType) -> bool:
+    """The same of a module; what has no file, and is not where a program starts, is built in."""
+    path = getattr(module, "__file__", None)
+    if module.__name__.partition(".")[0] in ("torch", "torchard"):
+        return True
+    if path is None:
+        return module.__name__ in sys.builtin_module_names
+    return bool(os.path.abspath(path).startswith(_INSTALLED))
+
+
+def _written(code: CodeType, line: int) -> str:
+    return f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}"
+
+
+def of_here() -> str | None:
+    """The innermost line of the user's on this thread's stack."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_user(frame.f_code):
+            return _written(frame.f_code, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def of_error(error: BaseException) -> str | None:
+    """The innermost line of the user's that this error passed through."""
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if is_user(frame.f_code):
+            found = _written(frame.f_code, line)
+    return found

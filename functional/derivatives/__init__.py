@@ -1,0 +1,1 @@
+"""Derivatives of programs, and batches of them, as programs."""

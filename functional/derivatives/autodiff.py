@@ -1,0 +1,289 @@
+"""Derivatives of programs, as programs: joint, pullback, pushforward, batched.
+
+Each traces the program again with a derivative around it, so that a rewrite sees it in one graph.
+The leaves are inherited: a gradient is held as its primal, a cotangent as its output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core.tensor_spec import Spec, contiguous
+from torchard.functional.programs.program import Leaf, Program
+from torchard.functional.tracing.purify import purify, replay, specs_of
+from torchard.functional.tracing.record import record
+
+__all__ = ["batched", "joint", "pullback", "pushforward"]
+
+Fn = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+
+
+def _callable(program: Program) -> Fn:
+    """The program as a function of all its inputs.
+
+    A graph does not show where gradients were off or whose backward is the user's own
+    (autograd.Function): there the function itself runs again.
+    """
+    if program.again is not None:
+        return program.again
+    graph = program.graph
+    return lambda inputs: replay(graph, inputs)
+
+
+def _is_float(spec: Spec) -> bool:
+    return spec.dtype.is_floating_point or spec.dtype.is_complex
+
+
+def _out_specs(program: Program) -> list[Spec]:
+    return [Spec.of(node.meta["val"]) for node in program.results]
+
+
+def _derive(
+    program: Program,
+    fn: Fn,
+    inputs: Sequence[tuple[Leaf, Spec]],
+    outputs: Callable[[], list[Leaf]],
+    gradients: Sequence[bool] = (),
+) -> Program:
+    """The program of fn; constants of the old program stay its last inputs."""
+    count = len(program.inputs) - len(program.constants)
+    constants = list(zip(program.inputs, specs_of(program.graph), strict=True))[count:]
+    inputs = [*inputs, *constants]
+    specs = [spec for _, spec in inputs]
+    with internals.autocast_off():
+        found = purify(record(fn, specs, gradients=gradients), [leaf.path for leaf, _ in inputs])
+    fresh = [Leaf(f"constant {i}", role="constant") for i, _ in enumerate(found.closures)]
+    return Program(
+        graph=found.graph,
+        inputs=(*(leaf for leaf, _ in inputs), *fresh),
+        outputs=tuple(outputs()),
+        name=program.name,
+        asks=tuple(dict.fromkeys((*program.asks, *found.asks))),
+        constants=(*program.constants, *(closure.value for closure in found.closures)),
+        again=fn if found.without_grad else None,
+    )
+
+
+def _split_inputs(program: Program) -> tuple[int, list[tuple[Leaf, Spec]]]:
+    """How many inputs are passed (the rest are constants), and those."""
+    count = len(program.inputs) - len(program.constants)
+    return count, list(zip(program.inputs, specs_of(program.graph), strict=True))[:count]
+
+
+def _cotangents(program: Program, tags: Sequence[Any] | None) -> list[tuple[Leaf, Spec]]:
+    found = []
+    for i, (leaf, spec) in enumerate(zip(program.outputs, _out_specs(program), strict=True)):
+        if not _is_float(spec):
+            continue
+        tag, of = (leaf.tag, i) if tags is None else (tags[i], None)
+        cotangent = Leaf(f"cotangent of {leaf.path}", tag, "cotangent", of, leaf.hint)
+        found.append((cotangent, contiguous(spec.shape, spec.dtype, spec.device)))
+    return found
+
+
+def _gradient_leaves(program: Program, mask: Sequence[bool], found: Sequence[bool]) -> list[Leaf]:
+    wanted = [i for i, w in enumerate(mask) if w]
+    return [
+        replace(
+            program.inputs[i],
+            path=f"gradient of {program.inputs[i].path}",
+            role="gradient",
+            of=i,
+        )
+        for i, has in zip(wanted, found, strict=True)
+        if has
+    ]
+
+
+def _vjp(
+    program: Program, mask: Sequence[bool], count: int, cotangents: int
+) -> tuple[Callable[[list[torch.Tensor]], tuple[list[Any], list[Any]]], list[bool]]:
+    f = _callable(program)
+    floats = [_is_float(spec) for spec in _out_specs(program)]
+    present: list[bool] = []
+
+    def run(inputs: list[torch.Tensor]) -> tuple[list[Any], list[Any]]:
+        primals, rest = inputs[:count], inputs[count:]
+        outputs = f([*primals, *rest[cotangents:]])
+        wanted = [primal for primal, w in zip(primals, mask, strict=False) if w]
+        pairs = [
+            (output, ct)
+            for output, ct in zip(
+                (o for o, fl in zip(outputs, floats, strict=True) if fl),
+                rest[:cotangents],
+                strict=True,
+            )
+            if output.requires_grad
+        ]
+        grads: Sequence[Any] = [None] * len(wanted)
+        if pairs and wanted:
+            ys, cts = zip(*pairs, strict=True)
+            grads = torch.autograd.grad(ys, wanted, cts, allow_unused=True)
+        present[:] = [grad is not None for grad in grads]
+        return list(outputs), [grad for grad in grads if grad is not None]
+
+    return run, present
+
+
+def _as_function(program: Program) -> Program:
+    """What to differentiate: roles inside a derived program mean nothing for the next one."""
+    inputs = tuple(
+        replace(leaf, role="primal", of=None) if leaf.role in ("cotangent", "tangent") else leaf
+        for leaf in program.inputs
+    )
+    outputs = tuple(replace(leaf, role="output", of=None) for leaf in program.outputs)
+    return replace(program, inputs=inputs, outputs=outputs)
+
+
+def joint(program: Program, mask: Sequence[bool]) -> Program:
+    """Outputs and gradients in one graph.
+
+    Inputs are the program's, then one cotangent for every floating output (role ``cotangent``,
+    ``of`` that output), then its constants. Outputs are the program's, then one gradient (role
+    ``gradient``, ``of`` that input) for each input of the mask that the outputs depend on.
+    ``facts["differentiable"]`` says which outputs depend on inputs of the mask.
+
+    Args:
+        mask: one bool per input; only floating inputs may ask for a gradient.
+    """
+    program = _as_function(program)
+    count, primals = _split_inputs(program)
+    cotangents = _cotangents(program, None)
+    run, present = _vjp(program, mask, count, len(cotangents))
+    follows: list[bool] = []
+
+    def fn(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        outputs, grads = run(inputs)
+        follows[:] = [output.requires_grad for output in outputs]
+        return [*outputs, *grads]
+
+    derived = _derive(
+        program,
+        fn,
+        [*primals, *cotangents],
+        lambda: [*program.outputs, *_gradient_leaves(program, mask, present)],
+        tuple(mask),
+    )
+    derived.facts["differentiable"] = tuple(follows)
+    return derived
+
+
+def pullback(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> Program:
+    """The gradients alone, of primals and cotangents: itself differentiable.
+
+    Args:
+        tags: how the outputs are held, and so their cotangents.
+    """
+    program = _as_function(program)
+    count, primals = _split_inputs(program)
+    cotangents = _cotangents(program, tags)
+    wanted = [i for i, w in enumerate(mask) if w]
+
+    def fn(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        given, rest = inputs[:count], inputs[count:]
+        constants = rest[len(cotangents) :]
+        f, at = _of_some(program, given, wanted, constants)
+        # Not autograd.grad: this function may itself be run again under a transform.
+        vjp: Any = torch.func.vjp(f, *at)[1]
+        return list(vjp(tuple(rest[: len(cotangents)])))
+
+    return _derive(
+        program,
+        fn,
+        [*primals, *cotangents],
+        lambda: _gradient_leaves(program, mask, [True] * len(wanted)),
+    )
+
+
+def _of_some(
+    program: Program,
+    given: Sequence[torch.Tensor],
+    wanted: Sequence[int],
+    constants: Sequence[torch.Tensor],
+) -> tuple[Callable[..., tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
+    """The floating outputs as a function of some inputs, and the point."""
+    f = _callable(program)
+    floats = [i for i, spec in enumerate(_out_specs(program)) if _is_float(spec)]
+
+    def moved(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        whole = list(given)
+        for i, value in zip(wanted, some, strict=True):
+            whole[i] = value
+        outputs = f([*whole, *constants])
+        return tuple(outputs[i] for i in floats)
+
+    return moved, tuple(given[i] for i in wanted)
+
+
+def pushforward(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> Program:
+    """The tangents of the floating outputs, of primals and the tangents of the mask's inputs."""
+    program = _as_function(program)
+    count, primals = _split_inputs(program)
+    wanted = [i for i, w in enumerate(mask) if w]
+    floats = [i for i, spec in enumerate(_out_specs(program)) if _is_float(spec)]
+    tangents = [
+        (
+            replace(primals[i][0], path=f"tangent of {primals[i][0].path}", role="tangent", of=i),
+            contiguous(primals[i][1].shape, primals[i][1].dtype, primals[i][1].device),
+        )
+        for i in wanted
+    ]
+
+    def fn(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        given, rest = inputs[:count], inputs[count:]
+        constants = rest[len(wanted) :]
+
+        moved, at = _of_some(program, given, wanted, constants)
+        return list(torch.func.jvp(moved, at, tuple(rest[: len(wanted)]))[1])
+
+    return _derive(
+        program,
+        fn,
+        [*primals, *tangents],
+        lambda: [
+            replace(
+                program.outputs[i],
+                path=f"tangent of {program.outputs[i].path}",
+                tag=tags[i],
+                role="tangent",
+                of=i,
+            )
+            for i in floats
+        ],
+    )
+
+
+def batched(program: Program, mapped: Sequence[bool], size: int, tags: Sequence[Any]) -> Program:
+    """vmap: a new dimension in front of the inputs of the mask and of every output."""
+    f = _callable(program)
+    count, primals = _split_inputs(program)
+    inputs = [
+        (leaf.batched(), contiguous((size, *spec.shape), spec.dtype, spec.device))
+        if m
+        else (leaf, spec)
+        for (leaf, spec), m in zip(primals, mapped, strict=True)
+    ]
+    dims = tuple(0 if m else None for m in mapped)
+
+    def fn(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        constants = inputs[count:]
+
+        def one(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(f([*some, *constants]))
+
+        return list(torch.vmap(one, in_dims=dims)(*inputs[:count]))
+
+    return _derive(
+        program,
+        fn,
+        inputs,
+        lambda: [
+            replace(leaf, tag=tag).batched()
+            for leaf, tag in zip(program.outputs, tags, strict=True)
+        ],
+    )

@@ -1,0 +1,1 @@
+"""Writes in place become values; buffers of modules become results."""

@@ -1,0 +1,342 @@
+"""Batch norm as a function of values: what torch's kernels write is returned.
+
+They write new running statistics into their arguments, and most of their schemas do not say so. In a
+program each is one operation, `PURE`, given zeros and a momentum of one: what it "writes" is the
+batch's own mean and (unbiased) variance, in the pass over the input that it makes anyway. Those carry
+no gradient, in torch and here. The running statistics are lerps towards them, in place as the kernel's
+were: from there on they are writes like any other.
+
+What derivatives read (``mean`` and ``invstd``) are functions of the input, but torch's formulas take
+them for constants. That is right for one derivative, and for two if both are backward; here they are
+computed in the open wherever another derivative is taken.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core.errors import PurityError
+from torchard.functional.torch_internals.operators import aten, prims
+
+__all__ = [
+    "CALLS",
+    "PURE",
+    "composed",
+    "composed_backward",
+    "settle",
+    "take_apart",
+]
+
+PURE = aten._native_batch_norm_legit_functional.default
+
+Values = tuple[Tensor, ...]
+
+
+# -- kernels that write, taken apart -----------------------------------------------------------------
+
+
+class _Emitter:
+    """Adds operations ahead of a node, which stand in its line and scope."""
+
+    def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
+        self.graph, self.node = graph, node
+
+    def __call__(self, target: Any, *args: Any) -> Any:
+        values = fx.map_arg(args, _value)
+        with internals.no_modes(), torch.no_grad():
+            value = target(*values)
+        with self.graph.inserting_before(self.node):
+            made = self.graph.call_function(target, args)
+        made.meta.update(self.node.meta, val=value)
+        return made
+
+    def several(self, target: Any, *args: Any) -> list[Any]:
+        made = self(target, *args)
+        return [self(operator.getitem, made, i) for i in range(len(made.meta["val"]))]
+
+
+def _training(emit: _Emitter, *args: Any) -> list[Any]:
+    """The output, and the statistics that its derivative reads; the running ones are written openly."""
+    x, weight, bias, *running, momentum, eps = args
+    zeros = [emit(aten.zeros_like.default, statistic) for statistic in running]
+    out, mean, invstd, *batch = emit.several(PURE, x, weight, bias, *zeros, True, 1.0, eps)
+    for statistic, new in zip(running, batch, strict=True):
+        dtype = _value(statistic).dtype
+        if _value(new).dtype != dtype:
+            new = emit(prims.convert_element_type.default, new, dtype)
+        emit(aten.lerp_.Scalar, statistic, new, momentum)
+    return [out, mean, invstd]
+
+
+def _forward(emit: _Emitter, *args: Any) -> list[Any]:
+    """Of any device's kernel; some hand bytes to their own backward, which is replaced as well."""
+    *operands, training, momentum, eps = args
+    no_bytes = emit(aten.new_empty.default, operands[0], [0])
+    if training and operands[3] is not None:
+        found = _training(emit, *operands, momentum, eps)
+    else:
+        found = emit.several(aten.native_batch_norm.default, *args)
+    return [*found, no_bytes]
+
+
+def _with_update(emit: _Emitter, *args: Any) -> list[Any]:
+    return _forward(emit, *args[:5], True, *args[5:])
+
+
+def _without_update(emit: _Emitter, *args: Any) -> list[Any]:
+    return _forward(emit, *args[:5], False, *args[5:])
+
+
+def _backward_of_device(emit: _Emitter, *args: Any) -> list[Any]:
+    x, grad, weight, *statistics, eps = args[:8]
+    rest = (weight, *statistics, True, eps, [True] * 3)
+    return emit.several(aten.native_batch_norm_backward.default, grad, x, *rest)
+
+
+def _backward_of_update(emit: _Emitter, *args: Any) -> list[Any]:
+    return emit.several(aten.native_batch_norm_backward.default, *args[:10])
+
+
+_KERNELS: dict[Any, Callable[..., list[Any]]] = {
+    aten.native_batch_norm.default: _forward,
+    aten._native_batch_norm_legit.default: _forward,
+    aten.miopen_batch_norm.default: _forward,
+    aten.cudnn_batch_norm.default: _forward,
+    aten._batch_norm_with_update.default: _with_update,
+    aten._batch_norm_no_update.default: _without_update,
+    aten.cudnn_batch_norm_backward.default: _backward_of_device,
+    aten.miopen_batch_norm_backward.default: _backward_of_device,
+    aten.batch_norm_backward.default: _backward_of_update,
+}
+_UNSUPPORTED = (
+    aten.batch_norm_update_stats.default,
+    aten.batch_norm_gather_stats.default,
+    aten.batch_norm_gather_stats_with_counts.default,
+)
+
+
+def take_apart(graph: fx.Graph) -> None:
+    """Every kernel of batch norm becomes one that writes nothing, and writes that say that they are.
+
+    Raises:
+        PurityError: a part of a batch norm, which writes and does not say so, is called by itself.
+    """
+    for node in list(graph.nodes):
+        if node.target in _UNSUPPORTED:
+            raise PurityError(
+                f"{node.meta.get('source')} calls {node.target}, which writes to its arguments: use "
+                "torch.nn.functional.batch_norm, which over a mesh is that of the whole batch."
+            )
+        writes = node.target is aten.native_batch_norm.default and node.args[5] and node.args[3]
+        if node.target in _KERNELS and (writes or node.target is not aten.native_batch_norm.default):
+            results = _KERNELS[node.target](_Emitter(graph, node), *node.args)
+            for item in list(node.users):
+                item.replace_all_uses_with(results[item.args[1]])
+                graph.erase_node(item)
+            graph.erase_node(node)
+
+
+def settle(graph: fx.Graph) -> None:
+    """Of each kernel, only operands that it reads, and results as it gives them on a device.
+
+    torch traces the shapes of these kernels by formulas that differ from them.
+    """
+    for node in graph.nodes:
+        if node.target in (PURE, aten.native_batch_norm.default) and node.args[5]:
+            _settle_forward(node)
+        elif node.target is aten.native_batch_norm_backward.default:
+            _settle_backward(node)
+
+
+def _settle_forward(node: fx.Node) -> None:
+    """Traced in half precision, what is returned may have another dtype than the kernel gives it."""
+    args: tuple[Any, ...] = fx.map_arg(node.args, _value)
+    x, weight, _, running_mean, running_var, *_ = args
+    saved = _statistics_dtype(x, weight, running_mean)
+    kinds = [x.dtype, saved, saved]
+    kinds += [] if running_mean is None else [running_mean.dtype, running_var.dtype]
+    values = node.meta["val"]
+    with internals.no_modes(), torch.no_grad():
+        node.meta["val"] = tuple(v.to(k) for v, k in zip(values, kinds, strict=True))
+    _settle_items(node)
+
+
+def _settle_backward(node: fx.Node) -> None:
+    """A gradient in training reads the batch's statistics, one in evaluation the running ones."""
+    args: tuple[Any, ...] = node.args
+    values, running, batch, (training, eps, mask) = args[:3], args[3:5], args[5:7], args[7:]
+    read = (None, None, *batch) if training else (*running, None, None)
+    node.args = (*values, *read, training, eps, mask)
+    gradients = zip(node.meta["val"], mask, strict=True)
+    node.meta["val"] = tuple(value if wanted else None for value, wanted in gradients)
+    _settle_items(node)
+
+
+def _settle_items(node: fx.Node) -> None:
+    for user in list(node.users):
+        user.meta["val"] = node.meta["val"][user.args[1]]
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta["val"]
+
+
+# -- derivatives and vmap: how these are called when a program is run again ---------------------------
+
+
+def _call(node: fx.Node, *args: Any) -> Values:
+    """A kernel of batch norm, or what it computes where a derivative needs to see it."""
+    if node.target is PURE and internals.mapped_at_top(args):
+        return _mapped(*args)
+    if internals.forward_ad_active() or _follows(args[3:5]):
+        return _in_the_open(*args)
+    target: Any = node.target
+    found: Values = target(*args)
+    if args[5] and _follows(args[:1]) and _statistics_are_read(node):
+        _, mean, invstd, *_ = composed(*args)
+        found = (found[0], mean, invstd, *found[3:])
+    return found
+
+
+def _call_backward(node: fx.Node, *args: Any) -> Sequence[Any]:
+    """The gradient of a gradient, of any order: of statistics that are functions of the input."""
+    if internals.forward_ad_active() or _follows(args[3:7]):
+        return composed_backward(*args)
+    if not args[7] and internals.mapped_at_top(args):  # torch's rule looks at what is not read
+        args = (*args[:5], *[args[1].new_empty(0)] * 2, *args[7:])
+    target: Any = node.target
+    found: Sequence[Any] = target(*args)
+    return found
+
+
+CALLS: dict[Any, Callable[..., Sequence[Any]]] = {
+    PURE: _call,
+    aten.native_batch_norm.default: _call,
+    aten.native_batch_norm_backward.default: _call_backward,
+}
+
+
+def _follows(values: Sequence[Any]) -> bool:
+    """Whether a backward follows one of these values."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def _statistics_are_read(node: fx.Node) -> bool:
+    return any(user.args[1] in (1, 2) and user.users for user in node.users)
+
+
+def _in_the_open(*args: Any) -> Values:
+    out, mean, invstd, *batch = composed(*args)
+    return out, mean, invstd, *(value.detach() for value in batch)
+
+
+def _mapped(*args: Any) -> Values:
+    """vmap: copies of a batch norm are one with more channels (torch would run them one by one)."""
+    x, vectors, rest = args[0], args[1:5], args[5:]
+
+    def fold(size: int, x: Tensor, *vectors: Tensor | None) -> Values:
+        """Each [size, ...]; copies go ahead of channels."""
+        n, channels, *area = x.shape[1:]
+        wide = x.transpose(0, 1).reshape(n, size * channels, *area)
+        found = PURE(wide, *(v if v is None else v.reshape(-1) for v in vectors), *rest)
+        out, *stats = found
+        apart = out.reshape(n, size, channels, *area).transpose(0, 1)
+        return apart, *(s.reshape(size, channels) for s in stats)
+
+    return internals.below_vmap(fold, (x, *vectors))
+
+
+# -- in operations, each with derivatives of any order -------------------------------------------------
+
+
+def composed(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Values:
+    """What ``PURE(...)`` returns, whose momentum is one in training.
+
+    Args:
+        x: [n, channels, ...]; vectors are [channels].
+    """
+    wide = _wide(x)
+    if training:
+        n = x.numel() // x.shape[1]
+        mean = torch.sum(wide, _others(x)) / n
+        var = torch.sum((wide - _image(mean, x)) ** 2, _others(x)) / n
+    else:
+        assert running_mean is not None and running_var is not None
+        var, mean = _wide(running_var), _wide(running_mean)
+    invstd = torch.rsqrt(var + eps)
+    out = (wide - _image(mean, x)) * _image(invstd, x)
+    out = out if weight is None else out * _image(weight, x)
+    out = (out if bias is None else out + _image(bias, x)).to(x.dtype)
+    if not training:
+        return out, x.new_empty(0), x.new_empty(0)
+    unbiased = var * (n / (n - 1) if n > 1 else math.nan)
+    kind = _statistics_dtype(x, weight, running_mean)
+    return out, *(value.to(kind) for value in (mean, invstd, mean, unbiased))
+
+
+def composed_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor | None,
+    invstd: Tensor | None,
+    training: bool,
+    eps: float,
+    mask: Sequence[bool],
+) -> Sequence[Any]:
+    """What ``native_batch_norm_backward`` returns, [n, channels, ...], [channels], [channels]."""
+    if not training:
+        assert running_mean is not None and running_var is not None
+        mean, invstd = running_mean, torch.rsqrt(_wide(running_var) + eps)
+    assert mean is not None and invstd is not None
+    g, dims, scale = _wide(grad), _others(x), _image(invstd, x)
+    normed = (_wide(x) - _image(mean, x)) * scale
+    slope, centre = torch.sum(g * normed, dims), torch.sum(g, dims)
+    dx = g
+    if training:
+        n = x.numel() // x.shape[1]
+        dx = g - _image(centre / n, x) - normed * _image(slope / n, x)
+    dx = dx * scale if weight is None else dx * scale * _image(weight, x)
+    like = x if weight is None else weight
+    found = dx.to(x.dtype), slope.to(like.dtype), centre.to(like.dtype)
+    return tuple(value if wanted else None for value, wanted in zip(found, mask, strict=True))
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
+
+
+def _statistics_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype:
+    """On a CPU that of the parameters; other devices keep them in what they compute in."""
+    if x.device.type != "cpu":
+        return _wide(x).dtype
+    return next((v.dtype for v in others if v is not None), x.dtype)
+
+
+def _image(vector: Tensor, x: Tensor) -> Tensor:
+    """[channels], such that it broadcasts to [n, channels, ...]."""
+    return _wide(vector).reshape(-1, *[1] * (x.ndim - 2))
+
+
+def _others(x: Tensor) -> list[int]:
+    """All dims but that of channels."""
+    return [0, *range(2, x.ndim)]

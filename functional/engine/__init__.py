@@ -1,0 +1,1 @@
+"""How a transformed function is called, cached, composed and differentiated."""

@@ -1,0 +1,422 @@
+"""Transformed: how every transform is called, cached, composed, inlined and differentiated."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
+from itertools import accumulate, islice
+from operator import attrgetter
+from types import MethodType
+from typing import Any
+
+import torch
+
+from torchard.functional.core.errors import RetraceWarning
+from torchard.functional.core.locks import Lock
+from torchard.functional.core.placed import is_placed
+from torchard.functional.core.tensor_spec import Spec
+from torchard.functional.engine.autograd_functions import call
+from torchard.functional.engine.donation import give_up
+from torchard.functional.engine.lowered_function import Flat
+from torchard.functional.guards.environment import Environment
+from torchard.functional.programs.program import Free, Leaf, Program, Rewrite
+from torchard.functional.reports.lowered import Lowered
+from torchard.functional.tracing.signature import Arguments, paths_of, read
+from torchard.functional.tracing.strided_inputs import check_memory, pass_on, strided_inputs
+from torchard.functional.tracing.trace_call import trace_call
+from torchard.functional.tracing.trace_state import Closure, Room, active, called
+
+__all__ = ["Transformed"]
+
+_RETRACES = 8
+# Signatures used in turn: training and evaluation, whole batches and the last one.
+_ALIVE = 4
+# What following a path may raise once the environment has changed.
+_MISSING = (KeyError, IndexError, AttributeError, TypeError, ValueError)
+
+
+class Transformed:
+    """A function and the rewrites of its program: what every transform returns.
+
+    Calling it traces the function once per signature (tree, shapes, dtypes, devices, strides,
+    static values, default dtype, autocast), applies the rewrites and runs the result. It can be
+    transformed again, called inside other traced functions (where its rewritten program is
+    replayed inline), and differentiated or vmapped by torch.autograd and torch.func.
+
+    Args:
+        fn: a pure function of pytrees; another Transformed gives its rewrites first.
+        rewrites: applied in order.
+        cache_size: how many signatures are kept, least recently used out first.
+
+    Raises (when called):
+        PurityError, StaticArgumentError: see `trace`.
+
+    Warns:
+        RetraceWarning: traced for the eighth time; names the leaf that keeps changing.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], rewrites: Sequence[Rewrite], *, cache_size: int = 256
+    ) -> None:
+        inner: tuple[Rewrite, ...] = ()
+        if isinstance(fn, Transformed):
+            inner = fn.rewrites
+            fn = fn.fn
+        self.fn: Callable[..., Any] = fn
+        self.rewrites: tuple[Rewrite, ...] = (*inner, *rewrites)
+        self.cache_size = cache_size
+        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+        self.__qualname__ = getattr(fn, "__qualname__", self.__name__)
+        self.__module__ = getattr(fn, "__module__", type(self).__module__)
+        self.__doc__ = getattr(fn, "__doc__", None)
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        # Traced to be looked at. Ranks of a mesh evict the same plans only while they call the same, and
+        # any of them may look at more; so looking neither evicts what is called nor counts as use of it.
+        self._looked: OrderedDict[Hashable, _Entry] = OrderedDict()
+        # The last one called, which is nearly always the next: nothing has to be moved then.
+        self._newest: _Entry | None = None
+        self._lock = Lock()
+        self._history: deque[tuple[Hashable, list[str]]] = deque(maxlen=_RETRACES)
+        self._traces = 0
+        self._reads_grad_mode = False
+
+    def __repr__(self) -> str:
+        return f"Transformed({self.__name__}, {list(self.rewrites)})"
+
+    @property
+    def __torchard_function__(self) -> Callable[..., Any]:
+        """Where closures.py looks for what this function closes over."""
+        return self.fn
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles trace anew; what has a name in its module is that name, as functions are."""
+        if _named(self):
+            return self.__qualname__
+        return _restored, (type(self), self.fn, self.rewrites, self.cache_size, _own(self))
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else MethodType(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return _at_boundary(self, args, kwargs)
+        arguments = read(args, kwargs)
+        entry, closures = self._entry(arguments, args, kwargs)
+        if entry.strided:
+            check_memory(entry.strided, arguments.values, closures)
+        room = active()
+        if room is not None:
+            operands = _lifted(room, arguments, closures)
+            pass_on(entry.strided, operands, room)
+            with called():
+                tensors, leaves = call(entry.inlined, room.together(operands))
+            return entry.result(tensors, leaves, True)
+        parts = entry.parts(arguments, closures)
+        if entry.donated:
+            parts = give_up(arguments.leaves, entry.donated, parts, entry.positions)
+        tensors, leaves = call(entry.flat, parts)
+        return entry.result(tensors, leaves, False)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """The rewritten program for these arguments (meta tensors and ShapeDtype too), not run."""
+        flat = self._entry(read(args, kwargs), args, kwargs, looking=True)[0].flat
+        # What the residuals of a program without a backward are read from.
+        flat.program.facts.setdefault("joint", lambda: flat.joint(_floating(flat.base)))
+        return Lowered.of(flat.program)
+
+    def lower_joint(
+        self, *args: Any, argnums: int | Sequence[int] | None = None, **kwargs: Any
+    ) -> Lowered:
+        """The rewritten joint program: outputs and the gradients of floating inputs.
+
+        Args:
+            argnums: positions of the arguments to differentiate; by default all floating ones.
+        """
+        entry, _ = self._entry(read(args, kwargs), args, kwargs, looking=True)
+        numbers = (argnums,) if isinstance(argnums, int) else argnums
+        starts = None if numbers is None else tuple(f"args[{n}]" for n in numbers)
+        return Lowered.of(entry.flat.joint(_floating(entry.flat.base, starts)))
+
+    # -- cache --------------------------------------------------------------------------------
+
+    def _entry(
+        self,
+        arguments: Arguments,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        looking: bool = False,
+    ) -> tuple[_Entry, list[Any]]:
+        key = self._key(arguments)
+        for cache in (self._entries, self._looked):
+            entry = cache.get(key)
+            closures = None if entry is None else entry.closures(self.fn, arguments)
+            if entry is not None and closures is not None:
+                break
+        else:
+            entry, closures = self._traced(arguments, paths_of(args, kwargs))
+            key = self._key(arguments)
+        if not looking:
+            if entry is not self._newest:
+                self._keep(self._entries, key, entry)
+                self._newest = entry if entry.lasting else None
+            if self._looked:
+                self._looked.pop(key, None)
+        elif self._entries.get(key) is not entry:
+            self._keep(self._looked, key, entry)
+        return entry, closures
+
+    def _keep(self, cache: OrderedDict[Hashable, _Entry], key: Hashable, entry: _Entry) -> None:
+        """Put the entry last in a cache, and what has been there longest out.
+
+        Only the signatures used last keep what the function closed over when they were.
+        """
+        if not entry.lasting:
+            return
+        with self._lock:
+            cache[key] = entry
+            cache.move_to_end(key)
+            while len(cache) > self.cache_size:
+                cache.popitem(last=False)
+            for old in islice(reversed(cache.values()), _ALIVE, _ALIVE + 1):
+                old.let_go()
+
+    def _key(self, arguments: Arguments) -> Hashable:
+        return (arguments.key, torch.is_grad_enabled()) if self._reads_grad_mode else arguments.key
+
+    def _traced(self, arguments: Arguments, paths: list[str]) -> tuple[_Entry, list[Any]]:
+        self._count(arguments, paths)
+        if not self._reads_grad_mode:
+            self._reads_grad_mode = _environment(self.fn, arguments).reads_grad_mode
+        grad_mode = torch.is_grad_enabled() or not self._reads_grad_mode
+        program = trace_call(self.fn, arguments, paths, grad_mode=grad_mode)
+        for rewrite in self.rewrites:
+            program = rewrite.annotate(program)
+        entry = _Entry(self.fn, program, self.rewrites, arguments, paths)
+        values = [closure.value for closure in program.closures]
+        for closure in program.closures:
+            closure.let_go()
+        return entry, values
+
+    def _count(self, arguments: Arguments, paths: list[str]) -> None:
+        with self._lock:
+            self._traces += 1
+            self._history.append((arguments.key, paths))
+            again = self._traces == _RETRACES
+        if again:
+            warnings.warn(_retraced(self.__name__, list(self._history)), RetraceWarning, 4)
+
+
+def _named(transformed: Transformed) -> bool:
+    """Whether it is what its module has under its name (``@checkpoint def f``)."""
+    value: Any = sys.modules.get(transformed.__module__)
+    for part in transformed.__qualname__.split("."):
+        value = getattr(value, part, None)
+    return value is transformed
+
+
+def _own(transformed: Transformed) -> dict[str, Any]:
+    """Attributes that were set on it besides."""
+    fresh = Transformed(transformed.fn, transformed.rewrites)
+    return {k: v for k, v in vars(transformed).items() if k not in vars(fresh)}
+
+
+def _restored(
+    cls: type[Transformed], fn: Any, rewrites: Any, cache_size: int, own: dict[str, Any]
+) -> Transformed:
+    made = cls.__new__(cls)
+    Transformed.__init__(made, fn, rewrites, cache_size=cache_size)
+    vars(made).update(own)
+    return made
+
+
+def _call_plainly(transformed: Transformed, args: Any, kwargs: Any) -> Any:
+    return transformed(*args, **kwargs)
+
+
+# torch.compile breaks its graph here and calls the transform as it is.
+_at_boundary: Any = torch.compiler.disable(_call_plainly)
+
+
+def _floating(program: Program, starts: Sequence[str] | None = None) -> tuple[bool, ...]:
+    """For each input, whether it is a floating argument (one of these)."""
+    return tuple(
+        node.meta["val"].is_floating_point()
+        and (starts is None or _under(leaf.path, starts))
+        and leaf.role == "primal"
+        for leaf, node in zip(program.inputs, program.placeholders, strict=True)
+    )
+
+
+def _under(path: str, starts: Sequence[str]) -> bool:
+    """Whether a path leads to an argument, or into it: `args[0]['w']`, `args[1].mean`."""
+    return any(path == start or path.startswith((start + "[", start + ".")) for start in starts)
+
+
+def _retraced(name: str, history: list[tuple[Any, list[str]]]) -> str:
+    """Which leaf took the most values over the last traces."""
+    _, paths = history[-1]
+    alike = [key for key, known in history if known == paths]
+    changes = []
+    for i, path in enumerate(paths):
+        values = list(dict.fromkeys(_leaf_text(key[i + 1]) for key in alike))
+        changes.append((len(values), path, values))
+    head = f"{name} was traced {len(history)} times: "
+    if not changes or max(changes)[0] < 2:
+        return head + "its argument trees, closures or surroundings (autocast, dtype) differ."
+    count, path, values = max(changes, key=lambda change: change[0])
+    return head + (
+        f"{path} took {count} different values ({', '.join(values[:4])}...), and each is a new "
+        "trace. Pass a changing number as a float or a tensor, and pad changing shapes."
+    )
+
+
+def _leaf_text(part: Any) -> str:
+    if isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], type):
+        return repr(part[1])
+    if isinstance(part, tuple) and len(part) == 4 and isinstance(part[0], torch.Size):
+        return f"{part[1]}{list(part[0])}".removeprefix("torch.")
+    return str(part)
+
+
+def _lifted(room: Room, arguments: Arguments, closures: Sequence[Any]) -> list[torch.Tensor]:
+    """The operands of a call inside a trace: global tensors of that trace."""
+    return [_native(room, value) for value in (*arguments.values, *closures)]
+
+
+def _native(room: Room, value: Any) -> torch.Tensor:
+    if isinstance(value, float):
+        return torch.scalar_tensor(value, dtype=torch.float64)
+    if isinstance(value, torch.Tensor) and room.native(value):
+        return value
+    return room.lift(value)
+
+
+class _Entry:
+    """What is kept for one signature."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        base: Program,
+        rewrites: tuple[Rewrite, ...],
+        arguments: Arguments,
+        paths: list[str],
+    ) -> None:
+        self.flat = Flat(base, rewrites)
+        self._inlined: Flat | None = None
+        self.out_tree = base.out_tree
+        self.lifted: tuple[Closure, ...] = base.closures
+        self.strided = strided_inputs(base)
+        self.environment = _environment(fn, arguments)
+        # The closed-over values, and the state of the environment they are of.
+        self.last_read: tuple[object, list[Any]] = (None, [])
+        self.kinds = [_kind(closure.value) for closure in base.closures]
+        starts = [f"args[{n}]" for r in rewrites for n in getattr(r, "donate_argnums", ())]
+        self.donated = [i for i in arguments.traced if _under(paths[i], starts)]
+        ends = accumulate(self.flat.widths, initial=0)
+        self.positions = dict(zip(arguments.traced, ends, strict=False))
+
+    @property
+    def inlined(self) -> Flat:
+        if self._inlined is None:
+            self._inlined = Flat(self.flat.base, self.flat.rewrites, inline=True)
+        return self._inlined
+
+    @cached_property
+    def lasting(self) -> bool:
+        """Whether the trace outlives the call: only if every closed-over tensor can be read anew.
+
+        One whose place in fn's environment was not found may be another one next time, and a
+        transform's own tensor (found or not) surely is. Nor may fn read what cannot be looked at.
+        """
+        return self.environment.guardable and all(c.reader is not None for c in self.lifted)
+
+    def closures(self, fn: Callable[..., Any], arguments: Arguments) -> list[Any] | None:
+        """The closed-over values as they are now; None if one no longer fits, or fn is another one."""
+        environment = self.environment
+        if not environment.unchanged():
+            environment = _environment(fn, arguments)
+            if not self.environment.agrees(environment):
+                return None
+            self.environment = environment
+        state, values = self.last_read
+        if state is not environment.state:
+            values = [_value(closure, fn) for closure in self.lifted]
+            if not all(map(_fits, values, self.lifted)):
+                return None
+            if all(map(environment.reaches, values)):
+                self.last_read = environment.state, values
+        elif [*map(_kind, values)] != self.kinds:
+            return None
+        return values
+
+    def let_go(self) -> None:
+        """Keep no closed-over value alive; the next call reads them anew."""
+        self.last_read = None, []
+        self.environment.let_go()
+
+    def parts(self, arguments: Arguments, closures: Sequence[Any]) -> list[torch.Tensor]:
+        """All input parts in order."""
+        leaves = arguments.leaves
+        found: list[torch.Tensor] = []
+        for i in arguments.traced:
+            leaf = leaves[i]
+            if isinstance(leaf, torch.Tensor):
+                found.append(leaf)
+            elif isinstance(leaf, float):
+                found.append(torch.scalar_tensor(leaf, dtype=torch.float64))
+            else:
+                found.extend(leaf.__torchard_placed__().parts)
+        for value in closures:
+            if isinstance(value, torch.Tensor):
+                found.append(value)
+            else:
+                found.extend(value.__torchard_placed__().parts)
+        return found
+
+    def result(self, parts: Sequence[Any], leaves: Sequence[Leaf], inline: bool) -> Any:
+        """The user's tree of results."""
+        if inline or all(leaf.tag is None for leaf in leaves):
+            return self.out_tree.build(parts)
+        values, position = [], 0
+        for leaf in leaves:
+            if leaf.tag is None or isinstance(leaf.tag, Free):
+                values.append(parts[position])
+                position += 1
+            else:
+                stop = position + leaf.tag.width
+                values.append(leaf.tag.wrap(parts[position:stop]))
+                position = stop
+        return self.out_tree.build(values)
+
+
+# What of a parameter may change in place, as Module.half() does.
+_kind = attrgetter("shape", "dtype")
+_NOWHERE = object()
+
+
+def _value(closure: Closure, fn: Callable[..., Any]) -> Any:
+    try:
+        return closure.now(fn)
+    except _MISSING:
+        return _NOWHERE
+
+
+def _environment(fn: Callable[..., Any], arguments: Arguments) -> Environment:
+    """Of the function and the objects it is given that are not traced."""
+    traced = set(arguments.traced)
+    return Environment([fn, *(v for i, v in enumerate(arguments.leaves) if i not in traced)])
+
+
+def _fits(value: Any, closure: Closure) -> bool:
+    if isinstance(value, torch.Tensor) and closure.tag is None:
+        return Spec.of(value) == closure.spec
+    if is_placed(value) and closure.tag is not None:
+        facts = value.__torchard_placed__()
+        return bool(facts.placement == closure.tag and tuple(facts.shape) == closure.spec.shape) and (
+            facts.dtype == closure.spec.dtype
+        )
+    return False

@@ -1,0 +1,159 @@
+"""A flat graph as one straight-line Python function: no interpreter, no recursion."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.execution.failures import failed
+from torchard.functional.execution.profiler_ranges import Regions, paths_of
+from torchard.functional.programs.labels import Label, label_of
+
+__all__ = ["compiled"]
+
+_LITERALS = (bool, int, str, type(None))
+
+Line = tuple[str, Label | None]
+
+
+def compiled(graph: fx.Graph, name: str = "program") -> Callable[..., list[torch.Tensor]]:
+    """A function from the values of the placeholders to the list of the outputs.
+
+    Every value is dropped after its last use. A list of inputs is emptied for the same reason; a
+    tuple is left alone. What an operation raises says which it was: a line is one operation, so the
+    line of the traceback tells, and nothing is done for it before something is raised. While a
+    profiler is active, another version runs, which tells it the program's scopes and collectives.
+
+    Args:
+        name: of the program, for messages.
+    """
+    names: dict[str, Any] = {}
+    body = list(_body(graph, names))
+    function, source = _function(["if profiling(): return named(args)"], body, names, name)
+    names["profiling"] = internals.profiler_enabled
+    names["named"] = _Named(body, names, name)
+    function.__doc__ = source
+    return function
+
+
+class _Named:
+    """The same program telling a profiler where it is; made when one is there for the first time."""
+
+    def __init__(self, body: Sequence[Line], names: dict[str, Any], name: str) -> None:
+        self.body, self.names, self.name = body, names, name
+        self.made: Callable[..., list[torch.Tensor]] | None = None
+
+    def __call__(self, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if self.made is None:
+            self.made = self._make()
+        return self.made(args)
+
+    def _make(self) -> Callable[..., list[torch.Tensor]]:
+        paths = paths_of([label for _, label in self.body if label is not None], self.name)
+        numbers = {path: i for i, path in enumerate(dict.fromkeys(paths))}
+        body: list[Line] = []
+        now, upcoming = None, iter(paths)
+        for text, label in self.body:
+            if label is not None and (path := next(upcoming)) != now:
+                body.append((f"at({numbers[path]})", None))
+                now = path
+            body.append((text, label))
+        names = {**self.names, "regions": functools.partial(Regions, list(numbers))}
+        ending = ["    finally:", "        at.close()"]
+        return _function(["at = regions()"], body, names, self.name, ending)[0]
+
+
+def _function(
+    beginning: Sequence[str],
+    body: Sequence[Line],
+    names: dict[str, Any],
+    name: str,
+    ending: Sequence[str] = (),
+) -> tuple[Callable[..., list[torch.Tensor]], str]:
+    """A function of these lines, which say what they were if they raise, and its source."""
+    lines: list[Line] = [("def program(args):", None)]
+    lines += [(f"    {text}", None) for text in (*beginning, "try:")]
+    lines += [(f"        {text}", label) for text, label in body]
+    # Whatever is raised says which line it was, and goes on.
+    lines += [("    except Exception as error:", None), ("        failed(error)", None)]
+    lines += [(text, None) for text in ("        raise", *ending)]
+    labels = [label for _, label in lines]
+
+    def told(error: Exception) -> None:
+        assert error.__traceback__ is not None
+        failed(error, labels[error.__traceback__.tb_lineno - 1], name)
+
+    source = "".join(f"{text}\n" for text, _ in lines)
+    names["failed"] = told
+    exec(compile(source, "<torchard program>", "exec"), names)
+    return names["program"], source
+
+
+def _body(graph: fx.Graph, names: dict[str, Any]) -> Iterator[Line]:
+    """The lines of a graph, each with the label of its operation; fills the names they use."""
+    variables = {node: f"v{i}" for i, node in enumerate(graph.nodes)}
+    dead = _dead_after(graph)
+    inputs = [variables[node] for node in graph.nodes if node.op == "placeholder"]
+    if inputs:
+        yield f"{', '.join(inputs)}, = args", None
+        yield "if type(args) is list: args.clear()", None
+    unused = [variables[n] for n in graph.nodes if n.op == "placeholder" and not n.users]
+    if unused:
+        yield f"del {', '.join(unused)}", None
+    for node in graph.nodes:
+        if node.op == "call_function":
+            yield f"{variables[node]} = {_call(node, variables, names)}", label_of(node)
+        elif node.op == "output":
+            yield f"return {_argument(list(node.args[0]), variables, names)}", None
+        gone = [variables[n] for n in dead.get(node, ())]
+        if gone and node.op == "call_function":
+            yield f"del {', '.join(gone)}", None
+
+
+def _dead_after(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    dead: dict[fx.Node, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        last = max(node.users, key=order.__getitem__, default=node)
+        if node.users or node.op == "call_function":
+            dead.setdefault(last, []).append(node)
+    return dead
+
+
+def _call(node: fx.Node, variables: dict[fx.Node, str], names: dict[str, Any]) -> str:
+    arguments = [_argument(value, variables, names) for value in node.args]
+    if node.target is operator.getitem:
+        return f"{arguments[0]}[{arguments[1]}]"
+    arguments += [
+        f"{key}={_argument(value, variables, names)}" for key, value in node.kwargs.items()
+    ]
+    return f"{_constant(internals.direct(node.target), names, 'f')}({', '.join(arguments)})"
+
+
+def _argument(value: Any, variables: dict[fx.Node, str], names: dict[str, Any]) -> str:
+    if isinstance(value, fx.Node):
+        return variables[value]
+    if type(value) in _LITERALS or (type(value) is float and math.isfinite(value)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        items = ", ".join(_argument(item, variables, names) for item in value)
+        return f"[{items}]" if isinstance(value, list) else f"({items}{',' if value else ''})"
+    if isinstance(value, slice):
+        ends = (value.start, value.stop, value.step)
+        return f"slice({', '.join(_argument(end, variables, names) for end in ends)})"
+    return _constant(value, names, "c")
+
+
+def _constant(value: Any, names: dict[str, Any], letter: str) -> str:
+    key = f"{letter}_{id(value):x}"
+    names[key] = value
+    return key

@@ -1,0 +1,96 @@
+"""What a profiler is shown while a program runs: its scopes and its collectives, by the plan's names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.profiler import record_function
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.programs.labels import Label, described
+
+__all__ = ["Path", "Regions", "paths_of"]
+
+
+@dataclass(frozen=True)
+class Region:
+    """A stretch of the trace; the key tells neighbours of one name apart."""
+
+    name: str
+    key: int = 0
+
+
+# The regions that an operation is in, outermost first.
+Path = tuple[Region, ...]
+
+
+def paths_of(labels: Sequence[Label], name: str) -> list[Path]:
+    """Where each operation of a program belongs.
+
+    Scopes are nested in those around them that have operations of their own, or are numbered: layers. A
+    collective is inside whatever runs while it is issued, or waited for; that is not always the scope
+    that needs it, which its name tells.
+    """
+    scopes = {label.scope for label in labels}
+    around: Path = (Region(name),)
+    paths: list[Path] = []
+    for number, label in enumerate(labels, 1):
+        if label.collective is not None:
+            paths.append((*around, _collective(label, number)))
+            continue
+        if label.place:
+            around = (Region(name), *_scopes(label, scopes))
+        paths.append(around)
+    return paths
+
+
+def _scopes(label: Label, scopes: set[str]) -> list[Region]:
+    if not label.scope:
+        return [Region(label.place)]
+    parts = label.scope.split("/")
+    outer = [("/".join(parts[: i + 1]), part) for i, part in enumerate(parts)]
+    kept = [scope for scope, part in outer if scope in scopes or part.isdigit()]
+    return [Region(f"{scope} {label.phase}".strip()) for scope in kept]
+
+
+def _collective(label: Label, number: int) -> Region:
+    """One call where others take part, and where they are played in this process, all its operations."""
+    title = described(label.collective)
+    if not label.stage:
+        return Region(title, id(label.collective))
+    return Region(f"wait for {title}" if label.stage == "wait" else title, number)
+
+
+class Regions:
+    """The regions that are open in one call of a program."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self.paths = paths
+        self.path: Path = ()
+        self.open: list[Any] = []
+        # A mode (a tracer, a counter) would take the marks for operations of the program.
+        self.quiet = internals.has_modes()
+
+    def __call__(self, number: int) -> None:
+        """Go to a path: leave what it is not in, enter what it is in besides."""
+        if self.quiet:
+            return
+        path, shared = self.paths[number], 0
+        for old, new in zip(self.path, path, strict=False):
+            if old != new:
+                break
+            shared += 1
+        self._leave(shared)
+        for region in path[shared:]:
+            self.open.append(record_function(region.name).__enter__())
+        self.path = path
+
+    def close(self) -> None:
+        """Leave all."""
+        self._leave(0)
+
+    def _leave(self, depth: int) -> None:
+        while len(self.open) > depth:
+            self.open.pop().__exit__(None, None, None)

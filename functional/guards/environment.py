@@ -1,0 +1,131 @@
+"""What a function reads without being given it, as it was when it was traced.
+
+A trace has all of it baked in, tensors aside: numbers, which functions are called, how many entries a
+list has. A cached trace is good while none of that has changed. Two questions say whether it has. The
+quick one, at every call: is each slot that was read (a closure cell, an entry, an attribute, a global
+name) the very object it was? The thorough one, only if not: is what the function reaches now of the same
+structure, with equal numbers and tensors of the same shapes?
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter, eq, is_
+from typing import Any
+
+from torchard.functional.guards.reachable import is_value, kind_of, reachable
+
+__all__ = ["Environment"]
+
+_contents = attrgetter("cell_contents")
+
+
+class Environment:
+    """All that is reached from a function and its static arguments.
+
+    Attributes:
+        structure: equal for environments that a trace cannot tell apart.
+        guardable: whether all of it can be looked at without changing it (an iterator cannot).
+        reads_grad_mode: whether it may ask for torch's grad mode.
+    """
+
+    def __init__(self, roots: Sequence[Any]) -> None:
+        walk = reachable(roots)
+        self.structure = walk.structure
+        self.guardable = walk.guardable
+        self.reads_grad_mode = "is_grad_enabled" in walk.met.names
+        # Their ids are in the structure.
+        self._kept = [value for value in walk.kept if not is_value(value)]
+        self._reached = {id(value) for value in walk.kept if is_value(value)}
+        slots = walk.slots
+        self._empty, self._sets, self._arrays = slots.empty, slots.sets, slots.arrays
+        self._cells, self._picks, self._keyed = slots.cells, slots.picks, slots.keyed
+        self._values, self._sized = slots.values, slots.sized
+        self._now = self._read()
+        self._keys = [*chain.from_iterable(self._keyed)]
+        self._sizes = [*map(len, self._sized)]
+
+    def _read(self) -> list[Any]:
+        """What is in every slot."""
+        read = [*map(_contents, self._cells)]
+        for pick, owner in self._picks:
+            read += pick(owner)
+        read += chain.from_iterable(self._values)
+        return read
+
+    def let_go(self) -> None:
+        """Keep no tensor alive: of those in slots, what they were like is enough to go on."""
+        self._now = [_past(value) if is_value(value) else value for value in self._now]
+
+    def reaches(self, tensor: Any) -> bool:
+        """Whether the tensor was found, so that nothing has taken its place while slots are unchanged."""
+        return id(tensor) in self._reached
+
+    @property
+    def state(self) -> object:
+        """The same object while no slot has another one."""
+        return self._now
+
+    def unchanged(self) -> bool:
+        """Whether every slot has the very object it had."""
+        try:
+            if any(self._empty):
+                return False
+            if self._sized and [*map(len, self._sized)] != self._sizes:
+                return False
+            if self._keyed and [*chain.from_iterable(self._keyed)] != self._keys:
+                return False
+            read = self._read()
+            if len(read) != len(self._now):
+                return False
+            if not all(map(is_, read, self._now)):
+                replaced = _replaced(self._now, read)
+                if replaced is None:
+                    return False
+                self._reached = {replaced.get(known, known) for known in self._reached}
+                self._now = read
+            return self._same_contents()
+        except (KeyError, AttributeError, ValueError, TypeError, RuntimeError):
+            return False  # something is missing, or changes while it is read
+
+    def _same_contents(self) -> bool:
+        if self._sets and not all(map(eq, *zip(*self._sets, strict=True))):
+            return False
+        return not self._arrays or all(now.tobytes() == then for now, then in self._arrays)
+
+    def agrees(self, other: Environment) -> bool:
+        """Whether a trace made in the one is right in the other."""
+        return self.structure == other.structure
+
+
+@dataclass(frozen=True, slots=True)
+class _Past:
+    """What a tensor, or a placed value, was like."""
+
+    id: int
+    kind: Any
+
+
+def _past(value: Any) -> _Past:
+    return value if isinstance(value, _Past) else _Past(id(value), kind_of(value))
+
+
+def _replaced(then: Sequence[Any], now: Sequence[Any]) -> dict[int, int] | None:
+    """From ids of values to ids of what has taken their place, if that makes no difference to a trace.
+
+    It does not if each was a tensor, or placed, and has become another one of the same kind, one for one,
+    as updates of weights do.
+    """
+    into: dict[int, int] = {}
+    for old, new in zip(then, now, strict=True):
+        if isinstance(old, _Past) or is_value(old):
+            past = _past(old)
+            if into.setdefault(past.id, id(new)) != id(new):
+                return None
+            if old is not new and past.kind != kind_of(new):
+                return None
+        elif old is not new:
+            return None
+    return into if len(set(into.values())) == len(into) else None

@@ -1,0 +1,74 @@
+"""Floating point operations of a node: as torch's counter has them, and of all the rest by elements."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
+
+from torchard.functional.programs.views import is_view
+
+__all__ = ["DOTS", "flops", "is_product", "op_name"]
+
+# torch's counter knows attention on accelerators only, and no product of a vector.
+_FORMULAS: dict[str, Any] = {
+    **{str(packet): formula for packet, formula in flop_registry.items()},
+    "aten.mv": lambda a, x, **_: 2 * a.numel(),
+    "aten.addmv": lambda b, a, x, **_: 2 * a.numel(),
+    "aten.dot": lambda x, y, **_: 2 * x.numel(),
+    "aten._scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, out_val=None, **__: sdpa_flop(
+        q.shape, _of_heads(q, k), _of_heads(q, v), out_val=out_val
+    ),
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward": (
+        lambda grad, q, k, v, *_, out_val=None, **__: sdpa_backward_flop(
+            grad.shape, q.shape, _of_heads(q, k), _of_heads(q, v), out_val=out_val
+        )
+    ),
+}
+
+
+def _of_heads(query: torch.Tensor, x: torch.Tensor) -> tuple[int, ...]:
+    """The shape of keys or values with a head for each of the queries', which may share them."""
+    return (x.shape[0], query.shape[1], *x.shape[2:])
+
+
+# The operations whose floating point operations torch counts: products, convolutions, attention.
+DOTS = frozenset(_FORMULAS)
+
+
+def op_name(node: fx.Node) -> str:
+    """``"aten.mm"``: what makes a node's value (of an item, the tuple), without the overload."""
+    while node.target is operator.getitem:
+        node = node.all_input_nodes[0]
+    packet = getattr(node.target, "overloadpacket", None)
+    return str(packet) if packet is not None else str(getattr(node.target, "__name__", node.target))
+
+
+def is_product(node: fx.Node) -> bool:
+    """Whether an operation is one of those whose multiplications torch counts."""
+    return node.target is not operator.getitem and op_name(node) in DOTS
+
+
+def flops(node: fx.Node) -> int:
+    """Of one call: two per multiplication and addition of a product, one per element of anything else.
+
+    Views and items of tuples cost nothing.
+    """
+    if node.op != "call_function" or node.target is operator.getitem or is_view(node):
+        return 0
+    formula = _FORMULAS.get(op_name(node))
+    if formula is not None:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        return int(formula(*args, **kwargs, out_val=node.meta["val"]))
+    operands = [n.meta.get("val") for n in node.all_input_nodes]
+    return max(map(_elements, [*operands, node.meta.get("val")]), default=0)
+
+
+def _elements(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    return sum(map(_elements, value)) if isinstance(value, Iterable) else 0

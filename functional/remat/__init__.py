@@ -1,0 +1,1 @@
+"""What a backward keeps of its forward, recomputes or offloads."""

@@ -1,0 +1,273 @@
+"""A bound on peak memory: which values to keep, so that as little as possible is made again.
+
+The choice is an integer program over the joint program (remat_ilp.py), after Checkmate (Jain et al.
+2020), but with each value made again at most once, so that time may be coarse. Its peak is an estimate,
+and peaks are not monotone in what is kept; so it is solved for falling bounds, each solution's program is
+made and its peak simulated, and what no other beats in both peak and FLOPs is the *envelope*. A budget
+takes the cheapest of its points that fits: less memory never costs fewer FLOPs, nor a higher peak.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from torchard.functional.core.errors import CheckpointError
+from torchard.functional.core.locks import Lock
+from torchard.functional.programs.flops import DOTS, flops, op_name
+from torchard.functional.programs.program import Finishing, Program, finished
+from torchard.functional.programs.views import is_tuple, needed_by
+from torchard.functional.remat.liveness import Liveness, Storage, bytes_in, liveness, storage_key
+from torchard.functional.remat.policies import Budget, Policy
+from torchard.functional.remat.remat_ilp import Problem, solve
+from torchard.functional.remat.rematerialise import passes_of, rematerialise
+from torchard.functional.remat.segments import Segment, segments_of
+
+__all__ = ["Point", "envelope", "kept_within_budget"]
+
+_STEPS = 16  # of an envelope, but
+_SMALL = 16  # the envelope of no more values than this has every point
+_REMEMBERED = 32  # envelopes, each of another program
+_BUCKETS = 24  # of the backward, or as many as it has operations
+
+# With the policies that the digest knows by their id, which nobody else may have meanwhile.
+_envelopes: dict[Hashable, tuple[list[tuple[int, int, list[int]]], set[Policy]]] = {}
+_lock = Lock()
+
+
+@dataclass(frozen=True)
+class Point:
+    """One way to run a program.
+
+    Attributes:
+        peak: bytes, simulated.
+        flops: of what is made again.
+        kept: the values that are not.
+    """
+
+    peak: int
+    flops: int
+    kept: frozenset[fx.Node]
+
+
+def kept_within_budget(program: Program, last: tuple[Finishing, ...] = ()) -> frozenset[fx.Node]:
+    """The values that the budgets of a program's segments keep.
+
+    Args:
+        last: rewrites that will finish the program, which may change its peak.
+
+    Raises:
+        CheckpointError: more than one budget, or one below the least peak.
+        ModuleNotFoundError: scipy is not installed.
+    """
+    budgets = {
+        segment.policy: None
+        for node in program.calls
+        for segment in segments_of(node)
+        if isinstance(segment.policy, Budget)
+    }
+    if not budgets or not any(passes_of(program).values()):
+        return frozenset()
+    if len(budgets) > 1:
+        raise CheckpointError(
+            f"{program.name} has {len(budgets)} budgets ({', '.join(map(str, budgets))}): a budget is "
+            "one of all of the program's memory. Keep one; give the other parts another policy."
+        )
+    (budget,) = budgets
+    assert isinstance(budget, Budget)
+    points = envelope(program, last)
+    least, most = points[0].peak, points[-1].peak
+    bound = budget.bytes
+    if bound is None:
+        assert budget.fraction is not None
+        bound = int(least + budget.fraction * (most - least))
+    fitting = [point for point in points if point.peak <= bound]
+    if not fitting:
+        raise CheckpointError(
+            f"checkpoint({program.name}, policy={budget}): the least peak that can be had is "
+            f"{least:,} bytes ({most:,} with everything saved). Ask for that at least, or make the batch "
+            "smaller."
+        )
+    return min(fitting, key=lambda point: point.flops).kept
+
+
+def envelope(program: Program, last: tuple[Finishing, ...] = ()) -> list[Point]:
+    """The best ways to run a program with a budget, by rising peak and falling FLOPs."""
+    key, nodes = (_fingerprint(program), last), list(program.graph.nodes)
+    with _lock:
+        known, _ = _envelopes.get(key, (None, None))
+    if known is None:
+        number = {node: i for i, node in enumerate(nodes)}
+        points = _envelope(program, last)
+        known = [(p.peak, p.flops, [number[node] for node in p.kept]) for p in points]
+        with _lock:
+            _envelopes[key] = known, {s.policy for node in nodes for s in segments_of(node)}
+            while len(_envelopes) > _REMEMBERED:
+                _envelopes.pop(next(iter(_envelopes)))
+    return [Point(peak, cost, frozenset(nodes[i] for i in kept)) for peak, cost, kept in known]
+
+
+def _fingerprint(program: Program) -> str:
+    """Equal for programs with the same envelope: another budget for the same function finds it again."""
+    digest = hashlib.sha256()
+    numbers: dict[Segment, int] = {}
+    size = bytes_in(program)
+    donated = getattr(program.facts.get("compile"), "donate_argnums", ())
+    leaves = [(leaf.path, leaf.role) for leaf in (*program.inputs, *program.outputs)]
+    digest.update(repr((donated, leaves)).encode())
+    for node in program.graph.nodes:
+        inside = [
+            # Two entries of a scope have one path.
+            (
+                numbers.setdefault(segment, len(numbers)),
+                "budget" if isinstance(segment.policy, Budget) else id(segment.policy),
+            )
+            for segment in segments_of(node)
+        ]
+        tags = [node.meta.get(tag) for tag in ("phase", "scope", "name", "recompute")]
+        values = node.meta.get("val")
+        sizes = [size(node, i) for i in range(len(values) if is_tuple(node) else 1)]
+        line = (node.op, str(node.target), str(node.args), str(node.kwargs), inside, tags)
+        digest.update(repr((line, sizes)).encode())
+    return digest.hexdigest()
+
+
+def _envelope(program: Program, last: tuple[Finishing, ...]) -> list[Point]:
+    operations, problem = _problem(program)
+    choices = [*_by_heart(operations, problem), *_solutions(problem)]
+    found = {tried(program, _results(operations[v] for v in kept), last) for kept in choices}
+    best: list[Point] = []
+    for point in sorted(found, key=lambda p: (p.peak, p.flops)):
+        if not best or point.flops < best[-1].flops:
+            best.append(point)
+    return best
+
+
+def _results(operations: Iterable[fx.Node]) -> frozenset[fx.Node]:
+    """The values that operations make: of tuples, the items."""
+    return frozenset(
+        value
+        for node in operations
+        for value in (node.users if is_tuple(node) else (node,))
+    )
+
+
+def _by_heart(operations: Sequence[fx.Node], problem: Problem) -> Iterator[Sequence[int]]:
+    """Everything; what scopes hand on, for each depth of scopes; and that with all products read."""
+    yield range(len(operations))
+    frames = [node.meta.get("frames", ()) for node in operations]
+    products = {v for v, node in enumerate(operations) if problem.reads[v] and op_name(node) in DOTS}
+    for depth in range(max(map(len, frames), default=0) + 1):
+        handed_on = {
+            u
+            for v, sources in enumerate(problem.sources)
+            for u in sources
+            if frames[u][:depth] != frames[v][:depth]
+        }
+        yield from (sorted(handed_on), sorted(handed_on | products))
+
+
+def tried(program: Program, kept: frozenset[fx.Node], last: tuple[Finishing, ...] = ()) -> Point:
+    """What a choice comes to."""
+    made = rematerialise(program, kept)
+    again = sum(flops(node) for node in made.calls if node.meta.get("recompute"))
+    return Point(liveness(finished(made, last)).peak, again, kept)
+
+
+def _solutions(problem: Problem) -> Iterator[Sequence[int]]:
+    """What to keep under falling bounds, until nothing fits."""
+    small = len(problem.sizes) <= _SMALL
+    step = 0 if small else (problem.most - problem.least) / _STEPS
+    for passing in (True, False) if small else (True,):
+        posed = replace(problem, passing=passing)
+        bound = float(problem.most)
+        while problem.sizes and (found := solve(posed, bound)) is not None:
+            yield found.kept
+            bound = min(found.estimate, bound - step) - 1
+
+
+def _problem(program: Program) -> tuple[list[fx.Node], Problem]:
+    """The operations on whose results a budget decides, and what is to be decided."""
+    passes, live = passes_of(program), liveness(program)
+    late_needs = needed_by(node for node in live.order if passes[node])
+    operations = [n for n in program.calls if not passes[n] and n in late_needs and _is_choice(n)]
+    number = {node: v for v, node in enumerate(operations)}
+    late = [at for at, node in enumerate(live.order) if passes[node]]
+    buckets = min(_BUCKETS if len(operations) > _SMALL else len(late), len(late))
+    bucket = {live.order[at]: time * buckets // len(late) for time, at in enumerate(late)}
+
+    reads: list[set[int]] = [set() for _ in operations]
+    sources: list[list[int]] = [[] for _ in operations]
+    results: list[set[Storage]] = [set() for _ in operations]
+    forced: set[int] = set()
+    for reader in (*operations, *(live.order[at] for at in late)):
+        for source in reader.all_input_nodes:
+            storage = storage_key(source)
+            v = number.get(storage[0])
+            if v is None:
+                continue
+            results[v].add(storage)
+            if reader in number:
+                sources[number[reader]].append(v)
+            else:
+                reads[v].add(bucket[reader])
+            if not _together(operations[v], reader):  # it is handed on, and kept
+                forced.add(v)
+    held = live.held(without=operations)
+    base, before = [0] * buckets, [0] * buckets
+    for at in late:
+        k = bucket[live.order[at]]
+        base[k] = max(base[k], held[at])
+        before[k] = max(before[k], held[at] - _size(live, live.order[at]))
+    sizes = [sum(live.size[storage] for storage in found) for found in results]
+    costs = [flops(node) for node in operations]
+    ahead = _ahead(live, operations, passes, held)
+    return operations, Problem(costs, sizes, sources, reads, forced, base, before, ahead)
+
+
+def _ahead(
+    live: Liveness, operations: Sequence[fx.Node], passes: dict[fx.Node, int], held: Sequence[int]
+) -> list[tuple[int, list[int]]]:
+    """For runs of the forward: what is alive in them anyway, and what before them only if it is kept."""
+    early = list(itertools.takewhile(lambda at: not passes[live.order[at]], range(len(live.order))))
+    if not early:
+        return []
+    number = {node: v for v, node in enumerate(operations)}
+    begun = {number[node]: at for at, node in enumerate(live.order) if node in number}
+    ended = dict(begun)  # when the forward has read the last of it
+    for at in early:
+        for source in live.order[at].all_input_nodes:
+            if (v := number.get(storage_key(source)[0])) is not None:
+                ended[v] = max(ended[v], at)
+    count = min(_BUCKETS if len(operations) > _SMALL else len(early), len(early))
+    found = []
+    for run in (early[len(early) * k // count : len(early) * (k + 1) // count] for k in range(count)):
+        anyway = [
+            held[at] + sum(_size(live, operations[v]) for v in begun if begun[v] <= at <= ended[v])
+            for at in run
+        ]
+        at = run[anyway.index(max(anyway))]
+        found.append((max(anyway), [v for v in begun if ended[v] < at]))
+    return found
+
+
+def _size(live: Liveness, node: fx.Node) -> int:
+    """Of all results of an operation."""
+    items = len(node.meta["val"]) if is_tuple(node) else 1
+    return sum(live.size.get((node, i), 0) for i in range(items))
+
+
+def _is_choice(node: fx.Node) -> bool:
+    """Whether a budget decides on its results: in its segment, with storages of their own."""
+    budgeted = any(isinstance(segment.policy, Budget) for segment in segments_of(node))
+    return budgeted and storage_key(node)[0] is node
+
+
+def _together(one: fx.Node, other: fx.Node) -> bool:
+    """Whether both are in one segment with the budget."""
+    both = set(segments_of(one)) & set(segments_of(other))
+    return any(isinstance(segment.policy, Budget) for segment in both)

@@ -1,0 +1,96 @@
+"""Values that wait in host memory between forward and backward: two operations, and where they stand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.programs.program import INHERITED
+
+__all__ = ["offload_after", "reload_before"]
+
+LIBRARY = torch.library.Library("torchard", "FRAGMENT")
+LIBRARY.define("offload(Tensor x) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.define("reload(Tensor x, Device device) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+_STREAMS: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which copies run beside the computation."""
+    if device not in _STREAMS:
+        _STREAMS[device] = torch.cuda.Stream(device)
+    return _STREAMS[device]
+
+
+def _offload(x: Tensor) -> Tensor:
+    """x, copied to the host: to pinned memory, while the device goes on."""
+    if x.device.type != "cuda":
+        return x.to("cpu", copy=True)
+    host = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, pin_memory=True)
+    stream = _stream(x.device)
+    stream.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(stream):
+        host.copy_(x, non_blocking=True)
+    x.record_stream(stream)
+    return host
+
+
+def _reload(x: Tensor, device: torch.device) -> Tensor:
+    """x, copied back. On the stream that took it away, so never before it has arrived."""
+    if device.type != "cuda":
+        return x.to(device, copy=True)
+    stream, current = _stream(device), torch.cuda.current_stream(device)
+    with torch.cuda.stream(stream):
+        back = x.to(device, non_blocking=True)
+    current.wait_stream(stream)
+    back.record_stream(current)
+    return back
+
+
+def _offload_fake(x: Tensor) -> Tensor:
+    return torch.empty_like(x, device="cpu")
+
+
+def _reload_fake(x: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(x, device=device)
+
+
+LIBRARY.impl("offload", _offload, "CompositeExplicitAutograd")
+LIBRARY.impl("reload", _reload, "CompositeExplicitAutograd")
+torch.library.register_fake("torchard::offload", _offload_fake, lib=LIBRARY)
+torch.library.register_fake("torchard::reload", _reload_fake, lib=LIBRARY)
+
+
+def offload_after(node: fx.Node) -> fx.Node:
+    """The node that takes a value to the host, made right after it if there is none yet."""
+    target = torch.ops.torchard.offload.default
+    for user in node.users:
+        if user.target is target:
+            return user
+    with internals.inserting_after(node.graph, node):
+        made = node.graph.call_function(target, (node,))
+    made.meta = _tags(node, target, node.meta["val"])
+    made.meta["offload"] = True
+    return made
+
+
+def reload_before(reader: fx.Node, offloaded: fx.Node) -> fx.Node:
+    """A node that brings a value back, right before who reads it."""
+    target, device = torch.ops.torchard.reload.default, offloaded.all_input_nodes[0].meta["val"].device
+    with reader.graph.inserting_before(reader):
+        made = reader.graph.call_function(target, (offloaded, device))
+    made.meta = _tags(offloaded, target, offloaded.meta["val"], device)
+    made.meta.update(phase="backward", recompute=True)
+    return made
+
+
+def _tags(like: fx.Node, target: Any, *args: Any) -> dict[str, Any]:
+    """What holds for the copy as for the value."""
+    with internals.no_modes(), args[0].fake_mode:
+        val = target(*args)
+    kept = (*INHERITED, "layout", "name")
+    return {**{k: like.meta[k] for k in kept if k in like.meta}, "val": val}

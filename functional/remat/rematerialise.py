@@ -1,0 +1,255 @@
+"""Rematerialise: carry out what the policies of checkpointed segments say, in the graph.
+
+A backward that reads a value of the forward keeps it. Where the policy of a segment they share says
+otherwise, the backward reads a *version* of the value instead: the same operation once more, on versions
+of its operands, right before the first use. Everything is in the one graph, so that whoever reads the
+program sees it, and a split has nothing to decide.
+
+Segments nest. A node in segments s1 ⊃ s2 has up to three versions: its own; the one that the backward of
+s1 makes again, which keeps what s2 would; and the one that the backward of s2 makes of that. A reader
+sees as deep as the segments it shares with the value. So a value that is read outside of its segment is
+kept, whatever the policy: it is what the segment hands on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.programs.flops import op_name
+from torchard.functional.programs.graphs import sweep
+from torchard.functional.programs.program import Program
+from torchard.functional.programs.views import (
+    base_of,
+    is_tuple,
+    labels_of,
+    needed_by,
+    storage_of,
+    taken_away,
+)
+from torchard.functional.remat.offload import offload_after, reload_before
+from torchard.functional.remat.policies import COLLECTIVE, Budget, Decision, Policy, Shapes
+from torchard.functional.remat.segments import Segment, segments_of
+
+__all__ = ["made_again", "passes_of", "rematerialise"]
+
+Segments = tuple[Segment, ...]
+# A node, how many of its segments have been entered again, and in which pass.
+Version = tuple[fx.Node, int, int]
+
+
+def rematerialise(program: Program, kept: Set[fx.Node] = frozenset()) -> Program:
+    """The program with every version that its backward needs; the tags of segments stay.
+
+    Args:
+        kept: what segments with a budget keep (budget.py).
+
+    Raises:
+        CheckpointError: a policy returns what is no decision.
+    """
+    if not any(segments_of(node) for node in program.graph.nodes):
+        return program
+    made = program.copy()
+    same = dict(zip(program.graph.nodes, made.graph.nodes, strict=True))
+    _Versions(made.graph, passes_of(made), {same[node] for node in kept}).run()
+    sweep(made.graph)
+    return made
+
+
+def passes_of(program: Program) -> dict[fx.Node, int]:
+    """For each node, the pass it runs in: 0 forward, 1 a backward inside, 2 the one of the cotangents.
+
+    What no output needs runs in the backward that does, but for what takes values to the host. An item
+    of a tuple is there as soon as the tuple is.
+    """
+    outputs = [
+        value
+        for leaf, value in zip(program.outputs, program.results, strict=True)
+        if leaf.role != "gradient"
+    ]
+    found: dict[fx.Node, int] = {}
+    for leaf, node in zip(program.inputs, program.placeholders, strict=True):
+        found[node] = 2 if leaf.role == "cotangent" else 0
+    joint = 2 in found.values()
+    forward = needed_by([*outputs, *taken_away(program)])
+    for node in program.calls:
+        if node.target is operator.getitem:
+            found[node] = found[node.all_input_nodes[0]]
+            continue
+        late = joint and node not in forward
+        found[node] = 2 if late else int(node.meta.get("phase") == "backward")
+    return found
+
+
+@dataclass
+class _Versions:
+    graph: fx.Graph
+    passes: dict[fx.Node, int]
+    budgeted: Set[fx.Node]
+    made: dict[Version, fx.Node] = field(default_factory=dict)
+    # Of what was made here, the node it is a version of.
+    origin: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    decided: dict[tuple[fx.Node, Policy], Decision] = field(default_factory=dict)
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.op == "call_function" and self.passes[node]:
+                self._serve(node)
+
+    def _serve(self, reader: fx.Node) -> None:
+        """Give a node of a backward the versions it is meant to read."""
+        now = self.passes[reader]
+        for source in reader.all_input_nodes:
+            if self.passes[source] < now:
+                version = self._version(source, segments_of(reader), now)
+                if version[1]:
+                    self._have(version, reader)
+                read = self._read(source, segments_of(reader), now)
+                if read is not source:
+                    reader.replace_input_with(source, read)
+
+    def _version(self, node: fx.Node, reader: Segments, now: int) -> Version:
+        """Which version of a value a reader in these segments sees."""
+        if node.op == "placeholder":
+            return node, 0, now
+        mine = segments_of(node)
+        shared = _shared(mine, reader)
+        base = base_of(node)
+        if base is not None:  # a view is where its base is
+            return node, self._version(base, mine[:shared], now)[1], now
+        if is_tuple(node):
+            return node, shared, now
+        deep = (i for i in range(shared, 0, -1) if self._decision(node, mine[i - 1]) != "save")
+        return node, next(deep, 0), now
+
+    # -- making ---------------------------------------------------------------------------------
+
+    def _have(self, version: Version, reader: fx.Node) -> None:
+        """Make a version, and what it needs, ahead of its first reader if there is none yet."""
+        stack = [version]
+        while stack:
+            missing = [v for v in self._needs(stack[-1]) if v[1] and v not in self.made]
+            if missing and stack[-1] not in self.made:
+                stack.extend(missing)
+            elif (wanted := stack.pop()) not in self.made:
+                self._make(wanted, reader)
+
+    def _needs(self, version: Version) -> Iterator[Version]:
+        node, depth, now = version
+        mine = segments_of(node)
+        if self._is_offloaded(version):
+            yield self._version(node, mine[: depth - 1], now)
+            return
+        for source in node.all_input_nodes:
+            source = self.origin.get(source, source)
+            if self.passes[source] < now:
+                yield self._version(source, mine[:depth], now)
+
+    def _is_offloaded(self, version: Version) -> bool:
+        node, depth, _ = version
+        if base_of(node) is not None or is_tuple(node):
+            return False
+        return self._decision(node, segments_of(node)[depth - 1]) == "offload"
+
+    def _make(self, version: Version, reader: fx.Node) -> None:
+        node, depth, now = version
+        if self._is_offloaded(version):
+            outer = self._version(node, segments_of(node)[: depth - 1], now)
+            kept = self.made[outer] if outer[1] else node
+            away = offload_after(kept)
+            away.meta.setdefault("why", f"{segments_of(node)[depth - 1].policy} offloads it")
+            self.passes[away] = self.passes[kept]
+            made = reload_before(reader, away)
+        else:
+            mine = segments_of(node)[:depth]
+
+            def swap(source: fx.Node) -> fx.Node:
+                source = self.origin.get(source, source)
+                if self.passes[source] >= now:
+                    return source
+                return self._read(source, mine, now)
+
+            with self.graph.inserting_before(reader):
+                made = self.graph.node_copy(node, swap)
+            made.meta = made_again(node, depth)
+        self.passes[made] = now
+        self.origin[made] = node
+        self.made[version] = made
+
+    def _read(self, node: fx.Node, reader: Segments, now: int) -> fx.Node:
+        """What a reader in these segments reads, which has been made."""
+        version = self._version(node, reader, now)
+        if version[1]:
+            return self.made[version]
+        self._note(node, reader)
+        return node
+
+    # -- deciding -------------------------------------------------------------------------------
+
+    def _decision(self, node: fx.Node, segment: Segment) -> Decision:
+        key = node, segment.policy
+        if key not in self.decided:
+            if isinstance(segment.policy, Budget):
+                self.decided[key] = "save" if node in self.budgeted else "recompute"
+            else:
+                self.decided[key] = decide(node, segment.policy)
+        return self.decided[key]
+
+    def _note(self, node: fx.Node, reader: Segments) -> None:
+        """Why the backward reads the forward's own."""
+        root = storage_of(node)
+        mine = segments_of(root)
+        shared = _shared(mine, reader)
+        if shared:
+            why = f"{mine[shared - 1].policy} keeps it"
+        elif mine:
+            why = f"{mine[0]} hands it on"
+        elif reader:
+            why = f"{reader[0]} starts from it"
+        else:
+            why = "not in a checkpoint"
+        root.meta.setdefault("why", why)
+
+
+def decide(node: fx.Node, policy: Policy) -> Decision:
+    """What a policy says of a value: by its label, or the labels of its views."""
+    whole = node.all_input_nodes[0] if node.target is operator.getitem else node
+    op = op_name(node)
+    if "kernel" in whole.meta:
+        op = str(whole.meta["kernel"])
+    if "collective" in whole.meta:
+        op = COLLECTIVE + op.rpartition(".")[2]
+    operands = tuple(tuple(n.meta["val"].shape) for n in whole.all_input_nodes if _is_tensor(n))
+    shapes = Shapes(operands, tuple(node.meta["val"].shape) if _is_tensor(node) else ())
+    scope = node.meta.get("scope") or ""
+    return policy.over(op, shapes, scope, labels_of(node) or [None])
+
+
+def _shared(one: Segments, other: Segments) -> int:
+    """How many outer segments are the same."""
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def made_again(node: fx.Node, depth: int = 0) -> dict[str, Any]:
+    """The tags of a version of a node: outside of its first segments, in the backward."""
+    meta = {k: v for k, v in node.meta.items() if k not in ("why", "residual")}
+    meta.update(phase="backward", recompute=True, segments=segments_of(node)[depth:])
+    record: Any = meta.get("collective")
+    if hasattr(record, "phase"):
+        meta["collective"] = dataclasses.replace(record, phase="backward")
+    return meta

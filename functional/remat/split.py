@@ -1,0 +1,259 @@
+"""One joint program into a forward and a backward that share residuals.
+
+The saved set decides everything: the backward recomputes the least closure of what it needs and
+what is not saved, each value as late as its first use (early recompute raises the peak by a third).
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from torchard.functional.programs.program import Leaf, Program
+from torchard.functional.programs.views import is_tuple, is_view, needed_by, taken_away
+
+__all__ = ["Saved", "Split", "halves_of", "split"]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Where one residual is found after the forward: an input, an output, or an extra output."""
+
+    kind: Literal["input", "output", "value"]
+    index: int
+
+
+@dataclass
+class Split:
+    """The halves of a joint program.
+
+    ``forward`` takes the joint's inputs without its cotangents; it returns the outputs, then the
+    residuals of kind ``value`` (role ``residual``). ``backward`` takes all residuals in the order
+    of ``saved``, then the cotangents; it returns the gradients.
+    """
+
+    forward: Program
+    backward: Program
+    saved: list[Saved]
+
+
+@dataclass
+class _Cut:
+    """Which nodes may be saved, and how each value the backward asks for is had."""
+
+    program: Program
+    tainted: set[fx.Node] = field(default_factory=set)
+    forward: set[fx.Node] = field(default_factory=set)
+    outputs: list[Any] = field(default_factory=list)
+    gradients: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        results = list(zip(self.program.outputs, self.program.results, strict=True))
+        self.outputs = [node for leaf, node in results if leaf.role != "gradient"]
+        self.gradients = [node for leaf, node in results if leaf.role == "gradient"]
+        self.forward = needed_by([*self.outputs, *taken_away(self.program)])
+        for leaf, node in zip(self.program.inputs, self.program.placeholders, strict=True):
+            if leaf.role == "cotangent":
+                self.tainted.add(node)
+        for node in self.program.graph.nodes:
+            if any(source in self.tainted for source in node.all_input_nodes):
+                self.tainted.add(node)
+        for node in self.outputs:
+            if node in self.tainted:
+                raise ValueError(f"output {node} depends on a cotangent; it cannot be split off")
+
+    def saveable(self, node: fx.Node) -> bool:
+        """Whether the forward has the value and it is worth keeping rather than making again."""
+        if node.op == "placeholder":
+            return node not in self.tainted
+        if _is_item(node):
+            whole = _whole(node)
+            return self._computed(whole) and not is_view(whole) and not _again(node)
+        return self._computed(node) and not is_view(node) and not is_tuple(node)
+
+    def _computed(self, node: fx.Node) -> bool:
+        return node in self.forward and not _again(node)
+
+
+def _again(node: fx.Node) -> bool:
+    return bool(node.meta.get("recompute")) or (_is_item(node) and _again(_whole(node)))
+
+
+def _is_item(node: fx.Node) -> bool:
+    return node.target is operator.getitem
+
+
+def _whole(item: fx.Node) -> fx.Node:
+    """The tuple an item is taken from."""
+    return item.all_input_nodes[0]
+
+
+
+def _backward_nodes(cut: _Cut) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The residuals, and what the backward computes, in the order it does.
+
+    Nodes that depend on a cotangent keep their order; the others come right before their first
+    use.
+    """
+    residuals: dict[fx.Node, None] = {}
+    done: dict[fx.Node, None] = {}
+
+    def emit(root: fx.Node) -> None:
+        stack = [root]
+        while stack:
+            node = stack[-1]
+            if node in done or node in residuals or _is_cotangent(node, cut):
+                stack.pop()
+            elif node not in cut.tainted and cut.saveable(node):
+                residuals[node] = None
+                stack.pop()
+            elif missing := [s for s in node.all_input_nodes if _missing(s, done, residuals, cut)]:
+                stack.extend(reversed(missing))
+            else:
+                done[node] = None
+                stack.pop()
+
+    wanted = needed_by(cut.gradients)
+    for node in cut.program.graph.nodes:
+        if node.op == "call_function" and node in cut.tainted and node in wanted:
+            emit(node)
+    for node in cut.gradients:
+        if isinstance(node, fx.Node):
+            emit(node)
+    return list(residuals), list(done)
+
+
+def _is_cotangent(node: fx.Node, cut: _Cut) -> bool:
+    return node.op == "placeholder" and node in cut.tainted
+
+
+def _missing(
+    node: fx.Node, done: dict[fx.Node, None], residuals: dict[fx.Node, None], cut: _Cut
+) -> bool:
+    return node not in done and node not in residuals and not _is_cotangent(node, cut)
+
+
+def split(program: Program) -> Split:
+    """Cut a joint program (possibly rewritten) into its halves.
+
+    A node tagged ``recompute`` is never a residual; what the backward needs of it is computed
+    again from what is saved. Views are made again from their base, so that residuals are
+    storages. Values that only the backward uses are computed there.
+
+    Raises:
+        ValueError: an output depends on a cotangent.
+    """
+    cut = _Cut(program)
+    residuals, nodes = _backward_nodes(cut)
+    inputs = [
+        (leaf, node)
+        for leaf, node in zip(program.inputs, program.placeholders, strict=True)
+        if leaf.role != "cotangent"
+    ]
+    saved, values = _where(residuals, [node for _, node in inputs], cut.outputs)
+    return Split(_forward(program, cut, values), _backward(program, cut, residuals, nodes), saved)
+
+
+def halves_of(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The operations of a joint program's forward and of its backward, as they run after a split."""
+    cut = _Cut(program)
+    residuals, nodes = _backward_nodes(cut)
+    wanted = needed_by([*cut.outputs, *residuals])
+    return [n for n in program.calls if n in wanted], [n for n in nodes if n.op == "call_function"]
+
+
+def _where(
+    residuals: list[fx.Node], inputs: list[fx.Node], outputs: list[Any]
+) -> tuple[list[Saved], list[fx.Node]]:
+    saved: list[Saved] = []
+    values: list[fx.Node] = []
+    for node in residuals:
+        if node in inputs:
+            saved.append(Saved("input", inputs.index(node)))
+        elif node in outputs:
+            saved.append(Saved("output", outputs.index(node)))
+        else:
+            saved.append(Saved("value", len(values)))
+            values.append(node)
+    return saved, values
+
+
+def _residual_leaf(program: Program, node: fx.Node) -> Leaf:
+    for leaf, result in zip(program.outputs, program.results, strict=True):
+        if result is node and leaf.role != "gradient":
+            return replace(leaf, role="residual", of=None)
+    for leaf, placeholder in zip(program.inputs, program.placeholders, strict=True):
+        if placeholder is node:
+            return replace(leaf, role="residual", of=None)
+    decide = getattr(program.runtime, "residual_tag", None)
+    return Leaf(node.name, decide(node) if decide else None, "residual")
+
+
+def _forward(program: Program, cut: _Cut, values: list[fx.Node]) -> Program:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    wanted = needed_by([*cut.outputs, *values])
+    inputs = []
+    for leaf, node in zip(program.inputs, program.placeholders, strict=True):
+        if leaf.role != "cotangent":
+            env[node] = graph.node_copy(node, env.__getitem__)
+            inputs.append(leaf)
+    for node in program.graph.nodes:
+        if node.op == "call_function" and node in wanted:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    for node in values:
+        env[node].meta["residual"] = True
+    results = fx.map_arg((*cut.outputs, *values), env.__getitem__)
+    graph.output(results)
+    outputs = [leaf for leaf in program.outputs if leaf.role != "gradient"]
+    return replace(
+        program,
+        graph=graph,
+        inputs=tuple(inputs),
+        outputs=(*outputs, *(_residual_leaf(program, node) for node in values)),
+        name=f"{program.name}_forward",
+        facts=dict(program.facts),
+    )
+
+
+def _backward(
+    program: Program, cut: _Cut, residuals: list[fx.Node], nodes: list[fx.Node]
+) -> Program:
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    inputs = []
+    for node in residuals:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+        env[node].meta.pop("collective", None)
+        inputs.append(_residual_leaf(program, node))
+    for leaf, node in zip(program.inputs, program.placeholders, strict=True):
+        if leaf.role == "cotangent":
+            env[node] = graph.node_copy(node, env.__getitem__)
+            inputs.append(leaf)
+    for node in nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(fx.map_arg(tuple(cut.gradients), env.__getitem__))
+    return replace(
+        program,
+        graph=graph,
+        inputs=tuple(inputs),
+        outputs=tuple(leaf for leaf in program.outputs if leaf.role == "gradient"),
+        name=f"{program.name}_backward",
+        facts=dict(program.facts),
+        constants=(),
+    )
+
+
+def residual_bytes(program: Split) -> int:
+    """Bytes the backward keeps alive, inputs and outputs included, each storage once."""
+    seen: dict[int, int] = {}
+    for node in program.backward.placeholders[: len(program.saved)]:
+        value = node.meta["val"]
+        if isinstance(value, torch.Tensor):
+            seen[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+    return sum(seen.values())

@@ -1,0 +1,223 @@
+"""A program as a picture: layers as boxes, what flows between them on the arrows, collectives marked.
+
+The forward runs down the left column, the backward up the right one, so that a layer and its backward
+stand side by side and residuals cross from one to the other.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.programs.program import Program
+from torchard.functional.reports.text import value_text
+
+__all__ = ["Layer", "draw", "layers_of"]
+
+# Inches: of a box, of a line of text, between boxes, beside the columns.
+_WIDTH, _ROW, _GAP, _SIDE = 4.6, 0.2, 0.5, 0.9
+
+
+@dataclass
+class Layer:
+    """One box.
+
+    Attributes:
+        name: the scope, "inputs" or "outputs" for what has none.
+        phase: "forward" or "backward".
+        nodes: its operations.
+        feeds: for every layer that reads from it, the values read.
+    """
+
+    name: str
+    phase: str
+    nodes: list[fx.Node] = field(default_factory=list)
+    feeds: dict[int, list[fx.Node]] = field(default_factory=dict)
+
+    @property
+    def lines(self) -> list[str]:
+        """What the box says: operations, then collectives of a kind with their bytes."""
+        found: Counter[str] = Counter()
+        sent: Counter[str] = Counter()
+        for node in self.nodes:
+            record = node.meta.get("collective")
+            if record is not None:
+                key = f"{record.kind}({'·'.join(record.axes)})"
+                found[key] += 1
+                sent[key] += record.bytes
+        steps = sum("step" in node.meta for node in self.nodes)
+        head = [f"{len(self.nodes) - steps} operations"]
+        return head + [f"{n} × {key}  {_bytes(sent[key])}" for key, n in found.items()]
+
+
+def _bytes(n: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if n < 1000 or unit == "GB":
+            return f"{n:.3g} {unit}"
+        n /= 1000
+    raise AssertionError
+
+
+def _name(scope: str | None) -> str:
+    """The scope of a layer: up to its number, or its first part."""
+    parts = (scope or "").split("/")
+    numbered = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
+    return "/".join(parts[: numbered + 1])
+
+
+def layers_of(program: Program) -> list[Layer]:
+    """The boxes of a program, in order, and what flows between them."""
+    found: dict[tuple[str, str], Layer] = {}
+    of: dict[fx.Node, int] = {}
+    for node in program.calls:
+        phase = node.meta.get("phase") or "forward"
+        name = _name(node.meta.get("scope"))
+        if not name:
+            later = any(p == phase and n not in ("inputs", "outputs") for n, p in found)
+            name = "outputs" if later == (phase == "forward") else "inputs"
+        found.setdefault((name, phase), Layer(name, phase)).nodes.append(node)
+    layers = list(found.values())
+    for i, layer in enumerate(layers):
+        of.update(dict.fromkeys(layer.nodes, i))
+    for node, i in of.items():
+        for user in {of[user] for user in node.users if user in of and of[user] != i}:
+            layers[i].feeds.setdefault(user, []).append(node)
+    return layers
+
+
+def draw(program: Program, path: str | os.PathLike[str]) -> Path:
+    """Draw a program to a file, in the format of its suffix (svg, pdf, png).
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "Program.draw needs matplotlib: pip install 'torchard[examples]'"
+        ) from error
+    layers = layers_of(program)
+    places = _places(layers)
+    right = max((x for x, *_ in places), default=0.0) + _WIDTH
+    low = min((y for _, y, _ in places), default=0.0)
+    with matplotlib.rc_context({"svg.fonttype": "none", "font.size": 8}):
+        figure = Figure(figsize=(right + 2 * _SIDE, 1.0 - low + 0.3))
+        axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+        axes.set_xlim(-_SIDE, right + _SIDE)
+        axes.set_ylim(low - 0.3, 1.0)
+        axes.set_axis_off()
+        axes.text(0, 0.6, f"{program.name}: {_total(program)}", weight="bold", fontsize=10)
+        for layer, place in zip(layers, places, strict=True):
+            _box(axes, layer, place)
+        for i, layer in enumerate(layers):
+            for j, values in layer.feeds.items():
+                _arrow(axes, layers, places, i, j, values)
+        figure.savefig(path)
+    return Path(path)
+
+
+def _total(program: Program) -> str:
+    sent = sum(getattr(record, "bytes", 0) for record in program.collectives)
+    count = len(program.collectives)
+    return f"{len(program.calls)} nodes, {count} collectives, {_bytes(sent)} per rank"
+
+
+Place = tuple[float, float, float]  # left, bottom, height
+
+
+def _places(layers: list[Layer]) -> list[Place]:
+    """The forward from the top down; each layer of the backward beside its forward, or below all."""
+    places: list[Place | None] = [None] * len(layers)
+    left: dict[str, Place] = {}
+    y = 0.0
+    for i, layer in enumerate(layers):
+        if layer.phase == "forward":
+            twins = [o for o in layers if o.name == layer.name]
+            height = _ROW * (1.5 + max(len(twin.lines) for twin in twins))
+            y -= height
+            places[i] = left[layer.name] = (0.0, y, height)
+            y -= _GAP
+    for i, layer in enumerate(layers):
+        if places[i] is None:
+            height = _ROW * (1.5 + len(layer.lines))
+            _, at, height = left.get(layer.name, (0.0, y - height, height))
+            y = min(y, at - _GAP)
+            places[i] = (_WIDTH + 1.6, at, height)
+    return [place for place in places if place is not None]
+
+
+def _box(axes: Any, layer: Layer, place: Place) -> None:
+    from matplotlib.patches import FancyBboxPatch
+
+    x, y, height = place
+    sends = any("collective" in node.meta for node in layer.nodes)
+    color = {"forward": "#e8f0fb", "backward": "#fbf0e4"}.get(layer.phase, "#eeeeee")
+    shape = FancyBboxPatch(
+        (x, y), _WIDTH, height, boxstyle="round,pad=0.02", facecolor=color, edgecolor="#555555"
+    )
+    axes.add_patch(shape)
+    axes.text(x + 0.1, y + height - _ROW, f"{layer.name}  ({layer.phase})", weight="bold")
+    for k, line in enumerate(layer.lines):
+        tone = "#b03020" if sends and k else "#333333"
+        axes.text(x + 0.1, y + height - _ROW * (k + 2), line, color=tone)
+
+
+def _arrow(
+    axes: Any, layers: list[Layer], places: list[Place], i: int, j: int, values: list[fx.Node]
+) -> None:
+    """What one layer gives another; the largest value is written out."""
+    one, other = places[i], places[j]
+    same = layers[i].phase == layers[j].phase
+    style = {"arrowstyle": "->", "color": "#777777", "lw": 1.0 if same else 0.5}
+    if same:
+        near = abs(one[1] - other[1]) <= max(one[2], other[2]) + _GAP + 0.01
+        down = one[1] > other[1]
+        x = one[0] + _WIDTH / 2
+        start = (x, one[1] if down else one[1] + one[2])
+        end = (x, other[1] + other[2] if down else other[1])
+        if not near:  # beside the boxes between
+            side = one[0] if down else one[0] + _WIDTH
+            style |= {"connectionstyle": "arc3,rad=0.2", "lw": 0.5}
+            start, end = (side, one[1] + one[2] / 2), (side, other[1] + other[2] / 2)
+    else:
+        left, right = sorted((one, other))
+        start = (left[0] + _WIDTH, left[1] + left[2] / 2)
+        end = (right[0], right[1] + right[2] / 2)
+        start, end = (start, end) if one == left else (end, start)
+    axes.annotate("", xy=end, xytext=start, arrowprops=style)
+    if same and near:
+        axes.text(start[0] + 0.1, (start[1] + end[1]) / 2, _flow(values), va="center", fontsize=7)
+    elif layers[i].name == layers[j].name:
+        total = _bytes(sum(_size(v) for v in values))
+        middle = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + 0.08)
+        kept = f"{len(values)} residual{'s'[: len(values) - 1]}"
+        axes.text(*middle, f"{kept}\n{total}", ha="center", fontsize=7)
+
+
+def _flow(values: list[fx.Node]) -> str:
+    largest = max(values, key=_size)
+    layout = largest.meta.get("layout")
+    text = value_text(largest.meta.get("val"))
+    shown = text if layout is None else f"{text} {layout}"
+    return shown if len(values) == 1 else f"{shown}, {len(values) - 1} more"
+
+
+def _size(node: fx.Node) -> int:
+    """Bytes of the global value."""
+
+    def of(val: Any) -> int:
+        if isinstance(val, torch.Tensor):
+            return math.prod(val.shape) * val.dtype.itemsize
+        return sum(map(of, val)) if isinstance(val, Iterable) else 0
+
+    return of(node.meta.get("val"))

@@ -1,0 +1,123 @@
+"""Residuals: what a backward reads of the forward, and why it was kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from torchard.functional.programs.flops import op_name
+from torchard.functional.programs.program import Program, Records
+from torchard.functional.programs.views import labels_of, storage_of
+from torchard.functional.remat.liveness import bytes_in
+from torchard.functional.remat.rematerialise import passes_of
+from torchard.functional.reports.text import value_text
+
+__all__ = ["Residual", "Residuals", "residuals_of"]
+
+
+@dataclass(frozen=True)
+class Residual:
+    """A value of the forward that is alive until a backward has read it.
+
+    Attributes:
+        kind: ``"argument"``, ``"output"`` or ``"value"``.
+        what: an argument's or output's path, or the operation.
+        name: the label it, or a view of it, was given.
+        shape, dtype: of the whole value.
+        bytes: of one device's part of it.
+        device: where it waits: ``"cpu"`` if it was offloaded.
+    """
+
+    kind: str
+    what: str
+    name: str | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    device: str
+    scope: str
+    source: str
+    why: str
+
+
+class Residuals(Records):
+    """A list of `Residual`, which prints as a table."""
+
+    @property
+    def bytes(self) -> int:
+        """Of all that are not arguments, which their owner keeps anyway."""
+        return sum(one.bytes for one in self if one.kind != "argument")
+
+    def __str__(self) -> str:
+        rows = [("kind", "what", "name", "value", "bytes", "device", "scope", "source", "why")]
+        for one in self:
+            value = value_text(torch.empty(one.shape, dtype=one.dtype, device="meta"))
+            size = f"{one.bytes:,}"
+            told = (one.name or "", value, size, one.device, one.scope, one.source, one.why)
+            rows.append((one.kind, one.what, *told))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(
+                cell.rjust(w) if i == 4 else cell.ljust(w)
+                for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        ]
+        kept = sum(one.kind != "argument" for one in self)
+        return "\n".join([*lines, f"{kept} values, {self.bytes:,} bytes, and the arguments"])
+
+
+def residuals_of(program: Program) -> Residuals:
+    """The values that an earlier pass of a program makes and a later one reads, each storage once.
+
+    Of a program without a backward, those of its gradient by all its floating arguments.
+    """
+    passes = passes_of(program)
+    if not any(passes.values()):
+        joint = program.facts.get("joint")
+        return residuals_of(joint()) if joint is not None else Residuals()
+    read: dict[fx.Node, None] = {}
+    for node in program.calls:
+        for source in node.all_input_nodes:
+            if passes[source] < passes[node]:
+                root = storage_of(source)
+                if passes[root] < passes[node]:
+                    read[root] = None
+    paths = {n: leaf.path for leaf, n in zip(program.inputs, program.placeholders, strict=True)}
+    made = {
+        n: leaf.path
+        for leaf, n in zip(program.outputs, program.results, strict=True)
+        if leaf.role != "gradient" and isinstance(n, fx.Node)
+    }
+    order = {node: i for i, node in enumerate(program.graph.nodes)}
+    size = bytes_in(program)
+    return Residuals(
+        _residual(node, paths, made, size(node, 0)) for node in sorted(read, key=order.__getitem__)
+    )
+
+
+def _residual(
+    node: fx.Node, arguments: dict[fx.Node, str], outputs: dict[fx.Node, str], size: int
+) -> Residual:
+    val: torch.Tensor = node.meta["val"]
+    if node in arguments:
+        kind, what = "argument", arguments[node]
+    elif node in outputs:
+        kind, what = "output", outputs[node]
+    else:
+        kind, what = "value", op_name(node)
+    meta = node.meta
+    return Residual(
+        kind,
+        what,
+        next(iter(labels_of(node)), None),
+        tuple(val.shape),
+        val.dtype,
+        size,
+        val.device.type,
+        meta.get("scope") or "",
+        meta.get("source") or "",
+        "an argument" if kind == "argument" else meta.get("why", "not in a checkpoint"),
+    )

@@ -1,0 +1,103 @@
+"""A Program as readable text: one line per node, in aligned columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.programs.program import Free, Leaf, Program
+
+__all__ = ["program_text"]
+
+_DTYPES = {
+    "float": "f",
+    "bfloat": "bf",
+    "int": "i",
+    "uint": "u",
+    "complex": "c",
+    "bool": "bool",
+}
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """f32, bf16, i64, bool."""
+    name = str(dtype).removeprefix("torch.")
+    letters = name.rstrip("0123456789")
+    return _DTYPES.get(letters, letters) + name[len(letters) :]
+
+
+def value_text(value: Any) -> str:
+    """f32[8, 4], and in parentheses for several."""
+    if isinstance(value, torch.Tensor):
+        return f"{dtype_text(value.dtype)}{list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(value_text, value))})"
+    return ""
+
+
+def _argument(value: Any) -> str:
+    if isinstance(value, fx.Node):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        items = ", ".join(map(_argument, value))
+        return f"[{items}]" if isinstance(value, list) else f"({items})"
+    return str(value) if isinstance(value, torch.dtype) else repr(value)
+
+
+def _target(node: fx.Node) -> str:
+    return str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
+
+
+def _call(node: fx.Node) -> str:
+    arguments = [*map(_argument, node.args)]
+    arguments += [f"{key}={_argument(value)}" for key, value in node.kwargs.items()]
+    return f"{_target(node)}({', '.join(arguments)})"
+
+
+_MARKS = ("phase", "scope", "name", "kernel", "layout", "collective")
+
+
+def _notes(node: fx.Node) -> list[str]:
+    meta = node.meta
+    flags = [flag for flag in ("recompute", "residual", "offload", "cut") if meta.get(flag)]
+    collective = meta.get("collective")
+    row = getattr(collective, "row", None)
+    shown = {**meta, "collective": " ".join(map(str, row())) if row else collective}
+    marks = [f"{key}={shown[key]}" for key in _MARKS if shown.get(key) not in (None, "forward")]
+    return [str(meta.get("source") or ""), " ".join([*marks, *flags])]
+
+
+def _leaf(leaf: Leaf) -> str:
+    tag = "" if leaf.tag is None or isinstance(leaf.tag, Free) else f" {leaf.tag}"
+    role = "" if leaf.role in ("primal", "output") else f" ({leaf.role})"
+    return f"{leaf.path}{role}{tag}"
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [min(max(map(len, column)), 72) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def program_text(program: Program) -> str:
+    """Name, operation, shape, then source line and tags of every node."""
+    leaves, rows = iter(program.inputs), []
+    for node in program.graph.nodes:
+        shown = value_text(node.meta.get("val"))
+        if node.op == "placeholder":
+            rows.append([node.name, "", shown, "# " + _leaf(next(leaves)), ""])
+        elif node.op == "call_function":
+            source, notes = _notes(node)
+            rows.append([node.name, "= " + _call(node), shown, "# " + source, notes])
+    heads = _aligned(rows) if rows else []
+    results = [
+        f"    {_argument(value)}  # {_leaf(leaf)}"
+        for value, leaf in zip(program.results, program.outputs, strict=True)
+    ]
+    body = [f"  {line}" for line in heads]
+    return "\n".join([f"def {program.name}:", *body, "  return", *results])

@@ -1,0 +1,56 @@
+"""Python numbers in the place of tensors, while a function is traced.
+
+torch hands a number that C++ had wrapped as a tensor back to a tracer as a Python number: the 1 of
+``x + 1``, which is right, and also what became of it on the way, as in ``_to_copy(1)`` or
+``expand(1, [5])`` under vmap. Most operations do not take that again, and one with no tensor among its
+operands says nothing of a device or a shape. There the number becomes a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+
+from torchard.functional.torch_internals.operators import aten
+
+__all__ = ["as_tensors"]
+
+
+# Those that torch reads a number for as it reads `x + 1`: the dtype is the tensor's.
+_WEAK = {
+    *("add", "sub", "mul", "div", "true_divide", "floor_divide"),
+    *("add_", "sub_", "mul_", "div_", "true_divide_", "floor_divide_"),
+}
+_DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+
+
+def as_tensors(call: Callable[..., Any], func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The operands, with 0-d tensors for numbers that are not an operand the operation reads weakly.
+
+    Args:
+        call: runs an operation and records it.
+    """
+    places = [i for i in _tensor_places(func) if i < len(args) and type(args[i]) in _DTYPES]
+    if not places or (_reads_weakly(func) and any(isinstance(a, torch.Tensor) for a in args)):
+        return args
+    made = list(args)
+    for i in places:
+        dtype = _DTYPES[type(args[i])]
+        made[i] = call(aten.full.default, [], args[i], dtype=dtype, device=torch.device("cpu"))
+    return tuple(made)
+
+
+@cache
+def _tensor_places(func: Any) -> tuple[int, ...]:
+    arguments = func._schema.arguments
+    return tuple(
+        i for i, a in enumerate(arguments) if str(a.type) in ("Tensor", "Optional[Tensor]")
+    )
+
+
+@cache
+def _reads_weakly(func: Any) -> bool:
+    return func.namespace == "aten" and func._schema.name.removeprefix("aten::") in _WEAK

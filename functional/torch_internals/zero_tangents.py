@@ -1,0 +1,95 @@
+"""Tangents that are known to be zero, while a function is traced.
+
+Forward-mode AD makes a tangent for what has none, and torch marks it (a *ZeroTensor*) so that a product
+with it is zero whatever the other factor, NaN and infinity included. On fake tensors the mark is lost and
+the subclass with it: ``view`` of one is run by C++ without asking the tracer, and gives a tensor on meta.
+So a trace makes plain zeros, and does to them what torch does to marked ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from torchard.functional.torch_internals.operators import aten
+
+__all__ = ["is_zero", "run"]
+
+
+Call = Callable[..., Any]
+
+
+def is_zero(value: Any) -> bool:
+    """Whether it is a tensor that forward-mode AD knows to be zero."""
+    return getattr(value, "_torchard_zero", False) is True
+
+
+def run(call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """One operation of a trace, where torch has another one for marked zeros, that one.
+
+    Args:
+        call: runs an operation and records it.
+    """
+    if func is aten._efficientzerotensor.default:
+        return _marked(call(aten.zeros.default, *args, **kwargs))
+    if not any(map(is_zero, args)):
+        return call(func, *args, **kwargs)
+    special = _RULES.get(func)
+    if special is not None:
+        return special(call, func, args, kwargs)
+    out = call(func, *args, **kwargs)
+    if _is_view(func):
+        pytree.tree_map_only(torch.Tensor, _marked, out)
+    return out
+
+
+def _marked(value: torch.Tensor) -> torch.Tensor:
+    value._torchard_zero = True  # type: ignore[attr-defined]
+    return value
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and not func._schema.is_mutable and returns[0].alias_info is not None
+
+
+def _zeros_like(call: Call, out: torch.Tensor) -> torch.Tensor:
+    return _marked(call(aten.zeros.default, list(out.shape), dtype=out.dtype, device=out.device))
+
+
+def _product(call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _zeros_like(call, call(func, *args, **kwargs))
+
+
+def _quotient(call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    out = call(func, *args, **kwargs)
+    return out if is_zero(args[1]) else _zeros_like(call, out)
+
+
+def _sum(call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operand that is not zero, in the shape and dtype of the sum."""
+    out = call(func, *args, **kwargs)
+    first, second = args
+    if is_zero(first) and is_zero(second):
+        return _zeros_like(call, out)
+    if not isinstance(second, torch.Tensor):
+        return out
+    sign = -1 if func is aten.sub.Tensor else 1
+    factor = sign * kwargs.get("alpha", 1) if is_zero(first) else 1
+    kept = second if is_zero(first) else first
+    if kept.shape != out.shape:
+        kept = call(aten.expand.default, kept, list(out.shape))
+    kept = call(aten._to_copy.default, kept, dtype=out.dtype)
+    return kept if factor == 1 else call(aten.mul.Tensor, kept, factor)
+
+
+_RULES: dict[Any, Callable[[Call, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+    aten.mul.Tensor: _product,
+    aten.linalg_cross.default: _product,
+    aten.div.Tensor: _quotient,
+    aten.add.Tensor: _sum,
+    aten.sub.Tensor: _sum,
+}

@@ -1,0 +1,47 @@
+"""Results of other libraries: what torch's pytree can take apart, ours can too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch.utils._pytree as torch_pytree
+
+from torchard.functional.core import tree
+
+__all__ = ["adopt"]
+
+
+@dataclass(frozen=True)
+class _Context:
+    """torch's word for what is static of a node; it need not be hashable there, here it must."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
+
+
+def adopt(value: Any) -> None:
+    """Register the types in a tree that torch's pytree knows and optree does not.
+
+    HuggingFace's model outputs are such: they register themselves with torch alone.
+    """
+    for leaf in tree.leaves(value):
+        node = torch_pytree.SUPPORTED_NODES.get(type(leaf))
+        if node is not None:
+            _register(type(leaf), node)
+            adopt(leaf)
+
+
+def _register(cls: type, node: Any) -> None:
+    def flatten(value: Any) -> tuple[list[Any], _Context]:
+        children, context = node.flatten_fn(value)
+        return children, _Context(context)
+
+    def unflatten(context: _Context, children: Any) -> Any:
+        return node.unflatten_fn(list(children), context.value)
+
+    restore: Any = unflatten
+    optree.register_pytree_node(cls, flatten, restore, namespace=tree.NAMESPACE)

@@ -1,0 +1,230 @@
+"""Recording: run a function of flat tensors on fakes in the clean room, and keep the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core import user_lines as source
+from torchard.functional.core.errors import DerivativeError, PurityError, UnexpectedTracerError
+from torchard.functional.core.tensor_spec import Spec
+from torchard.functional.torch_internals.operators import aten
+from torchard.functional.tracing.tensor_lifting import Lift
+from torchard.functional.tracing.torch_checkpoint import taken_as_segments
+from torchard.functional.tracing.trace_state import Closure, Room, entered
+
+__all__ = ["Recording", "Spec", "record"]
+
+
+@dataclass
+class Recording:
+    """What a trace left behind; `graph` has its closures' placeholders after its inputs'."""
+
+    graph: fx.Graph
+    inputs: int
+    closures: list[Closure]
+    asks: list[Any]
+    without_grad: bool
+    differentiable: tuple[bool, ...] = ()
+
+
+def record(
+    fn: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
+    specs: Sequence[Spec],
+    *,
+    gradients: Sequence[bool] = (),
+    grad_mode: bool = True,
+) -> Recording:
+    """Run fn on fakes of these specs and keep the graph; the order of outputs is fn's.
+
+    Args:
+        gradients: inputs that require grad inside (for derivatives taken by plain autograd).
+        grad_mode: what fn is told of torch's grad mode; off, no derivative of the recording is right.
+
+    Raises:
+        PurityError: fn branches on a tensor's value.
+    """
+    levels = internals.level_kinds()
+    with internals.clean_room(grad_mode):
+        fakes = internals.FakeTensorMode(allow_non_fake_inputs=True)
+        room = Room(fakes, levels, grad_mode=grad_mode)
+        inputs = _fake_inputs(fakes, specs, gradients)
+        recording = internals.proxying(room.tracer, fakes, inputs, room.below_forward_ad)
+        with entered(room), recording:
+            room.last_input = _last_placeholder(room.tracer.graph)
+            outputs = _run(room, fn, inputs)
+            nodes = tuple(_output_node(room, output) for output in outputs)
+        room.tracer.graph.output(nodes)
+        internals.end_fakes(room.tracer, _leaked)
+    follows = tuple(output.requires_grad for output in outputs)
+    closures = [closure for closure, _ in room.closures.values()]
+    found = Recording(
+        room.tracer.graph, len(specs), closures, room.asks, room.without_grad, follows
+    )
+    _lift_attributes(found, room)
+    return found
+
+
+def _fake_inputs(
+    fakes: internals.FakeTensorMode, specs: Sequence[Spec], gradients: Sequence[bool]
+) -> list[torch.Tensor]:
+    with fakes:
+        inputs = [spec.empty() for spec in specs]
+    for tensor, spec in zip(inputs, specs, strict=True):
+        if spec.weak:
+            tensor._torchard_weak = True  # type: ignore[attr-defined]
+    for tensor, wanted in zip(inputs, gradients, strict=False):
+        if wanted:
+            tensor.requires_grad_()
+    return inputs
+
+
+# What torch says where C++ code reads a value from a tensor that has none.
+_READS_A_VALUE = (
+    *("get value out of a tracing tensor", "its data is not allocated yet"),
+    ".numpy() is not supported for tensor subclasses",
+)
+_DRAWN = (
+    "draws random numbers from a torch.Generator: its state would not move on when the trace is used "
+    "again. Pass a key and use torchard.random, or draw outside and pass the tensor"
+)
+# What it says of other things that cannot be traced, and what can be done instead.
+_INSTEAD = {
+    "does not require grad": (
+        "takes a gradient by torch.autograd of what the function was given, which records nothing while "
+        "it is traced. Use torch.func.grad (or vjp, jacrev) of a function, inside or around this one"
+    ),
+    "support saved tensor hooks": (
+        "has hooks for what autograd saves inside torch.func.grad, which torch refuses. Use "
+        "torchard.checkpoint, which may stand under any transform"
+    ),
+    "override the setup_context staticmethod": (
+        "calls an autograd.Function without setup_context, which torch refuses under torch.func, as all "
+        "derivatives of a transform are but the first. Give it a forward without ctx, and a "
+        "setup_context(ctx, inputs, output)"
+    ),
+    **dict.fromkeys(
+        ("INTERNAL ASSERT FAILED", "returned an invalid gradient"),
+        "meets an error inside of torch's own differentiation while it is traced. It is known of writes "
+        "to views of detached or stopped tensors, and through as_strided: write to a clone instead",
+    ),
+    "torch._C.Generator": _DRAWN,  # torch 2.11 stops at it; later the tracer keeps it as an attribute
+    "torch._dynamo.exc": (
+        "uses control flow of torch.compile's (torch.cond, while_loop, scan, map). Write torch.where for "
+        "the choice, and a Python loop, which is unrolled"
+    ),
+}
+
+
+def _last_placeholder(graph: fx.Graph) -> fx.Node | None:
+    placeholders = graph.find_nodes(op="placeholder")
+    return placeholders[-1] if placeholders else None
+
+
+def _run(room: Room, fn: Callable[..., Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    try:
+        with Lift(room), taken_as_segments():
+            return list(fn(list(inputs)))
+    except (
+        internals.DataDependentOutputException,
+        internals.DynamicOutputShapeException,
+        internals.GuardOnDataDependentSymNode,
+    ) as error:
+        raise _branching(error) from error
+    except Exception as error:
+        text = str(error)
+        if any(part in text for part in _READS_A_VALUE):
+            raise _branching(error) from error
+        if "derivative for" in text and "is not implemented" in text:
+            raise DerivativeError(
+                f"torch has no derivative of an operation of the function: {text.rstrip('.')}. "
+                "detach() what it is given, or differentiate the other arguments alone."
+            ) from error
+        for part, instead in _INSTEAD.items():
+            if part in (text + type(error).__module__) and not isinstance(error, PurityError):
+                where = source.of_error(error) or "a line that could not be found"
+                raise PurityError(f"{where} {instead}.") from error
+        raise
+
+
+def _leaked(node: fx.Node) -> UnexpectedTracerError:
+    what = node.meta.get("source") if node.op == "call_function" else "the function's arguments"
+    return UnexpectedTracerError(
+        f"a tensor that stands for a value while a function is traced ({node.target}, made at {what}) is "
+        "used after the trace. It has no value: a traced function must not keep tensors (in a list, an "
+        "attribute, a cache). Return it, or compute it outside the transform."
+    )
+
+
+def _branching(error: BaseException) -> PurityError:
+    where = source.of_error(error) or source.of_here() or "a line that could not be found"
+    op = getattr(error, "func", None)
+    how = f" (by {op})" if op is not None else ""
+    return PurityError(
+        f"{where} needs the value of a tensor while the function is traced{how}: branching, "
+        "item(), bool(), float() and shapes that depend on values are not part of a pure "
+        "function. Use torch.where for the branch, pass the number as an int, bool or string "
+        "argument (those are static), or do it outside the transform."
+    )
+
+
+def _output_node(room: Room, output: torch.Tensor) -> fx.Node:
+    if not room.native(output):
+        output = room.lift(output)
+    node = internals.proxy_node(room.tracer, output)
+    if node is None:
+        with room.fakes:
+            node = internals.proxy_node(room.tracer, aten.alias.default(output))
+    if node is None:
+        raise PurityError(
+            "an output of the traced function was made outside torch's view; return tensors "
+            "computed from the arguments"
+        )
+    return node
+
+
+def _lift_attributes(found: Recording, room: Room) -> None:
+    """Constants the tracer burned in become operands too, those it made itself the last ones."""
+    graph = found.graph
+    operands: dict[int, fx.Node] = {}
+    nodes = [(node, _is_made(node, room)) for node in graph.find_nodes(op="get_attr")]
+    for node, made in sorted(nodes, key=lambda pair: pair[1]):
+        value = getattr(room.tracer.root, node.target)
+        if isinstance(value, torch.Generator):
+            raise _drawn(node)
+        if id(value) in room.stood_in:
+            raise DerivativeError(
+                "a tensor the function closes over is differentiated inside it and outside it; "
+                "pass it as an argument"
+            )
+        if id(value) not in operands:
+            operand = _placeholder(graph, room, value)
+            operands[id(value)] = operand
+            found.closures.append(Closure(value, Spec.of(value), operand, None, made))
+        node.replace_all_uses_with(operands[id(value)])
+        graph.erase_node(node)
+
+
+def _drawn(node: fx.Node) -> PurityError:
+    where = next((user.meta["source"] for user in node.users if user.meta.get("source")), "a line")
+    return PurityError(f"{where} {_DRAWN}.")
+
+
+def _is_made(node: fx.Node, room: Room) -> bool:
+    """Whether the constant was made by what is traced, and can never be another."""
+    if id(getattr(room.tracer.root, str(node.target))) in room.constants:
+        return True
+    return all(user.target is aten.lift_fresh_copy.default for user in node.users)
+
+
+def _placeholder(graph: fx.Graph, room: Room, value: torch.Tensor) -> fx.Node:
+    with internals.inserting_after(graph, _last_placeholder(graph)):
+        node = graph.placeholder("constant")
+    with internals.clean_room(), room.fakes:
+        node.meta["val"] = Spec.of(value).empty()
+    return node

@@ -1,0 +1,185 @@
+"""Reading the arguments of a call: what is traced, what is static, and the key of both."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core import tree
+from torchard.functional.core.arguments import check_fields
+from torchard.functional.core.errors import StaticArgumentError
+from torchard.functional.core.placed import is_placed
+from torchard.functional.core.tensor_spec import Spec, contiguous
+from torchard.functional.tracing.tensor_lifting import is_weak
+
+__all__ = ["Arguments", "ShapeDtype", "paths_of", "read", "specs_of_arguments"]
+
+
+@dataclass(frozen=True)
+class ShapeDtype:
+    """Stands for a tensor of this shape where only the plan is asked for (``lower``, ``trace``)."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if any(n < 0 for n in self.shape):
+            raise ValueError(f"ShapeDtype(shape={self.shape}): sizes are not negative.")
+        object.__setattr__(self, "shape", tuple(self.shape))
+
+
+@dataclass
+class Arguments:
+    """A call's leaves, sorted: ``operands`` are traced, the rest is part of ``key``.
+
+    Attributes:
+        key: equal for calls that may share a trace.
+        structure: of ``(args, kwargs)``.
+        leaves: all leaves, in order.
+        traced: indices of the operands among the leaves.
+        placed: whether any operand is a placed object.
+    """
+
+    key: Hashable
+    structure: optree.PyTreeSpec
+    leaves: list[Any]
+    traced: list[int]
+    placed: bool
+
+    @property
+    def values(self) -> list[Any]:
+        """The operands."""
+        return [self.leaves[i] for i in self.traced]
+
+
+def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Flatten and sort a call's arguments.
+
+    Raises:
+        StaticArgumentError: a leaf is a sparse tensor, or neither tensor nor float nor hashable;
+            names its path.
+    """
+    call: Any = (args, kwargs)
+    leaves, structure = optree.tree_flatten(
+        call, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
+    )
+    key: list[Any] = [structure]
+    traced: list[int] = []
+    placed = False
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            if leaf.layout is not torch.strided:
+                raise _sparse(leaf, paths_of(args, kwargs)[i])
+            if leaf.ndim == 0 and is_weak(leaf):
+                key.append(float)
+            else:
+                key.append((leaf.shape, leaf.dtype, leaf.device, leaf.stride()))
+            traced.append(i)
+        elif isinstance(leaf, float):
+            key.append(float)
+            traced.append(i)
+        elif is_placed(leaf):
+            key.append(leaf.__torchard_placed__()[:4])
+            traced.append(i)
+            placed = True
+        elif isinstance(leaf, ShapeDtype):
+            key.append(leaf)
+            traced.append(i)
+        elif isinstance(leaf, slice):  # hashable from Python 3.12 on
+            key.append((slice, leaf.start, leaf.stop, leaf.step))
+        else:
+            if hasattr(type(leaf), "__dataclass_fields__"):
+                _check_holds_no_tensor(leaf, args, kwargs, i)
+            key.append((type(leaf), leaf))
+    key.append(_surroundings())
+    whole = tuple(key)
+    try:
+        hash(whole)
+    except TypeError as error:
+        raise _unhashable(args, kwargs, leaves) from error
+    return Arguments(whole, structure, leaves, traced, placed)
+
+
+def _surroundings() -> Hashable:
+    """The global state a trace depends on."""
+    auto: tuple[Any, ...] = ()
+    if internals.autocast_on():
+        kinds = ("cpu", "cuda")
+        auto = tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
+    return torch.get_default_dtype(), auto, internals.default_device()
+
+
+def paths_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """Where each leaf is: ``args[0]['w1']``, or ``scale`` for a keyword."""
+    call: Any = (args, kwargs)
+    accessors = optree.tree_accessors(call, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE)
+    found = []
+    for accessor in accessors:
+        first, rest = accessor[0].entry, accessor[1:]
+        found.append(rest.codify("args" if first == 0 else "kwargs"))
+    return found
+
+
+def _unhashable(args: Any, kwargs: Any, leaves: Sequence[Any]) -> StaticArgumentError:
+    for path, leaf in zip(paths_of(args, kwargs), leaves, strict=True):
+        if isinstance(leaf, (torch.Tensor, float, ShapeDtype)) or is_placed(leaf):
+            continue
+        if dataclasses.is_dataclass(leaf):
+            return _unregistered(leaf, path)
+        try:
+            hash(leaf)
+        except TypeError:
+            return StaticArgumentError(
+                f"{path} is a {type(leaf).__name__}, which is neither a tensor, a float nor "
+                "hashable: it can be neither traced nor part of the cache key. Pass a tensor, a "
+                "hashable value (a tuple instead of an array), or register the type with "
+                "torchard.tree.register."
+            )
+    return StaticArgumentError("an argument is not hashable")
+
+
+def _check_holds_no_tensor(leaf: Any, args: Any, kwargs: Any, i: int) -> None:
+    """A frozen dataclass is hashable, tensors and all, but each new one would be a new trace."""
+    values = (getattr(leaf, field.name, None) for field in dataclasses.fields(leaf))
+    if any(isinstance(value, torch.Tensor) or is_placed(value) for value in values):
+        raise _unregistered(leaf, paths_of(args, kwargs)[i])
+
+
+def _unregistered(leaf: Any, path: str) -> StaticArgumentError:
+    return StaticArgumentError(
+        f"{path} is a {type(leaf).__name__}, a dataclass that is no node of a tree: put "
+        "@torchard.tree.register_dataclass above its @dataclass, and its fields are traced."
+    )
+
+
+def _sparse(leaf: torch.Tensor, path: str) -> StaticArgumentError:
+    return StaticArgumentError(
+        f"{path} has the layout {leaf.layout}, and a traced function takes strided tensors only. Pass "
+        "its parts (values and indices) and put it together inside, or pass x.to_dense()."
+    )
+
+
+def specs_of_arguments(arguments: Arguments) -> list[Spec]:
+    """A Spec for each traced leaf."""
+    batched = internals.VMAP in internals.level_kinds()
+    return [_spec(arguments.leaves[i], batched) for i in arguments.traced]
+
+
+def _spec(leaf: Any, batched: bool) -> Spec:
+    if isinstance(leaf, torch.Tensor):
+        spec = Spec.of(leaf, weak=is_weak(leaf))
+        return contiguous(spec.shape, spec.dtype, spec.device) if batched else spec
+    if isinstance(leaf, float):
+        return Spec((), (), torch.float64, torch.device("cpu"), weak=True)
+    if isinstance(leaf, ShapeDtype):
+        return contiguous(leaf.shape, leaf.dtype, torch.device(leaf.device))
+    shape, dtype, device = leaf.__torchard_placed__()[:3]
+    return contiguous(shape, dtype, device)

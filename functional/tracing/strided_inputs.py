@@ -1,0 +1,104 @@
+"""``as_strided`` of what a function is given: what it reads depends on how that lies in memory.
+
+A trace knows the strides of its inputs, not where in its storage one begins. Under vmap it does not even
+know the strides: a transform is given samples whose elements lie side by side, wherever torch has them.
+So a program that reads an input by strides is right for inputs that lie as they did in the trace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core.errors import PurityError
+from torchard.functional.effects.mutation import argument, storage_key
+from torchard.functional.programs.program import Program
+from torchard.functional.torch_internals.operators import aten
+from torchard.functional.tracing.trace_state import Room
+
+__all__ = ["StridedInput", "check_memory", "pass_on", "strided_inputs"]
+
+_STRIDED = (aten.as_strided.default, aten.as_strided_copy.default, aten.as_strided_scatter.default)
+
+
+@dataclass(frozen=True)
+class StridedInput:
+    """An input whose memory a line of the function reads by strides.
+
+    Attributes:
+        absolute: from an offset into its storage, not from the input's own first element.
+    """
+
+    number: int
+    path: str
+    source: str
+    absolute: bool
+
+    def check(self, value: Any) -> None:
+        """Hold a value of this input against what its trace takes for granted.
+
+        Raises:
+            PurityError: it lies otherwise, so the program would read other elements than the function.
+        """
+        if not isinstance(value, torch.Tensor):
+            return  # a float, or a placed value, which is contiguous to whoever reads the whole of it
+        start = internals.base_tensor(value).storage_offset()
+        if self.absolute and start:
+            raise PurityError(
+                f"{self.source} reads {self.path} by as_strided from an offset into its storage, where "
+                f"{self.path} begins at element {start}: a transform knows the tensor alone, not what "
+                f"lies before it. Leave storage_offset out to count from its first element, pass a "
+                "clone(), or write slices."
+            )
+        if internals.VMAP in internals.level_kinds() and not value.is_contiguous():
+            raise PurityError(
+                f"{self.source} reads {self.path} by as_strided under vmap, where the elements of one "
+                f"sample lie {list(value.stride())} apart: a transform is given them side by side, and "
+                "would read others. Write slices, or map over dim 0 of a contiguous tensor."
+            )
+
+
+def check_memory(reads: Sequence[StridedInput], *values: Sequence[Any]) -> None:
+    """Check all values of a call: arguments, then what is closed over."""
+    given = list(chain(*values))
+    for read in reads:
+        if read.number < len(given):  # the rest are constants, which the trace made
+            read.check(given[read.number])
+
+
+def pass_on(reads: Sequence[StridedInput], operands: Sequence[torch.Tensor], room: Room) -> None:
+    """Note on the operands of a call inside a trace how they are read: they may be its inputs."""
+    for read in reads:
+        if read.number < len(operands):
+            node = internals.proxy_node(room.tracer, internals.base_tensor(operands[read.number]))
+            if node is not None:
+                node.meta["strided"] = (*node.meta.get("strided", ()), (read.source, read.absolute))
+
+
+def strided_inputs(program: Program) -> list[StridedInput]:
+    """The inputs whose memory is read by strides, by the program itself or by what it calls."""
+    found = list(_reads(program.graph))
+    if not found:
+        return []
+    numbers = {storage_key(node): i for i, node in enumerate(program.placeholders)}
+    return [
+        StridedInput(numbers[key], program.inputs[numbers[key]].path, source, absolute)
+        for key, source, absolute in found
+        if key in numbers
+    ]
+
+
+def _reads(graph: fx.Graph) -> Iterator[tuple[int | None, str, bool]]:
+    """Which memory is read, by which line, and whether from an offset into its storage."""
+    for node in graph.nodes:
+        if node.target in _STRIDED:
+            absolute = argument(node, "storage_offset") is not None
+            yield storage_key(node.args[0]), str(node.meta.get("source")), absolute
+        for source, absolute in node.meta.get("strided", ()):
+            yield storage_key(node), source, absolute

@@ -1,0 +1,186 @@
+"""What a traced function may touch: foreign tensors become operands, floats stay weak."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as torch_pytree
+from torch.overrides import TorchFunctionMode
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core import user_lines as source
+from torchard.functional.core.errors import PurityError
+from torchard.functional.core.placed import is_placed
+from torchard.functional.torch_internals.composite_functions import COMPOSED
+from torchard.functional.tracing.trace_state import Room
+
+__all__ = ["Lift", "is_weak"]
+
+# Attributes that say nothing of a tensor's values.
+_METADATA = {
+    *("shape", "dtype", "device", "ndim", "layout", "names", "itemsize", "nbytes"),
+    *("requires_grad", "is_leaf", "grad_fn", "grad", "_version"),
+    *("is_cuda", "is_meta", "is_mps", "is_xpu", "is_sparse", "is_quantized", "is_nested"),
+}
+
+
+class Lift(TorchFunctionMode):
+    """Swaps foreign tensors for operands, and gives Python floats their weak promotion back."""
+
+    def __init__(self, room: Room) -> None:
+        super().__init__()
+        self.room = room
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if _reads_metadata(func):
+            return func(*args, **kwargs)
+        if internals.forward_ad_active():
+            self.room.inner_levels = internals.level_kinds()
+        args, kwargs = self._natives(args), self._natives(kwargs)
+        args, kwargs, weak = _weaken(args, kwargs)
+        if _is_detach(func):
+            return self._cut(func, args, kwargs)
+        if _is_data(func):
+            return self._data(func, args, kwargs)
+        func = _WITHOUT_READING.get(func, func)
+        out = func(*args, **kwargs)
+        if weak and isinstance(out, torch.Tensor) and out.ndim == 0:
+            out._torchard_weak = True  # type: ignore[attr-defined]
+        return out
+
+    def _natives(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return value if self.room.native(value) else self.room.lift(value)
+        if isinstance(value, (list, tuple)):
+            items = [self._natives(item) for item in value]
+            if all(new is old for new, old in zip(items, value, strict=True)):
+                return value
+            return type(value)(items)
+        if isinstance(value, dict):
+            return {key: self._natives(item) for key, item in value.items()}
+        # A placed value that the function closes over.
+        return self.room.lift(value) if is_placed(value) else value
+
+    def _cut(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func.__name__ == "detach_":
+            self.room.without_grad = True  # it leaves no node: derivatives run the function again
+            if _only_mapped(args[0]):  # torch refuses, and there is no gradient to stop
+                return args[0]
+        self.room.cutting = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.room.cutting = False
+
+    def _data(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """``y.data`` is a detach that a tracer may not see; ``y.data = z`` it never sees."""
+        if func.__name__ == "__set__":
+            raise PurityError(
+                f"{source.of_here()} assigns to the .data of a tensor, which no trace can see. Go on "
+                "with the new tensor instead, or write y.data.copy_(z) or y.copy_(z)."
+            )
+        if internals.level_kinds()[-1:] != [internals.VMAP]:  # which refuses .data
+            args = (func(*args, **kwargs),)
+        return self._cut(torch.Tensor.detach, args, {})
+
+
+def _one_hot(ids: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+    """torch reads the largest id to check it, unless it sees that there is none: not through a level."""
+    if num_classes <= 0:
+        return F.one_hot(ids, num_classes)
+    classes = torch.arange(num_classes, device=ids.device)
+    return (ids.unsqueeze(-1) == classes).to(torch.int64)
+
+
+def _assign(into: torch.Tensor, index: Any, value: Any) -> None:
+    """``x[mask] = 0``: under vmap torch counts where a mask is set, which one number does not need."""
+    if _fills(into, index, value):
+        into.masked_fill_(_as_wide(index, into), value)
+    else:
+        into[index] = value
+
+
+# Composite operations that read values they need not, and what to run while tracing.
+_WITHOUT_READING: dict[Any, Any] = {F.one_hot: _one_hot, torch.Tensor.__setitem__: _assign, **COMPOSED}
+
+
+def _reads_metadata(func: Any) -> bool:
+    owner = getattr(func, "__self__", None)
+    return getattr(func, "__name__", "") == "__get__" and (
+        getattr(owner, "__name__", "") in _METADATA
+    )
+
+
+def _is_detach(func: Any) -> bool:
+    return getattr(func, "__name__", "") in ("detach", "detach_")
+
+
+def _only_mapped(tensor: torch.Tensor) -> bool:
+    kinds = set(internals.level_kinds())
+    return kinds == {internals.VMAP} and not internals.base_tensor(tensor).requires_grad
+
+
+def _fills(into: Any, index: Any, value: Any) -> bool:
+    """Whether an assignment writes one number wherever a mask is set: no index need be counted."""
+    mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.ndim > 0
+    number = isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.ndim == 0)
+    return mask and number and index.shape == into.shape[: index.ndim]
+
+
+def _as_wide(mask: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    return mask.reshape(*mask.shape, *[1] * (into.ndim - mask.ndim))
+
+
+def _is_data(func: Any) -> bool:
+    return getattr(getattr(func, "__self__", None), "__name__", "") == "data"
+
+
+def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    flat = [*args, *kwargs.values()]
+    return [value for value in flat if isinstance(value, torch.Tensor)]
+
+
+def is_weak(value: Any) -> bool:
+    """Whether a 0-d tensor carries a Python float (of a trace in progress)."""
+    return getattr(value, "_torchard_weak", False) is True
+
+
+def _weaken(args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
+    """A traced Python float must promote like one, not like the float64 tensor that carries it.
+
+    Against a tensor with dimensions a 0-d tensor already does; against integers and other 0-d
+    tensors it would win. Says whether all operands were floats: then so is the result.
+    """
+    tensors = _tensors(args, kwargs)
+    weak = [tensor for tensor in tensors if is_weak(tensor)]
+    if not weak:
+        return args, kwargs, False
+    strong = [tensor for tensor in tensors if not is_weak(tensor)]
+    if not strong:
+        return args, kwargs, True
+    floating = any(t.is_floating_point() or t.is_complex() for t in strong)
+    if floating and any(t.ndim and t.is_floating_point() for t in strong):
+        return args, kwargs, False
+    dtype = torch.result_type(strong[0], 1.0)
+    for other in strong[1:]:
+        dtype = torch.promote_types(dtype, torch.result_type(other, 1.0))
+
+    def cast(value: Any) -> Any:
+        return value.to(dtype) if is_weak(value) else value
+
+    return tuple(map(cast, args)), {key: cast(value) for key, value in kwargs.items()}, False
+
+
+def _operands(tree: Any) -> Any:
+    """A tree with what the trace in progress has for its tensors; the tree itself outside of one."""
+    for mode in reversed(internals.function_modes()):
+        if isinstance(mode, Lift):
+            return torch_pytree.tree_map(mode._natives, tree, is_leaf=is_placed)
+    return tree
+
+
+# A derivative inside of a function, straight of tensors that it closes over, placed ones too.
+internals.before_reading(_operands)

@@ -1,0 +1,95 @@
+"""torch.utils.checkpoint inside a traced function: its calls are segments, as our own checkpoint's are.
+
+torch runs the function again by hooks for what autograd saves. A trace has no such hooks: what is made
+again is decided on the program. So while one of ours is traced, torch's checkpoint runs the function once
+and says where: private names of torch's are replaced for as long as a trace runs. A thread that traces
+nothing gets torch's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+from torch.utils import checkpoint as torchs
+
+from torchard.functional.core.errors import CheckpointError
+from torchard.functional.core.locks import Lock
+from torchard.functional.remat.policies import save_nothing
+from torchard.functional.tracing.trace_state import active, checkpointed
+
+__all__ = ["taken_as_segments"]
+
+_lock = Lock()
+_traces = 0
+# From 2.15 on torch calls the second of the generators; the first is then for others.
+_GENERATORS = (
+    "_checkpoint_without_reentrant_generator",
+    "_checkpoint_without_reentrant_generator_impl",
+)
+_theirs: dict[str, Any] = {
+    name: getattr(torchs, name)
+    for name in ("CheckpointFunction", *_GENERATORS)
+    if hasattr(torchs, name)  # another version may have other names: then torch's own run
+}
+
+
+def _segments(theirs: Any) -> Callable[..., Generator[None]]:
+    """In the place of a generator of ``use_reentrant=False``, around whose one yield torch calls."""
+    parameters = inspect.signature(theirs)
+
+    def segment(*args: Any, **kwargs: Any) -> Generator[None]:
+        if active() is None:
+            yield from theirs(*args, **kwargs)
+            return
+        given = parameters.bind(*args, **kwargs).arguments
+        if given.get("context_fn", torchs.noop_context_fn) is not torchs.noop_context_fn:
+            raise CheckpointError(
+                "torch.utils.checkpoint.checkpoint(..., context_fn=...) inside a traced function: what "
+                "is kept is decided on the program, not by a mode of torch's. Use torchard.checkpoint("
+                "fn, policy=...) there."
+            )
+        with checkpointed(save_nothing):
+            yield
+
+    return segment
+
+
+class _Reentrant:
+    """In the place of the autograd Function of ``use_reentrant=True``."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if active() is None:
+            return _theirs["CheckpointFunction"].apply(function, preserve_rng_state, *args)
+        with checkpointed(save_nothing):
+            return function(*args)
+
+
+_ours = {
+    name: _Reentrant if name == "CheckpointFunction" else _segments(function)
+    for name, function in _theirs.items()
+}
+
+
+@contextlib.contextmanager
+def taken_as_segments() -> Iterator[None]:
+    """Around a trace."""
+    global _traces
+    with _lock:
+        _traces += 1
+        _replace(_ours)
+    try:
+        yield
+    finally:
+        with _lock:
+            _traces -= 1
+            if not _traces:
+                _replace(_theirs)
+
+
+def _replace(functions: dict[str, Any]) -> None:
+    for name, function in functions.items():
+        setattr(torchs, name, function)

@@ -1,0 +1,165 @@
+"""One call of a function, traced: its Program."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from torchard.functional.core import tree
+from torchard.functional.core.errors import PurityError
+from torchard.functional.core.placed import is_placed
+from torchard.functional.guards.closures import reader_of
+from torchard.functional.programs.program import FREE, Leaf, Program
+from torchard.functional.tracing.purify import purify
+from torchard.functional.tracing.record import record
+from torchard.functional.tracing.signature import Arguments, specs_of_arguments
+from torchard.functional.tracing.trace_state import Closure, active
+
+__all__ = ["OutTree", "trace_call"]
+
+
+def trace_call(
+    fn: Callable[..., Any], arguments: Arguments, paths: Sequence[str], *, grad_mode: bool = True
+) -> Program:
+    """The Program of one call, its arguments read already.
+
+    Args:
+        grad_mode: whether fn finds torch's gradients enabled.
+    """
+    shape = _Shape(fn, arguments)
+    specs = specs_of_arguments(arguments)
+    names = [paths[i] for i in arguments.traced]
+    found = purify(record(shape, specs, grad_mode=grad_mode), names)
+    lifted = [closure for closure in found.closures if not closure.made]
+    made = [closure for closure in found.closures if closure.made]
+    for closure in lifted:
+        closure.reader = reader_of(fn, closure.value)
+    inputs = [
+        *(
+            Leaf(path, _tag(arguments.leaves[i]))
+            for path, i in zip(names, arguments.traced, strict=True)
+        ),
+        *(Leaf(_path_to(closure), closure.tag, "closure") for closure in lifted),
+        *(Leaf(f"constant {i}", role="constant") for i, _ in enumerate(made)),
+    ]
+    for node, spec in zip(found.graph.find_nodes(op="placeholder"), specs, strict=False):
+        if spec.weak:
+            node.meta["weak"] = True
+    return Program(
+        graph=found.graph,
+        inputs=tuple(inputs),
+        outputs=tuple(Leaf(path, FREE) for path in shape.paths),
+        in_tree=arguments.structure,
+        out_tree=shape.result,
+        name=getattr(fn, "__name__", type(fn).__name__),
+        asks=tuple(dict.fromkeys(found.asks)),
+        closures=tuple(lifted),
+        constants=tuple(closure.value for closure in made),
+        again=shape.again(lifted) if found.without_grad else None,
+    )
+
+
+def _tag(leaf: Any) -> Any:
+    return leaf.__torchard_placed__().placement if is_placed(leaf) else None
+
+
+def _path_to(closure: Closure) -> str:
+    """``closure 'p['w1']'`` for messages and plans."""
+    return "closure" if closure.reader is None else f"closure '{closure.reader}'"
+
+
+class _Shape:
+    """fn on flat tensors; remembers the shape of what it returned.
+
+    ``result`` is (structure, leaves), the leaves with ``_TENSOR`` where a tensor was.
+    """
+
+    def __init__(self, fn: Callable[..., Any], arguments: Arguments) -> None:
+        self.fn = fn
+        self.arguments = arguments
+        self.result: Any = None
+        self.paths: list[str] = []
+
+    def __call__(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        leaves = list(self.arguments.leaves)
+        for i, tensor in zip(self.arguments.traced, tensors, strict=True):
+            leaves[i] = tensor
+        args, kwargs = tree.unflatten(self.arguments.structure, leaves)
+        output = self.fn(*args, **kwargs)
+        return self._tensors(output)
+
+    def _tensors(self, output: Any) -> list[torch.Tensor]:
+        leaves, structure = tree.flatten(output)
+        paths = tree.paths(output, "out")
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            raise PurityError(
+                f"{getattr(self.fn, '__name__', self.fn)} returned no tensor but "
+                f"{type(output).__name__}; a traced function returns tensors, possibly in "
+                "dicts, lists and tuples"
+            )
+        self.paths = [
+            path for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)
+        ]
+        holes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        static = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        self.result = OutTree(structure, tuple(static), tuple(holes))
+        return tensors
+
+    def again(
+        self, closures: Sequence[Closure]
+    ) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+        """The function of its inputs and closures, for tracing derivatives of it."""
+        traced = frozenset(self.arguments.traced)
+        static = [None if i in traced else leaf for i, leaf in enumerate(self.arguments.leaves)]
+        self.arguments = replace(self.arguments, leaves=static)  # kept longer than the call's tensors
+        count = len(traced)
+        autocast = _autocast_state()
+
+        def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+            room = active()
+            assert room is not None
+            operands = tensors[count : count + len(closures)]
+            values = [closure.now(self.fn) for closure in closures]
+            with _autocast_as(autocast), room.standing_in(closures, values, operands):
+                return self(tensors[:count])
+
+        return run
+
+
+def _autocast_state() -> list[tuple[str, torch.dtype]]:
+    return [
+        (kind, torch.get_autocast_dtype(kind))
+        for kind in ("cpu", "cuda")
+        if torch.is_autocast_enabled(kind)
+    ]
+
+
+@contextlib.contextmanager
+def _autocast_as(state: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for kind, dtype in state:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
+        yield
+
+
+class OutTree:
+    """The tree of a function's result: tensors go into the holes, static leaves stay."""
+
+    def __init__(self, structure: Any, static: tuple[Any, ...], holes: tuple[int, ...]) -> None:
+        self.structure = structure
+        self.static = static
+        self.holes = holes
+
+    def build(self, tensors: Sequence[Any]) -> Any:
+        """The result with these values in its holes."""
+        if len(tensors) == len(self.static):
+            return self.structure.unflatten(tensors)
+        leaves = list(self.static)
+        for hole, tensor in zip(self.holes, tensors, strict=True):
+            leaves[hole] = tensor
+        return self.structure.unflatten(leaves)

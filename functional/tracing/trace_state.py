@@ -1,0 +1,320 @@
+"""The state of a trace in progress: what is lifted, and what is written on the nodes.
+
+What is known of a node while it is made (source line, scope, phase, and the tags of the node that
+is being replayed) is written on it here; afterwards it could not be told any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core import user_lines as source
+from torchard.functional.core.arguments import checked
+from torchard.functional.core.errors import PurityError
+from torchard.functional.core.placed import lifts
+from torchard.functional.core.scope_frames import Frame, path_of
+from torchard.functional.core.tensor_spec import Spec, contiguous
+from torchard.functional.effects.grad_dependent_ops import without_gradient
+from torchard.functional.programs.program import INHERITED
+from torchard.functional.remat.segments import segments_opened
+
+__all__ = [
+    "Closure",
+    "Room",
+    "active",
+    "called",
+    "checkpointed",
+    "current_frames",
+    "entered",
+    "frames_again",
+    "scope",
+]
+
+_NOT_TAGS = frozenset(
+    ("val", "tensor_meta", "seq_nr", "original_aten", "from_node", "stack_trace", "residual", "why")
+)
+
+
+@dataclass
+class Closure:
+    """A tensor the function uses without being given it; it becomes a hidden operand.
+
+    Attributes:
+        value: the tensor, or the placed object; None once it has been let go of.
+        tag: its Placement, if it is a placed object.
+        made: the trace made it itself (``torch.tensor([1, 2])``): it can never change.
+        node: its placeholder.
+        reader: gets it from the function's environment; None if it was not found there.
+    """
+
+    value: Any
+    spec: Spec
+    node: fx.Node
+    tag: Any = None
+    made: bool = False
+    reader: Callable[[Any], Any] | None = None
+
+    def now(self, fn: Any) -> Any:
+        """What the function closes over today, in this one's place."""
+        return self.value if self.reader is None else self.reader(fn)
+
+    def let_go(self) -> None:
+        """Keep nothing alive that can be read anew: a cached trace outlives many such values."""
+        if self.reader is not None:
+            self.value = None
+
+
+@dataclass
+class Room:
+    """The state of one trace in progress."""
+
+    fakes: internals.FakeTensorMode
+    outer_levels: Sequence[Any]
+    grad_mode: bool = True
+    frames: tuple[Frame, ...] = ()
+    replaying: fx.Node | None = None
+    asks: list[Any] = field(default_factory=list)
+    closures: dict[int, tuple[Closure, torch.Tensor]] = field(default_factory=dict)
+    without_grad: bool = False
+    task: int = -1
+    last_input: fx.Node | None = None
+    origins: dict[int, dict[str, Any]] = field(default_factory=dict)
+    numbered: int = 0
+    cutting: bool = False
+    # Where the operation stands that runs; functorch hides them from kernels.
+    inner_levels: Sequence[Any] = ()
+    stood_in: set[int] = field(default_factory=set)
+    # What programs that run in this trace have made while they were traced.
+    constants: set[int] = field(default_factory=set)
+    # What the operands of a nested transform go through, ahead of its autograd Function.
+    together: Callable[[list[torch.Tensor]], list[torch.Tensor]] = list
+
+    def __post_init__(self) -> None:
+        self.tracer = _Tracer(self)
+        self.task = internals.graph_task()
+        self.numbered = internals.autograd_sequence()
+
+    # -- tags ---------------------------------------------------------------------------------
+
+    def tag(self, node: fx.Node) -> None:
+        """Write on a node what is known while it is made."""
+        tags = self._replayed_tags(node) if self.replaying else self._fresh_tags()
+        if self.cutting:
+            node.meta["cut"] = True
+        node.meta.update(tags)
+        if self.grad_mode and not torch.is_grad_enabled():
+            node.meta["without_grad"] = self.without_grad = True
+        elif without_gradient(node):
+            self.without_grad = True
+        self._remember(tags)
+
+    def retag(self, tensor: torch.Tensor, old: fx.Node) -> None:
+        """Give the node behind a tensor the old node's tags (for items of a tuple)."""
+        base = internals.base_tensor(tensor)
+        node = internals.proxy_node(self.tracer, base)
+        if node is not None and node.op == "call_function":
+            for key, value in old.meta.items():
+                if key not in _NOT_TAGS:
+                    node.meta.setdefault(key, value)
+
+    def label(self, tensor: torch.Tensor, label: str) -> None:
+        """Name the node behind a tensor."""
+        node = internals.proxy_node(self.tracer, internals.base_tensor(tensor))
+        if node is not None:
+            node.meta["name"] = label
+
+    def _backward(self) -> bool:
+        return internals.graph_task() != self.task
+
+    def _fresh_tags(self) -> dict[str, Any]:
+        if self._backward():
+            number = internals.current_backward_node()
+            origin = self.origins.get(number, {}) if number is not None else {}
+            kept: dict[str, Any] = {k: v for k, v in origin.items() if k in INHERITED}
+            return {"source": source.of_here(), **kept, "phase": "backward"}
+        return {"source": source.of_here(), "phase": "forward", **self._place(())}
+
+    def _place(self, inner: tuple[Frame, ...]) -> dict[str, Any]:
+        """The tags of what runs in the open frames, and in these inside of them."""
+        frames = (*self.frames, *inner)
+        tags = {"frames": frames, "scope": path_of(frames), "segments": segments_opened(self.frames)}
+        return {key: value for key, value in tags.items() if value}
+
+    def _replayed_tags(self, node: fx.Node) -> dict[str, Any]:
+        replayed = self.replaying
+        assert replayed is not None
+        meta = replayed.meta
+        if node.target == replayed.target:
+            tags = {key: value for key, value in meta.items() if key not in _NOT_TAGS}
+        else:
+            tags = {key: meta[key] for key in INHERITED if key in meta}
+        if self._backward() or "phase" not in tags:
+            tags["phase"] = "backward" if self._backward() else "forward"
+        segments = tuple(segment.inside(self.frames) for segment in tags.get("segments", ()))
+        place = self._place(tags.get("frames", ()))
+        if segments:
+            place["segments"] = (*place.get("segments", ()), *segments)
+        return {**tags, **place}
+
+    def _remember(self, tags: dict[str, Any]) -> None:
+        """Autograd nodes made since the last graph node belong to this one."""
+        upto = internals.autograd_sequence()
+        for number in range(self.numbered, upto):
+            self.origins[number] = tags
+        self.numbered = upto
+
+    def below_forward_ad(self) -> contextlib.AbstractContextManager[None]:
+        """Around kernels: see torch_internals."""
+        return internals.below_forward_ad([*self.outer_levels, *self.inner_levels])
+
+    # -- closures -----------------------------------------------------------------------------
+
+    def native(self, tensor: torch.Tensor) -> bool:
+        """Whether this trace made the tensor, or what levels wrap in it."""
+        base = internals.base_tensor(tensor)
+        if isinstance(base, internals.FakeTensor) and base.fake_mode is self.fakes:
+            return True
+        # The tracer burns constants in, as it does this trace's own. Whatever else is wrapped is so by
+        # levels around the trace, or gone ones: those that open inside are given operands (`Lift`).
+        return id(base) in self.constants
+
+    def lift(self, value: Any) -> torch.Tensor:
+        """The operand that stands for a foreign tensor or placed object."""
+        known = self.closures.get(id(value))
+        if known is not None:
+            return known[1]
+        error = internals.ended(value) if isinstance(value, torch.Tensor) else None
+        if error is not None:
+            raise error
+        closure, fake = self._operand(value)
+        self.closures[id(value)] = closure, fake
+        return fake
+
+    @contextlib.contextmanager
+    def standing_in(
+        self, closures: Sequence[Closure], values: Sequence[Any], tensors: Sequence[torch.Tensor]
+    ) -> Iterator[None]:
+        """Run the function again with these tensors for the values that it closes over now."""
+        before = dict(self.closures)
+        for closure, value, tensor in zip(closures, values, tensors, strict=True):
+            self.closures[id(value)] = closure, tensor
+            if not closure.made:  # what the function makes itself is nobody's to differentiate
+                self.stood_in.add(id(value))
+        mine = set(map(id, values))
+        try:
+            yield
+        finally:
+            fresh = {k: v for k, v in self.closures.items() if k not in mine | self.stood_in}
+            self.closures = {**before, **fresh}
+
+    def _operand(self, value: Any) -> tuple[Closure, torch.Tensor]:
+        if isinstance(value, torch.Tensor):
+            with internals.no_function_modes():
+                spec = Spec.of(value)
+            tag = None
+        else:
+            shape, dtype, device, tag, parts = value.__torchard_placed__()
+            if any(map(self.native, parts)):
+                raise _put_together()
+            spec = contiguous(shape, dtype, device)
+        with internals.no_modes(), self.fakes:
+            fake = spec.empty()
+        node = internals.track(self.tracer, fake, f"closure{len(self.closures)}", self.last_input)
+        self.last_input = node
+        return Closure(value, spec, node, tag), fake
+
+
+def _put_together() -> PurityError:
+    return PurityError(
+        f"{source.of_here()} makes a placed tensor of shards that the traced function computes. It is "
+        "written for whole arrays: return them and place the result, or use shard_map."
+    )
+
+
+class _Tracer(internals.PythonKeyTracer):
+    def __init__(self, room: Room) -> None:
+        super().__init__()
+        self.room = room
+
+    def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
+        node = super().create_node(kind, *args, **kwargs)
+        if kind == "call_function":
+            self.room.tag(node)
+        return node
+
+
+_rooms = threading.local()
+
+
+def active() -> Room | None:
+    """The innermost trace of ours that is running in this thread."""
+    stack = getattr(_rooms, "stack", None)
+    return stack[-1] if stack else None
+
+
+lifts(lambda: room.lift if (room := active()) is not None else None)
+
+
+@contextlib.contextmanager
+def entered(room: Room) -> Iterator[None]:
+    """Make it the active one."""
+    if not hasattr(_rooms, "stack"):
+        _rooms.stack = []
+    _rooms.stack.append(room)
+    try:
+        yield
+    finally:
+        _rooms.stack.pop()
+
+
+@checked
+@contextlib.contextmanager
+def scope(name: str) -> Iterator[None]:
+    """Label what is computed inside (nested labels join with "/"); also works as a decorator.
+
+    Costs nothing outside a trace. The label is what ``where="block/*"`` matches.
+    """
+    with frames_again((*current_frames(), Frame(name))):
+        yield
+
+
+@contextlib.contextmanager
+def called() -> Iterator[None]:
+    """A call of a transform inside a trace: what it computes is told apart from its next call."""
+    with frames_again((*current_frames(), Frame())):
+        yield
+
+
+@contextlib.contextmanager
+def checkpointed(policy: Any) -> Iterator[None]:
+    """What the active trace computes inside is a segment of this policy."""
+    with frames_again((*current_frames(), Frame(policy=policy))):
+        yield
+
+
+def current_frames() -> tuple[Frame, ...]:
+    """The frames that are open in the active trace."""
+    room = active()
+    return room.frames if room else ()
+
+
+@contextlib.contextmanager
+def frames_again(frames: tuple[Frame, ...]) -> Iterator[None]:
+    """Open the frames a forward ran in, for its backward."""
+    room = active()
+    if room is None or not frames:
+        yield
+        return
+    before, room.frames = room.frames, frames
+    try:
+        yield
+    finally:
+        room.frames = before

@@ -1,0 +1,271 @@
+"""verify: outputs and gradients of one function against a reference in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple
+
+import torch
+
+from torchard.functional.core import tree
+from torchard.functional.core.arguments import AtLeast, checked
+from torchard.functional.core.placed import is_placed
+from torchard.functional.tracing.signature import paths_of
+
+__all__ = ["TOLERANCE", "Report", "Row", "verify"]
+
+# Relative to the largest absolute value of the reference: a few hundred roundings.
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 5e-3,
+    torch.bfloat16: 4e-2,
+    torch.complex128: 1e-12,
+    torch.complex64: 1e-5,
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compared value: relative errors of fn and of the reference in fn's own precision.
+
+    ``dtype`` is the type of what is no tensor; the errors of what is no number are 0 or infinite.
+    """
+
+    path: str
+    dtype: torch.dtype | type
+    error: float
+    eager: float
+    tolerance: float
+    problem: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Within tolerance, or closer to float64 than the reference in the same precision."""
+        close = self.error <= self.tolerance or self.error <= self.eager
+        return not self.problem and close
+
+
+def _dtype_text(kind: torch.dtype | type) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind).removeprefix("torch.")
+
+
+class Report(list[Row]):
+    """All rows; prints as a table."""
+
+    def __str__(self) -> str:
+        width = max([len(row.path) for row in self] or [0])
+        head = f"{'value'.ljust(width)}  {'dtype':9}  {'error':>9}  {'eager':>9}  tolerance"
+        lines = [
+            f"{row.path.ljust(width)}  {_dtype_text(row.dtype):9}  "
+            f"{row.error:9.2e}  {row.eager:9.2e}  {row.tolerance:9.2e}"
+            f"{'' if row.good else '  <-- ' + (row.problem or 'differs')}"
+            for row in self
+        ]
+        return "\n".join([head, *lines])
+
+
+@checked
+def verify(
+    fn: Callable[..., Any],
+    reference: Callable[..., Any],
+    *args: Any,
+    grads: bool = True,
+    tolerance: Annotated[float, AtLeast(0)] | None = None,
+) -> Report:
+    """Compare fn with reference on the same arguments: outputs and all gradients.
+
+    All that is returned counts: tensors and Python numbers by their relative errors, anything else
+    by ``==``, and the trees they are in.
+
+    The reference runs in float64 (on whole values where fn gets placed ones), and once more in the
+    arguments' own precision: a value passes if its error against float64, relative to the largest
+    entry, is within the tolerance of its dtype or not larger than that of the second run
+    (Thunder's criterion: be closer than eager is). Gradients are those of the sum of the floating
+    outputs times fixed pseudo-random cotangents, for every floating tensor in args.
+
+    Args:
+        grads: False compares outputs only.
+        tolerance: instead of TOLERANCE, for all values.
+
+    Returns:
+        The report, one row per value; print it.
+
+    Raises:
+        AssertionError: with the report, if any value differs.
+    """
+    whole = tree.map(_whole, _leafwise(args))
+    exact = _run(reference, _map_floats(lambda t: t.to(_wide(t.dtype)), whole), grads)
+    eager = _run(reference, whole, grads)
+    ours = _run(fn, args, grads)
+    report = Report(
+        _compare(path, ours.of(path), exact.of(path), eager.of(path), tolerance)
+        for path in dict.fromkeys([*exact.values, *ours.values])
+    )
+    if all(row.good for row in report) and ours.structure != eager.structure:
+        report.append(_other_structure(ours.structure, eager.structure))
+    if not all(row.good for row in report):
+        raise AssertionError(f"fn differs from its reference:\n{report}")
+    return report
+
+
+_ABSENT = object()
+
+
+class _Values(NamedTuple):
+    """What a function gave: outputs and gradients by path, and the tree of the outputs."""
+
+    values: dict[str, Any]
+    structure: Any
+
+    def of(self, path: str) -> Any:
+        return self.values.get(path, _ABSENT)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.complex128 if dtype.is_complex else torch.float64
+
+
+def _leafwise(value: Any) -> Any:
+    """The tree with placed values as whole tensors."""
+    import optree
+
+    return optree.tree_map(
+        lambda x: x.full() if is_placed(x) else x,
+        value,
+        is_leaf=is_placed,
+        none_is_leaf=True,
+        namespace=tree.NAMESPACE,
+    )
+
+
+def _whole(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _map_floats(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    return tree.map(lambda leaf: fn(leaf) if _is_float(leaf) else leaf, value)
+
+
+def _is_float(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+
+
+def _run(fn: Callable[..., Any], args: Any, grads: bool) -> _Values:
+    """Every output and gradient by its path, and the tree of the outputs."""
+    leaves, structure = tree.flatten(args)
+    if grads:
+        leaves = [
+            leaf.detach().clone().requires_grad_() if _is_float(leaf) else leaf for leaf in leaves
+        ]
+    args = tree.unflatten(structure, leaves)
+    with torch.enable_grad() if grads else torch.no_grad():
+        output = _leafwise(fn(*args))
+    named = dict(zip(tree.paths(output, "out"), tree.leaves(output), strict=True))
+    values = {path: _whole(leaf) for path, leaf in named.items()}
+    if grads:
+        values |= _gradients(list(named.values()), args, leaves, structure)
+    return _Values(values, tree.structure(output))
+
+
+def _gradients(
+    outputs: list[Any], args: Any, leaves: list[Any], structure: Any
+) -> dict[str, torch.Tensor]:
+    followed = [out for out in outputs if _is_float(out) and out.requires_grad]
+    wanted = [leaf for leaf in leaves if _is_float(leaf)]
+    if not followed or not wanted:
+        return {}
+    generator = torch.Generator().manual_seed(7)
+    cotangents = [
+        torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in followed
+    ]
+    values = torch.autograd.grad(followed, wanted, cotangents, allow_unused=True)
+    by_leaf = iter(values)
+    filled = [_or_zeros(next(by_leaf), leaf) if _is_float(leaf) else None for leaf in leaves]
+    gradients = _leafwise(tree.unflatten(structure, filled))
+    paths = paths_of(gradients, {})
+    flat = tree.leaves(gradients)
+    return {
+        f"gradient of {path}": value
+        for path, value in zip(paths, flat, strict=True)
+        if value is not None
+    }
+
+
+def _or_zeros(value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(like) if value is None else value
+
+
+def _compare(path: str, ours: Any, exact: Any, eager: Any, tolerance: float | None) -> Row:
+    """What is no tensor is compared in fn's own precision: it may be a dtype, or depend on one."""
+    kind = ours.dtype if isinstance(ours, torch.Tensor) else type(ours)
+    if problem := _misfit(ours, eager):
+        return Row(path, kind, float("inf"), 0.0, 0.0, problem)
+    if not isinstance(ours, (torch.Tensor, float, complex)):
+        return Row(path, kind, 0.0, 0.0, 0.0)
+    if type(exact) is not type(eager) or getattr(exact, "shape", ()) != getattr(ours, "shape", ()):
+        problem = "the reference returns something else in float64"
+        return Row(path, kind, float("inf"), 0.0, 0.0, problem)
+    precision = ours.dtype if isinstance(ours, torch.Tensor) else torch.float64
+    allowed = TOLERANCE.get(precision, 0.0) if tolerance is None else tolerance
+    return Row(path, kind, _error(ours, exact), _error(eager, exact), allowed)
+
+
+def _misfit(ours: Any, eager: Any) -> str:
+    """Why two values cannot be the same, whatever the numbers in them are."""
+    if ours is _ABSENT or eager is _ABSENT:
+        return f"{'fn' if ours is _ABSENT else 'the reference'} has no such value"
+    if isinstance(ours, torch.Tensor) and isinstance(eager, torch.Tensor):
+        if ours.shape != eager.shape:
+            return f"shape {list(ours.shape)}, reference {list(eager.shape)}"
+        return "" if ours.dtype == eager.dtype else f"dtype, reference has {eager.dtype}"
+    if type(ours) is not type(eager):
+        return f"a {type(ours).__name__}, reference a {type(eager).__name__}"
+    if isinstance(ours, (float, complex)):
+        return ""
+    return _unequal(ours, eager)
+
+
+def _unequal(ours: Any, eager: Any) -> str:
+    try:
+        equal = ours is eager or bool(torch.as_tensor(ours == eager).all())
+    except (TypeError, ValueError, RuntimeError):  # == of it is neither a bool nor an array of them
+        return _incomparable(ours)
+    by_identity: Any = object.__eq__
+    if not equal and type(ours).__eq__ is by_identity:
+        return _incomparable(ours)
+    return "" if equal else f"{ours!r}, reference {eager!r}"
+
+
+def _incomparable(value: Any) -> str:
+    return (
+        f"a {type(value).__name__} cannot be compared: register it with torchard.tree.register, "
+        "or return what matters of it"
+    )
+
+
+def _other_structure(ours: Any, eager: Any) -> Row:
+    problem = f"the tree of results is {ours}, reference {eager}"
+    return Row("out", object, float("inf"), 0.0, 0.0, problem)
+
+
+def _error(value: Any, exact: Any) -> float:
+    """Largest absolute difference over the largest finite entry; equal NaN and inf agree."""
+    value, exact = _as_wide(value), _as_wide(exact)
+    if not exact.numel():
+        return 0.0
+    same = (value == exact) | (value.isnan() & exact.isnan())
+    difference = torch.where(same, 0.0, (value - exact).abs())
+    if not bool(difference.isfinite().all()):
+        return float("inf")
+    scale = torch.where(exact.isfinite(), exact.abs(), 0.0).max()
+    return float(difference.max() / scale) if scale > 0 else float(difference.max())
+
+
+def _as_wide(value: Any) -> torch.Tensor:
+    """On the CPU, in double precision; integers too."""
+    if isinstance(value, torch.Tensor):
+        return value.to("cpu", _wide(value.dtype))
+    kind = torch.complex128 if isinstance(value, complex) else torch.float64
+    return torch.tensor(value, dtype=kind)

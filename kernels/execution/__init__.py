@@ -1,0 +1,1 @@
+"""Which implementation of a kernel runs, and how."""

@@ -1,0 +1,262 @@
+"""Which of the ways to compute something runs on these tensors."""
+
+from __future__ import annotations
+
+import functools
+import math
+from abc import ABC, abstractmethod
+from collections import UserString
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from time import perf_counter, thread_time
+from typing import Any
+
+import torch
+
+from torchard.functional.core.bounded import Recent
+from torchard.functional.core.errors import KernelError
+from torchard.functional.core.outputs import several
+from torchard.functional.execution.binding import bind
+from torchard.functional.programs.program import Program
+from torchard.kernels.execution import rank_consensus as settle
+from torchard.kernels.execution.blocked import Layout, blocked
+from torchard.kernels.execution.compiled import compiled, writing
+from torchard.kernels.execution.optional_backends import Given, Imported, implementation
+from torchard.kernels.terms.dims import Dims
+
+__all__ = ["COMPILERS", "Choice"]
+
+COMPILERS = ("inductor", "eager")
+# Elements below which a compiled region is not worth its compilation on a CPU.
+_SMALL = 1 << 20
+_ROUNDS = 5
+
+Run = Callable[..., Any]
+Tensors = Sequence[torch.Tensor]
+
+_TIMED = "inductor, blocked or eager, by time"
+# Layers of one kind are compiled and timed once.
+_CHOSEN: Recent[tuple[Run, str]] = Recent(512)
+
+
+class Choice(ABC):
+    """What is computed, and what it may be computed by.
+
+    Attributes:
+        name: for errors. compiler: of what has no implementation.
+        way: what runs it, as far as it is known: a string that changes at the first call.
+    """
+
+    name: str
+    compiler: str
+    implementations: Mapping[str, Run | Imported]
+    literals: dict[str, Any]
+    dims: Dims | None
+    # Whether on a CPU the reference, compiled, is tried as well.
+    by_time: bool = False
+
+    def __init__(self) -> None:
+        self.programs: dict[Hashable, Run] = {}
+        self.way, self.labels = UserString(""), dict[str, None]()
+
+    @property
+    @abstractmethod
+    def key(self) -> Hashable:
+        """What is computed: equal where it is the same."""
+
+    @abstractmethod
+    def program(self, tensors: Tensors) -> Program:
+        """The operations, for tensors like these."""
+
+    def reference(self, *tensors: torch.Tensor) -> Any:
+        """The operations themselves."""
+        return self._bound(tensors)(*tensors)
+
+    def _bound(self, tensors: Tensors) -> Run:
+        key = tuple((tuple(t.shape), t.dtype) for t in tensors), tensors[0].device
+        run = self.programs.get(key)
+        if run is None:
+            run = self.programs[key] = self._eager(tensors)
+        return run
+
+    def _eager(self, tensors: Tensors) -> Run:
+        program = self.program(tensors)
+        bound, single = bind(program), len(program.results) == 1
+
+        def run(*args: torch.Tensor) -> Any:
+            results = bound(args)
+            return results[0] if single else tuple(results)
+
+        return run
+
+    # -- choosing -----------------------------------------------------------------------------
+
+    def label(self, device: str, numels: Sequence[int]) -> str:
+        """What runs it on a device, as far as it is known before it runs."""
+        given = implementation(self.implementations, device)
+        return (given.name if given.run else self._compiling(device, numels)) + given.note
+
+    def _compiling(self, device: str, numels: Sequence[int]) -> str:
+        """What runs it that has no implementation."""
+        if self.compiler == "eager":
+            return "eager (asked for)"
+        if device == "cpu" and max(numels, default=0) < _SMALL:
+            return "eager (small)"
+        return "inductor" if device != "cpu" else _TIMED
+
+    def choose(self, tensors: Tensors) -> Run:
+        """What runs it on these tensors; `way` says so from then on."""
+        key = (
+            self.key,
+            torch.get_num_threads(),
+            tuple((t.shape, t.dtype, t.device, t.stride()) for t in tensors),
+        )
+        run, label = _CHOSEN.get(key, lambda: self._chosen(tensors))
+        self.labels[label] = None
+        self.way.data = "; ".join(self.labels)
+        return run
+
+    def _chosen(self, tensors: Tensors) -> tuple[Run, str]:
+        device = tensors[0].device.type
+        given = implementation(self.implementations, device)
+        failure = self._failure(given, tensors)
+        if given.run is None or failure:
+            run, label = self._made(tensors)
+            return run, label + given.note + failure
+        literals = self.literals
+        run = functools.partial(given.run, **literals) if literals else given.run
+        if self.by_time and self._compiling(device, [t.numel() for t in tensors]) == _TIMED:
+            run, label = self._made(tensors, {given.name: run})
+            return run, label + given.note
+        return run, given.name + given.note
+
+    def _failure(self, given: Given, tensors: Tensors) -> str:
+        """What there is to say if what is given does not run on these, and may be done without."""
+        if given.run is None:
+            return ""
+        try:
+            self._check(given.run(*tensors, **self.literals), tensors)
+        except Exception as error:  # whatever a compiler raises on a device it has no code for
+            if not given.imported:
+                raise
+            return f" ({given.name} failed: {_named(error)})"
+        return ""
+
+    def _made(self, tensors: Tensors, given: Mapping[str, Run] = {}) -> tuple[Run, str]:
+        """What is made of the reference, or what is given if that is faster."""
+        eager = self._bound(tensors)
+        label = self._compiling(tensors[0].device.type, [t.numel() for t in tensors])
+        if label.startswith("eager"):
+            return eager, label
+        candidates, failure = self._candidates(tensors)
+        candidates |= given
+        name, why = self._first(candidates, tensors)
+        return candidates[name], name + why + failure
+
+    def _first(self, candidates: Mapping[str, Run], tensors: Tensors) -> tuple[str, str]:
+        """Which of these runs, and why."""
+        first = next(iter(candidates))
+        if len(candidates) == 1:
+            return first, ""
+        if torch.are_deterministic_algorithms_enabled():
+            return first, ", not timed: algorithms are to be deterministic"
+        mine = fastest(candidates, tensors)
+        chosen = settle.settled(str(self.program(tensors)), mine)
+        if chosen not in candidates:
+            return mine, f", by time; another process runs {chosen}"
+        return chosen, ", by time"
+
+    def _candidates(self, tensors: Tensors) -> tuple[dict[str, Run], str]:
+        """By name, what may run it; and what there is to say of those that may not."""
+        on_cpu = tensors[0].device.type == "cpu"
+        makers: dict[str, Callable[[Tensors], Run | None]] = {"inductor": self._compiled}
+        if on_cpu:
+            makers |= {"blocked": self._blocked, "blocked inductor": self._compiled_blocks}
+        found: dict[str, Run] = {}
+        failure = ""
+        for name, make in makers.items():
+            try:
+                run = make(tensors)
+            except Exception as error:  # whatever a compiler, or one that it calls, raises
+                failure = failure or f" ({name} failed: {_named(error)})"
+            else:
+                found |= {} if run is None else {name: run}
+        if on_cpu or not found:
+            found["eager"] = self._bound(tensors)
+        return found, failure
+
+    def _compiled(self, tensors: Tensors) -> Run:
+        program = self.program(tensors)
+        bound, single = compiled(program, tensors), len(program.results) == 1
+
+        def run(*args: torch.Tensor) -> Any:
+            results = bound(list(args))
+            return results[0] if single else tuple(results)
+
+        return run
+
+    def _blocked(self, tensors: Tensors, compiling: bool = False) -> Run | None:
+        """The same, some rows at a time."""
+        layout = None if self.dims is None else Layout.of(self.dims, tensors)
+        if layout is None:
+            return None
+        count, added = len(tensors), [n is None for n in layout.outputs]
+        if compiling and not any(added):
+            return None  # a compiler's own loops are as good, but where they sum over rows
+
+        def bound(given: Tensors, most: bool) -> Run:
+            program = writing(self.program(given[:count]), added)
+            return compiled(program, given) if compiling and most else bind(program)
+
+        results = [node.meta["val"] for node in self.program(tensors).results]
+        return blocked(bound, layout, tensors, results)
+
+    def _compiled_blocks(self, tensors: Tensors) -> Run | None:
+        run = self._blocked(tensors, compiling=True)
+        if run is not None:
+            run(*tensors)  # what fails to compile fails here
+        return run
+
+    def _check(self, results: Any, tensors: Tensors) -> None:
+        """That an implementation returns what its reference does, in shape and dtype."""
+        wanted = [node.meta["val"] for node in self.program(tensors).results]
+        have = [_described(r) for r in several(results)]
+        want = [_described(r) for r in wanted]
+        if have != want:
+            raise KernelError(
+                f"kernel {self.name!r} returned {', '.join(have)} for "
+                f"{', '.join(map(_described, tensors))}; its reference returns {', '.join(want)}. "
+                "Both must agree, whatever the kernel computes in inside."
+            )
+
+
+def _described(value: Any) -> str:
+    """A tensor's shape and dtype."""
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def _named(error: Exception) -> str:
+    """What kind of error it was at first: compilers wrap what went wrong."""
+    inner: Any = error
+    while inner is not None:
+        error, inner = inner, inner.__cause__ or getattr(inner, "inner_exception", None)
+    return type(error).__name__
+
+
+def fastest(candidates: Mapping[str, Run], tensors: Tensors) -> str:
+    """Which takes the least time in any of some rounds, all in turns; the first calls do not count.
+
+    With one thread, its own time counts: whatever else the machine does meanwhile does not.
+    """
+    clock = thread_time if torch.get_num_threads() == 1 else perf_counter
+    least = dict.fromkeys(candidates, math.inf)
+    for number in range(1 + _ROUNDS):
+        for name, run in candidates.items():
+            start = clock()
+            result = run(*tensors)
+            seconds = clock() - start
+            del result
+            if number:
+                least[name] = min(least[name], seconds)
+    return min(least, key=least.__getitem__)

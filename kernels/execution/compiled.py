@@ -1,0 +1,89 @@
+"""A program through a compiler, and a program that writes its results where it is told."""
+
+from __future__ import annotations
+
+import operator
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.programs.program import Program
+from torchard.functional.programs.views import is_view
+from torchard.functional.torch_internals.operators import aten
+from torchard.kernels.execution.buffers import Buffers, is_large
+
+__all__ = ["compiled", "writing"]
+
+# Of what is not pointwise, the operations that a compiler takes apart.
+_LOOPS = {
+    aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+    aten._softmax.default,
+    aten._softmax_backward_data.default,
+    aten._log_softmax.default,
+    aten._log_softmax_backward_data.default,
+}
+
+Tensors = Sequence[torch.Tensor]
+
+
+def compiled(program: Program, tensors: Tensors) -> Callable[[list[torch.Tensor]], Any]:
+    """The program through Inductor, called with one list of its inputs.
+
+    On a CPU large results are written to buffers of ours.
+    """
+    values, device = [node.meta["val"] for node in program.results], tensors[0].device
+    results = Buffers.of(values)
+    ours = device.type == "cpu" and any(map(is_large, values)) and results.dense
+    if not (ours and _last(program)):
+        return _compiled(program, tensors)
+    placed = writing(program, [False] * len(values))
+    run = _compiled(placed, [*tensors, *results.new(device)])
+
+    def into(given: list[torch.Tensor]) -> list[torch.Tensor]:
+        made = results.new(given[0].device)
+        run([*given, *made])
+        return made
+
+    return into
+
+
+def _last(program: Program) -> bool:
+    """Whether each large result is computed where it is written: by loops of the compiler's own."""
+    return all(_looped(node) for node in program.results if is_large(node.meta["val"]))
+
+
+def _looped(node: fx.Node) -> bool:
+    while node.target is operator.getitem or is_view(node):
+        node = node.all_input_nodes[0]
+    return node.target in _LOOPS or torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _compiled(program: Program, tensors: Tensors) -> Callable[[list[torch.Tensor]], Any]:
+    module = fx.GraphModule(torch.nn.Module(), program.copy().graph)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # importing the compiler warns about torch.jit
+        return internals.compile_graph(module, tensors, "inductor")
+
+
+def writing(program: Program, added: Sequence[bool]) -> Program:
+    """The program with a place for every result behind its inputs, and no results.
+
+    Args:
+        added: for each result, whether it is added to what is there, or takes its place.
+    """
+    program = program.copy()
+    graph, results = program.graph, program.results
+    output = graph.output_node()
+    for i, (node, add) in enumerate(zip(results, added, strict=True)):
+        place = program.extend(f"place_{i}", node.meta["val"])
+        with graph.inserting_before(output):
+            target = aten.add_.Tensor if add else aten.copy_.default
+            graph.call_function(target, (place, node)).meta["val"] = node.meta["val"]
+    output.args = ((),)
+    return replace(program, outputs=())

@@ -1,0 +1,347 @@
+"""Patterns: plain functions whose occurrences are looked for.
+
+A pattern is traced, like any function, at the shapes and dtypes it is to be compared at, and once at
+shapes of no importance, for its *skeleton*: which operations on what, which proposes where to look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import inspect
+import itertools
+import logging
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from torchard.functional.core.arguments import checked
+from torchard.functional.core.bounded import Recent
+from torchard.functional.core.errors import PatternError
+from torchard.functional.core.outputs import tensors_of
+from torchard.functional.programs.program import Program
+from torchard.functional.torch_internals.operators import aten
+from torchard.functional.trace import trace
+from torchard.functional.tracing.signature import ShapeDtype
+from torchard.kernels.patterns.match_plan import Plan
+from torchard.kernels.patterns.skeleton import Skeleton, same_form
+from torchard.kernels.terms.dims import Dims
+from torchard.kernels.terms.evaluate import evaluate
+from torchard.kernels.terms.terms import Store
+
+__all__ = ["Alternative", "Pattern", "any_of", "call"]
+
+Specs = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+# Numbers nobody writes, so that where one ends up tells where the literal it stands for goes.
+_MARKERS = (0.73190117, 0.61803717, 0.52915737, 0.44721737)
+
+
+@dataclass
+class _Choices:
+    """What the any_of and call of a pattern stand for in one trace, in order."""
+
+    taken: tuple[int, ...] = ()
+    operations: tuple[Callable[..., Any] | None, ...] = ()
+    counts: list[int] = field(default_factory=list)
+    predicates: list[Callable[[str], bool]] = field(default_factory=list)
+
+
+_choices: contextvars.ContextVar[_Choices | None] = contextvars.ContextVar("choices", default=None)
+
+
+@checked
+def any_of(*functions: Callable[..., Any]) -> Callable[..., Any]:
+    """In a pattern: a function that is one of these. Outside of one, the first."""
+
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        choices = _choices.get()
+        if choices is None:
+            return functions[0](*args, **kwargs)
+        place = len(choices.counts)
+        choices.counts.append(len(functions))
+        taken = choices.taken[place] if place < len(choices.taken) else 0
+        return functions[taken](*args, **kwargs)
+
+    return chosen
+
+
+def call(predicate: Callable[[str], bool]) -> Callable[..., torch.Tensor]:
+    """In a pattern: any one operation whose name (``"gelu"``, ``"mul.Tensor"``) the predicate accepts.
+
+    Its operands are the tensors it is called with; its result is taken to be like the first of them.
+    """
+
+    def called(*tensors: torch.Tensor) -> torch.Tensor:
+        choices = _choices.get()
+        if choices is None:
+            raise PatternError("call(predicate) stands for an operation inside of a pattern only.")
+        place = len(choices.predicates)
+        choices.predicates.append(predicate)
+        operation = choices.operations[place] if place < len(choices.operations) else None
+        if operation is not None:
+            found: torch.Tensor = operation(*tensors)
+            return found
+        return torch.ops.torchard_pattern.any(list(tensors), place)  # type: ignore[no-any-return]
+
+    return called
+
+
+_library = torch.library.Library("torchard_pattern", "DEF")
+_library.define("any(Tensor[] operands, int place) -> Tensor")
+_library.impl(
+    "any", lambda operands, place: torch.empty_like(operands[0]), "CompositeExplicitAutograd"
+)
+
+
+class Pattern:
+    """A function to be looked for.
+
+    Args:
+        fn: of tensors, and of literals: a parameter with ``...`` for a default matches any number, one
+            with another default is that.
+        dims: how the dims of inputs and outputs go together, ``"... d, d -> ... d"``; where it is
+            left out, inputs may broadcast in any way.
+        name: for reports.
+        weights: parameters that have to be inputs of the program. What is worth it for weights only
+            (to lay several side by side) is then not looked for elsewhere.
+
+    Raises:
+        PatternError: fn takes no tensor, or cannot be traced.
+    """
+
+    @checked
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        dims: str | None = None,
+        *,
+        name: str | None = None,
+        weights: Sequence[str] = (),
+    ) -> None:
+        inputs, literals = [], []
+        for parameter in inspect.signature(fn).parameters.values():
+            if parameter.default is ...:
+                literals.append(parameter.name)
+            elif parameter.default is parameter.empty:
+                inputs.append(parameter.name)
+        name = name or str(getattr(fn, "__name__", type(fn).__name__))
+        if not inputs:
+            raise PatternError(f"the pattern {name} has no tensor among its parameters")
+        read = None if dims is None else Dims.read(dims, len(inputs), name)
+        self._set(fn, name, inputs, literals, read, weights)
+
+    @classmethod
+    def of(
+        cls,
+        fn: Callable[..., Any],
+        name: str,
+        inputs: Sequence[str],
+        literals: Sequence[str],
+        dims: Dims | None,
+        weights: Sequence[str] = (),
+    ) -> Pattern:
+        """One whose parameters are known."""
+        found = cls.__new__(cls)
+        found._set(fn, name, inputs, literals, dims, weights)
+        return found
+
+    def _set(
+        self,
+        fn: Callable[..., Any],
+        name: str,
+        inputs: Sequence[str],
+        literals: Sequence[str],
+        dims: Dims | None,
+        weights: Sequence[str],
+    ) -> None:
+        self.fn, self.name, self.dims = fn, name, dims
+        self.inputs, self.literals = list(inputs), list(literals)
+        self.weights = frozenset(i for i, name in enumerate(inputs) if name in weights)
+
+    def __repr__(self) -> str:
+        return f"Pattern({self.name})"
+
+    @cached_property
+    def alternatives(self) -> tuple[Alternative, ...]:
+        """Every choice of what its any_of stand for."""
+        choices = _Choices()
+        specs, program = self._example(choices)
+        found = [
+            Alternative(self, taken, specs)
+            for taken in itertools.product(*map(range, choices.counts))
+        ]
+        # The first has been traced just now.
+        found[0].example, found[0].predicates = (specs, program), choices.predicates
+        return tuple(found)
+
+    def _example(self, choices: _Choices) -> tuple[Specs, Program]:
+        """Shapes at which it can be traced."""
+        error: Exception | None = None
+        for specs in self._candidates():
+            choices.counts.clear()
+            choices.predicates.clear()
+            try:
+                return specs, self._trace(specs, self._marked(), choices)
+            except Exception as raised:  # whatever a user's function raises at wrong shapes
+                error = error or raised
+        raise PatternError(
+            f"the pattern {self.name} cannot be traced: {error}. Say how its dims go together, "
+            f"as in Pattern({self.name}, '... d, d -> ... d')."
+        ) from error
+
+    def _candidates(self) -> Iterator[Specs]:
+        if self.dims is not None:
+            yield tuple((shape, self.dims.dtype(i)) for i, shape in enumerate(self.dims.example()))
+            return
+        for ranks in itertools.product((2, 1, 3, 4, 0), repeat=len(self.inputs)):
+            yield tuple(((6,) * rank, torch.float32) for rank in ranks)
+
+    def _marked(self) -> dict[str, float]:
+        return dict(zip(self.literals, _MARKERS, strict=False))
+
+    def _trace(
+        self,
+        specs: Specs,
+        literals: dict[str, Any],
+        choices: _Choices,
+        device: torch.device | str = "cpu",
+    ) -> Program:
+        def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
+            return tensors_of(self.fn(*tensors, **literals))
+
+        run.__name__ = self.name
+        with _chosen(choices):
+            program = trace(run)(*(ShapeDtype(shape, dtype, device) for shape, dtype in specs))
+        # Traced of values in order, it runs on values laid out in any way.
+        for node in program.calls:
+            if node.target is aten.view.default:
+                node.target = aten.reshape.default
+        return program
+
+
+@contextlib.contextmanager
+def _chosen(choices: _Choices) -> Iterator[None]:
+    token = _choices.set(choices)
+    try:
+        yield
+    finally:
+        _choices.reset(token)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without the warnings and the logged errors about what is only tried, and may not fit."""
+    here, log = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
+
+    def others(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    log.addFilter(others)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.removeFilter(others)
+
+
+# Of all patterns: what a program of some shapes needs, and not what all programs ever needed.
+_PLANS: Recent[Plan | None] = Recent(1024)
+
+
+class Alternative:
+    """A pattern with its choices made.
+
+    Attributes:
+        taken: of each any_of, which.
+    """
+
+    def __init__(self, pattern: Pattern, taken: tuple[int, ...], specs: Specs) -> None:
+        self.pattern = pattern
+        self.taken = taken
+        self._specs = specs
+        self.predicates: list[Callable[[str], bool]] = []
+
+    @cached_property
+    def example(self) -> tuple[Specs, Program]:
+        """Shapes of no importance, and its program there."""
+        choices = _Choices(self.taken)
+        program = self.pattern._trace(self._specs, self.pattern._marked(), choices)
+        self.predicates = choices.predicates
+        return self._specs, program
+
+    @cached_property
+    def skeleton(self) -> Skeleton:
+        """Its terms at shapes of no importance."""
+        return self._skeleton(*self.example)
+
+    @cached_property
+    def half(self) -> Skeleton | None:
+        """In half precision, if that has another form: sums and products are apart by casts."""
+        found = self.rounded
+        return None if found is None or same_form(found, self.skeleton) else found
+
+    @cached_property
+    def rounded(self) -> Skeleton | None:
+        """In half precision; None if it does not take that."""
+        half = torch.bfloat16
+        specs = tuple((s, half if t.is_floating_point else t) for s, t in self._specs)
+        program = self.at(specs, tuple(self.pattern._marked().items()))
+        return None if program is None else self._skeleton(specs, program)
+
+    def _skeleton(self, specs: Specs, program: Program) -> Skeleton:
+        store = Store()
+        values = [store.leaf(("input", i), shape, dtype) for i, (shape, dtype) in enumerate(specs)]
+        env = evaluate(program.graph, values, store, sharing=True)
+        return Skeleton(
+            tuple(env[node].term for node in program.results),
+            tuple(env[node].access for node in program.results),
+            tuple(value.term for value in values),
+            {marker: name for name, marker in self.pattern._marked().items()},
+        )
+
+    def at(
+        self,
+        specs: Specs,
+        literals: Sequence[tuple[str, Any]] = (),
+        operations: tuple[Callable[..., Any], ...] = (),
+        device: torch.device | str = "cpu",
+    ) -> Program | None:
+        """Its program at these shapes and dtypes; None if it has none."""
+        plan = self.plan(specs, literals, operations, device)
+        return None if plan is None else plan.program
+
+    def plan(
+        self,
+        specs: Specs,
+        literals: Sequence[tuple[str, Any]] = (),
+        operations: tuple[Callable[..., Any], ...] = (),
+        device: torch.device | str = "cpu",
+    ) -> Plan | None:
+        """The same, to be evaluated."""
+        key = (self, specs, tuple(literals), operations, str(device))
+
+        def make() -> Plan | None:
+            program = self._at(specs, dict(literals), operations, device)
+            return None if program is None else Plan(program)
+
+        return _PLANS.get(key, make)
+
+    def _at(
+        self,
+        specs: Specs,
+        literals: dict[str, Any],
+        operations: tuple[Callable[..., Any], ...],
+        device: torch.device | str,
+    ) -> Program | None:
+        try:
+            with _quietly():
+                choices = _Choices(self.taken, operations)
+                return self.pattern._trace(specs, literals, choices, device)
+        except (RuntimeError, IndexError, TypeError, ValueError, AssertionError):
+            return None  # not at these shapes

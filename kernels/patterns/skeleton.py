@@ -1,0 +1,97 @@
+"""Skeleton: what a pattern is at shapes of no importance, which says where to look for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from torchard.kernels.patterns.match_plan import is_firm
+from torchard.kernels.terms.access import Access
+from torchard.kernels.terms.reading import bare, inside
+from torchard.kernels.terms.terms import Term
+
+__all__ = ["Skeleton", "same_form"]
+
+
+@dataclass(frozen=True)
+class Skeleton:
+    """A pattern's terms at shapes of no importance.
+
+    Attributes:
+        roots: one per output, in order; accesses: how each is read.
+        inputs: the tensor inputs' terms.
+        markers: for each number that stands for a literal, its name.
+    """
+
+    roots: tuple[Term, ...]
+    accesses: tuple[Access, ...]
+    inputs: tuple[Term, ...]
+    markers: dict[float, str]
+    sizes: dict[Term, int] = field(default_factory=dict)
+    read: dict[Term, frozenset[int]] = field(default_factory=dict)
+
+    @cached_property
+    def terms(self) -> frozenset[Term]:
+        """All that is computed, inputs among it."""
+        return inside(self.roots)
+
+    @cached_property
+    def turned(self) -> frozenset[int]:
+        """The numbers of the inputs that are the matrix of a product, the dim that is summed first."""
+        found = set()
+        for term in self.terms:
+            for operand, access in term.operands if term.op == "dot" else ():
+                kept = max((stride for _, stride in access.dims[: len(term.sizes)]), default=0)
+                summed = max((stride for _, stride in access.dims[len(term.sizes) :]), default=0)
+                if operand in self.inputs and summed > kept:
+                    found.add(self.inputs.index(operand))
+        return frozenset(found)
+
+    @cached_property
+    def operations(self) -> frozenset[Any]:
+        """Those that it has wherever it is, whatever becomes of sums and products."""
+        ops = (term.op for term in self.terms if is_firm(term))
+        return frozenset(op for op in ops if getattr(op, "namespace", "") != "torchard_pattern")
+
+    @cached_property
+    def widest(self) -> int:
+        """The output that depends on most inputs."""
+        return max(range(len(self.roots)), key=lambda j: len(self.reads(self.roots[j])))
+
+    def reads(self, term: Term) -> frozenset[int]:
+        """The numbers of the inputs that a term depends on."""
+        if term not in self.read:
+            found = {self.inputs.index(term)} if term in self.inputs else set()
+            self.read[term] = frozenset(found.union(*(self.reads(o) for o, _ in term.operands)))
+        return self.read[term]
+
+    def size(self, term: Term) -> int:
+        """How many operations there are in a term, what is shared counted as often as it is read."""
+        if term not in self.sizes:
+            self.sizes[term] = 1 + sum(self.size(operand) for operand, _ in term.operands)
+        return self.sizes[term]
+
+
+def same_form(one: Skeleton, other: Skeleton, *, rounding: bool = False) -> bool:
+    """Whether they are the same operations on the same inputs, factors aside.
+
+    Args:
+        rounding: and rounded at the same places; casts are left out otherwise.
+    """
+    known: dict[Any, int] = {}
+    return _forms(one.roots, known, rounding) == _forms(other.roots, known, rounding)
+
+
+def _forms(terms: Sequence[Term], known: dict[Any, int], rounding: bool) -> list[int]:
+    """Numbers of terms, equal where their forms are."""
+    found = []
+    for term in terms if rounding else map(bare, terms):
+        if term not in known:
+            inner = _forms([operand for operand, _ in term.operands], known, rounding)
+            number = term.numbers if term.op == "input" else ()
+            key = term.op, tuple(inner), number, term.dtype if rounding else None
+            known[term] = known.setdefault(key, len(known))
+        found.append(known[term])
+    return found

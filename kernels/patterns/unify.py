@@ -1,0 +1,323 @@
+"""Unification: where a pattern's skeleton fits a program's terms, shapes and numbers aside.
+
+It only proposes. What it proposes is verified by evaluating the pattern on what its inputs would be
+(match.py), so being generous here costs time and is never wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from torchard.kernels.patterns.effort import Effort
+from torchard.kernels.patterns.skeleton import Skeleton
+from torchard.kernels.terms.reading import Reading, bare, operations
+from torchard.kernels.terms.terms import Operand, Term, Value, literal
+
+__all__ = ["Binding", "Unifier"]
+
+_COMMUTES = ("dot", "maximum")
+Path = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """What a pattern's inputs might be.
+
+    Attributes:
+        inputs: for an input's number, the term.
+        paths: for an input's number, how it is reached from roots: operand by operand.
+        literals: numbers by name.
+        nodes: for the place of a ``call(predicate)``, the node.
+    """
+
+    inputs: Mapping[int, Term] = field(default_factory=dict)
+    paths: Mapping[int, tuple[Path, ...]] = field(default_factory=dict)
+    literals: Mapping[str, Any] = field(default_factory=dict)
+    nodes: Mapping[int, Any] = field(default_factory=dict)
+
+    def with_input(self, i: int, term: Term, path: Path | None) -> Binding | None:
+        known = self.inputs.get(i)
+        if known is not None and known is not term and bare(known) is not bare(term):
+            return None
+        paths = self.paths
+        if path is not None:
+            paths = {**paths, i: (*paths.get(i, ()), path)}
+        # The value with the fewest casts around it: the pattern makes its own.
+        first = known if known is not None and known.id <= term.id else term
+        return replace(self, inputs={**self.inputs, i: first}, paths=paths)
+
+
+class Unifier:
+    """One skeleton against the terms of one program."""
+
+    def __init__(
+        self,
+        skeleton: Skeleton,
+        reading: Reading,
+        predicates: list[Callable[[str], bool]],
+        effort: Effort,
+        weights: Collection[int] = (),
+    ) -> None:
+        self.skeleton = skeleton
+        self.reading = reading
+        self.predicates = predicates
+        self.effort = effort
+        self.numbers = {term: i for i, term in enumerate(skeleton.inputs)}
+        self.best = 0.0  # how deep it fitted, at most: for near misses
+        self.reached: tuple[Term, Term] | None = None
+        self.weights = weights
+        self._needs: dict[int, list[frozenset[Any]]] = {}
+
+    def at(self, root: int, term: Term, binding: Binding | None = None) -> Iterator[Binding]:
+        """All ways in which one output could be this term, or a part of it if it is a sum.
+
+        Args:
+            binding: what other outputs have said; paths lead from the first of them.
+        """
+        path = () if binding is None else None
+        yield from self._unify(self.skeleton.roots[root], term, binding or Binding(), path, 0, True)
+
+    def needs(self, root: int) -> list[frozenset[Any]]:
+        """The operations that one output has within 1, 2, 3 steps."""
+        if root not in self._needs:
+            term = self.skeleton.roots[root]
+            known: dict[Any, frozenset[Any]] = {
+                (one, depth): frozenset() for one in self._anything for depth in range(4)
+            }
+            self._needs[root] = [operations(term, depth, known) for depth in (1, 2, 3)]
+        return self._needs[root]
+
+    @cached_property
+    def _anything(self) -> set[Term]:
+        """Terms that may be anything, or have no place of their own in a program's."""
+        found: set[Term] = set()
+        todo = list(self.skeleton.roots)
+        while todo:
+            term = bare(todo.pop())
+            kind = getattr(term.op, "namespace", "")
+            if term in self.numbers or term.op == "constant" or kind == "torchard_pattern":
+                found.add(term)
+            else:
+                todo += [operand for operand, _ in term.operands]
+        return found
+
+    def candidates(self, root: int, binding: Binding) -> list[Term]:
+        """What one output might be: if an input that it reads is bound, what reads that in this way."""
+        path = self._way(bare(self.skeleton.roots[root]), binding)
+        if path is None:
+            return self.reading.by_op.get(bare(self.skeleton.roots[root]).op, [])
+        *steps, number = path
+        found = {binding.inputs[number]: None}
+        for op in reversed(steps):
+            found = dict.fromkeys(t for term in found for t in self.reading.readers(term, op))
+        return [term for term in found if term in self.reading.nodes]
+
+    def _way(self, term: Term, binding: Binding) -> list[Any] | None:
+        """The operations from a term down to an input that is bound, and the input's number."""
+        for operand, _ in term.operands:
+            number = self.numbers.get(bare(operand), -1)
+            if number in binding.inputs:
+                return [term.op, number]
+        for operand, _ in term.operands:
+            found = self._way(bare(operand), binding)
+            if found is not None:
+                return [term.op, *found]
+        return None
+
+    def _unify(
+        self, p: Term, t: Term, b: Binding, path: Path | None, depth: int, root: bool = False
+    ) -> Iterator[Binding]:
+        self.effort.spend()
+        i = self.numbers.get(p)
+        if i is not None:
+            if i in self.weights and not self._is_weight(i, t, b):
+                return
+            found = b.with_input(i, t, path)
+            if found is not None:
+                yield found
+            return
+        p = bare(p)
+        if p in self.numbers:  # a cast or a multiple of an input
+            yield from self._unify(p, t, b, path, depth)
+            return
+        while bare(t) is not t:
+            t = t.operands[0][0]
+            path = None if path is None else (*path, 0)
+        if p.op == "constant":
+            if t.op == "constant":
+                yield from self._numbers(p, t, b)
+            return
+        if getattr(p.op, "namespace", "") == "torchard_pattern":
+            yield from self._any(p, t, b, path, depth)
+            return
+        if p.op != t.op:
+            self._near(depth + 0.5, p, t)
+            return
+        self._near(depth + 1, p, t)
+        for bound in self._numbers(p, t, b):
+            yield from self._operands(p, t, bound, path, depth + 1, root)
+
+    def _is_weight(self, i: int, t: Term, b: Binding) -> bool:
+        """Whether a term is an input of the program, and no other weight of the pattern."""
+        others = (bare(b.inputs[j]) for j in self.weights if j != i and j in b.inputs)
+        return bare(t).op == "input" and bare(t) not in others
+
+    def _near(self, depth: float, p: Term, t: Term) -> None:
+        if depth > self.best:
+            self.best, self.reached = depth, (p, t)
+
+    def _operands(
+        self, p: Term, t: Term, b: Binding, path: Path | None, depth: int, root: bool
+    ) -> Iterator[Binding]:
+        mine = [o for o, _ in p.operands]
+        theirs = list(enumerate(t.operands))
+        if p.op in ("sum", "product"):
+            order = sorted(mine, key=lambda o: (self._is_input(o), -self.skeleton.size(o)))
+            yield from self._assign(order, theirs, t, b, path, depth, root)
+            if p.op == "product" and len(theirs) > len(mine):
+                # An input that is a product is several of theirs: the last of mine, whichever it is.
+                for other in filter(self._is_input, order[:-1]):
+                    turned = [*(o for o in order if o is not other), other]
+                    yield from self._assign(turned, theirs, t, b, path, depth, root)
+            return
+        if len(mine) != len(theirs):
+            return
+        yield from self._each(mine, theirs, b, path, depth)
+        if p.op in _COMMUTES:
+            yield from self._each(mine, theirs[::-1], b, path, depth)
+
+    def _is_input(self, term: Term) -> bool:
+        return bare(term) in self.numbers
+
+    def _each(
+        self,
+        mine: list[Term],
+        theirs: list[tuple[int, Operand]],
+        b: Binding,
+        path: Path | None,
+        depth: int,
+    ) -> Iterator[Binding]:
+        if not mine:
+            yield b
+            return
+        k, (term, _) = theirs[0]
+        step = None if path is None else (*path, k)
+        for bound in self._unify(mine[0], term, b, step, depth):
+            yield from self._each(mine[1:], theirs[1:], bound, path, depth)
+
+    def _assign(
+        self,
+        mine: list[Term],
+        theirs: list[tuple[int, Operand]],
+        t: Term,
+        b: Binding,
+        path: Path | None,
+        depth: int,
+        root: bool,
+    ) -> Iterator[Binding]:
+        """Operands in any order; at a root some may be left, an input may be several of them."""
+        if not mine:
+            if not theirs or root:
+                yield b
+            return
+        if len(mine) > len(theirs):
+            return
+        first, rest = mine[0], mine[1:]
+        last = not rest and self._is_input(first)
+        if last and len(theirs) > 1:
+            group = self._group(t, theirs)
+            if group is not None:
+                yield from self._unify(first, group, b, None, depth)
+            if not root:
+                return
+        possible = self._possible(first, b)
+        for at, (k, (term, _)) in enumerate(theirs):
+            if possible is not None and bare(term) not in possible:
+                continue
+            step = None if path is None else (*path, k)
+            for bound in self._unify(first, term, b, step, depth):
+                left = theirs[:at] + theirs[at + 1 :]
+                yield from self._assign(rest, left, t, bound, path, depth, root)
+
+    def _possible(self, p: Term, b: Binding) -> set[Term] | None:
+        """What an operation of a bound input may be: what reads that; None if it may be anything."""
+        p = bare(p)
+        # Of a sum, what it reads may have become several operands.
+        if p in self._anything or p.op in ("sum", "product"):
+            return None
+        numbers = (self.numbers.get(bare(operand), -1) for operand, _ in p.operands)
+        bound = next((i for i in numbers if i in b.inputs), None)
+        if bound is None:
+            return None
+        return set(map(bare, self.reading.readers(b.inputs[bound], p.op)))
+
+    def _group(self, t: Term, theirs: list[tuple[int, Operand]]) -> Term | None:
+        """Several operands of a sum or product as one term, if the program has that value."""
+        store = self.reading.store
+        shape = (*t.sizes, *t.reduced)
+        parts = [(t.numbers[k], Value(term, access)) for k, (term, access) in theirs]
+        make = store.add if t.op == "sum" else store.multiply
+        found = make(parts, shape, t.dtype).term
+        known = found in self.reading.nodes or found in self.reading.multiples
+        return found if known else None
+
+    def _numbers(self, p: Term, t: Term, b: Binding) -> Iterator[Binding]:
+        """Literals are read off where the markers are; other numbers are verified later."""
+        literals = dict(b.literals)
+        # Sums of several are in an order of their own: only the constant has a place.
+        mine, theirs = p.numbers, t.numbers
+        if p.op == "sum":
+            mine, theirs = mine[-1:], theirs[-1:]
+        for want, have in zip(_flat(mine), _flat(theirs), strict=False):
+            name = self._marked(want)
+            if name is not None and literals.setdefault(name, have) != have:
+                return
+        yield replace(b, literals=literals) if literals else b
+
+    def _marked(self, value: Any) -> str | None:
+        if not isinstance(value, float):
+            return None
+        near = (n for m, n in self.skeleton.markers.items() if abs(m - value) < 1e-6)
+        return next(near, None)
+
+    def _any(
+        self, p: Term, t: Term, b: Binding, path: Path | None, depth: int
+    ) -> Iterator[Binding]:
+        """Any one operation that a predicate accepts."""
+        ((_, place),) = _calls(p)
+        for node in self.reading.nodes.get(t, ()):
+            if node.op != "call_function" or not self.predicates[place](_name(node.target)):
+                continue
+            known = b.nodes.get(place)
+            if known is not None and known.target is not node.target:
+                continue
+            values = [self.reading.values[n] for n in node.all_input_nodes]
+            operands = [v.term for v in values if isinstance(v, Value) and literal(v) is None]
+            if len(operands) != len(p.operands):
+                continue
+            bound = replace(b, nodes={**b.nodes, place: node})
+            mine = [o for o, _ in p.operands]
+            theirs = [(k, (term, None)) for k, term in enumerate(operands)]
+            yield from self._each(mine, theirs, bound, None, depth + 1)  # type: ignore[arg-type]
+
+
+def _calls(p: Term) -> list[tuple[Any, int]]:
+    """The place that an operation of ``call`` was given."""
+    place = [v for v in _flat(p.numbers) if isinstance(v, int)]
+    return [(p, place[-1])]
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value
+
+
+def _name(target: Any) -> str:
+    name = getattr(target, "__name__", str(target))
+    return str(name).removesuffix(".default")

@@ -1,0 +1,393 @@
+"""Verification: a proposal is right if the pattern, evaluated on what it says, is in the program.
+
+The pattern is traced at exactly the shapes and dtypes of what its inputs might be and evaluated on them,
+in the program's own store of terms. It is there if what comes out is the same term as a node's.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.kernels.patterns.effort import EVALUATION, Effort
+from torchard.kernels.patterns.match_plan import Plan, Step
+from torchard.kernels.patterns.pattern import Alternative, Pattern
+from torchard.kernels.patterns.unify import Binding, Path
+from torchard.kernels.terms.access import Access
+from torchard.kernels.terms.dims import Dims
+from torchard.kernels.terms.evaluate import evaluate, value_of
+from torchard.kernels.terms.reading import Reading, bare
+from torchard.kernels.terms.terms import Term, Value, through
+
+__all__ = ["Found", "Root", "Verifier"]
+
+# Of one proposal: shapes its inputs may have, and inputs of those shapes that decide the first output.
+_SHAPES = 48
+_COMBINATIONS = 48
+# Values tried for single inputs, most of which show at once that they are wrong.
+_TRIES = 1024
+
+Env = dict[fx.Node, Any]
+Spec = tuple[tuple[int, ...], torch.dtype]
+Options = Sequence[Sequence[Value]]
+_Given = tuple[Options, tuple[tuple[str, Any], ...], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Root:
+    """One output of a pattern, found.
+
+    Attributes:
+        output: which.
+        value: what the pattern returns.
+        term: of the program: the same, or a sum that it is a part of.
+        rest: the other operands of that sum.
+    """
+
+    output: int
+    value: Value
+    term: Term
+    rest: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Found:
+    """An occurrence.
+
+    Attributes:
+        inputs: what the pattern's inputs are.
+        literals: what its literals are, in order.
+        operations: what its call(predicate) are.
+    """
+
+    alternative: Alternative
+    inputs: tuple[Value, ...]
+    literals: tuple[tuple[str, Any], ...]
+    operations: tuple[Any, ...]
+    roots: tuple[Root, ...]
+
+    @property
+    def pattern(self) -> Pattern:
+        return self.alternative.pattern
+
+
+class Verifier:
+    """Says of proposals what they are proofs of, in one program."""
+
+    def __init__(self, reading: Reading, effort: Effort) -> None:
+        self.reading = reading
+        self.effort = effort
+        self.known = len(reading.store)  # terms made from now on are none of the program's
+        self._steps: dict[tuple[Value, int], Value | None] = {}
+        self._tried: dict[Any, Env | None] = {}
+        self._sums: dict[Term, Counter[tuple[Any, Term]]] = {}
+
+    def verified(
+        self, alternative: Alternative, first: int, term: Term, bound: Binding, partly: bool
+    ) -> Found | None:
+        """What a binding says, if one output is this term and the others are there, too.
+
+        Args:
+            partly: some of the others are enough.
+        """
+        self.effort.spend(EVALUATION)
+        given = self._given(alternative, term, bound)
+        if given is None:
+            return None
+        options, literals, operations = given
+        tries = itertools.count()
+        for specs in itertools.islice(_fitting(options, alternative.pattern.dims), _SHAPES):
+            plan = alternative.plan(specs, literals, operations)
+            if plan is None or len(plan.program.inputs) != len(options):  # it closes over tensors
+                continue
+            alike = [
+                [v for v in values if spec_of(v) == spec]
+                for values, spec in zip(options, specs, strict=True)
+            ]
+            trial = _Trial(self, plan, first, term, alike, tries)
+            for env in itertools.islice(trial.decided(), _COMBINATIONS):
+                values = [env[result] for result in plan.program.results]
+                roots = self._roots(values, first, term)
+                if partly or len(roots) == len(values):
+                    inputs = tuple(env[n] for n in plan.program.placeholders)
+                    return Found(alternative, inputs, literals, operations, tuple(roots))
+        return None
+
+    def returned(
+        self, alternative: Alternative, first: int, term: Term, bound: Binding
+    ) -> Value | None:
+        """What an output would be by a binding that is not right; None where dims do not fit."""
+        given = self._given(alternative, term, bound)
+        if given is None:
+            return None
+        options, literals, operations = given
+        for specs in itertools.islice(_fitting(options, alternative.pattern.dims), _SHAPES):
+            plan = alternative.plan(specs, literals, operations)
+            if plan is None or len(plan.program.inputs) != len(options):
+                continue
+            inputs = [
+                next(v for v in values if spec_of(v) == spec)
+                for values, spec in zip(options, specs, strict=True)
+            ]
+            env = evaluate(plan.program.graph, inputs, self.reading.store)
+            found: Value = env[plan.program.results[first]]
+            return found
+        return None
+
+    def _given(self, alternative: Alternative, term: Term, bound: Binding) -> _Given | None:
+        """What inputs, literals and operations may be; None if one of them is nothing."""
+        node, skeleton = self.reading.nodes[term][0], alternative.skeleton
+        options = [
+            self._options(node, bound, i, i in skeleton.turned) for i in range(len(skeleton.inputs))
+        ]
+        literals = tuple((n, bound.literals.get(n)) for n in alternative.pattern.literals)
+        if not all(options) or any(value is None for _, value in literals):
+            return None
+        operations = tuple(_operation(bound.nodes[i]) for i in sorted(bound.nodes))
+        options = [[v for v in values if not self._too_late(v, term)] for values in options]
+        return options, literals, operations
+
+    def follow(self, plan: Plan, step: Step, env: Env, chosen: tuple[Value, ...]) -> Env | None:
+        """What is known once an input is; None if that is nothing of the program's."""
+        key = plan, step, chosen
+        if key not in self._tried:
+            self._tried[key] = self._follow(step, env)
+        found = self._tried[key]
+        return None if found is None else {**env, **found}
+
+    def _follow(self, step: Step, env: Env) -> Env | None:
+        found: Env = {}
+        inside = {**env}
+        for node in step.nodes:
+            self.effort.spend(EVALUATION)
+            inside[node] = found[node] = value_of(self.reading.store, node, inside)
+            if node in step.firm and bare(found[node].term).id >= self.known:
+                return None
+        return found
+
+    def _roots(self, values: Sequence[Value], first: int, term: Term) -> list[Root]:
+        """Which of the pattern's values the program has, the first of which it does."""
+        found = [self.root(first, values[first], [term])]
+        for j, value in enumerate(values):
+            if j != first and isinstance(value, Value):
+                exact = [value.term] if value.term in self.reading.nodes else []
+                sums = self.reading.by_op.get("sum", []) if value.term.op == "sum" else []
+                # A value of the forward does not come from what depends on a cotangent.
+                terms = [t for t in exact or sums if self._phase(t) == self._phase(term)]
+                found.append(self.root(j, value, terms))
+        return [root for root in found if root is not None]
+
+    def _phase(self, term: Term) -> Any:
+        node = self.reading.nodes[term][0]
+        return node.meta.get("phase"), node in self.reading.behind
+
+    def _too_late(self, value: Value, term: Term) -> bool:
+        """Whether a value depends on a cotangent, and a term does not."""
+        behind, nodes = self.reading.behind, self.reading.nodes
+        return nodes[term][0] not in behind and any(
+            n in behind for n in nodes.get(value.term, ())[:1]
+        )
+
+    def root(self, output: int, value: Value, terms: Sequence[Term]) -> Root | None:
+        """The first of some terms that a value is, or is a part of."""
+        for term in terms:
+            if value.term is term and any(map(value.is_reshape_of, self.reading.read_as(term))):
+                return Root(output, value, term)
+            rest = self._rest(value, term)
+            if rest is not None:
+                return Root(output, value, term, rest)
+        return None
+
+    def _rest(self, value: Value, term: Term) -> tuple[int, ...] | None:
+        """The operands of a sum that are left if a value is a part of it."""
+        part = value.term
+        if part.op != "sum" or term.op != "sum" or len(part.operands) >= len(term.operands):
+            return None
+        if part in self.reading.nodes:  # it is a value of its own, and found there
+            return None
+        if part.numbers[-1] != 0 or not term.sizes:
+            return None
+        if not self._summands(part) <= self._summands(term):
+            return None
+        whole = self.reading.first[term]
+        mine = value.access.reshaped(whole.shape)
+        if mine is None:
+            return None
+        wanted = [_read(Value(part, mine), k) for k in range(len(part.operands))]
+        there = [_read(whole, k) for k in range(len(term.operands))]
+        left = list(range(len(there)))
+        for operand in wanted:
+            at = next((k for k in left if operand is not None and there[k] == operand), None)
+            if at is None:
+                return None
+            left.remove(at)
+        return tuple(left)
+
+    def _summands(self, term: Term) -> Counter[tuple[Any, Term]]:
+        """How often a sum has which multiple of which term, however it is read."""
+        if term not in self._sums:
+            operands = (operand for operand, _ in term.operands)
+            self._sums[term] = Counter(zip(term.numbers, operands, strict=False))
+        return self._sums[term]
+
+    def _options(self, node: fx.Node, bound: Binding, i: int, turned: bool = False) -> list[Value]:
+        """The values that an input may be: seen from the root, then as the program has them."""
+        term = bound.inputs.get(i)
+        if term is None:
+            return []
+        found: dict[Value, None] = {}
+        paths = sorted(bound.paths.get(i, ()), key=len)
+        for end in dict.fromkeys(self._reached(self.reading.value(node), path) for path in paths):
+            found.update(dict.fromkeys(_seen(end, turned)))
+        # A factor may have been the input's: it has been pulled out of what was made of it.
+        for inner in [*_inside(term), *self.reading.multiples.get(term, ())]:
+            for value in self.reading.read_as(inner):
+                found[value] = None
+                found[Value(inner, _aligned(value.access))] = None
+                if len(value.shape) == 2:
+                    found[Value(inner, value.access.permuted([1, 0]))] = None
+        usable = [
+            v for v in found if v.term in self.reading.nodes or _from_biased(v.term, self.reading)
+        ]
+        # Of what is there before a cast and after it, what takes fewer bytes to read.
+        return sorted(usable, key=lambda value: value.dtype.itemsize)
+
+    def _reached(self, value: Value, path: Path) -> Value | None:
+        """From a value operand by operand. Paths are many, and most of what they lead over the same."""
+        found: Value | None = value
+        for k in path:
+            if found is None:
+                return None
+            key = found, k
+            if key not in self._steps:
+                self._steps[key] = through(found, k, within=True)
+            found = self._steps[key]
+        return found
+
+
+class _Trial:
+    """One plan with several values for each input.
+
+    Args:
+        tries: counts the values tried for single inputs.
+    """
+
+    def __init__(
+        self,
+        verifier: Verifier,
+        plan: Plan,
+        first: int,
+        term: Term,
+        options: Options,
+        tries: Iterator[int],
+    ) -> None:
+        self.verifier, self.plan, self.options, self.tries = verifier, plan, options, tries
+        self.first, self.term = first, term
+        self.course = plan.course(first)
+
+    def decided(
+        self, at: int = 0, env: Env | None = None, chosen: tuple[Value, ...] = ()
+    ) -> Iterator[Env]:
+        """The values of all nodes, in every way in which the first output is the term."""
+        env = env or {}
+        if at == len(self.course):
+            yield env
+            return
+        step = self.course[at]
+        for value in self.options[step.number]:
+            if next(self.tries) > _TRIES:
+                return
+            given = {**env, self.plan.program.placeholders[step.number]: value}
+            following = self.verifier.follow(self.plan, step, given, (*chosen, value))
+            if following is not None and (not step.decided or self._is_there(following)):
+                yield from self.decided(at + 1, following, (*chosen, value))
+
+    def _is_there(self, env: Env) -> bool:
+        value = env[self.plan.program.results[self.first]]
+        return self.verifier.root(self.first, value, [self.term]) is not None
+
+
+def spec_of(value: Value) -> Spec:
+    return tuple(value.shape), value.dtype
+
+
+def _fitting(options: Options, dims: Dims | None) -> Iterator[tuple[Spec, ...]]:
+    """A shape and dtype of each, as the dims go together."""
+    specs = [list(dict.fromkeys(map(spec_of, values))) for values in options]
+
+    def extend(chosen: tuple[Spec, ...]) -> Iterator[tuple[Spec, ...]]:
+        rest = len(specs) - len(chosen)
+        shapes = [*(shape for shape, _ in chosen), *[None] * rest]
+        if dims is not None and not dims.fit(shapes):
+            return
+        if not rest:
+            yield chosen
+            return
+        for spec in specs[len(chosen)]:
+            yield from extend((*chosen, spec))
+
+    yield from extend(())
+
+
+def _operation(node: fx.Node) -> Any:
+    """A node as a function of its operands."""
+    args, kwargs, target = node.args, node.kwargs, node.target
+
+    def run(*tensors: Any) -> Any:
+        given = dict(zip(node.all_input_nodes, tensors, strict=True))
+        real_args, real_kwargs = fx.map_arg((args, kwargs), given.__getitem__)
+        return target(*real_args, **real_kwargs)  # type: ignore[operator]
+
+    return run
+
+
+def _inside(term: Term) -> Iterator[Term]:
+    """A term and what it is a cast or a multiple of."""
+    yield term
+    while bare(term) is not term:
+        term = term.operands[0][0]
+        yield term
+
+
+def _read(value: Value, k: int) -> tuple[Any, ...] | None:
+    """An operand of a sum: how often which term, read how."""
+    found = through(value, k)
+    if found is None:
+        return None
+    return value.term.numbers[k], found.term, found.access
+
+
+def _seen(found: Value | None, turned: bool) -> Iterator[Value]:
+    """What is reached from a value, in the dims of the value, cast or not.
+
+    Args:
+        turned: it is the matrix of a product, and the pattern has the dim that is summed first.
+    """
+    while found is not None:
+        dims = found.access.dims
+        if turned:
+            matrix = tuple(d for d in dims if d[1])
+            yield Value(found.term, Access((*matrix[-1:], *matrix[:-1]), found.access.offset))
+        if all(stride or size == 1 for size, stride in dims):
+            yield found
+        yield Value(found.term, _aligned(found.access))
+        yield Value(found.term, Access(tuple(d for d in dims if d[1]), found.access.offset))
+        found = through(found) if bare(found.term) is not found.term else None
+
+
+def _aligned(access: Access) -> Access:
+    """Without the dims in front that nothing moves in, which broadcasting adds again."""
+    dims = access.dims
+    lead = next((i for i, (_, stride) in enumerate(dims) if stride), len(dims))
+    return Access(tuple((s, t) if t else (1, 0) for s, t in dims[lead:]), access.offset)
+
+
+def _from_biased(term: Term, reading: Reading) -> bool:
+    """Whether a product is part of a biased one, so that it can be had on its own."""
+    return term.op == "dot" and term in reading.products

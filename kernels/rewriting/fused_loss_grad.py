@@ -1,0 +1,139 @@
+"""A kernel and its gradient as one, where a program has both and the gradient need not wait.
+
+A loss is the last of a forward: the cotangent it gets is known before it is. One pass over the logits
+then gives both, and what the gradient would compute again, it has.
+
+Source: Hsu et al. 2024 (arXiv:2410.10989), section 3.2.
+"""
+
+from __future__ import annotations
+
+from collections import UserString
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.core.outputs import several
+from torchard.functional.programs.kernel_call import Fused
+from torchard.functional.programs.program import Program
+from torchard.functional.torch_internals.operators import aten
+from torchard.functional.trace import trace
+from torchard.kernels.execution.autotune import Choice
+from torchard.kernels.execution.optional_backends import implementation
+from torchard.kernels.patterns.gradient import RESULT
+from torchard.kernels.patterns.kernel import Kernel
+from torchard.kernels.patterns.match import Found
+from torchard.kernels.rewriting.region import Region
+
+__all__ = ["Pair", "let_go_of_losses"]
+
+
+class Pair:
+    """An occurrence of a kernel and one of its gradient.
+
+    Attributes:
+        found: both as one, the inputs of the first in front; None if they do not go together.
+    """
+
+    def __init__(self, kernel: Kernel, forward: Found, backward: Found) -> None:
+        self.kernel, self.members = kernel, (forward, backward)
+        self.positions: list[int] = []
+        self.found = self._merged()
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel.name}_with_backward"
+
+    def _merged(self) -> Found | None:
+        forward, backward = self.members
+        if forward.literals != backward.literals or not all(map(_complete, self.members)):
+            return None
+        names, inputs = forward.pattern.inputs, list(forward.inputs)
+        results = {f"{RESULT}{root.output}": root for root in forward.roots}
+        for name, value in zip(backward.pattern.inputs, backward.inputs, strict=True):
+            if name in results:
+                if results[name].value != value:
+                    return None
+                self.positions.append(-1 - results[name].output)
+            elif name not in names:
+                self.positions.append(len(inputs))
+                inputs.append(value)
+            elif inputs[names.index(name)] == value:
+                self.positions.append(names.index(name))
+            else:
+                return None  # one reads it in other dims than the other
+        count = len(forward.roots)
+        more = (replace(root, output=root.output + count) for root in backward.roots)
+        return replace(forward, inputs=tuple(inputs), roots=(*forward.roots, *more))
+
+    def fused(self, device: torch.device, compiler: str) -> tuple[Fused, UserString] | None:
+        """What the node calls, and how it runs; None if nothing runs both at once on this device."""
+        if implementation(self.kernel.joint, device.type).run is None:
+            return None
+        backward = self.kernel.gradient
+        assert backward is not None
+        regions = [
+            Region(kernel, found, compiler)
+            for kernel, found in zip((self.kernel, backward), self.members, strict=True)
+        ]
+        both = _Both(self.name, self.kernel, regions, self.positions)
+        both.way.data = both.label(device.type, [])
+        return Fused(
+            self.name, both.key, both.reference, both.choose, lambda ins, outs: None
+        ), both.way
+
+
+class _Both(Choice):
+    """Runs both at once.
+
+    Args:
+        positions: of the gradient's inputs among those of both; of output j, -1 - j.
+    """
+
+    def __init__(
+        self, name: str, kernel: Kernel, regions: Sequence[Region], positions: Sequence[int]
+    ) -> None:
+        super().__init__()
+        self.name, self.implementations = name, kernel.joint
+        self.forward, self.backward = regions
+        self.positions, self.compiler = tuple(positions), self.forward.compiler
+        self.literals, self.dims = self.forward.literals, None
+
+    @property
+    def key(self) -> Hashable:
+        return "both", self.forward.key, self.backward.key, self.positions
+
+    def program(self, tensors: Sequence[torch.Tensor]) -> Program:
+        return trace(self._both)(*tensors)
+
+    def _both(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
+        count = len(self.forward.found.inputs)
+        results = several(self.forward.reference(*tensors[:count]))
+        read = (tensors[i] if i >= 0 else results[-1 - i] for i in self.positions)
+        return *results, *several(self.backward.reference(*read))
+
+
+def _complete(found: Found) -> bool:
+    """Whether all of its outputs were found, in order, each as a value of its own."""
+    outputs = range(len(found.alternative.skeleton.roots))
+    return [root.output for root in found.roots] == list(outputs) and not any(
+        root.rest for root in found.roots
+    )
+
+
+def let_go_of_losses(program: Program) -> None:
+    """Ones like a number, as every gradient begins with, are ones: they need not wait for the number."""
+    for node in program.graph.find_nodes(op="call_function", target=aten.ones_like.default):
+        val = node.meta["val"]
+        if val.ndim:
+            continue
+        with program.graph.inserting_before(node):
+            ones: fx.Node = program.graph.call_function(
+                aten.ones.default, ([],), {"dtype": val.dtype, "device": val.device}
+            )
+        ones.meta.update(node.meta)
+        node.replace_all_uses_with(ones)
+        program.graph.erase_node(node)

@@ -1,0 +1,34 @@
+"""Bytes that operations move, run one by one."""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from torchard.functional.core.outputs import tensors_of
+from torchard.functional.programs.views import is_view
+
+__all__ = ["moved", "moves_nothing", "size_of"]
+
+
+def size_of(node: fx.Node) -> int:
+    """Bytes of a node's value; of what is expanded, those there are."""
+    found = 0
+    for v in tensors_of(node.meta.get("val")):
+        n = 1
+        for size, stride in zip(v.shape, v.stride(), strict=True):
+            n *= size if stride else 1
+        found += n * v.dtype.itemsize
+    return found
+
+
+def moves_nothing(node: fx.Node) -> bool:
+    return is_view(node) or node.target is operator.getitem
+
+
+def moved(node: fx.Node) -> int:
+    """Bytes that a node reads and writes, run by itself; views move none."""
+    if moves_nothing(node):
+        return 0
+    return size_of(node) + sum(size_of(n) for n in node.all_input_nodes)

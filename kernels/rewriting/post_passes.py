@@ -1,0 +1,114 @@
+"""What a graph needs once kernels have been put in."""
+
+from __future__ import annotations
+
+import heapq
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.programs.kernel_call import Fused
+from torchard.functional.programs.program import INHERITED, Program
+from torchard.functional.programs.views import is_view, storage_of
+from torchard.functional.torch_internals.operators import aten
+
+__all__ = ["each_its_own", "in_any_layout", "in_order"]
+
+
+def in_order(graph: fx.Graph) -> None:
+    """Put every node after what it reads, and otherwise leave it where it is."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    waiting = {node: len(node.all_input_nodes) for node in graph.nodes}
+    ready = [(order[n], n) for n in graph.nodes if not waiting[n]]
+    heapq.heapify(ready)
+    last: fx.Node | None = None
+    while ready:
+        _, node = heapq.heappop(ready)
+        if last is not None:
+            last.append(node)
+        last = node
+        for user in node.users:
+            waiting[user] -= 1
+            if not waiting[user]:
+                heapq.heappush(ready, (order[user], user))
+
+
+def in_any_layout(graph: fx.Graph) -> None:
+    """An implementation may lay its results out as it likes: what views them says so.
+
+    And with them whatever is laid out like its operands.
+    """
+    todo = [user for node in graph.nodes if isinstance(node.target, Fused) for user in node.users]
+    seen: set[fx.Node] = set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.target is aten.as_strided.default:
+            _laid_out(node, node.args[0])
+        elif node.target in _VIEWS:
+            node.target = aten.reshape.default
+            todo += node.users  # a view still, if it can be
+        elif node.target is operator.getitem or is_view(node) or _keeps_layout(node):
+            todo += node.users
+
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+_COPIES = (aten.clone.default, aten._to_copy.default)
+
+
+def _keeps_layout(node: fx.Node) -> bool:
+    if node.target in _COPIES:
+        return node.kwargs.get("memory_format") in (None, torch.preserve_format)
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _laid_out(user: fx.Node, operand: Any) -> None:
+    """What addresses memory finds it as it was."""
+    val = operand.meta["val"]
+    if val.is_contiguous():
+        with user.graph.inserting_before(user):
+            copy = _copied(operand)
+        user.replace_input_with(operand, copy)
+
+
+def _copied(node: fx.Node) -> fx.Node:
+    """In memory of its own, in order."""
+    made: fx.Node = node.graph.call_function(
+        aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
+    )
+    made.meta.update({k: v for k, v in node.meta.items() if k in (*INHERITED, "val")})
+    return made
+
+
+def each_its_own(before: Program, program: Program) -> None:
+    """What was returned in memory of its own still is: a kernel's may be another's, or lie beside it."""
+    output, results = program.graph.output_node(), list(program.results)
+    taken: dict[fx.Node, fx.Node] = {}
+    for i, (old, new) in enumerate(zip(before.results, results, strict=True)):
+        if not isinstance(new, fx.Node):
+            continue
+        place, lay = _storage(new), _storage(old)
+        first = taken.setdefault(place, lay)
+        if first is not lay or (_beside(place) and lay is old):
+            with program.graph.inserting_before(output):
+                results[i] = _copied(new)
+    output.args = (tuple(results),)
+
+
+def _storage(node: fx.Node) -> fx.Node:
+    """The value in whose memory a node lies; reshapes are taken for views, which they mostly are."""
+    while (found := storage_of(node)).target is aten.reshape.default:
+        node = found.all_input_nodes[0]
+    return found
+
+
+def _beside(node: fx.Node) -> bool:
+    """Whether it is one of several results that a kernel returns in one piece of memory."""
+    if node.target is not operator.getitem:
+        return False
+    target = node.all_input_nodes[0].target
+    return isinstance(target, Fused) and target.together

@@ -1,0 +1,457 @@
+"""Replacement: the users of what was found read a kernel's results instead; what nobody reads goes.
+
+On a pure graph that is sound if no cycle comes of it. It is worth doing if fewer bytes are moved.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.programs.kernel_call import Fused
+from torchard.functional.programs.program import INHERITED
+from torchard.functional.programs.views import is_view
+from torchard.functional.torch_internals.operators import aten
+from torchard.kernels.patterns.match import Found, Root
+from torchard.kernels.rewriting.memory_traffic import moved, moves_nothing, size_of
+from torchard.kernels.terms.access import Access
+from torchard.kernels.terms.reading import Reading
+from torchard.kernels.terms.terms import Term, Value, through
+
+__all__ = ["REPLACED", "Part", "Replacement", "Replacer"]
+
+REPLACED = "it has been replaced already"
+
+
+@dataclass
+class Part:
+    """One occurrence in a replacement.
+
+    Attributes:
+        sources: for each input, the node it is viewed from; None: a product of its own first.
+        roots: for each root, the nodes whose users turn to the kernel.
+        rests: for each root, what else is in the sum it is part of: nodes, how they are read, factors.
+        gone: what nobody reads any more on its account.
+        before, after: bytes moved, by what is gone and by the kernel.
+    """
+
+    found: Found
+    sources: list[fx.Node | None]
+    roots: list[list[fx.Node]]
+    rests: list[list[tuple[fx.Node, Value, float]]]
+    gone: set[fx.Node] = field(default_factory=set)
+    before: int = 0
+    after: int = 0
+
+    @property
+    def firsts(self) -> list[fx.Node]:
+        return [nodes[0] for nodes in self.roots]
+
+    @property
+    def makers(self) -> list[fx.Node]:
+        return [node for nodes in self.roots for node in nodes]
+
+    @property
+    def operations(self) -> int:
+        """How many nodes that compute something go."""
+        return sum(not moves_nothing(node) for node in self.gone)
+
+
+@dataclass
+class Replacement:
+    """Occurrences replaced together: a kernel's own, and that of its gradient.
+
+    Attributes:
+        gone: everything nobody reads any more.
+        before, after: bytes moved.
+        refused: why it must not be done; empty if it may.
+    """
+
+    parts: list[Part]
+    gone: set[fx.Node] = field(default_factory=set)
+    before: int = 0
+    after: int = 0
+    refused: str = ""
+
+    @property
+    def operations(self) -> int:
+        """How many nodes that compute something go."""
+        return sum(part.operations for part in self.parts)
+
+    @property
+    def results(self) -> list[fx.Node]:
+        """What is read from the kernels afterwards."""
+        return [node for part in self.parts for node in part.makers]
+
+
+class Replacer:
+    """Replaces what was found in a program; the graph changes, the reading of it does not.
+
+    Args:
+        wanted: whether a label on a value means that it must stay a value of the program.
+    """
+
+    def __init__(
+        self, reading: Reading, wanted: Callable[[fx.Node], bool] = lambda _: False
+    ) -> None:
+        self.reading = reading
+        self.graph = reading.program.graph
+        self.order: dict[fx.Node, float] = {n: i for n, i in reading.order.items()}
+        self.erased: set[fx.Node] = set()
+        self.turned: dict[fx.Node, fx.Node] = {}  # what is read in place of a result
+        self.wanted = wanted
+
+    # -- planning -----------------------------------------------------------------------------
+
+    def plan(self, founds: Sequence[Found]) -> Replacement:
+        """What would be done."""
+        plan = Replacement([])
+        for found in founds:
+            why = self._part(plan, found)
+            if why:
+                plan.refused = why
+                return plan
+        roots = plan.results
+        # What one kernel returns and another reads, the other reads from the kernel.
+        pinned = {n for part in plan.parts for n in part.sources if n is not None} - set(roots)
+        pinned.update(n for part in plan.parts for rest in part.rests for n, *_ in rest)
+        left = plan.gone = self._gone(roots, pinned)
+        # What goes on account of several is the first one's: a gradient has what it alone makes go.
+        for part in plan.parts[:0:-1]:
+            part.gone = self._gone(part.makers, pinned) & left
+            left = left - part.gone
+        plan.parts[0].gone = left
+        self._weigh(plan)
+        plan.refused = self._refusal(plan, set(roots))
+        return plan
+
+    def _part(self, plan: Replacement, found: Found) -> str:
+        """Add an occurrence to a plan; or why not."""
+        given = {value.term for value in found.inputs}
+        made = [(root, self._makers(root.term, root.term in given)) for root in found.roots]
+        # A result that is an input as it is (a bias's gradient) may have no operation of its own.
+        kept = [(root, nodes) for root, nodes in made if nodes or root.term not in given]
+        found = replace(found, roots=tuple(root for root, _ in kept))
+        roots = [nodes for _, nodes in kept]
+        if not roots or not all(roots):
+            return REPLACED
+        after = self._depending(node for nodes in roots for node in nodes)
+        sources = [self._source(value, after) for value in found.inputs]
+        for node, value in zip(sources, found.inputs, strict=True):
+            if node is None and not self._makeable(value, after):
+                return "an input of it is no value of the program, or depends on its result"
+        rests = []
+        for root in found.roots:
+            rest = self._rest(root, after)
+            if rest is None:
+                return "the rest of a sum it is part of has no value of its own"
+            rests.append(rest)
+        plan.parts.append(Part(found, sources, roots, rests))
+        return ""
+
+    def _makeable(self, value: Value, after: set[fx.Node]) -> bool:
+        """Whether it is a product that can be had from a biased one."""
+        node = self.reading.products.get(value.term)
+        return node is not None and after.isdisjoint(node.all_input_nodes[-2:])
+
+    def _refusal(self, plan: Replacement, roots: set[fx.Node]) -> str:
+        if any(self.wanted(node) for node in plan.gone - roots):
+            return "a value inside of it is asked for by its label"
+        for part in plan.parts:
+            marks = {n.meta.get("segments", ()) for n in part.gone if not moves_nothing(n)}
+            if len(marks) > 1:
+                return "a checkpoint's edge runs through it"
+        return ""
+
+    def _makers(self, term: Term, given: bool = False) -> list[fx.Node]:
+        """The nodes that compute a term, rather than view it; again, if it is given."""
+        alive = [n for n in self.reading.nodes[term] if n not in self.erased][given:]
+        made = [n for n in alive if n.op == "call_function" and not is_view(n)]
+        return [n for n in made if not self._lays_out(n, term)] or made
+
+    def _lays_out(self, node: fx.Node, term: Term) -> bool:
+        """Whether a node is a copy, laid out as those who view it need it: it goes on to be one."""
+        copied = [n for n in node.all_input_nodes[:1] if node.target is aten.clone.default]
+        return any(
+            self.reading.value(n).term is term
+            and n.meta["val"].stride() != node.meta["val"].stride()
+            for n in copied
+        )
+
+    def inside(self, part: Part) -> set[fx.Node]:
+        """What lies between the inputs of an occurrence and its results, these not included."""
+        ends = {node for node in part.sources if node is not None}
+        for value in part.found.inputs:
+            product = self.reading.products.get(value.term)
+            ends.update(() if product is None else product.all_input_nodes)
+        found: set[fx.Node] = set()
+        todo = part.makers
+        while todo:
+            fresh = (
+                {n for n in todo.pop().all_input_nodes if n.op == "call_function"} - found - ends
+            )
+            found |= fresh
+            todo += fresh
+        return found
+
+    def _depending(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
+        """What follows from nodes, themselves included."""
+        found = set(nodes)
+        todo = list(found)
+        while todo:
+            for user in todo.pop().users:
+                if user not in found:
+                    found.add(user)
+                    todo.append(user)
+        return found
+
+    def _source(self, value: Value, after: set[fx.Node]) -> fx.Node | None:
+        """The node that a value is best had from."""
+        nodes = [
+            n
+            for n in self.reading.nodes.get(value.term, ())
+            if n not in self.erased and n not in after
+        ]
+        if not nodes:
+            return None
+        as_is = [n for n in nodes if self.reading.value(n) == value]
+        shaped = [n for n in nodes if value.is_reshape_of(self.reading.value(n))]
+        return (as_is or shaped or nodes)[0]
+
+    def _rest(self, root: Root, after: set[fx.Node]) -> list[tuple[fx.Node, Value, float]] | None:
+        """What is added to the kernel's result: nodes, how they are read, and factors."""
+        if not root.rest:
+            return []
+        whole = self.reading.first[root.term]
+        found = []
+        for k in root.rest:
+            value = through(whole, k)
+            factor = float(root.term.numbers[k])
+            if value is None:
+                return None
+            scaled = self.reading.store.scale(value, factor)
+            node = self._source(scaled, after)
+            if node is not None:
+                found.append((node, scaled, 1.0))
+                continue
+            node = self._source(value, after)
+            if node is None:
+                return None
+            found.append((node, value, factor))
+        return found
+
+    def _gone(self, roots: Sequence[fx.Node], pinned: Collection[Any]) -> set[fx.Node]:
+        """What nobody reads any more once the users of some nodes have turned away."""
+        gone: set[fx.Node] = set()
+        todo = list(roots)
+        outputs = {self.graph.output_node()}
+        turned = set(roots)
+        while todo:
+            node = todo.pop()
+            if node in gone or node in pinned or node.op != "call_function":
+                continue
+            if node not in turned and any(u not in gone or u in outputs for u in node.users):
+                continue
+            gone.add(node)
+            todo += node.all_input_nodes
+        return gone
+
+    def _weigh(self, plan: Replacement) -> None:
+        made: set[Term] = set()
+        for part in plan.parts:
+            found = part.found
+            part.before = sum(map(moved, part.gone))
+            part.after = sum(map(_bytes, found.inputs)) + sum(_bytes(r.value) for r in found.roots)
+            for node, value in zip(part.sources, found.inputs, strict=True):
+                if node is None and value.term not in made:
+                    biased = self.reading.products[value.term]
+                    part.after += _bytes(value) + sum(map(size_of, biased.all_input_nodes[-2:]))
+                    made.add(value.term)
+            for root, rest in zip(found.roots, part.rests, strict=True):
+                part.after += sum(_bytes(value) + 2 * _bytes(root.value) for _, value, _ in rest)
+        plan.before = sum(part.before for part in plan.parts)
+        plan.after = sum(part.after for part in plan.parts)
+
+    # -- doing --------------------------------------------------------------------------------
+
+    def carry_out(self, part: Part, fused: Fused, tags: dict[str, Any]) -> fx.Node:
+        """Put one kernel in; its node."""
+        first = min(part.makers, key=self.order.__getitem__)
+        with self.graph.inserting_before(first):
+            operands = [
+                self._operand(node, value, first)
+                for node, value in zip(part.sources, part.found.inputs, strict=True)
+            ]
+            node = self._call(fused, tuple(operands), first)
+            node.meta.update(tags)
+            results = self._results(node, part.found, first)
+        for i, result in enumerate(results):
+            self._turn(part, i, result)
+        return node
+
+    def finish(self, plan: Replacement) -> None:
+        """Let go of what a plan leaves behind."""
+        self._sweep(node for part in plan.parts for node in part.makers)
+
+    def _operand(self, node: fx.Node | None, value: Value, like: fx.Node) -> fx.Node:
+        if node is not None:
+            node = self.turned.get(node, node)
+            return self._viewed(node, self.reading.value(node), value, like)
+        made = self._source(value, set()) or self._product(value.term)
+        return self._viewed(made, self.reading.value(made), value, like)
+
+    def _product(self, term: Term) -> fx.Node:
+        """The product of a biased one, by itself."""
+        biased = self.reading.products[term]
+        a, b = biased.all_input_nodes[-2:]
+        target = aten.mm.default if biased.target is aten.addmm.default else aten.bmm.default
+        with self.graph.inserting_before(biased):
+            made = self._call(target, (a, b), biased)
+        values = self.reading.value(a), self.reading.value(b)
+        self.reading.values[made] = self.reading.store.dot(*values, term.dtype)
+        self.reading.nodes[term].insert(0, made)
+        return made
+
+    def _viewed(self, node: fx.Node, have: Value, want: Value, like: fx.Node) -> fx.Node:
+        """A node's value, read in another way."""
+        if have.access == want.access:
+            return node
+        if have.access.reshaped(want.shape) == want.access:
+            return self._call(aten.reshape.default, (node, list(want.shape)), like)
+        node = self._buffer(node, have, like)
+        return self._read(node, want.access, want.term.sizes, like)
+
+    def _buffer(self, node: fx.Node, have: Value, like: fx.Node) -> fx.Node:
+        """The whole buffer of a node's term, in order."""
+        order = sorted(range(len(have.shape)), key=lambda d: -have.access.dims[d][1])
+        order = [d for d in order if have.access.dims[d][1]] + [
+            d for d in order if not have.access.dims[d][1]
+        ]
+        if order != list(range(len(order))):
+            node = self._call(aten.permute.default, (node, order), like)
+        dims = [have.access.dims[d] for d in order]
+        for d in range(len(dims) - 1, -1, -1):
+            if not dims[d][1]:  # of what is expanded, one is enough
+                node = self._call(aten.select.int, (node, d, 0), like)
+        return node
+
+    def _read(self, node: fx.Node, access: Access, sizes: Sequence[int], like: fx.Node) -> fx.Node:
+        """A whole buffer, read through strides."""
+        total = 1
+        for size in sizes:
+            total *= size
+        steps = sorted({stride for _, stride in access.dims if stride}, reverse=True)
+        radix, outer = [], total
+        for step in steps:
+            radix.append(outer // step)
+            outer = step
+        radix.append(outer)
+        node = self._call(aten.reshape.default, (node, radix), like)
+        offset, starts = access.offset, []
+        for size in reversed(radix):
+            offset, digit = divmod(offset, size)
+            starts.append(digit)
+        starts.reverse()
+        by_stride = {stride: (d, size) for d, (size, stride) in enumerate(access.dims) if stride}
+        for place, step in enumerate(steps):
+            d, size = by_stride[step]
+            if (starts[place], size) != (0, radix[place]):
+                args = (node, place, starts[place], starts[place] + size)
+                node = self._call(aten.slice.Tensor, args, like)
+        node = self._call(aten.select.int, (node, len(steps), starts[-1]), like)
+        dims = [by_stride[step][0] for step in steps]
+        if dims != sorted(dims):
+            order = sorted(range(len(dims)), key=dims.__getitem__)
+            node = self._call(aten.permute.default, (node, order), like)
+        for d, (_, stride) in enumerate(access.dims):
+            if not stride:
+                node = self._call(aten.unsqueeze.default, (node, d), like)
+        shape = list(access.shape)
+        if tuple(node.meta["val"].shape) != tuple(shape):
+            node = self._call(aten.expand.default, (node, shape), like)
+        return node
+
+    def _results(self, node: fx.Node, found: Found, like: fx.Node) -> list[fx.Node]:
+        """The kernel's results, in the order of the roots."""
+        if not isinstance(node.meta["val"], tuple):
+            return [node]
+        return [self._call(operator.getitem, (node, root.output), like) for root in found.roots]
+
+    def _turn(self, part: Part, i: int, result: fx.Node) -> None:
+        """Let the users of a root read the kernel's result, and the rest of the sum it is part of."""
+        root = part.found.roots[i]
+        whole = self.reading.first[root.term]
+        for old in part.roots[i]:
+            want = self.reading.value(old)
+            with self.graph.inserting_before(old):
+                if root.rest:
+                    new = self._summed(part.rests[i], root, result, whole, old)
+                    new = self._viewed(new, whole, want, old)
+                else:
+                    new = self._viewed(result, root.value, want, old)
+            if "name" in old.meta:
+                new.meta.setdefault("name", old.meta["name"])
+            old.replace_all_uses_with(new)
+            self.turned[old] = new
+            self.reading.nodes[root.term].insert(0, new)
+            self.reading.values[new] = want
+
+    def _summed(
+        self,
+        rest: list[tuple[fx.Node, Value, float]],
+        root: Root,
+        result: fx.Node,
+        whole: Value,
+        like: fx.Node,
+    ) -> fx.Node:
+        """The sum that a result is a part of, in the dims in which its parts were told apart."""
+        shape = list(whole.shape)
+        new = result
+        if tuple(result.meta["val"].shape) != whole.shape:
+            new = self._call(aten.reshape.default, (new, shape), like)
+        for node, value, factor in rest:
+            other = self._viewed(node, self.reading.value(node), value, like)
+            if value.shape != whole.shape:
+                other = self._call(aten.reshape.default, (other, shape), like)
+            alpha = {} if factor == 1 else {"alpha": factor}
+            new = self._call(aten.add.Tensor, (new, other), like, alpha)
+        if root.term.numbers[-1]:
+            new = self._call(aten.add.Scalar, (new, root.term.numbers[-1]), like)
+        return new
+
+    def _call(
+        self,
+        target: Any,
+        args: tuple[Any, ...],
+        like: fx.Node,
+        kwargs: dict[str, Any] | None = None,
+    ) -> fx.Node:
+        """A new node, in the place of another one."""
+        made = self.graph.call_function(target, args, kwargs)
+        vals, extra = fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
+        with internals.no_modes(), torch.no_grad():
+            made.meta["val"] = target(*vals, **extra)
+        made.meta.update({k: like.meta[k] for k in INHERITED if k in like.meta})
+        self.order[made] = self.order[like] - 0.5
+        return made
+
+    def _sweep(self, nodes: Iterable[fx.Node]) -> None:
+        """Erase these and what only they read, as far as nobody uses it."""
+        todo = list(nodes)
+        while todo:
+            node = todo.pop()
+            if node in self.erased or node.users or node.op != "call_function":
+                continue
+            todo += node.all_input_nodes
+            self.graph.erase_node(node)
+            self.erased.add(node)
+
+
+def _bytes(value: Value) -> int:
+    return value.access.distinct * value.dtype.itemsize

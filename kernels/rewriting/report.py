@@ -1,0 +1,160 @@
+"""What was found and what it was replaced by, for people."""
+
+from __future__ import annotations
+
+from collections import UserString
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from torchard.kernels.rewriting.replace import Part
+from torchard.kernels.terms.reading import Reading
+
+__all__ = ["Match", "Missed", "Use"]
+
+# Rows of a table of what was missed: the rest is counted.
+_SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Match:
+    """One occurrence of a pattern.
+
+    Attributes:
+        name: of the pattern. scope, source: of its first result; phase: forward or backward.
+        shapes: of its inputs. literals: what its numbers are.
+        bytes_before, bytes_after: moved by its operations one by one, and by one kernel.
+    """
+
+    name: str
+    scope: str
+    source: str
+    phase: str
+    shapes: tuple[tuple[int, ...], ...]
+    literals: tuple[tuple[str, Any], ...]
+    nodes: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+
+    @staticmethod
+    def of(part: Part, reading: Reading) -> Match:
+        node = part.firsts[0]
+        inside = sorted(part.gone, key=reading.order.__getitem__)
+        return Match(
+            part.found.pattern.name,
+            str(node.meta.get("scope") or ""),
+            str(node.meta.get("source") or ""),
+            str(node.meta.get("phase") or "forward"),
+            tuple(value.shape for value in part.found.inputs),
+            part.found.literals,
+            tuple(n.name for n in inside),
+            part.before,
+            part.after,
+        )
+
+
+@dataclass(frozen=True)
+class Use:
+    """One kernel of a program.
+
+    Attributes:
+        kernel: its name. scope, source, phase: where. how: which implementation; a string that
+            changes when it is chosen, at the first call.
+        bytes_before, bytes_after: moved by the operations it took the place of, and by it.
+    """
+
+    kernel: str
+    scope: str
+    source: str
+    phase: str
+    how: str | UserString
+    operations: int
+    bytes_before: int
+    bytes_after: int
+
+    @staticmethod
+    def of(name: str, how: str | UserString, part: Part) -> Use:
+        meta = part.firsts[0].meta
+        return Use(
+            name,
+            str(meta.get("scope") or ""),
+            str(meta.get("source") or ""),
+            str(meta.get("phase") or "forward"),
+            how,
+            part.operations,
+            part.before,
+            part.after,
+        )
+
+    def __str__(self) -> str:
+        return self.kernel
+
+    @staticmethod
+    def table(uses: Sequence[Use]) -> str:
+        rows = [("kernel", "phase", "scope", "source", "by", "operations", "bytes before", "after")]
+        rows += [
+            (
+                u.kernel,
+                u.phase,
+                u.scope,
+                u.source,
+                str(u.how),
+                str(u.operations),
+                f"{u.bytes_before:,}",
+                f"{u.bytes_after:,}",
+            )
+            for u in uses
+        ]
+        return _aligned(rows)
+
+
+@dataclass(frozen=True)
+class Missed:
+    """What is nearly a kernel, or could not become one.
+
+    Attributes:
+        kernel: its name. scope, source, phase: where. why: what is different, or was refused.
+    """
+
+    kernel: str
+    scope: str
+    source: str
+    phase: str
+    why: str
+
+    @staticmethod
+    def of(kernel: str, node: fx.Node, why: str) -> Missed:
+        meta = node.meta
+        return Missed(
+            kernel,
+            str(meta.get("scope") or ""),
+            str(meta.get("source") or ""),
+            str(meta.get("phase") or "forward"),
+            why,
+        )
+
+    def __str__(self) -> str:
+        scope = f" (scope {self.scope})" if self.scope else ""
+        return f"{self.kernel} at {self.source}{scope}: {self.why}"
+
+    @staticmethod
+    def table(missed: Sequence[Missed]) -> str:
+        """A row for each kernel and reason, with the first place of several."""
+        places: dict[tuple[str, str, str], list[Missed]] = {}
+        for one in missed:
+            places.setdefault((one.kernel, one.phase, one.why), []).append(one)
+        rows = [("nearly", "phase", "scope", "source", "times", "why not")]
+        for (kernel, phase, why), found in list(places.items())[:_SHOWN]:
+            first = found[0]
+            rows.append((kernel, phase, first.scope, first.source, str(len(found)), why))
+        more = len(places) - _SHOWN
+        return _aligned(rows) + (f"\nand {more} more: .kernels.missed" if more > 0 else "")
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

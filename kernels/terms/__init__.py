@@ -1,0 +1,1 @@
+"""Values as formulas over strided buffers, in normal form."""

@@ -1,0 +1,145 @@
+"""Operations that are several in one, as a graph of those: torch's own decompositions, traced.
+
+Only what a pattern may be written out as. Decompositions of everything would be as sound, and slower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.core.bounded import Recent
+from torchard.functional.core.outputs import tensors_of
+from torchard.functional.core.tensor_spec import Spec
+from torchard.functional.torch_internals.operators import aten
+from torchard.functional.tracing.purify import purify
+from torchard.functional.tracing.record import record
+
+__all__ = ["is_composite", "taken_apart"]
+
+_FROM_TORCH = (
+    aten.gelu.default,
+    aten.gelu_backward.default,
+    aten.silu.default,
+    aten.silu_backward.default,
+    aten.sigmoid_backward.default,
+    aten.tanh_backward.default,
+    aten.threshold_backward.default,
+    aten._softmax.default,
+    aten._softmax_backward_data.default,
+    aten._log_softmax.default,
+    aten._log_softmax_backward_data.default,
+    aten.logsumexp.default,
+    aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+    aten.nll_loss_forward.default,
+    aten.nll_loss_backward.default,
+    aten.leaky_relu.default,
+    aten.leaky_relu_backward.default,
+    aten.elu.default,
+    aten.elu_backward.default,
+    aten.softplus.default,
+    aten.softplus_backward.default,
+    aten.hardtanh.default,
+    aten.hardtanh_backward.default,
+    aten.hardsigmoid.default,
+    aten.hardswish.default,
+    aten.mish.default,
+    aten.glu.default,
+    aten.glu_backward.default,
+    aten.mse_loss.default,
+    aten.mse_loss_backward.default,
+    aten.addcmul.default,
+    aten.addcdiv.default,
+)
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+def _var(
+    x: torch.Tensor, dim: Any = None, correction: Any = None, keepdim: bool = False
+) -> torch.Tensor:
+    return _var_mean(x, dim, correction, keepdim)[0]
+
+
+def _var_mean(
+    x: torch.Tensor, dim: Any = None, correction: Any = None, keepdim: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dims = list(dim) if dim and x.ndim else list(range(x.ndim))
+    count = 1
+    for d in dims:
+        count *= x.shape[d]
+    mean = x.mean(dims, keepdim=True)
+    difference = x - mean
+    squares = (difference * difference).sum(dims, keepdim=keepdim)
+    return squares / max(count - (1 if correction is None else correction), 0), (
+        mean if keepdim else mean.squeeze(dims)
+    )
+
+
+_OWN: dict[Any, Callable[..., Any]] = {
+    aten.sigmoid.default: _sigmoid,
+    aten.var.correction: _var,
+    aten.var_mean.correction: _var_mean,
+}
+
+
+def is_composite(target: Any) -> bool:
+    """Whether an operation is read as several."""
+    return target in _OWN or target in _FROM_TORCH
+
+
+def _ways(target: Any) -> Callable[..., Any] | None:
+    found: Callable[..., Any] | None = _OWN.get(target)
+    # The table is public in all but name: torch.export's documentation refers to it.
+    return found or torch._decomp.decomposition_table.get(target)
+
+
+_TRACED: Recent[fx.Graph | None] = Recent(512)
+
+
+def taken_apart(node: fx.Node) -> fx.Graph | None:
+    """The graph of the operations a node is made of, its operands as inputs; None if it declines."""
+    operands = [n for n in _nodes((node.args, node.kwargs))]
+    specs = [Spec.of(n.meta["val"]) for n in operands]
+    key = (node.target, tuple(specs), _told((node.args, node.kwargs)))
+    return _TRACED.get(key, lambda: _trace(node, specs))
+
+
+def _nodes(value: Any) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    fx.map_arg(value, lambda n: found.append(n))
+    return found
+
+
+def _told(value: Any) -> Hashable:
+    if isinstance(value, fx.Node):
+        return "node"
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_told, value))
+    if isinstance(value, dict):
+        return tuple((k, _told(v)) for k, v in sorted(value.items()))
+    return value if isinstance(value, Hashable) else repr(value)
+
+
+def _trace(node: fx.Node, specs: list[Spec]) -> fx.Graph | None:
+    way = _ways(node.target)
+    if way is None:
+        return None
+
+    def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        given = iter(inputs)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(given))
+        return tensors_of(way(*args, **kwargs))
+
+    found = purify(record(run, specs), ())
+    # An output node's first argument is the tuple of what is returned, which fx's types do not say.
+    made = [n.meta["val"] for n in found.graph.output_node().args[0]]  # type: ignore[union-attr]
+    alike = [(v.shape, v.dtype) for v in tensors_of(node.meta["val"])]
+    same = [(v.shape, v.dtype) for v in made] == alike and not found.closures
+    return found.graph if same else None

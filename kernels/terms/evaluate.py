@@ -1,0 +1,470 @@
+"""Graphs as terms: what each ATen operation is in normal form.
+
+The same table reads programs and patterns. Operations that are made of others (norms, softmax, their
+backwards) are taken apart by torch's own decompositions; what the table does not know is opaque, equal
+only to itself.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.core.outputs import tensors_of
+from torchard.functional.programs.views import is_view
+from torchard.functional.torch_internals.operators import aten, prims
+from torchard.kernels.terms.composites import is_composite, taken_apart
+from torchard.kernels.terms.terms import Store, Value
+
+__all__ = ["Call", "evaluate", "register", "value_of"]
+
+Found = Any  # a Value, a tuple of them, or None
+
+
+class Call:
+    """One node, its operands as values.
+
+    Attributes:
+        args, kwargs: with values in place of nodes.
+        val: what it returns, as a fake tensor (or several).
+    """
+
+    def __init__(self, node: fx.Node, env: dict[fx.Node, Found]) -> None:
+        self.node = node
+        given: Any = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        self.args: tuple[Any, ...] = given[0]
+        self.kwargs: dict[str, Any] = given[1]
+        self.val = node.meta["val"]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.val.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        found: torch.dtype = self.val.dtype
+        return found
+
+    def arg(self, position: int, name: str = "", default: Any = None) -> Any:
+        """A positional argument, by name where it was given so."""
+        if position < len(self.args):
+            return self.args[position]
+        return self.kwargs.get(name, default)
+
+    def tensors(self) -> list[Value]:
+        """All operands, in order."""
+        return [v for v in _leaves((self.args, self.kwargs)) if isinstance(v, Value)]
+
+    def literals(self) -> Hashable:
+        """What is said besides operands."""
+        return _frozen((self.args, self.kwargs))
+
+
+def _leaves(value: Any) -> Iterable[Any]:
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _leaves(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+def _frozen(value: Any) -> Hashable:
+    if isinstance(value, Value):
+        return "value"
+    if isinstance(value, (tuple, list)):
+        return tuple(_frozen(item) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _frozen(item)) for key, item in sorted(value.items()))
+    return value if isinstance(value, Hashable) else repr(value)
+
+
+Rule = Callable[[Store, Call], Found]
+_TABLE: dict[Any, Rule] = {}
+
+
+def register(*targets: Any) -> Callable[[Rule], Rule]:
+    """Say what operations are in normal form. NotImplemented: not in this call."""
+
+    def entered(rule: Rule) -> Rule:
+        _TABLE.update(dict.fromkeys(targets, rule))
+        return rule
+
+    return entered
+
+
+def evaluate(
+    graph: fx.Graph,
+    inputs: Sequence[Value],
+    store: Store,
+    *,
+    sharing: bool = False,
+    leaves: Collection[fx.Node] = (),
+) -> dict[fx.Node, Found]:
+    """The values of all nodes.
+
+    Args:
+        sharing: sums with several readers are shared (see Store).
+        leaves: nodes of which nothing is to be known.
+    """
+    env: dict[fx.Node, Found] = {}
+    given = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            env[node] = next(given)
+        elif node in leaves:
+            val = node.meta["val"]
+            env[node] = store.leaf(node.name, val.shape, val.dtype)
+        elif node.op == "call_function":
+            env[node] = value_of(store, node, env)
+            if sharing:
+                _share(store, node, env[node])
+    return env
+
+
+def _share(store: Store, node: fx.Node, found: Found) -> None:
+    if isinstance(found, Value) and found.term.op == "sum" and _readers(node) > 1:
+        store.shared.add(found.term)
+
+
+def _readers(node: fx.Node) -> int:
+    """How many read it. What is made of several operations reads more than once."""
+    return sum(
+        _readers(user) if is_view(user) else 1 + is_composite(user.target) for user in node.users
+    )
+
+
+def value_of(store: Store, node: fx.Node, env: dict[fx.Node, Found]) -> Found:
+    """What one node is, given those that it reads."""
+    if node.target is operator.getitem:
+        source, place = node.args
+        assert isinstance(source, fx.Node)
+        return env[source][place]
+    call = Call(node, env)
+    if not _is_empty(call.val):
+        rule = _TABLE.get(node.target)
+        found = rule(store, call) if rule else NotImplemented
+        if found is NotImplemented and is_composite(node.target):
+            found = _composite(store, call)
+        if found is NotImplemented and _is_pointwise(call):
+            found = store.pointwise(
+                _name(node), call.tensors(), call.literals(), call.shape, call.dtype
+            )
+        if found is not NotImplemented:
+            return found
+    return _opaque(store, call)
+
+
+def _is_pointwise(call: Call) -> bool:
+    """Of one result: frexp has two."""
+    tags = getattr(call.node.target, "tags", ())
+    return torch.Tag.pointwise in tags and isinstance(call.val, torch.Tensor)
+
+
+def _name(node: fx.Node) -> Hashable:
+    """Of an operation, an operator's or a function's."""
+    target: Any = node.target
+    return target if isinstance(target, Hashable) else repr(target)
+
+
+def _is_empty(val: Any) -> bool:
+    return any(0 in v.shape for v in tensors_of(val))
+
+
+def _opaque(store: Store, call: Call) -> Found:
+    values, literals = call.tensors(), call.literals()
+    op = _name(call.node)
+    if isinstance(call.val, (tuple, list)):
+        return tuple(
+            store.opaque(op, values, (literals, i), v.shape, v.dtype)
+            if isinstance(v, torch.Tensor)
+            else None
+            for i, v in enumerate(call.val)
+        )
+    if not isinstance(call.val, torch.Tensor):
+        return call.val
+    return store.opaque(op, values, literals, call.shape, call.dtype)
+
+
+def _composite(store: Store, call: Call) -> Found:
+    graph = taken_apart(call.node)
+    if graph is None:
+        return NotImplemented
+    env = evaluate(graph, call.tensors(), store)
+    found = [
+        env[n] if isinstance(n, fx.Node) else None
+        for n in graph.output_node().args[0]  # type: ignore[union-attr]
+    ]
+    if isinstance(call.val, (tuple, list)):
+        rest = iter(found)
+        return tuple(next(rest) if isinstance(v, torch.Tensor) else None for v in call.val)
+    return found[0]
+
+
+# -- views ----------------------------------------------------------------------------------------
+
+
+@register(aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+def _reshape(store: Store, call: Call) -> Found:
+    x = call.args[0]
+    access = x.access.reshaped(call.shape)
+    return store.copy(x, call.shape) if access is None else Value(x.term, access)
+
+
+@register(aten.clone.default, aten.alias.default, aten.contiguous.default, aten.detach.default)
+def _same(store: Store, call: Call) -> Found:
+    return call.args[0]
+
+
+@register(aten.permute.default)
+def _permute(store: Store, call: Call) -> Found:
+    x = call.args[0]
+    order = [d % len(x.shape) for d in call.args[1]]
+    return Value(x.term, x.access.permuted(order))
+
+
+@register(aten.t.default, aten.transpose.int)
+def _transpose(store: Store, call: Call) -> Found:
+    x = call.args[0]
+    order = list(range(len(x.shape)))
+    a, b = (call.args[1:] if len(call.args) > 1 else (0, 1)) if order[1:] else (0, 0)
+    if order:
+        order[a], order[b] = order[b], order[a]
+    return Value(x.term, x.access.permuted(order))
+
+
+@register(aten.expand.default)
+def _expand(store: Store, call: Call) -> Found:
+    x = call.args[0]
+    return Value(x.term, x.access.expanded(call.shape))
+
+
+@register(aten.unsqueeze.default)
+def _unsqueeze(store: Store, call: Call) -> Found:
+    x, dim = call.args[:2]
+    return Value(x.term, x.access.unsqueezed(dim % (len(x.shape) + 1)))
+
+
+@register(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
+def _squeeze(store: Store, call: Call) -> Found:
+    x = call.args[0]
+    dims = call.arg(1, "dim", range(len(x.shape)))
+    dims = [dims] if isinstance(dims, int) else dims
+    return Value(x.term, x.access.squeezed([d % max(len(x.shape), 1) for d in dims]))
+
+
+@register(aten.slice.Tensor)
+def _slice(store: Store, call: Call) -> Found:
+    x = call.args[0]
+    dim = call.arg(1, "dim", 0) % len(x.shape)
+    start, stop, step = slice(
+        call.arg(2, "start"), call.arg(3, "end"), call.arg(4, "step", 1)
+    ).indices(x.shape[dim])
+    return Value(x.term, x.access.sliced(dim, start, stop, step))
+
+
+@register(aten.select.int)
+def _select(store: Store, call: Call) -> Found:
+    x, dim, index = call.args[:3]
+    return Value(x.term, x.access.selected(dim % len(x.shape), index))
+
+
+@register(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(store: Store, call: Call) -> Found:
+    x = call.args[0]
+    dim = call.arg(2, "dim", 0) % len(x.shape)
+    found, start = [], 0
+    for val in call.val:
+        stop = start + val.shape[dim]
+        found.append(Value(x.term, x.access.sliced(dim, start, stop)))
+        start = stop
+    return tuple(found)
+
+
+@register(aten.unbind.int)
+def _unbind(store: Store, call: Call) -> Found:
+    x = call.args[0]
+    dim = call.arg(1, "dim", 0) % len(x.shape)
+    return tuple(Value(x.term, x.access.selected(dim, i)) for i in range(len(call.val)))
+
+
+# -- creation and casts ---------------------------------------------------------------------------
+
+
+@register(
+    aten.full.default,
+    aten.full_like.default,
+    aten.new_full.default,
+    aten.scalar_tensor.default,
+    aten.fill.Scalar,
+)
+def _full(store: Store, call: Call) -> Found:
+    place = 0 if call.node.target is aten.scalar_tensor.default else 1
+    place = 2 if call.node.target is aten.new_full.default else place
+    return store.constant(call.args[place], call.shape, call.dtype)
+
+
+@register(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
+def _zeros(store: Store, call: Call) -> Found:
+    return store.constant(0, call.shape, call.dtype)
+
+
+@register(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
+def _ones(store: Store, call: Call) -> Found:
+    return store.constant(1, call.shape, call.dtype)
+
+
+@register(aten._to_copy.default, prims.convert_element_type.default)
+def _cast(store: Store, call: Call) -> Found:
+    x = call.args[0]
+    if call.val.device != call.node.args[0].meta["val"].device:  # type: ignore[union-attr]
+        return NotImplemented
+    return store.cast(x, call.dtype)
+
+
+# -- arithmetic -----------------------------------------------------------------------------------
+
+
+def _as(store: Store, call: Call, part: Any) -> Any:
+    return store.cast(part, call.dtype) if isinstance(part, Value) else part
+
+
+def _floats(call: Call) -> bool:
+    return call.dtype.is_floating_point
+
+
+@register(aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar)
+def _add(store: Store, call: Call) -> Found:
+    if not _floats(call):
+        return NotImplemented
+    a, b = (_as(store, call, part) for part in call.args[:2])
+    alpha = call.arg(2, "alpha", 1)
+    name = call.node.target.__name__  # type: ignore[union-attr]
+    signs = {"add": (1, alpha), "sub": (1, -alpha), "rsub": (-alpha, 1)}[name.split(".")[0]]
+    return store.add([(signs[0], a), (signs[1], b)], call.shape, call.dtype)
+
+
+@register(aten.neg.default)
+def _neg(store: Store, call: Call) -> Found:
+    return store.scale(call.args[0], -1) if _floats(call) else NotImplemented
+
+
+@register(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
+def _mul(store: Store, call: Call) -> Found:
+    if not _floats(call):
+        return NotImplemented
+    a, b = (_as(store, call, part) for part in call.args[:2])
+    divides = call.node.target in (aten.div.Tensor, aten.div.Scalar)
+    return store.multiply([(1, a), (-1 if divides else 1, b)], call.shape, call.dtype)
+
+
+def _raises(exponent: float) -> Rule:
+    def rule(store: Store, call: Call) -> Found:
+        if not _floats(call):
+            return NotImplemented
+        return store.multiply([(exponent, _as(store, call, call.args[0]))], call.shape, call.dtype)
+
+    return rule
+
+
+register(aten.sqrt.default)(_raises(0.5))
+register(aten.rsqrt.default)(_raises(-0.5))
+register(aten.reciprocal.default)(_raises(-1))
+register(aten.square.default)(_raises(2))
+
+
+@register(aten.pow.Tensor_Scalar)
+def _pow(store: Store, call: Call) -> Found:
+    x, exponent = call.args[:2]
+    if not _floats(call) or exponent == 0:
+        return NotImplemented
+    return store.multiply([(exponent, x)], call.shape, call.dtype)
+
+
+@register(aten.relu.default, aten.clamp_min.default, aten.maximum.default, aten.clamp.default)
+def _at_least(store: Store, call: Call) -> Found:
+    """relu, clamp(min=), maximum: one operation on two values."""
+    low = call.arg(1, "min", 0 if call.node.target is aten.relu.default else None)
+    if low is None or call.arg(2, "max") is not None:
+        return NotImplemented
+    if not isinstance(low, Value):
+        low = store.constant(low, call.shape, call.dtype)
+    parts = sorted(
+        (_as(store, call, call.args[0]), low), key=lambda v: (v.term.id, v.access.offset)
+    )
+    return store.pointwise("maximum", parts, (), call.shape, call.dtype)
+
+
+@register(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+def _where(store: Store, call: Call) -> Found:
+    given = [
+        _as(store, call, v) if isinstance(v, Value) else store.constant(v, call.shape, call.dtype)
+        for v in call.args[1:3]
+    ]
+    return store.pointwise("where", [call.args[0], *given], (), call.shape, call.dtype)
+
+
+@register(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
+def _masked_fill(store: Store, call: Call) -> Found:
+    x, mask, value = call.args[:3]
+    if isinstance(value, Value):
+        value = _as(store, call, value)
+    else:
+        value = store.constant(value, call.shape, call.dtype)
+    return store.pointwise("where", [mask, value, x], (), call.shape, call.dtype)
+
+
+# -- reductions and products ----------------------------------------------------------------------
+
+
+def _dims(call: Call) -> Sequence[int]:
+    dims, rank = call.arg(1, "dim", None), len(call.args[0].shape)
+    if not rank:  # of a number, dim 0 may be named, which it does not have
+        return ()
+    if isinstance(dims, int):
+        return (dims,)
+    return dims if dims else range(rank)
+
+
+@register(aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default)
+def _sum(store: Store, call: Call) -> Found:
+    if not _floats(call) or 0 in call.args[0].shape:  # a mean of nothing is no number
+        return NotImplemented
+    x = _as(store, call, call.args[0])
+    dims, keepdim = _dims(call), bool(call.arg(2, "keepdim", False))
+    found = store.reduce("sum", x, dims, keepdim, call.dtype)
+    if call.node.target in (aten.mean.dim, aten.mean.default):
+        count = 1
+        for d in dims:
+            count *= x.shape[d]
+        found = store.scale(found, 1 / count)
+    return found
+
+
+@register(aten.amax.default, aten.amin.default)
+def _extreme(store: Store, call: Call) -> Found:
+    name = call.node.target.__name__.split(".")[0]  # type: ignore[union-attr]
+    return store.reduce(
+        name, call.args[0], _dims(call), bool(call.arg(2, "keepdim", False)), call.dtype
+    )
+
+
+@register(aten.mm.default, aten.bmm.default)
+def _product(store: Store, call: Call) -> Found:
+    return store.dot(call.args[0], call.args[1], call.dtype)
+
+
+@register(aten.addmm.default, aten.baddbmm.default)
+def _biased(store: Store, call: Call) -> Found:
+    bias, a, b = call.args[:3]
+    if not _floats(call):
+        return NotImplemented
+    product = store.dot(a, b, call.dtype)
+    parts = [(call.kwargs.get("beta", 1), bias), (call.kwargs.get("alpha", 1), product)]
+    return store.add(parts, call.shape, call.dtype)

@@ -1,0 +1,50 @@
+"""Lookups in normal form: rows of values in order, one index after another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torchard.functional.torch_internals.operators import aten
+from torchard.kernels.terms.evaluate import Call, register
+from torchard.kernels.terms.terms import Store, Value
+
+__all__: list[str] = []
+
+
+@register(aten.gather.default)
+def _gather(store: Store, call: Call) -> Any:
+    """[*rows, n] by [*rows, k] -> [*rows, k], whichever dim is gathered and however many rows are."""
+    return _by_rows(store, call, "gather", call.args[0], call.args[1], [call.args[2]])
+
+
+@register(aten.scatter_add.default)
+def _scatter_add(store: Store, call: Call) -> Any:
+    """[*rows, n] and, at [*rows, k], [*rows, k] -> [*rows, n]."""
+    return _by_rows(store, call, "scatter_add", call.args[0], call.args[1], call.args[2:4])
+
+
+def _by_rows(store: Store, call: Call, op: str, x: Value, dim: int, more: Sequence[Value]) -> Any:
+    if not x.shape:
+        return NotImplemented
+    dim %= len(x.shape)
+    order = [d for d in range(len(x.shape)) if d != dim] + [dim]
+    given = [_rows(value, order) for value in (x, *more)]
+    rows = [value for value in given if value is not None]
+    if len(rows) < len(given) or len({value.shape[0] for value in rows}) > 1:
+        return NotImplemented
+    turned = [call.shape[d] for d in order]
+    shape = [math.prod(turned[:-1]), turned[-1]]
+    found = store.opaque(op, rows, (), shape, call.dtype)
+    access = found.access.reshaped(turned)
+    assert access is not None  # it lies in order
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return Value(found.term, access.permuted(back))
+
+
+def _rows(value: Value, order: Sequence[int]) -> Value | None:
+    """Of two dims, the last as it is; None where strides do not do it."""
+    turned = value.access.permuted(order)
+    access = turned.reshaped([math.prod(turned.shape[:-1]), turned.shape[-1]])
+    return None if access is None else Value(value.term, access)

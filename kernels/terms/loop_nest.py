@@ -1,0 +1,226 @@
+"""Nest: the loops over which an operation runs, in the one form that all its spellings share.
+
+An operation on strided operands does not say in which order, or in how many dims, it runs over them.
+Loops that every operand steps through as through one are one; loops that none steps through are
+left to who reads the result; the rest are ordered by strides. So ``gelu(x.view(b, s, n) + c)`` and
+``gelu(x + c).view(b, s, n)`` are one nest read in two ways.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchard.kernels.terms.access import Access, contiguous, digits
+
+__all__ = ["Canonical", "Nest", "NotStrided"]
+
+
+class NotStrided(Exception):
+    """The result has no strides in this form: what was taken apart must stay whole."""
+
+
+@dataclass(eq=False)
+class _Loop:
+    size: int
+    strides: list[int]  # one per operand
+    kept: bool
+
+
+@dataclass(frozen=True)
+class Canonical:
+    """The form.
+
+    Attributes:
+        sizes: of the result's buffer, which lies in order.
+        reduced: sizes of the loops within, which are reduced.
+        operands: with one dim per loop.
+        result: how the dims asked for are read from the buffer.
+        repeats: how often each element is reduced into itself.
+    """
+
+    sizes: tuple[int, ...]
+    reduced: tuple[int, ...]
+    operands: tuple[tuple[Any, Access], ...]
+    result: Access
+    repeats: int
+
+
+class Nest:
+    """Loops over operands.
+
+    Args:
+        operands: terms (with a number ``id``) and how each is read, all in the same dims.
+        kept: how many of the dims the result has; those after them are reduced.
+    """
+
+    def __init__(
+        self, shape: Sequence[int], operands: Sequence[tuple[Any, Access]], kept: int | None = None
+    ) -> None:
+        kept = len(shape) if kept is None else kept
+        self.operands = [(term, access.offset) for term, access in operands]
+        self.dims: list[list[tuple[_Loop, int, int]]] = []  # (loop, multiple, size), outer first
+        self.loops: list[_Loop] = []
+        self.shape, self.kept = tuple(shape), kept
+        self.repeats = 1
+        for d, size in enumerate(shape):
+            strides = [access.dims[d][1] for _, access in operands]
+            loop = _Loop(size, strides, d < kept)
+            live = size != 1 and any(strides)
+            if live:
+                self.loops.append(loop)
+            elif d >= kept:
+                self.repeats *= size
+            self.dims.append([(loop, 1, size)] if live else [])
+
+    def inline(
+        self,
+        k: int,
+        inner: Sequence[tuple[Any, Access]],
+        sizes: Sequence[int],
+        reduced: Sequence[int] = (),
+    ) -> None:
+        """Put what an operand is made of, over a buffer of these sizes, in its place (at the end).
+
+        Args:
+            reduced: sizes of further loops, which it is reduced over.
+
+        Raises:
+            NotStrided: the nest reads that buffer across its dims.
+        """
+        _, offset = self.operands[k]
+        steps = self._steps(k, offset, sizes)
+        at = digits(offset, sizes)
+        within = [_Loop(size, [0] * len(self.operands), False) for size in reduced]
+        for term, access in inner:
+            strides = [stride for _, stride in access.dims]
+            start = access.offset + sum(i * s for i, s in zip(at, strides, strict=False))
+            self.operands.append((term, start))
+            for loop in self.loops:
+                j, q = steps.get(loop, (0, 0))
+                loop.strides.append(strides[j] * q if q else 0)
+            for loop, stride in zip(within, strides[len(sizes) :], strict=True):
+                loop.strides.append(stride)
+        self.loops += within
+        del self.operands[k]
+        for loop in self.loops:
+            del loop.strides[k]
+
+    def _steps(self, k: int, offset: int, sizes: Sequence[int]) -> dict[_Loop, tuple[int, int]]:
+        """For each loop that moves in the operand's buffer: in which of its dims, by how much."""
+        buffer = [stride for _, stride in contiguous(sizes).dims]
+        reach = digits(offset, sizes)
+        found: dict[_Loop, tuple[int, int]] = {}
+        todo = [loop for loop in self.loops if loop.strides[k]]
+        while todo:
+            loop = todo.pop()
+            stride = loop.strides[k]
+            # A dim of size 1 has stride 0: nothing moves in it.
+            j = next((j for j, c in enumerate(buffer) if 0 < c <= stride), None)
+            if j is None or stride < 0 or stride % buffer[j]:
+                raise NotStrided
+            q = stride // buffer[j]
+            if loop.size * q > sizes[j] and sizes[j] % q == 0:
+                todo.append(self._split(loop, sizes[j] // q))
+            reach[j] += (loop.size - 1) * q
+            found[loop] = (j, q)
+        if any(last >= size for last, size in zip(reach, sizes, strict=True)):
+            raise NotStrided
+        return found
+
+    def _split(self, loop: _Loop, inner: int) -> _Loop:
+        """Make a loop that of the inner part; the outer one is returned."""
+        places = [p for pieces in self.dims for p in pieces if p[0] is loop]
+        # What a dim runs through a part of only (loops joined before) does not come apart.
+        partly = any((multiple, size) != (1, loop.size) for _, multiple, size in places)
+        if loop.size % inner or inner < 2 or partly:
+            raise NotStrided
+        outer = _Loop(loop.size // inner, [s * inner for s in loop.strides], loop.kept)
+        for pieces in self.dims:
+            at = next((i for i, (piece, *_) in enumerate(pieces) if piece is loop), None)
+            if at is not None:
+                pieces[at : at + 1] = [(outer, 1, outer.size), (loop, 1, inner)]
+        loop.size = inner
+        self.loops.insert(self.loops.index(loop), outer)
+        return outer
+
+    def canonical(self) -> Canonical:
+        """The form.
+
+        Raises:
+            NotStrided: a dim of the result came apart and does not come together in it.
+        """
+        self._drop()
+        self._join()
+        order = sorted(self.loops, key=self._rank, reverse=True)
+        kept = [loop for loop in order if loop.kept]
+        order = kept + [loop for loop in order if not loop.kept]
+        sizes = tuple(loop.size for loop in kept)
+        operands = tuple(
+            (term, Access(tuple((loop.size, loop.strides[k]) for loop in order), offset))
+            for k, (term, offset) in enumerate(self.operands)
+        )
+        return Canonical(
+            sizes,
+            tuple(loop.size for loop in order[len(kept) :]),
+            operands,
+            self._result(dict(zip(kept, contiguous(sizes).dims, strict=True))),
+            self.repeats,
+        )
+
+    def _drop(self) -> None:
+        """Loops nothing moves in any more."""
+        for loop in [loop for loop in self.loops if not any(loop.strides)]:
+            self.loops.remove(loop)
+            if not loop.kept:
+                self.repeats *= loop.size
+            for pieces in self.dims:
+                if any(piece is loop for piece, *_ in pieces) and len(pieces) > 1:
+                    raise NotStrided
+                pieces[:] = [p for p in pieces if p[0] is not loop]
+
+    def _join(self) -> None:
+        """Two loops that every operand steps through as through one are one."""
+        pair = self._joinable()
+        while pair is not None:
+            outer, inner = pair
+            for pieces in self.dims:
+                for i, (piece, multiple, size) in enumerate(pieces):
+                    if piece is outer:
+                        pieces[i] = (inner, multiple * inner.size, size)
+            inner.size *= outer.size
+            self.loops.remove(outer)
+            pair = self._joinable()
+
+    def _joinable(self) -> tuple[_Loop, _Loop] | None:
+        for outer in self.loops:
+            for inner in self.loops:
+                if (
+                    outer is not inner
+                    and outer.kept == inner.kept
+                    and all(
+                        a == b * inner.size
+                        for a, b in zip(outer.strides, inner.strides, strict=True)
+                    )
+                ):
+                    return outer, inner
+        return None
+
+    def _rank(self, loop: _Loop) -> tuple[Any, ...]:
+        """The same however the operands are ordered."""
+        moves = [
+            (term.id, offset, stride)
+            for (term, offset), stride in zip(self.operands, loop.strides, strict=True)
+        ]
+        return max(map(abs, loop.strides)), sorted(moves, reverse=True), loop.size
+
+    def _result(self, strides: dict[_Loop, tuple[int, int]]) -> Access:
+        dims: list[tuple[int, int]] = []
+        for size, pieces in zip(self.shape[: self.kept], self.dims, strict=False):
+            at = [(n, strides[loop][1] * multiple) for loop, multiple, n in pieces]
+            found = Access(tuple(at)).reshaped([size]) if at else Access(((size, 0),))
+            if found is None:
+                raise NotStrided
+            dims += found.dims
+        return Access(tuple(dims))

@@ -1,0 +1,170 @@
+"""A program read as terms: which value each node has, and which nodes have a value."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.programs.program import Program
+from torchard.functional.torch_internals.operators import aten
+from torchard.kernels.terms.evaluate import evaluate
+from torchard.kernels.terms.terms import Store, Term, Value, is_multiple, literal
+
+__all__ = ["Reading", "bare", "inside", "operations"]
+
+_BIASED = (aten.addmm.default, aten.baddbmm.default)
+_ONES = (aten.ones_like.default, aten.ones.default)
+_FULL = (aten.full.default, aten.full_like.default)
+
+
+def bare(term: Term) -> Term:
+    """Without the casts and factors around it: what a skeleton is compared with."""
+    while term.op == "cast" or is_multiple(term):
+        term = term.operands[0][0]
+    return term
+
+
+def inside(terms: Iterable[Term]) -> frozenset[Term]:
+    """Terms and everything that is read for them."""
+    found = set(terms)
+    todo = list(found)
+    while todo:
+        fresh = {operand for operand, _ in todo.pop().operands} - found
+        found |= fresh
+        todo += fresh
+    return frozenset(found)
+
+
+def _beginnings(program: Program) -> set[fx.Node]:
+    """The ones that a backward begins with. As a number they would vanish from what they multiply."""
+    return {
+        node
+        for node in program.calls
+        if (node.target in _ONES or (node.target in _FULL and node.args[1] == 1))
+        and all(user.meta.get("phase") == "backward" for user in node.users)
+    }
+
+
+def operations(term: Term, depth: int, known: dict[Any, frozenset[Any]]) -> frozenset[Any]:
+    """The operations within some steps of a term, casts and factors aside, but for what ``known`` has."""
+    term = bare(term)
+    found = known.get((term, depth))
+    if found is None:
+        inner = [operations(operand, depth - 1, known) for operand, _ in term.operands if depth]
+        found = known[term, depth] = frozenset({term.op}).union(*inner)
+    return found
+
+
+class Reading:
+    """The terms of a program, which must not change as long as this is used.
+
+    Attributes:
+        values: of each node; several for a node with several results.
+        nodes: with a term, the earliest first.
+        by_op: the terms that are an operation, casts and factors aside.
+        first: how the earliest of them reads it.
+        multiples: of a term, those with nodes.
+        order: places of the nodes.
+        casts: whether there are any, which part sums and products.
+        behind: the nodes that depend on a cotangent.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.store = Store()
+        inputs = [
+            self.store.leaf(i, node.meta["val"].shape, node.meta["val"].dtype)
+            for i, node in enumerate(program.placeholders)
+        ]
+        found = evaluate(
+            program.graph, inputs, self.store, sharing=True, leaves=_beginnings(program)
+        )
+        self.values: dict[fx.Node, Any] = found
+        self.nodes: dict[Term, list[fx.Node]] = defaultdict(list)
+        self.by_op: dict[Any, list[Term]] = defaultdict(list)
+        self.order = {node: i for i, node in enumerate(program.graph.nodes)}
+        for node, value in found.items():
+            if isinstance(value, Value) and literal(value) is None:
+                if value.term not in self.nodes:
+                    self.by_op[bare(value.term).op].append(value.term)
+                self.nodes[value.term].append(node)
+        self.first = {term: found[nodes[0]] for term, nodes in self.nodes.items()}
+        self.multiples: dict[Term, list[Term]] = defaultdict(list)
+        for term in self.nodes:
+            if is_multiple(term):
+                self.multiples[term.operands[0][0]].append(term)
+        self.products = self._products()
+        self.casts = self.store.casts
+        self.behind = self._behind()
+
+    @property
+    def device(self) -> torch.device:
+        """Of its first input."""
+        placeholders = self.program.placeholders
+        return placeholders[0].meta["val"].device if placeholders else torch.device("cpu")
+
+    def _behind(self) -> set[fx.Node]:
+        leaves = zip(self.program.placeholders, self.program.inputs, strict=False)
+        found = {node for node, leaf in leaves if leaf.role == "cotangent"}
+        for node in self.program.calls:
+            if not found.isdisjoint(node.all_input_nodes):
+                found.add(node)
+        return found
+
+    def _products(self) -> dict[Term, fx.Node]:
+        """Products that are part of a biased one: they have no node, and can be given one."""
+        found: dict[Term, fx.Node] = {}
+        for node in self.program.calls:
+            if node.target in _BIASED:
+                a, b = (self.values[n] for n in node.all_input_nodes[-2:])
+                term = bare(self.store.dot(a, b, node.meta["val"].dtype).term)
+                found.setdefault(term, node)
+        return found
+
+    def value(self, node: fx.Node) -> Value:
+        """Of a node with one result."""
+        found: Value = self.values[node]
+        return found
+
+    def may_be(self, term: Term, needed: Sequence[frozenset[Any]]) -> bool:
+        """Whether a term has, within 1, 2, ... steps, the operations needed there."""
+        return all(
+            ops <= operations(term, depth, self._operations) for depth, ops in enumerate(needed, 1)
+        )
+
+    def has_most(self, term: Term, wanted: Collection[Any], depth: int) -> bool:
+        """Whether half of some operations or more are within some steps of a term."""
+        found = operations(term, depth, self._operations)
+        return 2 * sum(op in found for op in wanted) >= len(wanted)
+
+    @cached_property
+    def _operations(self) -> dict[Any, frozenset[Any]]:
+        return {}
+
+    def readers(self, term: Term, op: Any) -> list[Term]:
+        """The terms that are this operation of a term, casts and factors on either side aside."""
+        return [one for one in self._readers.get(bare(term), ()) if bare(one).op == op]
+
+    @cached_property
+    def _readers(self) -> dict[Term, list[Term]]:
+        """Of every term, those without a node among them."""
+        found: dict[Term, dict[Term, None]] = defaultdict(dict)
+        todo, seen = list(self.nodes), set(self.nodes)
+        while todo:
+            term = todo.pop()
+            for operand, _ in term.operands:
+                if operand not in seen:
+                    seen.add(operand)
+                    todo.append(operand)
+            for operand, _ in bare(term).operands:
+                found[bare(operand)][term] = None
+        return {term: list(terms) for term, terms in found.items()}
+
+    def read_as(self, term: Term) -> list[Value]:
+        """How the program's nodes read a term."""
+        return list(dict.fromkeys(self.value(node) for node in self.nodes.get(term, ())))

@@ -1,0 +1,1 @@
+"""Saving and loading placed values by torch.distributed.checkpoint."""

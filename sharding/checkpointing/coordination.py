@@ -1,0 +1,117 @@
+"""What ranks do together when a tree is stored: each its part, and if one fails, all of them do."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from torchard.sharding.checkpointing.checkpoint_leaves import Leaf, StorageError
+from torchard.sharding.values.mesh import Mesh
+from torchard.sharding.values.place import MeshTensor
+from torchard.sharding.values.store_allgather import ExchangeError, OutOfStep, exchange
+
+__all__ = ["check_same", "common_mesh", "owned", "together"]
+
+
+_SLOWER = "Either it died, or its disk is that much slower: then pass a larger timeout."
+
+
+def common_mesh(values: Sequence[Any]) -> Mesh | None:
+    """The mesh over which ranks speak, or None where this process has everything."""
+    meshes = list({v.mesh: None for v in values if isinstance(v, MeshTensor)})
+    if len({tuple(sorted(mesh.identity[2])) for mesh in meshes}) > 1:
+        raise StorageError(
+            f"the tree has values on {' and on '.join(map(str, meshes))}, which are not the same "
+            "processes; save and load them apart."
+        )
+    if not meshes and dist.is_initialized():
+        return Mesh({"ranks": dist.get_world_size()})
+    return None if not meshes or meshes[0].virtual else meshes[0]
+
+
+def together(
+    mesh: Mesh | None, doing: str, fn: Callable[[], Any], timeout: float | None = None
+) -> list[Any]:
+    """What fn returns, by rank; where it fails on one rank it is an error on all.
+
+    Raises:
+        StorageError: fn failed somewhere, or a rank is not done within ``timeout`` seconds.
+        OutOfStep: a rank does something else.
+    """
+    mine, failure, cause = None, None, None
+    try:
+        mine = fn()
+    except Exception as error:
+        cause, failure = error, str(error)
+        if not isinstance(error, StorageError):
+            failure = f"{doing} failed with {type(error).__name__}: {error}"
+    told = [[failure, mine]]
+    if mesh is not None:
+        try:
+            done = f"that it is done with {doing}"
+            told = exchange(mesh, done, [failure, mine], timeout, _SLOWER)
+        except OutOfStep:
+            raise
+        except ExchangeError as error:
+            raise StorageError(str(error)) from error
+    failed = {rank: text for rank, (text, _) in enumerate(told) if text is not None}
+    if len(set(failed.values())) == 1 and len(failed) == len(told):
+        raise StorageError(failed[0]) from cause
+    if failed:
+        raise StorageError("\n".join(f"rank {r}: {text}" for r, text in failed.items())) from cause
+    return [value for _, value in told]
+
+
+def check_same(mesh: Mesh | None, leaves: Sequence[Leaf], digests: Sequence[str]) -> None:
+    """Raises:
+    StorageError: the ranks' trees differ; names where.
+    """
+    if mesh is None or len(set(digests)) == 1:
+        return
+    told = exchange(mesh, "the tree it saves", [str(leaf) for leaf in leaves])
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    ours, theirs = ([x for x in told[a] if x not in told[b]] for a, b in ((0, other), (other, 0)))
+    raise StorageError(
+        f"the ranks save different trees: rank 0 alone has {_first(ours)}, rank {other} alone has "
+        f"{_first(theirs)}. Pass the same tree on every rank."
+    )
+
+
+def _first(texts: Sequence[str]) -> str:
+    return "nothing" if not texts else f"{texts[0]}{' and more' * (len(texts) > 1)}"
+
+
+def owned(leaves: Sequence[Leaf], mesh: Mesh | None) -> Iterator[Leaf]:
+    """The leaves of which this rank writes its shard: of those that have the same, one does.
+
+    Which one follows from the tree, so that ranks need not ask: the one with least to write so far.
+    """
+    work: dict[tuple[Mesh, tuple[str, ...]], list[int]] = {}
+    for leaf in leaves:
+        if mesh is None:
+            yield leaf
+            continue
+        on, size, split = mesh, 1, frozenset[str]()
+        if isinstance(leaf.value, MeshTensor):
+            on, split = leaf.value.mesh, leaf.value.layout.axes
+            size = leaf.value.layout.largest_local(on.shape) * leaf.value.dtype.itemsize
+        elif leaf.is_tensor:
+            size = leaf.value.numel() * leaf.value.dtype.itemsize
+        copies = tuple(axis for axis in on.axes if axis not in split)
+        so_far = work.setdefault((on, copies), [0] * math.prod(on.shape[a] for a in copies))
+        writer = so_far.index(min(so_far))
+        so_far[writer] += size
+        if writer == _number(on, copies):
+            yield leaf
+
+
+def _number(mesh: Mesh, axes: Sequence[str]) -> int:
+    """This rank's number among those along axes."""
+    number = 0
+    for axis in axes:
+        assert mesh.coords is not None
+        number = number * mesh.shape[axis] + mesh.coords[axis]
+    return number

@@ -1,0 +1,264 @@
+"""The index of a checkpoint, read without running what is in it.
+
+DCP keeps its index as a pickle, and a pickle is a program. Here it may make nothing but plain values and
+records that know no methods; what becomes of it is checked, piece by piece, before it is used.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+import torch
+from torch import Size
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from torchard.sharding.checkpointing.checkpoint_leaves import StorageError
+
+__all__ = ["INDEX", "Index", "Place", "check_disjoint", "file_of", "read_index"]
+
+INDEX = ".metadata"
+# Pieces that the boxes of one value may cut it into.
+_PIECES = 10_000_000
+_METADATA = "torch.distributed.checkpoint.metadata"
+# Of these the pickle may make instances.
+_RECORDS = {
+    *((_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")),
+    *((_METADATA, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
+    *((_METADATA, name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    *(
+        (module, f"{pure}{system}Path")
+        for module in ("pathlib", "pathlib._local")
+        for pure in ("", "Pure")
+        for system in ("Posix", "Windows")
+    ),
+}
+Saved = TensorStorageMetadata | BytesStorageMetadata
+
+
+class Place(NamedTuple):
+    """Where the bytes of an item are, and what they are to be run through (names known to DCP)."""
+
+    file: str
+    offset: int
+    length: int
+    transforms: tuple[str, ...]
+
+
+class Index(NamedTuple):
+    """What a checkpoint has, by key, and where each box of it is."""
+
+    entries: dict[str, Saved]
+    places: dict[MetadataIndex, Place]
+
+
+class _Record:
+    """Whatever a class of DCP's was given and is to know."""
+
+    def __new__(cls, *args: Any) -> _Record:
+        made = super().__new__(cls)
+        made.__dict__["args"] = args
+        return made
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes records of classes that DCP's index has, and refuses every other name."""
+
+    def __init__(self, data: bytes, where: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self.where = where
+        # Made anew: a pickle may set attributes of what it names, and these nobody else knows.
+        self.kinds = {key: type(key[1], (_Record,), {}) for key in _RECORDS}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self.kinds:
+            return self.kinds[module, name]
+        value = getattr(torch, name, None) if module == "torch" else None
+        if value is Size or isinstance(value, torch.dtype):
+            return value
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        raise StorageError(
+            f"{self.where} names {module}.{name}, which is no part of an index. A pickle that names "
+            "other things than DCP's may run anything, so it was not read. Do not use this checkpoint "
+            "unless you know who made it."
+        )
+
+
+def read_index(path: Path, unfinished: Path) -> Index:
+    """The index of a checkpoint, of which nothing is believed.
+
+    Args:
+        unfinished: where a save to that path would have put it until it is whole.
+
+    Raises:
+        StorageError: there is none, and perhaps why; or it is damaged, or names what does not belong
+            in an index.
+    """
+    if not path.is_dir():
+        also = (
+            f"; {unfinished} is what a save left that did not come to its end, and of no use"
+            if unfinished.exists()
+            else ""
+        )
+        raise StorageError(f"there is no checkpoint at {path}{also}.")
+    file = file_of(path, INDEX)
+    if not file.exists():
+        raise StorageError(
+            f"{path} is no checkpoint: it has no file {INDEX}, which is written last; pass the path of "
+            "one that save, or torch.distributed.checkpoint, came to the end with."
+        )
+    where = str(file)
+    try:
+        root = _Unpickler(file.read_bytes(), where).load()
+    except StorageError:
+        raise
+    except Exception as error:  # of a damaged pickle it may be any
+        _damaged(where, f"it cannot be read ({type(error).__name__}: {error})")
+    known = _fields(root, "Metadata", where)
+    entries, places = known.get("state_dict_metadata"), known.get("storage_data")
+    if not isinstance(entries, dict) or not isinstance(places, dict):
+        _damaged(where, "it has no list of values, or of where they are")
+    return Index(
+        {_text(key, where): _entry(value, where) for key, value in entries.items()},
+        {_key(key, where): _place(value, where) for key, value in places.items()},
+    )
+
+
+def file_of(path: Path, name: str) -> Path:
+    """The file of a checkpoint with a name that an index gives, if it is in the checkpoint's directory.
+
+    Raises:
+        StorageError: it is not, or is no file.
+        FileNotFoundError: there is none.
+    """
+    pure = PurePosixPath(name)
+    outside = pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name
+    if outside or not (path / pure).resolve().is_relative_to(path.resolve()):
+        raise StorageError(
+            f"{path} names the file {name!r}, which is outside of its directory, or a link that leads "
+            "out of it: nothing there was read. If you trust where it leads, put a copy in its place."
+        )
+    found = path / pure
+    if found.exists() and not found.is_file():
+        raise StorageError(f"{found} is no regular file; take another checkpoint.")
+    return found
+
+
+def check_disjoint(key: str, saved: TensorStorageMetadata, path: Path) -> None:
+    """Boxes that overlap may leave something out though they have as many elements as the value.
+
+    Raises:
+        StorageError: they do, or one is not within the value.
+    """
+    boxes = [(tuple(box.offsets), tuple(box.sizes)) for box in saved.chunks if 0 not in box.sizes]
+    cuts = []
+    for d, size in enumerate(saved.size):
+        ends = {(at[d], at[d] + n[d]) for at, n in boxes}
+        if any(start < 0 or stop > size for start, stop in ends):
+            _damaged(str(path / INDEX), f"a box of {key!r} is not within {list(saved.size)}")
+        cuts.append({n: i for i, n in enumerate(sorted({n for pair in ends for n in pair}))})
+    pieces = [max(len(cut) - 1, 1) for cut in cuts]
+    if np.prod(pieces, dtype=float) > _PIECES:
+        _damaged(str(path / INDEX), f"{key!r} is in boxes that do not fit together")
+    times = np.zeros(pieces, dtype=np.int32)
+    for at, sizes in boxes:
+        times[
+            tuple(slice(cut[a], cut[a + n]) for cut, a, n in zip(cuts, at, sizes, strict=True))
+        ] += 1
+    if (times > 1).any():
+        _damaged(str(path / INDEX), f"boxes of {key!r} overlap")
+
+
+def _damaged(where: str, why: str) -> NoReturn:
+    raise StorageError(f"{where} is damaged, or no index of DCP's: {why}. Take another checkpoint.")
+
+
+def _fields(value: Any, kind: str, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, _Record) or type(value).__name__ != kind:
+        _damaged(where, f"a {type(value).__name__} is where a {kind} belongs")
+    state = value.__dict__.get("state", {})
+    if not isinstance(state, dict):
+        _damaged(where, f"a {kind} has no fields")
+    return state
+
+
+def _text(value: Any, where: str) -> str:
+    return value if isinstance(value, str) else _damaged(where, f"{value!r} is no text")
+
+
+def _whole(value: Any, where: str) -> int:
+    if type(value) is int and value >= 0:
+        return value
+    _damaged(where, f"{value!r} is no size")
+
+
+def _size(value: Any, where: str) -> Size:
+    if not isinstance(value, Size | tuple | list):
+        _damaged(where, f"{value!r} is no shape")
+    return Size([_whole(n, where) for n in value])
+
+
+def _entry(value: Any, where: str) -> Saved:
+    if isinstance(value, _Record) and type(value).__name__ == "BytesStorageMetadata":
+        return BytesStorageMetadata()
+    known = _fields(value, "TensorStorageMetadata", where)
+    size = _size(known.get("size"), where)
+    chunks = known.get("chunks")
+    if not isinstance(chunks, list):
+        _damaged(where, "a tensor has no boxes")
+    boxes = [_box(chunk, len(size), where) for chunk in chunks]
+    return TensorStorageMetadata(_properties(known.get("properties"), where), size, boxes)
+
+
+def _box(value: Any, ndim: int, where: str) -> ChunkStorageMetadata:
+    known = _fields(value, "ChunkStorageMetadata", where)
+    offsets, sizes = _size(known.get("offsets"), where), _size(known.get("sizes"), where)
+    if not len(offsets) == len(sizes) == ndim:
+        _damaged(where, f"a box at {list(offsets)} of {list(sizes)} in {ndim} dims")
+    return ChunkStorageMetadata(offsets, sizes)
+
+
+def _properties(value: Any, where: str) -> TensorProperties:
+    """Of which only the dtype is meant by anyone."""
+    if isinstance(value, _Record) and type(value).__name__ == "TensorProperties":
+        state = value.__dict__.get("state")
+        dtype = state[0] if isinstance(state, tuple) and state else None
+        if isinstance(dtype, torch.dtype):
+            return TensorProperties(dtype=dtype)
+    _damaged(where, "a tensor has no dtype")
+
+
+def _key(value: Any, where: str) -> MetadataIndex:
+    known = _fields(value, "MetadataIndex", where)
+    offset = known.get("offset")
+    place = None if offset is None else _size(offset, where)
+    return MetadataIndex(_text(known.get("fqn"), where), place)
+
+
+def _place(value: Any, where: str) -> Place:
+    known = _fields(value, "_StorageInfo", where)
+    transforms: Sequence[Any] = known.get("transform_descriptors") or ()
+    if not isinstance(transforms, list | tuple):
+        _damaged(where, f"{transforms!r} is no list of transforms")
+    return Place(
+        _text(known.get("relative_path"), where),
+        _whole(known.get("offset"), where),
+        _whole(known.get("length"), where),
+        tuple(_text(name, where) for name in transforms),
+    )

@@ -1,0 +1,219 @@
+"""The items of a checkpoint's files: their bytes, checksums, and what they are when read.
+
+Checksums are in a file beside DCP's, which DCP does not look at. They tell damage, not malice: who
+changes items can change them too.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+from torch.distributed.checkpoint.storage import WriteResult
+
+from torchard.functional import torch_internals as internals
+from torchard.sharding.checkpointing.checkpoint_leaves import StorageError, kind_of
+from torchard.sharding.checkpointing.dcp_chunks import Reads
+from torchard.sharding.checkpointing.index import INDEX, Index, Place, file_of
+
+__all__ = ["Checksums", "packed", "read_items", "unpacked"]
+
+CHECKSUMS = ".checksums"
+_ALGORITHM = "crc32"
+_CHUNK = 1 << 20
+
+
+class _Slice(io.RawIOBase):
+    """The bytes of one item, as a file."""
+
+    def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        self._at = max(base + offset, 0)
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        count = max(min(len(view), self._length - self._at), 0)
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(view[:count])
+        self._at += count
+        return count
+
+
+def checksum_of(file: BinaryIO, offset: int, length: int) -> int | None:
+    """The checksum of some bytes of a file; None if it ends before them."""
+    found, left = 0, length
+    file.seek(offset)
+    while left:
+        data = file.read(min(_CHUNK, left))
+        if not data:
+            return None
+        found, left = zlib.crc32(data, found), left - len(data)
+    return found
+
+
+class Checksums:
+    """Of all items of a checkpoint, by file and place, and of its index."""
+
+    def __init__(self, items: dict[tuple[str, int, int], int], index: int) -> None:
+        self.items, self.index = items, index
+
+    @staticmethod
+    def write(path: Path, items: Iterable[tuple[str, int, int, int]]) -> None:
+        """Put them beside the index, which is there."""
+        index = zlib.crc32((path / INDEX).read_bytes())
+        told = {"algorithm": _ALGORITHM, "index": index, "items": sorted(items)}
+        (path / CHECKSUMS).write_text(json.dumps(told))
+
+    @staticmethod
+    def read(path: Path) -> Checksums | None:
+        """What was written; None where nothing was, as by plain DCP.
+
+        Raises:
+            StorageError: they are damaged, or those of another index.
+        """
+        file = file_of(path, CHECKSUMS)
+        if not file.exists():
+            return None
+        try:
+            told = json.loads(file.read_bytes())
+            found = Checksums(
+                {(str(name), int(at), int(n)): int(crc) for name, at, n, crc in told["items"]},
+                int(told["index"]),
+            )
+            known = told["algorithm"] == _ALGORITHM
+        except (ValueError, KeyError, TypeError) as error:
+            raise StorageError(f"{file} is damaged. Take another checkpoint.") from error
+        if not known or found.index != zlib.crc32(file_of(path, INDEX).read_bytes()):
+            raise StorageError(
+                f"{path / INDEX} is not what {CHECKSUMS} was written for: one of them is damaged, or the "
+                f"checkpoint was written over by other means. Take another checkpoint, or remove "
+                f"{CHECKSUMS} if you know that it is whole."
+            )
+        return found
+
+    def check(self, file: BinaryIO, place: Place, what: str) -> None:
+        """Raises:
+        StorageError: the bytes there are not those that were written.
+        """
+        name, offset, length, _ = place
+        want = self.items.get((name, offset, length))
+        if want is None or checksum_of(file, offset, length) != want:
+            raise StorageError(
+                f"{what}: its bytes in {name} are not those that were written: the file is damaged. Take "
+                "another checkpoint."
+            )
+
+
+def packed(written: Iterable[WriteResult], path: Path) -> str:
+    """What one rank wrote, with checksums, to be told to the rank that writes the index."""
+    told = []
+    for result in written:
+        info, index = result.storage_data, result.index
+        with open(path / info.relative_path, "rb") as file:
+            crc = checksum_of(file, info.offset, info.length)
+        place = [info.relative_path, info.offset, info.length, crc]
+        told.append([index.fqn, index.offset, result.size_in_bytes, place])
+    return base64.b64encode(zlib.compress(json.dumps(told).encode())).decode()
+
+
+def unpacked(text: str) -> tuple[list[WriteResult], list[tuple[str, int, int, int]]]:
+    """What a rank has told: DCP's results, and the place and checksum of each item."""
+    results, checksums = [], []
+    for key, offset, size, (name, at, length, crc) in json.loads(
+        zlib.decompress(base64.b64decode(text))
+    ):
+        results.append(
+            WriteResult(MetadataIndex(key, offset), size, internals.storage_info(name, at, length))
+        )
+        checksums.append((name, at, length, crc))
+    return results, checksums
+
+
+def read_items(path: Path, index: Index, planner: Reads) -> bool:
+    """Read what a planner wants, each item whole, and give it to the planner.
+
+    Returns:
+        Whether there are checksums, which all are right.
+
+    Raises:
+        StorageError: an item is damaged, or not what the index says.
+    """
+    checksums, reader = Checksums.read(path), FileSystemReader(path)
+    by_file: dict[str, list[tuple[ReadItem, Place]]] = {}
+    for item in planner.items:
+        place = index.places.get(item.storage_index)
+        if place is None:
+            raise StorageError(
+                f"{path} does not say where {_name(item)} is; take another checkpoint."
+            )
+        by_file.setdefault(place.file, []).append((item, place))
+    for name, items in by_file.items():
+        with open(file_of(path, name), "rb") as file:
+            for item, place in items:
+                what = f"{_name(item)} of {path}"
+                if checksums is not None:
+                    checksums.check(file, place, what)
+                _read(reader, file, item, place, planner, what)
+    return checksums is not None
+
+
+def _name(item: ReadItem) -> str:
+    at = item.storage_index.offset
+    return f"{item.storage_index.fqn!r}" + (f" from {list(at)} on" if at else "")
+
+
+def _read(
+    reader: FileSystemReader,
+    file: io.BufferedReader,
+    item: ReadItem,
+    place: Place,
+    planner: Reads,
+    what: str,
+) -> None:
+    stream: Any = io.BufferedReader(_Slice(file, place.offset, place.length), _CHUNK)
+    if place.transforms:  # compressed, say, by an extension of DCP's
+        stream = reader.transforms.transform_load_stream(item, place.transforms, stream)
+    if item.type == LoadItemType.BYTE_IO:
+        planner.load_bytes(item, io.BytesIO(stream.read()))
+        return
+    if not stream.seekable():
+        stream = io.BytesIO(stream.read())
+    found = torch.load(stream, map_location="cpu", weights_only=True)
+    _check_is(found, kind_of(*planner.kinds[item.storage_index]), what)
+    for d, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        found = found.narrow(d, start, length)
+    target = planner.resolve_tensor(item)
+    target.detach().copy_(found)
+    planner.commit_tensor(item, target)
+
+
+def _check_is(found: Any, kind: str, what: str) -> None:
+    plain = type(found) in (torch.Tensor, torch.nn.Parameter) and found.layout is torch.strided
+    have = kind_of(found.dtype, found.shape) if plain else type(found).__name__
+    if have != kind or found.device.type != "cpu":
+        raise StorageError(
+            f"{what} is {have}, but the index says {kind}: one of them is damaged. Take another "
+            "checkpoint."
+        )

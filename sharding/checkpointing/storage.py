@@ -1,0 +1,218 @@
+"""Checkpoints in the format of torch.distributed.checkpoint (DCP): any mesh writes, any other reads.
+
+A rank writes the shards it has, of replicated ones its share, and reads what its own shards overlap: no
+process ever puts a whole value together. No collective runs either; ranks speak through the store, where
+one that died is a message and not a hang. A checkpoint appears under its path when all of it is on the
+disk, by a rename.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+import shutil
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.planner import SavePlan
+
+from torchard.functional.core.arguments import AtLeast, checked
+from torchard.sharding.checkpointing.checkpoint_leaves import (
+    Leaf,
+    StorageError,
+    StorageWarning,
+    check_storable,
+    check_types,
+    compare,
+    empty,
+    leaves_of,
+)
+from torchard.sharding.checkpointing.coordination import check_same, common_mesh, owned, together
+from torchard.sharding.checkpointing.dcp_chunks import Reads, Writes, entry
+from torchard.sharding.checkpointing.index import check_disjoint, read_index
+from torchard.sharding.checkpointing.items import Checksums, packed, read_items, unpacked
+from torchard.sharding.lowering.plan_consistency import agree_on_values
+from torchard.sharding.values.axis_rules import AxisRules, resolved
+from torchard.sharding.values.mesh import Mesh
+from torchard.sharding.values.spec import SpecError
+from torchard.sharding.values.spectree import broadcast
+
+__all__ = ["StorageError", "StorageWarning", "load", "save"]
+
+PathLike = str | os.PathLike[str]
+Seconds = Annotated[float, AtLeast(0)]
+_UNCHECKED = (
+    "{} has no checksums, which torchard's save writes and plain DCP does not: whether its values are "
+    "damaged cannot be told."
+)
+
+
+@checked
+def save(
+    path: PathLike, tree: Any, *, check_replicated: bool = True, timeout: Seconds = 600.0
+) -> None:
+    """Write a tree as a checkpoint. Every rank must call it; when it returns all is on the disk.
+
+    A leaf's key is its path joined by dots, as in DCP: of ``{"w": [a, b]}`` they are ``w.0`` and
+    ``w.1``; fields of named tuples go by their names. (DCP itself makes one value of a list in which
+    there is no tensor: for such lists the keys differ.) A checksum of each item goes into a file of
+    its own, which DCP does not look at.
+
+    Args:
+        path: of a new directory, on a disk that all ranks share.
+        tree: of MeshTensors, tensors (one value each, the same on every rank), and Python's int,
+            float, bool, complex, str and None.
+        check_replicated: compare the plain tensors over ranks by checksum.
+        timeout: seconds to wait for the slowest rank to have written its part.
+
+    Raises:
+        StorageError: the path exists, or leaves cannot be stored (names them), or ranks passed
+            different trees, or one failed. All ranks raise it; nothing but a whole checkpoint ever
+            is at the path.
+        ReplicaMismatch: ranks passed different tensors.
+    """
+    target, (leaves, _) = Path(path).absolute(), leaves_of(tree, "tree")
+    mesh = common_mesh([leaf.value for leaf in leaves])
+    rank = 0 if mesh is None or mesh.coords is None else mesh.rank_of(mesh.coords)
+    plan = f"planning to save {target}"
+    digests = together(mesh, plan, lambda: _prepared(target, leaves, rank))
+    check_same(mesh, leaves, digests)
+    if mesh is not None and check_replicated:
+        agree_on_values(mesh, "save", {leaf.label: leaf.value for leaf in leaves})
+    writer, part = FileSystemWriter(_unfinished(target)), f"writing its part of {target}"
+    try:
+        written = together(mesh, part, lambda: _write(writer, owned(leaves, mesh), rank), timeout)
+        index = f"writing the index of {target}"
+        together(mesh, index, lambda: _finish(writer, leaves, written, target, rank), timeout)
+    except StorageError:
+        if rank == 0:
+            shutil.rmtree(_unfinished(target), ignore_errors=True)
+        raise
+
+
+@checked
+def load(
+    path: PathLike,
+    like: Any,
+    mesh: Mesh | None = None,
+    specs: Any = None,
+    *,
+    rules: AxisRules | None = None,
+    partial: bool = False,
+    timeout: Seconds = 600.0,
+) -> Any:
+    """Read a checkpoint of `save`'s or of DCP's. Every rank must call it, and reads its own shards.
+
+    ::
+
+        with torch.device("meta"):
+            fn, params = functionalize(Model())
+        params = load("step-100", params, mesh, specs)
+
+    Args:
+        path: of the directory.
+        like: a tree of what is wanted, of which no value is read: MeshTensors, tensors (on ``meta``,
+            say), ShapeDtypes, and scalars of the type to expect.
+        mesh, specs, rules: where to put tensors, as `place` takes them. One without a spec (None)
+            comes as what it is in like: a MeshTensor with the same spec, or a plain tensor.
+        partial: the checkpoint may hold more than like.
+        timeout: seconds to wait for the slowest rank.
+
+    Returns:
+        A tree like ``like``. Nothing in a checkpoint is run, whoever made it: of the pickle that DCP
+        keeps as its index only plain values are made, items are read as weights only, and no file
+        outside of the directory is opened.
+
+    Raises:
+        StorageError: path is no checkpoint; or leaves are missing, too many, or of another shape or
+            dtype (names all of them); or something is damaged, or not what it should be; or a rank
+            failed. All ranks raise it.
+        SpecError: specs do not fit.
+
+    Warns:
+        StorageWarning: the checkpoint has no checksums, as plain DCP's have not.
+    """
+    source, (leaves, structure) = Path(path).absolute(), leaves_of(like, "like")
+    if mesh is not None:
+        specs = resolved(specs, rules, mesh, "specs")
+    elif specs is not None:
+        raise SpecError("load was given specs and no mesh; write load(path, like, mesh, specs).")
+    wanted = broadcast(specs, structure.unflatten([leaf.key for leaf in leaves]), "specs", "like")
+    rooms = [empty(leaf, mesh, spec) for leaf, spec in zip(leaves, wanted, strict=True)]
+    common = common_mesh([room.value for room in rooms])
+    objects: dict[str, Any] = {}
+    what = f"loading {source}"
+    checked = together(common, what, lambda: _read(source, rooms, partial, objects), timeout)
+    if not all(checked):
+        warnings.warn(_UNCHECKED.format(source), StorageWarning, stacklevel=3)
+    return structure.unflatten([objects.get(room.key, room.value) for room in rooms])
+
+
+def _unfinished(path: Path) -> Path:
+    return path.with_name(f"{path.name}.unfinished")
+
+
+def _prepared(target: Path, leaves: Sequence[Leaf], rank: int) -> str:
+    """Check that the leaves can be stored there; a digest of what ranks must have in common."""
+    check_storable(leaves)
+    if rank == 0:
+        if os.path.lexists(target):
+            raise StorageError(
+                f"{target} exists already; save to a new path (with the step in its name, say), or "
+                "remove it first."
+            )
+        # What a save left that did not come to its end.
+        shutil.rmtree(_unfinished(target), ignore_errors=True)
+    return hashlib.sha256("\n".join(map(str, leaves)).encode()).hexdigest()
+
+
+def _write(writer: FileSystemWriter, leaves: Iterable[Leaf], rank: int) -> str:
+    """Write this rank's file; what the index is to say of it, as text."""
+    planner = Writes({leaf.key: leaf.value for leaf in leaves})
+    writer.set_up_storage_writer(rank == 0)
+    plan = writer.prepare_local_plan(SavePlan(planner.items))
+    # A rank's place in the list is all that the writer takes from the others' plans.
+    plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
+    return packed(list(writer.write_data(plan, planner).wait()), Path(writer.path))
+
+
+def _finish(
+    writer: FileSystemWriter,
+    leaves: Sequence[Leaf],
+    written: Sequence[str],
+    target: Path,
+    rank: int,
+) -> None:
+    """The first rank writes the index, which makes a directory a checkpoint, and gives it its name."""
+    if rank == 0:
+        results, checksums = zip(*map(unpacked, written), strict=True)
+        entries = {leaf.key: entry(leaf.value) for leaf in leaves}
+        writer.finish(Metadata(entries, {leaf.key: leaf.path for leaf in leaves}), list(results))
+        Checksums.write(_unfinished(target), itertools.chain(*checksums))
+        os.rename(_unfinished(target), target)
+
+
+def _read(path: Path, rooms: Sequence[Leaf], partial: bool, objects: dict[str, Any]) -> bool:
+    """Fill the tensors among the leaves, and a dict of the others; whether checksums were right."""
+    planner, index = Reads(), read_index(path, _unfinished(path))
+    compare(rooms, index.entries, path, partial)
+    for room in rooms:
+        saved = index.entries[room.key]
+        if isinstance(saved, BytesStorageMetadata):
+            planner.add_object(room.key)
+            continue
+        check_disjoint(room.key, saved, path)
+        if missing := planner.add_tensor(room.key, room.value, saved):
+            raise StorageError(
+                f"{path} lacks {missing} of the elements of {room.label}, {room.kind}: whoever saved "
+                "it did not save all shards. Take another checkpoint."
+            )
+    checked = read_items(path, index, planner)
+    check_types(rooms, planner.objects, path)
+    objects.update(planner.objects)
+    return checked

@@ -1,0 +1,1 @@
+"""Operations in pieces that can be split."""

@@ -1,0 +1,21 @@
+"""Batch norm where the batch or the image is split: it comes apart, and each statistic is one sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchard.functional.effects import batch_norm
+from torchard.functional.torch_internals.operators import aten
+from torchard.sharding.decompositions.functional_forms import register_decomposition
+
+
+@register_decomposition(batch_norm.PURE, aten.native_batch_norm.default)
+def _batch_norm(*args: Any) -> Any:
+    found = batch_norm.composed(*args)
+    with_running = args[3] is not None
+    return found if with_running else found[:3]
+
+
+@register_decomposition(aten.native_batch_norm_backward.default)
+def _batch_norm_backward(*args: Any) -> Any:
+    return batch_norm.composed_backward(*args)

@@ -1,0 +1,181 @@
+"""Decompose on demand: an operation whose whole dim is split comes apart into pieces that reduce.
+
+Only statistics then cross the network instead of data. torch's own decompositions are used where their
+pieces have rules; what bottoms out elsewhere (``prims.var``) is in ``functional_forms.py``. A
+decomposition is taken only if it returns what the operation returns, in shape and dtype.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.core.errors import PurityError
+from torchard.functional.programs.graphs import output_values
+from torchard.functional.programs.kernel_call import Fused
+from torchard.functional.programs.program import INHERITED
+from torchard.functional.torch_internals.operators import aten
+from torchard.functional.tracing.purify import purify
+from torchard.functional.tracing.record import Spec, record
+from torchard.sharding.decompositions.functional_forms import DECOMPOSITIONS
+from torchard.sharding.decompositions.neighbours import NEIGHBOURS, Parts
+from torchard.sharding.rules import Call, lookup
+from torchard.sharding.rules.registry import result_index, results
+
+__all__ = ["comes_apart", "decompose", "same_call"]
+
+
+_OF_SEVERAL = (aten.cat.default,)  # which may have something all the same
+
+
+def comes_apart(node: fx.Node) -> bool:
+    """Whether there is a decomposition worth trying."""
+    return bool(_decompositions(node.target, ()))
+
+
+def _decompositions(target: Any, parts: Parts | None) -> list[Callable[..., Any]]:
+    """Those by blocks, then the table's; torch's own for what has no rule.
+
+    Not for what has one and no entry here: slices and the like only move data, and more of it in
+    pieces.
+    """
+    found: list[Callable[..., Any]] = []
+    if parts is not None and target in NEIGHBOURS:
+        found.append(functools.partial(NEIGHBOURS[target], parts))
+    if target in DECOMPOSITIONS:
+        found.append(DECOMPOSITIONS[target])
+    if isinstance(target, Fused):
+        found.append(target.reference)
+    if not found and lookup(target) is None and target in torch._decomp.decomposition_table:
+        found.append(torch._decomp.decomposition_table[target])
+    return found
+
+
+def decompose(graph: fx.Graph, node: fx.Node, parts: Parts | None = None) -> list[fx.Node]:
+    """Replace a node by its pieces, and return those. None of them: it does not come apart.
+
+    Args:
+        parts: for each operand, how many ranks split each dim; None: not by blocks.
+    """
+    operands = Call.of(node).operands
+    if node.target not in _OF_SEVERAL and any(0 in o.meta["val"].shape for o in operands):
+        return []  # nothing to gather; and nothing has no maximum
+    ways = _decompositions(node.target, parts)
+    traced = next((t for way in ways if (t := _trace(way, node, operands)) is not None), None)
+    if traced is None:
+        return []
+    with graph.inserting_before(node):
+        pieces, made = _inline(graph, traced, operands, node)
+    _replace(graph, node, made)
+    return pieces
+
+
+def _trace(
+    rule: Callable[..., Any], node: fx.Node, operands: tuple[fx.Node, ...]
+) -> fx.Graph | None:
+    def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        given = iter(inputs)
+
+        def swap(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return next(given)
+            if isinstance(value, (tuple, list)):
+                return [swap(v) for v in value]
+            return value
+
+        args = [swap(a) for a in node.args]
+        out = rule(*args, **{k: swap(v) for k, v in node.kwargs.items()})
+        if out is NotImplemented:
+            return []  # some of torch's table decline some calls
+        values = out if isinstance(out, (tuple, list)) else [out]
+        return [v for v in values if v is not None]
+
+    specs = [Spec.of(o.meta["val"]) for o in operands]
+    try:
+        found = record(run, specs)
+        if any(_writes_for_good(n) for n in found.graph.nodes):
+            return None
+        found = purify(found, ())
+    except PurityError:  # it reads a value, say
+        return None
+    if found.closures or not _same_results(found.graph, node) or _is_itself(found.graph, node):
+        return None
+    return found.graph
+
+
+def _writes_for_good(node: fx.Node) -> bool:
+    """``prims.copy_to`` and the like, in some of torch's table: nothing makes them pure."""
+    target: Any = node.target
+    is_op = isinstance(target, torch._ops.OpOverload)
+    return is_op and target._schema.is_mutable and target.namespace != "aten"
+
+
+def _same_results(graph: fx.Graph, node: fx.Node) -> bool:
+    want = results(node)
+    have = [n.meta["val"] for n in output_values(graph)]
+    return len(want) == len(have) and all(
+        w.shape == h.shape and w.dtype == h.dtype for w, h in zip(want, have, strict=True)
+    )
+
+
+def _is_itself(graph: fx.Graph, node: fx.Node) -> bool:
+    return any(same_call(n, node) for n in graph.nodes)
+
+
+def same_call(one: fx.Node, other: fx.Node) -> bool:
+    """The same operation on the same shapes, told to do the same."""
+    return one.target is other.target and _told(one) == _told(other)
+
+
+def _told(node: fx.Node) -> list[Any]:
+    return [_shape(a) if isinstance(a, fx.Node) else a for a in node.args]
+
+
+def _shape(node: fx.Node) -> Any:
+    return getattr(node.meta["val"], "shape", None), "of an operand"
+
+
+_NUMBERS = itertools.count()
+_KEPT = (*INHERITED, "name", "apart")
+
+
+def _inline(
+    graph: fx.Graph, traced: fx.Graph, operands: tuple[fx.Node, ...], node: fx.Node
+) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The pieces, and those of them that are the node's results."""
+    env: dict[fx.Node, fx.Node] = {}
+    inputs = [n for n in traced.nodes if n.op == "placeholder"]
+    env.update(zip(inputs, operands, strict=True))
+    tags = {k: node.meta[k] for k in _KEPT if k in node.meta}
+    tags["part_of"] = next(_NUMBERS)
+    if "use" in node.meta:
+        tags["apart"] = replace(node.meta["use"], how="came apart: a dim that must be whole is split")
+    for inner in traced.nodes:
+        if inner.op == "call_function":
+            env[inner] = graph.node_copy(inner, env.__getitem__)
+            env[inner].meta = {"val": inner.meta["val"], **tags}
+    pieces = [env[n] for n in traced.nodes if n.op == "call_function"]
+    return pieces, [env[n] for n in output_values(traced)]
+
+
+def _replace(graph: fx.Graph, node: fx.Node, pieces: list[fx.Node]) -> None:
+    if isinstance(node.meta["val"], (tuple, list)):
+        for user in list(node.users):
+            if hasattr(user.meta.get("val"), "shape"):
+                _use(pieces[result_index(user)], user)
+            graph.erase_node(user)
+    else:
+        _use(pieces[0], node)
+    graph.erase_node(node)
+
+
+def _use(piece: fx.Node, before: fx.Node) -> None:
+    """A piece in the place of a node; what its users remember of their operands is forgotten."""
+    for user in before.replace_all_uses_with(piece):
+        user.meta.pop("_call", None)

@@ -1,0 +1,295 @@
+"""How convolutions of a split image come apart: each block is an image of its own.
+
+The blocks of a split image dim, each with the border its neighbours lend it, become part of the batch;
+the operation then runs on a whole image without padding in that dim. See ``neighbours.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchard.functional.torch_internals.operators import aten
+from torchard.sharding.decompositions.neighbours import (
+    Parts,
+    each_of,
+    register,
+    strided,
+    worthwhile,
+)
+from torchard.sharding.rules.blocks import blocks, unblocks
+
+__all__ = [
+    "fold",
+    "gradient_of_reading",
+    "readers",
+    "reading",
+    "replaced",
+    "split_image_dim",
+    "spread",
+    "unfold",
+]
+
+_TURNING = 32  # multiplications that cost what moving an element does
+
+
+def split_image_dim(parts: Sequence[int], shape: Sequence[int]) -> int | None:
+    """The first image dim (behind batch and channels) that is split into more than single lines."""
+    return next((d for d in range(2, len(shape)) if worthwhile(shape[d], parts[d])), None)
+
+
+def fold(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """[b, c, ..., count, w, ...] as [b count, c, ..., w, ...]; ``dim`` is that of the blocks."""
+    x = x.movedim(dim, 1)
+    return x.reshape(-1, *x.shape[2:])
+
+
+def unfold(x: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    return x.reshape(-1, count, *x.shape[1:]).movedim(1, dim)
+
+
+def replaced(values: Sequence[int], at: int, value: int) -> list[int]:
+    return [value if i == at else v for i, v in enumerate(values)]
+
+
+def spread(values: Sequence[int], rank: int) -> list[int]:
+    """One number for every image dim, where one may stand for all."""
+    return list(values) if len(values) == rank else [values[0]] * rank
+
+
+# -- convolution ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A convolution that reads a whole image ``y`` [b, c, ...] and makes ``x``, and its split dim.
+
+    A transposed convolution is the gradient of one: it makes what the other reads.
+    """
+
+    weight: torch.Tensor
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    groups: int
+    dim: int
+    count: int
+
+    @property
+    def _at(self) -> tuple[int, int, int]:
+        """Of the split dim: the step from one result to the next, the padding, what each reads."""
+        i = self.dim - 2
+        return self.stride[i], self.padding[i], self.dilation[i] * (self.weight.shape[self.dim] - 1) + 1
+
+    @property
+    def _own(self) -> list[int]:
+        return replaced(self.padding, self.dim - 2, 0)
+
+    def sizes(self, shape: Sequence[int]) -> list[int]:
+        """The image dims of what it makes of a shape."""
+        how = (shape[2:], self.weight.shape[2:], self.stride, self.padding, self.dilation)
+        return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in zip(*how, strict=True)]
+
+    def makes(self, read: Sequence[int], made: Sequence[int]) -> bool:
+        """Whether one shape is made of another; of a transposed convolution's outermost elements,
+        padded by more than a stride, nothing is."""
+        return self.sizes(read) == list(made[2:])
+
+    def can_write(self, size: int) -> bool:
+        """Whether blocks of what is read begin at one phase of the stride."""
+        return worthwhile(size, self.count) and not each_of(size, self.count) % self._at[0]
+
+    def _seen(self, read: torch.Tensor, made: int) -> torch.Tensor:
+        step, padding, reach = self._at
+        return fold(strided(read, self.dim, self.count, made, step, -padding, reach), self.dim)
+
+    def forward(self, read: torch.Tensor, bias: torch.Tensor | None, made: int) -> torch.Tensor:
+        """What it makes of an image."""
+        y = aten.convolution.default(
+            self._seen(read, made), self.weight, bias, self.stride, self._own, self.dilation,
+            False, [0], self.groups,
+        )  # fmt: skip
+        return unblocks(unfold(y, self.dim, self.count), self.dim, made)
+
+    def gradient(self, grad: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """The gradient of an image of some shape, from that of what was made of it."""
+        step, padding, reach = self._at
+        if self._pays_to_turn(grad):
+            size = shape[self.dim]
+            near = strided(grad, self.dim, self.count, size, 1, padding - reach + 1, reach)
+            own = self._turned(fold(near, self.dim))
+            return unblocks(unfold(own, self.dim, self.count), self.dim, size)
+        only = [True, False, False]
+
+        def run(near: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self._backward(near, like, only)[0]
+            return made
+
+        return gradient_of_reading(run, grad, shape, self.dim, self.count, step, padding, reach)
+
+    def of_weight(self, grad: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
+        """The gradient of the weight."""
+        own = fold(blocks(grad, self.dim, self.count), self.dim)
+        seen, only = self._seen(read, grad.shape[self.dim]), [False, True, False]
+        made: torch.Tensor = self._backward(own, seen, only)[1]
+        return made
+
+    def _backward(self, grad: torch.Tensor, read: torch.Tensor, mask: list[bool]) -> Any:
+        return aten.convolution_backward.default(
+            grad, read, self.weight, None, self.stride, self._own, self.dilation, False, [0],
+            self.groups, mask,
+        )  # fmt: skip
+
+    def _pays_to_turn(self, grad: torch.Tensor) -> bool:
+        """Whether to make the gradient by a convolution with the kernel turned round.
+
+        That computes no more than the block's own elements, but turns the kernel, which must be little
+        beside what is saved. It exists where there are no strides.
+        """
+        _, _, reach = self._at
+        lines = grad.numel() // (grad.shape[1] * grad.shape[self.dim])  # elements of one, over channels
+        saved = (reach - 1) * lines  # multiplications by each element of the kernel
+        plain = all(s == 1 for s in self.stride) and all(p >= 0 for p in self._around)
+        return plain and saved > _TURNING
+
+    @property
+    def _around(self) -> list[int]:
+        """The padding of that convolution."""
+        each = zip(self.weight.shape[2:], self.dilation, self.padding, strict=True)
+        return [d * (k - 1) - p for k, d, p in each]
+
+    def _turned(self, near: torch.Tensor) -> torch.Tensor:
+        made, read, *kernel = self.weight.shape
+        weight = self.weight.reshape(self.groups, made // self.groups, read, *kernel)
+        weight = weight.transpose(1, 2).reshape(self.groups * read, made // self.groups, *kernel)
+        weight = weight.flip(list(range(2, weight.ndim)))
+        padding = replaced(self._around, self.dim - 2, 0)
+        turned: torch.Tensor = aten.convolution.default(
+            near, weight, None, self.stride, padding, self.dilation, False, [0], self.groups
+        )
+        return turned
+
+
+@register(aten.convolution.default)
+def _convolution(
+    parts: Parts,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+) -> Any:
+    dim = split_image_dim(parts[0], x.shape)
+    if dim is None:
+        return NotImplemented
+    rank, count = x.ndim - 2, parts[0][dim]
+    stride, padding, dilation = (spread(v, rank) for v in (stride, padding, dilation))
+    reading = _Reading(weight, stride, padding, dilation, groups, dim, count)
+    if not transposed:
+        made = reading.sizes(x.shape)[dim - 2]
+        return reading.forward(x, bias, made) if worthwhile(made, count) else NotImplemented
+    shape = [x.shape[0], weight.shape[1] * groups]
+    sizes = (x.shape[2:], weight.shape[2:], stride, padding, dilation, spread(output_padding, rank))
+    for n, k, s, p, d, more in zip(*sizes, strict=True):
+        shape.append((n - 1) * s - 2 * p + d * (k - 1) + more + 1)
+    if not (reading.can_write(shape[dim]) and reading.makes(shape, x.shape)):
+        return NotImplemented
+    y = reading.gradient(x, shape)
+    return y if bias is None else y + bias.reshape(-1, *[1] * rank)
+
+
+@register(aten.convolution_backward.default)
+def _convolution_backward(
+    parts: Parts,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias_sizes: list[int] | None,
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    transposed: bool,
+    output_padding: list[int],
+    groups: int,
+    mask: list[bool],
+) -> Any:
+    dim = split_image_dim(parts[1], x.shape)
+    dim = split_image_dim(parts[0], grad.shape) if dim is None else dim
+    if dim is None:
+        return NotImplemented
+    count = max(parts[0][dim], parts[1][dim])
+    if not (worthwhile(grad.shape[dim], count) and worthwhile(x.shape[dim], count)):
+        return NotImplemented
+    stride, padding, dilation = (spread(v, x.ndim - 2) for v in (stride, padding, dilation))
+    reading = _Reading(weight, stride, padding, dilation, groups, dim, count)
+    read, made = (grad, x) if transposed else (x, grad)
+    if not reading.makes(read.shape, made.shape):
+        return NotImplemented
+    if mask[0] and not (transposed or reading.can_write(x.shape[dim])):
+        return NotImplemented
+    grads: list[torch.Tensor | None] = [None, None, None]
+    if mask[0] and transposed:
+        grads[0] = reading.forward(grad, None, x.shape[dim])
+    elif mask[0]:
+        grads[0] = reading.gradient(grad, x.shape)
+    if mask[1]:
+        grads[1] = reading.of_weight(made, read)
+    if mask[2]:
+        grads[2] = grad.sum([d for d in range(grad.ndim) if d != 1])
+    return tuple(grads)
+
+
+def gradient_of_reading(
+    run: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    grad: torch.Tensor,
+    shape: Sequence[int],
+    dim: int,
+    count: int,
+    step: int,
+    padding: int,
+    reach: int,
+) -> torch.Tensor:
+    """The gradient of x, of some shape, from results of which element i read x from i step - padding on.
+
+    Args:
+        run: gives the gradient of images like its second argument, from that of what reads them.
+        count: blocks of the dim, whose size must be a multiple of ``step``.
+    """
+    size = shape[dim]
+    each = each_of(size, count)
+    first, width = readers(each, step, padding, reach)
+    near = fold(reading(grad, dim, count, each // step, first, width), dim)
+    wide = (width - 1) * step + reach
+    seen = [near.shape[0], *shape[1:dim], wide, *shape[dim + 1 :]]
+    like = torch.zeros(seen, dtype=grad.dtype, device=grad.device)
+    begin = padding - first * step
+    own = _window_of(run(near, like), dim, begin, each)
+    return unblocks(unfold(own, dim, count), dim, size)
+
+
+def readers(each: int, step: int, padding: int, reach: int) -> tuple[int, int]:
+    """Which results read a block of ``each`` elements: the first, from its own place, and how many."""
+    first, last = -((reach - 1 - padding) // step), (each - 1 + padding) // step
+    return first, last - first + 1
+
+
+def reading(
+    y: torch.Tensor, dim: int, count: int, each: int, first: int, width: int, fill: int = 0
+) -> torch.Tensor:
+    """Windows of ``width`` results, block j's from j each + first on."""
+    return strided(y, dim, count, count * each, 1, first, width - each + 1, fill)
+
+
+def _window_of(x: torch.Tensor, dim: int, begin: int, size: int) -> torch.Tensor:
+    """Elements of a dim, zeros where there are none."""
+    front, back = max(-begin, 0), max(begin + size - x.shape[dim], 0)
+    if front or back:
+        x = aten.constant_pad_nd.default(x, [0, 0] * (x.ndim - 1 - dim) + [front, back], 0)
+    return x.narrow(dim, begin + front, size)

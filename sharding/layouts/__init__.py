@@ -1,0 +1,1 @@
+"""Arithmetic of layouts: dims split over mesh axes, and what a reshard costs."""

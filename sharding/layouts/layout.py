@@ -1,0 +1,286 @@
+"""Layout: which part of a global value each mesh coordinate holds.
+
+The one idea: a dim is a product of sub-dims, and each sub-dim is split over an ordered tuple of mesh
+axes. Flattening concatenates sub-dims and un-flattening takes them apart, so a view of a sharded dim
+costs nothing as long as its boundaries fall between sub-dims. A mesh axis that splits no sub-dim holds
+the value whole, or, when it is *pending*, a contribution that a reduction over the axis completes.
+
+Uneven splits follow ``torch.chunk`` (32 over 3 is 11, 11, 10; 1 over 2 is 1, 0), axis by axis, the
+first axis of the tuple outermost.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+__all__ = ["VARYING", "Layout", "Sub", "chunk", "merge", "refine"]
+
+# Pending in a way that no reduction completes: each coordinate has a value of its own (lower_manual.py).
+VARYING = "varying"
+
+Sizes = tuple[tuple[str, int], ...]  # the mesh's axes and their sizes: hashable
+Coords = Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Sub:
+    """A sub-dim of ``size`` elements, split over ``axes`` (outermost first)."""
+
+    size: int
+    axes: tuple[str, ...] = ()
+
+
+Dim = tuple[Sub, ...]
+
+
+def _largest(sub: Sub, sizes: Mapping[str, int]) -> int:
+    size = sub.size
+    for axis in sub.axes:
+        size = -(-size // sizes[axis])
+    return size
+
+
+def chunk(size: int, axes: Sequence[str], coords: Coords, sizes: Mapping[str, int]) -> range:
+    """The indices of a sub-dim that the coordinate owns."""
+    start, stop = 0, size
+    for axis in axes:
+        step = -(-(stop - start) // sizes[axis])
+        low = min(start + step * coords[axis], stop)
+        start, stop = low, min(low + step, stop)
+    return range(start, stop)
+
+
+def _coordinates(axes: Iterable[str], sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+    axes = tuple(axes)
+    for index in itertools.product(*(range(sizes[a]) for a in axes)):
+        yield dict(zip(axes, index, strict=True))
+
+
+@functools.lru_cache(maxsize=65536)
+def _joins(outer: Sub, inner: Sub, sizes: Sizes) -> bool:
+    """Whether one sub-dim over both axis tuples means the same as the two, for every coordinate."""
+    if not inner.axes and (not outer.axes or outer.size % _parts(outer.axes, sizes) == 0):
+        return True
+    if outer.size == 1 and not outer.axes:
+        return True
+    table = dict(sizes)
+    joint = outer.axes + inner.axes
+    for at in _coordinates(joint, table):
+        out, inn = chunk(outer.size, outer.axes, at, table), chunk(inner.size, inner.axes, at, table)
+        whole = chunk(outer.size * inner.size, joint, at, table)
+        if len(out) * len(inn) != len(whole):
+            return False
+        if len(whole) and len(inn) != inner.size and len(out) != 1:
+            return False
+        if len(whole) and whole.start != out.start * inner.size + inn.start:
+            return False
+    return True
+
+
+def _parts(axes: Iterable[str], sizes: Sizes) -> int:
+    table = dict(sizes)
+    return math.prod(table[a] for a in axes)
+
+
+def merge(subs: Iterable[Sub], sizes: Sizes) -> Dim:
+    """The normal form of a dim: neighbouring sub-dims joined wherever that says the same."""
+    out: list[Sub] = []
+    for sub in subs:
+        if sub.size == 1 and not sub.axes and out:
+            continue
+        while out and _joins(out[-1], sub, sizes):
+            last = out.pop()
+            sub = Sub(last.size * sub.size, last.axes + sub.axes)
+        out.append(sub)
+    return tuple(out)
+
+
+def _split(sub: Sub, size: int, sizes: Sizes) -> tuple[Sub, Sub] | None:
+    """``sub`` as an outer sub-dim of ``size`` and an inner one, or None where the cut misses."""
+    if size == 0 or sub.size % size:
+        return None
+    for cut in range(len(sub.axes), -1, -1):
+        outer, inner = Sub(size, sub.axes[:cut]), Sub(sub.size // size, sub.axes[cut:])
+        if _joins(outer, inner, sizes):
+            return outer, inner
+    return None
+
+
+@functools.lru_cache(maxsize=65536)
+def refine(dim: Dim, factors: tuple[int, ...], sizes: Sizes) -> tuple[Dim, ...] | None:
+    """Cut a dim at the boundaries of ``factors`` (whose product is its size).
+
+    Returns, for each factor, its sub-dims; None where a boundary falls inside a shard.
+    """
+    if math.prod(factors) == 0:
+        return _refine_empty(dim, factors)
+    rest = list(dim)
+    out: list[Dim] = []
+    for factor in factors:
+        taken: list[Sub] = []
+        need = factor
+        while need > 1 or (rest and rest[0].size == 1 and not taken):
+            if not rest:
+                return None
+            sub = rest.pop(0)
+            if sub.size > need:
+                cut = _split(sub, need, sizes)
+                if cut is None:
+                    return None
+                sub = cut[0]
+                rest.insert(0, cut[1])
+            if sub.size == 0 or need % sub.size:
+                return None
+            taken.append(sub)
+            need //= sub.size
+        out.append(tuple(taken) or (Sub(factor),))
+    return _attach_ones(rest, out)
+
+
+def _attach_ones(rest: list[Sub], out: list[Dim]) -> tuple[Dim, ...] | None:
+    """Sub-dims of size 1 left over: harmless unless they are split (then only one shard has it)."""
+    axes = tuple(a for sub in rest for a in sub.axes)
+    if not axes:
+        return tuple(out)
+    for i, dim in enumerate(out):
+        if dim == (Sub(1),):
+            out[i] = (Sub(1, axes),)
+            return tuple(out)
+    return None
+
+
+def _refine_empty(dim: Dim, factors: tuple[int, ...]) -> tuple[Dim, ...] | None:
+    if any(sub.axes for sub in dim):
+        return (dim,) if len(factors) == 1 else None
+    return tuple((Sub(f),) for f in factors)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The layout of one value: its dims, and the axes over which it is pending, with their ops."""
+
+    dims: tuple[Dim, ...]
+    pending: tuple[tuple[str, str], ...] = ()
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.dims, self.pending)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @staticmethod
+    def replicated(shape: Sequence[int]) -> Layout:
+        """Every coordinate holds everything."""
+        return _replicated(tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The global shape."""
+        return tuple(math.prod(s.size for s in dim) for dim in self.dims)
+
+    @functools.cached_property
+    def split_axes(self) -> tuple[str, ...]:
+        """The axes that split a dim, in dim order."""
+        return tuple(a for dim in self.dims for sub in dim for a in sub.axes)
+
+    @functools.cached_property
+    def axes(self) -> frozenset[str]:
+        """The axes along which coordinates hold different things."""
+        return frozenset(self.split_axes) | {a for a, _ in self.pending}
+
+    @property
+    def is_replicated(self) -> bool:
+        return not self.axes
+
+    @functools.cached_property
+    def varying(self) -> frozenset[str]:
+        """The axes along which each coordinate has a value of its own (manual mode)."""
+        return frozenset(a for a, op in self.pending if op == VARYING)
+
+    @functools.cached_property
+    def awaited(self) -> tuple[str, ...]:
+        """The axes over which a reduction is still to come."""
+        return tuple(a for a, op in self.pending if op != VARYING)
+
+    def dim_of(self, axis: str) -> int | None:
+        """The dim that the axis splits, or None."""
+        for i, dim in enumerate(self.dims):
+            if any(axis in sub.axes for sub in dim):
+                return i
+        return None
+
+    def local_subs(self, coords: Coords, sizes: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
+        """The local size of every sub-dim."""
+        return tuple(
+            tuple(len(chunk(s.size, s.axes, coords, sizes)) for s in dim) for dim in self.dims
+        )
+
+    def local_shape(self, coords: Coords, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of the shard at a coordinate."""
+        return tuple(math.prod(dim) for dim in self.local_subs(coords, sizes))
+
+    def local_range(self, dim: int, coords: Coords, sizes: Mapping[str, int]) -> range:
+        """The contiguous global indices of a dim at a coordinate; its dim must be one sub-dim."""
+        subs = self.dims[dim]
+        if len(subs) != 1:
+            raise ValueError(f"dim {dim} of {self} is not contiguous")
+        return chunk(subs[0].size, subs[0].axes, coords, sizes)
+
+    def largest_local(self, sizes: Mapping[str, int]) -> int:
+        """Elements of the largest shard."""
+        return math.prod(self.largest_shape(sizes))
+
+    def largest_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of the largest shard."""
+        return tuple(math.prod(_largest(sub, sizes) for sub in dim) for dim in self.dims)
+
+    def key(self, coords: Coords) -> tuple[int, ...]:
+        """What tells the distinct shards apart: the coordinate on the axes that matter."""
+        return tuple(coords[a] for a in sorted(self.axes))
+
+    def keys(self, sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
+        """A coordinate (of the axes that matter) for every distinct shard, in order of ``key``."""
+        return _coordinates(sorted(self.axes), sizes)
+
+    def normal(self, sizes: Sizes) -> Layout:
+        """The same layout in normal form: equal layouts compare equal."""
+        return Layout(tuple(merge(d, sizes) or (Sub(1),) for d in self.dims), self.pending)
+
+    def reduced(self) -> Layout:
+        """The layout when the reductions are done; what varies varies still."""
+        return self._pending((a, VARYING) for a in self.varying) if self.pending else self
+
+    def varying_over(self, axes: Iterable[str]) -> Layout:
+        """The layout in which each coordinate along these axes, and no others, has its own value."""
+        rest = [p for p in self.pending if p[1] != VARYING]
+        return self._pending([*rest, *((a, VARYING) for a in axes)])
+
+    def _pending(self, pending: Iterable[tuple[str, str]]) -> Layout:
+        return Layout(self.dims, tuple(sorted(pending)))
+
+    def with_leading(self, size: int) -> Layout:
+        return Layout(((Sub(size),), *self.dims), self.pending)
+
+    def __str__(self) -> str:
+        dims = [_dim_text(dim) for dim in self.dims]
+        text = f"P({', '.join(dims)})"
+        return text + "".join(f"+{op}({axis})" for axis, op in self.pending)
+
+
+@functools.lru_cache(maxsize=65536)
+def _replicated(shape: tuple[int, ...]) -> Layout:
+    return Layout(tuple((Sub(n),) for n in shape))
+
+
+def _dim_text(dim: Dim) -> str:
+    def one(sub: Sub) -> str:
+        return "·".join(sub.axes) if sub.axes else "None"
+
+    if len(dim) == 1:
+        return one(dim[0])
+    return "(" + " ".join(f"{s.size}:{one(s)}" if s.axes else str(s.size) for s in dim) + ")"

@@ -1,0 +1,374 @@
+"""The ways one operation can run on a mesh: which axis splits which factor.
+
+An *option* says, for every mesh axis its operands use, that the axis splits a factor, that a pending sum
+passes through it, or that nothing is split. From the option follow the layouts that the operands must
+have and that the results get. What is possible is decided here; what is good, in ``propagate``.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torchard.sharding.layouts.factors import Factors, Rule
+from torchard.sharding.layouts.layout import Dim, Layout, Sizes, Sub, chunk, merge, refine
+
+__all__ = [
+    "Cost",
+    "Option",
+    "atomic",
+    "dim_of_factors",
+    "factor_axes",
+    "image",
+    "in_blocks",
+    "options",
+    "points",
+]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an option costs.
+
+    Attributes:
+        split: the axes that split a factor.
+        work: points of the iteration space that the busiest rank computes.
+        exchanged: elements that the busiest rank sends or receives within the operation.
+        volume: elements of the largest local results.
+    """
+
+    split: frozenset[str]
+    work: int
+    exchanged: int
+    volume: int
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to run an operation.
+
+    Attributes:
+        rule: with factors so fine that each is split as one.
+        axes: for every factor, the axes that split it.
+        passed: axes whose pending sum passes through, each with its set of operands.
+        ins, outs: the layouts that follow.
+    """
+
+    rule: Rule
+    axes: tuple[tuple[str, ...], ...]
+    passed: tuple[tuple[str, frozenset[int]], ...]
+    ins: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
+
+    def cost(self, sizes: Sizes) -> Cost:
+        """What it costs on a mesh. Layers repeat, and so do options: the answer is kept."""
+        known: dict[Sizes, Cost] = self.__dict__.setdefault("_costs", {})
+        if sizes not in known:
+            table = dict(sizes)
+            known[sizes] = Cost(
+                split=frozenset(a for axes in self.axes for a in axes),
+                work=points(self.rule, self.axes, sizes),
+                exchanged=self._exchanged(table),
+                volume=sum(out.largest_local(table) for out in self.outs),
+            )
+        return known[sizes]
+
+    def _exchanged(self, sizes: dict[str, int]) -> int:
+        if self.rule.halo is None:
+            return 0
+        blocks, each, moved = self.rule.halo
+        if not self.axes[blocks]:
+            return 0
+        return self.ins[0].largest_local(sizes) // max(self.rule.sizes[each], 1) * moved
+
+
+@functools.lru_cache(maxsize=65536)
+def points(rule: Rule, axes: tuple[tuple[str, ...], ...], sizes: Sizes) -> int:
+    """Points of the iteration space that the busiest rank computes; without axes, all of them."""
+    if rule.ties or rule.halo is not None:
+        return 0  # blocks are a view, and windows what has arrived
+    table = dict(sizes)
+    each = axes or ((),) * len(rule.sizes)
+    local = [_local_size(n, a, table) for n, a in zip(rule.sizes, each, strict=True)]
+    shared, tensors = rule.space
+    product = max(math.prod(local[f] for f in group) for group in shared)
+    rest = max((math.prod(local[f] for f in t & rule.whole) for t in tensors), default=1)
+    own = max((math.prod(local[f] for f in t) for t in tensors), default=1)
+    return max(product * rest, own)
+
+
+def _local_size(size: int, axes: tuple[str, ...], sizes: dict[str, int]) -> int:
+    for a in axes:
+        size = -(-size // sizes[a])
+    return max(size, 1)
+
+
+def atomic(rule: Rule, ins: Sequence[Layout], outs: Sequence[Layout], sizes: Sizes) -> Rule:
+    """The rule with every factor cut where some layout splits inside it."""
+    if all(len(d) == 1 for layout in (*ins, *outs) for d in layout.dims):
+        return rule
+    cuts: dict[int, tuple[int, ...]] = {}
+    pairs = [*zip(rule.ins, ins, strict=False), *zip(rule.outs, outs, strict=False)]
+    for dims, layout in pairs:
+        for factors, dim in zip(dims, layout.dims, strict=True):
+            for factor, subs in zip(factors, _per_factor(rule, factors, dim, sizes), strict=True):
+                if subs is not None and len(subs) > 1 and factor not in rule.run:
+                    cut = _common_cut(cuts.get(factor), tuple(s.size for s in subs))
+                    if cut is not None:
+                        cuts[factor] = cut
+    return _cut_rule(rule, cuts) if cuts else rule
+
+
+def _per_factor(
+    rule: Rule, factors: Factors, dim: Dim, sizes: Sizes
+) -> Sequence[Dim] | list[None]:
+    cut = refine(dim, tuple(rule.sizes[f] for f in factors), sizes) if factors else ()
+    return [None] * len(factors) if cut is None else cut
+
+
+def _common_cut(known: tuple[int, ...] | None, new: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The refinement of two ways to cut a factor; the first wins where they do not mix."""
+    if known is None:
+        return new
+    bounds = sorted({math.prod(c[:i]) for c in (known, new) for i in range(1, len(c) + 1)})
+    if any(a == 0 or b % a for a, b in itertools.pairwise(bounds)):
+        return known
+    return tuple(b // a for a, b in itertools.pairwise([1, *bounds]))
+
+
+def _cut_rule(rule: Rule, cuts: dict[int, tuple[int, ...]]) -> Rule:
+    sizes: list[int] = []
+    names: list[str] = []
+    renumber: dict[int, Factors] = {}
+    for f, size in enumerate(rule.sizes):
+        parts = cuts.get(f, (size,))
+        renumber[f] = tuple(range(len(sizes), len(sizes) + len(parts)))
+        sizes.extend(parts)
+        dotted = [f"{rule.names[f]}.{i}" for i, _ in enumerate(parts)]
+        names.extend([rule.names[f]] if len(parts) == 1 else dotted)
+
+    def dims(operand: tuple[Factors, ...]) -> tuple[Factors, ...]:
+        return tuple(tuple(n for f in d for n in renumber[f]) for d in operand)
+
+    def all_of(factors: Iterable[int]) -> frozenset[int]:
+        return frozenset(n for f in factors for n in renumber[f])
+
+    def one(factor: int) -> int:
+        return renumber[factor][0]  # ties and halos are among those that are not cut
+
+    return Rule(
+        sizes=tuple(sizes),
+        ins=tuple(dims(o) for o in rule.ins),
+        outs=tuple(dims(o) for o in rule.outs),
+        whole=all_of(rule.whole),
+        combine=tuple((n, op) for f, op in rule.combine for n in renumber[f]),
+        linear=rule.linear,
+        index=all_of(rule.index),
+        run=all_of(rule.run),
+        gathered=rule.gathered,
+        names=tuple(names),
+        ties=tuple((one(a), one(b)) for a, b in rule.ties),
+        halo=rule.halo and (one(rule.halo[0]), one(rule.halo[1]), rule.halo[2]),
+    )
+
+
+def factor_axes(
+    rule: Rule, dims: tuple[Factors, ...], layout: Layout, sizes: Sizes
+) -> dict[int, tuple[str, ...]]:
+    """How a layout splits the factors of an atomic rule; what it splits otherwise is left out."""
+    found: dict[int, tuple[str, ...]] = {}
+    for factors, dim in zip(dims, layout.dims, strict=True):
+        if not any(s.axes for s in dim) or not factors:
+            continue
+        cut = refine(dim, tuple(rule.sizes[f] for f in factors), sizes)
+        if cut is None:
+            cut = _leading(rule, factors, dim, sizes)
+        for factor, subs in zip(factors, cut, strict=False):
+            if len(subs) == 1 and subs[0].axes:
+                found[factor] = subs[0].axes
+    return found
+
+
+def _leading(rule: Rule, factors: Factors, dim: Dim, sizes: Sizes) -> tuple[Dim, ...]:
+    """Where a shard boundary misses the factors', what can still be said: its outer axes alone."""
+    (first, *_) = dim
+    for keep in range(len(first.axes) - 1, 0, -1):
+        size = math.prod(s.size for s in dim)
+        cut = refine(
+            (Sub(size, first.axes[:keep]),), tuple(rule.sizes[f] for f in factors), sizes
+        )
+        if cut is not None:
+            return cut
+    return ()
+
+
+def dim_of_factors(
+    factors: Factors, rule: Rule, axes: Sequence[tuple[str, ...]], sizes: Sizes
+) -> Dim:
+    """A dim made of split factors, in normal form."""
+    if not factors:
+        return (Sub(1),)
+    if len(factors) == 1:
+        return (Sub(rule.sizes[factors[0]], axes[factors[0]]),)
+    return merge([Sub(rule.sizes[f], axes[f]) for f in factors], sizes)
+
+
+def image(
+    dims: tuple[Factors, ...],
+    rule: Rule,
+    axes: Sequence[tuple[str, ...]],
+    pending: Iterable[tuple[str, str]],
+    sizes: Sizes,
+) -> Layout:
+    """The layout of an operand or result under a choice of axes for the factors."""
+    made = tuple(dim_of_factors(d, rule, axes, sizes) for d in dims)
+    return Layout(made, tuple(sorted(pending)))
+
+
+def build(
+    rule: Rule,
+    axes: tuple[tuple[str, ...], ...],
+    passed: tuple[tuple[str, frozenset[int]], ...],
+    sizes: Sizes,
+) -> Option | None:
+    """The option with these choices, or None if its results would pend in two ways at once."""
+    axes = _with_blocks(rule, axes, sizes)
+    pending = [_pending_of(rule, dims, axes, passed) for dims in rule.outs]
+    if any(len(set(p.values())) > 1 for p in pending):
+        return None
+    ins = []
+    for k, dims in enumerate(rule.ins):
+        through = [(a, "sum") for a, group in passed if k in group]
+        ins.append(image(dims, rule, axes, through, sizes))
+    outs = tuple(
+        image(d, rule, axes, p.items(), sizes) for d, p in zip(rule.outs, pending, strict=True)
+    )
+    return Option(rule, axes, passed, tuple(ins), outs)
+
+
+def _pending_of(
+    rule: Rule,
+    dims: tuple[Factors, ...],
+    axes: tuple[tuple[str, ...], ...],
+    passed: tuple[tuple[str, frozenset[int]], ...],
+) -> dict[str, str]:
+    """What one result is pending over: what passed, and the factors it has lost."""
+    kept = {f for d in dims for f in d}
+    lost = {a: op for f, op in rule.combine if f not in kept for a in axes[f]}
+    return {a: "sum" for a, _ in passed} | lost
+
+
+def options(
+    rule: Rule,
+    ins: Sequence[Layout],
+    wished: Sequence[Layout],
+    sizes: Sizes,
+) -> tuple[Option, ...]:
+    """Every option that its operands' layouts, or layouts wished of its result, suggest.
+
+    Layers repeat, and so do sweeps: the answer is kept.
+    """
+    return _options(rule, tuple(ins), tuple(wished), sizes)
+
+
+@functools.lru_cache(maxsize=65536)
+def _options(
+    rule: Rule, ins: tuple[Layout, ...], wished: tuple[Layout, ...], sizes: Sizes
+) -> tuple[Option, ...]:
+    rule = atomic(rule, ins, wished[:1], sizes)
+    hints = _suggestions(rule, ins, wished, sizes)
+    groups = _passable(rule, ins)
+    used = sorted({a for h in hints for a in h[1]} | set(groups))
+    modes: list[list[int | frozenset[int] | None]] = []
+    for axis in used:
+        factors = dict.fromkeys(f for f, axes in hints if axis in axes)
+        modes.append([*factors, *groups.get(axis, ()), None])
+    found: dict[tuple[object, ...], Option] = {}
+    for choice in itertools.product(*modes):
+        option = _choose(rule, hints, dict(zip(used, choice, strict=True)), sizes)
+        if option is not None:
+            found.setdefault((option.axes, option.passed), option)
+    return tuple(found.values())
+
+
+_Hint = tuple[int, tuple[str, ...]]  # a factor, and axes that some layout splits it over
+
+
+def _suggestions(
+    rule: Rule, ins: Sequence[Layout], wished: Sequence[Layout], sizes: Sizes
+) -> list[_Hint]:
+    hints: list[_Hint] = []
+    for dims, layout in zip(rule.ins, ins, strict=True):
+        hints.extend(factor_axes(rule, dims, layout, sizes).items())
+    for layout in wished:
+        if rule.outs and len(layout.dims) == len(rule.outs[0]):
+            hints.extend(factor_axes(rule, rule.outs[0], layout, sizes).items())
+    tied = {blocks: dim for dim, blocks in rule.ties}
+    hints = [(tied.get(f, f), axes) for f, axes in hints]
+    return [(f, axes) for f, axes in dict.fromkeys(hints) if f not in rule.whole]
+
+
+def _passable(rule: Rule, ins: Sequence[Layout]) -> dict[str, list[frozenset[int]]]:
+    """For every axis over which operands are pending: the jointly linear sets that pass it."""
+    pending: dict[str, set[int]] = {}
+    for k, layout in enumerate(ins):
+        for axis, op in layout.pending:
+            if op == "sum":
+                pending.setdefault(axis, set()).add(k)
+    return {
+        axis: [g for g in rule.linear if g <= have]
+        for axis, have in pending.items()
+        if any(g <= have for g in rule.linear)
+    }
+
+
+def _choose(
+    rule: Rule,
+    hints: list[_Hint],
+    choice: dict[str, int | frozenset[int] | None],
+    sizes: Sizes,
+) -> Option | None:
+    axes: list[tuple[str, ...]] = [()] * len(rule.sizes)
+    for factor, suggested in hints:
+        chosen = [a for a in suggested if choice.get(a) == factor and a not in axes[factor]]
+        axes[factor] = (*axes[factor], *chosen)
+    passed = tuple((a, c) for a, c in choice.items() if isinstance(c, frozenset))
+    return build(rule, tuple(axes), passed, sizes)
+
+
+def _with_blocks(
+    rule: Rule, chosen: tuple[tuple[str, ...], ...], sizes: Sizes
+) -> tuple[tuple[str, ...], ...]:
+    """Blocks are split with their dim, where each rank gets one; else neither is."""
+    if not rule.ties and rule.halo is None:
+        return chosen
+    axes, table = list(chosen), dict(sizes)
+    for dim, blocks in rule.ties:
+        if not in_blocks(rule.sizes[dim], rule.sizes[blocks], axes[dim], sizes):
+            axes[dim] = ()
+        axes[blocks] = axes[dim]
+    if rule.halo is not None:
+        blocks = rule.halo[0]
+        if math.prod(table[a] for a in axes[blocks]) != rule.sizes[blocks]:
+            axes[blocks] = ()
+    return tuple(axes)
+
+
+@functools.lru_cache(maxsize=4096)
+def in_blocks(size: int, count: int, axes: tuple[str, ...], sizes: Sizes) -> bool:
+    """Whether a dim split over these axes is ``count`` blocks in order, one for each coordinate.
+
+    Not so where uneven parts are nested: 5 over 2 x 2 is 2, 1, 1, 1, and over 4 it is 2, 2, 1, 0.
+    """
+    table, each = dict(sizes), -(-size // count) if count else 0
+    if math.prod(table[a] for a in axes) != count:
+        return False
+    starts = []
+    for index in itertools.product(*(range(table[a]) for a in axes)):
+        at = dict(zip(axes, index, strict=True))
+        part = chunk(size, axes, at, table)
+        starts.append((min(part.start, size), part.stop))
+    return starts == [(min(j * each, size), min((j + 1) * each, size)) for j in range(count)]

@@ -1,0 +1,1 @@
+"""From a planned program to what each rank runs."""

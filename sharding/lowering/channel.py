@@ -1,0 +1,56 @@
+"""One collective of a rank's local graph: the call that issues it and the call that waits for it.
+
+Both say what they are, in tags: when one of them raises, the message names the collective of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from torchard.sharding.lowering.lower import Lowering
+from torchard.sharding.values.mesh import Mesh, timeout_of
+
+__all__ = ["Channel"]
+
+c10d = torch.ops._c10d_functional
+# How many ranks a message lists.
+_LISTED = 8
+
+
+class Channel:
+    """The collective that is being lowered, over the process group along some axes."""
+
+    def __init__(self, low: Lowering, axes: Sequence[str]) -> None:
+        self.low = low
+        self.group = low.mesh.group(axes).group_name
+        peers = _peers(low.mesh, axes)
+        self.tags = {"collective": low.record, "peers": peers, "over": tuple(axes)}
+
+    def issue(self, name: str, x: fx.Node, *args: Any) -> fx.Node:
+        op = getattr(c10d, name).default
+        return self._tagged("issue", self.low.emit.call(op, x, *args, self.group))
+
+    def wait(self, x: fx.Node) -> fx.Node:
+        return self._tagged("wait", self.low.emit.call(c10d.wait_tensor.default, x))
+
+    def _tagged(self, stage: str, node: fx.Node) -> fx.Node:
+        node.meta.update(self.tags, stage=stage)
+        return node
+
+
+def _peers(mesh: Mesh, axes: Sequence[str]) -> str:
+    """Who takes part, as a sentence."""
+    assert mesh.device_mesh is not None
+    group = mesh.group(axes)
+    ranks = [str(rank) for rank in dist.get_process_group_ranks(group)]
+    if len(ranks) > _LISTED:
+        ranks[_LISTED - 1 :] = [f"{len(ranks) - _LISTED + 1} more"]
+    listed = " and ".join(filter(None, [", ".join(ranks[:-1]), ranks[-1]]))
+    timeout = timeout_of(group, mesh.device_mesh.device_type)
+    waits = "" if timeout is None else f" and wait {timeout.total_seconds():g} s for one another"
+    return f"Ranks {listed} of {mesh} take part{waits}."

@@ -1,0 +1,413 @@
+"""Lowering: an SPMD program becomes the flat graph of what some coordinates really do.
+
+The virtual runtime lowers every coordinate into one graph, the process-group runtime its own alone. A
+value is held once per *distinct* coordinate: what is replicated over an axis is computed once for all
+of it. How a step moves data is the transport's business; everything here is local arithmetic.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from torchard.functional.torch_internals.operators import aten
+from torchard.sharding.layouts.layout import Layout
+from torchard.sharding.layouts.reshard import Step
+from torchard.sharding.rules import Call, lookup, rule_of
+from torchard.sharding.rules.blocks import Piece
+from torchard.sharding.scheduling.collectives import record_of
+from torchard.sharding.values.mesh import Mesh
+
+__all__ = ["Emitter", "Fetch", "Lowering", "Transport", "Value", "placed_layouts"]
+
+_TOLD = ("source", "scope", "phase", "recompute")  # what is said of a node on what it becomes
+Coords = dict[str, int]
+Key = tuple[int, ...]
+
+
+class Value:
+    """A local value, or one that a collective in flight will give: forced at its first use."""
+
+    __slots__ = ("_node", "_wait")
+
+    def __init__(self, node: Any = None, wait: Callable[[], Any] | None = None) -> None:
+        self._node, self._wait = node, wait
+
+    def get(self) -> Any:
+        if self._wait is not None:
+            self._node, self._wait = self._wait(), None
+        return self._node
+
+
+class Transport(Protocol):
+    """Moves data between coordinates.
+
+    Attributes:
+        late: whether results arrive later than they are asked for.
+    """
+
+    late: bool
+
+    def step(
+        self, low: Lowering, step: Step, values: dict[Key, Value], val: torch.Tensor
+    ) -> dict[Key, Value]:
+        """The values after a step, by key of ``step.after``."""
+
+    def together(
+        self, low: Lowering, moves: Sequence[tuple[Step, dict[Key, Value], torch.Tensor]]
+    ) -> list[dict[Key, Value]]:
+        """The values after each of the steps of one bucket."""
+
+    def fetch(
+        self, low: Lowering, what: Fetch, values: dict[Key, Value]
+    ) -> dict[Key, Callable[[], list[fx.Node]]]:
+        """For each coordinate, what gives (waiting, if it must) the pieces its rank wants."""
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """What each rank wants of the blocks along a dim: pieces, by the rank's place along ``axes``."""
+
+    layout: Layout
+    dim: int
+    axes: tuple[str, ...]
+    wanted: Sequence[Sequence[Piece]]
+    val: torch.Tensor
+
+
+class Emitter:
+    """Appends operations to the local graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.tags: dict[str, Any] = {}
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        node.meta.update(self.tags)
+        return node
+
+    def full(self, shape: Sequence[int], value: float | int | bool, like: torch.Tensor) -> fx.Node:
+        return self.call(
+            aten.full.default, list(shape), value, dtype=like.dtype, device=like.device
+        )
+
+    def view(self, x: fx.Node, shape: Sequence[int]) -> fx.Node:
+        return self.call(aten.reshape.default, x, list(shape))
+
+
+class _Local:
+    """What a rule's emitter sees of one coordinate."""
+
+    def __init__(
+        self, low: Lowering, call: Call, coords: Coords, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._low, self._call, self._coords = low, call, coords
+        self.args, self.kwargs = args, kwargs
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._low.emit.call(target, *args, **kwargs)
+
+    def shape(self, result: int = 0) -> list[int]:
+        layout = result_layouts(self._call.node)[result]
+        return list(layout.local_shape(self._coords, self._low.mesh.shape))
+
+    def operand_shape(self, operand: int) -> list[int]:
+        layout = self._call.operands[operand].meta["layout"]
+        return list(layout.local_shape(self._coords, self._low.mesh.shape))
+
+    def result_range(self, dim: int) -> range:
+        layout = result_layouts(self._call.node)[0]
+        return layout.local_range(dim, self._coords, self._low.mesh.shape)
+
+    def operand_range(self, operand: int, dim: int) -> range:
+        layout: Layout = self._call.operands[operand].meta["layout"]
+        return layout.local_range(dim, self._coords, self._low.mesh.shape)
+
+
+def result_layouts(node: fx.Node) -> tuple[Layout, ...]:
+    """The layouts of a node's tensors."""
+    layout = node.meta["layout"]
+    return layout if isinstance(layout, tuple) else (layout,)
+
+
+def placed_layouts(graph: fx.Graph) -> list[Layout]:
+    """The layouts of a graph's inputs."""
+    return [n.meta["layout"] for n in graph.nodes if n.op == "placeholder"]
+
+
+class Lowering:
+    """Lowers one SPMD graph for some coordinates (all of them, or this process's own)."""
+
+    def __init__(
+        self, graph: fx.Graph, mesh: Mesh, coords: Sequence[Coords], transport: Transport
+    ) -> None:
+        self.spmd, self.mesh, self.coords, self.transport = graph, mesh, coords, transport
+        self.graph = fx.Graph()
+        self.emit = Emitter(self.graph)
+        # What the plan calls the collective that is being lowered.
+        self.record: Any = None
+        self.env: dict[fx.Node, dict[Key, Value]] = {}
+        self.numbers = itertools.count()
+        self.in_flight: list[Value] = []
+        self.scattered: list[fx.Node] = []
+        self.buckets: dict[Any, list[fx.Node]] = {}
+        for node in graph.nodes:
+            if node.op == "call_function" and "bucket" in node.meta:
+                self.buckets.setdefault(node.meta["bucket"], []).append(node)
+
+    def run(self) -> fx.Graph:
+        """The local graph: parts of all inputs, in order, to parts of all outputs."""
+        for node in self.spmd.nodes:
+            if node in self.env:
+                continue
+            self._tag(node)
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "call_function":
+                self._node(node)
+            elif node.op == "output":
+                parts = tuple(self._outputs(node))
+                # Nobody drops a collective: others count on it, even if this rank's shard is empty
+                # and nothing here reads the result.
+                for value in self.in_flight:
+                    value.get()
+                self.graph.output(parts)
+        return self.graph
+
+    def _tag(self, node: fx.Node) -> None:
+        self.emit.tags = {k: node.meta[k] for k in _TOLD if k in node.meta}
+        self.record = node.meta.get("collective")
+
+    def tag_collective(self) -> None:
+        """What is emitted for this node from here on is the collective, played in one process."""
+        if self.record is not None:
+            self.emit.tags = {**self.emit.tags, "collective": self.record}
+
+    def distinct(self, layouts: Sequence[Layout]) -> list[Coords]:
+        """One of our coordinates for each distinct key over the axes of these layouts."""
+        axes = sorted({a for layout in layouts for a in layout.axes})
+        first: dict[Key, Coords] = {}
+        for at in self.coords:
+            first.setdefault(tuple(at[a] for a in axes), at)
+        return list(first.values())
+
+    def position(self, at: Coords, axes: Sequence[str]) -> int:
+        """A coordinate's place along some axes, the first outermost."""
+        place = 0
+        for axis in axes:
+            place = place * self.mesh.shape[axis] + at[axis]
+        return place
+
+    def tagged(self, finish: Callable[[], Any]) -> Callable[[], Any]:
+        """Wait under the tags of now, not of whoever uses the result first."""
+        tags = dict(self.emit.tags)
+
+        def wait() -> Any:
+            now, self.emit.tags = self.emit.tags, tags
+            try:
+                return finish()
+            finally:
+                self.emit.tags = now
+
+        return wait
+
+    def local_shape(self, layout: Layout, coords: Coords) -> tuple[int, ...]:
+        return layout.local_shape(coords, self.mesh.shape)
+
+    def _placeholder(self, node: fx.Node) -> None:
+        layout: Layout = node.meta["layout"]
+        parts: dict[Key, Value] = {}
+        for at in self.distinct([layout]):
+            made = self.graph.placeholder(f"part{next(self.numbers)}")
+            made.meta.update(self.emit.tags)
+            parts[layout.key(at)] = Value(made)
+        self.env[node] = parts
+
+    def _outputs(self, node: fx.Node) -> list[Any]:
+        parts: list[Any] = []
+        values = node.args[0]
+        assert isinstance(values, (tuple, list))
+        for value in values:
+            if isinstance(value, fx.Node):
+                layout: Layout = value.meta["layout"]
+                places = self.distinct([layout])
+                parts.extend(self.env[value][layout.key(at)].get() for at in places)
+            else:
+                parts.append(value)
+        return parts
+
+    def _bucket(self, members: Sequence[fx.Node]) -> None:
+        """Steps that are moved together; a split may have left their operands for later."""
+        for node in members:
+            self._have(node.all_input_nodes[0])
+        moves = [
+            (m.meta["step"], self.env[m.all_input_nodes[0]], m.meta["val"]) for m in members
+        ]
+        self._tag(members[0])
+        # The plan lists a bucket once, on its first member, which a split may have left elsewhere.
+        listed = (m.meta["collective"] for m in members if "collective" in m.meta)
+        self.record = next(listed, None) or record_of(*moves[0][::2], members[0].meta, self.mesh.sizes)
+        self.env.update(zip(members, self.transport.together(self, moves), strict=True))
+
+    def _have(self, node: fx.Node) -> None:
+        if node not in self.env:
+            for source in node.all_input_nodes:
+                self._have(source)
+            self._tag(node)
+            self._node(node)
+
+    def _node(self, node: fx.Node) -> None:
+        if "turn" in node.meta:
+            self._keep_step(node)
+        self._wait_for(self.buckets.get(node.meta.get("after"), ()))
+        together = self.buckets.get(node.meta.get("bucket"), ())
+        if len(together) > 1:
+            self._bucket(together)
+        elif "step" in node.meta:
+            (source,) = node.all_input_nodes
+            val = node.meta["val"]
+            self.env[node] = self.transport.step(self, node.meta["step"], self.env[source], val)
+        elif "lowered" in node.meta:
+            self.env[node] = node.meta["lowered"](self, node)
+        elif node.target is operator.getitem:
+            self._getitem(node)
+        else:
+            self._operation(node)
+
+    def _keep_step(self, node: fx.Node) -> None:
+        """Wait for gradients scattered two layers ago: until then, what was sent is held as well."""
+        if "step" in node.meta:
+            self.scattered.append(node)
+            return
+        while self.scattered and self.scattered[0].meta["turn"] < node.meta["turn"] - 1:
+            self._wait_for([self.scattered.pop(0)])
+
+    def _wait_for(self, nodes: Iterable[fx.Node]) -> None:
+        for node in nodes:
+            for value in self.env.get(node, {}).values():
+                value.get()
+
+    def _getitem(self, node: fx.Node) -> None:
+        source, position = node.args
+        assert isinstance(source, fx.Node) and isinstance(position, int)
+        layout: Layout = node.meta["layout"]
+        parts: dict[Key, Value] = {}
+        axes = _axes_of(source)
+        for at in self.distinct(result_layouts(source)):
+            value = self.env[source][tuple(at[a] for a in axes)].get()
+            if layout.key(at) in parts:
+                continue
+            chosen = (
+                value[position]
+                if isinstance(value, tuple)
+                else self.emit.call(operator.getitem, value, position)
+            )
+            parts[layout.key(at)] = Value(chosen)
+        self.env[node] = parts
+
+    def _operation(self, node: fx.Node) -> None:
+        call = Call.of(node)
+        outs = result_layouts(node)
+        layouts = [*(o.meta["layout"] for o in call.operands), *outs]
+        axes = _axes_of(node)
+        parts: dict[Key, Value] = {}
+        for at in self.distinct(layouts):
+            key = tuple(at[a] for a in axes)
+            if key not in parts:
+                parts[key] = Value(self._local(node, call, outs, at))
+        self.env[node] = parts
+
+    def _local(self, node: fx.Node, call: Call, outs: tuple[Layout, ...], at: Coords) -> Any:
+        empty = self._empty(node, call, outs, at)
+        if empty is not None:
+            return empty
+
+        def swap(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return self.env[value][value.meta["layout"].key(at)].get()
+            if isinstance(value, (tuple, list)):
+                return [swap(v) for v in value]
+            return value
+
+        args = tuple(swap(a) for a in node.args)
+        kwargs = {k: swap(v) for k, v in node.kwargs.items()}
+        rule = lookup(node.target)
+        if rule is not None and rule.emit is not None and not node.meta.get("gathered"):
+            made = rule.emit(call, _Local(self, call, at, args, kwargs))
+        else:
+            made = self.emit.call(node.target, *args, **kwargs)
+        if len(outs) == 1 and isinstance(made, fx.Node):
+            made.meta["shape"] = self.local_shape(outs[0], at)
+        return made
+
+    def _empty(self, node: fx.Node, call: Call, outs: tuple[Layout, ...], at: Coords) -> Any:
+        """A rank with nothing to compute runs no kernel (some crash): it has the identity."""
+        split = any(o.split_axes for o in outs) or any(
+            o.meta["layout"].split_axes for o in call.operands
+        )
+        if not split:
+            return None
+        shapes = [self.local_shape(o, at) for o in outs]
+        vals = _results(node)
+        if all(0 in s for s in shapes):
+            return _spread(node, [self.emit.full(s, 0, v) for s, v in zip(shapes, vals, strict=True)])
+        op = self._empty_reduction(call, at)
+        if op is None:
+            return None
+        made = [
+            self.emit.full(s, identity(op, v.dtype), v) for s, v in zip(shapes, vals, strict=True)
+        ]
+        return _spread(node, made)
+
+    def _empty_reduction(self, call: Call, at: Coords) -> str | None:
+        """The combiner of a factor of which this coordinate has no element."""
+        rule = rule_of(call)
+        for operand, dims in zip(call.operands, rule.ins, strict=True):
+            layout: Layout = operand.meta["layout"]
+            if not layout.split_axes:
+                continue
+            local = self.local_shape(layout, at)
+            for size, n, factors in zip(operand.meta["val"].shape, local, dims, strict=True):
+                if n == 0 and size and factors:
+                    return next((rule.combiner[f] for f in factors if f in rule.combiner), None)
+        return None
+
+
+def _axes_of(node: fx.Node) -> list[str]:
+    return sorted({a for layout in result_layouts(node) for a in layout.axes})
+
+
+def _results(node: fx.Node) -> list[torch.Tensor]:
+    val = node.meta["val"]
+    values = val if isinstance(val, (tuple, list)) else (val,)
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _spread(node: fx.Node, made: list[Any]) -> Any:
+    """The result; several at their places among those that are None, be it but one of them."""
+    if not isinstance(node.meta["val"], (tuple, list)):
+        return made[0]
+    rest = iter(made)
+    return tuple(next(rest) if isinstance(v, torch.Tensor) else None for v in node.meta["val"])
+
+
+def identity(op: str, dtype: torch.dtype) -> float | int | bool:
+    """The neutral element of a reduction."""
+    if op == "sum":
+        return 0
+    if op not in ("max", "min"):
+        raise NotImplementedError(f"no neutral element is known for {op}")
+    if dtype == torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return -math.inf if op == "max" else math.inf
+    info = torch.iinfo(dtype)
+    return info.min if op == "max" else info.max

@@ -1,0 +1,100 @@
+"""Tidying a local graph: views of views become one, collectives work in place where they may, and
+kernels get the strides they take for granted.
+
+All of it is exact. What autograd and un-flattening leave behind (``t(t(x))``, reshapes back and forth)
+costs a microsecond each, which is what small layers take to compute.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.torch_internals.operators import aten
+
+__all__ = ["dense_rows", "fold_views", "reduce_in_place"]
+
+functional = torch.ops._c10d_functional
+
+
+def fold_views(graph: fx.Graph) -> None:
+    """Reshapes of reshapes, double transposes, and reshapes to the shape there is, are dropped.
+
+    Nodes whose shape is known say so in ``meta["shape"]``.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+            continue
+        source = node.args[0]
+        if node.target is aten.reshape.default:
+            _fold_reshape(node, source)
+        elif node.target is aten.t.default and source.target is aten.t.default:
+            node.replace_all_uses_with(source.all_input_nodes[0])
+    graph.eliminate_dead_code(is_impure_node=_must_stay)
+
+
+def _must_stay(node: fx.Node) -> bool:
+    """A collective that this rank has no use for is one that the others wait for."""
+    return node.op in ("placeholder", "output") or "c10d" in getattr(node.target, "namespace", "")
+
+
+def _fold_reshape(node: fx.Node, source: fx.Node) -> None:
+    while source.target is aten.reshape.default:
+        (source,) = source.all_input_nodes
+        node.update_arg(0, source)
+    shape = node.args[1]
+    node.meta["shape"] = tuple(shape)  # type: ignore[arg-type]
+    if source.meta.get("shape") == tuple(shape):  # type: ignore[arg-type]
+        node.replace_all_uses_with(source)
+
+
+# Operations whose result is theirs alone: nobody else sees the memory, and it is contiguous.
+_FRESH: frozenset[Any] = frozenset(
+    {aten.mm.default, aten.bmm.default, aten.sum.dim_IntList, aten.sum.default, aten.addmm.default}
+)
+
+
+def reduce_in_place(graph: fx.Graph) -> None:
+    """An all_reduce of a value that nothing else reads needs no copy of it."""
+    for node in list(graph.nodes):
+        if node.target is not functional.all_reduce.default:
+            continue
+        source = node.args[0]
+        if source.target is aten.cat.default and len(source.users) == 1:  # a bucket
+            node.target = functional.all_reduce_.default
+        elif source.target is aten.contiguous.default:
+            inner = source.args[0]
+            if inner.target in _FRESH and len(source.users) == len(inner.users) == 1:
+                node.update_arg(0, inner)
+                graph.erase_node(source)
+                node.target = functional.all_reduce_.default
+
+
+# Kernels that read whole rows and do not look at the last stride: torch checks it before it picks one.
+_READ_ROWS = (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+)
+
+
+def dense_rows(graph: fx.Graph) -> None:
+    """Operands of kernels that read rows are copied where their rows are not dense.
+
+    Torch picked the kernel for the strides of the traced values; those of a shard, which was gathered
+    or placed, may be others.
+    """
+    for node in list(graph.nodes):
+        name = getattr(node.target, "_opname", "")
+        if node.op == "call_function" and name.startswith(_READ_ROWS):
+            with graph.inserting_before(node):
+                dense = {x: graph.call_function(_dense, (x,)) for x in node.all_input_nodes}
+            for x, copy in dense.items():
+                copy.meta.update({k: v for k, v in node.meta.items() if k != "shape"})
+                node.replace_input_with(x, copy)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous() if x.ndim and x.shape[-1] > 1 and x.stride(-1) != 1 else x

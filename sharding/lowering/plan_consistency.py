@@ -1,0 +1,175 @@
+"""Agreement: before a new plan runs, all ranks check that they planned the same thing.
+
+Ranks that planned differently would issue different collectives and hang. Each writes a digest of its
+plan, and checksums of the values it holds in common with others, to the process group's store, and reads
+the others' with a timeout; so a rank that alone retraced is a message, not a hang.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.programs.program import Program
+from torchard.sharding.lowering.call_order import PlanMismatch
+from torchard.sharding.rules.registry import results
+from torchard.sharding.values.mesh import Mesh
+from torchard.sharding.values.store_allgather import ExchangeError, OutOfStep, exchange
+
+__all__ = ["PlanMismatch", "ReplicaMismatch", "agreed", "signature_of"]
+
+
+class ReplicaMismatch(ValueError):
+    """Ranks passed different values for one replicated tensor."""
+
+
+def agreed(
+    mesh: Mesh, program: Program, check_replicated: bool, parts: Sequence[torch.Tensor]
+) -> int:
+    """Check, together with all ranks, that they planned the same, and hold the same replicas.
+
+    Args:
+        parts: of the first call.
+
+    Returns:
+        The number of the plan: the same on all ranks, and no other plan's on any of them.
+
+    Raises:
+        PlanMismatch: a rank planned something else, or nothing; says what.
+        ReplicaMismatch: ranks passed different values.
+    """
+    global _last_number
+    lines = plan_lines(program)
+    mine: dict[str, Any] = {
+        "plan": hashlib.sha256("\n".join(lines).encode()).hexdigest(),
+        "call": f"{program.name}({signature_of(program)})",
+        "number": _last_number + 1,
+        "sums": _common_values(program, parts) if check_replicated else {},
+    }
+    told = _told(mesh, mine)
+    plans = [theirs["plan"] for theirs in told]
+    if len(set(plans)) > 1:
+        raise PlanMismatch(_difference(mesh, [theirs["call"] for theirs in told], plans, lines))
+    rank = dist.get_rank()
+    for other, theirs in enumerate(told):
+        _compare_sums(program.name, "shard", rank, mine["sums"], other, theirs["sums"])
+    _last_number = max(int(theirs["number"]) for theirs in told)
+    return _last_number
+
+
+_NOTHING_NEW = (
+    "Either that rank died, or is busy, or its arguments differ (shapes, dtypes, static values), so that "
+    "it had nothing new to plan."
+)
+# Of the plan that this rank agreed on last.
+_last_number = 0
+
+
+def _told(mesh: Mesh, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    try:
+        return exchange(mesh, "the plan", mine, remedy=_NOTHING_NEW)
+    except OutOfStep:
+        raise
+    except ExchangeError as error:
+        raise PlanMismatch(
+            f"rank {dist.get_rank()} planned {mine['call']} and waited for the others to plan it too: "
+            f"{error}"
+        ) from error
+
+
+def _difference(mesh: Mesh, calls: list[str], plans: list[str], lines: list[str]) -> str:
+    """What two ranks planned, and where the plans part; they tell the others."""
+    assert mesh.device_mesh is not None
+    other = next(i for i, plan in enumerate(plans) if plan != plans[0])
+    ranks: list[int] = mesh.device_mesh.mesh.flatten().tolist()
+    mine = lines if dist.get_rank() in (ranks[0], ranks[other]) else []
+    told = exchange(mesh, "how its plan differs", mine)
+    pairs = itertools.zip_longest(told[0], told[other], fillvalue="nothing more")
+    ours, theirs = next((a, b) for a, b in pairs if a != b)
+    return (
+        f"rank {ranks[0]} planned {calls[0]}, rank {ranks[other]} planned {calls[other]}: the programs "
+        f"differ, and so would their collectives. Where they part, rank {ranks[0]} has {ours}, rank "
+        f"{ranks[other]} has {theirs}. Every rank must call the same function with arguments of the same "
+        "shapes, dtypes, specs and static values, and the same checkpoint policies."
+    )
+
+
+def _compare_sums(
+    name: str, verb: str, rank: int, mine: dict[str, str], other: int, theirs: dict[str, str]
+) -> None:
+    for path, value in mine.items():
+        if theirs.get(path, value) != value:
+            raise ReplicaMismatch(
+                f"{path} of {name} is one value for all ranks, but rank {rank} and rank {other} "
+                "passed different ones. Make it from the same key or seed on every rank, pass "
+                "rank-local data with MeshTensor.from_local, or, to skip the check, "
+                f"{verb}(..., check_replicated=False)."
+            )
+
+
+def agree_on_values(mesh: Mesh, verb: str, values: dict[str, Any]) -> None:
+    """Check that all ranks hold the same tensors under the same names.
+
+    Raises:
+        ReplicaMismatch: they do not; names the first that differs.
+        ExchangeError: a rank did not come within ``mesh.timeout`` seconds.
+    """
+    if mesh.virtual or mesh.size == 1:
+        return
+    rank = dist.get_rank()
+    mine = {p: checksum(v) for p, v in values.items() if _is_whole(v)}
+    for other, theirs in enumerate(exchange(mesh, f"what it passed to {verb}", mine)):
+        _compare_sums(verb, verb, rank, mine, other, theirs)
+
+
+def _is_whole(value: Any) -> bool:
+    """A plain tensor with values of its own (a transform's has none to compare)."""
+    return type(value) in (torch.Tensor, torch.nn.Parameter) and not internals.is_wrapped(value)
+
+
+def plan_lines(program: Program) -> list[str]:
+    """Everything that decides what the ranks do together, an operation a line."""
+    lines = []
+    for node in program.graph.nodes:
+        target = getattr(node.target, "__name__", str(node.target))
+        shapes = [f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for v in results(node)]
+        step, layout = node.meta.get("step"), node.meta.get("layout")
+        kind = "" if step is None else f" by {step.kind} over {step.axes}"
+        made = f"{target}{node.args}" if node.op == "call_function" else node.op
+        lines.append(f"{node.name} = {made}: {', '.join(shapes)} as {layout}{kind}")
+    return lines
+
+
+def signature_of(program: Program) -> str:
+    """The inputs of a program: their paths, dtypes and shapes, the first of them."""
+    vals = [n.meta["val"] for n in program.placeholders]
+    texts = [
+        f"{leaf.path}: {str(v.dtype).removeprefix('torch.')}{list(v.shape)}"
+        for leaf, v in zip(program.inputs, vals, strict=True)
+    ]
+    return ", ".join(texts[:6]) + (", …" if len(texts) > 6 else "")
+
+
+def _common_values(program: Program, parts: Sequence[torch.Tensor]) -> dict[str, str]:
+    """Checksums of what is one value everywhere: plain inputs, given or closed over, and constants.
+
+    Placed inputs take several parts in a simulation only; here every input is one.
+    """
+    sums = {}
+    for leaf, part in zip(program.inputs, parts, strict=True):
+        if leaf.tag is None and leaf.role in ("primal", "closure", "constant"):
+            sums[leaf.path] = checksum(part)
+    return sums
+
+
+def checksum(value: torch.Tensor) -> str:
+    """A digest of a tensor's bytes, whatever transforms are live around it."""
+    with internals.no_modes():
+        data = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.blake2b(data.tobytes(), digest_size=12).hexdigest()

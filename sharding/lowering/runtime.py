@@ -1,0 +1,160 @@
+"""Runtimes: what runs an SPMD program, on this process's ranks.
+
+A program names mesh axes, never process groups. ``Simulated`` lowers all coordinates of a virtual mesh
+into one graph; ``Distributed`` lowers this rank's own over the mesh's process groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.execution.codegen import compiled
+from torchard.functional.programs.program import Bound, Placement, Program
+from torchard.functional.reports.work import Work
+from torchard.sharding.lowering.call_order import CallOrder, one_call_at_a_time
+from torchard.sharding.lowering.lower import Lowering
+from torchard.sharding.lowering.peephole import dense_rows, fold_views, reduce_in_place
+from torchard.sharding.lowering.plan_consistency import agreed, signature_of
+from torchard.sharding.lowering.process_group_transport import Wire
+from torchard.sharding.lowering.simulated_transport import Lockstep
+from torchard.sharding.lowering.work import mesh_work
+from torchard.sharding.values.mesh import Mesh
+from torchard.sharding.values.place import Held
+
+__all__ = ["Distributed", "Simulated", "runtime_of"]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """Every rank of a virtual mesh, in lockstep, in this process."""
+
+    mesh: Mesh
+
+    def graph(self, program: Program) -> fx.GraphModule:
+        """What runs: from all parts of all inputs to all parts of all outputs."""
+        return fx.GraphModule(torch.nn.Module(), self._graph(program))
+
+    def _graph(self, program: Program) -> fx.Graph:
+        return _local(Lowering(program.graph, self.mesh, self.mesh.all_coords(), Lockstep()))
+
+    def bind(self, program: Program) -> Bound:
+        return compiled(self._graph(program), program.name)
+
+    def residual_tag(self, node: fx.Node) -> Placement:
+        """How a value of the program is held between its halves."""
+        return Held.of(self.mesh, node.meta["layout"])
+
+    def bytes_of(self, node: fx.Node, item: int = 0) -> int:
+        """What one rank holds of a value."""
+        return _local_bytes(node, item, self.mesh)
+
+    def work(self, program: Program) -> Work:
+        """How the plan splits the work."""
+        return mesh_work(program, self.mesh)
+
+    def guard(self, program: Program, bound: Bound, graph: fx.Graph) -> Bound:
+        """What must be agreed on before a call: nothing, there is but one process."""
+        return bound
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """This process's rank of a mesh over process groups."""
+
+    mesh: Mesh
+    check_replicated: bool = True
+
+    def graph(self, program: Program) -> fx.GraphModule:
+        """What this rank runs."""
+        return fx.GraphModule(torch.nn.Module(), self._graph(program))
+
+    def _graph(self, program: Program) -> fx.Graph:
+        assert self.mesh.coords is not None
+        return _local(Lowering(program.graph, self.mesh, [self.mesh.coords], Wire()))
+
+    def bind(self, program: Program) -> Bound:
+        graph = self._graph(program)
+        reduce_in_place(graph)
+        return self.guard(program, compiled(graph, program.name), graph)
+
+    def residual_tag(self, node: fx.Node) -> Placement:
+        """How a value of the program is held between its halves."""
+        return Held.of(self.mesh, node.meta["layout"])
+
+    def bytes_of(self, node: fx.Node, item: int = 0) -> int:
+        """What the rank that has most holds of a value."""
+        return _local_bytes(node, item, self.mesh)
+
+    def work(self, program: Program) -> Work:
+        """How the plan splits the work."""
+        return mesh_work(program, self.mesh)
+
+    def guard(self, program: Program, bound: Bound, graph: fx.Graph) -> Bound:
+        """Before each call ranks check that they all make it, and before the first that they may.
+
+        Args:
+            graph: what this rank runs.
+        """
+        if self.mesh.size == 1:
+            return bound
+        order = CallOrder(self.mesh, program, graph, signature_of(program))
+
+        def run(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            if (order.number and not order.needed) or _are_traced(parts):
+                return bound(parts)
+            with one_call_at_a_time as within:
+                if within:
+                    return bound(parts)
+                order.compare()
+                if not order.number:
+                    order.number = agreed(self.mesh, program, self.check_replicated, parts)
+                try:
+                    return bound(parts)
+                except BaseException:
+                    order.failed()
+                    raise
+
+        return run
+
+
+def _local_bytes(node: fx.Node, item: int, mesh: Mesh) -> int:
+    """The bytes of the largest shard."""
+    val: Any = node.meta.get("val")
+    layout = node.meta.get("layout")
+    if isinstance(val, (tuple, list)):
+        if not isinstance(val[item], torch.Tensor):
+            return 0
+        val, layout = val[item], layout and layout[_among_tensors(val, item)]
+    if not isinstance(val, torch.Tensor) or layout is None:
+        return 0
+    return int(layout.largest_local(mesh.shape)) * val.element_size()
+
+
+def _among_tensors(values: Sequence[Any], item: int) -> int:
+    """Which of the tensors an item is: only those have a layout."""
+    return sum(isinstance(value, torch.Tensor) for value in values[:item])
+
+
+def _are_traced(parts: Sequence[torch.Tensor]) -> bool:
+    """A transform's tensors have no values to agree on; the call that has them comes later."""
+    if any(type(part) not in (torch.Tensor, torch.nn.Parameter) for part in parts):
+        return True
+    return internals.has_transforms() and any(map(internals.is_wrapped, parts))
+
+
+def _local(lowering: Lowering) -> fx.Graph:
+    graph = lowering.run()
+    fold_views(graph)
+    dense_rows(graph)
+    return graph
+
+
+def runtime_of(mesh: Mesh, check_replicated: bool = True) -> Any:
+    """The runtime of a mesh."""
+    return Simulated(mesh) if mesh.virtual else Distributed(mesh, check_replicated)

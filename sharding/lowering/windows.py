@@ -1,0 +1,100 @@
+"""How windows of a split dim are lowered: each rank fetches the elements it does not have.
+
+The exchange is one all_to_all in which most parts are empty. A window of what a rank already has, as
+that of an aligned cut, sends nothing, and every rank knows so.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from torchard.sharding.layouts.layout import Layout, Sizes
+from torchard.sharding.lowering.lower import Fetch, Key, Lowering, Value
+from torchard.sharding.rules.blocks import Window, assemble, fetched, pieces, window_of
+from torchard.sharding.scheduling.collectives import Collective
+from torchard.sharding.values.mesh import Mesh
+
+__all__ = ["attach_windows"]
+
+_NOTE = "neighbours' elements"
+
+
+def attach_windows(graph: fx.Graph, mesh: Mesh) -> None:
+    """Say on each node of an SPMD graph that makes windows of split blocks what it sends."""
+    for node in graph.nodes:
+        window = window_of(node) if node.op == "call_function" else None
+        if window is None:
+            continue
+        (source,) = node.all_input_nodes
+        layout: Layout = source.meta["layout"]
+        axes = layout.dims[window.dim][0].axes
+        node.meta.pop("lowered", None)
+        node.meta.pop("collective", None)
+        if not axes:
+            continue
+        each = source.meta["val"].shape[window.dim + 1]
+        moved = fetched(window, each)
+        node.meta["lowered"] = _Lowered(window, axes, each)
+        if moved:
+            node.meta["collective"] = _record(node, layout, window, axes, moved, mesh.sizes)
+
+
+def _record(
+    node: fx.Node, layout: Layout, window: Window, axes: tuple[str, ...], moved: int, sizes: Sizes
+) -> Collective:
+    val = node.all_input_nodes[0].meta["val"]
+    local = [Layout((dim,)).largest_local(dict(sizes)) for dim in layout.dims]
+    local[window.dim : window.dim + 2] = [moved]
+    return Collective(
+        "all_to_all",
+        axes,
+        tuple(local),
+        val.dtype,
+        math.prod(local) * val.dtype.itemsize,
+        source=node.meta.get("source") or "",
+        scope=node.meta.get("scope") or "",
+        phase=node.meta.get("phase") or "forward",
+        note=_NOTE,
+    )
+
+
+@dataclass(frozen=True)
+class _Lowered:
+    """The lowering of one node; ``each`` is the size of a block."""
+
+    window: Window
+    axes: tuple[str, ...]
+    each: int
+
+    def __call__(self, low: Lowering, node: fx.Node) -> dict[Key, Value]:
+        (source,) = node.all_input_nodes
+        layout: Layout = source.meta["layout"]
+        parts = pieces(self.window, self.each)
+        what = Fetch(layout, self.window.dim, self.axes, parts, source.meta["val"])
+        taken = low.transport.fetch(low, what, low.env[source])
+        done: dict[Key, Value] = {}
+        for at in low.distinct([layout]):
+            wait = functools.partial(self._made, low, what, at, taken[layout.key(at)])
+            done[layout.key(at)] = Value(wait=low.tagged(wait))
+        if not low.transport.late:
+            for value in done.values():
+                value.get()
+        elif fetched(self.window, self.each):
+            low.in_flight.extend(done.values())
+        return done
+
+    def _made(
+        self, low: Lowering, what: Fetch, at: dict[str, int], arrived: Callable[[], list[fx.Node]]
+    ) -> Any:
+        shape = low.local_shape(what.layout, at)
+        own = what.wanted[low.position(at, self.axes)]
+        return assemble(low.emit.call, arrived(), shape, what.val, self.window, own)
+
+    def __repr__(self) -> str:
+        return "windows"

@@ -1,0 +1,100 @@
+"""How a plan splits the work: what the busiest rank computes, and which axes split it.
+
+Counted on the SPMD program, from layouts: an operation's local shapes are those of the largest shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.programs.flops import flops
+from torchard.functional.programs.program import Program
+from torchard.functional.reports.work import AxisWork, Work, bytes_touched
+from torchard.sharding.layouts.layout import Layout
+from torchard.sharding.manual.manual_collectives import move_of
+from torchard.sharding.rules.blocks import MOVED_AS_BLOCKS
+from torchard.sharding.values.mesh import Mesh
+
+__all__ = ["mesh_work"]
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """One operation: as a whole, and on the busiest rank.
+
+    Attributes:
+        copies: how often it runs as a whole: once for each rank that has a value of its own.
+        split: the axes along which ranks compute different parts.
+    """
+
+    whole: fx.Node
+    local: fx.Node
+    copies: int
+    split: frozenset[str]
+
+
+def mesh_work(program: Program, mesh: Mesh) -> Work:
+    """The work of an SPMD program."""
+    operations = list(_operations(program.graph, mesh))
+    done = [flops(o.whole) * o.copies for o in operations]
+    touched = [bytes_touched(o.whole) * o.copies for o in operations]
+    return Work(
+        flops=sum(done),
+        bytes=sum(touched),
+        rank_flops=sum(flops(o.local) for o in operations),
+        rank_bytes=sum(bytes_touched(o.local) for o in operations),
+        axes=tuple(
+            AxisWork(axis, size, _part(done, operations, axis), _part(touched, operations, axis))
+            for axis, size in mesh.shape.items()
+        ),
+    )
+
+
+def _part(each: Sequence[int], operations: Sequence[_Operation], axis: str) -> float:
+    split = sum(n for n, o in zip(each, operations, strict=True) if axis in o.split)
+    return split / max(sum(each), 1)
+
+
+def _operations(graph: fx.Graph, mesh: Mesh) -> Iterator[_Operation]:
+    """Those that compute; not collectives, nor what blocks and windows move."""
+    local = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            continue
+        env[node] = local.node_copy(node, env.__getitem__)
+        env[node].meta = {"val": _local_value(node, mesh)}
+        moves = "step" in node.meta or node.target in MOVED_AS_BLOCKS or move_of(node) is not None
+        if node.op != "call_function" or "layout" not in node.meta or moves:
+            continue
+        layouts = [layout for n in (node, *node.all_input_nodes) for layout in _layouts(n)]
+        own = {a for layout in layouts for a in layout.varying}
+        split = {a for layout in layouts for a in layout.split_axes} | own
+        copies = math.prod(mesh.shape[a] for a in own)
+        yield _Operation(node, env[node], copies, frozenset(split))
+
+
+def _layouts(node: fx.Node) -> tuple[Layout, ...]:
+    layout = node.meta.get("layout", ())
+    return layout if isinstance(layout, tuple) else (layout,)
+
+
+def _local_value(node: fx.Node, mesh: Mesh) -> Any:
+    """What has the shapes of the largest shards."""
+    layouts = iter(_layouts(node))
+
+    def local(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        layout = next(layouts, None)
+        shape = value.shape if layout is None else layout.largest_shape(mesh.shape)
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+
+    value = node.meta.get("val")
+    return type(value)(map(local, value)) if isinstance(value, (tuple, list)) else local(value)

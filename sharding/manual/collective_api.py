@@ -1,0 +1,290 @@
+"""Collectives between the ranks of a ``shard_map``, in the semantics of JAX's (check_vma=True).
+
+Each value is varying or invariant over each mesh axis. Sums and extremes over an axis take a varying
+value and give an invariant one; gathers, scatters, exchanges and permutations give a varying one.
+``axes`` is one axis name or a tuple of them, the first outermost. All are differentiable but pmax and
+pmin, and pass through vmap.
+
+Source: JAX's shard_map and its collectives (jax.lax), and its design note on varying manual axes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from torchard.functional.core.arguments import checked
+from torchard.sharding.manual.manual_collectives import (
+    Exchange,
+    Extreme,
+    Gather,
+    GatherWhole,
+    Move,
+    Permute,
+    Scatter,
+    Sum,
+    Vary,
+    axis_index_op,
+)
+from torchard.sharding.manual.varying_axes import (
+    apply,
+    current,
+    made_by_backward,
+    native,
+    varying_axes,
+)
+from torchard.sharding.values.mesh import MeshError
+
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "axis_index",
+    "axis_size",
+    "pmax",
+    "pmean",
+    "pmin",
+    "ppermute",
+    "psum",
+    "psum_scatter",
+    "pvary",
+]
+
+AxisNames = str | tuple[str, ...]
+
+
+Axes = tuple[str, ...]
+
+
+def _over(who: str, axes: AxisNames) -> tuple[Axes, Axes]:
+    """The manual axes, and those given, which must be among them."""
+    region = current(who)
+    names = (axes,) if isinstance(axes, str) else tuple(axes)
+    if automatic := [a for a in names if a in region.automatic]:
+        raise MeshError(_is_automatic(who, axes, automatic[0], region.manual))
+    if not names or len(set(names)) != len(names) or not set(names) <= set(region.manual):
+        raise MeshError(
+            f"{who} over {axes!r}: name one or several different axes of {region.mesh}: "
+            f"{', '.join(region.manual)}."
+        )
+    return region.manual, names
+
+
+def _is_automatic(who: str, axes: AxisNames, one: str, manual: Axes) -> str:
+    return (
+        f"{who} over {axes!r}: {one!r} is automatic inside this shard_map, whose axis_names are "
+        f"{', '.join(map(repr, manual))}. Along it values are whole, whoever holds which part: "
+        f"x.sum(0) is the sum over a whole batch that is split over it. Drop {one!r} here, or add it to "
+        "axis_names."
+    )
+
+
+def _size(names: Sequence[str], who: str) -> int:
+    mesh = current(who).mesh
+    return math.prod(mesh.shape[a] for a in names)
+
+
+def _dim(who: str, x: torch.Tensor, dim: int, name: str = "dim") -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise MeshError(f"{who}: {name} {dim} of a value of shape {list(x.shape)} does not exist.")
+    return dim % x.ndim
+
+
+def _check_divides(who: str, x: torch.Tensor, dim: int, size: int) -> None:
+    if x.shape[dim] % size:
+        raise MeshError(
+            f"{who}: dim {dim} of shape {list(x.shape)} does not divide into {size} equal parts, "
+            "one for each rank; pad it."
+        )
+
+
+def _reduced(who: str, x: torch.Tensor, move: Move) -> torch.Tensor:
+    """A reduction, whose operand must vary: JAX's check that catches a sum too many."""
+    constant = move.over - varying_axes(native(x))
+    if constant:
+        names = " and ".join(map(repr, sorted(constant)))
+        if isinstance(move, Sum) and made_by_backward(native(x)):
+            raise MeshError(_summed_already(who, names, tuple(sorted(constant))))
+        remedy = (
+            "multiply by axis_size(...), or pvary(x, ...) it first, if that is meant"
+            if isinstance(move, Sum)
+            else "drop the axis"
+        )
+        raise MeshError(
+            f"{who}: the value is invariant over {names}: every rank holds the same already, so it "
+            f"needs no {who}; {remedy}."
+        )
+    return apply(move, _number(x) if isinstance(move, Sum) else x)
+
+
+def _summed_already(who: str, names: str, axes: Axes) -> str:
+    over = repr(axes[0]) if len(axes) == 1 else repr(axes)
+    mean = f" The mean over ranks is gradient / axis_size({over})." if who == "pmean" else ""
+    return (
+        f"{who}: the value is a gradient that is invariant over {names}: what it is the gradient of is "
+        "the same on every rank, so it is summed over them already (that is the transpose of each rank's "
+        f"using it). Drop the {who}.{mean} For each rank's own gradient, make the value varying first: "
+        f"pvary(x, {over})."
+    )
+
+
+def _number(x: torch.Tensor) -> torch.Tensor:
+    """What is summed: bools are counted, as torch.sum does."""
+    return x.long() if x.dtype == torch.bool else x
+
+
+@checked
+def psum(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
+    """The sum over the ranks along ``axes``, the same shape, on each; invariant over them.
+
+    Raises:
+        MeshError: x is invariant over an axis already, or the mesh has no such axis.
+    """
+    return _reduced("psum", x, Sum(*_over("psum", axes)))
+
+
+@checked
+def pmean(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
+    """The mean over the ranks along ``axes``; errors as ``psum``."""
+    manual, names = _over("pmean", axes)
+    return _reduced("pmean", x, Sum(manual, names)) / _size(names, "pmean")
+
+
+@checked
+def pmax(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
+    """The elementwise maximum over the ranks along ``axes``, NaN kept; it has no derivative."""
+    return _reduced("pmax", x, Extreme(*_over("pmax", axes), "max"))
+
+
+@checked
+def pmin(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
+    """The elementwise minimum over the ranks along ``axes``, NaN kept; it has no derivative."""
+    return _reduced("pmin", x, Extreme(*_over("pmin", axes), "min"))
+
+
+@checked
+def pvary(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
+    """The same value, counted as each rank's own along ``axes``: its gradient is summed over them.
+
+    Operations that mix invariant and varying values do this by themselves.
+    """
+    manual, names = _over("pvary", axes)
+    missing = tuple(a for a in names if a not in varying_axes(native(x)))
+    return apply(Vary(manual, missing), x) if missing else x
+
+
+@checked
+def all_gather(
+    x: torch.Tensor, axes: AxisNames, *, dim: int = 0, tiled: bool = False, invariant: bool = False
+) -> torch.Tensor:
+    """The values of all ranks along ``axes``, on each of them.
+
+    Args:
+        x: shape [..., n, ...].
+        dim: the dim along which they are concatenated (tiled), or stacked as a new dim.
+        tiled: [..., k * n, ...] for k ranks; else [..., k, n, ...].
+        invariant: count the result as invariant, which an out_spec that leaves the axis out asks
+            for. Its gradient is then each rank's slice of the one cotangent; by default ranks may
+            use the result differently, and the gradient is a psum_scatter.
+    """
+    manual, names = _over("all_gather", axes)
+    if not tiled:
+        dim = _dim("all_gather", x.unsqueeze(0), dim)
+        x = x.unsqueeze(dim)
+    kind = GatherWhole if invariant else Gather
+    return apply(kind(manual, names, _size(names, "all_gather"), _dim("all_gather", x, dim)), x)
+
+
+@checked
+def psum_scatter(
+    x: torch.Tensor, axes: AxisNames, *, dim: int = 0, tiled: bool = False
+) -> torch.Tensor:
+    """The sum over the k ranks along ``axes``, of which rank i keeps the i-th part of ``dim``.
+
+    Args:
+        x: shape [..., k * n, ...], the result [..., n, ...] if tiled; else [..., k, ...], and the
+            dim is dropped.
+
+    Raises:
+        MeshError: the dim does not divide into k parts (or, not tiled, is not k).
+    """
+    manual, names = _over("psum_scatter", axes)
+    size, dim = _size(names, "psum_scatter"), _dim("psum_scatter", x, dim)
+    if not tiled:
+        _check_is("psum_scatter", x, dim, size)
+    _check_divides("psum_scatter", x, dim, size)
+    done = apply(Scatter(manual, names, size, dim), _number(x))
+    return done if tiled else done.squeeze(dim)
+
+
+def _check_is(who: str, x: torch.Tensor, dim: int, size: int) -> None:
+    if x.shape[dim] != size:
+        raise MeshError(
+            f"{who}: without tiled=True dim {dim} has one entry for each of the {size} ranks, but "
+            f"the shape is {list(x.shape)}."
+        )
+
+
+@checked
+def all_to_all(
+    x: torch.Tensor, axes: AxisNames, *, split_dim: int, concat_dim: int, tiled: bool = False
+) -> torch.Tensor:
+    """Rank i's j-th part along ``split_dim`` becomes rank j's i-th part along ``concat_dim``.
+
+    Args:
+        x: tiled, split_dim of k * n becomes n and concat_dim of m becomes k * m. Not tiled,
+            split_dim is k and is dropped, and a new dim of k appears as ``concat_dim``.
+
+    Raises:
+        MeshError: the split dim does not divide into k parts (or, not tiled, is not k).
+    """
+    manual, names = _over("all_to_all", axes)
+    size, split = _size(names, "all_to_all"), _dim("all_to_all", x, split_dim, "split_dim")
+    concat = _dim("all_to_all", x, concat_dim, "concat_dim")
+    _check_divides("all_to_all", x, split, size)
+    if tiled:
+        return apply(Exchange(manual, names, size, split, concat), x)
+    _check_is("all_to_all", x, split, size)
+    # The parts are numbered along a dim of their own, which then only changes its meaning.
+    front = apply(Exchange(manual, names, size, 0, 0), x.movedim(split, 0))
+    return front.movedim(0, concat)
+
+
+@checked
+def ppermute(x: torch.Tensor, axes: AxisNames, perm: Sequence[tuple[int, int]]) -> torch.Tensor:
+    """Send values between ranks: (source, target) pairs of positions along ``axes``.
+
+    A rank to which nothing is sent gets zeros.
+
+    Raises:
+        MeshError: a position does not exist, or sends or receives twice.
+    """
+    manual, names = _over("ppermute", axes)
+    size = _size(names, "ppermute")
+    sources, targets = tuple(int(s) for s, _ in perm), tuple(int(t) for _, t in perm)
+    for side in (sources, targets):
+        if len(set(side)) != len(side) or any(not 0 <= i < size for i in side):
+            raise MeshError(
+                f"ppermute over {axes!r}: {list(perm)} must have every source and every target at "
+                f"most once, each from 0 to {size - 1}."
+            )
+    return apply(Permute(manual, names, sources, targets), x)
+
+
+@checked
+def axis_index(axes: AxisNames, *, device: torch.device | str | None = None) -> torch.Tensor:
+    """This rank's position along ``axes`` (the first outermost), an int64 scalar that varies.
+
+    Args:
+        device: by default that of the function's arguments.
+    """
+    manual, names = _over("axis_index", axes)
+    where = current("axis_index").device if device is None else torch.device(device)
+    return axis_index_op(manual, names, where)
+
+
+@checked
+def axis_size(axes: AxisNames) -> int:
+    """The number of ranks along ``axes``."""
+    return _size(_over("axis_size", axes)[1], "axis_size")

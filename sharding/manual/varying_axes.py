@@ -1,0 +1,312 @@
+"""Along which mesh axes a local value varies, while a function of local values is traced.
+
+Axes are *manual* where the function is written for one rank, and only along them can a value vary; along
+the others, which are automatic, values are whole.
+
+A value is *invariant* over an axis if every rank along it is known to hold the same. That is a fact of
+the graph: shards of an input vary over the axes of its spec, collectives say what they do, and whatever
+else is computed varies over what any of its operands does. Where an operation brings together values
+that vary differently, the less varying one is made varying by an explicit ``pvary`` first, so that the
+transpose of this implicit broadcast is the sum over ranks that it must be (JAX's check_vma=True). It
+happens while the function runs, ahead of autograd, so that gradients taken inside it see it too.
+
+A mixture that escapes this (an operation inside the user's own autograd.Function, say) leaves a cotangent
+that varies where its value does not; each collective checks the cotangents that pass it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.overrides import TorchFunctionMode
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core.errors import DerivativeError
+from torchard.functional.tracing.trace_state import Room, active
+from torchard.sharding.manual.manual_collectives import (
+    Move,
+    Vary,
+    is_axis_index,
+    manual_around,
+    move_of,
+)
+from torchard.sharding.values.mesh import Mesh, MeshError
+
+__all__ = [
+    "Region",
+    "apply",
+    "current",
+    "in_region",
+    "made_by_backward",
+    "manual_in_graph",
+    "native",
+    "varying_axes",
+    "varying_in_graph",
+]
+
+Axes = frozenset[str]
+_NONE: Axes = frozenset()
+
+
+# -- the graph's facts ----------------------------------------------------------------------------
+
+
+def node_varies(node: fx.Node, known: dict[fx.Node, Axes]) -> Axes:
+    """The axes a node varies over, when its operands' are known."""
+    found = _NONE.union(*(known[source] for source in node.all_input_nodes))
+    if is_axis_index(node):
+        return frozenset(node.args[1])  # type: ignore[arg-type]
+    move = move_of(node)
+    return found if move is None else move.after(found)
+
+
+def varying_in_graph(graph: fx.Graph) -> dict[fx.Node, Axes]:
+    """For every node, the axes it varies over."""
+    known: dict[fx.Node, Axes] = {}
+    for node in graph.nodes:
+        known[node] = node_varies(node, known)
+    return known
+
+
+def manual_in_graph(graph: fx.Graph, varying: dict[fx.Node, Axes]) -> dict[fx.Node, Axes]:
+    """For every node that varies, the axes that are manual around it; none for global values."""
+    known: dict[fx.Node, Axes] = {}
+    for node in graph.nodes:
+        found = manual_around(node).union(*(known[source] for source in node.all_input_nodes))
+        known[node] = found if varying[node] else _NONE
+    return known
+
+
+_known: weakref.WeakKeyDictionary[Any, dict[fx.Node, Axes]] = weakref.WeakKeyDictionary()
+
+
+def varying_axes(tensor: torch.Tensor) -> Axes:
+    """The axes a tensor of the trace in progress varies over; none for what comes from outside."""
+    room = active()
+    if room is None:
+        return _NONE
+    root = internals.proxy_node(room.tracer, internals.base_tensor(tensor))
+    if root is None:
+        return _NONE
+    known = _known.setdefault(room.tracer, {})
+    stack = [root]
+    while stack:
+        node = stack[-1]
+        missing = [source for source in node.all_input_nodes if source not in known]
+        if node in known or not missing:
+            stack.pop()
+            known[node] = node_varies(node, known)
+        else:
+            stack.extend(missing)
+    return known[root]
+
+
+def made_by_backward(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of the trace in progress is a gradient, or computed from one."""
+    room = active()
+    root = None if room is None else internals.proxy_node(room.tracer, internals.base_tensor(tensor))
+    stack, seen = [] if root is None else [root], set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node.meta.get("phase") == "backward":
+            return True
+        seen.add(node)
+        stack += [source for source in node.all_input_nodes if source not in seen]
+    return False
+
+
+# -- the region -----------------------------------------------------------------------------------
+
+
+_regions = threading.local()
+
+
+class Region(TorchFunctionMode):
+    """What runs inside is a function of local values on this mesh.
+
+    Attributes:
+        mesh: whose ranks the values belong to.
+        manual, automatic: the axes along which values are local, and whole.
+        device: where new values are made.
+        room: the trace in progress.
+    """
+
+    def __init__(self, mesh: Mesh, manual: tuple[str, ...], device: torch.device) -> None:
+        super().__init__()
+        self.mesh, self.manual, self.device = mesh, manual, device
+        self.automatic = tuple(a for a in mesh.axes if a not in manual)
+        self.room: Room | None = active()
+
+    @contextlib.contextmanager
+    def entered(self) -> Iterator[None]:
+        """Make it the current one, and bring together what its operations mix."""
+        assert self.room is not None
+        before, together = getattr(_regions, "current", None), self.room.together
+        _regions.current, self.room.together = self, self._made_alike
+        try:
+            with self:
+                yield
+        finally:
+            _regions.current, self.room.together = before, together
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = list(_tensors((args, kwargs)))
+        if len(tensors) < 2 or func in _NOT_MIXING:
+            return func(*args, **kwargs)
+        made = _made_varying(tensors, self.manual)
+        if not made:
+            return func(*args, **kwargs)
+        before = {key: t._version for key, t in made.items()}
+        out = func(*_swap(args, made), **_swap(kwargs, made))
+        if any(t._version != before[key] for key, t in made.items()):
+            raise MeshError(
+                f"{getattr(func, '__name__', func)} writes a value that varies over more axes than "
+                "what it is written into, in place. Return a new value (torch.where, torch.cat), or "
+                "make it varying first: x = pvary(x, axes)."
+            )
+        return out
+
+
+    def _made_alike(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        made = _made_varying(tensors, self.manual)
+        return [made.get(id(t), t) for t in tensors]
+
+
+def _made_varying(
+    tensors: Sequence[torch.Tensor], manual: tuple[str, ...]
+) -> dict[int, torch.Tensor]:
+    """By id, what stands for those tensors that vary less than the others."""
+    varies = {id(t): varying_axes(t) for t in tensors}
+    union = _NONE.union(*varies.values())
+    made: dict[int, torch.Tensor] = {}
+    for t in tensors:
+        if varies[id(t)] != union and id(t) not in made:
+            made[id(t)] = apply(Vary(manual, _sorted(union - varies[id(t)])), t)
+    return made
+
+
+# What takes several tensors without computing with them.
+_NOT_MIXING = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+
+
+def _swap(value: Any, made: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return made.get(id(value), value)
+    if isinstance(value, (list, tuple)):
+        items = [_swap(item, made) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        return {key: _swap(item, made) for key, item in value.items()}
+    return value
+
+
+def _sorted(axes: Axes) -> tuple[str, ...]:
+    return tuple(sorted(axes))
+
+
+def _words(axes: Sequence[str] | Axes) -> str:
+    return " and ".join(map(repr, sorted(axes)))
+
+
+def current(who: str) -> Region:
+    """The region the caller is in.
+
+    Raises:
+        MeshError: it is in none, or inside another transform within it.
+    """
+    region: Region | None = getattr(_regions, "current", None)
+    if region is None:
+        raise MeshError(f"{who} is called outside shard_map; it speaks of ranks, and has none here.")
+    if region.room is not active():
+        raise MeshError(
+            f"{who} is called in a function that another transform (jit, ...) traces inside "
+            "shard_map; put the transform around the shard_map instead."
+        )
+    return region
+
+
+def in_region() -> bool:
+    """Whether a function of local values is being traced."""
+    return getattr(_regions, "current", None) is not None
+
+
+# -- applying a move ------------------------------------------------------------------------------
+
+
+def native(x: torch.Tensor) -> torch.Tensor:
+    """A tensor of the trace in progress: closed-over ones become operands, and keep gradients."""
+    room = active()
+    return x if room is None or room.native(x) else room.lift(x)
+
+
+def apply(move: Move, x: torch.Tensor) -> torch.Tensor:
+    """Apply a move; an operand that must vary and does not is made varying first."""
+    x = native(x)
+    if move.takes == "varying":
+        missing = move.over - varying_axes(x)
+        if missing:
+            x = _function(x, Vary(move.manual, _sorted(missing)))
+    return _function(x, move)
+
+
+def _function(x: torch.Tensor, move: Move) -> torch.Tensor:
+    made: Any = _Apply.apply
+    out: torch.Tensor = made(x, move)
+    return out
+
+
+def _pull(move: Move, ct: torch.Tensor) -> torch.Tensor:
+    """The transposed move of a cotangent, which must vary as the result of the move did."""
+    back = move.transposed()
+    if extra := back.excess(varying_axes(ct)):
+        raise DerivativeError(
+            f"the cotangent that {move.op} got varies over {_words(extra)}, but its value does "
+            "not: values that vary differently met where it could not be seen (in an "
+            "autograd.Function, or another transform inside shard_map). Make the less varying one "
+            f"varying before that: pvary(x, {tuple(sorted(extra))})."
+        )
+    return apply(back, ct)
+
+
+class _Apply(torch.autograd.Function):
+    """Any move: its derivatives are moves again."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, move: Move) -> torch.Tensor:
+        return move(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.move = inputs[1]
+        if not output.is_floating_point() and not output.is_complex():
+            ctx.mark_non_differentiable(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _pull(ctx.move, grads[0]), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        ctx.move.transposed()  # raises where the move is not linear
+        return apply(ctx.move, tangents[0])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, move: Move) -> Any:
+        return apply(move.batched(), x.movedim(in_dims[0], 0)), 0

@@ -1,0 +1,1 @@
+"""Which layout each value of a program gets."""

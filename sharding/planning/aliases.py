@@ -1,0 +1,42 @@
+"""Which nodes of a graph only rename a value, and what that means for layouts."""
+
+from __future__ import annotations
+
+import functools
+import operator
+
+from torch import fx
+
+from torchard.sharding.layouts.factors import Rule
+from torchard.sharding.layouts.layout import Layout, Sizes
+from torchard.sharding.layouts.options import atomic, factor_axes, image
+from torchard.sharding.rules import Call, lookup, rule_of
+
+__all__ = ["is_alias", "pull"]
+
+
+def is_alias(node: fx.Node) -> bool:
+    """A bijective view of its operand, or one result of several."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return True
+    rule = lookup(node.target)
+    return rule is not None and rule.alias
+
+
+def pull(node: fx.Node, layout: Layout, sizes: Sizes) -> Layout | None:
+    """The layout of a view's base under which the view has ``layout``; None if there is none."""
+    return _pulled(rule_of(Call.of(node)), layout, sizes)
+
+
+@functools.lru_cache(maxsize=65536)
+def _pulled(rule: Rule, layout: Layout, sizes: Sizes) -> Layout | None:
+    rule = atomic(rule, [], [layout], sizes)
+    found = factor_axes(rule, rule.outs[0], layout, sizes)
+    if any(f in rule.whole or f in rule.index for f in found):
+        return None
+    axes = [found.get(f, ()) for f in range(len(rule.sizes))]
+    if image(rule.outs[0], rule, axes, layout.pending, sizes) != layout:
+        return None
+    return image(rule.ins[0], rule, axes, layout.pending, sizes)

@@ -1,0 +1,155 @@
+"""What a traced program goes through before its layouts are chosen.
+
+Creation lets go of the tensor it was modelled on (``zeros_like`` of a sharded value must not move it),
+and so does filling. Pieces of memory become views of tensors (``strided.py``), rows and slices of one
+value are seen together (``cuts.py``), sums are written so that they are reduced once (``sums.py``) or
+from the end, equal views become one (so that a reshard of their base is shared), and dead nodes go.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.torch_internals.operators import aten
+from torchard.sharding.planning.cuts import gather_cuts
+from torchard.sharding.planning.strided import unstride
+from torchard.sharding.planning.sums import fold_sums
+from torchard.sharding.rules import lookup
+from torchard.sharding.rules.scan import fold_flips
+
+__all__ = ["prepare"]
+
+_CONSTANTS: dict[Any, float | int | None] = {
+    aten.zeros_like.default: 0,
+    aten.new_zeros.default: 0,
+    aten.ones_like.default: 1,
+    aten.new_ones.default: 1,
+    aten.empty_like.default: 0,
+    aten.new_empty.default: 0,
+    aten.full_like.default: None,
+    aten.new_full.default: None,
+    aten.fill.Scalar: None,
+    aten.zero.default: 0,
+}
+
+
+# Filled with a tensor's value: of what is filled they need the shape alone.
+_COPIES = (aten.fill.Tensor, aten.copy.default)
+
+
+def prepare(graph: fx.Graph) -> fx.Graph:
+    """The graph, changed in place."""
+    _lift_numbers(graph)
+    unstride(graph)
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _CONSTANTS:
+            _release(graph, node, _value(node))
+        elif _is_empty_cut(node):
+            _release(graph, node, 0)
+        elif node.target in _COPIES:
+            _spread(graph, node)
+    fold_sums(graph)
+    gather_cuts(graph)
+    fold_flips(graph)
+    _share_views(graph)
+    graph.eliminate_dead_code()
+    return graph
+
+
+def _lift_numbers(graph: fx.Graph) -> None:
+    """A number where an operation takes a tensor, and has no other, becomes one: ``conj(1 + 2j)``.
+
+    Derivatives by a factor that is a number leave such calls, and no rule is for one without operands.
+    """
+    for node in list(graph.nodes):
+        if not isinstance(node.target, torch._ops.OpOverload) or node.all_input_nodes:
+            continue
+        for k, given in enumerate(node.target._schema.arguments[: len(node.args)]):
+            number = node.args[k]
+            if str(given.type) == "Tensor" and isinstance(number, (bool, int, float, complex)):
+                val = torch.tensor(number)
+                if isinstance(number, (float, complex)):  # in which autograd has them
+                    val = val.to(torch.complex128 if isinstance(number, complex) else torch.float64)
+                kind = {"dtype": val.dtype, "device": node.meta["val"].device}
+                with graph.inserting_before(node):
+                    made = graph.call_function(aten.full.default, ([], number), kind)
+                made.meta = {**node.meta, "val": node.meta["val"].new_empty([], dtype=val.dtype)}
+                node.update_arg(k, made)
+
+
+def _value(node: fx.Node) -> Any:
+    """What a constant is filled with."""
+    known = _CONSTANTS[node.target]
+    return known if known is not None else node.args[2 if node.target is aten.new_full.default else 1]
+
+
+def _is_empty_cut(node: fx.Node) -> bool:
+    """A slice that keeps nothing, or the gradient of one: for neither need anything be gathered."""
+    if node.target is aten.slice.Tensor:
+        return 0 in node.meta["val"].shape
+    source = node.args[0] if node.target is aten.slice_backward.default else None
+    return isinstance(source, fx.Node) and 0 in source.meta["val"].shape
+
+
+def _release(graph: fx.Graph, node: fx.Node, value: Any) -> None:
+    """``zeros_like(x)`` as ``full``: of x it needs only what is known while planning."""
+    val = node.meta["val"]
+    with graph.inserting_before(node):
+        made = graph.call_function(
+            aten.full.default,
+            (list(val.shape), value),
+            {"dtype": val.dtype, "device": val.device},
+        )
+    made.meta = {k: v for k, v in node.meta.items() if not k.startswith("_")}
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+
+
+def _spread(graph: fx.Graph, node: fx.Node) -> None:
+    """``fill(x, value)`` as the value in the shape and dtype of x."""
+    val, value = node.meta["val"], node.args[1]
+    steps: list[tuple[Any, list[Any], dict[str, Any]]] = [
+        (aten.expand.default, [list(val.shape)], {})
+    ]
+    if value.meta["val"].dtype != val.dtype:  # type: ignore[union-attr]
+        steps.insert(0, (aten._to_copy.default, [], {"dtype": val.dtype}))
+    kept = {k: v for k, v in node.meta.items() if not k.startswith("_")}
+    with graph.inserting_before(node):
+        for target, args, kwargs in steps:
+            before = value.meta["val"]  # type: ignore[union-attr]
+            value = graph.call_function(target, (value, *args), kwargs)
+            value.meta = {**kept, "val": target(before, *args, **kwargs)}
+    node.replace_all_uses_with(value)  # type: ignore[arg-type]
+    graph.erase_node(node)
+
+
+def _share_views(graph: fx.Graph) -> None:
+    known: dict[Hashable, fx.Node] = {}
+    for node in list(graph.nodes):
+        key = _view_key(node)
+        if key is None:
+            continue
+        first = known.setdefault(key, node)
+        if first is not node:
+            if "name" in node.meta:
+                first.meta.setdefault("name", node.meta["name"])
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _view_key(node: fx.Node) -> Hashable | None:
+    if node.op != "call_function" or node.kwargs:
+        return None
+    rule = lookup(node.target)
+    if node.target is not operator.getitem and (rule is None or not rule.alias):
+        return None
+    return node.target, _frozen(node.args), node.meta.get("recompute")
+
+
+def _frozen(value: Any) -> Hashable:
+    return tuple(map(_frozen, value)) if isinstance(value, (tuple, list)) else value

@@ -1,0 +1,101 @@
+"""Pins: what the user said of a leaf, and constraints as nodes of a graph."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import fx
+
+from torchard.functional.programs.program import INHERITED
+from torchard.sharding.layouts.layout import Layout
+from torchard.sharding.manual.varying_axes import varying_in_graph
+from torchard.sharding.planning.decision import CONSTRAINT
+from torchard.sharding.values.constrain import number_of, pinned_spec
+from torchard.sharding.values.mesh import Mesh
+from torchard.sharding.values.spec import P, SpecError, layout_of
+
+__all__ = ["Hint", "pin", "pin_named", "pin_rank", "pinned_layouts", "where_of"]
+
+
+@dataclass(frozen=True)
+class Hint:
+    """The spec a leaf was given, and the leading dims that vmap has added since."""
+
+    spec: P
+    lead: int = 0
+
+    def batched(self) -> Hint:
+        return replace(self, lead=self.lead + 1)
+
+    def layout(self, shape: Sequence[int], mesh: Mesh, path: str) -> Layout:
+        inner = layout_of(self.spec, shape[self.lead :], mesh, path)
+        for size in reversed(shape[: self.lead]):
+            inner = inner.with_leading(size)
+        return inner
+
+
+def pin(graph: fx.Graph, node: fx.Node, hint: Hint, path: str, soft: bool) -> fx.Node:
+    """A constraint on a node, which its users then see in its place. Soft: it is an input's own."""
+    number = number_of(hint.spec.led(hint.lead))
+    made = graph.call_function(torch.ops.torchard.constrain.default, (node, number))
+    made.meta = {k: v for k, v in node.meta.items() if k in ("val", *INHERITED)}
+    made.meta["soft"] = soft
+    made.meta.setdefault("source", path)
+    # An input that is returned as it came stays as it is.
+    node.replace_all_uses_with(
+        made, lambda user: user is not made and not (soft and user.op == "output")
+    )
+    return made
+
+
+def pin_named(graph: fx.Graph, pins: Sequence[tuple[str, P]]) -> None:
+    """Constraints on values by their names: each pattern over ``scope/name``, and its spec.
+
+    Raises:
+        SpecError: a pattern matches nothing.
+    """
+    for pattern, spec in pins:
+        found = [n for n in graph.nodes if "name" in n.meta and matches(n, pattern)]
+        if not found:
+            names = sorted({_label(n) for n in graph.nodes if "name" in n.meta})
+            raise SpecError(
+                f"constrain_at[{pattern!r}] matches no named value; there are "
+                f"{', '.join(names) or 'none: label one with name(x, ...)'}."
+            )
+        for node in found:
+            with graph.inserting_after(node):
+                pin(graph, node, Hint(spec), f"constrain_at[{pattern!r}]", soft=False)
+
+
+def pin_rank(node: fx.Node, inputs: Mapping[fx.Node, tuple[Layout, int] | int]) -> int:
+    """An input's own spec ranks as the input does."""
+    given = inputs.get(node.all_input_nodes[0])
+    return given[1] if node.meta.get("soft") and isinstance(given, tuple) else CONSTRAINT
+
+
+def pinned_layouts(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Layout]:
+    """The layouts that constraints give their nodes; what varies in manual mode varies still."""
+    varying = varying_in_graph(graph)
+    found: dict[fx.Node, Layout] = {}
+    for node in graph.nodes:
+        spec = pinned_spec(node)
+        if spec is not None:
+            layout = layout_of(spec, tuple(node.meta["val"].shape), mesh, where_of(node))
+            found[node] = layout.varying_over(varying[node])
+    return found
+
+
+def where_of(node: fx.Node) -> str:
+    return f"constrain at {node.meta.get('source') or 'an unknown line'}: the value"
+
+
+def _label(node: fx.Node) -> str:
+    scope = node.meta.get("scope")
+    return f"{scope}/{node.meta['name']}" if scope else str(node.meta["name"])
+
+
+def matches(node: fx.Node, pattern: str) -> bool:
+    return fnmatch.fnmatchcase(_label(node), pattern) or node.meta["name"] == pattern

@@ -1,0 +1,154 @@
+"""Rows and slices of one value, seen together.
+
+All rows of a value are cheapest together, a few of them one by one, and pieces that make up a whole are
+exchanged at once. So a program says ``unbind`` where most rows are read, ``select`` where few are,
+``split`` where slices tile a dim, and ``slice`` where some of the pieces are not needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.programs.program import INHERITED
+from torchard.functional.torch_internals.operators import aten
+
+__all__ = ["gather_cuts"]
+
+
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
+# What tells nodes apart that may not become one: not where in the source they are.
+_APART = [tag for tag in INHERITED if tag not in ("source", "scope")]
+
+
+def gather_cuts(graph: fx.Graph) -> None:
+    """Rewrite them in place."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is aten.unbind.int:
+            _only_read(graph, node, _row, most=len(node.meta["val"]) // 2)
+        elif node.op == "call_function" and node.target in _SPLITS:
+            _only_read(graph, node, _slice, most=len(node.meta["val"]) - 1)
+    for group in _groups(graph, aten.select.int, _rows):
+        _join_rows(graph, group)
+    for group in _groups(graph, aten.slice.Tensor, _ends):
+        _join_slices(graph, group)
+
+
+# -- results of which few are read -----------------------------------------------------------------
+
+Cut = tuple[Any, tuple[Any, ...]]  # an operation and its arguments, after the value
+
+
+def _row(node: fx.Node, position: int) -> Cut:
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    return aten.select.int, (dim, position)
+
+
+def _slice(node: fx.Node, position: int) -> Cut:
+    dim = _dim_of(node, 2)
+    sizes = [v.shape[dim] for v in node.meta["val"]]
+    start = sum(sizes[:position])
+    return aten.slice.Tensor, (dim, start, start + sizes[position])
+
+
+def _only_read(graph: fx.Graph, node: fx.Node, cut: Callable[..., Cut], most: int) -> None:
+    """Cut out one by one what is read of several results, if no more than ``most`` are."""
+    positions = {user.args[1] for user in node.users}
+    if any(u.target is not operator.getitem for u in node.users) or len(positions) > most:
+        return
+    for user in list(node.users):
+        target, args = cut(node, user.args[1])
+        made = _insert(graph, user, target, (node.args[0], *args), user.meta["val"])
+        user.replace_all_uses_with(made)
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+# -- cuts that belong together ---------------------------------------------------------------------
+
+
+def _dim_of(node: fx.Node, at: int = 1) -> int:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    dim: Any = node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0)
+    rank: int = source.meta["val"].ndim
+    return int(dim) % max(rank, 1)
+
+
+def _rows(node: fx.Node) -> int | None:
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    index: Any = node.args[2]
+    return int(index) % int(source.meta["val"].shape[_dim_of(node)])
+
+
+def _ends(node: fx.Node) -> tuple[int, int] | None:
+    """Start and stop of a slice without steps; None of others."""
+    source = node.args[0]
+    assert isinstance(source, fx.Node)
+    args: list[Any] = [*node.args, *[None, 0, None, None, 1][len(node.args) :]]
+    _, _, start, stop, step = args
+    size = source.meta["val"].shape[_dim_of(node)]
+    first, last, _ = slice(start, stop).indices(size)
+    return (first, last) if step == 1 and first < last and not node.kwargs else None
+
+
+Group = list[tuple[Any, fx.Node]]
+
+
+def _groups(graph: fx.Graph, target: Any, place: Callable[[fx.Node], Any]) -> Iterable[Group]:
+    """Cuts along the same dim of the same value, with their places, which are not None."""
+    groups: dict[Hashable, Group] = {}
+    for node in graph.find_nodes(op="call_function", target=target):
+        at = place(node)
+        if at is not None:
+            tags = tuple(repr(node.meta.get(tag)) for tag in _APART)
+            groups.setdefault((node.args[0], _dim_of(node), tags), []).append((at, node))
+    return groups.values()
+
+
+def _join_rows(graph: fx.Graph, group: Group) -> None:
+    """Most rows of a value: all of them, of which some are taken."""
+    node = group[0][1]
+    source, dim = node.args[0], _dim_of(node)
+    val: torch.Tensor = source.meta["val"]  # type: ignore[union-attr]
+    if 2 * len({at for at, _ in group}) > val.shape[dim] > 1:
+        whole = _insert(graph, node, aten.unbind.int, (source, dim), tuple(val.unbind(dim)))
+        _take(graph, whole, group)
+
+
+def _join_slices(graph: fx.Graph, group: Group) -> None:
+    """Slices that tile a dim: the pieces it is split into."""
+    node = group[0][1]
+    source, dim = node.args[0], _dim_of(node)
+    val: torch.Tensor = source.meta["val"]  # type: ignore[union-attr]
+    cuts = sorted({at for at, _ in group})
+    tiles = all(one[1] == other[0] for one, other in itertools.pairwise(cuts))
+    if len(cuts) < 2 or not tiles or (cuts[0][0], cuts[-1][1]) != (0, val.shape[dim]):
+        return
+    sizes = [stop - start for start, stop in cuts]
+    args = (source, sizes, dim)
+    whole = _insert(graph, node, aten.split_with_sizes.default, args, tuple(val.split(sizes, dim)))
+    _take(graph, whole, [(cuts.index(at), cut) for at, cut in group])
+
+
+def _take(graph: fx.Graph, whole: fx.Node, group: Sequence[tuple[int, fx.Node]]) -> None:
+    for position, node in group:
+        made = _insert(graph, node, operator.getitem, (whole, position), node.meta["val"])
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+
+
+def _insert(graph: fx.Graph, at: fx.Node, target: Any, args: tuple[Any, ...], val: Any) -> fx.Node:
+    """A node in front of another, and with its tags; a label stays with the value that has it."""
+    with graph.inserting_before(at):
+        made = graph.call_function(target, args)
+    dropped = () if target is not aten.unbind.int and target not in _SPLITS else ("name",)
+    kept = {k: v for k, v in at.meta.items() if not k.startswith("_") and k not in dropped}
+    made.meta = {**kept, "val": val}
+    return made

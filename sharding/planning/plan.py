@@ -1,0 +1,292 @@
+"""The plan of one program: propagate, decompose where that pays, propagate again."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from torchard.functional.programs.flops import is_product
+from torchard.functional.programs.graphs import output_values
+from torchard.sharding.decompositions.decompose import comes_apart, decompose
+from torchard.sharding.decompositions.functional_forms import BIASED_PRODUCTS
+from torchard.sharding.layouts.layout import Layout
+from torchard.sharding.layouts.options import atomic, factor_axes
+from torchard.sharding.planning.decision import Decision, Given, work_of
+from torchard.sharding.planning.manual_options import local_operations
+from torchard.sharding.planning.propagate import SWEEPS, propagate, take_apart
+from torchard.sharding.rules import Call, rule_of
+from torchard.sharding.values.mesh import Mesh
+
+__all__ = ["IdleAxisWarning", "Plan", "choose", "warn_of_idle_axes"]
+
+_ROUNDS = 4
+_LITTLE = 0.02
+_SMALL = 5e6  # multiplications
+
+
+class IdleAxisWarning(UserWarning):
+    """Something is split over a mesh axis, and next to none of the work is."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A global graph and where everything in it lives."""
+
+    graph: fx.Graph
+    given: Given
+    decision: Decision
+
+
+def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
+    """The cheapest plan found.
+
+    Where axes that something is split over are lost to much of the work, two plans more are made that
+    bring them back: to where the plan splits what is beside, and to the dims with most at stake.
+    """
+    plan = _cheapest(graph, given, mesh)
+    lost = _lost(plan, mesh)
+    if not lost:
+        return plan
+    spread = _cheapest(graph, replace(given, spread=lost), mesh)
+    return min(plan, _brought_back(plan, lost, mesh), spread, key=_total)
+
+
+def _total(plan: Plan) -> float:
+    return plan.decision.total
+
+
+def _lost(plan: Plan, mesh: Mesh) -> frozenset[str]:
+    """Axes that something is split over, and some of the products are not."""
+    lost, total = _unsplit(plan, mesh)
+    return frozenset(axis for axis in lost if lost[axis] > _LITTLE * total)
+
+
+def warn_of_idle_axes(plan: Plan, mesh: Mesh, name: str, already: set[str]) -> None:
+    """Warn, once for an axis, where something is split over it and next to none of the products.
+
+    Small programs may do as they like: their ranks wait longer for each other than they compute.
+
+    Args:
+        name: of the function.
+        already: axes that were warned of.
+    """
+    lost, total = _unsplit(plan, mesh)
+    for axis in sorted(lost.keys() - already):
+        part = 1 - lost[axis] / max(total, 1)
+        if total > _SMALL and part < _LITTLE:
+            already.add(axis)
+            warnings.warn(
+                f"{name}: axis {axis!r} splits {part:.1%} of the products, though something is split "
+                f"over it: {mesh.shape[axis]} ranks compute the same. Split a batch, or what the "
+                "products are made of, over it; .lower(...).work and .collectives show where it is lost.",
+                IdleAxisWarning,
+                stacklevel=2,
+            )
+
+
+def _unsplit(plan: Plan, mesh: Mesh) -> tuple[dict[str, float], float]:
+    """For axes that split an input or that a constraint asks for, the work of products that they do
+    not split; and that of all products.
+
+    Not other work: beside tensor parallelism norms are computed by every rank, as in Megatron-LM.
+    """
+    placed = [given[0] for given in plan.given.inputs.values() if not isinstance(given, int)]
+    axes = {a for layout in (*placed, *plan.given.pins.values()) for a in layout.split_axes}
+    lost, total = dict.fromkeys(axes, 0.0), 0.0
+    for node, option in plan.decision.option.items():
+        if is_product(node):
+            work = work_of(node)
+            total += work
+            for axis in axes - option.cost(mesh.sizes).split:
+                lost[axis] += work
+    return lost, total
+
+
+def _brought_back(plan: Plan, axes: frozenset[str], mesh: Mesh) -> Plan:
+    """A plan with lost axes brought back to where it splits what is beside."""
+    given = replace(plan.given, spread=axes)
+    decision = propagate(plan.graph, given, mesh.sizes, near=plan.decision)
+    return _explore(Plan(plan.graph, given, decision), mesh, frozenset())
+
+
+def _cheapest(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
+    """The cheapest plan under which operations come apart or do not.
+
+    All that can are tried together; if that does not pay, without one kind of them at a time.
+    """
+    whole = _settled(graph, given, mesh)
+    kinds = dict.fromkeys(_kind(node) for node in _torn(whole, mesh))
+    if not (kinds or given.spread):
+        return whole
+    best, kept_whole = _apart(whole, mesh, frozenset()), frozenset[str]()
+    if best is whole and len(kinds) > 1:
+        for kind in kinds:
+            tried = _apart(whole, mesh, kept_whole | {kind})
+            if _total(tried) < _total(best):
+                best, kept_whole = tried, kept_whole | {kind}
+    return best
+
+
+def _apart(plan: Plan, mesh: Mesh, kept_whole: frozenset[str]) -> Plan:
+    """The plan, or a cheaper one whose operations come apart, some kinds of them excepted.
+
+    They come apart within one sweep: each sees the layouts that the pieces in front of it leave. Taken
+    apart one after another, all but the first would be judged behind an operation that gathers.
+    """
+    graph, env = copy_graph(plan.graph)
+    given = _given_in(plan.given, env, graph)
+
+    def taken(node: fx.Node, homes: Sequence[Layout]) -> list[fx.Node]:
+        if _kind(node) in kept_whole or not comes_apart(node) or not _loses(node, homes, mesh):
+            return []
+        pieces = decompose(graph, node, _parts(homes, mesh))
+        if pieces and given.local:
+            given.local.update(local_operations(graph))
+        return pieces
+
+    take_apart(graph, given, mesh.sizes, taken)
+    graph.eliminate_dead_code()
+    made = _settled(graph, replace(given, local=local_operations(graph)), mesh)
+    return min(plan, _explore(made, mesh, kept_whole), key=_total)
+
+
+def _explore(plan: Plan, mesh: Mesh, kept_whole: frozenset[str]) -> Plan:
+    """The plan, or a cheaper one in which more comes apart, some kinds of operations excepted.
+
+    Later sweeps may split what the first has not.
+    """
+    best = plan
+    for _ in range(_ROUNDS):
+        torn = [node for node in _torn(plan, mesh) if _kind(node) not in kept_whole]
+        made = _taken_apart(plan, torn, mesh) if torn else None
+        if made is None:
+            break
+        plan = _settled(*made, mesh)
+        if plan.decision.total < best.decision.total:
+            best = plan
+    return best
+
+
+def _kind(node: fx.Node) -> str:
+    """A forward and its backward are one kind."""
+    name = getattr(node.target, "_schema", None)
+    text = str(node.target) if name is None else str(name.name)
+    return text.split("::")[-1].replace("_backward", "").replace("_forward", "").strip("_")
+
+
+def _settled(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
+    """The plan of a graph whose products leave their bias for afterwards where contractions are split.
+
+    Not a matter of price: together the two hide the option to split the contraction, and the work.
+    One sweep finds most of them; the rest of the sweeps are for what the graph has become.
+    """
+    sweeps = 1 if any(n.target in BIASED_PRODUCTS for n in graph.nodes) else SWEEPS
+    plan = Plan(graph, given, propagate(graph, given, mesh.sizes, sweeps))
+    for _ in range(_ROUNDS):
+        torn = [node for node in _torn(plan, mesh) if node.target in BIASED_PRODUCTS]
+        made = _taken_apart(plan, torn, mesh, by_blocks=False) if torn else None
+        if made is None and sweeps == SWEEPS:
+            break
+        sweeps = SWEEPS if made is None else 1
+        graph, given = made or (plan.graph, plan.given)
+        plan = Plan(graph, given, propagate(graph, given, mesh.sizes, sweeps))
+    if sweeps < SWEEPS:
+        plan = replace(plan, decision=propagate(plan.graph, plan.given, mesh.sizes))
+    return plan
+
+
+def _torn(plan: Plan, mesh: Mesh) -> list[fx.Node]:
+    """Operations that must gather an operand: a dim they need whole is split, or cut elsewhere.
+
+    And those whose result is, since it lies in pieces that its users do not take.
+    """
+    home = plan.decision.home
+    return [
+        node
+        for node in plan.decision.option
+        if comes_apart(node)
+        and (
+            _loses(node, [home[o] for o in Call.of(node).operands], mesh)
+            or (rule_of(Call.of(node)).whole and _in_other_pieces(plan, node))
+        )
+    ]
+
+
+def _loses(node: fx.Node, homes: Sequence[Layout], mesh: Mesh) -> bool:
+    """Whether an axis splits what the operation needs whole."""
+    rule = rule_of(Call.of(node))
+    if not rule.whole:
+        return False
+    rule = atomic(rule, homes, [], mesh.sizes)
+    for home, dims in zip(homes, rule.ins, strict=True):
+        split = factor_axes(rule, dims, home, mesh.sizes)
+        kept = {a for f, axes in split.items() if f not in rule.whole for a in axes}
+        if not kept.issuperset(home.split_axes):
+            return True
+    return False
+
+
+def _in_other_pieces(plan: Plan, node: fx.Node) -> bool:
+    """Whether a result is split inside a dim, as that of a cat of split operands is, and moved."""
+    made = plan.decision.raw[node][0]
+    if all(len(dim) == 1 for dim in made.dims):
+        return False
+    outputs = zip(output_values(plan.graph), plan.decision.outputs, strict=True)
+    taken = [layout for value, layout in outputs if value is node]
+    for user in node.users:
+        if user in plan.decision.option:
+            operands = zip(Call.of(user).operands, plan.decision.option[user].ins, strict=True)
+            taken += [layout for operand, layout in operands if operand is node]
+    return any(layout.dims != made.dims for layout in taken)
+
+
+def _taken_apart(
+    plan: Plan, torn: list[fx.Node], mesh: Mesh, *, by_blocks: bool = True
+) -> tuple[fx.Graph, Given] | None:
+    """A copy of the graph with these operations decomposed, and what is given there."""
+    graph, env = copy_graph(plan.graph)
+    home = plan.decision.home
+    parts = {
+        node: _parts([home[o] for o in Call.of(node).operands], mesh) if by_blocks else None
+        for node in torn
+    }
+    if not any([decompose(graph, env[node], parts[node]) for node in torn]):
+        return None
+    graph.eliminate_dead_code()
+    return graph, _given_in(plan.given, env, graph)
+
+
+def _given_in(given: Given, env: dict[fx.Node, fx.Node], graph: fx.Graph) -> Given:
+    """What is given, of the nodes of a copy."""
+    return replace(
+        given,
+        inputs={env[n]: v for n, v in given.inputs.items()},
+        pins={env[n]: v for n, v in given.pins.items()},
+        ranks={env[n]: v for n, v in given.ranks.items()},
+        local=local_operations(graph),
+    )
+
+
+def _parts(homes: Sequence[Layout], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
+    """How many ranks split each dim of some operands; those split inside count as whole."""
+    return tuple(
+        tuple(
+            math.prod(mesh.shape[a] for a in dim[0].axes) if len(dim) == 1 else 1
+            for dim in home.dims
+        )
+        for home in homes
+    )
+
+
+def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A copy, and where each node went."""
+    new = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        env[node] = new.node_copy(node, env.__getitem__)
+        env[node].meta = {k: v for k, v in node.meta.items() if k not in ("_call", "_rule")}
+    return new, env

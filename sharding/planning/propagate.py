@@ -1,0 +1,122 @@
+"""Propagation: which axis splits which factor of every operation of a joint program.
+
+Sweeps (``sweep.py``) repeat with the layouts that consumers asked for as further options for their
+producers, and the cheapest sweep is kept. Nothing outside of these two files knows how a choice is made.
+"""
+
+from __future__ import annotations
+
+import operator
+
+from torch import fx
+
+from torchard.functional.programs.graphs import output_node, output_values
+from torchard.functional.torch_internals.operators import aten
+from torchard.sharding.decompositions.decompose import comes_apart
+from torchard.sharding.layouts.layout import Layout, Sizes
+from torchard.sharding.layouts.options import atomic, factor_axes, image
+from torchard.sharding.planning.decision import Decision, Given, work_of
+from torchard.sharding.planning.stakes import Beside, Spread, Stakes
+from torchard.sharding.planning.sweep import Needs, Start, Sweep, TakeApart
+from torchard.sharding.rules import Call, rule_of
+from torchard.sharding.rules.registry import result_index
+
+__all__ = ["SWEEPS", "propagate", "take_apart"]
+
+SWEEPS = 4
+
+
+def propagate(
+    graph: fx.Graph,
+    given: Given,
+    sizes: Sizes,
+    sweeps: int = SWEEPS,
+    near: Decision | None = None,
+) -> Decision:
+    """Decide the layout of every value of a program, in some sweeps at most.
+
+    Args:
+        near: a decision, into which axes that were lost are to be brought back.
+    """
+    start = Start(_wishes(graph, given, sizes), {}, _output_needs(graph, given))
+    spread = _spread(graph, given, sizes, near=near)
+    best: Decision | None = None
+    for _ in range(sweeps):
+        sweep = Sweep(graph, given, sizes, start, spread)
+        decision = sweep.run()
+        if best is None or decision.total < best.total:
+            best = decision
+        if sweep.needs == start.needs:
+            break
+        start = start.after(sweep.needs)
+    assert best is not None
+    return best
+
+
+def take_apart(graph: fx.Graph, given: Given, sizes: Sizes, taken: TakeApart) -> None:
+    """Replace operations by their pieces, in one sweep, so that what follows sees the pieces' layouts.
+
+    Args:
+        taken: replaces a node, of whose operands it is given the layouts, and returns its pieces; none:
+            it stays whole.
+    """
+    start = Start(_wishes(graph, given, sizes), {}, _output_needs(graph, given))
+    Sweep(graph, given, sizes, start, _spread(graph, given, sizes, apart=True), taken).run()
+
+
+def _output_needs(graph: fx.Graph, given: Given) -> Needs:
+    needs: Needs = {}
+    out = output_node(graph)
+    for value, layout in zip(output_values(graph), given.outputs, strict=True):
+        if isinstance(value, fx.Node) and layout is not None:
+            needs.setdefault(value, {})[out] = layout
+    return needs
+
+
+def _wishes(graph: fx.Graph, given: Given, sizes: Sizes) -> dict[fx.Node, Layout]:
+    """What constraints ask of the values they are made of, carried back to the last reduction."""
+    wishes: dict[fx.Node, Layout] = {}
+    for node in reversed(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node in given.pins:
+            (source,) = node.all_input_nodes
+            wishes.setdefault(source, given.pins[node])
+        elif node in wishes and node.target is operator.getitem:
+            (source,) = node.all_input_nodes
+            if Call.of(source).outs[result_index(node)] == Call.of(source).outs[0]:
+                wishes.setdefault(source, wishes[node])
+        elif node in wishes:
+            _carry_back(node, wishes, sizes)
+    return wishes
+
+
+def _carry_back(node: fx.Node, wishes: dict[fx.Node, Layout], sizes: Sizes) -> None:
+    call = Call.of(node)
+    rule = rule_of(call)
+    rows = node.target is aten.unbind.int  # made of whole dims alone, each like the others
+    if not rows and (len(call.outs) != 1 or rule.combine or rule.whole):
+        return
+    rule = atomic(rule, [], [wishes[node]], sizes)
+    found = factor_axes(rule, rule.outs[0], wishes[node], sizes)
+    axes = [found.get(f, ()) for f in range(len(rule.sizes))]
+    for operand, dims in zip(call.operands, rule.ins, strict=True):
+        on = {f for d in dims for f in d}
+        if all(f in on for f in found):
+            wishes.setdefault(operand, image(dims, rule, axes, (), sizes))
+
+
+def _spread(
+    graph: fx.Graph, given: Given, sizes: Sizes, *, apart: bool = False, near: Decision | None = None
+) -> Spread | None:
+    """How to bring back the axes that are to be.
+
+    Args:
+        apart: what can come apart is going to.
+        near: they are brought back to where this decision splits what is beside.
+    """
+    if not given.spread:
+        return None
+    if near is not None:
+        return Beside(graph, given.pins, sizes, work_of, near.option, given.spread)
+    return Stakes(graph, given.pins, sizes, work_of, comes_apart if apart else lambda _: False)

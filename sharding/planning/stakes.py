@@ -1,0 +1,195 @@
+"""Where to bring back an axis that was lost.
+
+An axis that an operation loses is lost to all that follows, unless it is brought back: where a sum over
+it is complete, or a dim had to be gathered, values are whole, and a split of any other dim costs nothing.
+Two ways to say which dim it is:
+
+- `Stakes`: the one with most at stake, which only the rest of the program says, so it is read from the
+  end. A dim is worth the work of the operations that carry it on, along the heaviest path.
+- `Beside`: the one along which a plan already splits what the value meets further on (the activations
+  that a gradient meets), carried back to it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from torch import fx
+
+from torchard.sharding.layouts.factors import Factors, Rule
+from torchard.sharding.layouts.layout import Layout, Sizes, Sub, merge
+from torchard.sharding.layouts.options import Option, atomic, factor_axes, image
+from torchard.sharding.rules import Call, rule_of
+from torchard.sharding.rules.registry import result_index
+
+__all__ = ["Beside", "Spread", "Stakes"]
+
+Work = Callable[[fx.Node], float]
+Axes = frozenset[str]
+
+
+class Spread(Protocol):
+    """A way to bring axes back."""
+
+    def layout(self, node: fx.Node, axes: Axes) -> Layout | None:
+        """A layout of a node's first result along some of these axes; None if it is worth none."""
+
+
+class Stakes:
+    """For every value and dim, the work of the heaviest path that a split of the dim is carried along.
+
+    Args:
+        pins: where a layout is fixed; dims that it does not split end there.
+        work: of an operation.
+        comes_apart: whether an operation's whole dims may be split all the same.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        pins: Mapping[fx.Node, Layout],
+        sizes: Sizes,
+        work: Work,
+        comes_apart: Callable[[fx.Node], bool],
+    ) -> None:
+        self._table, self._work, self._comes_apart = dict(sizes), work, comes_apart
+        self._known: dict[fx.Node, list[list[float]]] = {}  # by result and dim
+        for node in reversed(graph.nodes):
+            if node.op == "call_function":
+                self._read(node, pins.get(node))
+
+    def layout(self, node: fx.Node, axes: Axes) -> Layout | None:
+        shapes = Call.of(node).outs
+        if node not in self._known or not shapes:
+            return None
+        local = list(shapes[0])
+        split: list[tuple[str, ...]] = [()] * len(local)
+        for axis in sorted(axes):
+            each = [-(-n // self._table[axis]) for n in local]
+            saved = [
+                worth * (1 - part / max(n, 1))
+                for worth, n, part in zip(self._known[node][0], local, each, strict=True)
+            ]
+            best = max(range(len(saved)), key=saved.__getitem__, default=None)
+            if best is not None and saved[best] > 0:
+                split[best], local[best] = (*split[best], axis), each[best]
+        if not any(split):
+            return None
+        return Layout(tuple((Sub(n, a),) for n, a in zip(shapes[0], split, strict=True)))
+
+    def _of(self, node: fx.Node, result: int = 0) -> list[float]:
+        if node not in self._known:
+            self._known[node] = [[0.0] * len(shape) for shape in Call.of(node).outs]
+        return self._known[node][result]
+
+    def _raise(self, node: fx.Node, result: int, to: list[float]) -> None:
+        own = self._of(node, result)
+        own[:] = map(max, own, to)
+
+    def _read(self, node: fx.Node, pin: Layout | None) -> None:
+        if node.target is operator.getitem:
+            self._raise(node.all_input_nodes[0], result_index(node), self._of(node))
+        elif pin is not None:
+            split = [any(s.axes for s in dim) for dim in pin.dims]
+            kept = [s if on else 0.0 for s, on in zip(self._of(node), split, strict=True)]
+            self._raise(node.all_input_nodes[0], 0, kept)
+        else:
+            self._carry(node)
+
+    def _carry(self, node: fx.Node) -> None:
+        call = Call.of(node)
+        rule, apart, work = rule_of(call), self._comes_apart(node), self._work(node)
+        carried: dict[int, float] = {}
+        for i, dims in enumerate(rule.outs):
+            for factors, stake in zip(dims, self._of(node, i), strict=True):
+                outer = _outer(rule, factors)
+                if outer is not None:
+                    carried[outer] = max(carried.get(outer, 0.0), stake)
+        for one, other in rule.ties:
+            carried[one] = carried[other] = max(carried.get(one, 0.0), carried.get(other, 0.0))
+        for operand, dims in zip(call.operands, rule.ins, strict=True):
+            worth = [0.0] * len(dims)
+            for d, factors in enumerate(dims):
+                outer = _outer(rule, factors)
+                if outer is None or (outer in rule.whole and not apart):
+                    continue
+                behind = carried.get(outer, 0.0)
+                if outer in rule.whole and outer not in carried and len(self._of(node)) == len(dims):
+                    behind = self._of(node)[d]  # what a window's dim becomes
+                worth[d] = work + behind
+            self._raise(operand, 0, worth)
+
+
+def _outer(rule: Rule, factors: Factors) -> int | None:
+    """The factor of a dim that is split first."""
+    return next((f for f in factors if rule.sizes[f] > 1), None)
+
+
+class Beside:
+    """For every value, how a plan splits the heaviest operation it goes into, along lost axes alone.
+
+    Args:
+        options: how the plan runs each operation.
+        axes: those to be brought back.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        pins: Mapping[fx.Node, Layout],
+        sizes: Sizes,
+        work: Work,
+        options: Mapping[fx.Node, Option],
+        axes: Axes,
+    ) -> None:
+        self._sizes, self._axes = sizes, axes
+        self._known: dict[tuple[fx.Node, int], tuple[float, Layout]] = {}
+        for node in reversed(graph.nodes):
+            if node.op != "call_function":
+                continue
+            if node.target is operator.getitem:
+                if (node, 0) in self._known:
+                    self._want(node.all_input_nodes[0], result_index(node), *self._known[node, 0])
+            elif node in pins:
+                self._want(node.all_input_nodes[0], 0, 0.0, pins[node])
+            else:
+                self._carry(node, options[node], work(node))
+
+    def layout(self, node: fx.Node, axes: Axes) -> Layout | None:
+        if (node, 0) not in self._known:
+            return None
+        want = _along(self._known[node, 0][1], axes, self._sizes)
+        return want if want.split_axes else None
+
+    def _want(self, node: fx.Node, result: int, weight: float, layout: Layout) -> None:
+        want = _along(layout, self._axes, self._sizes)
+        if want.split_axes and weight > self._known.get((node, result), (-1.0,))[0]:
+            self._known[node, result] = weight, want
+
+    def _carry(self, node: fx.Node, option: Option, work: float) -> None:
+        call = Call.of(node)
+        for operand, layout in zip(call.operands, option.ins, strict=True):
+            self._want(operand, 0, work, layout)
+        rule = rule_of(call)
+        if (node, 0) not in self._known or not rule.outs:
+            return
+        weight, want = self._known[node, 0]
+        rule = atomic(rule, [], [want], self._sizes)
+        found = factor_axes(rule, rule.outs[0], want, self._sizes)
+        for dim, blocks in rule.ties:
+            found |= {f: found[g] for f, g in ((dim, blocks), (blocks, dim)) if g in found}
+        axes = [found.get(f, ()) if f not in rule.whole else () for f in range(len(rule.sizes))]
+        for operand, dims in zip(call.operands, rule.ins, strict=True):
+            self._want(operand, 0, weight + work, image(dims, rule, axes, (), self._sizes))
+
+
+def _along(layout: Layout, axes: Axes, sizes: Sizes) -> Layout:
+    """A layout along some axes only."""
+    return Layout(
+        tuple(
+            merge([Sub(s.size, tuple(a for a in s.axes if a in axes)) for s in dim], sizes)
+            for dim in layout.dims
+        )
+    )

@@ -1,0 +1,139 @@
+"""``as_strided`` and its reverse, written as the views that they are.
+
+Writes in place reach a program as pieces of a tensor's memory. Of a tensor that is dense in memory such a
+piece is rows, a slice or a diagonal of each dim, or is left as it was. Memory cannot be split over ranks;
+rows, slices and diagonals can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.torch_internals.operators import aten
+
+__all__ = ["unstride"]
+
+
+Emit = Callable[..., fx.Node]
+
+
+@dataclass(frozen=True)
+class _View:
+    """One of a chain of views, and how a result of it is written back: ``scatter(x, part, *args)``."""
+
+    read: Any
+    scatter: Any
+    args: tuple[Any, ...]
+
+
+def unstride(graph: fx.Graph) -> None:
+    """Replace every such node whose views are found. The graph is changed in place."""
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is aten.as_strided.default:
+            _replace(graph, node, node.args[1:], _read)
+        elif node.target is aten.as_strided_scatter.default:
+            _replace(graph, node, node.args[2:], _scatter)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, where: Sequence[Any], write: Callable[..., Any]) -> None:
+    base: torch.Tensor = node.all_input_nodes[0].meta["val"]
+    size, stride, *offset = where
+    views = _views(base, size, stride, offset[0] if offset else None)
+    if views is None:
+        return
+    kept = {k: v for k, v in node.meta.items() if k != "val" and not k.startswith("_")}
+
+    def emit(target: Any, *args: Any) -> fx.Node:
+        values = [a.meta["val"] if isinstance(a, fx.Node) else a for a in args]
+        made = graph.call_function(target, args)
+        made.meta = {**kept, "val": target(*values)}
+        return made
+
+    with graph.inserting_before(node):
+        made = write(emit, node, *views)
+    node.replace_all_uses_with(made)
+    graph.erase_node(node)
+
+
+def _read(emit: Emit, node: fx.Node, views: Sequence[_View], order: list[int]) -> fx.Node:
+    value: Any = node.args[0]
+    for view in views:
+        value = emit(view.read, value, *view.args)
+    return emit(aten.permute.default, value, order)
+
+
+def _scatter(emit: Emit, node: fx.Node, views: Sequence[_View], order: list[int]) -> fx.Node:
+    """The part goes back through the same views, the last of them first."""
+    source, part = node.args[:2]
+    values: list[Any] = [source]
+    for view in views[:-1]:
+        values.append(emit(view.read, values[-1], *view.args))
+    part = emit(aten.permute.default, part, [order.index(d) for d in range(len(order))])
+    for value, view in zip(reversed(values), reversed(views), strict=False):
+        part = emit(view.scatter, value, part, *view.args)
+    return part
+
+
+def _views(
+    base: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None
+) -> tuple[list[_View], list[int]] | None:
+    """The views that lead to a piece of memory, and the order of its dims; None if there are none.
+
+    Dims of one element are left aside: whatever their stride, they are reshaped in and out.
+    """
+    if not base.numel() or 1 in base.shape or 1 in size or 0 in size or len(size) > base.ndim:
+        return None
+    dims = sorted(range(base.ndim), key=base.stride, reverse=True)
+    if base.storage_offset() or not base.permute(dims).is_contiguous():
+        return None
+    rest, first = offset or 0, {}
+    for d in dims:
+        first[d], rest = divmod(rest, base.stride(d))
+    taken = [_dims_of(base, dims, step) for step in stride]
+    if any(t is None for t in taken):
+        return None
+    return _chain(base, list(size), [t for t in taken if t is not None], first)
+
+
+def _dims_of(base: torch.Tensor, dims: Sequence[int], step: int) -> dict[int, int] | None:
+    """How far one step in memory goes along each dim: along one, or by one along each of two."""
+    along = {}
+    for d in dims:
+        if step >= base.stride(d):
+            along[d], step = divmod(step, base.stride(d))
+    steps = list(along.values())
+    return along if not step and (len(steps) == 1 or steps == [1, 1]) else None
+
+
+def _chain(
+    base: torch.Tensor, size: list[int], taken: list[dict[int, int]], first: dict[int, int]
+) -> tuple[list[_View], list[int]] | None:
+    met = [d for along in taken for d in along]
+    if len(set(met)) < len(met):
+        return None
+    views, left = [], list(range(base.ndim))  # the dims of the value so far
+    for along, n in zip(taken, size, strict=True):
+        if any(first[d] + (n - 1) * step >= base.shape[d] for d, step in along.items()):
+            return None
+        for d, step in along.items():
+            ends = (first[d], first[d] + (n - 1) * step + 1, step)
+            if ends != (0, base.shape[d], 1):
+                views.append(_View(aten.slice.Tensor, aten.slice_scatter.default, (d, *ends)))
+    for d in sorted(set(left) - set(met), reverse=True):
+        views.append(_View(aten.select.int, aten.select_scatter.default, (d, first[d])))
+        left.remove(d)
+    for along in taken:
+        if len(along) == 2:
+            pair = tuple(left.index(d) for d in along)
+            views.append(_View(aten.diagonal.default, aten.diagonal_scatter.default, (0, *pair)))
+            left = [d for d in left if d not in along] + [next(iter(along))]
+    if not views:
+        return None
+    return views, [left.index(next(iter(along))) for along in taken]

@@ -1,0 +1,104 @@
+"""Sums, written so that what is still to be reduced over ranks is reduced once.
+
+A sum that begins with zeros is the sum of the rest: zeros are the same on every rank, and would make
+every term be reduced before it is added. And gradients of cuts are summed before they are padded with
+zeros: a piece that is used often has one gradient, as small as itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from torch import fx
+
+from torchard.functional.torch_internals.operators import aten
+
+__all__ = ["fold_sums"]
+
+_SUMS = (aten.add.Tensor, aten.sub.Tensor)
+# Linear in their first argument, which they only put in its place.
+_PADDED = (
+    aten.diagonal_backward.default,
+    aten.select_backward.default,
+    aten.slice_backward.default,
+    aten.unfold_backward.default,
+)
+_VIEWS = (
+    aten._unsafe_view.default,
+    aten.permute.default,
+    aten.reshape.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.view.default,
+)
+
+
+def fold_sums(graph: fx.Graph) -> None:
+    """Rewrite them in place."""
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target in _SUMS and not node.kwargs:
+            rest = _without_zero(node)
+            if rest is None:
+                _pad_once(graph, node)
+            else:
+                _replace(graph, node, rest)
+
+
+def _replace(graph: fx.Graph, node: fx.Node, rest: fx.Node) -> None:
+    if "name" in node.meta:
+        rest.meta.setdefault("name", node.meta["name"])
+    node.replace_all_uses_with(rest)
+    graph.erase_node(node)
+
+
+def _without_zero(node: fx.Node) -> fx.Node | None:
+    """The term that a sum of two is, if the other is zero and the term lacks neither shape nor dtype."""
+    one, other = node.args
+    terms = [(one, other)] if node.target is aten.sub.Tensor else [(one, other), (other, one)]
+    for term, zero in terms:
+        if isinstance(term, fx.Node) and isinstance(zero, fx.Node) and _is_zero(zero):
+            have, want = term.meta["val"], node.meta["val"]
+            if have.shape == want.shape and have.dtype == want.dtype and term.op != "placeholder":
+                return term
+    return None
+
+
+def _is_zero(node: fx.Node) -> bool:
+    while node.target in (aten.clone.default, aten.expand.default):
+        node = node.all_input_nodes[0]
+    if node.target is aten.full.default:
+        return isinstance(node.args[1], (int, float)) and node.args[1] == 0
+    return node.target in (aten.zeros.default, aten.zeros_like.default)
+
+
+def _pad_once(graph: fx.Graph, node: fx.Node) -> None:
+    """Of two that are padded alike, and views of them: the sum, padded."""
+    one, other = node.args
+    if not isinstance(one, fx.Node) or not isinstance(other, fx.Node) or one is other:
+        return
+    source = one.args[0] if one.args else None
+    padded = one.target in _PADDED or (
+        one.target in _VIEWS and isinstance(source, fx.Node) and source.target in _PADDED
+    )
+    labels = "name" in one.meta or "name" in other.meta
+    if not padded or labels or _key(one) != _key(other) or len(one.users) + len(other.users) > 2:
+        return
+    kept = {k: v for k, v in node.meta.items() if k not in ("val", "name") and not k.startswith("_")}
+    first, second = one.all_input_nodes[0], other.all_input_nodes[0]
+    with graph.inserting_before(node):
+        total = graph.call_function(node.target, (first, second))  # type: ignore[arg-type]
+        total.meta = {**kept, "val": first.meta["val"]}
+        whole = graph.call_function(one.target, (total, *one.args[1:]))  # type: ignore[arg-type]
+        whole.meta = {**kept, "val": node.meta["val"]}
+    _replace(graph, node, whole)
+    graph.erase_node(one)
+    graph.erase_node(other)
+    _pad_once(graph, total)
+
+
+def _key(node: fx.Node) -> Hashable:
+    """What two calls that pad alike have in common: all but what they pad, and its shape and dtype."""
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
+        return node
+    val = node.args[0].meta["val"]
+    return node.target, repr(node.args[1:]), repr(node.kwargs), val.shape, val.dtype

@@ -1,0 +1,392 @@
+"""One sweep of propagation: every operation, in order, takes the best of its options (``options.py``).
+
+They are compared in this order:
+
+1. parallelism lost: an axis along which an operand is split, and the operation no longer;
+2. a constraint downstream that would be missed;
+3. shards moved, by the rank of what they stem from: batch inputs before parameters before constraints
+   before derived values. A shard that is at hand in the wanted layout already is not moved;
+4. bytes on the wire, from the cheapest version of each operand to the layouts consumers asked for;
+5. elements of the local results.
+
+Bytes alone are degenerate: they gather token ids and small weights and replicate all compute.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from torchard.functional.programs.graphs import output_node, output_values
+from torchard.sharding.layouts.layout import Layout, Sizes
+from torchard.sharding.layouts.options import Option, options
+from torchard.sharding.layouts.reshard import cost
+from torchard.sharding.planning.aliases import is_alias, pull
+from torchard.sharding.planning.decision import (
+    BATCH,
+    CONSTRAINT,
+    DERIVED,
+    Decision,
+    Given,
+    work_per_point,
+)
+from torchard.sharding.planning.stakes import Spread
+from torchard.sharding.rules import Call, rule_of
+from torchard.sharding.rules.registry import result_index
+
+__all__ = ["Needs", "Start", "Sweep", "TakeApart"]
+
+Needs = dict[fx.Node, dict[fx.Node, Layout]]  # in which layout each user of a value takes it
+TakeApart = Callable[[fx.Node, Sequence[Layout]], list[fx.Node]]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a sweep knows of those before it.
+
+    Attributes:
+        wishes: what constraints ask of values in front of them.
+        asked: layouts in which consumers took values, in any sweep.
+        needs: in the last one.
+    """
+
+    wishes: dict[fx.Node, Layout]
+    asked: dict[fx.Node, dict[Layout, None]]
+    needs: Needs
+
+    def after(self, needs: Needs) -> Start:
+        """The same after a further sweep."""
+        asked = self.asked
+        for node, by_user in needs.items():
+            asked.setdefault(node, {}).update(dict.fromkeys(by_user.values()))
+        return Start(self.wishes, asked, needs)
+
+
+class Sweep:
+    """One pass over the graph, in order."""
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        given: Given,
+        sizes: Sizes,
+        start: Start,
+        spread: Spread | None = None,
+        take_apart: TakeApart | None = None,
+    ) -> None:
+        self.graph, self.given, self.sizes = graph, given, sizes
+        self.table = dict(sizes)
+        self.wishes, self.asked, self.needed = start.wishes, start.asked, start.needs
+        self.spread, self.take_apart = spread, take_apart
+        out = output_node(graph)
+        self.needs: Needs = {
+            node: {out: by_user[out]} for node, by_user in start.needs.items() if out in by_user
+        }
+        self.versions: dict[fx.Node, dict[Layout, None]] = {}
+        self.ranks: dict[fx.Node, dict[str, int]] = {}
+        self.had: dict[fx.Node, frozenset[str]] = {}
+        self.replaced: set[fx.Node] = set()
+        self.decision = Decision()
+        self.values = output_values(graph)
+        self.open: dict[int, Layout] = {}
+
+    def run(self) -> Decision:
+        for node in list(self.graph.nodes):
+            if node.op == "placeholder":
+                given = self.given.inputs[node]
+                if not isinstance(given, int):
+                    self._settle(node, given[0], {a: given[1] for a in given[0].split_axes})
+            elif node.op == "call_function":
+                self._visit(node)
+        out = output_node(self.graph)
+        layouts = [self._output(i) for i in range(len(self.values))]
+        for value, layout in zip(self.values, layouts, strict=True):
+            if isinstance(value, fx.Node):
+                self._take(value, layout, out)
+        self.decision.outputs = tuple(layouts)
+        return self.decision
+
+    def home(self, node: fx.Node) -> Layout:
+        """The layout a value has; of a cotangent, what its output got."""
+        known = self.decision.home.get(node)
+        if known is not None:
+            return known
+        tied = self.given.inputs[node]
+        assert isinstance(tied, int)
+        layout = self._output(tied)
+        source = self.values[tied]
+        ranks = self.ranks.get(source, {}) if isinstance(source, fx.Node) else {}
+        self._settle(node, layout, {a: ranks.get(a, DERIVED) for a in layout.split_axes})
+        return layout
+
+    def _output(self, i: int) -> Layout:
+        """The layout of an output: as asked, else as found, without pending sums."""
+        if i not in self.open:
+            asked, value = self.given.outputs[i], self.values[i]
+            if asked is None:
+                asked = (
+                    self.home(value).reduced()
+                    if isinstance(value, fx.Node)
+                    else Layout.replicated(())
+                )
+            self.open[i] = asked
+        return self.open[i]
+
+    def _settle(self, node: fx.Node, layout: Layout, ranks: dict[str, int]) -> None:
+        self.decision.home[node] = layout
+        self.versions[node] = {layout: None}
+        self.ranks[node] = ranks
+
+    # -- one node -------------------------------------------------------------------------------
+
+    def _visit(self, node: fx.Node) -> None:
+        if node in self.replaced:
+            return
+        if node.target is operator.getitem:
+            self.had[node] = self.had.get(node.all_input_nodes[0], frozenset())
+            self._getitem(node)
+        elif node in self.given.pins:
+            self._pin(node)
+        else:
+            self._choose(node)
+
+    def _getitem(self, node: fx.Node) -> None:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        if not hasattr(node.meta.get("val"), "shape"):
+            return
+        raw = self.decision.raw[source][result_index(node)]
+        ranks = {a: r for a, r in self.ranks[source].items() if a in raw.split_axes}
+        self._resolve(node, raw, ranks)
+
+    def _pin(self, node: fx.Node) -> None:
+        layout = self.given.pins[node]
+        (source,) = node.all_input_nodes
+        self._take(source, layout, node)
+        rank = self.given.ranks.get(node, CONSTRAINT)
+        # A batch that is pinned as it was split remains one: no parameter goes before it.
+        home, had = self.home(source), self.ranks[source]
+        batch = {a for a in had if had[a] == BATCH and home.dim_of(a) == layout.dim_of(a)}
+        self._settle(node, layout, {a: BATCH if a in batch else rank for a in layout.split_axes})
+
+    def _choose(self, node: fx.Node) -> None:
+        call = Call.of(node)
+        rule = rule_of(call)
+        homes = [self.home(o) for o in call.operands]
+        if self.take_apart is not None and self._comes_apart(node, homes):
+            return
+        wished = list(self.asked.get(node, ()))
+        if node in self.wishes:
+            wished.append(self.wishes[node])
+        wished += self._brought_back(node, call, homes)
+        local = self.given.local.get(node)
+        possible = options if local is None else local.options
+        candidates = possible(rule, homes, wished, self.sizes)
+        option = candidates[0] if len(candidates) == 1 else self._best(node, call, homes, candidates)
+        for operand, layout in zip(call.operands, option.ins, strict=True):
+            self._take(operand, layout, node)
+        self.decision.option[node] = option
+        if self.spread is not None:
+            self._remember(node, call, homes, option)
+        self.decision.raw[node] = option.outs
+        if not is_alias(node):
+            self.decision.work += option.cost(self.sizes).work * work_per_point(node)
+        self.decision.bytes += self._exchanged(call, option)
+        ranks = self._ranks_of(call, homes, option)
+        if isinstance(node.meta["val"], (tuple, list)):
+            self.ranks[node] = ranks
+        else:
+            self._resolve(node, option.outs[0], ranks)
+
+    def _brought_back(
+        self, node: fx.Node, call: Call, homes: Sequence[Layout]
+    ) -> list[Layout]:
+        """A layout with axes that the operands had and have no longer, if they are to be brought back.
+
+        What is made here, and parameters that nobody split, had none: they are had as asked.
+        """
+        if self.spread is None:
+            return []
+        had = frozenset[str]().union(*(self.had.get(operand, ()) for operand in call.operands))
+        free = self.given.spread & had.difference(*(home.split_axes for home in homes))
+        layout = self.spread.layout(node, free) if free else None
+        return [] if layout is None else [layout]
+
+    def _remember(
+        self, node: fx.Node, call: Call, homes: Sequence[Layout], option: Option
+    ) -> None:
+        """Which axes a result's operands had, split or lost.
+
+        A contraction of what is split on both sides (a batch in a weight's gradient, hidden units
+        between two split weights) is what an axis is for: completed, it is not lost.
+        """
+        split = [home.split_axes for home in homes]
+        had = frozenset[str]().union(*(self.had.get(operand, ()) for operand in call.operands), *split)
+        reduced = {a for f in option.rule.combiner for a in option.axes[f]}
+        self.had[node] = had - {a for a in reduced if sum(a in axes for axes in split) > 1}
+
+    def _comes_apart(self, node: fx.Node, homes: Sequence[Layout]) -> bool:
+        """Take a node apart where its operands' layouts ask for it; its pieces are visited next."""
+        assert self.take_apart is not None
+        items = [user for user in node.users if user.target is operator.getitem]
+        pieces = self.take_apart(node, homes)
+        if not pieces:
+            return False
+        self.replaced.update([node, *items])
+        self.values = output_values(self.graph)
+        for piece in pieces:
+            self._visit(piece)
+        return True
+
+    def _best(
+        self, node: fx.Node, call: Call, homes: Sequence[Layout], candidates: Sequence[Option]
+    ) -> Option:
+        least = min(option.cost(self.sizes).volume for option in candidates)
+        for option in candidates:
+            if option.ins == tuple(homes) and option.cost(self.sizes).volume == least:
+                lost, missed, moved, wire, _ = self._key(node, call, homes, option)
+                if lost == 1 and not (missed or any(moved) or wire):
+                    return option  # as everything stands, nothing can be better
+        return min(candidates, key=lambda option: self._key(node, call, homes, option))
+
+    def _ranks_of(
+        self, call: Call, homes: Sequence[Layout], option: Option
+    ) -> dict[str, int]:
+        """A shard of the result has the best rank among the operands' shards that survive in it."""
+        ranks: dict[str, int] = {}
+        for axis in {a for out in option.outs for a in out.split_axes}:
+            ranks[axis] = min(
+                (
+                    self.ranks[o].get(axis, DERIVED)
+                    for o, home, layout in zip(call.operands, homes, option.ins, strict=True)
+                    if axis in home.split_axes and home.dim_of(axis) == layout.dim_of(axis)
+                ),
+                default=DERIVED,
+            )
+        return ranks
+
+    def _key(
+        self, node: fx.Node, call: Call, homes: Sequence[Layout], option: Option
+    ) -> tuple[int, int, tuple[int, ...], float, int]:
+        known = option.cost(self.sizes)
+        brought = {a for home in homes for a in home.split_axes}
+        lost = math.prod(self.table[a] for a in brought - known.split)
+        moved = [0] * (DERIVED + 1)
+        wire = 0.0
+        for operand, home, layout in zip(call.operands, homes, option.ins, strict=True):
+            price = self._price(operand, layout)
+            wire += price
+            if price > 0:
+                for axis in home.split_axes:
+                    if home.dim_of(axis) != layout.dim_of(axis):
+                        moved[self.ranks[operand].get(axis, DERIVED)] += 1
+        wire += self._exchanged(call, option) + self._onward(node, option)
+        return lost, self._missed(node, option), tuple(moved), wire, known.volume
+
+    def _exchanged(self, call: Call, option: Option) -> float:
+        """Bytes that the operation itself moves."""
+        moved = option.cost(self.sizes).exchanged
+        return float(moved * _itemsize(call.operands[0], 0)) if moved else 0.0
+
+    def _missed(self, node: fx.Node, option: Option) -> int:
+        """Axes that a wished layout splits, and this option splits otherwise."""
+        wish = self.wishes.get(node)
+        if wish is None or not option.outs:
+            return 0
+        out = option.outs[0]
+        return sum(
+            out.dim_of(a) is not None and out.dim_of(a) != wish.dim_of(a) for a in wish.split_axes
+        )
+
+    def _onward(self, node: fx.Node, option: Option) -> float:
+        """Bytes from the results to what consumers asked for; a pending sum costs a scatter."""
+        total = 0.0
+        wanted = dict.fromkeys(self.needed.get(node, {}).values())
+        for i, out in enumerate(option.outs):
+            item = _itemsize(node, i)
+            if i == 0 and wanted:
+                total += item * sum(self._onward_cost(out, want) for want in wanted)
+            elif out.awaited:
+                k = math.prod(self.table[a] for a in out.awaited)
+                total += item * out.largest_local(self.table) * (k - 1) / k
+        return total
+
+    def _onward_cost(self, out: Layout, want: Layout) -> float:
+        if set(want.pending) <= set(out.pending):
+            return cost(out, want, self.sizes)
+        return cost(out, want.reduced(), self.sizes)
+
+    # -- values ---------------------------------------------------------------------------------
+
+    def _resolve(self, node: fx.Node, raw: Layout, ranks: dict[str, int]) -> None:
+        """A pending value that several want is reduced once, into the layout that suits them."""
+        if isinstance(node.meta["val"], (tuple, list)) or not raw.awaited or _uses(node) == 1:
+            self._settle(node, raw, ranks)
+            return
+        wanted = dict.fromkeys(w.reduced() for w in self.needed.get(node, {}).values())
+        whole = raw.reduced()
+        best = min(
+            dict.fromkeys([whole, *wanted]),
+            key=lambda layout: (
+                cost(raw, layout, self.sizes)
+                + sum(cost(layout, want, self.sizes) for want in wanted)
+            ),
+        )
+        self.decision.bytes += cost(raw, best, self.sizes) * _itemsize(node, 0)
+        kept = {a: r for a, r in ranks.items() if best.dim_of(a) == raw.dim_of(a)}
+        self._settle(node, best, {a: kept.get(a, DERIVED) for a in best.split_axes})
+
+    def _price(self, node: fx.Node, want: Layout) -> float:
+        """Bytes on the wire to have a value in a layout, from the cheapest version there is."""
+        if want in self.versions[node]:
+            return 0.0
+        base = self._base(node, want)
+        if base is not None:
+            return self._price(*base)
+        return min(
+            cost(have, want, self.sizes)
+            for have in self.versions[node]
+            if set(want.pending) <= set(have.pending)
+        ) * _itemsize(node, 0)
+
+    def _base(self, node: fx.Node, want: Layout) -> tuple[fx.Node, Layout] | None:
+        """Where to move a view instead: at its base, so that every alias shares the move."""
+        if not is_alias(node) or node.target is operator.getitem:
+            return None
+        base = node.all_input_nodes[0]
+        layout = pull(node, want, self.sizes)
+        if layout is None or not set(layout.pending) <= set(self.home(base).pending):
+            return None
+        return base, layout
+
+    def _take(self, node: fx.Node, want: Layout, user: fx.Node) -> None:
+        """Use a value in a layout: remember the need, pay for the move, keep the version."""
+        self.home(node)
+        self.needs.setdefault(node, {})[user] = want
+        if want in self.versions[node]:
+            return
+        self.decision.bytes += self._price(node, want)
+        self._keep(node, want, user)
+
+    def _keep(self, node: fx.Node, want: Layout, user: fx.Node) -> None:
+        base = self._base(node, want)
+        if base is not None and base[1] not in self.versions[base[0]]:
+            self.needs.setdefault(base[0], {})[node] = base[1]
+            self._keep(*base, user)
+        self.versions[node][want] = None
+
+
+def _itemsize(node: fx.Node, result: int) -> int:
+    val = node.meta["val"]
+    if isinstance(val, (tuple, list)):
+        val = [v for v in val if hasattr(v, "shape")][result]
+    return int(val.dtype.itemsize)
+
+
+def _uses(node: fx.Node) -> int:
+    """How many operations use a value, counted through its aliases."""
+    return sum(_uses(user) if is_alias(user) else 1 for user in node.users)

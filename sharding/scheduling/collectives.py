@@ -1,0 +1,190 @@
+"""The steps of a reshard as nodes of a program, and what of them crosses the network.
+
+On the global values that a Program speaks of, every step is the identity: only where the value lives
+changes. A runtime lowers the nodes to what each rank really does.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.programs.program import INHERITED
+from torchard.sharding.layouts.layout import Sizes
+from torchard.sharding.layouts.reshard import Step
+from torchard.sharding.rules import lookup
+from torchard.sharding.values.constrain import pinned_spec
+
+__all__ = ["STEPS", "Collective", "emit_step", "record_of", "table"]
+
+
+def all_reduce(x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> torch.Tensor:
+    """Complete a pending reduction: every rank gets the result."""
+    return x
+
+
+def psum_scatter(x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> torch.Tensor:
+    """Complete a pending reduction: every rank gets its part of the result."""
+    return x
+
+
+def all_gather(x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+    """Bring the parts of a split dim together on every rank."""
+    return x
+
+
+def all_to_all(x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+    """Split another dim than before."""
+    return x
+
+
+def take_slice(x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+    """Keep this rank's part of a replicated dim; nothing is sent."""
+    return x
+
+
+STEPS: dict[str, Callable[..., torch.Tensor]] = {
+    "all_reduce": all_reduce,
+    "psum_scatter": psum_scatter,
+    "all_gather": all_gather,
+    "all_to_all": all_to_all,
+    "slice": take_slice,
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of a plan.
+
+    Attributes:
+        kind: all_reduce, psum_scatter, all_gather or all_to_all.
+        axes: the mesh axes it runs over.
+        shape: of the largest local tensor that goes in, in elements.
+        dtype: of its elements.
+        bytes: that a rank sends (and receives) under the ring algorithm, uneven parts padded.
+        op: sum, max or min, where it reduces.
+        source, scope, phase: of the operation that needed it.
+        note: why, where it could surprise: an operation without a factor rule is gathered.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+    op: str | None = None
+    source: str = ""
+    scope: str = ""
+    phase: str = "forward"
+    note: str = ""
+
+    @classmethod
+    def table(cls, records: Sequence[Collective]) -> str:
+        """The records as an aligned table with totals."""
+        return table(records)
+
+    def __str__(self) -> str:
+        return f"{self.kind}({'·'.join(self.axes)}) {list(self.shape)} {_dtype(self.dtype)}"
+
+    @property
+    def called(self) -> str:
+        """``all_reduce``, or ``all_reduce[max]``."""
+        return self.kind if self.op in (None, "sum") else f"{self.kind}[{self.op}]"
+
+    @property
+    def title(self) -> str:
+        """``psum_scatter over dp, block/0 backward``: what messages and traces call it."""
+        return f"{self.called} over {'·'.join(self.axes)}, {f'{self.scope} {self.phase}'.strip()}"
+
+    @property
+    def payload(self) -> str:
+        """``128×64 float32, 32,768 bytes per rank``."""
+        sent = f"{_shape(self.shape)} {_dtype(self.dtype)}, {self.bytes:,} bytes per rank"
+        return f"{sent}, {self.note}" if self.note else sent
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape)) or "scalar"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def emit_step(graph: fx.Graph, value: fx.Node, step: Step, near: fx.Node, sizes: Sizes) -> fx.Node:
+    """Append a step to a program's graph; its tags say which operation needed it."""
+    args: dict[str, Any] = {"axes": step.axes}
+    if step.op is not None:
+        args["op"] = step.op
+    node = graph.call_function(STEPS[step.kind], (value,), args)
+    # A reduction completes what its producer began; anything else serves the consumer.
+    told = near if near.meta.get("source") and step.op is None else value
+    tags: dict[str, Any] = {k: told.meta[k] for k in INHERITED if k in told.meta}
+    node.meta.update(val=value.meta["val"], layout=step.after.normal(sizes), step=step, **tags)
+    if step.kind != "slice":
+        node.meta["collective"] = record_of(step, value.meta["val"], {**tags, "note": _note(near)}, sizes)
+    return node
+
+
+def record_of(step: Step, val: torch.Tensor, tags: dict[str, Any], sizes: Sizes) -> Collective:
+    """What a step sends, as the plan lists it."""
+    table_ = dict(sizes)
+    shape = []
+    for dim in step.before.dims:
+        n = 1
+        for sub in dim:
+            size = sub.size
+            for axis in sub.axes:
+                size = -(-size // table_[axis])
+            n *= size
+        shape.append(n)
+    return Collective(
+        step.kind,
+        step.axes,
+        tuple(shape),
+        val.dtype,
+        math.ceil(step.elements(sizes) * val.dtype.itemsize),
+        step.op,
+        tags.get("source") or "",
+        tags.get("scope") or "",
+        tags.get("phase") or "forward",
+        tags.get("note") or "",
+    )
+
+
+def _note(near: fx.Node) -> str:
+    if near.op != "call_function" or "val" not in near.meta or not near.all_input_nodes:
+        return ""
+    if pinned_spec(near) is not None or near.target is operator.getitem:
+        return ""
+    gathered = lookup(near.target) is None and "step" not in near.meta
+    return f"{near.target} has no factor rule, so its operands are gathered" if gathered else ""
+
+
+def table(records: Sequence[Collective]) -> str:
+    """Collectives as an aligned table with totals."""
+    if not records:
+        return "no collectives"
+    noted = any(r.note for r in records)
+    head = ("collective", "axes", "shape", "dtype", "bytes/rank", "phase", "scope", "source")
+    rows = [(*head, "note") if noted else head]
+    for r in records:
+        shape, axes = _shape(r.shape), "·".join(r.axes)
+        row = (r.called, axes, shape, _dtype(r.dtype), f"{r.bytes:,}", r.phase, r.scope)
+        rows.append((*row, r.source, r.note) if noted else (*row, r.source))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            c.rjust(w) if i == 4 else c.ljust(w) for i, (c, w) in enumerate(zip(r, widths, strict=True))
+        ).rstrip()
+        for r in rows
+    ]
+    lines.insert(1, "  ".join("-" * w for w in widths))
+    total = sum(r.bytes for r in records)
+    return "\n".join([*lines, f"{len(records)} collectives, {total:,} bytes per rank"])

@@ -1,0 +1,148 @@
+"""Gathers of split parameters: one per layer and pass, ahead of use, and again in the backward.
+
+A parameter that is split over the batch's axis (ZeRO, Rajbhandari et al. 2020, §5.3; FSDP, Zhao et al.
+2023, §3) is whole only while a layer uses it. The gradient needs it again; keeping it would undo the
+split, so the backward gathers anew. The parameters of one layer cross the network together, and what
+they are gathered into is there before it is needed, but only so many layers before.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.remat.rematerialise import made_again
+from torchard.sharding.manual.manual_collectives import is_edge
+from torchard.sharding.planning.aliases import is_alias
+from torchard.sharding.scheduling.bucket import first_use, merge, positions
+
+__all__ = ["gather_again", "gather_by_layer", "layer_of"]
+
+
+def layer_of(path: str) -> str:
+    """The layer a parameter belongs to: its path up to the last number, else without its name."""
+    numbered = re.match(r"(.*(?:\[\d+\]|\.\d+(?=[.'\"])))", path)
+    return numbered[1] if numbered and numbered.end() < len(path) else path.rpartition("[")[0]
+
+
+def gather_again(graph: fx.Graph, parameters: Iterable[fx.Node], axes: Iterable[str]) -> None:
+    """Gathers over the batch's axes that forward and backward share become two.
+
+    Another axis (the sequence's, gathered for a split weight) is the user's to re-gather.
+    """
+    cotangents, batch, at = _after_cotangents(graph), set(axes), positions(graph)
+    for node in list(_gathers(graph, set(parameters))):
+        if not batch.issuperset(node.meta["step"].axes):
+            continue
+        late = [u for u in _chain_users(node) if u in cotangents]
+        if len(late) < len(_chain_users(node)):
+            copies: dict[fx.Node, fx.Node] = {}
+            for user in sorted(late, key=at.__getitem__):  # the first to stand there gets it made
+                _swap_inputs(user, node, copies)
+
+
+def _after_cotangents(graph: fx.Graph) -> set[fx.Node]:
+    """What the backward computes."""
+    return {n for n in graph.nodes if n.op == "call_function" and n.meta.get("phase") == "backward"}
+
+
+def _gathers(graph: fx.Graph, parameters: set[fx.Node]) -> Iterator[fx.Node]:
+    for node in graph.nodes:
+        is_gather = "step" in node.meta and node.meta["step"].kind == "all_gather"
+        if is_gather and root_of(node) in parameters:
+            yield node
+
+
+def root_of(node: fx.Node) -> fx.Node:
+    """The value of which a node is but another view, or another layout, or a shard."""
+    while node.op == "call_function" and (is_alias(node) or is_edge(node) or "step" in node.meta):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _chain_users(node: fx.Node) -> list[fx.Node]:
+    """Who uses a value, directly or as a view."""
+    found: list[fx.Node] = []
+    for user in node.users:
+        found.extend(_chain_users(user) if is_alias(user) else [user])
+    return found
+
+
+def _swap_inputs(user: fx.Node, gather: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
+    """Let a node of the backward use its own copy of a gather and of the views on it."""
+
+    def copied(node: fx.Node) -> fx.Node:
+        if node is not gather and not (is_alias(node) and _is_view_of(node, gather)):
+            return node
+        if node not in copies:
+            made = user.graph.node_copy(node, copied)
+            made.meta = made_again(node)
+            copies[node] = made
+        return copies[node]
+
+    with user.graph.inserting_before(user):
+        for source in list(user.all_input_nodes):
+            new = copied(source)
+            if new is not source:
+                user.replace_input_with(source, new)
+
+
+def _is_view_of(node: fx.Node, base: fx.Node) -> bool:
+    while is_alias(node) and node is not base:
+        node = node.all_input_nodes[0]
+    return node is base
+
+
+def gather_by_layer(graph: fx.Graph, layers: Mapping[fx.Node, str], ahead: int) -> None:
+    """Merge the gathers of each layer's parameters, and issue them so many layers ahead of their use.
+
+    The scatters of gradients keep step: those of a layer have arrived when the layer after the next
+    begins, so that gradients which wait to be reduced do not pile up.
+    """
+    kinds: dict[tuple[Any, ...], dict[str, list[fx.Node]]] = {}
+    for node in _gathers(graph, set(layers)):
+        step, val, phase = node.meta["step"], node.meta["val"], node.meta.get("phase", "forward")
+        if root_of(node) is node.all_input_nodes[0] and val.dtype != torch.bool:
+            kind = (step.axes, val.dtype, val.device, phase)
+            kinds.setdefault(kind, {}).setdefault(layers[root_of(node)], []).append(node)
+    begins: set[fx.Node] = set()
+    for (*_, phase), by_layer in kinds.items():
+        firsts = _place(graph, list(by_layer.values()), ahead)
+        if phase == "backward":
+            begins.update(firsts)
+    _number_turns(graph, begins)
+
+
+def _place(graph: fx.Graph, buckets: list[list[fx.Node]], ahead: int) -> list[fx.Node]:
+    """Issue each bucket right before the first use of the one so many before it; the first uses.
+
+    That one is taken out of what it arrived in first (``after``), so that the two are not there at once.
+    """
+    at = positions(graph)
+    users = [min((u for n in b for u in n.users), key=at.__getitem__) for b in buckets]
+    order = sorted(range(len(buckets)), key=lambda k: min(first_use(n, at) for n in buckets[k]))
+    for place, k in enumerate(order):
+        members = buckets[k]
+        earlier = order[max(place - ahead, 0)]
+        for node in members:
+            users[earlier].prepend(node)
+            if place >= ahead > 0:
+                node.meta["after"] = buckets[earlier][0].meta.get("bucket")
+        if len(members) > 1:
+            merge(members, members[-1])
+    return users
+
+
+def _number_turns(graph: fx.Graph, begins: set[fx.Node]) -> None:
+    """Count the layers that the backward has begun: their first uses and the scatters have the number."""
+    turn = 0
+    for node in graph.nodes:
+        if node in begins:
+            turn += 1
+            node.meta["turn"] = turn
+        elif begins and "step" in node.meta and node.meta["step"].kind == "psum_scatter":
+            node.meta["turn"] = turn

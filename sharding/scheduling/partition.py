@@ -1,0 +1,164 @@
+"""Partition: a global program becomes an SPMD program, still one graph over global shapes.
+
+What propagation decided is written down: every node says its layout, and reshards stand between the
+nodes as steps that are the identity on global values. So an SPMD program can be read, rewritten again,
+and turned back into the global program it came from (``unpartition``) by dropping those steps.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import fx
+
+from torchard.functional.programs.graphs import output_node, output_values
+from torchard.sharding.layouts.layout import Layout, Sizes
+from torchard.sharding.layouts.reshard import cost, plan
+from torchard.sharding.planning.aliases import is_alias, pull
+from torchard.sharding.planning.decision import Decision, Given
+from torchard.sharding.rules import Call
+from torchard.sharding.rules.registry import result_index
+from torchard.sharding.scheduling.collectives import emit_step
+
+__all__ = ["partition", "unpartition"]
+
+
+def partition(graph: fx.Graph, given: Given, decision: Decision, sizes: Sizes) -> fx.Graph:
+    """The SPMD graph. Every node has ``meta["layout"]``, every reshard ``meta["step"]``."""
+    return _Partition(graph, given, decision, sizes).run()
+
+
+class _Partition:
+    def __init__(self, graph: fx.Graph, given: Given, decision: Decision, sizes: Sizes) -> None:
+        self.old, self.given, self.decision, self.sizes = graph, given, decision, sizes
+        self.new = fx.Graph()
+        self.versions: dict[fx.Node, dict[Layout, fx.Node]] = {}
+        self.tuples: dict[fx.Node, fx.Node] = {}
+
+    def run(self) -> fx.Graph:
+        for node in self.old.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "call_function":
+                self._node(node)
+        out = output_node(self.old)
+        results = []
+        for value, layout in zip(output_values(self.old), self.decision.outputs, strict=True):
+            is_node = isinstance(value, fx.Node)
+            results.append(self._fetch(value, layout, out) if is_node else value)
+        new_out = self.new.output(tuple(results))
+        new_out.meta.update(out.meta)
+        return self.new
+
+    def _placeholder(self, node: fx.Node) -> None:
+        home = self.decision.home.get(node)
+        if home is None:  # a cotangent that nothing uses
+            tied = self.given.inputs[node]
+            assert isinstance(tied, int)
+            home = self.decision.outputs[tied]
+        copied = self.new.node_copy(node)
+        copied.meta = dict(node.meta, layout=home)
+        self.versions[node] = {home: copied}
+
+    def _node(self, node: fx.Node) -> None:
+        if node in self.given.pins:
+            (source,) = node.all_input_nodes
+            pinned = self.given.pins[node]
+            self.versions[node] = {pinned: self._fetch(source, pinned, node)}
+        elif node.target is operator.getitem:
+            self._getitem(node)
+        else:
+            self._operation(node)
+
+    def _getitem(self, node: fx.Node) -> None:
+        source = node.args[0]
+        assert isinstance(source, fx.Node)
+        if not hasattr(node.meta.get("val"), "shape"):
+            return
+        raw = self.decision.raw[source][result_index(node)]
+        made = self.new.call_function(operator.getitem, (self.tuples[source], node.args[1]))
+        made.meta = dict(node.meta, layout=raw)
+        self._publish(node, raw, made)
+
+    def _operation(self, node: fx.Node) -> None:
+        option = self.decision.option[node]
+        call = Call.of(node)
+        operands = [
+            self._fetch(o, layout, node) for o, layout in zip(call.operands, option.ins, strict=True)
+        ]
+        made = self._copy(node, operands, option.outs)
+        made.meta["gathered"] = option.rule.gathered and bool(call.ins)
+        if isinstance(node.meta["val"], (tuple, list)):
+            self.tuples[node] = made
+        else:
+            self._publish(node, option.outs[0], made)
+
+    def _copy(self, node: fx.Node, operands: list[fx.Node], outs: tuple[Layout, ...]) -> fx.Node:
+        position = iter(operands)
+
+        def swap(value: Any) -> Any:
+            if isinstance(value, fx.Node):
+                return next(position)
+            if isinstance(value, (tuple, list)):
+                return [swap(v) for v in value] if isinstance(value, list) else tuple(map(swap, value))
+            return value
+
+        args = tuple(swap(a) for a in node.args)
+        kwargs = {k: swap(v) for k, v in node.kwargs.items()}
+        made = self.new.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        layout = outs[0] if not isinstance(node.meta["val"], (tuple, list)) else outs
+        kept = {k: v for k, v in node.meta.items() if not k.startswith("_")}
+        made.meta = dict(kept, layout=layout)
+        return made
+
+    def _publish(self, node: fx.Node, raw: Layout, made: fx.Node) -> None:
+        """A value as computed becomes the value as found, its pending sums resolved if they must."""
+        self.versions[node] = {raw: made}
+        home = self.decision.home[node]
+        if home != raw:
+            self._move(node, raw, home, node)
+
+    def _fetch(self, node: fx.Node, want: Layout, user: fx.Node) -> fx.Node:
+        have = self.versions[node]
+        if want in have:
+            return have[want]
+        if is_alias(node) and node.target is not operator.getitem:
+            viewed = self._view_again(node, want, user)
+            if viewed is not None:
+                return viewed
+        usable = [v for v in have if set(want.pending) <= set(v.pending)]
+        best = min(usable, key=lambda v: cost(v, want, self.sizes))
+        return self._move(node, best, want, user)
+
+    def _view_again(self, node: fx.Node, want: Layout, user: fx.Node) -> fx.Node | None:
+        """A reshard of a view is made on its base, where every alias shares it."""
+        base = node.all_input_nodes[0]
+        layout = pull(node, want, self.sizes)
+        if layout is None or not set(layout.pending) <= set(self.decision.home[base].pending):
+            return None
+        made = self._copy(node, [self._fetch(base, layout, user)], (want,))
+        self.versions[node][want] = made
+        return made
+
+    def _move(self, node: fx.Node, have: Layout, want: Layout, user: fx.Node) -> fx.Node:
+        value = self.versions[node][have]
+        for step in plan(have, want, self.sizes):
+            value = emit_step(self.new, value, step, user, self.sizes)
+        self.versions[node][want] = value
+        return value
+
+
+def unpartition(graph: fx.Graph) -> fx.Graph:
+    """The global graph an SPMD graph stands for: its steps dropped, its layouts forgotten."""
+    new = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if "step" in node.meta:
+            env[node] = env[node.all_input_nodes[0]]
+            continue
+        env[node] = new.node_copy(node, lambda n: env[n])
+        dropped = ("layout", "gathered", "_call", "_rule")
+        env[node].meta = {k: v for k, v in node.meta.items() if k not in dropped}
+    return new
+

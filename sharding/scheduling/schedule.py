@@ -1,0 +1,169 @@
+"""When collectives are issued: as soon as what they send is there.
+
+The order is chosen on the SPMD graph, so it is the same on every rank. A collective that makes nothing
+larger (a reduction, an exchange) is issued right after its operand, ahead of work that does not need it,
+and waited for where it is used: the all_reduce of an activation's gradient runs beside the weight's
+matmul. Views of what arrives wait with it, and so do updates: every gradient may have been reduced by
+then, in one call. Gathers stay where they are needed, since an early one holds
+memory; those of parameters are ``gathers.py``'s, what is merged ``bucket.py``'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from torchard.functional.core.arguments import check_fields
+from torchard.functional.programs.graphs import output_values
+from torchard.sharding.planning.aliases import is_alias
+from torchard.sharding.planning.updates import updated_inputs
+from torchard.sharding.scheduling.bucket import merge_reductions
+from torchard.sharding.scheduling.gathers import gather_again, gather_by_layer
+
+__all__ = ["Schedule", "schedule"]
+
+_EARLY = ("all_reduce", "psum_scatter", "all_to_all")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What of a plan's communication is merged, and how long before its use it is issued.
+
+    Attributes:
+        prefetch: how many layers before its use a layer's split parameters are gathered. Each holds one
+            gathered layer more; 0 gathers at the first use, with nothing to hide behind.
+        bucket_bytes: the most that one merged all_reduce of gradients sends (a single larger gradient
+            goes alone). None: 25 MiB, or a quarter of all of them if that is more.
+
+    Raises:
+        ValueError: a negative distance, or a bucket without bytes.
+    """
+
+    prefetch: int = 1
+    bucket_bytes: int | None = None
+
+    __torchard_example__ = "Schedule(prefetch=2)"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.prefetch < 0:
+            raise ValueError(
+                f"Schedule(prefetch={self.prefetch}): parameters cannot be gathered after their use; "
+                "0 gathers them at it, 1 a layer ahead."
+            )
+        if self.bucket_bytes is not None and self.bucket_bytes <= 0:
+            raise ValueError(
+                f"Schedule(bucket_bytes={self.bucket_bytes}): a bucket sends at least one byte; "
+                "1 sends every gradient alone, None chooses."
+            )
+
+
+def schedule(
+    graph: fx.Graph, how: Schedule, layers: Mapping[fx.Node, str], batch: Iterable[str]
+) -> None:
+    """Put the collectives of an SPMD graph where they run.
+
+    `layers` names the layer of each parameter, `batch` the axes that split the batch.
+    """
+    gather_again(graph, layers, batch)
+    issue_early(graph)
+    update_last(graph)
+    wait_late(graph)  # after what moves users: all views of what a merged call brings are behind it
+    merge_reductions(graph, how.bucket_bytes)
+    gather_by_layer(graph, layers, how.prefetch)
+
+
+def issue_early(graph: fx.Graph) -> None:
+    """Move collectives, and the views they send, up to their operands.
+
+    One that is made again stays: its operand may have been kept since the forward.
+    """
+    for node in list(graph.nodes):
+        step = node.meta.get("step")
+        if step is None or step.kind not in _EARLY or node.meta.get("recompute"):
+            continue
+        chain = [node]
+        while is_alias(chain[-1].all_input_nodes[0]):
+            chain.append(chain[-1].all_input_nodes[0])
+        after = chain[-1].all_input_nodes[0]
+        if after.op == "placeholder":
+            after = _last_placeholder(graph)
+        for moved in reversed(chain):
+            after.append(moved)
+            after = moved
+
+
+def _last_placeholder(graph: fx.Graph) -> fx.Node:
+    return graph.find_nodes(op="placeholder")[-1]  # type: ignore[no-any-return]
+
+
+def wait_late(graph: fx.Graph) -> None:
+    """Move views of what a collective brings down to where they are used; those that are not, go."""
+    for node in reversed(list(graph.nodes)):
+        if not is_alias(node) or not _arrives(node):
+            continue
+        if not node.users:
+            graph.erase_node(node)
+        else:
+            min(node.users).prepend(node)  # nodes compare by where they are, those that moved too
+
+
+def update_last(graph: fx.Graph) -> None:
+    """Move what makes new parameters of gradients, and nothing else, to the end, one after another.
+
+    Gradients are then reduced before the first update: SGD's rate is multiplied onto a gradient that
+    still is pending, so that each reduction would stand between its own gradient and update. And each
+    update is whole before the next begins, wherever propagation's order left its pieces: what it needs
+    on the way is that of one parameter, and what it replaces may be freed.
+    """
+    results = graph.output_node()
+    late = _only_updates(graph)
+    for value in output_values(graph):
+        for node in _ends_of(value, late):
+            results.prepend(node)
+            late.discard(node)
+
+
+def _only_updates(graph: fx.Graph) -> set[fx.Node]:
+    """What leads to updated inputs only, and belongs to the optimizer or waits for an all_reduce."""
+    results = graph.output_node()
+    updates = updated_inputs(graph)
+    ends = {v for i, v in enumerate(output_values(graph)) if i in updates}
+    arrived: set[fx.Node] = set()
+    for node in graph.nodes:
+        if any(_is_sum(source) or source in arrived for source in node.all_input_nodes):
+            arrived.add(node)
+    late: set[fx.Node] = set()  # nothing that is late has a user that is not
+    for node in reversed(graph.nodes):
+        kept = node.op != "call_function" or "step" in node.meta
+        waits = node in arrived or node.meta.get("phase") != "backward"
+        if waits and not kept and all(u in late or (u is results and node in ends) for u in node.users):
+            late.add(node)
+    return late
+
+
+def _ends_of(value: Any, late: set[fx.Node]) -> list[fx.Node]:
+    """What of the late nodes a result needs, operands first."""
+    found: dict[fx.Node, None] = {}
+    stack = [value] if value in late else []
+    while stack:
+        node = stack[-1]
+        missing = [n for n in node.all_input_nodes if n in late and n not in found]
+        stack.extend(reversed(missing))
+        if not missing:
+            found[stack.pop()] = None
+    return list(found)
+
+
+def _is_sum(node: fx.Node) -> bool:
+    step = node.meta.get("step")
+    return step is not None and step.kind == "all_reduce"
+
+
+def _arrives(node: fx.Node) -> bool:
+    while is_alias(node):
+        node = node.all_input_nodes[0]
+    return "step" in node.meta

@@ -1,0 +1,185 @@
+"""parallelize: from styles by module path to specs of parameters and constraints."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+from torchard.functional.core.arguments import checked
+from torchard.functional.programs.program import Program
+from torchard.sharding.styles.layers import Layer, layers_of, with_units
+from torchard.sharding.styles.styles import Placing, Style
+from torchard.sharding.values.axis_rules import AxisRules, resolved
+from torchard.sharding.values.mesh import Mesh, MeshError
+from torchard.sharding.values.spec import P, SpecError, layout_of
+
+__all__ = ["parallelize"]
+
+
+@checked
+def parallelize(
+    model: Any,
+    mesh: Mesh,
+    plan: Mapping[str, Any],
+    *,
+    axis: str = "tp",
+    batch: str | tuple[str, ...] | None = None,
+    fsdp: str | tuple[str, ...] | None = None,
+    rules: AxisRules | None = None,
+    program: Program | None = None,
+) -> tuple[Any, dict[str, P]]:
+    """The specs of a model's parameters, and the constraints on its activations.
+
+    ::
+
+        fn, params = functionalize(module)
+        specs, pins = parallelize(fn, mesh, {"*.q_proj": Colwise(), "*.o_proj": Rowwise()})
+        run = shard(fn, mesh, constrain_at=pins)
+        y = run(place(params, mesh, specs), x)
+
+    Args:
+        model: what `functionalize` returned (the function or the params), an nn.Module, or params
+            in nested dicts. Parameters alone do not say what they are for: a layer with a ``weight``
+            of two dims is a linear then, whose weight is [out, in].
+        mesh: where it will run.
+        plan: styles, by patterns over module paths (``*`` also matches dots; "" is the model).
+        axis: the mesh axis that styles split over.
+        batch: the axes that split dim 0 of activations; what a style places stays split by them.
+        fsdp: the axes that split every parameter besides, in the first dim that no style splits
+            (ZeRO, Rajbhandari et al., arXiv:1910.02054): with the batch split over the same ones,
+            the parameters of a layer are gathered where they are used. One whose only dim is split
+            stays as it is.
+        rules: axes for names of dims (`sharding.names`), in ``batch``, ``fsdp`` and in the specs and
+            layouts of styles. What comes back has axes only.
+        program: a trace of the model, ``trace(fn)(params, ...)``. Colwise and Rowwise that are not
+            told heads find them in it, by the views that follow a projection.
+
+    Returns:
+        specs: a tree like params, with a P for each; those of no style are replicated.
+        constraints: what ``shard`` takes as ``constrain_at``; empty unless styles have layouts.
+
+    Raises:
+        SpecError: a pattern matches no module, a style does not suit its layer or is none, two
+            patterns say different things of one parameter. All that is wrong is in one message.
+        MeshError: the mesh has not these axes.
+    """
+    batch, fsdp = (
+        resolved(P(given), rules, mesh, what).entries[0]
+        for what, given in (("batch", batch), ("fsdp", fsdp))
+    )
+    for name in (*([axis] if plan else []), *_axes(batch), *_axes(fsdp)):
+        if name not in mesh.axes:
+            raise MeshError(
+                f"parallelize(..., axis=, batch=, fsdp=): {mesh} has no axis {name!r}; its axes are "
+                f"{', '.join(mesh.axes)}."
+            )
+    layers, names = layers_of(model)
+    if program is not None:
+        layers = with_units(layers, program)
+    claims, errors = _Claims(mesh, axis, batch, rules), list[str]()
+    for pattern, style in plan.items():
+        try:
+            _check_style(pattern, style)
+            for layer in _matched(pattern, layers):
+                for placing in style.placings(layer, layers, axis):
+                    claims.add(f"plan[{pattern!r}]", placing, layers)
+        except SpecError as error:
+            errors.append(f"plan[{pattern!r}]: {error}")
+    if errors:
+        raise SpecError("\n".join(errors))
+    if fsdp:
+        claims.split_further(_axes(fsdp), layers)
+    return _specs_like(names, claims.specs), dict(claims.pins)
+
+
+def _axes(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given or ())
+
+
+def _check_style(pattern: str, style: Any) -> None:
+    if isinstance(style, type) and issubclass(style, Style):
+        raise SpecError(f"{style.__name__} is a class; write {style.__name__}().")
+    if not isinstance(style, Style):
+        raise SpecError(
+            f"{style!r} is not a style; use Colwise(), Rowwise(), Pairwise(), SequenceParallel(), "
+            "Activations(), or a subclass of Style."
+        )
+
+
+def _matched(pattern: str, layers: Mapping[str, Layer]) -> list[Layer]:
+    paths = [path for path in layers if path] if pattern else [""]
+    found = [layers[path] for path in paths if fnmatch.fnmatchcase(path, pattern)]
+    if not found:
+        near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.5) or paths[:8]
+        raise SpecError(
+            f"it matches no module; there are {len(paths)}, such as {', '.join(near) or 'none'}."
+        )
+    return found
+
+
+def _specs_like(names: Any, specs: Mapping[str, P]) -> Any:
+    if isinstance(names, dict):
+        return {k: _specs_like(v, specs) for k, v in names.items()}
+    return specs.get(names, P())
+
+
+def _check_inside(layer: Layer, split: Any) -> None:
+    if not layer.path:
+        raise SpecError(
+            f"a layout ({split!r}) for the model itself; what it takes and returns is placed by "
+            "shard's in_specs and out_specs."
+        )
+
+
+class _Claims:
+    """What has been said so far of parameters and activations, and by which pattern."""
+
+    def __init__(
+        self, mesh: Mesh, axis: str, batch: str | tuple[str, ...] | None, rules: AxisRules | None
+    ) -> None:
+        self.mesh, self.axis, self.batch, self.rules = mesh, axis, batch, rules
+        self.specs: dict[str, P] = {}
+        self.pins: dict[str, P] = {}
+        self._by: dict[str, str] = {}
+
+    def add(self, by: str, placing: Placing, layers: Mapping[str, Layer]) -> None:
+        """Take down what a pattern says of one layer; SpecError if it cannot be."""
+        layer = layers[placing.path]
+        shapes = {name: layer.shapes[k] for k, name in layer.names.items()}
+        for name, spec in self._known(dict(placing.specs), "specs").items():
+            layout_of(spec, shapes[name], self.mesh, name)
+            self._claim(self.specs, name, spec, by)
+        for which, split in (("in", placing.input_layouts), ("out", placing.output_layouts)):
+            if split is not None:
+                _check_inside(layer, split)
+                label = f"{placing.path}/{which}"
+                self._claim(self.pins, label, self._pin(self._known(split, label)), by)
+
+    def split_further(self, axes: tuple[str, ...], layers: Mapping[str, Layer]) -> None:
+        """Every parameter over these axes too, in the first dim that is whole so far."""
+        for layer in layers.values():
+            for key, name in layer.names.items():
+                rank = len(layer.shapes[key])
+                spec = self.specs.get(name, P())
+                if not set(axes) & set(spec.axes):  # a tied one comes up more than once
+                    self.specs[name] = spec.split_further(axes, rank)
+
+    def _claim(self, said: dict[str, P], name: str, spec: P, by: str) -> None:
+        if said.setdefault(name, spec) != spec:
+            raise SpecError(
+                f"{name} would get spec {spec}, but {self._by[name]} gives it {said[name]}; one "
+                "parameter has one spec, also where it is tied. Narrow one of the patterns."
+            )
+        self._by.setdefault(name, by)
+
+    def _known(self, specs: Any, where: str) -> Any:
+        return resolved(specs, self.rules, self.mesh, where)
+
+    def _pin(self, split: int | P) -> P:
+        if isinstance(split, P):
+            return P(self.batch) if split.is_replicated and self.batch else split
+        if split == 0:
+            return P((*_axes(self.batch), self.axis))
+        return P(self.batch, *[None] * (split - 1), self.axis)

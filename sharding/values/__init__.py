@@ -1,0 +1,1 @@
+"""Meshes, specs, and the values that are placed by them."""

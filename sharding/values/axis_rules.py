@@ -1,0 +1,147 @@
+"""Names for the dims of values, and rules that say which axes of a mesh split them.
+
+A spec may name dims instead of axes, ``P("embed", "mlp")``, and so may the factors of one. A model is
+annotated once, its parameters by a tree of such specs and its activations by ``constrain``; where it
+runs is a mapping from names to axes::
+
+    def loss(params, x):
+        x = constrain(x, P("batch", "seq", "embed"))
+        ...
+
+    specs = {"up": P("mlp", "embed"), "down": P("embed", "mlp")}
+    tensor = {"mlp": "tp", "batch": "dp", "seq": None, "embed": None}
+    fully = {"mlp": None, "batch": "dp", "seq": None, "embed": "dp"}
+
+    params = place(params, mesh, specs, rules=tensor)
+    run = shard(loss, mesh, rules=tensor)
+
+`shard`, `place`, `initialize` and `parallelize` take ``rules=``. Those of a shard hold for its specs and
+for every ``constrain`` inside it that no inner shard has rules for. Outside any shard ``constrain`` is
+the identity, whatever it names.
+
+- A name that the rules do not know is an error, unless it is an axis of the mesh, which stands for
+  itself. A dim that is split over nothing is said so: ``"seq": None``.
+- An axis splits one dim of a value. Axes that a spec names itself are taken; of several names that map
+  to an axis, the leftmost one in the spec gets it, and the others go without. So ``{"batch": "dp",
+  "embed": "dp"}`` is FSDP: P("mlp", "embed") is split by its features, P("batch", "seq", "embed") by its
+  batch. The order of the rules means nothing.
+- Where that is not what is meant, a dim has another name: positions that are split between blocks and
+  not inside them are "seq" here and "position" there.
+
+Flax's logical axis rules (``flax.linen.logical_to_mesh_axes``) are the model. What differs: theirs are a
+list in order of precedence, in which a name may come twice and the first rule that is free applies; a
+name without a rule is not split, silently; and they are found through a context manager or globally.
+In both, a name may stand once in a spec.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from torchard.functional.core import tree
+from torchard.functional.core.arguments import CheckedInside
+from torchard.sharding.values.mesh import Mesh
+from torchard.sharding.values.spec import P, SpecError
+
+__all__ = ["AxisRules", "Rules", "resolved"]
+
+AxisRules = Annotated[Mapping[str, str | tuple[str, ...] | None], CheckedInside]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which axes of a mesh split the dims of each name."""
+
+    mesh: Mesh
+    axes: tuple[tuple[str, tuple[str, ...]], ...]
+
+    @staticmethod
+    def of(given: AxisRules, mesh: Mesh) -> Rules:
+        """The rules in what the user wrote.
+
+        Raises:
+            SpecError: a rule is of another type, or maps to what is no axis of the mesh, or gives an
+                axis of the mesh another meaning. All that is wrong is in one message.
+        """
+        if not isinstance(given, Mapping):
+            raise SpecError(
+                f"rules is a {type(given).__name__}; use a mapping from names of dims to axes, as in "
+                'rules={"mlp": "tp", "embed": None}.'
+            )
+        errors = [problem for rule in given.items() if (problem := _problem(*rule, mesh))]
+        if errors:
+            raise SpecError("\n".join(errors))
+        return Rules(mesh, tuple((name, _axes(to)) for name, to in given.items()))
+
+    def spec(self, spec: P, where: str) -> P:
+        """The spec with axes for names.
+
+        Raises:
+            SpecError: it names what is neither in the rules nor an axis; the message names ``where``.
+        """
+        rules = dict(self.axes)
+        unknown = [name for name in spec.axes if name not in rules and name not in self.mesh.axes]
+        if unknown:
+            raise SpecError(
+                f"{where} has spec {spec}, but {unknown[0]!r} is neither in rules "
+                f"({', '.join(rules) or 'which are empty'}) nor an axis of {self.mesh}; add it to "
+                f"rules, as {unknown[0]!r}: None if nothing is to split it."
+            )
+        taken = {name for name in spec.axes if name not in rules}
+
+        def axes_of(name: str) -> tuple[str, ...]:
+            if name not in rules:
+                return (name,)
+            free = tuple(axis for axis in rules[name] if axis not in taken)
+            taken.update(free)
+            return free
+
+        return spec.renamed(axes_of)
+
+
+def resolved(specs: Any, rules: AxisRules | None, mesh: Mesh, what: str) -> Any:
+    """A tree of specs with axes for names; as it is where there are no rules.
+
+    Raises:
+        SpecError: a name is not known, or the rules are wrong; names every such leaf's path.
+    """
+    if rules is None:
+        return specs
+    known, errors = Rules.of(rules, mesh), list[str]()
+    leaves, structure = tree.flatten(specs)
+    found = []
+    for leaf, path in zip(leaves, tree.paths(specs, what), strict=True):
+        try:
+            found.append(known.spec(leaf, path) if isinstance(leaf, P) else leaf)
+        except SpecError as error:
+            errors.append(str(error))
+    if errors:
+        raise SpecError("\n".join(errors))
+    return tree.unflatten(structure, found)
+
+
+def _axes(to: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if to is None else (to,) if isinstance(to, str) else tuple(to)
+
+
+def _problem(name: Any, to: Any, mesh: Mesh) -> str | None:
+    """What is wrong with one rule."""
+    several = isinstance(to, (tuple, list)) and all(isinstance(axis, str) for axis in to)
+    if not isinstance(name, str) or not (to is None or isinstance(to, str) or several):
+        return f"rules[{name!r}] is {to!r}; a name maps to an axis, a tuple of axes, or None."
+    unknown = [axis for axis in _axes(to) if axis not in mesh.axes]
+    if unknown:
+        return (
+            f"rules[{name!r}] is {to!r}, but {mesh} has no axis {unknown[0]!r}; its axes are "
+            f"{', '.join(mesh.axes)}."
+        )
+    if len(set(_axes(to))) < len(_axes(to)):
+        return f"rules[{name!r}] is {to!r}, which has an axis twice."
+    if name in mesh.axes and _axes(to) != (name,):
+        return (
+            f"rules[{name!r}] is {to!r}, but {name!r} is an axis of {mesh}, which stands for itself; "
+            "give the dim another name."
+        )
+    return None

@@ -1,0 +1,101 @@
+"""constrain: pin a value's layout inside a function that knows nothing else of meshes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.core.arguments import checked
+from torchard.functional.core.locks import Lock
+from torchard.sharding.values.spec import P, SpecError
+
+__all__ = ["constrain", "number_of", "pinned_spec"]
+
+_SPECS: list[P] = []
+_NUMBERS: dict[P, int] = {}
+_lock = Lock()
+
+_library = torch.library.Library("torchard", "FRAGMENT")
+_library.define("constrain(Tensor x, int spec) -> Tensor")
+
+
+def _identity(x: torch.Tensor, spec: int) -> torch.Tensor:
+    return x.clone()
+
+
+def _fake(x: torch.Tensor, spec: int) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+_library.impl("constrain", _identity, "CompositeExplicitAutograd")
+torch.library.register_fake("torchard::constrain", _fake, lib=_library)
+
+
+def number_of(spec: P) -> int:
+    """Specs travel through graphs as numbers."""
+    with _lock:
+        if spec not in _NUMBERS:
+            _NUMBERS[spec] = len(_SPECS)
+            _SPECS.append(spec)
+        return _NUMBERS[spec]
+
+
+def pinned_spec(node: fx.Node) -> P | None:
+    """The spec a graph node pins its operand to, or None for other nodes."""
+    if node.op != "call_function" or node.target is not torch.ops.torchard.constrain.default:
+        return None
+    number = node.args[1]
+    assert isinstance(number, int)
+    return _SPECS[number]
+
+
+def _apply(x: torch.Tensor, spec: int) -> torch.Tensor:
+    apply: Any = _Constrain.apply
+    out: torch.Tensor = apply(x, spec)
+    return out
+
+
+class _Constrain(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor, spec: int) -> torch.Tensor:
+        out: torch.Tensor = torch.ops.torchard.constrain(x, spec)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.spec = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return _apply(grads[0], ctx.spec), None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        return _apply(tangents[0], ctx.spec)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], x: torch.Tensor, spec: int) -> Any:
+        return _apply(x.movedim(in_dims[0], 0), number_of(_SPECS[spec].led(1))), 0
+
+
+@checked
+def constrain(x: torch.Tensor, spec: P) -> torch.Tensor:
+    """Pin the layout of ``x`` where it is sharded; the identity everywhere else.
+
+    The cotangent is pinned alike. The mesh is that of the enclosing ``shard``, and so are the rules
+    for names of dims: ``constrain(x, P("batch", "seq", "embed"))``. Inside a ``shard_map`` the spec may
+    name the axes that are not manual there.
+
+    Raises:
+        SpecError: the spec is longer than the rank of x.
+    """
+    if not isinstance(spec, P):
+        raise SpecError(f"constrain(x, {spec!r}): the spec must be a P, as in P('tp', None).")
+    if spec.named is None and len(spec.entries) > x.ndim:
+        raise SpecError(
+            f"constrain(x, {spec}) has {len(spec.entries)} entries, but x has shape "
+            f"{list(x.shape)} (rank {x.ndim}); use {P(*spec.entries[: x.ndim])}."
+        )
+    return _apply(x, number_of(spec))

@@ -1,0 +1,240 @@
+"""Mesh: named axes over the processes of a job, or over ranks that exist in this process alone."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core.arguments import AtLeast, checked
+
+__all__ = ["Mesh", "MeshError", "PlacementError"]
+
+# Torch's own, for process groups that do not say how long they wait.
+_PATIENCE = datetime.timedelta(minutes=30)
+
+
+class MeshError(ValueError):
+    """A mesh that does not fit the processes there are, or a use of the wrong one."""
+
+
+class PlacementError(ValueError):
+    """A placed value used in a way its placement does not allow."""
+
+
+class Mesh:
+    """Named axes, row-major over ranks: ``Mesh({"dp": 2, "tp": 4})`` is 8 ranks, tp innermost.
+
+    Args:
+        axes: the size of each axis, outermost first; or a DeviceMesh with named dims.
+        virtual: simulate every rank in this process, in lockstep; needs no process group.
+        device_type: of the process groups' tensors.
+        timeout: seconds after which a rank that waits for the others to plan, or to place a value,
+            gives up; by default as long as the process group waits in a collective.
+
+    Raises:
+        MeshError: no process group exists, or the sizes do not multiply to its world size.
+
+    Meshes with the same axes over the same processes are equal.
+    """
+
+    __torchard_example__ = 'Mesh({"tp": 2})'
+
+    @checked
+    def __init__(
+        self,
+        axes: Mapping[str, int] | DeviceMesh,
+        *,
+        virtual: bool = False,
+        device_type: str = "cpu",
+        timeout: Annotated[float, AtLeast(0)] | None = None,
+    ) -> None:
+        _check_device_type(device_type)
+        if isinstance(axes, DeviceMesh):
+            shape = _device_mesh_axes(axes)
+        else:
+            shape = {name: int(size) for name, size in axes.items()}
+        for name, size in shape.items():
+            if not name.isidentifier() or size < 1:
+                raise MeshError(
+                    f"Mesh axis {name!r} has size {size}: a name and a size of at least 1 are needed."
+                )
+        self.shape = shape
+        self.virtual = virtual
+        self.sizes = tuple(shape.items())
+        self.device_mesh: DeviceMesh | None = None
+        self.coords: dict[str, int] | None = None
+        if isinstance(axes, DeviceMesh):
+            self.device_mesh = axes
+        elif not virtual:
+            _check_world(shape)
+            self.device_mesh = init_device_mesh(
+                device_type, tuple(shape.values()), mesh_dim_names=tuple(shape)
+            )
+            _wait_no_longer(self.device_mesh)
+        self.host_group: Any = None
+        self.patience = _PATIENCE
+        if self.device_mesh is not None:
+            self.coords = self._own_coordinate(self.device_mesh)
+            self.patience = patience_of(dist.group.WORLD, self.device_mesh.device_type)
+            self.host_group = _host_group(dist.group.WORLD, self.identity[2], self.patience)
+        self.timeout = self.patience.total_seconds() if timeout is None else timeout
+
+    def _own_coordinate(self, device_mesh: DeviceMesh) -> dict[str, int]:
+        coordinate = device_mesh.get_coordinate()
+        if coordinate is None:
+            raise MeshError(f"rank {dist.get_rank()} is not part of {device_mesh}")
+        return dict(zip(self.shape, coordinate, strict=True))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.shape.values())
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axis names, outermost first."""
+        return tuple(self.shape)
+
+    def all_coords(self) -> list[dict[str, int]]:
+        """The coordinate of every rank, in rank order."""
+        ranges = (range(n) for n in self.shape.values())
+        return [dict(zip(self.shape, at, strict=True)) for at in itertools.product(*ranges)]
+
+    def rank_of(self, coords: Mapping[str, int]) -> int:
+        """The rank at a coordinate."""
+        rank = 0
+        for name, size in self.shape.items():
+            rank = rank * size + coords[name]
+        return rank
+
+    def group(self, axes: Sequence[str]) -> Any:
+        """The process group along ``axes`` through this rank, ordered with the first outermost."""
+        if self.device_mesh is None:
+            raise MeshError(f"{self} is virtual and has no process groups")
+        if len(axes) == 1:
+            return self.device_mesh.get_group(axes[0])
+        return _joint_group(self, tuple(axes))
+
+    @functools.cached_property
+    def identity(self) -> tuple[Any, ...]:
+        ranks: tuple[int, ...] = ()
+        if self.device_mesh is not None:
+            ranks = tuple(self.device_mesh.mesh.flatten().tolist())
+        return self.sizes, self.virtual, ranks
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mesh) and (self is other or self.identity == other.identity)
+
+    def __hash__(self) -> int:
+        return hash(self.sizes)
+
+    def __repr__(self) -> str:
+        axes = ", ".join(f"{k}={v}" for k, v in self.shape.items())
+        return f"Mesh({axes}{', virtual' if self.virtual else ''})"
+
+    def __reduce__(self) -> Any:
+        if not self.virtual:
+            raise TypeError(f"{self} holds process groups and cannot be pickled; make it anew")
+        return _remake, (dict(self.shape), self.timeout)
+
+
+def _remake(axes: dict[str, int], timeout: float) -> Mesh:
+    return Mesh(axes, virtual=True, timeout=timeout)
+
+
+def _check_device_type(device_type: str) -> None:
+    try:
+        known = torch.device(device_type).type == device_type
+    except RuntimeError:
+        known = False
+    if not known:
+        raise MeshError(
+            f"Mesh(device_type={device_type!r}): no such type of device; it is one of torch's, without a "
+            "number: 'cpu', 'cuda'."
+        )
+
+
+def _device_mesh_axes(mesh: DeviceMesh) -> dict[str, int]:
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise MeshError("the DeviceMesh has no dim names; pass mesh_dim_names when you make it")
+    return dict(zip(names, mesh.mesh.shape, strict=True))
+
+
+def _check_world(shape: Mapping[str, int]) -> None:
+    need = math.prod(shape.values())
+    axes = ", ".join(f"{k}={v}" for k, v in shape.items())
+    if not dist.is_available() or not dist.is_initialized():
+        raise MeshError(
+            f"Mesh({axes}) needs {need} processes, but no process group exists. Call "
+            "torch.distributed.init_process_group() under torchrun, or pass virtual=True to "
+            "simulate every rank in this process."
+        )
+    world = dist.get_world_size()
+    if need != world:
+        raise MeshError(
+            f"Mesh({axes}) is {need} ranks, but the process group has {world}. Make the sizes "
+            f"multiply to {world}, or start {need} processes."
+        )
+
+
+@functools.cache
+def _joint_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
+    """Groups over products of axes. Every rank makes all of them, in the same order."""
+    others = [a for a in mesh.shape if a not in axes]
+    assert mesh.device_mesh is not None
+    ranks = mesh.device_mesh.mesh
+    order = [mesh.axes.index(a) for a in (*others, *axes)]
+    rows = ranks.permute(order).reshape(-1, math.prod(mesh.shape[a] for a in axes))
+    timeout = timeout_of(dist.group.WORLD, mesh.device_mesh.device_type)
+    own, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
+    return own
+
+
+def timeout_of(group: Any, device_type: str) -> datetime.timedelta | None:
+    """How long ranks wait for one another in a collective; None for a backend that does not say."""
+    # There is no public way to it, and a mesh must not wait longer than the group it was made from.
+    options = getattr(internals.backend_of(group, device_type), "options", None)
+    return getattr(options, "_timeout", None)
+
+
+def patience_of(group: Any, device_type: str) -> datetime.timedelta:
+    """The same, and for a backend that does not say it, what is torch's default."""
+    found = timeout_of(group, device_type)
+    return _PATIENCE if found is None else found
+
+
+@functools.cache
+def _host_group(world: Any, ranks: tuple[int, ...], patience: datetime.timedelta) -> Any:
+    """A group of these processes that carries tensors of the host between them; None if nothing does.
+
+    The default group, if it uses gloo for them; beside NCCL, say, one is made for it.
+    """
+    carriers = dist.get_backend_config(world)
+    if "cpu:gloo" in carriers:
+        return world
+    if "fake" in carriers:
+        return None
+    return dist.new_group(list(ranks), patience, "gloo", use_local_synchronization=True)
+
+
+def _wait_no_longer(device_mesh: DeviceMesh) -> None:
+    """Give the groups of axes the timeout of the default group; torch gives them half an hour."""
+    timeout = timeout_of(dist.group.WORLD, device_mesh.device_type)
+    for group in device_mesh.get_all_groups():
+        if timeout is not None and timeout_of(group, device_mesh.device_type) != timeout:
+            internals.backend_of(group, device_mesh.device_type)._set_default_timeout(timeout)
+
+
+def default_device(mesh: Mesh) -> torch.device:
+    """Where a mesh's tensors live."""
+    return torch.device("cpu" if mesh.device_mesh is None else mesh.device_mesh.device_type)

@@ -1,0 +1,199 @@
+"""The operators and methods that a placed value has in common with a tensor."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from numbers import Number
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from torchard.sharding.values.eager import IN_PLACE, run
+from torchard.sharding.values.mesh import PlacementError
+
+__all__ = ["Operators"]
+
+
+class Operators:
+    """What a MeshTensor has in common with a tensor: operators, methods, and reading its values."""
+
+    __slots__ = ()
+
+    shape: Any
+    dtype: Any
+    device: Any
+    full: Any
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return run(func, args, kwargs or {})
+
+    if TYPE_CHECKING:  # set below: a real one would slow every other attribute down
+
+        def __getattr__(self, name: str) -> Any: ...
+
+    def __getitem__(self, index: Any) -> Any:
+        return run(torch.Tensor.__getitem__, (self, index), {})
+
+    def __setitem__(self, index: Any, value: Any) -> NoReturn:
+        run(torch.Tensor.__setitem__, (self, index, value), {})
+        raise AssertionError("writing is refused")
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of a MeshTensor without dims")
+        if not (self.dtype.is_floating_point or self.dtype.is_complex):
+            # A tensor indexed by something that has a length takes it for a tuple of indices.
+            raise TypeError("len() of a MeshTensor of integers: use x.shape[0]")
+        return int(self.shape[0])
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.shape:
+            raise TypeError("iteration over a MeshTensor without dims")
+        return iter(run(torch.Tensor.unbind, (self,), {}))
+
+    def __contains__(self, value: Any) -> bool:
+        return bool(torch.any(run(torch.Tensor.__eq__, (self, value), {})))
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    # -- values read: these need the whole, and all ranks --------------------------------------------
+
+    def item(self) -> Any:
+        """The value of what has one element. Every rank must call it."""
+        if self.shape.numel() != 1:
+            raise PlacementError(
+                f"a MeshTensor of shape {list(self.shape)} is not one number; reduce it (x.mean()), or "
+                "read x.full()."
+            )
+        return self.full().item()
+
+    def tolist(self) -> Any:
+        """The values as nested lists. Every rank must call it."""
+        return self.full().tolist()
+
+    def numpy(self) -> Any:
+        """The whole value as an array. Every rank must call it."""
+        return self.full().numpy()
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        array = self.full().detach().numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def __bool__(self) -> bool:
+        if self.shape.numel() != 1:
+            raise PlacementError(
+                f"a MeshTensor of shape {list(self.shape)} has no truth value; reduce it (x.all(), "
+                "x.any()), or call .full() first"
+            )
+        return bool(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __complex__(self) -> complex:
+        return complex(self.item())
+
+    def __index__(self) -> int:
+        return operator.index(self.full())
+
+    def __format__(self, how: str) -> str:
+        return format(self.item(), how) if how and not self.shape else format(str(self), how)
+
+
+# What an operation takes from an instance without a call.
+_ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}
+_NOT_METHODS = {
+    *("register_hook", "share_memory_", "pin_memory", "storage", "untyped_storage", "data_ptr"),
+}
+_MOVING = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
+
+
+def _attribute(name: str) -> property:
+    """Read by an operation of torch's."""
+
+    def read(value: Any) -> Any:
+        return getattr(value, name)
+
+    read.__name__ = name
+    return property(lambda self: run(read, (self,), {}))
+
+
+def _absent(name: str) -> property:
+    """What a tensor has and a placed value does not."""
+
+    def refuse(self: Any) -> NoReturn:
+        raise AttributeError(
+            f"a MeshTensor has no attribute {name!r}. It has mesh, spec, parts, shape and dtype, and "
+            f"the operations of tensors; x.full() is the whole value as a plain tensor."
+        )
+
+    return property(refuse)
+
+
+def _method(name: str) -> Callable[..., Any]:
+    func = getattr(torch.Tensor, name)
+
+    def call(self: Operators, *args: Any, **kwargs: Any) -> Any:
+        if func in _MOVING:
+            _check_device(self, args, kwargs)
+        return run(func, (self, *args), kwargs)
+
+    call.__name__, call.__doc__ = name, func.__doc__
+    return call
+
+
+def _check_device(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """The mesh says where its values are."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, (str, torch.device)) and torch.device(value).type != self.device.type:
+            raise PlacementError(
+                f"a MeshTensor is on its mesh's device, {self.device.type}; it cannot move to {value}. "
+                "x.full().to(...) moves the whole value."
+            )
+
+
+def _operator(name: str) -> Any:
+    func = getattr(torch.Tensor, name)
+
+    def apply(self: Operators, *others: Any) -> Any:
+        if not all(isinstance(x, (Number, torch.Tensor, Operators)) for x in others):
+            return NotImplemented
+        return run(func, (self, *others), {})
+
+    apply.__name__ = name
+    return apply
+
+
+def _refusal(name: str) -> Any:
+    def refuse(self: Operators, other: Any) -> NoReturn:
+        run(getattr(torch.Tensor, name), (self, other), {})
+        raise AssertionError("writing is refused")
+
+    refuse.__name__ = name
+    return refuse
+
+
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+_UNARY = ("neg", "pos", "abs", "invert")
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+
+for _name in (*_BINARY, *(f"r{name}" for name in _BINARY), *_UNARY, *_COMPARISONS):
+    setattr(Operators, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in dir(torch.Tensor):
+    if _name.startswith("_") or _name in vars(Operators):
+        continue
+    if _name in _ATTRIBUTES:
+        setattr(Operators, _name, _attribute(_name))
+    elif callable(getattr(torch.Tensor, _name)) and _name not in _NOT_METHODS:
+        setattr(Operators, _name, _method(_name))
+    else:
+        setattr(Operators, _name, _absent(_name))
+for _name in IN_PLACE:
+    if hasattr(torch.Tensor, f"__{_name}__"):
+        setattr(Operators, f"__{_name}__", _refusal(f"__{_name}__"))

@@ -1,0 +1,363 @@
+"""Values that live on a mesh: what holds them, how they get there and back."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchard.functional.core import tree
+from torchard.functional.core.arguments import checked
+from torchard.functional.core.errors import DonatedError
+from torchard.functional.core.placed import Facts
+from torchard.functional.programs.program import Rewrite
+from torchard.functional.tracing.trace_state import active
+from torchard.sharding.layouts.layout import Dim, Layout, Sub
+from torchard.sharding.values.mesh import Mesh, PlacementError
+from torchard.sharding.values.operators import Operators
+from torchard.sharding.values.spec import P, layout_of, spec_of
+from torchard.sharding.values.store_allgather import exchange
+
+__all__ = ["METHODS", "Held", "MeshTensor", "PlacementError"]
+
+
+class Methods:
+    """What placed values can do that is made of transforms, which are built on placed values.
+
+    Attributes:
+        rewrite: of a program with such a value; set by `shard`.
+        full, redistribute: methods of MeshTensor; set by `redistribute`.
+    """
+
+    rewrite: Callable[[Mesh], Rewrite]
+    full: Callable[[MeshTensor], torch.Tensor]
+    redistribute: Callable[[MeshTensor, P], MeshTensor]
+
+
+METHODS = Methods()
+
+
+@dataclass(frozen=True)
+class Held:
+    """How a global value is held: on which mesh, split how.
+
+    ``lead`` counts leading dims that were added by vmap and whose size is not known here.
+    """
+
+    mesh: Mesh
+    dims: tuple[Dim, ...]
+    pending: tuple[tuple[str, str], ...] = ()
+    lead: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_hash", hash((self.mesh, self.dims, self.pending, self.lead)))
+
+    def __hash__(self) -> int:
+        return self._hash  # type: ignore[attr-defined,no-any-return]
+
+    def __repr__(self) -> str:
+        """As plans and printed programs show it."""
+        pending = f", pending {dict(self.pending)}" if self.pending else ""
+        return f"{spec_of(Layout(self.dims))} on {self.mesh}{pending}"
+
+    @staticmethod
+    def of(mesh: Mesh, layout: Layout) -> Held:
+        """The placement of a value with this layout."""
+        return Held(mesh, layout.dims, layout.pending)
+
+    @functools.cached_property
+    def _axes(self) -> tuple[str, ...]:
+        split = {a for dim in self.dims for sub in dim for a in sub.axes}
+        return tuple(sorted(split | {a for a, _ in self.pending}))
+
+    @functools.cached_property
+    def width(self) -> int:
+        """One shard on a process group; on a virtual mesh every distinct one."""
+        if not self.mesh.virtual:
+            return 1
+        n = 1
+        for axis in self._axes:
+            n *= self.mesh.shape[axis]
+        return n
+
+    def batched(self) -> Held:
+        """With a new unsplit leading dim."""
+        return Held(self.mesh, self.dims, self.pending, self.lead + 1)
+
+    def layout(self, shape: Sequence[int]) -> Layout:
+        """The layout of a value of this (global) shape."""
+        lead = tuple((Sub(n),) for n in shape[: self.lead])
+        return Layout((*lead, *self.dims), self.pending)
+
+    @functools.cached_property
+    def places(self) -> list[dict[str, int]]:
+        """The coordinates of this process's parts, in order."""
+        if self.mesh.coords is not None:
+            return [self.mesh.coords]
+        seen: dict[tuple[int, ...], dict[str, int]] = {}
+        for at in self.mesh.all_coords():
+            seen.setdefault(tuple(at[a] for a in self._axes), at)
+        return list(seen.values())
+
+    @functools.cached_property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of each part, without leading dims that vmap added."""
+        bare = Layout(self.dims, self.pending)
+        return tuple(bare.local_shape(at, self.mesh.shape) for at in self.places)
+
+    def wrap(self, parts: Sequence[torch.Tensor]) -> MeshTensor:
+        """The MeshTensor of these parts."""
+        return MeshTensor(self, parts)
+
+    def rewrite(self) -> Rewrite:
+        """A program with such a value is sharded on its mesh."""
+        return METHODS.rewrite(self.mesh)
+
+
+class MeshTensor(Operators):
+    """One global value, held as shards over a mesh.
+
+    A pytree node around this process's *distinct* shards: one under process groups, every distinct
+    one on a virtual mesh, copies never; so leafwise gradients and norms count a value once.
+
+    It is a value: nothing changes it in place. Outside a transform each operation on it runs as a
+    program of its own (`sharding.eager`), forward and under autograd, and every rank must call it;
+    results without dims are plain tensors. What several operations do belongs under ``shard``, which
+    plans them together.
+
+    Attributes:
+        mesh: the mesh.
+        parts: the shards, in the order of their coordinates.
+    """
+
+    __torchard_example__ = "place(x, mesh, P('tp'))"
+    __slots__ = ("_dead", "_facts", "_held", "parts")
+
+    def __init__(self, held: Held, parts: Sequence[torch.Tensor]) -> None:
+        self._held = held
+        self.parts = tuple(parts)
+        self._facts: Facts | None = None
+        self._dead = False
+
+    @classmethod
+    @checked
+    def from_local(
+        cls, part: torch.Tensor, mesh: Mesh, spec: P, *, shape: Sequence[int] | None = None
+    ) -> MeshTensor:
+        """This rank's shard of a value, as data loaded rank by rank.
+
+        Args:
+            part: the shard.
+            mesh, spec: where it belongs.
+            shape: of the whole; by default the ranks tell each other their shards' (one small
+                exchange, so every rank must call).
+
+        Raises:
+            PlacementError: the mesh is virtual (use ``from_shards``), or the shard's shape is not
+                what the spec gives this rank.
+        """
+        if mesh.virtual:
+            raise PlacementError(
+                f"from_local takes one rank's shard, but {mesh} has all ranks in this process; "
+                "use MeshTensor.from_shards with one tensor for each distinct shard."
+            )
+        if shape is None:
+            shape = _whole_shape(part, mesh, spec)
+        return cls.from_shards([part], mesh, spec, shape=shape)
+
+    @classmethod
+    @checked
+    def from_shards(
+        cls, parts: Sequence[torch.Tensor], mesh: Mesh, spec: P, *, shape: Sequence[int]
+    ) -> MeshTensor:
+        """A value from this process's distinct shards, in the order of their coordinates."""
+        held = Held.of(mesh, layout_of(spec, shape, mesh))
+        if len(parts) != held.width:
+            raise PlacementError(
+                f"a value with spec {spec} on {mesh} has {held.width} distinct shards in this "
+                f"process; {len(parts)} were given."
+            )
+        for i, (part, want) in enumerate(zip(parts, held.shapes, strict=True)):
+            if tuple(part.shape) != want:
+                raise PlacementError(
+                    f"shard {i} has shape {list(part.shape)}, but spec {spec} of a value of shape "
+                    f"{list(shape)} on {mesh} gives it {list(want)} (uneven dims split as "
+                    "torch.chunk does)."
+                )
+        return cls(held, parts)
+
+    # -- what it is -------------------------------------------------------------------------------
+
+    def _read(self) -> Facts:
+        """Shape, dtype, device, placement and parts; vmap may have added a leading dim."""
+        if self._dead:
+            raise DonatedError(
+                f"this MeshTensor (spec {spec_of(Layout(self._held.dims))}) was donated to a jitted "
+                "function, which reused its memory; use the value that the call returned."
+            )
+        if self._facts is None:
+            self._facts = self._check()
+        return self._facts
+
+    def _check(self) -> Facts:
+        held, first = self._held, self.parts[0]
+        extra = first.ndim - len(held.dims) - held.lead
+        if extra < 0 or any(
+            tuple(p.shape)[p.ndim - len(held.dims) :] != shape
+            for p, shape in zip(self.parts, held.shapes, strict=True)
+        ):
+            raise PlacementError(
+                f"a MeshTensor on {held.mesh} with spec {spec_of(Layout(held.dims))} holds shards "
+                f"of shape {[list(p.shape) for p in self.parts]} where {[list(s) for s in held.shapes]} "
+                "belong. vmap cannot map over a MeshTensor directly: write shard(vmap(f)), which "
+                "maps over the global value, or pass it with in_dims=None."
+            )
+        for _ in range(extra):
+            held = held.batched()
+        lead = first.shape[: held.lead]
+        shape = torch.Size((*lead, *Layout(held.dims).shape))
+        return Facts(shape, first.dtype, first.device, held, self.parts)
+
+    def __torchard_placed__(self) -> Facts:
+        return self._read()
+
+    def __torchard_donate__(self) -> None:
+        """Let go of the shards: the call that took them holds them alone, and frees what it can."""
+        self._dead, self.parts, self._facts = True, (), None
+
+    @property
+    def mesh(self) -> Mesh:
+        return self._held.mesh
+
+    @property
+    def shape(self) -> torch.Size:
+        """The global shape."""
+        return self._read().shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._read().dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._read().device
+
+    @property
+    def spec(self) -> P:
+        """The spec, axes of size one left out."""
+        return spec_of(self.layout)
+
+    @property
+    def layout(self) -> Layout:
+        """The layout, with sizes."""
+        facts = self._read()
+        layout: Layout = facts.placement.layout(facts.shape)
+        return layout
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's shard (on a virtual mesh, use ``parts``)."""
+        if self.mesh.virtual:
+            raise PlacementError(f"{self.mesh} has all ranks in this process; use .parts")
+        return self._read().parts[0]
+
+    def full(self) -> torch.Tensor:
+        """The whole value, gathered, as a plain tensor on every rank."""
+        return METHODS.full(self)
+
+    def redistribute(self, spec: P) -> MeshTensor:
+        """The same value with another spec. Every rank must call it."""
+        return METHODS.redistribute(self, spec)
+
+    def __repr__(self) -> str:
+        if self._dead:
+            return f"MeshTensor(donated, {self.mesh})"
+        return f"MeshTensor({list(self.shape)}, {self.dtype}, {self.spec}, {self.mesh})"
+
+    # -- autograd ----------------------------------------------------------------------------------
+
+    def detach(self) -> MeshTensor:
+        """The same value, which no gradient flows through."""
+        room = active()
+        if room is not None:
+            return room.lift(self).detach()  # type: ignore[return-value]
+        held, parts = self._read()[3:]
+        return MeshTensor(held, [part.detach() for part in parts])
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(part.requires_grad for part in self._read().parts)
+
+    def requires_grad_(self, requires_grad: bool = True) -> MeshTensor:
+        """Have autograd follow this value (its shards): ``.grad`` is there after ``backward()``."""
+        for part in self._read().parts:
+            part.requires_grad_(requires_grad)
+        return self
+
+    @property
+    def grad(self) -> MeshTensor | None:
+        """The gradient that ``backward()`` left, placed as this value is."""
+        held, parts = self._read()[3:]
+        found = [part.grad for part in parts]
+        if any(part is None for part in found):
+            return None
+        return MeshTensor(held, found)  # type: ignore[arg-type]
+
+    @grad.setter
+    def grad(self, value: MeshTensor | None) -> None:
+        given = [None] * len(self.parts) if value is None else value.parts
+        for part, gradient in zip(self.parts, given, strict=True):
+            part.grad = gradient
+
+    def backward(self, gradient: MeshTensor | None = None, **options: Any) -> None:
+        """As of a tensor; ``gradient`` is a MeshTensor like this one."""
+        torch.autograd.backward(self, gradient, **options)  # type: ignore[arg-type]
+
+
+def _whole_shape(part: torch.Tensor, mesh: Mesh, spec: P) -> tuple[int, ...]:
+    """The global shape, from the sizes of all ranks' shards."""
+    axes = layout_of(spec, part.shape, mesh)  # which axes split which dim; sizes do not matter
+    known = exchange(mesh, f"the shape of a shard with spec {spec}", list(part.shape))
+    whole = []
+    for d, n in enumerate(part.shape):
+        split = [a for sub in axes.dims[d] for a in sub.axes]
+        sizes = {
+            tuple(at[a] for a in split): known[mesh.rank_of(at)][d]
+            for at in mesh.all_coords()
+            if all(at[a] == mesh.coords[a] for a in mesh.axes if a not in split)  # type: ignore[index]
+        }
+        whole.append(sum(sizes.values()) if split else n)
+    return tuple(whole)
+
+
+class _Whole:
+    """What is static of a value that is read while a function is traced: it is no shards there."""
+
+    def __repr__(self) -> str:
+        return "whole"
+
+
+_WHOLE = _Whole()
+
+
+def _flatten(value: MeshTensor) -> tuple[tuple[torch.Tensor, ...], Held | _Whole]:
+    room = active()
+    if room is not None:
+        return (room.lift(value),), _WHOLE
+    if value._dead:
+        value._read()  # raises
+    return value.parts, value._held
+
+
+def _unflatten(held: Held | _Whole, parts: Sequence[torch.Tensor]) -> MeshTensor | torch.Tensor:
+    return parts[0] if isinstance(held, _Whole) else MeshTensor(held, parts)
+
+
+tree.register(MeshTensor, _flatten, _unflatten)

@@ -1,0 +1,270 @@
+"""P: which mesh axes split which dims of a value, as the user writes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torchard.functional.core.arguments import checked
+from torchard.sharding.layouts.layout import Dim, Layout, Sub
+from torchard.sharding.values.mesh import Mesh
+
+__all__ = ["P", "SpecError", "layout_of", "spec_of"]
+
+Entry = str | tuple[str, ...] | None
+Factor = int | str | tuple[int | str, ...] | None
+
+
+class SpecError(ValueError):
+    """A spec that does not fit its value or its mesh."""
+
+
+class P:
+    """A partition spec: for each dim an axis name, a tuple of them (outermost first), or None.
+
+    ``P("tp", None)`` splits dim 0 over tp; missing trailing entries are None; ``P()`` is replicated.
+    Entries may be names of dims instead, to which ``rules=`` gives axes (see `sharding.names`).
+    ``weak=True`` lets propagation overrule it more readily than other specs.
+
+    Raises:
+        SpecError: an entry is of another type, or an axis appears twice.
+    """
+
+    __slots__ = ("entries", "named", "weak")
+    __torchard_example__ = 'P("tp", None)'
+
+    def __init__(self, *entries: Entry | list[str], weak: bool = False) -> None:
+        checked: list[Entry] = []
+        for entry in entries:
+            if isinstance(entry, list):
+                entry = tuple(entry)
+            if not (
+                entry is None
+                or isinstance(entry, str)
+                or (isinstance(entry, tuple) and all(isinstance(a, str) for a in entry))
+            ):
+                raise SpecError(
+                    f"P{entries!r}: entry {entry!r} is neither an axis name, a tuple of axis names "
+                    "nor None."
+                )
+            checked.append(entry)
+        self.entries: tuple[Entry, ...] = tuple(checked)
+        self.weak = weak
+        self.named: tuple[str, tuple[tuple[str, Any], ...]] | None = None
+        _check_unique(self, [a for e in self.entries for a in _axes(e)])
+
+    @classmethod
+    @checked
+    def factors(cls, pattern: str, *, weak: bool = False, **names: Factor) -> P:
+        """A spec that names the factors of fused dims.
+
+        ``P.factors("(three heads d) embed", three=3, d=64, heads="tp")`` splits the heads inside
+        the fused dim. A factor is given its size (an int), its axes (a name or a tuple of names), or
+        both (``heads=(16, "tp")``); at most one factor of a dim may be left without a size.
+        """
+        spec = cls(weak=weak)
+        spec.named = (pattern, tuple(sorted(names.items())))
+        _check_unique(spec, [a for v in names.values() for a in _sized(v)[1]])
+        return spec
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Every axis the spec names."""
+        if self.named is not None:
+            return tuple(a for _, v in self.named[1] for a in _sized(v)[1])
+        return tuple(a for e in self.entries for a in _axes(e))
+
+    @property
+    def is_replicated(self) -> bool:
+        return not self.axes
+
+    def led(self, dims: int) -> P:
+        """The spec of the same value with unsplit dims added in front."""
+        if not dims:
+            return self
+        if self.named is None:
+            return P(*[None] * dims, *self.entries, weak=self.weak)
+        lead = " ".join(f"lead{i}" for i in range(dims))
+        return P.factors(f"{lead} {self.named[0]}", weak=self.weak, **dict(self.named[1]))
+
+    def split_further(self, axes: tuple[str, ...], rank: int) -> P:
+        """The spec with the first dim it leaves whole split over these axes, if there is one."""
+        if self.named is None:
+            entries = [*self.entries, *[None] * (rank - len(self.entries))]
+            if None in entries:
+                entries[entries.index(None)] = _entry(axes)
+            return P(*entries, weak=self.weak)
+        pattern, named = self.named[0], dict(self.named[1])
+        for group in _groups(pattern):
+            if not any(_sized(named.get(factor))[1] for factor in group):
+                size, _ = _sized(named.get(group[0]))
+                named[group[0]] = _entry(axes) if size is None else (size, *axes)
+                break
+        return P.factors(pattern, weak=self.weak, **named)
+
+    def renamed(self, axes_of: Callable[[str], tuple[str, ...]]) -> P:
+        """The spec with each axis replaced by others, or by none; asked for from left to right."""
+
+        def swap(axes: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(new for axis in axes for new in axes_of(axis))
+
+        if self.named is None:
+            return P(*[_entry(swap(_axes(e))) for e in self.entries], weak=self.weak)
+        pattern, named = self.named[0], dict(self.named[1])
+        for factor in [f for group in _groups(pattern) for f in group if f in named]:
+            size, axes = _sized(named.pop(factor))
+            new = swap(axes)
+            if size is not None or new:
+                named[factor] = _entry(new) if size is None else (size, *new) if new else size
+        return P.factors(pattern, weak=self.weak, **named)
+
+    def __iter__(self) -> Iterator[Entry]:
+        """The entries: ``P(None, *spec)`` is the spec of a stack of such values.
+
+        Raises:
+            SpecError: it names factors inside of dims, and has no entries (use ``led``).
+        """
+        if self.named is not None:
+            raise SpecError(
+                f"{self} names factors and has no entries to unpack; .led(1) is the spec of a stack of "
+                "such values."
+            )
+        return iter(self.entries)
+
+    def _key(self) -> tuple[Any, ...]:
+        return self.entries, self.named, self.weak
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, P) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        weak = ["weak=True"] if self.weak else []
+        if self.named is not None:
+            named = [f"{k}={v!r}" for k, v in self.named[1]]
+            return f"P.factors({', '.join([repr(self.named[0]), *named, *weak])})"
+        return f"P({', '.join([repr(e) for e in self.entries] + weak)})"
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
+
+def _entry(axes: tuple[str, ...]) -> Entry:
+    """As one would write it."""
+    return None if not axes else axes[0] if len(axes) == 1 else axes
+
+
+def _sized(value: Any) -> tuple[int | None, tuple[str, ...]]:
+    """The size and the axes in what a factor was given."""
+    if isinstance(value, int):
+        return value, ()
+    if isinstance(value, tuple) and value and isinstance(value[0], int):
+        return value[0], tuple(value[1:])
+    return None, _axes(value)
+
+
+def _check_unique(spec: P, axes: Sequence[str]) -> None:
+    twice = sorted({a for a in axes if axes.count(a) > 1})
+    if twice:
+        raise SpecError(f"{spec!r} uses axis {twice[0]!r} twice; an axis can split one dim only.")
+
+
+def layout_of(spec: P, shape: Sequence[int], mesh: Mesh, path: str = "the value") -> Layout:
+    """The layout that a spec gives a value of this shape.
+
+    Raises:
+        SpecError: the spec is longer than the rank, names an axis the mesh has not, or its factors
+            do not multiply to the dim. The message names ``path``.
+    """
+    shape = tuple(shape)
+    unknown = [a for a in spec.axes if a not in mesh.shape]
+    if unknown:
+        raise SpecError(
+            f"{path} has spec {spec}, but {mesh} has no axis {unknown[0]!r}; its axes are "
+            f"{', '.join(mesh.axes)}. Names of dims are mapped to them by rules=."
+        )
+    if spec.named is not None:
+        dims = _named_dims(spec, shape, path)
+    else:
+        if len(spec.entries) > len(shape):
+            raise SpecError(
+                f"{path} has spec {spec} of length {len(spec.entries)}, but its shape is "
+                f"{list(shape)} (rank {len(shape)}); {_shorter(spec, len(shape))}."
+            )
+        entries = spec.entries + (None,) * (len(shape) - len(spec.entries))
+        dims = [(Sub(n, _axes(e)),) for n, e in zip(shape, entries, strict=True)]
+    stripped = tuple(tuple(_strip(s, mesh.shape) for s in dim) for dim in dims)
+    return Layout(stripped).normal(mesh.sizes)
+
+
+def _shorter(spec: P, rank: int) -> str:
+    kept = spec.entries[:rank]
+    return f"drop {len(spec.entries) - rank} of its entries, or use {P(*kept)}"
+
+
+def _strip(sub: Sub, sizes: Mapping[str, int]) -> Sub:
+    """Axes of size one split nothing."""
+    return Sub(sub.size, tuple(a for a in sub.axes if sizes[a] > 1))
+
+
+_GROUP = re.compile(r"\(([^()]*)\)|(\S+)")
+
+
+def _groups(pattern: str) -> list[list[str]]:
+    """The factors of each dim."""
+    return [(m[1].split() if m[1] is not None else [m[2]]) for m in _GROUP.finditer(pattern)]
+
+
+def _named_dims(spec: P, shape: tuple[int, ...], path: str) -> list[Dim]:
+    assert spec.named is not None
+    pattern, named = spec.named[0], dict(spec.named[1])
+    groups = _groups(pattern)
+    if len(groups) != len(shape):
+        raise SpecError(
+            f"{path} has spec {spec} for {len(groups)} dims, but its shape is {list(shape)} "
+            f"(rank {len(shape)}); give the pattern one group for each dim."
+        )
+    unknown = sorted(set(named) - {n for g in groups for n in g})
+    if unknown:
+        raise SpecError(f"{path} has spec {spec}, whose pattern has no factor {unknown[0]!r}.")
+    return [_named_dim(spec, g, n, named, path) for g, n in zip(groups, shape, strict=True)]
+
+
+def _named_dim(spec: P, group: list[str], size: int, named: dict[str, Any], path: str) -> Dim:
+    given = {n: _sized(named.get(n)) for n in group}
+    sizes = {n: size for n, (size, _) in given.items() if size is not None}
+    missing = [n for n in group if n not in sizes]
+    known = 1
+    for n in sizes.values():
+        known *= n
+    if len(missing) > 1 or (known and size % known) or (not missing and known != size):
+        raise SpecError(
+            f"{path} has spec {spec}: factors ({' '.join(group)}) with sizes {sizes} do not "
+            f"multiply to the dim's {size}; give every factor but one a size that divides it."
+        )
+    if missing:
+        sizes[missing[0]] = size // known if known else 0
+    return tuple(Sub(sizes[n], given[n][1]) for n in group)
+
+
+def spec_of(layout: Layout) -> P:
+    """The spec a layout would be written as."""
+    if all(len(dim) == 1 for dim in layout.dims):
+        return P(*[_entry(sub.axes) for (sub,) in layout.dims])
+    names: dict[str, Any] = {}
+    groups = []
+    for d, dim in enumerate(layout.dims):
+        group = []
+        for s, sub in enumerate(dim):
+            name = f"d{d}_{s}" if len(dim) > 1 else f"d{d}"
+            group.append(name)
+            if len(dim) > 1:
+                names[name] = (sub.size, *sub.axes) if sub.axes else sub.size
+            elif sub.axes:
+                names[name] = sub.axes
+        groups.append(f"({' '.join(group)})" if len(group) > 1 else group[0])
+    return P.factors(" ".join(groups), **names)

@@ -1,0 +1,123 @@
+"""Spec trees: a prefix of the arguments or of the result, told apart into one spec per leaf."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import optree
+
+from torchard.functional.core import tree
+from torchard.functional.programs.program import Program
+from torchard.functional.tracing.signature import paths_of
+from torchard.sharding.values.spec import P, SpecError
+
+__all__ = ["broadcast", "specs_of_arguments", "specs_of_results"]
+
+
+class _Slot:
+    """Stands for a leaf while trees are compared."""
+
+
+def specs_of_arguments(
+    program: Program, in_specs: Any, fn: Callable[..., Any] | None
+) -> dict[str, P]:
+    """The spec of each argument leaf that was given one, by path.
+
+    Raises:
+        SpecError: the tree is no prefix of the arguments, or a spec faces what is no tensor.
+    """
+    if in_specs is None:
+        return {}
+    slots = [_Slot() for _ in range(program.in_tree.num_leaves)]
+    args, kwargs = tree.unflatten(program.in_tree, slots)
+    paths = paths_of(args, kwargs)
+    names = _positional_names(fn, len(args))
+    if isinstance(in_specs, Mapping) and not _is_the_argument(in_specs, args, names, kwargs):
+        specs = _by_name(in_specs, args, kwargs, names)
+    else:
+        specs = broadcast(_as_arguments(in_specs, args), args, "in_specs", "args")
+        specs += [None] * len(tree.leaves(kwargs))
+    traced = {leaf.path for leaf in program.inputs}
+    found = {p: s for p, s in zip(paths, specs, strict=True) if s is not None}
+    for path, spec in found.items():
+        if path not in traced and not spec.is_replicated:
+            raise SpecError(
+                f"in_specs gives {path} the spec {spec}, but it is not a tensor: it is static and "
+                "lives on no mesh. Put None there."
+            )
+    return {p: s for p, s in found.items() if p in traced}
+
+
+def _as_arguments(in_specs: Any, args: tuple[Any, ...]) -> Any:
+    """A list is as good as a tuple; one spec for the one argument there is stands for itself."""
+    if isinstance(in_specs, list):
+        return tuple(in_specs)
+    if len(args) == 1 and not isinstance(in_specs, (tuple, P)):
+        return (in_specs,)
+    return in_specs
+
+
+def _is_the_argument(
+    in_specs: Mapping[str, Any], args: tuple[Any, ...], names: list[str], kwargs: dict[str, Any]
+) -> bool:
+    """Whether a mapping is meant for the one argument there is (a dict), not by argument name."""
+    lone = len(args) == 1 and not kwargs and isinstance(args[0], Mapping)
+    return lone and not set(in_specs) <= set(names)
+
+
+def _by_name(
+    in_specs: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]
+) -> list[P | None]:
+    unknown = sorted(set(in_specs) - set(names) - set(kwargs))
+    if unknown:
+        given = ", ".join([*(n for n in names if n), *kwargs])
+        raise SpecError(f"in_specs names {unknown[0]!r}, but the arguments are {given}.")
+    specs: list[P | None] = []
+    for name, value in [*zip(names, args, strict=True), *sorted(kwargs.items())]:
+        specs += broadcast(in_specs.get(name), value, f"in_specs[{name!r}]", name)
+    return specs
+
+
+def _positional_names(fn: Any, count: int) -> list[str]:
+    try:
+        parameters = list(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        parameters = []
+    return (parameters + [""] * count)[:count]
+
+
+def specs_of_results(program: Program, out_specs: Any) -> dict[str, P]:
+    """The spec of each result leaf that was given one, by path.
+
+    Raises:
+        SpecError: the tree is no prefix of the result.
+    """
+    if out_specs is None:
+        return {}
+    structure = program.out_tree.structure
+    slots = [_Slot() for _ in range(structure.num_leaves)]
+    result = tree.unflatten(structure, slots)
+    specs = broadcast(out_specs, result, "out_specs", "out")
+    paths = tree.paths(result, "out")
+    known = {leaf.path for leaf in program.outputs}
+    return {p: s for p, s in zip(paths, specs, strict=True) if s is not None and p in known}
+
+
+def broadcast(prefix: Any, full: Any, name: str, what: str) -> list[P | None]:
+    """One spec (or None) for each leaf of ``full``.
+
+    Raises:
+        SpecError: the prefix does not fit, or has a leaf that is no spec.
+    """
+    for leaf in optree.tree_leaves(prefix, none_is_leaf=True, namespace=tree.NAMESPACE):
+        if leaf is not None and not isinstance(leaf, P):
+            raise SpecError(
+                f"{name} has a leaf {leaf!r} of type {type(leaf).__name__}; use a P or None, as in "
+                f"{P(leaf) if isinstance(leaf, str) else P('tp', None)}."
+            )
+    try:
+        return tree.broadcast(prefix, full, name, what, "spec")
+    except ValueError as error:
+        raise SpecError(str(error)) from error
