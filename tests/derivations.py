@@ -13,7 +13,7 @@ from random import Random
 import torch
 from torch.autograd import forward_ad
 
-__all__ = ["DERIVATIONS", "OUTERMOST", "Derivation", "batched", "floating"]
+__all__ = ["DERIVATIONS", "FORWARD", "OUTERMOST", "Derivation", "batched", "floating"]
 
 Fn = Callable[..., tuple[torch.Tensor, ...]]
 
@@ -265,3 +265,6 @@ OUTERMOST = tuple(
     Derivation(apply.__name__.strip("_"), apply, order)
     for order, apply in ((1, _autograd), (2, _autograd_twice), (1, _dual_numbers))
 )
+
+# Those with forward mode in them.
+FORWARD = ("jvp", "first_only", "hvp", "laplacian", "dual_numbers")

@@ -13,7 +13,12 @@ __all__ = ["may_follow", "without_gradient"]
 
 # Never differentiable as picked.
 _ALWAYS = frozenset(
-    {"_embedding_bag_forward_only.default", "_linear_cross_entropy_batch_chunked.default"}
+    f"{name}.default"
+    for name in (
+        "_embedding_bag_forward_only",
+        "_linear_cross_entropy_batch_chunked",
+        "_linear_cross_entropy_batch_chunked_no_reduction",
+    )
 )
 # Picked where this argument asks for no gradient: it has none here.
 _ARGUMENT = {"_scaled_dot_product_flash_attention_for_cpu.default": "attn_mask"}

@@ -30,7 +30,7 @@ try:
         temporarily_clear_interpreter_stack,
     )
     from torch._guards import TracingContext, tracing
-    from torch._ops import OpOverload
+    from torch._ops import OpOverload, OpOverloadPacket
     from torch._subclasses.fake_tensor import (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -77,6 +77,7 @@ __all__ = [
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",
     "OpOverload",
+    "OpOverloadPacket",
     "PythonKeyTracer",
     "autocast_off",
     "autocast_on",
@@ -107,9 +108,12 @@ __all__ = [
     "needs_grad_at_top",
     "no_function_modes",
     "no_modes",
+    "overload",
     "profiler_enabled",
     "proxy_node",
     "proxying",
+    "qualified_name",
+    "registered_formula",
     "resolved",
     "saved_were_freed",
     "storage_info",
@@ -747,6 +751,39 @@ def _reading(read: Callable[..., Any], at: int, operands: Callable[[Any], Any]) 
 
     reading._torchard_reads = True  # type: ignore[attr-defined]
     return reading
+
+
+def qualified_name(op: OpOverload | OpOverloadPacket) -> str:
+    """``space::name``."""
+    return op._qualified_op_name if isinstance(op, OpOverloadPacket) else op._name
+
+
+def overload(op: Any, args: Any, kwargs: Any) -> Any:
+    """The overload that torch picks for these arguments."""
+    if not isinstance(op, OpOverloadPacket):
+        return op
+    names = op.overloads()
+    if len(names) > 1:
+        names = [torch._C._jit_resolve_packet(op._qualified_op_name, *args, **kwargs)]
+    return getattr(op, names[0])
+
+
+def registered_formula(node: Any) -> tuple[Any, Any] | None:
+    """What torch.library.register_autograd was given: backward and setup_context of autograd's node.
+
+    torch keeps them in the closure of a class that it generates, and hands that out with the node alone.
+    """
+    generated: Any = getattr(type(node), "_forward_cls", None)
+    if not getattr(generated, "__name__", "").startswith("GeneratedBackwardFor"):
+        return None
+    todo: list[Any] = [generated.backward]
+    while todo:
+        for cell in getattr(todo.pop(), "__closure__", None) or ():
+            held = cell.cell_contents
+            if hasattr(held, "_backward_fn") and hasattr(held, "_setup_context_fn"):
+                return held._backward_fn, held._setup_context_fn
+            todo.append(held)  # one that takes lists wraps another
+    return None
 
 
 def function_modes() -> list[Any]:

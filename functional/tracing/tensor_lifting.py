@@ -14,6 +14,7 @@ from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import PurityError
 from torchard.functional.core.placed import is_placed
 from torchard.functional.torch_internals.composite_functions import COMPOSED
+from torchard.functional.tracing import registered_derivatives as registered
 from torchard.functional.tracing.trace_state import Room
 
 __all__ = ["Lift", "is_weak"]
@@ -46,10 +47,18 @@ class Lift(TorchFunctionMode):
         if _is_data(func):
             return self._data(func, args, kwargs)
         func = _WITHOUT_READING.get(func, func)
+        if func in registered.UNDER_LEVELS and registered.is_live():
+            func = registered.UNDER_LEVELS[func]
+        if registered.may_have_formula(func):
+            return registered.call(func, args, kwargs, self._where(), lambda: Lift(self.room))
         out = func(*args, **kwargs)
         if weak and isinstance(out, torch.Tensor) and out.ndim == 0:
             out._torchard_weak = True  # type: ignore[attr-defined]
         return out
+
+    def _where(self) -> str:
+        replayed = self.room.replaying
+        return str(source.of_here() if replayed is None else replayed.meta.get("source"))
 
     def _natives(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -1,0 +1,210 @@
+"""Derivatives that are registered for operators in Python, given to torch.func.
+
+torch wraps them (``torch.library.register_autograd``) in an autograd Function that torch.func refuses,
+and that forward mode passes by: the tangent is zero, without a word. So while a function is traced under
+a level of torch.func, such an operator is called through a Function that torch.func takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.utils import _pytree as pytree
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core.errors import DerivativeError
+from torchard.functional.core.tensor_spec import Spec
+
+__all__ = ["UNDER_LEVELS", "call", "is_live", "may_have_formula"]
+
+# Of these none is registered in Python.
+_WITHOUT = frozenset(("aten", "prim", "prims", "profiler", "torchard", "_c10d_functional"))
+
+
+def may_have_formula(op: Any) -> bool:
+    """Whether a call under the levels that are live may need `call`."""
+    if not isinstance(op, (internals.OpOverload, internals.OpOverloadPacket)):
+        return False
+    space = internals.qualified_name(op).partition("::")[0]
+    return space not in _WITHOUT and is_live()
+
+
+def is_live() -> bool:
+    """Whether there is a level of torch.func, or of forward mode."""
+    return internals.has_transforms() or internals.forward_ad_active()
+
+
+def _whole_cross_entropy(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """torch computes it in chunks by operators whose formula cannot be differentiated."""
+    found: torch.Tensor = F.linear_cross_entropy(*args, **{**kwargs, "options": None})
+    return found
+
+
+# torch's own functions that call such operators, and what to call while a level is live.
+UNDER_LEVELS: dict[Any, Callable[..., Any]] = {}
+if hasattr(F, "linear_cross_entropy"):
+    UNDER_LEVELS[F.linear_cross_entropy] = _whole_cross_entropy
+
+
+def call(
+    op: Any, args: Any, kwargs: Any, where: str, again: Callable[[], AbstractContextManager[Any]]
+) -> Any:
+    """Call an operator so that torch.func finds the derivative that is registered for it.
+
+    Args:
+        where: the line that calls it.
+        again: what the formula of its derivative runs in, as this call does.
+    """
+    op = internals.overload(op, args, kwargs)
+    formula = _formula(op, args, kwargs) if _is_differentiated(args, kwargs) else None
+    if formula is None:
+        return op(*args, **kwargs)
+    args, kwargs = _complete(op, args, kwargs)
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    widths = tuple(len(pytree.tree_leaves(arg)) for arg in args)
+    run = _Call(op, *formula, where, again, structure, widths)
+    function: Any = _Registered
+    return pytree.tree_unflatten(function.apply(run, *leaves), run.results)
+
+
+def _is_differentiated(args: Any, kwargs: Any) -> bool:
+    kinds = internals.level_kinds()
+    if internals.GRAD in kinds or internals.JVP in kinds or internals.forward_ad_active():
+        return True
+    leaves = pytree.tree_leaves((args, kwargs))
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves)
+
+
+def _complete(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """All arguments by place, and those that have names only."""
+    parameters = op._schema.arguments
+    given = dict(zip((p.name for p in parameters), args, strict=False)) | kwargs
+    full = [(p, given.get(p.name, p.default_value)) for p in parameters]
+    return (
+        tuple(value for p, value in full if not p.kwarg_only),
+        {p.name: value for p, value in full if p.kwarg_only},
+    )
+
+
+_Formula = tuple[Any, Any]
+_known: dict[Any, _Formula] = {}
+
+
+def _formula(op: Any, args: Any, kwargs: Any) -> _Formula | None:
+    """The functions registered for an operator: its backward, and what keeps values for that.
+
+    Nothing lists them. The node that autograd makes of a call knows them, of tensors like these.
+    """
+    if op in _known or op._schema.is_mutable:
+        return _known.get(op)
+    specs = pytree.tree_map_only(torch.Tensor, Spec.of, (args, kwargs))
+    with internals.clean_room(), internals.FakeTensorMode():
+        some, named = pytree.tree_map_only(Spec, _like, specs)
+        try:
+            outputs = pytree.tree_leaves(op(*some, **named))
+        except Exception:  # as the call itself will
+            return None
+    for output in outputs:
+        found = internals.registered_formula(getattr(output, "grad_fn", None))
+        if found is not None:
+            _known[op] = found
+            return found
+    return None
+
+
+def _like(spec: Spec) -> torch.Tensor:
+    tensor = spec.empty()
+    return tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+
+
+@dataclass
+class _Call:
+    """What there is to a call besides tensors; ``widths``: how many leaves each argument by place is."""
+
+    op: Any
+    backward: Any
+    setup_context: Any
+    where: str
+    again: Callable[[], AbstractContextManager[Any]]
+    structure: Any
+    widths: tuple[int, ...]
+    results: Any = field(default=None)
+
+    def gradients(self, ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
+        """By the formula; one for each argument.
+
+        Raises:
+            DerivativeError: there is none, or it cannot be run where it is differentiated in turn.
+        """
+        if self.backward is None:
+            raise DerivativeError(
+                f"{self.where} differentiates {self.op}, which has no derivative: register one by "
+                "torch.library.register_autograd, or detach() what it is given."
+            )
+        try:
+            with self.again():
+                found = self.backward(ctx, *grads)
+        except DerivativeError:
+            raise
+        except Exception as error:
+            raise DerivativeError(
+                f"{self.where} differentiates {self.op}, whose registered derivative fails under "
+                f"torch.func, which differentiates it in turn: {str(error).rstrip('.')}. Write the "
+                "derivative with operations that have one, or use other operations here."
+            ) from error
+        return found if isinstance(found, tuple) else (found,)
+
+    def per_leaf(self, gradients: Sequence[Any], leaves: int) -> list[Any]:
+        """One for each leaf. None for a list is None for all of it, and the last ones may be left out."""
+        found: list[Any] = []
+        for gradient, width in zip(gradients, self.widths, strict=False):
+            given = pytree.tree_leaves(gradient)
+            found += given if len(given) == width else [None] * width
+        return found + [None] * (leaves - len(found))
+
+
+class _Registered(torch.autograd.Function):
+    """An operator with the derivative that is registered for it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(run: _Call, *leaves: Any) -> Any:
+        args, kwargs = pytree.tree_unflatten(leaves, run.structure)
+        flat, run.results = pytree.tree_flatten(run.op(*args, **kwargs))
+        return tuple(flat)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        run, *leaves = inputs
+        args, kwargs = pytree.tree_unflatten(leaves, run.structure)
+        ctx.run = run
+        if run.setup_context is not None:
+            named = {"keyword_only_inputs": kwargs} if kwargs else {}
+            result = pytree.tree_unflatten(output, run.results)
+            run.setup_context(ctx=ctx, inputs=args, output=result, **named)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        run: _Call = ctx.run
+        results = pytree.tree_unflatten(grads, run.results)
+        needs = ctx.needs_input_grad
+        ctx.needs_input_grad = pytree.tree_unflatten(needs[1:], run.structure)[0]
+        try:
+            found = run.gradients(ctx, results if isinstance(results, tuple) else (results,))
+        finally:
+            ctx.needs_input_grad = needs
+        return None, *run.per_leaf(found, len(needs) - 1)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise DerivativeError(
+            f"{ctx.run.where} calls {ctx.run.op} in forward mode: what is registered for it is the "
+            "derivative of reverse mode, and torch takes the tangent to be zero. Use grad, vjp or "
+            "jacrev, or other operations here."
+        )
