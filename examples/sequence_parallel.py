@@ -83,7 +83,7 @@ def main(steps: int = 10, out: Path = Path("out")) -> None:
         assert sorted((c.phase, c.kind) for c in plan) == sorted(expected)
 
         run = shard(step, mesh, constrain_at=PINS)
-        with profile(activities=[ProfilerActivity.CPU]) as trace:
+        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
             ours = train(run, placed, *data, steps)
         rank = 0 if mesh.coords is None else mesh.rank_of(mesh.coords)
         out.mkdir(parents=True, exist_ok=True)
