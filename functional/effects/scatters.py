@@ -25,6 +25,7 @@ __all__ = [
     "Emitter",
     "Step",
     "covers_memory",
+    "is_dense",
     "laid_out_as",
     "strided_steps",
     "written_back",
@@ -72,6 +73,12 @@ class Emitter:
         node.meta.update(tags, val=val)
         return node
 
+    def viewable(self, value: Any, target: Any, gaps: bool) -> Any:
+        """What a view is taken of: without the gaps of the recorded one, a copy, which has any shape."""
+        if not gaps or target is not aten.view.default:
+            return value
+        return self(aten.clone.default, value, memory_format=torch.contiguous_format)
+
     def view(self, value: fx.Node, step: Step) -> fx.Node:
         """A step taken."""
         node = self(step.target, value, *step.args, **dict(step.kwargs))
@@ -110,6 +117,16 @@ def laid_out_as(emit: Emitter, value: fx.Node, want: torch.Tensor) -> fx.Node:
     if not value.meta["val"].is_contiguous():
         value = emit(aten.clone.default, value, memory_format=torch.contiguous_format)
     return _permuted(emit, value, _inverse(order))
+
+
+def is_dense(val: torch.Tensor) -> bool:
+    """Whether nothing lies between its elements."""
+    count = 1
+    for dim in reversed(_memory_order(val)):
+        if val.shape[dim] > 1 and val.stride(dim) != count:
+            return False
+        count *= val.shape[dim]
+    return True
 
 
 def _permuted(emit: Emitter, value: fx.Node, order: Sequence[int]) -> fx.Node:

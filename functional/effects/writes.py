@@ -32,6 +32,7 @@ from torchard.functional.effects.scatters import (
     Emitter,
     Step,
     covers_memory,
+    is_dense,
     laid_out_as,
     strided_steps,
     written_back,
@@ -54,11 +55,15 @@ _OVERWRITES = (
 
 
 class _Memory:
-    """What is written to: how often it was, and whether autograd did not see one of the writes."""
+    """What is written to: how often it was, and whether autograd did not see one of the writes.
 
-    def __init__(self) -> None:
+    ``gaps``: the root was recorded with memory between its elements, which no later value has.
+    """
+
+    def __init__(self, gaps: bool) -> None:
         self.version = 0
         self.evaded = False
+        self.gaps = gaps
 
 
 @dataclass(eq=False)
@@ -151,7 +156,8 @@ class _Functionalization:
             self.evades = True
         if alias.version != alias.memory.version:
             assert alias.parent is not None and alias.step is not None
-            alias.value = emit.view(self._latest(emit, alias.parent), alias.step)
+            value, step = self._latest(emit, alias.parent), alias.step
+            alias.value = emit.view(emit.viewable(value, step.target, alias.memory.gaps), step)
             alias.version = alias.memory.version
         return alias.value
 
@@ -164,7 +170,7 @@ class _Functionalization:
         val = node.meta["val"]
         if key not in self.roots:
             self._read(node)
-            root = _Alias(_Memory(), val, node, 0)
+            root = _Alias(_Memory(not is_dense(val)), val, node, 0)
             self.roots[key] = self.aliases[node] = root
             return
         memory = self.roots[key].memory
@@ -175,6 +181,8 @@ class _Functionalization:
             self.aliases[node] = self._strided(node, parent, val)
             return
         self._read(node)
+        value: Any = Emitter(self.graph, node).viewable(node.args[0], node.target, memory.gaps)
+        node.args = (value, *node.args[1:])
         step = Step(node.target, node.args[1:], tuple(node.kwargs.items()), "cut" in node.meta)
         self.aliases[node] = _Alias(memory, val, node, memory.version, parent, step)
 
