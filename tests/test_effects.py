@@ -40,13 +40,27 @@ def backward(fn: Fn, x: torch.Tensor) -> torch.Tensor:
 
 
 def second(fn: Fn, x: torch.Tensor) -> torch.Tensor:
-    """A Hessian-vector product by autograd, where every stop stops both derivatives."""
+    """A Hessian-vector product by autograd, where every stop stops both derivatives.
+
+    Of `z = y * y; y.data.mul_(0.5)` autograd takes the y of after the write, and gives half of what
+    finite differences do: of the sum of z², at [1, 2], [2, 16] for [4, 32]. torch.func gives the same
+    gradient and refuses the second, as the library does.
+    """
+    _unless_written_behind(lambda: _second_of(grad(fn), x))
     x = x.clone().requires_grad_()
     (first,) = torch.autograd.grad(fn(x), x, create_graph=True)
     if not first.requires_grad:
         return torch.zeros_like(x)
     (found,) = torch.autograd.grad((first * _direction(x)).sum(), x, allow_unused=True)
     return torch.zeros_like(x) if found is None else found
+
+
+def _unless_written_behind(run: Callable[[], object]) -> None:
+    try:
+        run()
+    except RuntimeError as error:
+        if "modified by an inplace operation" in str(error):
+            raise
 
 
 def _direction(x: torch.Tensor) -> torch.Tensor:
@@ -164,11 +178,7 @@ quiet = pytest.mark.filterwarnings("ignore:There is a performance drop")
 @quiet
 def test_random_programs_of_writes_views_and_stops() -> None:
     count, found = search(range(examples(ci=7, explore=2600)))
-    # What torch fails on inside, on fake tensors alone, is refused by name: three programs of 2,092.
-    wrong = [line for line in found if "inside of torch's own differentiation" not in line]
-    refused = {line.split()[0] for line in found} - {line.split()[0] for line in wrong}
-    assert not wrong, "\n".join(wrong)
-    assert len(refused) <= count / 500, "\n".join(found)
+    assert not found, "\n".join(found)
     assert count > 2000 or count >= 5
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +21,7 @@ from torchard.functional.tracing.record import record
 __all__ = ["batched", "joint", "pullback", "pushforward"]
 
 Fn = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+Vjp = Callable[[list[torch.Tensor]], tuple[list[Any], list[Any]]]
 
 
 def _callable(program: Program) -> Fn:
@@ -66,6 +67,7 @@ def _derive(
         asks=tuple(dict.fromkeys((*program.asks, *found.asks))),
         constants=(*program.constants, *(closure.value for closure in found.closures)),
         again=fn if found.without_grad else None,
+        forgets_turns=found.forgets_turns,
     )
 
 
@@ -100,12 +102,20 @@ def _gradient_leaves(program: Program, mask: Sequence[bool], found: Sequence[boo
     ]
 
 
-def _vjp(
-    program: Program, mask: Sequence[bool], count: int, cotangents: int
-) -> tuple[Callable[[list[torch.Tensor]], tuple[list[Any], list[Any]]], list[bool]]:
+class _Vjp(NamedTuple):
+    """Outputs and gradients of inputs and cotangents; after it ran, which gradients there are, and
+    which outputs follow the inputs."""
+
+    run: Vjp
+    present: list[bool]
+    follows: list[bool]
+
+
+def _vjp(program: Program, mask: Sequence[bool], count: int, cotangents: int) -> _Vjp:
     f = _callable(program)
     floats = [_is_float(spec) for spec in _out_specs(program)]
     present: list[bool] = []
+    follows: list[bool] = []
 
     def run(inputs: list[torch.Tensor]) -> tuple[list[Any], list[Any]]:
         primals, rest = inputs[:count], inputs[count:]
@@ -125,9 +135,30 @@ def _vjp(
             ys, cts = zip(*pairs, strict=True)
             grads = torch.autograd.grad(ys, wanted, cts, allow_unused=True)
         present[:] = [grad is not None for grad in grads]
+        follows[:] = [output.requires_grad for output in outputs]
         return list(outputs), [grad for grad in grads if grad is not None]
 
-    return run, present
+    return _Vjp(_in_level(run, mask) if _needs_level(program) else run, present, follows)
+
+
+def _needs_level(program: Program) -> bool:
+    """Whether plain autograd on fakes would go wrong where the function runs again.
+
+    Inside a level of torch.func's, which wraps the fakes, torch takes views again by their strides. Not
+    everywhere: there it refuses autograd Functions without setup_context, and hooks.
+    """
+    return program.again is not None and program.forgets_turns
+
+
+def _in_level(run: Vjp, mask: Sequence[bool]) -> Vjp:
+    """The same gradients, taken inside a level of torch.func's."""
+
+    def inside(inputs: list[torch.Tensor]) -> tuple[list[Any], list[Any]]:
+        with internals.gradient_level(inputs, mask) as (wrapped, out):
+            outputs, grads = run(wrapped)
+            return list(map(out, outputs)), list(map(out, grads))
+
+    return inside
 
 
 def _as_function(program: Program) -> Program:
@@ -154,22 +185,20 @@ def joint(program: Program, mask: Sequence[bool]) -> Program:
     program = _as_function(program)
     count, primals = _split_inputs(program)
     cotangents = _cotangents(program, None)
-    run, present = _vjp(program, mask, count, len(cotangents))
-    follows: list[bool] = []
+    vjp = _vjp(program, mask, count, len(cotangents))
 
     def fn(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        outputs, grads = run(inputs)
-        follows[:] = [output.requires_grad for output in outputs]
+        outputs, grads = vjp.run(inputs)
         return [*outputs, *grads]
 
     derived = _derive(
         program,
         fn,
         [*primals, *cotangents],
-        lambda: [*program.outputs, *_gradient_leaves(program, mask, present)],
-        tuple(mask),
+        lambda: [*program.outputs, *_gradient_leaves(program, mask, vjp.present)],
+        () if _needs_level(program) else tuple(mask),
     )
-    derived.facts["differentiable"] = tuple(follows)
+    derived.facts["differentiable"] = tuple(vjp.follows)
     return derived
 
 

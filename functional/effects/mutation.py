@@ -11,9 +11,11 @@ from torch import fx
 __all__ = [
     "argument",
     "argument_names",
+    "forgets_turns",
     "functional_twin",
     "overlap",
     "storage_key",
+    "turns_in_place",
     "written_arguments",
     "written_nodes",
 ]
@@ -41,6 +43,39 @@ def storage_key(node: fx.Node) -> int | None:
     """Which memory a node's value lies in."""
     value = node.meta.get("val")
     return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def forgets_turns(graph: fx.Graph) -> bool:
+    """Whether plain autograd on fakes gives wrong gradients of what was recorded.
+
+    After a write autograd takes each view of the memory again: of tensors by its strides, of fakes by the
+    functions that made it, less those that gave a tensor other dims in place. So it goes wrong after a
+    write to memory of which a view was turned, and where a tensor was turned that has views.
+    """
+    seen, views, viewed, pending = set[int](), set[fx.Node](), set[int](), set[int]()
+    for node in graph.nodes:
+        key = storage_key(node)
+        if key is None or node.op != "call_function":
+            continue
+        written = written_nodes(node)
+        if any(storage_key(one) in pending for one in written):
+            return True
+        if written and turns_in_place(node.target):
+            if written[0] in views:
+                pending.add(key)
+            elif key in viewed:
+                return True
+        if (written and written[0] in views) or (not written and key in seen):
+            views.add(node)
+            viewed.add(key)
+        seen.add(key)
+    return False
+
+
+def turns_in_place(target: Any) -> bool:
+    """Whether an operation gives its argument other dims in place (``unsqueeze_``)."""
+    turns = torch.Tag.inplace_view in getattr(target, "tags", ())
+    return turns and getattr(target, "__name__", "") != "detach_.default"
 
 
 def argument(node: fx.Node, name: str) -> Any:

@@ -174,6 +174,7 @@ class Program:
         constants: values of the last inputs, those of role ``constant``: made while tracing.
         again: the function itself, to be run again for derivatives, where the graph alone does
             not show them (gradients switched off inside, autograd.Function).
+        forgets_turns: plain autograd on fakes would go wrong in ``again`` (see effects/mutation.py).
     """
 
     graph: fx.Graph
@@ -188,6 +189,7 @@ class Program:
     closures: tuple[Any, ...] = ()
     constants: tuple[torch.Tensor, ...] = ()
     again: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
+    forgets_turns: bool = False
 
     # -- reading ------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from torch import fx
 
 from torchard.functional.core.locks import Lock
 from torchard.functional.torch_internals import versions, zero_tangents
+from torchard.functional.torch_internals.operators import aten
 from torchard.functional.torch_internals.scalar_operands import as_tensors
 
 versions.check(torch.__version__)
@@ -36,6 +37,7 @@ try:
         DynamicOutputShapeException,
         FakeTensor,
         FakeTensorMode,
+        disable_fake_tensor_cache,
     )
     from torch.autograd import forward_ad
     from torch.fx.experimental.proxy_tensor import (
@@ -97,9 +99,11 @@ __all__ = [
     "ended",
     "forward_ad_active",
     "function_modes",
+    "gradient_level",
     "graph_task",
     "has_modes",
     "has_transforms",
+    "in_gradient_level",
     "inserting_after",
     "is_view",
     "is_wrapped",
@@ -345,17 +349,27 @@ def clear_frames_of_torch(error: BaseException) -> None:
                     frame.clear()
 
 
+_MEMORY_OF_A_PRIMAL = aten._new_zeros_with_same_feature_meta.default
+
+
 class _Proxying(ProxyTorchDispatchMode):
     """Records, and mends what torch does to fakes otherwise than to tensors.
 
     C++ takes a fake tensor to be on meta, and there it copies tangents that are laid out otherwise than
-    their primals; outside of the trace those would be tensors without values.
+    their primals; outside of the trace those would be tensors without values. What it copies them into
+    has the primal's whole memory, around it too; the cache of fake results remembers shape and strides
+    alone, and a view of such a tangent is not laid out as that of its primal, on which torch asserts.
     """
 
     def __init__(
-        self, tracer: PythonKeyTracer, device: torch.device, below: Callable[[], Any]
+        self,
+        tracer: PythonKeyTracer,
+        fakes: FakeTensorMode,
+        device: torch.device,
+        below: Callable[[], Any],
     ) -> None:
         super().__init__(tracer, "fake")
+        self.fakes = fakes
         self.device = device
         self.below = below
 
@@ -368,7 +382,7 @@ class _Proxying(ProxyTorchDispatchMode):
         record = super().__torch_dispatch__
 
         def call(func: Any, *args: Any, **kwargs: Any) -> Any:
-            with torch._C._PreserveDispatchKeyGuard(), self.below():
+            with torch._C._PreserveDispatchKeyGuard(), self.below(), self._cache_for(func):
                 return record(func, types, args, kwargs)
 
         try:
@@ -376,6 +390,11 @@ class _Proxying(ProxyTorchDispatchMode):
         except BaseException as error:  # fn may catch it and go on
             clear_frames_of_torch(error)
             raise
+
+    def _cache_for(self, func: Any) -> contextlib.AbstractContextManager[None]:
+        if func is _MEMORY_OF_A_PRIMAL:
+            return disable_fake_tensor_cache(self.fakes)
+        return contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -420,7 +439,7 @@ def proxying(
     tracer.root = torch.nn.Module()
     tracer.tensor_attrs = {}
     device = inputs[0].device if inputs else torch.device("cpu")
-    mode = _Proxying(tracer, device, below)
+    mode = _Proxying(tracer, fakes, device, below)
     after = None
     for i, tensor in enumerate(inputs):
         after = track(tracer, tensor, f"in{i}", after)
@@ -515,6 +534,32 @@ def level_kinds() -> list[Any]:
 def forward_ad_active() -> bool:
     """Whether torch.autograd.forward_ad has a level open (functorch's jvp has one too)."""
     return forward_ad._current_level >= 0
+
+
+@contextlib.contextmanager
+def gradient_level(
+    tensors: Sequence[torch.Tensor], mask: Sequence[bool]
+) -> Iterator[tuple[list[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]]:
+    """A level of torch.func's gradients, as its vjp opens.
+
+    Yields:
+        These tensors in it, those of the mask followed, and what takes a tensor out of it.
+    """
+    with eager_transforms.grad_increment_nesting() as level:
+        inside = [functorch_c._wrap_for_grad(tensor, level) for tensor in tensors]
+        for tensor, followed in zip(inside, mask, strict=False):
+            if followed:
+                eager_transforms._create_differentiable(tensor, level)
+        yield inside, lambda tensor: functorch_c._unwrap_for_grad(tensor, level)
+
+
+def in_gradient_level(tensor: torch.Tensor) -> bool:
+    """Whether a level of torch.func's gradients owns it, or what other levels wrap in it."""
+    while functorch_c.is_functorch_wrapped_tensor(tensor):
+        if functorch_c.is_gradtrackingtensor(tensor):
+            return True
+        tensor = functorch_c.get_unwrapped(tensor)
+    return False
 
 
 def is_view(tensor: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import DerivativeError, PurityError, UnexpectedTracerError
 from torchard.functional.core.tensor_spec import Spec
+from torchard.functional.effects.mutation import forgets_turns
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.tensor_lifting import Lift
 from torchard.functional.tracing.torch_checkpoint import taken_as_segments
@@ -23,14 +24,19 @@ __all__ = ["Recording", "Spec", "record"]
 
 @dataclass
 class Recording:
-    """What a trace left behind; `graph` has its closures' placeholders after its inputs'."""
+    """What a trace left behind; `graph` has its closures' placeholders after its inputs'.
+
+    Attributes:
+        without_grad: the graph alone does not show its derivatives.
+        forgets_turns: see `mutation.forgets_turns`.
+    """
 
     graph: fx.Graph
     inputs: int
     closures: list[Closure]
     asks: list[Any]
     without_grad: bool
-    differentiable: tuple[bool, ...] = ()
+    forgets_turns: bool
 
 
 def record(
@@ -61,10 +67,10 @@ def record(
             nodes = tuple(_output_node(room, output) for output in outputs)
         room.tracer.graph.output(nodes)
         internals.end_fakes(room.tracer, _leaked)
-    follows = tuple(output.requires_grad for output in outputs)
     closures = [closure for closure, _ in room.closures.values()]
+    forgets = room.turned and forgets_turns(room.tracer.graph)
     found = Recording(
-        room.tracer.graph, len(specs), closures, room.asks, room.without_grad, follows
+        room.tracer.graph, len(specs), closures, room.asks, room.without_grad, forgets
     )
     _lift_attributes(found, room)
     return found

@@ -13,6 +13,7 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import PurityError
 from torchard.functional.core.placed import is_placed
+from torchard.functional.effects.mutation import forgets_turns
 from torchard.functional.torch_internals.composite_functions import COMPOSED
 from torchard.functional.tracing import registered_derivatives as registered
 from torchard.functional.tracing.trace_state import Room
@@ -41,6 +42,8 @@ class Lift(TorchFunctionMode):
         if internals.forward_ad_active():
             self.room.inner_levels = internals.level_kinds()
         args, kwargs = self._natives(args), self._natives(kwargs)
+        if self.room.turned and func in _PLAIN_GRADIENTS and forgets_turns(self.room.tracer.graph):
+            _check_levels(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
         args, kwargs, weak = _weaken(args, kwargs)
         if _is_detach(func):
             return self._cut(func, args, kwargs)
@@ -114,6 +117,21 @@ def _assign(into: torch.Tensor, index: Any, value: Any) -> None:
 
 # Composite operations that read values they need not, and what to run while tracing.
 _WITHOUT_READING: dict[Any, Any] = {F.one_hot: _one_hot, torch.Tensor.__setitem__: _assign, **COMPOSED}
+
+
+_PLAIN_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
+
+
+def _check_levels(outputs: Any) -> None:
+    """Refuse plain autograd on fakes where it forgets turns."""
+    outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
+    if not all(isinstance(x, torch.Tensor) and internals.in_gradient_level(x) for x in outputs):
+        raise PurityError(
+            f"{source.of_here()} takes a gradient by torch.autograd in a function that gives a tensor "
+            "other dims in place (unsqueeze_, squeeze_, t_, transpose_): while a function is traced, "
+            "torch forgets that when it follows views. Use the operation without the underscore, or "
+            "torch.func.grad."
+        )
 
 
 def _reads_metadata(func: Any) -> bool:

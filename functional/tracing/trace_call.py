@@ -60,6 +60,7 @@ def trace_call(
         closures=tuple(lifted),
         constants=tuple(closure.value for closure in made),
         again=shape.again(lifted) if found.without_grad else None,
+        forgets_turns=found.forgets_turns,
     )
 
 

@@ -23,6 +23,7 @@ from torchard.functional.core.placed import lifts
 from torchard.functional.core.scope_frames import Frame, path_of
 from torchard.functional.core.tensor_spec import Spec, contiguous
 from torchard.functional.effects.grad_dependent_ops import without_gradient
+from torchard.functional.effects.mutation import turns_in_place
 from torchard.functional.programs.program import INHERITED
 from torchard.functional.remat.segments import segments_opened
 
@@ -84,6 +85,7 @@ class Room:
     asks: list[Any] = field(default_factory=list)
     closures: dict[int, tuple[Closure, torch.Tensor]] = field(default_factory=dict)
     without_grad: bool = False
+    turned: bool = False
     task: int = -1
     last_input: fx.Node | None = None
     origins: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -114,6 +116,7 @@ class Room:
             node.meta["without_grad"] = self.without_grad = True
         elif without_gradient(node):
             self.without_grad = True
+        self.turned |= turns_in_place(node.target)
         self._remember(tags)
 
     def retag(self, tensor: torch.Tensor, old: fx.Node) -> None:
