@@ -1,13 +1,22 @@
-"""What every test shares: one thread, a fixed seed, derandomised property tests."""
+"""What every test shares: one thread, a fixed seed, derandomised property tests.
+
+The examples of README.md and of docstrings are tests as well; Sybil collects them.
+"""
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
+from docstrings import DocstringDocument, DocstringExamples
 from hypothesis import settings
+from sybil import Sybil
+from sybil.parsers.markdown import PythonCodeBlockParser
+from sybil.sybil import SybilCollection
 
 SEED = 20_111_112
+ROOT = Path(__file__).resolve().parent
 
 # Tests run in several processes at once; each process's torch then wants one core.
 torch.set_num_threads(1)
@@ -17,6 +26,16 @@ gc.set_threshold(5000, 20, 20)
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
 settings.load_profile("ci")
+
+readme = Sybil([PythonCodeBlockParser()], path=str(ROOT), pattern="README.md", fixtures=["manual_seed"])
+sources = DocstringExamples(
+    [],
+    path=str(ROOT / "src"),
+    pattern="**/*.py",
+    fixtures=["manual_seed"],
+    document_types={".py": DocstringDocument},
+)
+pytest_collect_file = SybilCollection([readme, sources]).pytest()
 
 
 def pytest_report_header() -> str:
