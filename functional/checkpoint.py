@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 from torch import fx
@@ -11,8 +11,9 @@ from torch import fx
 from torchard.functional.core.arguments import CheckedInside, checked
 from torchard.functional.core.errors import CheckpointError
 from torchard.functional.engine.transformed import Transformed
-from torchard.functional.programs.program import Program
+from torchard.functional.programs.program import Program, Rewrite
 from torchard.functional.remat.policies import Policy, as_policy, save_nothing
+from torchard.functional.remat.recompute import RECOMPUTE
 from torchard.functional.remat.segments import Pattern, Where, chooser, mark, scopes_in, segments_of
 
 __all__ = ["Checkpoint", "checkpoint"]
@@ -63,7 +64,7 @@ def _patterns(where: Any) -> tuple[Pattern, ...] | None:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(Rewrite):
     """The rewrite of `checkpoint`: it marks segments. What becomes of them is decided at the end."""
 
     policy: Policy
@@ -71,6 +72,10 @@ class Checkpoint:
 
     # It only marks, and what is fused must not lie across an edge of what is marked.
     stage = -1
+
+    @property
+    def asks(self) -> tuple[Rewrite, ...]:
+        return (RECOMPUTE,)
 
     def annotate(self, program: Program) -> Program:
         """Check that what the user named is there."""
@@ -83,7 +88,7 @@ class Checkpoint:
 
     def inline(self, program: Program) -> Program:
         """Inside another trace: its policies decide when that one is lowered."""
-        return self(program)
+        return replace(self(program), asks=(*program.asks, RECOMPUTE))
 
     def wants(self, node: fx.Node) -> bool:
         """Whether its policy names the label of a value."""

@@ -18,7 +18,7 @@ from torchard.functional.core.locks import Lock
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.failures import compiled_failed
-from torchard.functional.programs.program import Bound, Program
+from torchard.functional.programs.program import Bound, Program, Rewrite
 from torchard.functional.remat.barrier import insert_barriers
 
 __all__ = ["Compile", "jit"]
@@ -55,7 +55,7 @@ def jit(
 
 
 @dataclass(frozen=True)
-class Compile:
+class Compile(Rewrite):
     """The rewrite of `jit`: it leaves the graph alone and says how it is bound."""
 
     backend: str = "inductor"
@@ -73,7 +73,7 @@ class Compile:
         return program
 
     def __call__(self, program: Program) -> Program:
-        return replace(program, facts={**program.facts, "compile": self})
+        return replace(program, compiler=self)
 
     def inline(self, program: Program) -> Program:
         """Inside another trace the outermost transform decides how to run."""
@@ -94,16 +94,13 @@ class Compile:
         insert_barriers(graph.graph)
         graph.recompile()
         made = _Compiled(graph, plain, self.backend, program)
-        guard = getattr(program.runtime, "guard", None)
-        return made if guard is None else guard(program, made, graph.graph)
+        return made if program.runtime is None else program.runtime.guard(program, made, graph.graph)
 
 
 def _flat_module(program: Program) -> fx.GraphModule | None:
     if program.runtime is None:
         return fx.GraphModule(torch.nn.Module(), program.copy().graph)
-    make = getattr(program.runtime, "graph", None)
-    module: fx.GraphModule | None = make(program) if make else None
-    return module
+    return program.runtime.graph(program)
 
 
 class _Compiled:

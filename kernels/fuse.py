@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -11,7 +11,7 @@ from torch import fx
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.errors import KernelError, NoMatch
 from torchard.functional.engine.transformed import Transformed
-from torchard.functional.programs.program import Program
+from torchard.functional.programs.program import Program, Rewrite
 from torchard.functional.remat.segments import Where, chooser, scopes_in
 from torchard.functional.trace import trace
 from torchard.kernels import library  # noqa: F401  (its kernels)
@@ -124,7 +124,7 @@ def _places(where: Where) -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
-class Fuse:
+class Fuse(Rewrite):
     """The rewrite of ``fuse``.
 
     Attributes:
@@ -156,8 +156,7 @@ class Fuse:
         search = Search(changed, self)
         search.carry_out()
         each_its_own(program, changed)
-        changed.facts["misses"] = (*program.facts.get("misses", ()), search.missed(program))
-        return changed
+        return replace(changed, misses=(*program.misses, search.missed(program)))
 
     def inline(self, program: Program) -> Program:
         """Inside another trace: mark what it is about, to be done when that one is lowered."""

@@ -11,14 +11,14 @@ from torch import fx
 
 from torchard.functional.core.arguments import checked
 from torchard.functional.engine.transformed import Transformed
-from torchard.functional.programs.program import FREE, Leaf, Program
+from torchard.functional.programs.program import FREE, Leaf, Program, Rewrite
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.lowering.lower_manual import attach_moves
 from torchard.sharding.lowering.runtime import runtime_of
 from torchard.sharding.lowering.windows import attach_windows
 from torchard.sharding.planning.canonicalize import prepare
 from torchard.sharding.planning.constraints import (
-    Hint,
+    SpecHint,
     matches,
     pin,
     pin_named,
@@ -96,7 +96,7 @@ def shard(
     return Transformed(fn, (own,))
 
 
-class Shard:
+class Shard(Rewrite):
     """The rewrite behind ``shard``: a global program becomes an SPMD program."""
 
     def __init__(
@@ -131,7 +131,7 @@ class Shard:
     def __repr__(self) -> str:
         return f"shard({self.mesh})"
 
-    def covers(self, other: Any) -> bool:
+    def covers(self, other: Rewrite) -> bool:
         """Whether what another rewrite asks for is done when this one has run."""
         if isinstance(other, Shard) and other.mesh != self.mesh:
             raise MeshError(
@@ -177,7 +177,7 @@ class Shard:
             layout_of(spec, tuple(node.meta["val"].shape), self.mesh, path)
         except SpecError as error:
             errors.append(str(error))
-        return replace(leaf, hint=Hint(spec))
+        return replace(leaf, hint=SpecHint(spec))
 
     # -- the rewrite ---------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class Shard:
             if isinstance(known, int):
                 continue
             layout, rank = known
-            if isinstance(leaf.hint, Hint):  # where a plain argument is put first
+            if isinstance(leaf.hint, SpecHint):  # where a plain argument is put first
                 layout = self._layout_of_hint(leaf, node)
             if rank == PARAMETER:
                 layers[node] = layer_of(leaf.path)
@@ -254,7 +254,7 @@ class Shard:
     ) -> None:
         last = placeholders[-1] if placeholders else None
         for leaf, node in zip(program.inputs, placeholders, strict=True):
-            if isinstance(leaf.hint, Hint) and leaf.role in ("primal", "closure", "tangent"):
+            if isinstance(leaf.hint, SpecHint) and leaf.role in ("primal", "closure", "tangent"):
                 if not node.users or self._layout_of_hint(leaf, node) == _tag_layout(leaf, node):
                     continue
                 assert last is not None
@@ -267,7 +267,7 @@ class Shard:
         last = graph.find_nodes(op="placeholder")[-1:]
         for i, leaf in enumerate(program.outputs):
             value = values[i]
-            if isinstance(leaf.hint, Hint) and isinstance(value, fx.Node):
+            if isinstance(leaf.hint, SpecHint) and isinstance(value, fx.Node):
                 # Ahead of all that reads the value: what is computed of a result reads the result.
                 with graph.inserting_after(last[0] if value.op == "placeholder" else value):
                     values[i] = pin(graph, value, leaf.hint, leaf.path, soft=False)
@@ -284,7 +284,8 @@ class Shard:
                 node.args = (node.args[0], number_of(spec))
 
     def _layout_of_hint(self, leaf: Leaf, node: fx.Node) -> Layout:
-        hint: Hint = leaf.hint
+        hint = leaf.hint
+        assert isinstance(hint, SpecHint)
         return hint.layout(tuple(node.meta["val"].shape), self.mesh, leaf.path)
 
     # -- what is given -------------------------------------------------------------------------
@@ -299,7 +300,7 @@ class Shard:
                 inputs[node] = leaf.of
                 continue
             rank = PARAMETER if i in wanted or node in updated.values() else BATCH
-            if isinstance(leaf.hint, Hint) and leaf.hint.spec.weak:
+            if isinstance(leaf.hint, SpecHint) and leaf.hint.spec.weak:
                 rank = DERIVED
             inputs[node] = (_tag_layout(leaf, node), rank)
         results = graph.output_node().args[0]
@@ -329,13 +330,13 @@ class Shard:
             return leaf.tag.layout(shape)
         if leaf.tag is None or not shape:
             return Layout.replicated(shape)
-        if isinstance(leaf.hint, Hint):
+        if isinstance(leaf.hint, SpecHint):
             return leaf.hint.layout(shape, self.mesh, leaf.path)
         source = updated.get(i)
         if source is not None:
             given = program.inputs[placeholders.index(source)]
             layout = _tag_layout(given, source)
-            if given.tag is None and isinstance(given.hint, Hint):  # plain, and split by in_specs
+            if given.tag is None and isinstance(given.hint, SpecHint):  # plain, and split by in_specs
                 layout = self._layout_of_hint(given, source)
             # A step's new parameter stays whole where the old one was placed so.
             meant = not layout.is_replicated or (stepped and isinstance(given.tag, Held))
@@ -349,7 +350,7 @@ class Shard:
             if leaf.tag is FREE:
                 held = Held.of(self.mesh, layout)
                 plain = not layout.dims
-                if not plain and isinstance(leaf.hint, Hint) and leaf.hint.spec.is_replicated:
+                if not plain and isinstance(leaf.hint, SpecHint) and leaf.hint.spec.is_replicated:
                     # The new value of what is placed so stays placed.
                     source = source_of(value)
                     plain = source is None or tags[source] != held

@@ -15,11 +15,11 @@ import torch
 from torchard.functional.core import tree
 from torchard.functional.core.placed import Facts
 from torchard.functional.execution.codegen import compiled
-from torchard.functional.programs.program import FREE, Program
+from torchard.functional.programs.program import FREE, Program, Rewrite, Runtime
 
 
 @dataclass(frozen=True)
-class Identity:
+class Identity(Rewrite):
     """Copies the program."""
 
     def annotate(self, program: Program) -> Program:
@@ -92,7 +92,7 @@ def halves(value: torch.Tensor) -> Pair:
     return Pair([part.clone() for part in value.chunk(2, 0)], Halves())
 
 
-class PairRuntime:
+class PairRuntime(Runtime):
     """Puts the halves together, runs, and takes the results apart."""
 
     def bind(self, program: Program) -> Any:

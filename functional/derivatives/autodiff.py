@@ -177,7 +177,7 @@ def joint(program: Program, mask: Sequence[bool]) -> Program:
     Inputs are the program's, then one cotangent for every floating output (role ``cotangent``,
     ``of`` that output), then its constants. Outputs are the program's, then one gradient (role
     ``gradient``, ``of`` that input) for each input of the mask that the outputs depend on.
-    ``facts["differentiable"]`` says which outputs depend on inputs of the mask.
+    ``differentiable`` says which outputs depend on inputs of the mask.
 
     Args:
         mask: one bool per input; only floating inputs may ask for a gradient.
@@ -198,8 +198,7 @@ def joint(program: Program, mask: Sequence[bool]) -> Program:
         lambda: [*program.outputs, *_gradient_leaves(program, mask, vjp.present)],
         () if _needs_level(program) else tuple(mask),
     )
-    derived.facts["differentiable"] = tuple(vjp.follows)
-    return derived
+    return replace(derived, differentiable=tuple(vjp.follows))
 
 
 def pullback(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> Program:

@@ -17,10 +17,16 @@ import torch
 from torchard.functional.core.locks import Lock
 from torchard.functional.derivatives.autodiff import batched, joint, pullback, pushforward
 from torchard.functional.execution.binding import bind
-from torchard.functional.programs.program import Finishing, Free, Leaf, Program, Rewrite, finished
+from torchard.functional.programs.program import (
+    Free,
+    Leaf,
+    Placement,
+    Program,
+    Rewrite,
+    finished,
+    finishing,
+)
 from torchard.functional.programs.views import needed_by
-from torchard.functional.remat.budget import kept_within_budget
-from torchard.functional.remat.rematerialise import rematerialise
 from torchard.functional.remat.split import Saved, split
 from torchard.functional.tracing.purify import replay
 from torchard.functional.tracing.trace_state import active
@@ -35,41 +41,31 @@ def width(leaf: Leaf) -> int:
     return 1 if leaf.tag is None or isinstance(leaf.tag, Free) else leaf.tag.width
 
 
-def covers(rewrites: Sequence[Rewrite], other: Rewrite) -> bool:
-    """Whether a rewrite of the stack does what another one asks for."""
-    return any(
-        mine.covers(other) if hasattr(mine, "covers") else mine == other for mine in rewrites
-    )
-
-
 def lower(program: Program, rewrites: Sequence[Rewrite]) -> Program:
-    """Apply a stack of rewrites, and what nested pieces and placed inputs ask for besides, in stages.
+    """Apply a stack of rewrites, and what it, nested pieces and placed inputs ask for, by stages.
 
-    Then what checkpoints have marked is carried out, and rewrites that have a ``finish`` have the last
-    word: on what is made again as well.
+    Then dead code goes, and the post-passes run.
     """
-    applied = list(rewrites)
-    placed = [
-        leaf.tag.rewrite()
-        for leaf in program.inputs
-        if leaf.tag is not None and not isinstance(leaf.tag, Free)
-    ]
-    for rewrite in dict.fromkeys((*program.asks, *placed)):
-        if not covers(applied, rewrite):
-            applied.append(rewrite)
-    applied.sort(key=lambda rewrite: getattr(rewrite, "stage", 1))
-    # What one of them means by a label must still be there when its turn comes.
-    wants = tuple(rewrite.wants for rewrite in applied if hasattr(rewrite, "wants"))
-    program = replace(program, facts={**program.facts, "wanted": wants})
-    for rewrite in applied:
+    stack = _in_order(program, rewrites)
+    program = replace(program, stack=stack)
+    for rewrite in stack:
         program = rewrite(program)
-    last = tuple(rewrite for rewrite in applied if isinstance(rewrite, Finishing))
-    program = rematerialise(program, kept_within_budget(program, last))
-    program = finished(_without_dead_code(program), last)
+    program = finished(_without_dead_code(program), finishing(stack))
     settled = tuple(
         replace(leaf, tag=None) if isinstance(leaf.tag, Free) else leaf for leaf in program.outputs
     )
-    return replace(program, outputs=settled)
+    return replace(program, outputs=settled, stack=())
+
+
+def _in_order(program: Program, rewrites: Sequence[Rewrite]) -> tuple[Rewrite, ...]:
+    """The rewrites, and those that are asked for and that none of them covers, by their stages."""
+    stack = list(rewrites)
+    placed = [leaf.tag.rewrite() for leaf in program.inputs if isinstance(leaf.tag, Placement)]
+    asked = [other for rewrite in rewrites for other in rewrite.asks]
+    for other in dict.fromkeys((*program.asks, *placed, *asked)):
+        if not any(mine.covers(other) for mine in stack):
+            stack.append(other)
+    return tuple(sorted(stack, key=lambda rewrite: rewrite.stage))
 
 
 def _without_dead_code(program: Program) -> Program:
@@ -193,7 +189,7 @@ class Flat:
         program = self.joint(mask)
         cut = split(program)
         outputs = tuple(leaf for leaf in program.outputs if leaf.role != "gradient")
-        follows = program.facts["differentiable"]
+        follows = program.differentiable
         spans = _spans([self._width(leaf) for leaf in outputs])
         floats = [i for i, node in enumerate(self.base.results) if _is_float(node.meta["val"])]
         return Halves(

@@ -61,6 +61,12 @@ class Transformed:
     def __init__(
         self, fn: Callable[..., Any], rewrites: Sequence[Rewrite], *, cache_size: int = 256
     ) -> None:
+        for rewrite in rewrites:
+            if not isinstance(rewrite, Rewrite):
+                raise TypeError(
+                    f"Transformed({fn!r}, ...): {rewrite!r} is no Rewrite; derive its class from "
+                    "torchard.transforms.Rewrite."
+                )
         inner: tuple[Rewrite, ...] = ()
         if isinstance(fn, Transformed):
             inner = fn.rewrites
@@ -123,9 +129,7 @@ class Transformed:
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The rewritten program for these arguments (meta tensors and ShapeDtype too), not run."""
         flat = self._entry(read(args, kwargs), args, kwargs, looking=True)[0].flat
-        # What the residuals of a program without a backward are read from.
-        flat.program.facts.setdefault("joint", lambda: flat.joint(_floating(flat.base)))
-        return Lowered.of(flat.program)
+        return Lowered.of(flat.program, lambda: flat.joint(_floating(flat.base)))
 
     def lower_joint(
         self, *args: Any, argnums: int | Sequence[int] | None = None, **kwargs: Any
@@ -314,7 +318,7 @@ class _Entry:
         # The closed-over values, and the state of the environment they are of.
         self.last_read: tuple[object, list[Any]] = (None, [])
         self.kinds = [_kind(closure.value) for closure in base.closures]
-        starts = [f"args[{n}]" for r in rewrites for n in getattr(r, "donate_argnums", ())]
+        starts = [f"args[{n}]" for r in rewrites for n in r.donate_argnums]
         self.donated = [i for i in arguments.traced if _under(paths[i], starts)]
         ends = accumulate(self.flat.widths, initial=0)
         self.positions = dict(zip(arguments.traced, ends, strict=False))

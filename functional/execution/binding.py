@@ -13,10 +13,8 @@ def bind(program: Program) -> Bound:
 
     It may empty the list it is given, so that what dies inside is freed; a tuple is left alone.
     """
-    how = program.facts.get("compile")
-    if how is not None:
-        bound: Bound = how.bind(program)
-        return bound
+    if program.compiler is not None:
+        return program.compiler.bind(program)
     if program.runtime is not None:
         return program.runtime.bind(program)
     return compiled(program.graph, program.name)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchard.functional.core.errors import CollectiveError
-from torchard.functional.programs.labels import Label, described
+from torchard.functional.programs.labels import Label
 
 __all__ = ["compiled_failed", "failed"]
 
@@ -46,8 +46,8 @@ def failed(error: Exception, label: Label | None, name: str) -> None:
         error.add_note(f"while {name} ran {', '.join([label.op, *filter(None, where)])}")
         return
     record = label.collective
-    payload = getattr(record, "payload", "")
-    what = [described(record) + (f" ({payload})" if payload else ""), *where[1:]]
+    assert record is not None  # `stage` stands on the calls of collectives alone
+    what = [record.title + (f" ({record.payload})" if record.payload else ""), *where[1:]]
     raise CollectiveError(
         f"{', '.join(filter(None, what))}: failed while {_DOING[label.stage]} in {name}: "
         f"{_first_line(error)}\n{label.peers} {_REMEDY}",
@@ -73,7 +73,7 @@ def compiled_failed(error: Exception, name: str, backend: str, records: Sequence
 
 
 def _listed(records: Sequence[Any]) -> str:
-    counts = Counter(map(described, records))
+    counts = Counter(record.title for record in records)
     shown = [f"{n} × {title}" if n > 1 else title for title, n in counts.items()]
     more = len(shown) - _LISTED
     return "; ".join(shown[:_LISTED] + ([f"and {more} more"] if more > 0 else [])) or "none"

@@ -9,7 +9,7 @@ from typing import Any
 from torch.profiler import record_function
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.programs.labels import Label, described
+from torchard.functional.programs.labels import Label
 
 __all__ = ["Path", "Regions", "paths_of"]
 
@@ -57,7 +57,8 @@ def _scopes(label: Label, scopes: set[str]) -> list[Region]:
 
 def _collective(label: Label, number: int) -> Region:
     """One call where others take part, and where they are played in this process, all its operations."""
-    title = described(label.collective)
+    assert label.collective is not None  # `stage` stands on the calls of collectives alone
+    title = label.collective.title
     if not label.stage:
         return Region(title, id(label.collective))
     return Region(f"wait for {title}" if label.stage == "wait" else title, number)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import fx
 
-__all__ = ["output_node", "output_values", "sweep"]
+__all__ = ["bytes_of", "output_node", "output_values", "sweep"]
 
 
 def output_node(graph: fx.Graph) -> fx.Node:
@@ -26,3 +27,15 @@ def sweep(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users:
             graph.erase_node(node)
+
+
+def bytes_of(node: fx.Node, item: int = 0) -> int:
+    """The bytes of a node's value, or of one result of several; those of its storage for an input."""
+    val: Any = node.meta.get("val")
+    if isinstance(val, (tuple, list)):
+        val = val[item]
+    if not isinstance(val, torch.Tensor):
+        return 0
+    if node.op == "placeholder":  # may be a view of more, or of less
+        return val.untyped_storage().nbytes()
+    return val.numel() * val.element_size()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
-__all__ = ["Label", "described", "label_of"]
+from torchard.functional.programs.records import Record
+
+__all__ = ["Label", "label_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -18,7 +19,7 @@ class Label:
     source: str
     scope: str
     phase: str
-    collective: Any
+    collective: Record | None
     stage: str
     peers: str
 
@@ -38,6 +39,3 @@ def label_of(node: fx.Node) -> Label:
     return Label(target, source, scope, phase, meta.get("collective"), stage, peers)
 
 
-def described(record: Any) -> str:
-    """The name of a collective: what its record calls itself, or prints as."""
-    return str(getattr(record, "title", record))

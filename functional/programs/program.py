@@ -29,27 +29,31 @@ node.meta      meaning
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import fx
 
+from torchard.functional.programs.graphs import bytes_of
+from torchard.functional.programs.records import Records, Work
+
 __all__ = [
     "FREE",
     "INHERITED",
     "Bound",
-    "Finishing",
+    "Compiler",
     "Free",
+    "Hint",
     "Leaf",
     "Placement",
     "Program",
-    "Records",
     "Rewrite",
     "Runtime",
     "finished",
+    "finishing",
 ]
 
 Bound = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -86,6 +90,13 @@ class Placement(Protocol):
         """What must rewrite a program with such a value if no transform of the stack does."""
 
 
+class Hint(Protocol):
+    """What ``annotate`` of a rewrite notes of a leaf, for its ``__call__``."""
+
+    def batched(self) -> Hint:
+        """The hint of the same leaf with a new leading dimension."""
+
+
 @dataclass(frozen=True)
 class Leaf:
     """One input or output of a Program.
@@ -97,28 +108,45 @@ class Leaf:
             outputs are ``output | gradient | tangent | residual``.
         of: the output a cotangent belongs to, the input a gradient belongs to. A rewrite must
             give a cotangent the tag of its output and a gradient the tag of its input.
-        hint: what a transform's ``annotate`` left here for its rewrite, keyed by the transform.
+        hint: what a rewrite's ``annotate`` left here for its ``__call__``.
     """
 
     path: str
     tag: Placement | Free | None = None
     role: str = "primal"
     of: int | None = None
-    hint: Any = None
+    hint: Hint | None = None
 
     def batched(self) -> Leaf:
         """The leaf with a new leading dimension."""
         tag = self.tag.batched() if isinstance(self.tag, Placement) else self.tag
-        hint = self.hint.batched() if hasattr(self.hint, "batched") else self.hint
+        hint = None if self.hint is None else self.hint.batched()
         return replace(self, tag=tag, hint=hint)
 
 
-class Rewrite(Protocol):
+class Rewrite(ABC):
     """What a transform does: ``Program -> Program``. Hashable: it is part of every cache key.
 
-    One with a ``stage`` is done before those with a higher one (1 by default), whatever the order in
-    which they were said. One with ``wants`` says by it which labelled nodes it is about.
+    A rewrite preserves values up to rounding. Derivatives are those of the program before it, which is
+    differentiated first: the rewrite is then called on the derivative's program (joint, pulled back,
+    pushed forward or batched), whose leaves are inherited. So rewriting and differentiating commute, and
+    a rewrite needs no rule for autograd, vmap or jvp. It may replace, add, reorder and drop operations,
+    tag nodes (tags.py), give leaves Placements and set a Runtime. It may not change the number or order
+    of leaves, mutate the graph that it is given, or read values. What changes values on purpose is a
+    `ValueRewrite` (value_rewrite.py).
+
+    Attributes:
+        stage: rewrites with a lower stage run first, whatever the order in which they were stacked.
+        asks: further rewrites that must run in the same lowering.
+        donate_argnums: positions of the arguments whose memory the call may take.
     """
+
+    stage: int = 1
+    donate_argnums: tuple[int, ...] = ()
+
+    @property
+    def asks(self) -> tuple[Rewrite, ...]:
+        return ()
 
     def annotate(self, program: Program) -> Program:
         """Check a freshly traced program and leave hints on its leaves.
@@ -126,34 +154,85 @@ class Rewrite(Protocol):
         Runs once per signature on the trace of the user's own function, whose trees are known;
         programs derived from it (joint, vmapped, pushed forward) inherit the leaves.
         """
+        return program
 
+    @abstractmethod
     def __call__(self, program: Program) -> Program:
         """The rewritten program. Afterwards no output's tag is FREE unless nobody placed it."""
 
     def inline(self, program: Program) -> Program:
         """The rewritten program for replay inside an outer trace: still global and unplaced."""
-
-
-@runtime_checkable
-class Finishing(Protocol):
-    """What a rewrite that has the last word besides does, when nothing else will be done."""
+        return self(program)
 
     def finish(self, program: Program) -> Program:
-        """The program, with what checkpoints make again in it; it may be changed in place."""
+        """A post-pass, run when every rewrite has been; it may change the program in place."""
+        return program
+
+    def covers(self, other: Rewrite) -> bool:
+        """Whether what another rewrite asks for is done when this one has run."""
+        return self == other
+
+    def wants(self, node: fx.Node) -> bool:
+        """Whether a labelled value must still be one when this rewrite runs."""
+        return False
 
 
-def finished(program: Program, rewrites: Sequence[Finishing]) -> Program:
-    """What the last words of some rewrites make of a program."""
+def finishing(rewrites: Iterable[Rewrite]) -> tuple[Rewrite, ...]:
+    """The rewrites that have a post-pass."""
+    return tuple(r for r in rewrites if type(r).finish is not Rewrite.finish)
+
+
+def finished(program: Program, rewrites: Iterable[Rewrite]) -> Program:
+    """The program after the post-passes of these rewrites."""
     for rewrite in rewrites:
         program = rewrite.finish(program)
     return program
 
 
-class Runtime(Protocol):
-    """What turns a rewritten program into something that runs on tensors."""
+class Runtime(ABC):
+    """What turns a rewritten program into something that runs on tensors.
 
+    The defaults are those of one process that holds each value whole, in one tensor.
+    """
+
+    @abstractmethod
     def bind(self, program: Program) -> Bound:
         """A callable on all parts of all inputs, in order, to all parts of all outputs."""
+
+    def graph(self, program: Program) -> fx.GraphModule | None:
+        """What this process runs, for a compiler; None if it cannot be written as a graph."""
+        return None
+
+    def guard(self, program: Program, bound: Bound, graph: fx.Graph) -> Bound:
+        """The callable with what has to be checked or agreed on before each call.
+
+        Args:
+            graph: what this process runs.
+        """
+        return bound
+
+    def residual_tag(self, node: fx.Node) -> Placement | None:
+        """How a value of the program is held between its forward and its backward."""
+        return None
+
+    def bytes_of(self, node: fx.Node, item: int = 0) -> int:
+        """Bytes of a value, or of one result of several, on the device that holds most of it."""
+        return bytes_of(node, item)
+
+    def work(self, program: Program) -> Work | None:
+        """How the plan splits the work; None if there is but one device."""
+        return None
+
+
+class Compiler(Protocol):
+    """How a program is compiled, in the place of the generated Python; see `jit`."""
+
+    @property
+    def donate_argnums(self) -> tuple[int, ...]:
+        """Positions of the arguments whose memory the call may take."""
+
+    def bind(self, program: Program) -> Bound:
+        """As `Runtime.bind`."""
 
 
 @dataclass
@@ -166,10 +245,14 @@ class Program:
         inputs, outputs: a Leaf for each, in graph order.
         in_tree, out_tree: the user's trees (None on derived programs, which are flat).
         runtime: who binds it; None runs the graph as it is, one tensor per leaf.
+        compiler: who compiles what the runtime makes of it; None runs generated Python.
+        stack: the rewrites of the lowering in progress, in the order in which they run.
+        differentiable: of a joint program, which outputs depend on inputs of its mask.
         asks: rewrites that pieces inside the trace asked for (a nested ``shard``); whoever lowers
             the program appends those its own stack lacks.
         name: of the traced function.
-        facts: what rewrites and runtimes note for each other; kept by ``copy()``.
+        misses: what finds near misses of kernels, each with the reason.
+        facts: what a rewrite notes for its own post-pass; kept by ``copy()``.
         closures: what the inputs of role ``closure`` stand for (see trace.py).
         constants: values of the last inputs, those of role ``constant``: made while tracing.
         again: the function itself, to be run again for derivatives, where the graph alone does
@@ -183,8 +266,12 @@ class Program:
     in_tree: Any = None
     out_tree: Any = None
     runtime: Runtime | None = None
+    compiler: Compiler | None = None
+    stack: tuple[Rewrite, ...] = ()
+    differentiable: tuple[bool, ...] = ()
     asks: tuple[Rewrite, ...] = ()
     name: str = "f"
+    misses: tuple[Callable[[], list[Any]], ...] = ()
     facts: dict[Hashable, Any] = field(default_factory=dict)
     closures: tuple[Any, ...] = ()
     constants: tuple[torch.Tensor, ...] = ()
@@ -229,8 +316,7 @@ class Program:
         """
         apart = {id(n.meta["apart"]): n.meta["apart"] for n in self.calls if "apart" in n.meta}
         uses = [*(n.meta["use"] for n in self.calls if "use" in n.meta), *apart.values()]
-        misses: tuple[Callable[[], list[Any]], ...] = self.facts.get("misses", ())
-        return Records(uses, lambda: [one for found in misses for one in found()])
+        return Records(uses, lambda: [one for found in self.misses for one in found()])
 
     # -- making -------------------------------------------------------------------------------
 
@@ -241,27 +327,3 @@ class Program:
         for node in self.graph.nodes:
             env[node] = graph.node_copy(node, env.__getitem__)
         return replace(self, graph=graph, facts=dict(self.facts))
-
-
-class Records(list[Any]):
-    """Records of one kind. Printing uses their class's ``table(records)``, if it has one.
-
-    Args:
-        missed: what is nearly such a record, looked for when it is asked for.
-    """
-
-    def __init__(
-        self, records: Iterable[Any] = (), missed: Callable[[], list[Any]] | None = None
-    ) -> None:
-        super().__init__(records)
-        self._missed = missed
-
-    @cached_property
-    def missed(self) -> Records:
-        """Of what is nearly such a record, why it is none."""
-        return Records(() if self._missed is None else self._missed())
-
-    def __str__(self) -> str:
-        table = getattr(type(self[0]), "table", None) if self else None
-        own = str(table(self)) if table else "\n".join(map(str, self)) or "none"
-        return f"{own}\n\n{self.missed}" if self._missed and self.missed else own

@@ -19,7 +19,7 @@ from torch import fx
 from torchard.functional.core.errors import CheckpointError
 from torchard.functional.core.locks import Lock
 from torchard.functional.programs.flops import DOTS, flops, op_name
-from torchard.functional.programs.program import Finishing, Program, finished
+from torchard.functional.programs.program import Program, Rewrite, finished
 from torchard.functional.programs.views import is_tuple, needed_by
 from torchard.functional.remat.liveness import Liveness, Storage, bytes_in, liveness, storage_key
 from torchard.functional.remat.policies import Budget, Policy
@@ -54,7 +54,7 @@ class Point:
     kept: frozenset[fx.Node]
 
 
-def kept_within_budget(program: Program, last: tuple[Finishing, ...] = ()) -> frozenset[fx.Node]:
+def kept_within_budget(program: Program, last: tuple[Rewrite, ...] = ()) -> frozenset[fx.Node]:
     """The values that the budgets of a program's segments keep.
 
     Args:
@@ -95,7 +95,7 @@ def kept_within_budget(program: Program, last: tuple[Finishing, ...] = ()) -> fr
     return min(fitting, key=lambda point: point.flops).kept
 
 
-def envelope(program: Program, last: tuple[Finishing, ...] = ()) -> list[Point]:
+def envelope(program: Program, last: tuple[Rewrite, ...] = ()) -> list[Point]:
     """The best ways to run a program with a budget, by rising peak and falling FLOPs."""
     key, nodes = (_fingerprint(program), last), list(program.graph.nodes)
     with _lock:
@@ -116,7 +116,7 @@ def _fingerprint(program: Program) -> str:
     digest = hashlib.sha256()
     numbers: dict[Segment, int] = {}
     size = bytes_in(program)
-    donated = getattr(program.facts.get("compile"), "donate_argnums", ())
+    donated = () if program.compiler is None else program.compiler.donate_argnums
     leaves = [(leaf.path, leaf.role) for leaf in (*program.inputs, *program.outputs)]
     digest.update(repr((donated, leaves)).encode())
     for node in program.graph.nodes:
@@ -136,7 +136,7 @@ def _fingerprint(program: Program) -> str:
     return digest.hexdigest()
 
 
-def _envelope(program: Program, last: tuple[Finishing, ...]) -> list[Point]:
+def _envelope(program: Program, last: tuple[Rewrite, ...]) -> list[Point]:
     operations, problem = _problem(program)
     choices = [*_by_heart(operations, problem), *_solutions(problem)]
     found = {tried(program, _results(operations[v] for v in kept), last) for kept in choices}
@@ -171,7 +171,7 @@ def _by_heart(operations: Sequence[fx.Node], problem: Problem) -> Iterator[Seque
         yield from (sorted(handed_on), sorted(handed_on | products))
 
 
-def tried(program: Program, kept: frozenset[fx.Node], last: tuple[Finishing, ...] = ()) -> Point:
+def tried(program: Program, kept: frozenset[fx.Node], last: tuple[Rewrite, ...] = ()) -> Point:
     """What a choice comes to."""
     made = rematerialise(program, kept)
     again = sum(flops(node) for node in made.calls if node.meta.get("recompute"))

@@ -10,11 +10,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
 
+from torchard.functional.programs.graphs import bytes_of
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.views import storage_of
 from torchard.functional.remat.split import halves_of
@@ -126,23 +126,10 @@ def _donated(program: Program) -> tuple[str, ...]:
     """What dies at its last use; arguments that a gradient is asked of are kept for it."""
     if any(leaf.role == "cotangent" for leaf in program.inputs):
         return ()
-    how = program.facts.get("compile")
-    numbers = getattr(how, "donate_argnums", ())
+    numbers = () if program.compiler is None else program.compiler.donate_argnums
     return tuple(f"args[{n}]" for n in numbers)
 
 
 def bytes_in(program: Program) -> Callable[[fx.Node, int], int]:
     """How many bytes a value of a program takes, or one result of several."""
-    local: Callable[[fx.Node, int], int] | None = getattr(program.runtime, "bytes_of", None)
-    return local or _bytes
-
-
-def _bytes(node: fx.Node, item: int = 0) -> int:
-    val: Any = node.meta.get("val")
-    if isinstance(val, (tuple, list)):
-        val = val[item]
-    if not isinstance(val, torch.Tensor):
-        return 0
-    if node.op == "placeholder":  # may be a view of more, or of less
-        return val.untyped_storage().nbytes()
-    return val.numel() * val.element_size()
+    return bytes_of if program.runtime is None else program.runtime.bytes_of

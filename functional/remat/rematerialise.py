@@ -13,7 +13,6 @@ kept, whatever the policy: it is what the segment hands on.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from torch import fx
 from torchard.functional.programs.flops import op_name
 from torchard.functional.programs.graphs import sweep
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.records import Record
 from torchard.functional.programs.views import (
     base_of,
     is_tuple,
@@ -249,7 +249,7 @@ def made_again(node: fx.Node, depth: int = 0) -> dict[str, Any]:
     """The tags of a version of a node: outside of its first segments, in the backward."""
     meta = {k: v for k, v in node.meta.items() if k not in ("why", "residual")}
     meta.update(phase="backward", recompute=True, segments=segments_of(node)[depth:])
-    record: Any = meta.get("collective")
-    if hasattr(record, "phase"):
-        meta["collective"] = dataclasses.replace(record, phase="backward")
+    record: Record | None = meta.get("collective")
+    if record is not None:
+        meta["collective"] = record.in_backward()
     return meta

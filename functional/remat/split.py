@@ -189,8 +189,8 @@ def _residual_leaf(program: Program, node: fx.Node) -> Leaf:
     for leaf, placeholder in zip(program.inputs, program.placeholders, strict=True):
         if placeholder is node:
             return replace(leaf, role="residual", of=None)
-    decide = getattr(program.runtime, "residual_tag", None)
-    return Leaf(node.name, decide(node) if decide else None, "residual")
+    tag = None if program.runtime is None else program.runtime.residual_tag(node)
+    return Leaf(node.name, tag, "residual")
 
 
 def _forward(program: Program, cut: _Cut, values: list[fx.Node]) -> Program:

@@ -127,7 +127,7 @@ def draw(program: Program, path: str | os.PathLike[str]) -> Path:
 
 
 def _total(program: Program) -> str:
-    sent = sum(getattr(record, "bytes", 0) for record in program.collectives)
+    sent = sum(record.bytes for record in program.collectives)
     count = len(program.collectives)
     return f"{len(program.calls)} nodes, {count} collectives, {_bytes(sent)} per rank"
 

@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 from torchard.functional.execution.binding import bind
 from torchard.functional.programs.program import Bound, Program
+from torchard.functional.programs.records import Work
 from torchard.functional.remat.liveness import liveness
 from torchard.functional.reports.draw import draw
 from torchard.functional.reports.residuals import Residuals, residuals_of
 from torchard.functional.reports.text import program_text
-from torchard.functional.reports.work import Work, work_of
+from torchard.functional.reports.work import work_of
 
 __all__ = ["Lowered"]
 
 
 @dataclass
 class Lowered(Program):
-    """A Program and its reports, which look at it and change nothing. Its ``str`` is its code."""
+    """A Program and its reports, which look at it and change nothing. Its ``str`` is its code.
+
+    Attributes:
+        joint: makes the program of its outputs and gradients, if it has no backward of its own.
+    """
+
+    joint: Callable[[], Program] | None = None
 
     @staticmethod
-    def of(program: Program) -> Lowered:
+    def of(program: Program, joint: Callable[[], Program] | None = None) -> Lowered:
         """The same program, its graph and facts shared."""
-        return Lowered(**{field.name: getattr(program, field.name) for field in fields(Program)})
+        shared = {field.name: getattr(program, field.name) for field in fields(Program)}
+        return Lowered(**shared, joint=joint)
 
     @property
     def residuals(self) -> Residuals:
         """What the backward reads of the forward: of the gradients taken inside, else of its own."""
-        return residuals_of(self)
+        return residuals_of(self, self.joint)
 
     @property
     def peak(self) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from torchard.functional.programs.flops import op_name
-from torchard.functional.programs.program import Program, Records
+from torchard.functional.programs.program import Program
+from torchard.functional.programs.records import Records
 from torchard.functional.programs.views import labels_of, storage_of
 from torchard.functional.remat.liveness import bytes_in
 from torchard.functional.remat.rematerialise import passes_of
@@ -69,15 +71,14 @@ class Residuals(Records):
         return "\n".join([*lines, f"{kept} values, {self.bytes:,} bytes, and the arguments"])
 
 
-def residuals_of(program: Program) -> Residuals:
+def residuals_of(program: Program, joint: Callable[[], Program] | None = None) -> Residuals:
     """The values that an earlier pass of a program makes and a later one reads, each storage once.
 
     Of a program without a backward, those of its gradient by all its floating arguments.
     """
     passes = passes_of(program)
     if not any(passes.values()):
-        joint = program.facts.get("joint")
-        return residuals_of(joint()) if joint is not None else Residuals()
+        return Residuals() if joint is None else residuals_of(joint())
     read: dict[fx.Node, None] = {}
     for node in program.calls:
         for source in node.all_input_nodes:

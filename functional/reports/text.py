@@ -63,10 +63,7 @@ _MARKS = ("phase", "scope", "name", "kernel", "layout", "collective")
 def _notes(node: fx.Node) -> list[str]:
     meta = node.meta
     flags = [flag for flag in ("recompute", "residual", "offload", "cut") if meta.get(flag)]
-    collective = meta.get("collective")
-    row = getattr(collective, "row", None)
-    shown = {**meta, "collective": " ".join(map(str, row())) if row else collective}
-    marks = [f"{key}={shown[key]}" for key in _MARKS if shown.get(key) not in (None, "forward")]
+    marks = [f"{key}={meta[key]}" for key in _MARKS if meta.get(key) not in (None, "forward")]
     return [str(meta.get("source") or ""), " ".join([*marks, *flags])]
 
 

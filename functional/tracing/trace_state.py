@@ -25,6 +25,7 @@ from torchard.functional.core.tensor_spec import Spec, contiguous
 from torchard.functional.effects.grad_dependent_ops import without_gradient
 from torchard.functional.effects.mutation import turns_in_place
 from torchard.functional.programs.program import INHERITED
+from torchard.functional.remat.recompute import RECOMPUTE
 from torchard.functional.remat.segments import segments_opened
 
 __all__ = [
@@ -299,6 +300,9 @@ def called() -> Iterator[None]:
 @contextlib.contextmanager
 def checkpointed(policy: Any) -> Iterator[None]:
     """What the active trace computes inside is a segment of this policy."""
+    room = active()
+    if room is not None:
+        room.asks.append(RECOMPUTE)
     with frames_again((*current_frames(), Frame(policy=policy))):
         yield
 

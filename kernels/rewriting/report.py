@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from torchard.functional.programs.records import Record
 from torchard.kernels.rewriting.replace import Part
 from torchard.kernels.terms.reading import Reading
 
@@ -56,7 +57,7 @@ class Match:
 
 
 @dataclass(frozen=True)
-class Use:
+class Use(Record):
     """One kernel of a program.
 
     Attributes:
@@ -91,8 +92,8 @@ class Use:
     def __str__(self) -> str:
         return self.kernel
 
-    @staticmethod
-    def table(uses: Sequence[Use]) -> str:
+    @classmethod
+    def table(cls, uses: Sequence[Use]) -> str:
         rows = [("kernel", "phase", "scope", "source", "by", "operations", "bytes before", "after")]
         rows += [
             (
@@ -111,7 +112,7 @@ class Use:
 
 
 @dataclass(frozen=True)
-class Missed:
+class Missed(Record):
     """What is nearly a kernel, or could not become one.
 
     Attributes:
@@ -139,8 +140,8 @@ class Missed:
         scope = f" (scope {self.scope})" if self.scope else ""
         return f"{self.kernel} at {self.source}{scope}: {self.why}"
 
-    @staticmethod
-    def table(missed: Sequence[Missed]) -> str:
+    @classmethod
+    def table(cls, missed: Sequence[Missed]) -> str:
         """A row for each kernel and reason, with the first place of several."""
         places: dict[tuple[str, str, str], list[Missed]] = {}
         for one in missed:

@@ -63,8 +63,8 @@ class Search:
         self.reading = Reading(program)
         # What was asked for by name is worth more.
         self.finder = Finder(self.reading, patience=1 if request.kernels is None else _PATIENCE)
-        labels = program.facts.get("wanted", ())
-        self.replacer = Replacer(self.reading, lambda node: any(wanted(node) for wanted in labels))
+        stack = program.stack
+        self.replacer = Replacer(self.reading, lambda node: any(r.wants(node) for r in stack))
         self.refused: list[tuple[fx.Node, Missed]] = []
         self.stopped: list[Missed] = []
 

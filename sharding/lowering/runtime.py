@@ -15,8 +15,8 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.execution.codegen import compiled
-from torchard.functional.programs.program import Bound, Placement, Program
-from torchard.functional.reports.work import Work
+from torchard.functional.programs.program import Bound, Placement, Program, Runtime
+from torchard.functional.programs.records import Work
 from torchard.sharding.lowering.call_order import CallOrder, one_call_at_a_time
 from torchard.sharding.lowering.lower import Lowering
 from torchard.sharding.lowering.peephole import dense_rows, fold_views, reduce_in_place
@@ -31,7 +31,7 @@ __all__ = ["Distributed", "Simulated", "runtime_of"]
 
 
 @dataclass(frozen=True)
-class Simulated:
+class Simulated(Runtime):
     """Every rank of a virtual mesh, in lockstep, in this process."""
 
     mesh: Mesh
@@ -58,13 +58,9 @@ class Simulated:
         """How the plan splits the work."""
         return mesh_work(program, self.mesh)
 
-    def guard(self, program: Program, bound: Bound, graph: fx.Graph) -> Bound:
-        """What must be agreed on before a call: nothing, there is but one process."""
-        return bound
-
 
 @dataclass(frozen=True)
-class Distributed:
+class Distributed(Runtime):
     """This process's rank of a mesh over process groups."""
 
     mesh: Mesh
@@ -155,6 +151,6 @@ def _local(lowering: Lowering) -> fx.Graph:
     return graph
 
 
-def runtime_of(mesh: Mesh, check_replicated: bool = True) -> Any:
+def runtime_of(mesh: Mesh, check_replicated: bool = True) -> Runtime:
     """The runtime of a mesh."""
     return Simulated(mesh) if mesh.virtual else Distributed(mesh, check_replicated)

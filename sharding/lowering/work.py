@@ -15,7 +15,8 @@ from torch import fx
 
 from torchard.functional.programs.flops import flops
 from torchard.functional.programs.program import Program
-from torchard.functional.reports.work import AxisWork, Work, bytes_touched
+from torchard.functional.programs.records import AxisWork, Work
+from torchard.functional.reports.work import bytes_touched
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.manual.manual_collectives import move_of
 from torchard.sharding.rules.blocks import MOVED_AS_BLOCKS

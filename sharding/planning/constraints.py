@@ -17,17 +17,17 @@ from torchard.sharding.values.constrain import number_of, pinned_spec
 from torchard.sharding.values.mesh import Mesh
 from torchard.sharding.values.spec import P, SpecError, layout_of
 
-__all__ = ["Hint", "pin", "pin_named", "pin_rank", "pinned_layouts", "where_of"]
+__all__ = ["SpecHint", "pin", "pin_named", "pin_rank", "pinned_layouts", "where_of"]
 
 
 @dataclass(frozen=True)
-class Hint:
+class SpecHint:
     """The spec a leaf was given, and the leading dims that vmap has added since."""
 
     spec: P
     lead: int = 0
 
-    def batched(self) -> Hint:
+    def batched(self) -> SpecHint:
         return replace(self, lead=self.lead + 1)
 
     def layout(self, shape: Sequence[int], mesh: Mesh, path: str) -> Layout:
@@ -37,7 +37,7 @@ class Hint:
         return inner
 
 
-def pin(graph: fx.Graph, node: fx.Node, hint: Hint, path: str, soft: bool) -> fx.Node:
+def pin(graph: fx.Graph, node: fx.Node, hint: SpecHint, path: str, soft: bool) -> fx.Node:
     """A constraint on a node, which its users then see in its place. Soft: it is an input's own."""
     number = number_of(hint.spec.led(hint.lead))
     made = graph.call_function(torch.ops.torchard.constrain.default, (node, number))
@@ -67,7 +67,7 @@ def pin_named(graph: fx.Graph, pins: Sequence[tuple[str, P]]) -> None:
             )
         for node in found:
             with graph.inserting_after(node):
-                pin(graph, node, Hint(spec), f"constrain_at[{pattern!r}]", soft=False)
+                pin(graph, node, SpecHint(spec), f"constrain_at[{pattern!r}]", soft=False)
 
 
 def pin_rank(node: fx.Node, inputs: Mapping[fx.Node, tuple[Layout, int] | int]) -> int:

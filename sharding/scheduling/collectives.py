@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from torchard.functional.programs.program import INHERITED
+from torchard.functional.programs.records import Record
 from torchard.sharding.layouts.layout import Sizes
 from torchard.sharding.layouts.reshard import Step
 from torchard.sharding.rules import lookup
@@ -59,7 +60,7 @@ STEPS: dict[str, Callable[..., torch.Tensor]] = {
 
 
 @dataclass(frozen=True)
-class Collective:
+class Collective(Record):
     """One collective of a plan.
 
     Attributes:
@@ -91,6 +92,9 @@ class Collective:
 
     def __str__(self) -> str:
         return f"{self.kind}({'·'.join(self.axes)}) {list(self.shape)} {_dtype(self.dtype)}"
+
+    def in_backward(self) -> Collective:
+        return replace(self, phase="backward")
 
     @property
     def called(self) -> str:

@@ -1,0 +1,110 @@
+"""Records: what is noted of a node, or reported of a program, to be read by people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+__all__ = ["AxisWork", "Record", "Records", "Work"]
+
+
+class Record:
+    """What stands behind one line of a report; its ``str`` says all of it."""
+
+    @property
+    def title(self) -> str:
+        """A short name."""
+        return str(self)
+
+    @property
+    def payload(self) -> str:
+        """What is sent, for errors; empty if nothing is."""
+        return ""
+
+    def in_backward(self) -> Record:
+        """The record of the same operation, recomputed for a backward."""
+        return self
+
+    @classmethod
+    def table(cls, records: Sequence[Any]) -> str:
+        """Several of them."""
+        return "\n".join(map(str, records))
+
+
+class Records(list[Any]):
+    """Records of one class, which print as its table.
+
+    Args:
+        missed: near misses, looked for when they are asked for.
+    """
+
+    def __init__(
+        self, records: Iterable[Any] = (), missed: Callable[[], list[Any]] | None = None
+    ) -> None:
+        super().__init__(records)
+        self._missed = missed
+
+    @cached_property
+    def missed(self) -> Records:
+        """Near misses, each with the reason."""
+        return Records(() if self._missed is None else self._missed())
+
+    def __str__(self) -> str:
+        own = str(type(self[0]).table(self)) if self else "none"
+        return f"{own}\n\n{self.missed}" if self._missed and self.missed else own
+
+
+@dataclass(frozen=True)
+class AxisWork:
+    """How much of a program's work one mesh axis splits.
+
+    Attributes:
+        axis, size: of the mesh.
+        flops, bytes: the part, from 0 to 1, of one device's that is in operations the axis splits.
+    """
+
+    axis: str
+    size: int
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a program computes.
+
+    FLOPs are two per multiplication of a product (matrix products, convolutions, attention) and one per
+    element of anything else; bytes are those of all operands and results, views not counted. What
+    crosses the network is in ``Program.collectives``.
+
+    Attributes:
+        flops, bytes: on one device.
+        rank_flops, rank_bytes: on the busiest rank.
+        axes: the mesh axes, each with the part of the work it splits.
+    """
+
+    flops: int
+    bytes: int
+    rank_flops: int
+    rank_bytes: int
+    axes: tuple[AxisWork, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [
+            ("", "ranks", "FLOPs", "bytes"),
+            ("one device", "1", f"{self.flops:,}", f"{self.bytes:,}"),
+        ]
+        if self.axes:
+            ranks = 1
+            for axis in self.axes:
+                ranks *= axis.size
+            rows.append(("busiest rank", str(ranks), f"{self.rank_flops:,}", f"{self.rank_bytes:,}"))
+            rows.append(("split by", "", "", ""))
+            rows += [(f"  {a.axis}", str(a.size), f"{a.flops:.1%}", f"{a.bytes:.1%}") for a in self.axes]
+        widths = [max(len(row[i]) for row in rows) for i in range(4)]
+        return "\n".join(
+            "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()
+            for row in rows
+        )
