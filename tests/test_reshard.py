@@ -14,7 +14,7 @@ from torch import fx
 from torchard.functional.execution.codegen import compiled
 from torchard.sharding import Mesh
 from torchard.sharding.layouts.layout import Layout, Sub, chunk, merge, refine
-from torchard.sharding.layouts.reshard import Step, cost, plan
+from torchard.sharding.layouts.reshard import ReshardStep, cost, plan
 from torchard.sharding.lowering.lower import Lowering
 from torchard.sharding.lowering.simulated_transport import Lockstep
 from torchard.sharding.scheduling.collectives import emit_step
@@ -146,7 +146,7 @@ KNOWN = [
 ]
 
 
-def kinds(steps: tuple[Step, ...]) -> list[str]:
+def kinds(steps: tuple[ReshardStep, ...]) -> list[str]:
     return sorted(f"{s.kind} {''.join(sorted(s.axes))}" for s in steps)
 
 

@@ -23,14 +23,14 @@ from torch.utils.flop_counter import (
 
 from torchard import Mesh
 from torchard.functional.programs.program import Program
-from torchard.sharding.layouts.reshard import Step
+from torchard.sharding.layouts.reshard import ReshardStep
 from torchard.sharding.lowering.lower import Fetch, Key, Lowering, Value
 from torchard.sharding.lowering.simulated_transport import Lockstep
 from torchard.sharding.scheduling.partition import unpartition
 
 aten = torch.ops.aten
 Coords = dict[str, int]
-Move = tuple[Step, dict[Key, Value], torch.Tensor]
+Move = tuple[ReshardStep, dict[Key, Value], torch.Tensor]
 
 
 def attention(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
@@ -122,9 +122,9 @@ class Alone:
     late = False
 
     def step(
-        self, low: Lowering, step: Step, values: dict[Key, Value], val: torch.Tensor
+        self, low: Lowering, step: ReshardStep, values: dict[Key, Value], val: torch.Tensor
     ) -> dict[Key, Value]:
-        if step.kind == "slice":
+        if not step.collective.sends:
             return Lockstep().step(low, step, values, val)
         (at,) = low.coords
         shape = low.local_shape(step.after, at)

@@ -14,55 +14,53 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from torchard.sharding.layouts.collective_ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    CollectiveOp,
+    LocalSlice,
+    PsumScatter,
+)
 from torchard.sharding.layouts.layout import Dim, Layout, Sizes, Sub, refine
 
-__all__ = ["Step", "cost", "plan"]
+__all__ = ["ReshardStep", "cost", "plan"]
 
 _LATENCY = 1e-3  # elements' worth of a collective's fixed cost: breaks ties towards fewer of them
 
 
 @dataclass(frozen=True)
-class Step:
-    """One move of one axis (or of several that are reduced together).
+class ReshardStep:
+    """One collective between two layouts, with explicit sub-dims, in which its places count."""
 
-    Attributes:
-        kind: all_reduce, psum_scatter, all_gather, all_to_all or slice; ppermute in manual mode.
-        axes: the mesh axes it runs over.
-        before, after: layouts with explicit sub-dims, which ``at`` and ``to`` count in.
-        at: (dim, sub-dim) the axis splits before; to: after.
-        op: the reduction, for all_reduce and psum_scatter.
-        pairs: (source, target) positions along the axes, for ppermute.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
+    collective: CollectiveOp
     before: Layout
     after: Layout
-    at: tuple[int, int] | None = None
-    to: tuple[int, int] | None = None
-    op: str | None = None
-    pairs: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def kind(self) -> str:
+        return self.collective.kind
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.collective.axes
+
+    @property
+    def reduction(self) -> str | None:
+        return self.collective.reduction
 
     def elements(self, sizes: Sizes) -> float:
         """Elements on the wire per rank by the ring algorithm, every shard padded to the largest."""
         table = dict(sizes)
-        k = math.prod(table[a] for a in self.axes)
+        ranks = math.prod(table[a] for a in self.axes)
         before, after = self.before.largest_local(table), self.after.largest_local(table)
-        volume = {
-            "slice": 0.0,
-            "all_gather": before * k,
-            "all_to_all": before,
-            "psum_scatter": after * k,
-            "all_reduce": 2.0 * before,
-            "ppermute": before * k / max(k - 1, 1),
-        }[self.kind]
-        return volume * (k - 1) / k
+        return self.collective.elements(before, after, ranks)
 
 
 @functools.lru_cache(maxsize=65536)
-def plan(before: Layout, after: Layout, sizes: Sizes) -> tuple[Step, ...]:
+def plan(before: Layout, after: Layout, sizes: Sizes) -> tuple[ReshardStep, ...]:
     """The cheapest steps that take a value from one layout to another (which pends nowhere new)."""
     if before == after:
         return ()
@@ -81,7 +79,7 @@ def plan(before: Layout, after: Layout, sizes: Sizes) -> tuple[Step, ...]:
 def cost(before: Layout, after: Layout, sizes: Sizes) -> float:
     """Elements on the wire per rank of the plan, plus a latency term that only breaks ties."""
     steps = plan(before, after, sizes)
-    return sum(s.elements(sizes) + _LATENCY * (s.kind != "slice") for s in steps)
+    return sum(s.elements(sizes) + _LATENCY * s.collective.sends for s in steps)
 
 
 def _common(before: Layout, after: Layout, sizes: Sizes) -> tuple[Layout, Layout] | None:
@@ -145,40 +143,41 @@ class _Space:
         dims = tuple(tuple(Sub(s.size, next(axes)) for s in dim) for dim in self.before.dims)
         return Layout(dims, state[1])
 
-    def moves(self, state: _State) -> Iterator[tuple[str, str, int | None, int | None, _State]]:
-        """(kind, axis, from place, to place, next state) for every single-axis move."""
+    def moves(self, state: _State) -> Iterator[tuple[CollectiveOp, _State]]:
+        """Every collective over one axis, and the state after it."""
         splits, pending = state
         held = {a for axes in splits for a in axes} | {a for a, _ in pending}
-        for axis, _ in pending:
-            rest = tuple(p for p in pending if p[0] != axis)
-            if (axis, dict(pending)[axis]) in self.after.pending:
+        for axis, op in pending:
+            if (axis, op) in self.after.pending:
                 continue
-            yield "all_reduce", axis, None, None, (splits, rest)
+            rest = tuple(p for p in pending if p[0] != axis)
+            yield AllReduce((axis,), op), (splits, rest)
             if (to := self.target.get(axis)) is not None:
-                yield "psum_scatter", axis, None, to, (_put(splits, to, axis), rest)
+                yield PsumScatter((axis,), self.places[to], op), (_put(splits, to, axis), rest)
         for at, axes in enumerate(splits):
             if not axes:
                 continue
             axis = axes[-1]
             less = (*splits[:at], axes[:-1], *splits[at + 1 :])
-            yield "all_gather", axis, at, None, (less, pending)
+            yield AllGather((axis,), self.places[at]), (less, pending)
             to = self.target.get(axis)
             if to is not None and to != at:
-                yield "all_to_all", axis, at, to, (_put(less, to, axis), pending)
+                exchange = AllToAll((axis,), self.places[at], self.places[to])
+                yield exchange, (_put(less, to, axis), pending)
         for axis, to in self.target.items():
             if axis not in held:
-                yield "slice", axis, None, to, (_put(splits, to, axis), pending)
+                yield LocalSlice((axis,), self.places[to]), (_put(splits, to, axis), pending)
 
 
 def _put(splits: tuple[tuple[str, ...], ...], to: int, axis: str) -> tuple[tuple[str, ...], ...]:
     return (*splits[:to], (*splits[to], axis), *splits[to + 1 :])
 
 
-def _search(before: Layout, after: Layout, sizes: Sizes) -> list[Step]:
+def _search(before: Layout, after: Layout, sizes: Sizes) -> list[ReshardStep]:
     space = _Space(before, after, sizes)
     start = space.state(before)
     tie = itertools.count()
-    queue: list[tuple[float, int, _State, tuple[Step, ...]]] = [(0.0, next(tie), start, ())]
+    queue: list[tuple[float, int, _State, tuple[ReshardStep, ...]]] = [(0.0, next(tie), start, ())]
     seen: set[_State] = set()
     while queue:
         spent, _, state, steps = heapq.heappop(queue)
@@ -187,42 +186,29 @@ def _search(before: Layout, after: Layout, sizes: Sizes) -> list[Step]:
         if state in seen:
             continue
         seen.add(state)
-        for kind, axis, at, to, after_state in space.moves(state):
+        for collective, after_state in space.moves(state):
             if after_state in seen:
                 continue
-            step = _step(space, kind, axis, at, to, state, after_state)
-            price = step.elements(sizes) + (_LATENCY if kind != "slice" else _LATENCY / 10)
+            step = ReshardStep(collective, space.layout(state), space.layout(after_state))
+            price = step.elements(sizes) + (_LATENCY if collective.sends else _LATENCY / 10)
             heapq.heappush(queue, (spent + price, next(tie), after_state, (*steps, step)))
     raise AssertionError(f"no way from {before} to {after}")
 
 
-def _step(
-    space: _Space,
-    kind: str,
-    axis: str,
-    at: int | None,
-    to: int | None,
-    before: _State,
-    after: _State,
-) -> Step:
-    return Step(
-        kind,
-        (axis,),
-        space.layout(before),
-        space.layout(after),
-        None if at is None else space.places[at],
-        None if to is None else space.places[to],
-        dict(before[1]).get(axis),
-    )
-
-
-def _join_reductions(steps: list[Step]) -> tuple[Step, ...]:
+def _join_reductions(steps: list[ReshardStep]) -> tuple[ReshardStep, ...]:
     """Neighbouring all_reduces of one operation become one, over the product of their axes."""
-    out: list[Step] = []
+    out: list[ReshardStep] = []
     for step in steps:
-        last = out[-1] if out else None
-        if last and last.kind == step.kind == "all_reduce" and last.op == step.op:
-            out[-1] = replace(last, axes=last.axes + step.axes, after=step.after)
-        else:
+        joint = _joined(out[-1].collective, step.collective) if out else None
+        if joint is None:
             out.append(step)
+        else:
+            out[-1] = ReshardStep(joint, out[-1].before, step.after)
     return tuple(out)
+
+
+def _joined(first: CollectiveOp, then: CollectiveOp) -> AllReduce | None:
+    """One collective that does what two do, if they are all_reduces of one operation."""
+    if isinstance(first, AllReduce) and isinstance(then, AllReduce) and first.reduction == then.reduction:
+        return AllReduce(first.axes + then.axes, first.reduction)
+    return None

@@ -19,7 +19,7 @@ from torch import fx
 
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.layout import Layout
-from torchard.sharding.layouts.reshard import Step
+from torchard.sharding.layouts.reshard import ReshardStep
 from torchard.sharding.rules import Call, lookup, rule_of
 from torchard.sharding.rules.blocks import Piece
 from torchard.sharding.scheduling.collectives import record_of
@@ -56,12 +56,12 @@ class Transport(Protocol):
     late: bool
 
     def step(
-        self, low: Lowering, step: Step, values: dict[Key, Value], val: torch.Tensor
+        self, low: Lowering, step: ReshardStep, values: dict[Key, Value], val: torch.Tensor
     ) -> dict[Key, Value]:
         """The values after a step, by key of ``step.after``."""
 
     def together(
-        self, low: Lowering, moves: Sequence[tuple[Step, dict[Key, Value], torch.Tensor]]
+        self, low: Lowering, moves: Sequence[tuple[ReshardStep, dict[Key, Value], torch.Tensor]]
     ) -> list[dict[Key, Value]]:
         """The values after each of the steps of one bucket."""
 

@@ -1,4 +1,4 @@
-"""What the moves of manual mode lower to: steps of the transports, between layouts made for them.
+"""What the moves of manual mode lower to: their collectives, between layouts made for them.
 
 A program with a ``shard_map`` inside is an SPMD program like any other: the split into halves keeps local
 residuals, and both runtimes lower local operations coordinate by coordinate. Only the moves are new.
@@ -8,27 +8,24 @@ What they are over is said by sub-dims of their own, outside of what the other a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torch import fx
 
-from torchard.sharding.layouts.layout import VARYING, Dim, Layout, Sizes, Sub, refine
-from torchard.sharding.layouts.reshard import Step
-from torchard.sharding.lowering.lower import Key, Lowering, Value
-from torchard.sharding.manual.manual_collectives import (
-    Exchange,
-    Extreme,
-    Gather,
-    GatherWhole,
-    Move,
-    Permute,
-    Scatter,
-    Slice,
-    Sum,
-    is_axis_index,
-    move_of,
+from torchard.sharding.layouts.collective_ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    CollectiveVisitor,
+    LocalSlice,
+    Ppermute,
+    PsumScatter,
 )
+from torchard.sharding.layouts.layout import VARYING, Dim, Layout, Sizes, Sub, refine
+from torchard.sharding.layouts.reshard import ReshardStep
+from torchard.sharding.lowering.lower import Key, Lowering, Value
+from torchard.sharding.manual.manual_collectives import Move, is_axis_index, move_of
 from torchard.sharding.scheduling.collectives import record_of
 from torchard.sharding.values.mesh import Mesh
 
@@ -45,108 +42,90 @@ def attach_moves(graph: fx.Graph, mesh: Mesh) -> None:
         elif (move := move_of(node)) is not None:
             step = _step(move, node, mesh)
             node.meta["lowered"] = _Lowered(step)
-            if step is not None and step.kind != "slice":
+            if step is not None and step.collective.sends:
                 tags = {k: node.meta[k] for k in ("source", "scope", "phase") if k in node.meta}
                 val = node.all_input_nodes[0].meta["val"]
                 node.meta["collective"] = record_of(step, val, tags, mesh.sizes)
 
 
-def _step(move: Move, node: fx.Node, mesh: Mesh) -> Step | None:
+def _step(move: Move, node: fx.Node, mesh: Mesh) -> ReshardStep | None:
     """What is moved; None where only the meaning of a value changes."""
-    make = _STEPS.get(type(move))
-    if make is None:
+    collective = move.collective
+    if collective is None:
         return None
-    alone = math.prod(mesh.shape[a] for a in move.over) == 1
-    if alone and not (isinstance(move, Permute) and not move.sources):
+    alone = math.prod(mesh.shape[a] for a in collective.axes) == 1
+    if alone and collective != Ppermute(collective.axes, ()):
         return None
     (source,) = node.all_input_nodes
-    return make(move, _Operand(source.meta["layout"], move.over, mesh.sizes))
+    layouts = _Operand(source.meta["layout"], collective.axes, mesh.sizes)
+    return ReshardStep(collective, *collective.accept(layouts))
 
 
-class _Operand:
-    """The layout of what is moved, along the axes that the move is not over."""
+class _Operand(CollectiveVisitor[tuple[Layout, Layout]]):
+    """Layouts before and after a collective, of a value whose layout along other axes is known."""
 
-    def __init__(self, layout: Layout, over: frozenset[str], sizes: Sizes) -> None:
-        self.dims, self.sizes = layout.dims, sizes
-        self.rest = tuple(p for p in layout.pending if p[0] not in over)
+    def __init__(self, layout: Layout, axes: tuple[str, ...], sizes: Sizes) -> None:
+        self.dims, self.axes, self.sizes = layout.dims, axes, sizes
+        self.rest = tuple(p for p in layout.pending if p[0] not in axes)
+        self.ranks = math.prod(size for axis, size in sizes if axis in axes)
 
-    def layout(self, dims: Mapping[int, Dim], pending: Iterable[tuple[str, str]] = ()) -> Layout:
-        """That layout but for some dims, and pending over more axes."""
+    def all_reduce(self, op: AllReduce) -> tuple[Layout, Layout]:
+        return self._layout({}, op.reduction), self._layout({})
+
+    def psum_scatter(self, op: PsumScatter) -> tuple[Layout, Layout]:
+        whole, split = self._parted(op.to[0])
+        return self._layout(whole, op.reduction), self._layout(split)
+
+    def all_gather(self, op: AllGather) -> tuple[Layout, Layout]:
+        dim = op.at[0]
+        split, whole = (self._beside(axes, self.dims[dim]) for axes in (self.axes, ()))
+        return self._layout({dim: split}), self._layout({dim: whole})
+
+    def all_to_all(self, op: AllToAll) -> tuple[Layout, Layout]:
+        """The ranks are a sub-dim in front of one dim, the parts one in front of another or behind."""
+        (concat, _), (split, _) = op.at, op.to
+        ranks, parts, part = Sub(self.ranks, self.axes), Sub(self.ranks), self._part(split)
+        if split == concat:
+            have = {split: (ranks, parts, *part)}
+            want = {split: (parts, ranks, *part)}
+        else:
+            have = {split: (parts, *part), concat: (ranks, *self.dims[concat])}
+            want = {split: (ranks, *part), concat: (parts, *self.dims[concat])}
+        return self._layout(have), self._layout(want)
+
+    def ppermute(self, op: Ppermute) -> tuple[Layout, Layout]:
+        layout = self._layout({}, VARYING)
+        return layout, layout
+
+    def slice(self, op: LocalSlice) -> tuple[Layout, Layout]:
+        whole, split = self._parted(op.to[0])
+        return self._layout(whole), self._layout(split)
+
+    def _layout(self, dims: Mapping[int, Dim], pending: str | None = None) -> Layout:
+        """The value's layout but for some dims, and pending over the collective's axes."""
         made = tuple(dims.get(i, dim) for i, dim in enumerate(self.dims))
-        return Layout(made, (*self.rest, *pending))
+        added = () if pending is None else tuple((axis, pending) for axis in self.axes)
+        return Layout(made, (*self.rest, *added))
 
-    def part(self, dim: int, parts: int) -> Dim:
+    def _parted(self, dim: int) -> tuple[dict[int, Dim], dict[int, Dim]]:
+        """A dim as parts that each rank has all of, and of which each has one."""
+        part = self._part(dim)
+        return {dim: self._beside((), part)}, {dim: self._beside(self.axes, part)}
+
+    def _part(self, dim: int) -> Dim:
         """What a dim is within each of the equal parts that a move makes of it."""
         size = math.prod(s.size for s in self.dims[dim])
         if not size:
             return (Sub(0, tuple(a for s in self.dims[dim] for a in s.axes)),)
-        cut = refine(self.dims[dim], (parts, size // parts), self.sizes)
+        cut = refine(self.dims[dim], (self.ranks, size // self.ranks), self.sizes)
         assert cut is not None, "a move's rule keeps the parts whole"
         return cut[1]
 
-
-def _beside(parts: int, axes: tuple[str, ...], part: Dim) -> Dim:
-    """Parts side by side, one on each rank along some axes or all on each; one dim if it can be."""
-    if len(part) == 1 and not part[0].axes:
-        return (Sub(parts * part[0].size, axes),)
-    return (Sub(parts, axes), *part)
-
-
-def _reduced(axes: tuple[str, ...], op: str, x: _Operand) -> Step:
-    before = x.layout({}, ((a, op) for a in axes))
-    return Step("all_reduce", axes, before, x.layout({}), op=op)
-
-
-def _gathered(m: Any, x: _Operand) -> Step:
-    part = x.dims[m.dim]
-    before = x.layout({m.dim: _beside(m.size, m.axes, part)})
-    after = x.layout({m.dim: _beside(m.size, (), part)})
-    return Step("all_gather", m.axes, before, after, at=(m.dim, 0))
-
-
-def _scattered(m: Any, x: _Operand) -> Step:
-    part = x.part(m.dim, m.size)
-    before = x.layout({m.dim: _beside(m.size, (), part)}, ((a, "sum") for a in m.axes))
-    after = x.layout({m.dim: _beside(m.size, m.axes, part)})
-    return Step("psum_scatter", m.axes, before, after, to=(m.dim, 0), op="sum")
-
-
-def _sliced(m: Any, x: _Operand) -> Step:
-    part = x.part(m.dim, m.size)
-    before = x.layout({m.dim: _beside(m.size, (), part)})
-    after = x.layout({m.dim: _beside(m.size, m.axes, part)})
-    return Step("slice", m.axes, before, after, to=(m.dim, 0))
-
-
-def _exchanged(m: Any, x: _Operand) -> Step:
-    """The ranks are a sub-dim in front of the concat dim, the parts one in front of the split dim."""
-    ranks, parts, part = Sub(m.size, m.axes), Sub(m.size), x.part(m.split, m.size)
-    if m.split == m.concat:
-        have = {m.split: (ranks, parts, *part)}
-        want = {m.split: (parts, ranks, *part)}
-    else:
-        have = {m.split: (parts, *part), m.concat: (ranks, *x.dims[m.concat])}
-        want = {m.split: (ranks, *part), m.concat: (parts, *x.dims[m.concat])}
-    to = (m.split, 1 if m.split == m.concat else 0)
-    return Step("all_to_all", m.axes, x.layout(have), x.layout(want), at=(m.concat, 0), to=to)
-
-
-def _permuted(m: Any, x: _Operand) -> Step:
-    layout = x.layout({}, ((a, VARYING) for a in m.axes))
-    pairs = tuple(zip(m.sources, m.targets, strict=True))
-    return Step("ppermute", m.axes, layout, layout, pairs=pairs)
-
-
-_STEPS: dict[type[Move], Callable[[Any, _Operand], Step]] = {
-    Sum: lambda m, x: _reduced(m.axes, "sum", x),
-    Extreme: lambda m, x: _reduced(m.axes, m.which, x),
-    Gather: _gathered,
-    GatherWhole: _gathered,
-    Scatter: _scattered,
-    Slice: _sliced,
-    Exchange: _exchanged,
-    Permute: _permuted,
-}
+    def _beside(self, axes: tuple[str, ...], part: Dim) -> Dim:
+        """Parts side by side, one on each rank along some axes or all on each; one dim if it can be."""
+        if len(part) == 1 and not part[0].axes:
+            return (Sub(self.ranks * part[0].size, axes),)
+        return (Sub(self.ranks, axes), *part)
 
 
 # -- lowering -------------------------------------------------------------------------------------
@@ -155,7 +134,7 @@ _STEPS: dict[type[Move], Callable[[Any, _Operand], Step]] = {
 class _Lowered:
     """How a move is lowered: its step, between the operand's layout and the result's."""
 
-    def __init__(self, step: Step | None) -> None:
+    def __init__(self, step: ReshardStep | None) -> None:
         self.step = step
 
     def __call__(self, low: Lowering, node: fx.Node) -> dict[Key, Value]:

@@ -10,14 +10,23 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
 
 from torchard.functional.torch_internals.operators import aten
+from torchard.sharding.layouts.collective_ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    CollectiveVisitor,
+    LocalSlice,
+    Place,
+    Ppermute,
+    PsumScatter,
+)
 from torchard.sharding.layouts.layout import Layout
-from torchard.sharding.layouts.reshard import Step
+from torchard.sharding.layouts.reshard import ReshardStep
 from torchard.sharding.lowering.carriers import exchanging, moving, reducing
 from torchard.sharding.lowering.channel import Channel
 from torchard.sharding.lowering.fetch import fetch
@@ -33,36 +42,27 @@ class Wire:
     late = True
 
     def step(
-        self, low: Lowering, step: Step, values: dict[Key, Value], val: torch.Tensor
+        self, low: Lowering, step: ReshardStep, values: dict[Key, Value], val: torch.Tensor
     ) -> dict[Key, Value]:
-        pieces = Pieces(low, step, low.mesh)
         (at,) = low.coords
-        x = pieces.open(values[step.before.key(at)].get(), at)
-        if step.kind == "slice":
-            start, stop = pieces.cut(at)
-            assert pieces.to is not None
-            done = pieces.close(pieces.slice(x, pieces.to, start, stop), at)
-            return {step.after.key(at): Value(done)}
-        started = _Started(pieces, at, val)
-        low.in_flight.append(Value(wait=_later(started, started.begun(x))))
+        rank = _Rank(Pieces(low, step, low.mesh), values, at, val)
+        message = step.collective.accept(rank)
+        if isinstance(message, fx.Node):
+            return {step.after.key(at): Value(rank.p.close(message, at))}
+        sent = message.send(message.buffer)
+        low.in_flight.append(rank.later(lambda: message.unpack(rank.channel.wait(sent))))
         return {step.after.key(at): low.in_flight[-1]}
 
     def together(
-        self, low: Lowering, moves: Sequence[tuple[Step, dict[Key, Value], torch.Tensor]]
+        self, low: Lowering, moves: Sequence[tuple[ReshardStep, dict[Key, Value], torch.Tensor]]
     ) -> list[dict[Key, Value]]:
         (at,) = low.coords
-        begun = [_Started(Pieces(low, step, low.mesh), at, val) for step, _, val in moves]
-        finish = _together(
-            begun[0],
-            [
-                each.packed(each.p.open(values[step.before.key(at)].get(), at))
-                for each, (step, values, _) in zip(begun, moves, strict=True)
-            ],
-        )
+        ranks = [_Rank(Pieces(low, step, low.mesh), values, at, val) for step, values, val in moves]
+        finish = _together(ranks[0], [rank.p.step.collective.accept(rank) for rank in ranks])
         done: list[dict[Key, Value]] = []
-        for i, (each, (step, _, _)) in enumerate(zip(begun, moves, strict=True)):
-            low.in_flight.append(Value(wait=_later(each, functools.partial(finish, i))))
-            done.append({step.after.key(at): low.in_flight[-1]})
+        for i, rank in enumerate(ranks):
+            low.in_flight.append(rank.later(functools.partial(finish, i)))
+            done.append({rank.p.step.after.key(at): low.in_flight[-1]})
         return done
 
     def fetch(
@@ -73,55 +73,79 @@ class Wire:
         return {key: fetch(low, what, values[key].get())}
 
 
-def _later(started: _Started, finish: Callable[[], fx.Node]) -> Callable[[], fx.Node]:
-    return started.p.low.tagged(lambda: started.p.close(finish(), started.at_))
+@dataclass(frozen=True)
+class _Message:
+    """What one collective sends of one value.
+
+    Attributes:
+        buffer: what is sent.
+        send: issues it.
+        unpack: makes the result of what has arrived.
+        shape: the buffer's, if it may go together with others, one after the other.
+        copies: how many of it arrive.
+    """
+
+    buffer: fx.Node
+    send: Callable[[fx.Node], fx.Node]
+    unpack: Callable[[fx.Node], fx.Node]
+    shape: Sequence[int] | None = None
+    copies: int = 1
 
 
-def _together(started: _Started, parts: Sequence[_Packed]) -> Callable[[int], fx.Node]:
+def _together(rank: _Rank, messages: Sequence[_Message | fx.Node]) -> Callable[[int], fx.Node]:
     """One all_reduce or all_gather of several values; gives back what takes the i-th result out."""
-    call, view = started.call, started.p.low.emit.view
-    widths = [math.prod(part.shape) for part in parts]
-    flat = [view(part.buffer, [n]) for part, n in zip(parts, widths, strict=True)]
-    sent = started.send(call(aten.cat.default, flat, 0))
-    copies = started.size if started.p.step.kind == "all_gather" else 1
+    call, view = rank.call, rank.p.low.emit.view
+    parts = [(m, m.shape) for m in messages if isinstance(m, _Message) and m.shape is not None]
+    assert len(parts) == len(messages), "only what is sent in one piece goes together"
+    widths = [math.prod(shape) for _, shape in parts]
+    flat = [view(part.buffer, [n]) for (part, _), n in zip(parts, widths, strict=True)]
+    first, _ = parts[0]
+    sent = first.send(call(aten.cat.default, flat, 0))
     done: list[fx.Node] = []
 
-    def taken(run: fx.Node, part: _Packed) -> fx.Node:
-        shape = list(part.shape)
-        if copies > 1:
-            shape[0] *= copies
-        return part.unpack(view(run, shape))
+    def taken(run: fx.Node, part: _Message, shape: Sequence[int]) -> fx.Node:
+        arrived = list(shape)
+        if part.copies > 1:
+            arrived[0] *= part.copies
+        return part.unpack(view(run, arrived))
 
     def finish(i: int) -> fx.Node:
         """All at the first use: most are copied, and what they arrived in is free when all are."""
         if not done:
-            arrived = view(started.channel.wait(sent), [copies, sum(widths)])
+            arrived = view(rank.channel.wait(sent), [first.copies, sum(widths)])
             runs = call(aten.split_with_sizes.default, arrived, widths, 1)
             done.extend(
-                taken(call(operator.getitem, runs, j), part) for j, part in enumerate(parts)
+                taken(call(operator.getitem, runs, j), *part) for j, part in enumerate(parts)
             )
         return done[i]
 
     return finish
 
 
-@dataclass(frozen=True)
-class _Packed:
-    """What a collective sends of one value, its shape, and how the answer becomes the result."""
+class _Rank(CollectiveVisitor["_Message | fx.Node"]):
+    """What this rank sends of one value by one collective; of a slice, the part that it keeps."""
 
-    buffer: fx.Node
-    shape: Sequence[int]
-    unpack: Callable[[fx.Node], fx.Node]
-
-
-class _Started:
-    """Issues one collective and gives back the function that waits for its result."""
-
-    def __init__(self, p: Pieces, at: Coords, val: torch.Tensor) -> None:
-        self.p, self.at_, self.val = p, at, val
+    def __init__(self, p: Pieces, values: dict[Key, Value], at: Coords, val: torch.Tensor) -> None:
+        self.p, self.values, self.at_, self.val = p, values, at, val
         self.call = p.low.emit.call
-        self.channel = Channel(p.low, p.step.axes)
-        self.size = math.prod(p.mesh.shape[a] for a in p.step.axes)
+
+    @functools.cached_property
+    def channel(self) -> Channel:
+        return Channel(self.p.low, self.p.step.axes)
+
+    @functools.cached_property
+    def x(self) -> fx.Node:
+        """The value, with every sub-dim as a dim."""
+        return self.p.open(self.values[self.p.step.before.key(self.at_)].get(), self.at_)
+
+    @functools.cached_property
+    def before(self) -> list[int]:
+        """Its shape."""
+        return self.p.shape(self.p.step.before, self.at_)
+
+    def later(self, finish: Callable[[], fx.Node]) -> Value:
+        """The value that there will be."""
+        return Value(wait=self.p.low.tagged(lambda: self.p.close(finish(), self.at_)))
 
     def contiguous(self, x: fx.Node) -> fx.Node:
         return self.call(aten.contiguous.default, x)
@@ -135,155 +159,126 @@ class _Started:
     def back(self, x: fx.Node, dim: int) -> fx.Node:
         return self.call(aten.movedim.int, x, 0, dim) if dim else x
 
-    def sizes(self, layout: Layout, place: tuple[int, int]) -> list[int]:
+    def sizes(self, layout: Layout, place: Place) -> list[int]:
         return [len(self.p.range(layout, place, m)) for m in self.p.members(self.at_)]
 
-    def begun(self, x: fx.Node) -> Callable[[], fx.Node]:
-        """Issue the collective of one value."""
-        kind = self.p.step.kind
-        if kind in ("all_to_all", "ppermute"):
-            exchange: Callable[[], fx.Node] = getattr(self, f"_{kind}")(x)
-            return exchange
-        packed = self.packed(x)
-        sent = self.send(packed.buffer)
-        return lambda: packed.unpack(self.channel.wait(sent))
+    def at_front(self, dim: int, size: int) -> list[int]:
+        """The local shape with a dim moved to the front, where it has another size."""
+        return [size, *self.before[:dim], *self.before[dim + 1 :]]
 
-    def packed(self, x: fx.Node) -> _Packed:
-        """What an all_reduce, a psum_scatter or an all_gather sends."""
-        made: _Packed = getattr(self, f"_{self.p.step.kind}")(x)
-        return made
+    def padded(self, x: fx.Node, size: int, widest: int) -> fx.Node:
+        """A part along dim 0, brought to the widest's size."""
+        if size == widest:
+            return x
+        pad = [0] * (2 * len(self.before) - 1) + [widest - size]
+        return self.call(aten.constant_pad_nd.default, x, pad)
 
-    def send(self, buffer: fx.Node) -> fx.Node:
-        op = self.p.step.op or "sum"
-        if self.p.step.kind == "all_reduce":
-            return self.channel.issue("all_reduce", buffer, op)
-        if self.p.step.kind == "psum_scatter":
-            return self.channel.issue("reduce_scatter_tensor", buffer, op, self.size)
-        return self.channel.issue("all_gather_into_tensor", buffer, self.size)
+    def slice(self, op: LocalSlice) -> fx.Node:
+        return self.p.cut(self.x, op.to, self.at_)
 
     # -- reductions -------------------------------------------------------------------------------
 
-    def _all_reduce(self, x: fx.Node) -> _Packed:
-        encode, decode, _ = reducing(self.call, self.val.dtype, self.p.step.op or "sum")
-        buffer = self.call(aten.contiguous.default, encode(x))
-        return _Packed(buffer, self.p.shape(self.p.step.before, self.at_), decode)
+    def all_reduce(self, op: AllReduce) -> _Message:
+        encode, decode, _ = reducing(self.call, self.val.dtype, op.reduction)
 
-    def _psum_scatter(self, x: fx.Node) -> _Packed:
-        p = self.p
-        assert p.to is not None and p.step.to is not None
-        dim, sizes = p.to, self.sizes(p.step.after, p.step.to)
-        widest, own = max(sizes), len(p.range(p.step.after, p.step.to, self.at_))
-        encode, decode, _ = reducing(self.call, self.val.dtype, p.step.op or "sum")
-        x = self.front(encode(x), dim)
+        def send(buffer: fx.Node) -> fx.Node:
+            return self.channel.issue("all_reduce", buffer, op.reduction)
+
+        return _Message(self.contiguous(encode(self.x)), send, decode, self.before)
+
+    def psum_scatter(self, op: PsumScatter) -> _Message:
+        dim, sizes = self.p.dim(op.to), self.sizes(self.p.step.after, op.to)
+        widest, own = max(sizes), len(self.p.range(self.p.step.after, op.to, self.at_))
+        encode, decode, _ = reducing(self.call, self.val.dtype, op.reduction)
+        x = self.front(encode(self.x), dim)
         if len(set(sizes)) > 1:
-            x = self.padded(x, sizes, widest)
+            parts = self.call(aten.split_with_sizes.default, x, sizes)
+            each = [self.call(operator.getitem, parts, i) for i in range(len(sizes))]
+            even = [self.padded(part, n, widest) for part, n in zip(each, sizes, strict=True)]
+            x = self.call(aten.cat.default, even, 0)
+
+        def send(buffer: fx.Node) -> fx.Node:
+            return self.channel.issue("reduce_scatter_tensor", buffer, op.reduction, len(sizes))
 
         def unpack(part: fx.Node) -> fx.Node:
             if own != widest:
-                part = p.slice(part, 0, 0, own)
+                part = self.p.slice(part, 0, 0, own)
             return self.back(decode(part), dim)
 
-        return _Packed(x, self.at_front(p.step.before, dim, widest * len(sizes)), unpack)
-
-    def at_front(self, layout: Layout, dim: int, size: int) -> list[int]:
-        """The local shape with a dim moved to the front, where it has another size."""
-        shape = self.p.shape(layout, self.at_)
-        shape.pop(dim)
-        return [size, *shape]
-
-    def padded(self, x: fx.Node, sizes: list[int], widest: int) -> fx.Node:
-        """Uneven parts along dim 0, each brought to the widest's size."""
-        parts = self.call(aten.split_with_sizes.default, x, sizes)
-        rank = len(self.p.shape(self.p.step.before, self.at_))
-        padded = []
-        for i, size in enumerate(sizes):
-            part = self.call(operator.getitem, parts, i)
-            if size != widest:
-                pad = [0] * (2 * rank - 1) + [widest - size]
-                part = self.call(aten.constant_pad_nd.default, part, pad)
-            padded.append(part)
-        return self.call(aten.cat.default, padded, 0)
+        return _Message(x, send, unpack)
 
     # -- exchanges --------------------------------------------------------------------------------
 
-    def _all_gather(self, x: fx.Node) -> _Packed:
-        p = self.p
-        assert p.at is not None and p.step.at is not None
-        dim, sizes = p.at, self.sizes(p.step.before, p.step.at)
-        widest, own = max(sizes), len(p.range(p.step.before, p.step.at, self.at_))
+    def all_gather(self, op: AllGather) -> _Message:
+        dim, sizes = self.p.dim(op.at), self.sizes(self.p.step.before, op.at)
+        widest, own = max(sizes), len(self.p.range(self.p.step.before, op.at, self.at_))
         encode, decode, _ = moving(self.call, self.val.dtype)
-        x = self.front(encode(x), dim)
-        if own != widest:
-            rank = len(p.shape(p.step.before, self.at_))
-            pad = [0] * (2 * rank - 1) + [widest - own]
-            x = self.call(aten.constant_pad_nd.default, x, pad)
+        x = self.padded(self.front(encode(self.x), dim), own, widest)
+
+        def send(buffer: fx.Node) -> fx.Node:
+            return self.channel.issue("all_gather_into_tensor", buffer, len(sizes))
 
         def unpack(whole: fx.Node) -> fx.Node:
             if len(set(sizes)) > 1:
-                runs = [p.slice(whole, 0, i * widest, i * widest + n) for i, n in enumerate(sizes)]
-                whole = p.cat(runs, 0)
+                runs = [
+                    self.p.slice(whole, 0, i * widest, i * widest + n) for i, n in enumerate(sizes)
+                ]
+                whole = self.p.cat(runs, 0)
             return self.back(decode(whole), dim)
 
-        return _Packed(x, self.at_front(p.step.before, dim, widest), unpack)
+        return _Message(x, send, unpack, self.at_front(dim, widest), len(sizes))
 
-    def _all_to_all(self, x: fx.Node) -> Any:
-        p = self.p
-        assert p.step.at is not None and p.step.to is not None and p.at is not None
-        at, to = p.at, p.to
-        assert to is not None
-        give, take = self.sizes(p.step.after, p.step.to), self.sizes(p.step.before, p.step.at)
-        shape = p.shape(p.step.before, self.at_)
-        shape[to] = len(p.range(p.step.after, p.step.to, self.at_))
-        mine = math.prod(p.shape(p.step.before, self.at_)) // max(sum(give), 1)
+    def all_to_all(self, op: AllToAll) -> _Message:
+        at, to = self.p.dim(op.at), self.p.dim(op.to)
+        give, take = self.sizes(self.p.step.after, op.to), self.sizes(self.p.step.before, op.at)
+        shape = list(self.before)
+        shape[to] = len(self.p.range(self.p.step.after, op.to, self.at_))
+        mine = math.prod(self.before) // max(sum(give), 1)
         each = math.prod(n for i, n in enumerate(shape) if i != at)
         carrier = exchanging(self.call, self.val.dtype)
-        flat = p.low.emit.view(self.front(x, to), [-1] if sum(give) * mine else [0])
+        view = self.p.low.emit.view
+        flat = view(self.front(self.x, to), [-1] if sum(give) * mine else [0])
         lengths = [n * each for n in take]
-        sent = self.channel.issue(
-            "all_to_all_single",
-            carrier.encode(flat),
-            [n * carrier.each for n in lengths],
-            [n * mine * carrier.each for n in give],
-        )
 
-        def finish() -> fx.Node:
-            arrived = carrier.decode(self.channel.wait(sent))
-            runs = self.call(aten.split_with_sizes.default, arrived, lengths)
+        def send(buffer: fx.Node) -> fx.Node:
+            arrive = [n * carrier.each for n in lengths]
+            leave = [n * mine * carrier.each for n in give]
+            return self.channel.issue("all_to_all_single", buffer, arrive, leave)
+
+        def unpack(arrived: fx.Node) -> fx.Node:
+            runs = self.call(aten.split_with_sizes.default, carrier.decode(arrived), lengths)
             parts = []
             for i, n in enumerate(take):
                 local = list(shape)
                 local[at] = n
                 local.insert(0, local.pop(to))
-                part = p.low.emit.view(self.call(operator.getitem, runs, i), local)
+                part = view(self.call(operator.getitem, runs, i), local)
                 parts.append(self.back(part, to))
-            whole: fx.Node = p.cat(parts, at)
-            return whole
+            return self.p.cat(parts, at)
 
-        return finish
+        return _Message(carrier.encode(flat), send, unpack)
 
-    def _ppermute(self, x: fx.Node) -> Any:
+    def ppermute(self, op: Ppermute) -> _Message:
         """As an exchange in which most parts are empty; every rank takes part."""
-        p, count = self.p, math.prod(self.p.shape(self.p.step.before, self.at_))
-        own = p.members(self.at_).index(self.at_)
+        count, group = math.prod(self.before), self.p.members(self.at_)
+        own = group.index(self.at_)
         carrier = exchanging(self.call, self.val.dtype)
-        give, take = [0] * self.size, [0] * self.size
-        for source, target in p.step.pairs:
+        give, take = [0] * len(group), [0] * len(group)
+        for source, target in op.pairs:
             if source == own:
                 give[target] = count * carrier.each
             if target == own:
                 take[source] = count * carrier.each
-        flat = carrier.encode(p.low.emit.view(self.contiguous(x), [count]))
+        flat = carrier.encode(self.p.low.emit.view(self.contiguous(self.x), [count]))
         if not any(give):
-            flat = p.slice(flat, 0, 0, 0)
-        sent = self.channel.issue("all_to_all_single", flat, take, give)
+            flat = self.p.slice(flat, 0, 0, 0)
 
-        def finish() -> fx.Node:
-            arrived = self.channel.wait(sent)
+        def send(buffer: fx.Node) -> fx.Node:
+            return self.channel.issue("all_to_all_single", buffer, take, give)
+
+        def unpack(arrived: fx.Node) -> fx.Node:
             if not any(take):
-                return self.call(aten.zeros_like.default, x)
-            done: fx.Node = p.low.emit.view(
-                carrier.decode(arrived), p.shape(p.step.before, self.at_)
-            )
-            return done
+                return self.call(aten.zeros_like.default, self.x)
+            return self.p.low.emit.view(carrier.decode(arrived), self.before)
 
-        return finish
+        return _Message(flat, send, unpack)

@@ -10,8 +10,18 @@ import torch
 from torch import fx
 
 from torchard.functional.torch_internals.operators import aten
+from torchard.sharding.layouts.collective_ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    CollectiveVisitor,
+    LocalSlice,
+    Place,
+    Ppermute,
+    PsumScatter,
+)
 from torchard.sharding.layouts.layout import Layout, chunk
-from torchard.sharding.layouts.reshard import Step
+from torchard.sharding.layouts.reshard import ReshardStep
 from torchard.sharding.lowering.lower import Fetch, Key, Lowering, Value
 from torchard.sharding.rules.blocks import take
 from torchard.sharding.values.mesh import Mesh
@@ -27,12 +37,6 @@ _FOLD = {
 }
 
 
-def _position(layout: Layout, place: tuple[int, int]) -> int:
-    """Where a sub-dim is when every sub-dim is a dim of its own."""
-    dim, sub = place
-    return sum(len(d) for d in layout.dims[:dim]) + sub
-
-
 def members(mesh: Mesh, axes: Sequence[str], at: Coords) -> list[Coords]:
     """The coordinates that differ from one along some axes only, the first axis outermost."""
     ranges = (range(mesh.shape[a]) for a in axes)
@@ -42,11 +46,13 @@ def members(mesh: Mesh, axes: Sequence[str], at: Coords) -> list[Coords]:
 class Pieces:
     """Local arithmetic on a step's values at one coordinate, with every sub-dim as a dim."""
 
-    def __init__(self, low: Lowering, step: Step, mesh: Mesh) -> None:
+    def __init__(self, low: Lowering, step: ReshardStep, mesh: Mesh) -> None:
         self.low, self.step, self.mesh = low, step, mesh
         self.fused = any(len(d) != 1 for d in step.before.dims)
-        self.at = None if step.at is None else _position(step.before, step.at)
-        self.to = None if step.to is None else _position(step.before, step.to)
+
+    def dim(self, place: Place) -> int:
+        """Where a sub-dim is when every sub-dim is a dim of its own."""
+        return sum(len(d) for d in self.step.before.dims[: place[0]]) + place[1]
 
     def shape(self, layout: Layout, at: Coords) -> list[int]:
         return [n for dim in layout.local_subs(at, self.mesh.shape) for n in dim]
@@ -63,16 +69,14 @@ class Pieces:
         x.meta["shape"] = shape
         return x
 
-    def range(self, layout: Layout, place: tuple[int, int], at: Coords) -> range:
+    def range(self, layout: Layout, place: Place, at: Coords) -> range:
         sub = layout.dims[place[0]][place[1]]
         return chunk(sub.size, sub.axes, at, self.mesh.shape)
 
-    def cut(self, at: Coords) -> tuple[int, int]:
-        """The run of its current part of ``to`` that a coordinate keeps."""
-        assert self.step.to is not None
-        before = self.range(self.step.before, self.step.to, at)
-        after = self.range(self.step.after, self.step.to, at)
-        return after.start - before.start, after.stop - before.start
+    def cut(self, x: fx.Node, to: Place, at: Coords) -> fx.Node:
+        """Of a value of a rank's group, the part along ``to`` that a coordinate gets."""
+        before, after = self.range(self.step.before, to, at), self.range(self.step.after, to, at)
+        return self.slice(x, self.dim(to), after.start - before.start, after.stop - before.start)
 
     def members(self, at: Coords) -> list[Coords]:
         """The coordinates of the group, ordered with the first axis outermost."""
@@ -93,18 +97,19 @@ class Lockstep:
     late = False
 
     def step(
-        self, low: Lowering, step: Step, values: dict[Key, Value], val: torch.Tensor
+        self, low: Lowering, step: ReshardStep, values: dict[Key, Value], val: torch.Tensor
     ) -> dict[Key, Value]:
         low.tag_collective()
         pieces = Pieces(low, step, low.mesh)
-        move = getattr(self, f"_{step.kind}")
         return {
-            step.after.key(at): Value(pieces.close(move(pieces, values, at), at))
+            step.after.key(at): Value(
+                pieces.close(step.collective.accept(_Arriving(pieces, values, at)), at)
+            )
             for at in low.distinct([step.after])
         }
 
     def together(
-        self, low: Lowering, moves: Sequence[tuple[Step, dict[Key, Value], torch.Tensor]]
+        self, low: Lowering, moves: Sequence[tuple[ReshardStep, dict[Key, Value], torch.Tensor]]
     ) -> list[dict[Key, Value]]:
         """One after another: here nothing is gained by sending them at once."""
         return [self.step(low, step, values, val) for step, values, val in moves]
@@ -126,43 +131,45 @@ class Lockstep:
         places = low.distinct([what.layout])
         return {what.layout.key(at): functools.partial(found, at) for at in places}
 
-    def _members(self, p: Pieces, values: dict[Key, Value], at: Coords) -> list[fx.Node]:
-        return [p.open(values[p.step.before.key(m)].get(), m) for m in p.members(at)]
 
-    def _fold(self, p: Pieces, parts: list[fx.Node]) -> fx.Node:
+class _Arriving(CollectiveVisitor[fx.Node]):
+    """What arrives at one coordinate, of the values that the ranks of its group have."""
+
+    def __init__(self, p: Pieces, values: dict[Key, Value], at: Coords) -> None:
+        self.p, self.values, self.at = p, values, at
+
+    def _of(self, member: Coords) -> fx.Node:
+        value: fx.Node = self.values[self.p.step.before.key(member)].get()
+        return value
+
+    def _parts(self) -> list[fx.Node]:
+        return [self.p.open(self._of(m), m) for m in self.p.members(self.at)]
+
+    def _fold(self, parts: list[fx.Node], op: str) -> fx.Node:
         total = parts[0]
         for part in parts[1:]:
-            total = p.low.emit.call(_FOLD[p.step.op or "sum"], total, part)
+            total = self.p.low.emit.call(_FOLD[op], total, part)
         return total
 
-    def _all_reduce(self, p: Pieces, values: dict[Key, Value], at: Coords) -> fx.Node:
-        return self._fold(p, self._members(p, values, at))
+    def all_reduce(self, op: AllReduce) -> fx.Node:
+        return self._fold(self._parts(), op.reduction)
 
-    def _psum_scatter(self, p: Pieces, values: dict[Key, Value], at: Coords) -> fx.Node:
-        assert p.to is not None
-        start, stop = p.cut(at)
-        parts = self._members(p, values, at)
-        return self._fold(p, [p.slice(x, p.to, start, stop) for x in parts])
+    def psum_scatter(self, op: PsumScatter) -> fx.Node:
+        return self._fold([self.p.cut(x, op.to, self.at) for x in self._parts()], op.reduction)
 
-    def _all_gather(self, p: Pieces, values: dict[Key, Value], at: Coords) -> fx.Node:
-        assert p.at is not None
-        return p.cat(self._members(p, values, at), p.at)
+    def all_gather(self, op: AllGather) -> fx.Node:
+        return self.p.cat(self._parts(), self.p.dim(op.at))
 
-    def _all_to_all(self, p: Pieces, values: dict[Key, Value], at: Coords) -> fx.Node:
-        assert p.at is not None and p.to is not None
-        start, stop = p.cut(at)
-        parts = self._members(p, values, at)
-        return p.cat([p.slice(x, p.to, start, stop) for x in parts], p.at)
+    def all_to_all(self, op: AllToAll) -> fx.Node:
+        cut = [self.p.cut(x, op.to, self.at) for x in self._parts()]
+        return self.p.cat(cut, self.p.dim(op.at))
 
-    def _ppermute(self, p: Pieces, values: dict[Key, Value], at: Coords) -> fx.Node:
-        sender = dict((t, s) for s, t in p.step.pairs).get(p.members(at).index(at))
+    def ppermute(self, op: Ppermute) -> fx.Node:
+        group = self.p.members(self.at)
+        sender = dict((t, s) for s, t in op.pairs).get(group.index(self.at))
         if sender is None:
-            own: fx.Node = values[p.step.before.key(at)].get()
-            return p.low.emit.call(aten.zeros_like.default, own)
-        sent: fx.Node = values[p.step.before.key(p.members(at)[sender])].get()
-        return sent
+            return self.p.low.emit.call(aten.zeros_like.default, self._of(self.at))
+        return self._of(group[sender])
 
-    def _slice(self, p: Pieces, values: dict[Key, Value], at: Coords) -> fx.Node:
-        assert p.to is not None
-        start, stop = p.cut(at)
-        return p.slice(p.open(values[p.step.before.key(at)].get(), at), p.to, start, stop)
+    def slice(self, op: LocalSlice) -> fx.Node:
+        return self.p.cut(self.p.open(self._of(self.at), self.at), op.to, self.at)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from torchard.sharding.layouts.collective_ops import AllToAll
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.lowering.lower import Fetch, Key, Lowering, Value
 from torchard.sharding.rules.blocks import Window, assemble, fetched, pieces, window_of
@@ -52,7 +53,7 @@ def _record(
     local = [Layout((dim,)).largest_local(dict(sizes)) for dim in layout.dims]
     local[window.dim : window.dim + 2] = [moved]
     return Collective(
-        "all_to_all",
+        AllToAll.kind,
         axes,
         tuple(local),
         val.dtype,

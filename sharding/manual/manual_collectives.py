@@ -1,9 +1,10 @@
-"""Moves: what the collectives of manual mode are, one value for each, before anything runs them.
+"""Moves: what a user calls in manual mode, one value for each, before anything runs them.
 
 Every one is a linear map that knows its transpose and its batched form (pmax and pmin alone are not
 linear), the shape it gives, and how it changes along which mesh axes a value varies. In a traced
-program a move is one opaque operation, from whose arguments ``move_of`` reads it back;
-``lower_manual.py`` lowers it. The transposes are those of JAX's shard_map with check_vma=True.
+program a move is one opaque operation, from whose arguments ``move_of`` reads it back; the collective
+that it names (`Move.collective`) is what ``lower_manual.py`` lowers. The transposes are those of JAX's
+shard_map with check_vma=True.
 """
 
 from __future__ import annotations
@@ -15,6 +16,15 @@ import torch
 from torch import fx
 
 from torchard.functional.core.errors import DerivativeError
+from torchard.sharding.layouts.collective_ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    CollectiveOp,
+    LocalSlice,
+    Ppermute,
+    PsumScatter,
+)
 
 __all__ = [
     "Enter",
@@ -62,6 +72,14 @@ class Move:
     def over(self) -> frozenset[str]:
         """The mesh axes it works over."""
         return frozenset(self.axes)  # type: ignore[attr-defined]
+
+    @property
+    def collective(self) -> CollectiveOp | None:
+        """What it does to local values; None where it only changes what they count as.
+
+        Places are those in layouts made for it, where what it is over stands outermost in its dim.
+        """
+        return None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         arguments = [getattr(self, f.name) for f in fields(self)]
@@ -159,6 +177,10 @@ class Sum(_Over):
 
     op, schema, gives = "psum", "str[] axes", "invariant"
 
+    @property
+    def collective(self) -> AllReduce:
+        return AllReduce(self.axes, "sum")
+
     def transposed(self) -> Move:
         return Vary(self.manual, self.axes)
 
@@ -169,6 +191,10 @@ class Extreme(_Over):
 
     which: str
     op, schema, gives = "pextreme", "str[] axes, str which", "invariant"
+
+    @property
+    def collective(self) -> AllReduce:
+        return AllReduce(self.axes, self.which)
 
     def transposed(self) -> Move:
         raise DerivativeError(
@@ -193,6 +219,10 @@ class Gather(_Along):
 
     op, schema = "all_gather", "str[] axes, int size, int dim"
 
+    @property
+    def collective(self) -> AllGather:
+        return AllGather(self.axes, (self.dim, 0))
+
     def shape(self, shape: Shape) -> Shape:
         return _grown(shape, self.dim, self.size)
 
@@ -204,6 +234,10 @@ class Scatter(_Along):
     """The sum over ranks, of which each keeps its part."""
 
     op, schema = "psum_scatter", "str[] axes, int size, int dim"
+
+    @property
+    def collective(self) -> PsumScatter:
+        return PsumScatter(self.axes, (self.dim, 0))
 
     def shape(self, shape: Shape) -> Shape:
         return _shrunk(shape, self.dim, self.size)
@@ -217,6 +251,10 @@ class GatherWhole(_Along):
 
     op, schema, gives = "all_gather_invariant", "str[] axes, int size, int dim", "invariant"
 
+    @property
+    def collective(self) -> AllGather:
+        return AllGather(self.axes, (self.dim, 0))
+
     def shape(self, shape: Shape) -> Shape:
         return _grown(shape, self.dim, self.size)
 
@@ -228,6 +266,10 @@ class Slice(_Along):
     """Of the same value on every rank, each rank's part; nothing is sent."""
 
     op, schema, takes = "pslice", "str[] axes, int size, int dim", "invariant"
+
+    @property
+    def collective(self) -> LocalSlice:
+        return LocalSlice(self.axes, (self.dim, 0))
 
     def shape(self, shape: Shape) -> Shape:
         return _shrunk(shape, self.dim, self.size)
@@ -244,6 +286,12 @@ class Exchange(_Over):
     split: int
     concat: int
     op, schema = "all_to_all", "str[] axes, int size, int split, int concat"
+
+    @property
+    def collective(self) -> AllToAll:
+        """Where ranks and parts are of one dim, the ranks stand outside."""
+        to = (self.split, 1 if self.split == self.concat else 0)
+        return AllToAll(self.axes, at=(self.concat, 0), to=to)
 
     def shape(self, shape: Shape) -> Shape:
         return _grown(_shrunk(shape, self.split, self.size), self.concat, self.size)
@@ -262,6 +310,10 @@ class Permute(_Over):
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     op, schema = "ppermute", "str[] axes, int[] sources, int[] targets"
+
+    @property
+    def collective(self) -> Ppermute:
+        return Ppermute(self.axes, tuple(zip(self.sources, self.targets, strict=True)))
 
     def transposed(self) -> Move:
         return replace(self, sources=self.targets, targets=self.sources)

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from torchard.sharding.layouts.collective_ops import AllReduce
 from torchard.sharding.planning.aliases import is_alias
-from torchard.sharding.scheduling.collectives import Collective
+from torchard.sharding.scheduling.collectives import Collective, op_of
 
 __all__ = ["Bucket", "first_use", "merge", "merge_reductions", "positions"]
 
@@ -50,13 +51,13 @@ def merge_reductions(graph: fx.Graph, limit: int | None = None) -> None:
 
 def _kind(node: fx.Node) -> object | None:
     """What members of a bucket must have in common; None for what is never merged."""
-    step = node.meta.get("step")
-    if node.op != "call_function" or step is None or step.kind != "all_reduce" or step.op != "sum":
+    op = op_of(node)
+    if node.op != "call_function" or not isinstance(op, AllReduce) or op.reduction != "sum":
         return None
     val: torch.Tensor = node.meta["val"]
     if val.dtype == torch.bool or node.meta.get("recompute"):
         return None
-    return step.axes, val.dtype, val.device, node.meta.get("phase", "forward")
+    return op.axes, val.dtype, val.device, node.meta.get("phase", "forward")
 
 
 def _windows(

@@ -17,12 +17,20 @@ from torch import fx
 
 from torchard.functional.programs.program import INHERITED
 from torchard.functional.programs.records import Record
+from torchard.sharding.layouts.collective_ops import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    CollectiveOp,
+    LocalSlice,
+    PsumScatter,
+)
 from torchard.sharding.layouts.layout import Sizes
-from torchard.sharding.layouts.reshard import Step
+from torchard.sharding.layouts.reshard import ReshardStep
 from torchard.sharding.rules import lookup
 from torchard.sharding.values.constrain import pinned_spec
 
-__all__ = ["STEPS", "Collective", "emit_step", "record_of", "table"]
+__all__ = ["STEPS", "Collective", "emit_step", "op_of", "record_of", "table"]
 
 
 def all_reduce(x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> torch.Tensor:
@@ -50,12 +58,12 @@ def take_slice(x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
     return x
 
 
-STEPS: dict[str, Callable[..., torch.Tensor]] = {
-    "all_reduce": all_reduce,
-    "psum_scatter": psum_scatter,
-    "all_gather": all_gather,
-    "all_to_all": all_to_all,
-    "slice": take_slice,
+STEPS: dict[type[CollectiveOp], Callable[..., torch.Tensor]] = {
+    AllReduce: all_reduce,
+    PsumScatter: psum_scatter,
+    AllGather: all_gather,
+    AllToAll: all_to_all,
+    LocalSlice: take_slice,
 }
 
 
@@ -121,22 +129,30 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def emit_step(graph: fx.Graph, value: fx.Node, step: Step, near: fx.Node, sizes: Sizes) -> fx.Node:
+def emit_step(
+    graph: fx.Graph, value: fx.Node, step: ReshardStep, near: fx.Node, sizes: Sizes
+) -> fx.Node:
     """Append a step to a program's graph; its tags say which operation needed it."""
     args: dict[str, Any] = {"axes": step.axes}
-    if step.op is not None:
-        args["op"] = step.op
-    node = graph.call_function(STEPS[step.kind], (value,), args)
+    if step.reduction is not None:
+        args["op"] = step.reduction
+    node = graph.call_function(STEPS[type(step.collective)], (value,), args)
     # A reduction completes what its producer began; anything else serves the consumer.
-    told = near if near.meta.get("source") and step.op is None else value
+    told = near if near.meta.get("source") and step.reduction is None else value
     tags: dict[str, Any] = {k: told.meta[k] for k in INHERITED if k in told.meta}
     node.meta.update(val=value.meta["val"], layout=step.after.normal(sizes), step=step, **tags)
-    if step.kind != "slice":
+    if step.collective.sends:
         node.meta["collective"] = record_of(step, value.meta["val"], {**tags, "note": _note(near)}, sizes)
     return node
 
 
-def record_of(step: Step, val: torch.Tensor, tags: dict[str, Any], sizes: Sizes) -> Collective:
+def op_of(node: fx.Node) -> CollectiveOp | None:
+    """The collective that a node of a program is, if it is a step of a reshard."""
+    step: ReshardStep | None = node.meta.get("step")
+    return None if step is None else step.collective
+
+
+def record_of(step: ReshardStep, val: torch.Tensor, tags: dict[str, Any], sizes: Sizes) -> Collective:
     """What a step sends, as the plan lists it."""
     table_ = dict(sizes)
     shape = []
@@ -154,7 +170,7 @@ def record_of(step: Step, val: torch.Tensor, tags: dict[str, Any], sizes: Sizes)
         tuple(shape),
         val.dtype,
         math.ceil(step.elements(sizes) * val.dtype.itemsize),
-        step.op,
+        step.reduction,
         tags.get("source") or "",
         tags.get("scope") or "",
         tags.get("phase") or "forward",

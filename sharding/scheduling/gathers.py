@@ -16,9 +16,11 @@ import torch
 from torch import fx
 
 from torchard.functional.remat.rematerialise import made_again
+from torchard.sharding.layouts.collective_ops import AllGather, PsumScatter
 from torchard.sharding.manual.manual_collectives import is_edge
 from torchard.sharding.planning.aliases import is_alias
 from torchard.sharding.scheduling.bucket import first_use, merge, positions
+from torchard.sharding.scheduling.collectives import op_of
 
 __all__ = ["gather_again", "gather_by_layer", "layer_of"]
 
@@ -52,8 +54,7 @@ def _after_cotangents(graph: fx.Graph) -> set[fx.Node]:
 
 def _gathers(graph: fx.Graph, parameters: set[fx.Node]) -> Iterator[fx.Node]:
     for node in graph.nodes:
-        is_gather = "step" in node.meta and node.meta["step"].kind == "all_gather"
-        if is_gather and root_of(node) in parameters:
+        if isinstance(op_of(node), AllGather) and root_of(node) in parameters:
             yield node
 
 
@@ -144,5 +145,5 @@ def _number_turns(graph: fx.Graph, begins: set[fx.Node]) -> None:
         if node in begins:
             turn += 1
             node.meta["turn"] = turn
-        elif begins and "step" in node.meta and node.meta["step"].kind == "psum_scatter":
+        elif begins and isinstance(op_of(node), PsumScatter):
             node.meta["turn"] = turn

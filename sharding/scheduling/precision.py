@@ -17,7 +17,7 @@ from torch import fx
 
 from torchard.functional.programs.program import INHERITED
 from torchard.functional.torch_internals.operators import aten
-from torchard.sharding.scheduling.collectives import Collective
+from torchard.sharding.scheduling.collectives import Collective, op_of
 
 __all__ = ["check_reduce_dtype", "reduce_widely"]
 
@@ -38,8 +38,8 @@ def check_reduce_dtype(dtype: torch.dtype | None) -> None:
 def reduce_widely(graph: fx.Graph, dtype: torch.dtype) -> None:
     """Make the sums over ranks of narrower floats in ``dtype``; in place, on an SPMD graph."""
     for node in list(graph.nodes):
-        step = node.meta.get("step")
-        if step is not None and step.op == "sum" and _is_narrower(node.meta["val"], dtype):
+        op = op_of(node)
+        if op is not None and op.reduction == "sum" and _is_narrower(node.meta["val"], dtype):
             _widen(graph, node, dtype)
 
 

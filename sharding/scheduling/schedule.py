@@ -18,14 +18,16 @@ from torch import fx
 
 from torchard.functional.core.arguments import check_fields
 from torchard.functional.programs.graphs import output_values
+from torchard.sharding.layouts.collective_ops import AllReduce, AllToAll, PsumScatter
 from torchard.sharding.planning.aliases import is_alias
 from torchard.sharding.planning.updates import updated_inputs
 from torchard.sharding.scheduling.bucket import merge_reductions
+from torchard.sharding.scheduling.collectives import op_of
 from torchard.sharding.scheduling.gathers import gather_again, gather_by_layer
 
 __all__ = ["Schedule", "schedule"]
 
-_EARLY = ("all_reduce", "psum_scatter", "all_to_all")
+_EARLY = (AllReduce, PsumScatter, AllToAll)
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,7 @@ def issue_early(graph: fx.Graph) -> None:
     One that is made again stays: its operand may have been kept since the forward.
     """
     for node in list(graph.nodes):
-        step = node.meta.get("step")
-        if step is None or step.kind not in _EARLY or node.meta.get("recompute"):
+        if not isinstance(op_of(node), _EARLY) or node.meta.get("recompute"):
             continue
         chain = [node]
         while is_alias(chain[-1].all_input_nodes[0]):
@@ -159,8 +160,7 @@ def _ends_of(value: Any, late: set[fx.Node]) -> list[fx.Node]:
 
 
 def _is_sum(node: fx.Node) -> bool:
-    step = node.meta.get("step")
-    return step is not None and step.kind == "all_reduce"
+    return isinstance(op_of(node), AllReduce)
 
 
 def _arrives(node: fx.Node) -> bool:

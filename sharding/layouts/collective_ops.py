@@ -1,0 +1,161 @@
+"""The collective operations, in one place: what moves local values between the ranks of some mesh axes.
+
+A reshard between two layouts is made of them (``reshard.py``), a collective of manual mode names the one
+that it is (``manual_collectives.py``), and a transport has a method for each (`CollectiveVisitor`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Generic, TypeVar
+
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "CollectiveOp",
+    "CollectiveVisitor",
+    "LocalSlice",
+    "Place",
+    "Ppermute",
+    "PsumScatter",
+]
+
+T = TypeVar("T")
+Place = tuple[int, int]  # a dim, and which of its sub-dims
+
+
+@dataclass(frozen=True)
+class CollectiveOp(ABC):
+    """One operation over some mesh axes, the first outermost.
+
+    Attributes:
+        kind: what plans, messages and traces call it.
+        sends: whether anything crosses the network.
+        reduction: sum, max or min, where it reduces.
+    """
+
+    axes: tuple[str, ...]
+    kind: ClassVar[str]
+    sends: ClassVar[bool] = True
+
+    @property
+    def reduction(self) -> str | None:
+        return None
+
+    @abstractmethod
+    def elements(self, before: int, after: int, ranks: int) -> float:
+        """Elements that a rank sends (and receives) by the ring algorithm, of those it has."""
+
+    @abstractmethod
+    def accept(self, visitor: CollectiveVisitor[T]) -> T:
+        """The visitor's method for this operation."""
+
+
+@dataclass(frozen=True)
+class AllReduce(CollectiveOp):
+    """Every rank gets the sum (the maximum, the minimum) of the ranks' values."""
+
+    reduction: str = "sum"
+    kind = "all_reduce"
+
+    def elements(self, before: int, after: int, ranks: int) -> float:
+        return 2.0 * before * (ranks - 1) / ranks
+
+    def accept(self, visitor: CollectiveVisitor[T]) -> T:
+        return visitor.all_reduce(self)
+
+
+@dataclass(frozen=True)
+class PsumScatter(CollectiveOp):
+    """Every rank gets its part along ``to`` of what an all_reduce gives."""
+
+    to: Place
+    reduction: str = "sum"
+    kind = "psum_scatter"
+
+    def elements(self, before: int, after: int, ranks: int) -> float:
+        return float(after * (ranks - 1))
+
+    def accept(self, visitor: CollectiveVisitor[T]) -> T:
+        return visitor.psum_scatter(self)
+
+
+@dataclass(frozen=True)
+class AllGather(CollectiveOp):
+    """Every rank gets the ranks' values side by side along ``at``."""
+
+    at: Place
+    kind = "all_gather"
+
+    def elements(self, before: int, after: int, ranks: int) -> float:
+        return float(before * (ranks - 1))
+
+    def accept(self, visitor: CollectiveVisitor[T]) -> T:
+        return visitor.all_gather(self)
+
+
+@dataclass(frozen=True)
+class AllToAll(CollectiveOp):
+    """Every rank gets its part along ``to`` of each rank's value, side by side along ``at``."""
+
+    at: Place
+    to: Place
+    kind = "all_to_all"
+
+    def elements(self, before: int, after: int, ranks: int) -> float:
+        return before * (ranks - 1) / ranks
+
+    def accept(self, visitor: CollectiveVisitor[T]) -> T:
+        return visitor.all_to_all(self)
+
+
+@dataclass(frozen=True)
+class Ppermute(CollectiveOp):
+    """Of (source, target) positions along the axes: target gets source's value, the others zeros."""
+
+    pairs: tuple[tuple[int, int], ...]
+    kind = "ppermute"
+
+    def elements(self, before: int, after: int, ranks: int) -> float:
+        return float(before) if ranks > 1 else 0.0
+
+    def accept(self, visitor: CollectiveVisitor[T]) -> T:
+        return visitor.ppermute(self)
+
+
+@dataclass(frozen=True)
+class LocalSlice(CollectiveOp):
+    """Every rank keeps its part along ``to`` of the value that all have; nothing is sent."""
+
+    to: Place
+    kind, sends = "slice", False
+
+    def elements(self, before: int, after: int, ranks: int) -> float:
+        return 0.0
+
+    def accept(self, visitor: CollectiveVisitor[T]) -> T:
+        return visitor.slice(self)
+
+
+class CollectiveVisitor(ABC, Generic[T]):
+    """One method for each collective operation: what lowers one lowers all of them."""
+
+    @abstractmethod
+    def all_reduce(self, op: AllReduce) -> T: ...
+
+    @abstractmethod
+    def psum_scatter(self, op: PsumScatter) -> T: ...
+
+    @abstractmethod
+    def all_gather(self, op: AllGather) -> T: ...
+
+    @abstractmethod
+    def all_to_all(self, op: AllToAll) -> T: ...
+
+    @abstractmethod
+    def ppermute(self, op: Ppermute) -> T: ...
+
+    @abstractmethod
+    def slice(self, op: LocalSlice) -> T: ...
