@@ -27,20 +27,43 @@ from torchard.functional.core.arguments import checked
 __all__ = ["AdamState", "Optimizer", "Rate", "SgdState", "adamw", "sgd", "warmup_cosine"]
 
 Rate = float | Tensor | Callable[[Tensor], Tensor | float]
-"""A learning rate: a number, a 0-d tensor, or a function of the count of steps taken so far.
+"""A learning rate: a number, a 0-d tensor, or a schedule, a function of the number of steps taken.
 
-The count is a 0-d float64 tensor, exact up to 2^53: from an integer torch would compute in float32.
-A schedule that is a table reads it with ``table[count.long()]``.
+A schedule is called with a 0-d float64 tensor (exact up to 2^53) and returns a number or a 0-d
+tensor. One that is a table indexes it by ``table[count.long()]``.
+
+>>> import torch
+>>> from torchard import optim
+>>> def halving(count: torch.Tensor) -> torch.Tensor:
+...     return 0.5**count
+>>> rate: optim.Rate = halving
+>>> optimizer = optim.sgd(rate)
+>>> params = {"w": torch.tensor(0.0)}
+>>> state = optimizer.init(params)
+>>> for _ in range(3):
+...     params, state = optimizer.update({"w": torch.tensor(1.0)}, state, params)
+>>> params["w"]                                                      # -(1 + 1/2 + 1/4)
+tensor(-1.7500)
 """
 
 
 class Optimizer(NamedTuple):
-    """What an optimiser is.
+    """An optimizer: a pair of pure functions on pytrees.
 
     Attributes:
         init: ``init(params) -> state``.
-        update: ``update(grads, state, params) -> (new params, new state)``; the three trees of
-            tensors have one structure, else ValueError.
+        update: ``update(grads, state, params) -> (new params, new state)``. The three trees have one
+            structure, else ValueError. No argument is changed.
+
+    >>> import torch
+    >>> from torchard import optim
+    >>> def sign_descent(rate: float) -> optim.Optimizer:
+    ...     def update(grads, state, params):
+    ...         return {k: p - rate * grads[k].sign() for k, p in params.items()}, state
+    ...     return optim.Optimizer(lambda params: None, update)
+    >>> params = {"w": torch.tensor([1.0, 1.0])}
+    >>> sign_descent(0.25).update({"w": torch.tensor([3.0, -3.0])}, None, params)
+    ({'w': tensor([0.7500, 1.2500])}, None)
     """
 
     init: Callable[[Any], Any]
@@ -48,14 +71,35 @@ class Optimizer(NamedTuple):
 
 
 class SgdState(NamedTuple):
-    """step: 0-d int64; momentum: a tree like the parameters, or None without momentum."""
+    """The state of `sgd`.
+
+    Attributes:
+        step: number of updates made, 0-d int64.
+        momentum: the velocity, a tree like the parameters; None without momentum.
+
+    >>> import torch
+    >>> from torchard import optim
+    >>> optim.sgd(0.1, momentum=0.9).init({"w": torch.ones(2)})
+    SgdState(step=tensor(0), momentum={'w': tensor([0., 0.])})
+    """
 
     step: Tensor
     momentum: Any
 
 
 class AdamState(NamedTuple):
-    """step: 0-d int64; mean and square: running moments, trees like the parameters."""
+    """The state of `adamw`.
+
+    Attributes:
+        step: number of updates made, 0-d int64.
+        mean: running mean of the gradients, a tree like the parameters.
+        square: running mean of their squares, a tree like the parameters.
+
+    >>> import torch
+    >>> from torchard import optim
+    >>> optim.adamw(1e-3).init({"w": torch.ones(2)})
+    AdamState(step=tensor(0), mean={'w': tensor([0., 0.])}, square={'w': tensor([0., 0.])})
+    """
 
     step: Tensor
     mean: Any
@@ -132,16 +176,32 @@ def _zeros_like(params: Any) -> Any:
 def sgd(
     lr: Rate, momentum: float = 0.0, nesterov: bool = False, weight_decay: Any = 0.0
 ) -> Optimizer:
-    """Stochastic gradient descent with momentum (Sutskever et al., ICML 2013, in torch's form).
-
-    State: SgdState.
+    """Stochastic gradient descent, with momentum in the form of `torch.optim.SGD`.
 
     Args:
-        weight_decay: a number, or a tree of numbers that is a prefix of the parameters:
-            ``{"w": 0.1, "b": 0.0}``.
+        lr: learning rate, >= 0; see `Rate` for schedules.
+        momentum: factor of the velocity, >= 0; 0 keeps no velocity.
+        nesterov: use Nesterov's momentum.
+        weight_decay: a number >= 0 that is multiplied with the parameters and added to the gradients,
+            or a tree of such numbers that is a prefix of the parameters: ``{"w": 0.1, "b": 0.0}``.
+
+    Returns:
+        An `Optimizer`, whose state is an `SgdState`.
 
     Raises:
-        ValueError: Nesterov's momentum without momentum, or a number out of its range.
+        ValueError: a number is out of its range, or ``nesterov`` without momentum.
+
+    Source: Sutskever et al., ICML 2013, section 2.
+
+    >>> import torch
+    >>> from torchard import optim
+    >>> optimizer = optim.sgd(0.5, momentum=1.0)
+    >>> params = {"w": torch.tensor([8.0])}
+    >>> state = optimizer.init(params)
+    >>> for _ in range(2):
+    ...     params, state = optimizer.update({"w": torch.tensor([2.0])}, state, params)
+    >>> params, state.momentum
+    ({'w': tensor([5.])}, {'w': tensor([4.])})
     """
     _check_rate("sgd", lr)
     _check_numbers("sgd", momentum=(momentum, math.inf))
@@ -186,16 +246,33 @@ def adamw(
     eps: float = 1e-8,
     weight_decay: Any = 1e-2,
 ) -> Optimizer:
-    """Adam (Kingma, Ba, arXiv:1412.6980) with decoupled decay (Loshchilov, Hutter, 1711.05101).
-
-    State: AdamState. With weight_decay 0 it is Adam.
+    """Adam with decoupled weight decay; plain Adam with ``weight_decay=0``.
 
     Args:
-        weight_decay: a number, or a tree of numbers that is a prefix of the parameters:
+        lr: learning rate, >= 0; see `Rate` for schedules.
+        b1: decay of the running mean of gradients, in [0, 1).
+        b2: decay of the running mean of squared gradients, in [0, 1).
+        eps: added to the square root of the second moment, >= 0.
+        weight_decay: each step multiplies the parameters by ``1 - lr * weight_decay``. A number >= 0,
+            or a tree of such numbers that is a prefix of the parameters:
             ``{k: 0.1 if p.ndim > 1 else 0.0 for k, p in params.items()}``.
 
+    Returns:
+        An `Optimizer`, whose state is an `AdamState`.
+
     Raises:
-        ValueError: a number out of its range.
+        ValueError: a number is out of its range.
+
+    Source: Kingma, Ba, arXiv:1412.6980, algorithm 1; Loshchilov, Hutter, arXiv:1711.05101, algorithm 2.
+
+    >>> import torch
+    >>> from torchard import optim
+    >>> optimizer = optim.adamw(0.5, weight_decay=0.0)
+    >>> params = {"w": torch.tensor([1.0, 2.0])}
+    >>> state = optimizer.init(params)
+    >>> params, state = optimizer.update({"w": torch.tensor([3.0, -0.1])}, state, params)
+    >>> params["w"]                       # the first step has length lr, whatever the gradient's scale
+    tensor([0.5000, 2.5000])
     """
     _check_rate("adamw", lr)
     _check_numbers("adamw", b1=(b1, 1), b2=(b2, 1), eps=(eps, math.inf))
@@ -233,9 +310,24 @@ def adamw(
 def warmup_cosine(
     peak: float, steps: float, warmup: float = 0, floor: float = 0.0
 ) -> Callable[[Tensor], Tensor]:
-    """A schedule: `warmup` steps in a line up to `peak`, then half a cosine down to `floor`.
+    """A learning rate schedule: linear warmup, then half a cosine down to a floor.
 
-    Loshchilov, Hutter, arXiv:1608.03983, without restarts. From step `steps` on it stays at floor.
+    Args:
+        peak: the largest rate, reached at the end of the warmup, >= 0.
+        steps: number of steps until the floor is reached, the warmup included; later rates are ``floor``.
+        warmup: number of warmup steps; the first one has the rate ``peak / warmup``.
+        floor: the last rate, >= 0.
+
+    Returns:
+        A function from the number of steps taken (0-d float64) to the rate (0-d float64); see `Rate`.
+
+    Source: Loshchilov, Hutter, arXiv:1608.03983, eq. 5, without restarts.
+
+    >>> import torch
+    >>> from torchard import optim
+    >>> rate = optim.warmup_cosine(1.0, steps=8, warmup=4)
+    >>> [rate(torch.tensor(count)).item() for count in (0, 1, 4, 6, 8, 100)]
+    [0.25, 0.5, 1.0, 0.5, 0.0, 0.0]
     """
     numbers = {"peak": (peak, math.inf), "steps": (steps, math.inf), "floor": (floor, math.inf)}
     _check_numbers("warmup_cosine", **numbers, warmup=(warmup, math.inf))

@@ -95,22 +95,61 @@ def _new_keys(key: Tensor, count: int, first: int) -> Tensor:
 
 @checked
 def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
-    """The key [2] of a seed, of which the low 64 bits count."""
+    """Make a key from a seed.
+
+    Args:
+        seed: any int; the low 64 bits count.
+        device: of the key, and of what is drawn from it; None takes torch's default device.
+
+    Returns:
+        A key, int64 ``[2]``.
+
+    >>> from torchard import random
+    >>> random.key(7)
+    tensor([7, 7])
+    """
     return torch.full((2,), _signed(seed), dtype=torch.int64, device=device)
 
 
 @checked
 def split(key: Tensor, n: int = 2) -> Tensor:
-    """n new keys, [*batch, n, 2], independent of each other and of what `key` draws."""
+    """Make several keys from one. Do not use ``key`` itself afterwards.
+
+    Args:
+        key: int64 ``[*batch, 2]``.
+        n: number of new keys.
+
+    Returns:
+        Keys int64 ``[*batch, n, 2]``, independent of each other and of what ``key`` draws.
+
+    >>> from torchard import random
+    >>> keys = random.split(random.key(0), 3)
+    >>> keys.shape
+    torch.Size([3, 2])
+    >>> random.randint(keys, (4,), 0, 10)                     # one row for each key of the batch
+    tensor([[4, 1, 5, 4],
+            [2, 7, 5, 9],
+            [3, 8, 1, 2]])
+    """
     return _new_keys(key, n, SPLIT_WORDS)
 
 
 @checked
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
-    """The key [*batch, 2] numbered `data` of `key`: a step, a layer, a rank.
+    """Make the key number ``data`` of a key, such as that of a step, a layer or a rank.
 
-    data is an int or an integer tensor that broadcasts with the batch. Different numbers give
-    independent keys, also from those of `split`.
+    Args:
+        key: int64 ``[*batch, 2]``.
+        data: an int, or an integer tensor that broadcasts with ``batch``.
+
+    Returns:
+        A key int64 ``[*batch, 2]``. Different numbers give independent keys, which are also independent
+        of those of `split`.
+
+    >>> from torchard import random
+    >>> key = random.key(0)
+    >>> [random.randint(random.fold_in(key, step), (), 0, 1000).item() for step in (0, 1, 2, 0)]
+    [92, 88, 86, 92]
     """
     hashed = _new_keys(key, 1, FOLD_WORDS).squeeze(-2)
     mixed = hashed ^ (data.to(torch.int64).unsqueeze(-1) if isinstance(data, Tensor) else data)
@@ -119,7 +158,21 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
 @checked
 def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
-    """Uniform 32-bit words, int64 [*batch, *shape] in [0, 2^32)."""
+    """Draw uniform 32-bit words.
+
+    Args:
+        key: int64 ``[*batch, 2]``.
+        shape: of the draw from one key.
+
+    Returns:
+        Integers in [0, 2^32), int64 ``[*batch, *shape]``.
+
+    Source: Philox4x64-10, Salmon et al., SC 2011, section 3.3.
+
+    >>> from torchard import random
+    >>> random.bits(random.key(0), (3,))
+    tensor([3392549196,  374689182, 1731006428])
+    """
     check_key("random", key)
     return _random_bits(key, list(shape), [0] * len(shape), list(shape))
 
@@ -153,9 +206,30 @@ def uniform(
     low: float | Tensor = 0.0,
     high: float | Tensor = 1.0,
 ) -> Tensor:
-    """Uniform in [low, high), [*batch, *shape]: every multiple of eps/2 of [0, 1) is as likely.
+    """Draw uniformly from [low, high).
 
-    With other bounds than 0 and 1 rounding can return `high` itself.
+    Args:
+        key: int64 ``[*batch, 2]``.
+        shape: of the draw from one key.
+        dtype: real floating.
+        low, high: bounds, numbers or tensors that broadcast with the result. With bounds other than 0
+            and 1, rounding may return ``high`` itself.
+
+    Returns:
+        ``[*batch, *shape]`` of this dtype; between 0 and 1, every multiple of eps / 2 is equally likely.
+
+    Raises:
+        TypeError: the dtype is not real and floating.
+
+    >>> import torch
+    >>> from torchard import random
+    >>> random.uniform(random.key(0), (4,), low=10.0, high=20.0)
+    tensor([17.8989, 10.8724, 14.0303, 18.5597])
+    >>> random.uniform(random.key(0), (4,), torch.int64)
+    Traceback (most recent call last):
+        ...
+    TypeError: random: dtype is torch.int64; it must be real and floating; for integers use
+        randint
     """
     _check_floating(dtype)
     digits = 1 - round(math.log2(torch.finfo(dtype).eps))
@@ -167,9 +241,27 @@ def uniform(
 
 @checked
 def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal, [*batch, *shape], as sqrt(2) erfinv(u) with u on a symmetric open grid.
+    """Draw from the standard normal distribution.
 
-    float32 reaches 5.3 standard deviations, float64 8.2; half precisions are rounded float32.
+    Computed as sqrt(2) erfinv(u), with u uniform on a symmetric open grid. float32 reaches 5.3 standard
+    deviations and float64 8.2; half precisions are rounded float32.
+
+    Args:
+        key: int64 ``[*batch, 2]``.
+        shape: of the draw from one key.
+        dtype: real floating.
+
+    Returns:
+        ``[*batch, *shape]`` of this dtype.
+
+    Raises:
+        TypeError: the dtype is not real and floating.
+
+    >>> import torch
+    >>> from torchard import random
+    >>> random.normal(random.key(0), (2, 2), torch.float64)
+    tensor([[-1.3580,  1.0624],
+            [ 1.0084, -0.0156]], dtype=torch.float64)
     """
     _check_floating(dtype)
     wide = dtype if dtype.itemsize > 2 else torch.float32
@@ -181,10 +273,24 @@ def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32
 
 @checked
 def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
-    """Booleans [*batch, *shape], True with probability p to within 2^-32.
+    """Draw booleans that are True with probability p.
 
-    p is a number in [0, 1] or a tensor that broadcasts with the result; out of a tensor, what lies
-    below 0 means never and what lies above 1 always.
+    Args:
+        key: int64 ``[*batch, 2]``.
+        p: a number in [0, 1], or a tensor that broadcasts with the result; entries of a tensor below 0
+            mean never, those above 1 always.
+        shape: of the draw from one key.
+
+    Returns:
+        Booleans ``[*batch, *shape]``, with a probability exact to 2^-32.
+
+    Raises:
+        ValueError: ``p`` is a number outside [0, 1].
+
+    >>> import torch
+    >>> from torchard import random
+    >>> random.bernoulli(random.key(0), torch.tensor([0.0, 0.5, 1.0]), (3,))
+    tensor([False,  True,  True])
     """
     words = bits(key, shape)
     if isinstance(p, Tensor):
@@ -196,11 +302,26 @@ def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
 
 @checked
 def randint(key: Tensor, shape: Sequence[int], low: int, high: int) -> Tensor:
-    """Integers int64 [*batch, *shape] in [low, high), each as likely to within 2^-32.
+    """Draw integers from [low, high).
 
-    Lemire's multiplication in place of a remainder ("Fast random integer generation in an
-    interval", TOMACS 2019), without its rejection, so that the shape is static; intervals longer
-    than 2^16 take 64 random bits.
+    Args:
+        key: int64 ``[*batch, 2]``.
+        shape: of the draw from one key.
+        low: the least integer.
+        high: one above the greatest; ``high - low`` is between 1 and 2^31.
+
+    Returns:
+        int64 ``[*batch, *shape]``; each integer has the same probability to within 2^-32.
+
+    Raises:
+        ValueError: the interval is empty or longer than 2^31.
+
+    Source: Lemire, "Fast random integer generation in an interval", TOMACS 29 (2019), without its
+    rejection step, so that shapes are static.
+
+    >>> from torchard import random
+    >>> random.randint(random.key(0), (8,), -5, 5)
+    tensor([ 2, -5, -1,  3,  3,  3,  4, -1])
     """
     span = high - low
     if not 0 < span <= 1 << 31:

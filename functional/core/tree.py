@@ -45,33 +45,106 @@ __all__ = [
 ]
 
 NAMESPACE = "torchard"
+"""The optree namespace in which this library's node types are registered.
+
+>>> import optree
+>>> from torchard import tree
+>>> optree.tree_leaves({"w": 1, "b": None}, none_is_leaf=True, namespace=tree.NAMESPACE)
+[None, 1]
+"""
 
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
-    """The leaves and the structure; `unflatten(structure, leaves)` puts them together again."""
+    """Split a tree into its leaves and its structure.
+
+    Args:
+        tree: a pytree; None is a leaf.
+
+    Returns:
+        The leaves and the structure; ``unflatten(structure, leaves)`` is the tree again.
+
+    >>> from torchard import tree
+    >>> leaves, structure = tree.flatten({"w": [1, 2], "b": None})
+    >>> leaves
+    [None, 1, 2]
+    >>> tree.unflatten(structure, leaves)
+    {'w': [1, 2], 'b': None}
+    """
     return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def unflatten(structure: optree.PyTreeSpec, leaves: Iterable[Any]) -> Any:
-    """The tree of this structure with these leaves; ValueError if their number is wrong."""
+    """Build the tree of a structure from leaves.
+
+    Args:
+        structure: what `flatten` or `structure` returned.
+        leaves: as many as the structure has, else ValueError; of any type.
+
+    Returns:
+        The tree.
+
+    >>> from torchard import tree
+    >>> tree.unflatten(tree.structure({"w": [1, 2]}), "ab")
+    {'w': ['a', 'b']}
+    """
     return optree.tree_unflatten(structure, leaves)
 
 
 def leaves(tree: Any) -> list[Any]:
-    """The leaves, in the order of `flatten`."""
+    """The leaves of a tree, in the order of `flatten`.
+
+    Args:
+        tree: a pytree; None is a leaf.
+
+    Returns:
+        A list.
+
+    >>> from torchard import tree
+    >>> tree.leaves({"w": [1, 2], "b": None})
+    [None, 1, 2]
+    """
     return optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def structure(tree: Any) -> optree.PyTreeSpec:
-    """What remains without the leaves: hashable and comparable."""
+    """The structure of a tree, without its leaves: hashable and comparable.
+
+    Args:
+        tree: a pytree; None is a leaf.
+
+    Returns:
+        An ``optree.PyTreeSpec``.
+
+    >>> from torchard import tree
+    >>> tree.structure({"w": [1, 2]}) == tree.structure({"w": [3, 4]})
+    True
+    """
     return optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def map(fn: Callable[..., Any], tree: Any, *rests: Any) -> Any:
-    """fn of corresponding leaves; ValueError naming the place where the structures differ.
+    """Apply a function to corresponding leaves.
 
-    As in optree, a leaf of the first tree may face a whole subtree of another. While a function is
-    traced, a placed tensor that it closes over is one leaf, as the tensors are that it computes.
+    Args:
+        fn: takes one leaf of ``tree``, then what the other trees have at its place.
+        tree: a pytree, whose structure the result has.
+        rests: further trees; ``tree`` must be a prefix of each, so a leaf of it may face a subtree.
+
+    Returns:
+        The tree of results.
+
+    Raises:
+        ValueError: the structures differ; the message names the place.
+
+    >>> from torchard import tree
+    >>> tree.map(lambda p, g: p - g, {"w": 3, "b": 5}, {"w": 1, "b": 1})
+    {'w': 2, 'b': 4}
+    >>> tree.map(lambda p, g: p - g, {"w": 3}, {"v": 1})
+    Traceback (most recent call last):
+        ...
+    ValueError: pytree structure error: different pytree keys at key path
+        tree 0, mapped with tree 1, at tree tree root
+            ...
     """
     lift = lift_in_trace()
     if lift is not None:
@@ -98,10 +171,24 @@ def _whole(lift: Lift, tree: Any) -> Any:
 def broadcast(
     prefix: Any, full: Any, name: str = "prefix", what: str = "the tree", leaf: str = "value"
 ) -> list[Any]:
-    """One leaf of the prefix for each leaf of the full tree.
+    """Repeat the leaves of a prefix tree, once for each leaf of the full tree.
+
+    Args:
+        prefix: a tree that ends where, or before, ``full`` does.
+        full: the full tree.
+        name: what the message calls ``prefix``.
+        what: what the message calls ``full``.
+        leaf: what the message calls a leaf of ``prefix``.
+
+    Returns:
+        A list, in the order of ``leaves(full)``.
 
     Raises:
-        ValueError: it is no prefix; the message has ``name``, ``what`` and where they part.
+        ValueError: it is not a prefix; the message says where the two part.
+
+    >>> from torchard import tree
+    >>> tree.broadcast({"a": 1, "b": 2}, {"a": ["x", "y"], "b": "z"})
+    [1, 1, 2]
     """
     try:
         spread: list[Any] = optree.broadcast_prefix(
@@ -122,7 +209,19 @@ def _misfit(prefix: Any, full: Any, name: str, what: str, leaf: str) -> str:
 
 
 def paths(tree: Any, root: str = "") -> list[str]:
-    """Each leaf as it would be written in Python: `paths({"w": [1]}, "p") == ["p['w'][0]"]`."""
+    """Where each leaf is, as one would write it in Python.
+
+    Args:
+        tree: a pytree; None is a leaf.
+        root: what the paths begin with.
+
+    Returns:
+        A list of paths, in the order of `leaves`.
+
+    >>> from torchard import tree
+    >>> tree.paths({"w": [1, 2], "b": None}, "params")
+    ["params['b']", "params['w'][0]", "params['w'][1]"]
+    """
     found = optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
     return [accessor.codify(root) for accessor in found]
 
@@ -135,10 +234,24 @@ def register(
     *,
     entry: type[optree.PyTreeEntry] = optree.AutoEntry,
 ) -> None:
-    """Make a type a node, for this library and for torch; ValueError if torch has it already.
+    """Make a type a node of trees, for this library and for torch.
 
-    flatten(node) -> (children, static) and unflatten(static, children) -> node, where static is
-    hashable and comparable. ``entry`` says how paths go into it.
+    Args:
+        cls: the type.
+        flatten: ``flatten(node) -> (children, static)``, where ``static`` is hashable and comparable.
+        unflatten: ``unflatten(static, children) -> node``. The children may be of any type.
+        entry: how paths go into it: an ``optree.PyTreeEntry`` type.
+
+    Raises:
+        ValueError: the type is registered already.
+
+    >>> from torchard import tree
+    >>> class Pair:
+    ...     def __init__(self, left, right):
+    ...         self.left, self.right = left, right
+    >>> tree.register(Pair, lambda p: ((p.left, p.right), None), lambda static, children: Pair(*children))
+    >>> tree.leaves({"p": Pair(1, 2)})
+    [1, 2]
     """
 
     def torch_flatten(node: Any) -> tuple[list[Any], Any]:
@@ -159,14 +272,30 @@ Class = TypeVar("Class", bound=type)
 
 @checked
 def register_dataclass(cls: Class) -> Class:
-    """Make a dataclass a node; usable as a decorator, above ``@dataclass``.
+    """Make a dataclass a node of trees. Use it as a decorator, above ``@dataclass``.
 
-    Its fields are children, but for those with ``field(metadata={"static": True})``, which are part of
-    the structure and must be hashable.
+    Fields are children, except those with ``field(metadata={"static": True})``: these are part of the
+    structure and must be hashable.
+
+    Args:
+        cls: a dataclass.
+
+    Returns:
+        ``cls`` itself.
 
     Raises:
-        TypeError: it is no dataclass.
+        TypeError: it is not a dataclass.
         ValueError: it is registered already.
+
+    >>> from dataclasses import dataclass, field
+    >>> from torchard import tree
+    >>> @tree.register_dataclass
+    ... @dataclass
+    ... class Config:
+    ...     w: int
+    ...     act: str = field(default="gelu", metadata={"static": True})
+    >>> tree.map(lambda leaf: leaf + 1, Config(w=1))
+    Config(w=2, act='gelu')
     """
     if not dataclasses.is_dataclass(cls):
         raise TypeError(f"{cls.__name__} is no dataclass; write @dataclass below, or use register.")
@@ -215,12 +344,28 @@ def _is_floating(leaf: Any) -> bool:
 
 @checked
 def partition(tree: Any, choose: Callable[[Any], Any] = _is_floating) -> tuple[Any, Any]:
-    """The tree twice: with the leaves that are chosen, and with the others.
+    """Split a tree in two by a predicate on leaves; `combine` puts it together again.
 
-    By default floating and complex tensors are, which is what derivatives are taken by; torch's
-    transforms refuse other leaves. `combine` puts the two together again.
+    Without a predicate the first part has the floating and complex tensors: what derivatives can be taken
+    with respect to. Leaves of the other part appear as ``...``, a node without leaves.
 
-    Source: equinox.partition (Kidger, Garcia, arXiv:2111.00254).
+    Args:
+        tree: a pytree.
+        choose: a predicate on leaves.
+
+    Returns:
+        The tree with the leaves that are chosen, and the tree with the others.
+
+    Source: ``equinox.partition``, Kidger, Garcia, arXiv:2111.00254.
+
+    >>> import torch
+    >>> from torchard import tree
+    >>> params = {"w": torch.tensor(2.0), "layers": 3}
+    >>> trained, rest = tree.partition(params)
+    >>> trained, rest
+    ({'w': tensor(2.), 'layers': ...}, {'w': ..., 'layers': 3})
+    >>> torch.func.grad(lambda t: tree.combine(t, rest)["w"] ** rest["layers"])(trained)
+    {'w': tensor(12.), 'layers': ...}
     """
     found, shape = flatten(tree)
     flags = [bool(choose(leaf)) for leaf in found]
@@ -233,10 +378,24 @@ def partition(tree: Any, choose: Callable[[Any], Any] = _is_floating) -> tuple[A
 
 
 def combine(*parts: Any) -> Any:
-    """One tree of the parts that `partition` made of it; the first that has a leaf gives it.
+    """Put together the parts that `partition` made of a tree.
+
+    Args:
+        parts: trees of one structure, apart from leaves that are in other parts. The first part that has
+            a leaf gives it.
+
+    Returns:
+        The whole tree.
 
     Raises:
-        ValueError: the trees differ otherwise.
+        ValueError: the structures differ.
+
+    >>> from torchard import tree
+    >>> even, odd = tree.partition({"a": 1, "b": [2, 3]}, lambda n: n % 2 == 0)
+    >>> even
+    {'a': ..., 'b': [2, ...]}
+    >>> tree.combine(even, odd)
+    {'a': 1, 'b': [2, 3]}
     """
 
     def first(*leaves: Any) -> Any:

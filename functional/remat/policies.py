@@ -42,6 +42,14 @@ __all__ = [
 ]
 
 Decision = Literal["recompute", "offload", "save"]
+"""What a policy returns: "recompute", "offload" (to host memory) or "save".
+
+>>> from torchard import policies
+>>> def keep_blocks(op, shapes, scope, name) -> policies.Decision:
+...     return "save" if scope.startswith("block/") else "recompute"
+>>> policies.as_policy(keep_blocks)("aten.mm", policies.Shapes(((2, 3), (3, 4)), (2, 4)), "head", None)
+'recompute'
+"""
 # From the least that is kept on the device to the most: `&` takes the lesser, `|` the greater.
 _ORDER: tuple[Decision, ...] = ("recompute", "offload", "save")
 
@@ -49,7 +57,18 @@ COLLECTIVE = "collective."
 
 
 class Shapes(NamedTuple):
-    """Of an operation: its tensors in order, and what it makes (of several results, this one)."""
+    """The shapes that a policy is told.
+
+    Attributes:
+        operands: of the operation's tensor operands, in order.
+        result: of the value; of an operation with several results, this one.
+
+    >>> from torchard import policies
+    >>> def save_large(op, shapes, scope, name):
+    ...     return max(shapes.result) >= 1024
+    >>> save_large("aten.mm", policies.Shapes(operands=((8, 64), (64, 4096)), result=(8, 4096)), "", None)
+    True
+    """
 
     operands: tuple[tuple[int, ...], ...]
     result: tuple[int, ...]
@@ -59,15 +78,23 @@ Function = Callable[[str, Shapes, str, str | None], Any]
 
 
 class Policy:
-    """A function ``(op, shapes, scope, name)`` that can be combined by ``&`` and ``|``.
+    """A policy ``(op, shapes, scope, name) -> Decision`` that combines with others by ``&`` and ``|``.
 
-    ``a | b`` keeps what either keeps, ``a & b`` what both do; of saving and offloading, ``|`` saves.
+    ``a | b`` keeps what either keeps, ``a & b`` what both keep. Where one saves and the other offloads,
+    ``|`` saves and ``&`` offloads.
 
     Args:
-        decide: the function.
-        text: what it prints as.
-        labels: names that must be there.
-        choose: which decision counts if a value has several labels, max or min.
+        decide: the function; a bool or None that it returns stands for "save" or "recompute".
+        text: how the policy prints.
+        labels: value labels that must exist in the function, else CheckpointError.
+        choose: of a value with several labels, take the decision that keeps most (max) or least (min).
+
+    >>> from torchard import policies
+    >>> embeddings = policies.Policy(lambda op, shapes, scope, name: op == "aten.embedding", "embeddings")
+    >>> embeddings | policies.save_dots
+    (embeddings | save_dots)
+    >>> isinstance(policies.save_dots, policies.Policy)
+    True
     """
 
     def __init__(
@@ -120,10 +147,23 @@ class Policy:
 
 
 def as_policy(policy: Any) -> Policy:
-    """A policy, or a plain function taken for one.
+    """Turn a plain function into a `Policy`; a Policy is returned as it is.
+
+    Args:
+        policy: a Policy, or a function of ``(op, shapes, scope, name)``.
+
+    Returns:
+        A Policy.
 
     Raises:
-        CheckpointError: it cannot be called.
+        CheckpointError: it is not callable.
+
+    >>> from torchard import policies
+    >>> policies.as_policy("save_dots")
+    Traceback (most recent call last):
+        ...
+    torchard.CheckpointError: policy='save_dots' is no policy: take one of torchard.policies,
+        such as policies.save_dots, or a function of (op, shapes, scope, name).
     """
     if isinstance(policy, Policy):
         return policy
@@ -176,12 +216,64 @@ def _no_batch(op: str, shapes: Shapes, scope: str, name: str | None) -> bool:
 
 
 save_nothing = Policy(lambda op, shapes, scope, name: "recompute", "save_nothing")
+"""Recompute every intermediate value in the backward: least memory, one more forward of work.
+
+>>> import torch, torchard as ta
+>>> x = torch.ones(8)
+>>> f = ta.checkpoint(lambda x: x.sin().exp().sum(), policy=ta.policies.save_nothing)
+>>> [r.what for r in ta.saved_residuals(f, x)]
+['args[0]']
+"""
 save_everything = Policy(lambda op, shapes, scope, name: "save", "save_everything")
+"""Save every intermediate value that the backward reads, as without a checkpoint.
+
+>>> import torch, torchard as ta
+>>> x = torch.ones(8)
+>>> f = ta.checkpoint(lambda x: x.sin().exp().sum(), policy=ta.policies.save_everything)
+>>> [r.what for r in ta.saved_residuals(f, x)]
+['args[0]', 'aten.exp']
+"""
 save_dots = Policy(lambda op, shapes, scope, name: op in DOTS, "save_dots")
+"""Save the results of matrix products, convolutions and attention; recompute the rest.
+
+Source: ``jax.checkpoint_policies.dots_saveable``.
+
+>>> import torch, torchard as ta
+>>> w, x = torch.ones(4, 4), torch.ones(2, 4)
+>>> f = ta.checkpoint(lambda w, x: (x @ w).sin().exp().sum(), policy=ta.policies.save_dots)
+>>> [r.what for r in ta.saved_residuals(f, w, x)]
+['args[0]', 'args[1]', 'aten.mm']
+"""
 save_dots_with_no_batch_dims = Policy(_no_batch, "save_dots_with_no_batch_dims")
+"""Save the results of matrix products without batch dims; recompute the rest.
+
+In a transformer these are the products with weights, not those of attention.
+
+Source: ``jax.checkpoint_policies.dots_with_no_batch_dims_saveable``.
+
+>>> import torch, torchard as ta
+>>> policy = ta.policies.save_dots_with_no_batch_dims
+>>> w, x = torch.ones(4, 4), torch.ones(2, 3, 4)
+>>> def scores(w, x):
+...     y = x @ w                                    # saved
+...     return (y @ y.mT).sin().sum()                # a batched product: recomputed
+>>> [r.what for r in ta.saved_residuals(ta.checkpoint(scores, policy=policy), w, x)]
+['args[0]', 'args[1]', 'aten.mm']
+"""
 save_collectives = Policy(
     lambda op, shapes, scope, name: op.startswith(COLLECTIVE), "save_collectives"
 )
+"""Save the results of collectives, so that the backward does not communicate again; recompute the rest.
+
+Source: Korthikanti et al., arXiv:2205.05198, section 5, for what should not be recomputed.
+
+>>> import torch, torchard as ta
+>>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+>>> x = ta.place(torch.ones(2, 4), mesh, ta.P(None, "tp"))
+>>> f = ta.checkpoint(lambda x: x.sum(1).sin().exp().sum(), policy=ta.policies.save_collectives)
+>>> [r.what for r in ta.saved_residuals(ta.shard(f, mesh), x)]
+['all_reduce']
+"""
 
 
 # -- what it is called ------------------------------------------------------------------------------
@@ -205,24 +297,65 @@ class _OfNames:
 
 @checked
 def save_names(*names: str) -> Policy:
-    """Save the values with these labels, and nothing else."""
+    """Save the values with these labels (see `torchard.name`); recompute the rest.
+
+    Args:
+        names: labels.
+
+    Returns:
+        A Policy. A checkpoint with it raises CheckpointError if a label is nowhere in the function.
+
+    >>> import torch, torchard as ta
+    >>> def f(x):
+    ...     return ta.name(x.sin(), "angle").exp().sum()
+    >>> g = ta.checkpoint(f, policy=ta.policies.save_names("angle"))
+    >>> [r.what for r in ta.saved_residuals(g, torch.ones(8))]
+    ['args[0]', 'aten.sin']
+    """
     text = _listed("save_names", names)
     return Policy(_OfNames(names, "save", "recompute"), text, names)
 
 
 @checked
 def save_all_but_names(*names: str) -> Policy:
-    """Make the values with these labels again, and save whatever else the backward needs."""
+    """Recompute the values with these labels (see `torchard.name`); save the rest.
+
+    Args:
+        names: labels.
+
+    Returns:
+        A Policy. A checkpoint with it raises CheckpointError if a label is nowhere in the function.
+
+    >>> import torch, torchard as ta
+    >>> def f(x):
+    ...     return ta.name(x.sin(), "angle").exp().sum()
+    >>> g = ta.checkpoint(f, policy=ta.policies.save_all_but_names("angle"))
+    >>> [r.what for r in ta.saved_residuals(g, torch.ones(8))]
+    ['args[0]', 'aten.exp']
+    """
     text = _listed("save_all_but_names", names)
     return Policy(_OfNames(names, "recompute", "save"), text, names, choose=min)
 
 
 @checked
 def offload_names(*names: str) -> Policy:
-    """Keep the values with these labels in host memory; make everything else again.
+    """Keep the values with these labels in host memory until the backward; recompute the rest.
 
-    On an accelerator they are copied to pinned memory and back beside the computation. Where the
-    program runs on the host itself the copies are operations like any other.
+    On an accelerator they are copied to pinned memory and back, asynchronously. Where the program runs on
+    the host itself, the copies are ordinary operations.
+
+    Args:
+        names: labels; see `torchard.name`.
+
+    Returns:
+        A Policy. A checkpoint with it raises CheckpointError if a label is nowhere in the function.
+
+    >>> import torch, torchard as ta
+    >>> def f(x):
+    ...     return ta.name(x.sin(), "angle").exp().sum()
+    >>> g = ta.checkpoint(f, policy=ta.policies.offload_names("angle"))
+    >>> [r.what for r in ta.saved_residuals(g, torch.ones(8))]
+    ['args[0]', 'torchard.offload']
     """
     text = _listed("offload_names", names)
     return Policy(_OfNames(names, "offload", "recompute"), text, names)
@@ -232,7 +365,22 @@ def offload_names(*names: str) -> Policy:
 
 
 class Budget(Policy):
-    """A bound on peak memory; what is saved is chosen for all of the program at once (budget.py)."""
+    """A bound on peak memory, made by `budget`. It does not combine with other policies.
+
+    Args:
+        fraction: see `budget`.
+        bytes: see `budget`.
+
+    >>> from torchard import policies
+    >>> isinstance(policies.budget(fraction=0.5), policies.Budget)
+    True
+    >>> policies.Budget(None, 10_000) | policies.save_dots
+    Traceback (most recent call last):
+        ...
+    torchard.CheckpointError: budget(bytes=10,000) | save_dots: a budget chooses all that is
+        saved; there is nothing to add to it or take from it. Checkpoint a part of the function
+        with `where` instead.
+    """
 
     def __init__(self, fraction: float | None, bytes: int | None) -> None:
         given = f"fraction={fraction}" if bytes is None else f"bytes={bytes:,}"
@@ -245,19 +393,33 @@ class Budget(Policy):
 
 @checked
 def budget(*, fraction: float | None = None, bytes: int | None = None) -> Budget:
-    """As few recomputed FLOPs as peak memory allows.
+    """Recompute as few FLOPs as a bound on peak memory allows. Needs scipy (the ``budget`` extra).
 
-    The peak is that of forward and backward: bytes of all live values, the arguments and results
-    among them, each storage once; over a mesh, those of the rank that holds most.
+    The peak is that of the forward and backward together: the bytes of all live values, arguments and
+    results included, each storage counted once; over a mesh, on the rank that holds most.
 
     Args:
-        fraction: between 0, the least peak that can be had, and 1, that of saving everything.
-        bytes: of one device.
+        fraction: 0 is the least peak that can be reached, 1 that of saving everything.
+        bytes: the peak on one device, in bytes.
+
+    Returns:
+        A Policy that chooses for all values of a program at once.
 
     Raises:
-        ValueError: not exactly one of the two, or a fraction outside [0, 1].
-        CheckpointError (when called): less than the least achievable peak, which it names.
+        ValueError: not exactly one of the two is given, or a fraction outside [0, 1].
+        CheckpointError (when called): the bound is below the least peak, which the message names.
         ModuleNotFoundError (when called): scipy is not installed.
+
+    >>> import torch, torchard as ta
+    >>> def chain(x):
+    ...     for _ in range(8):
+    ...         x = x.sin()
+    ...     return x.sum()
+    >>> def peak(fraction):
+    ...     f = ta.checkpoint(chain, policy=ta.policies.budget(fraction=fraction))
+    ...     return f.lower_joint(torch.ones(1000)).peak
+    >>> peak(1.0), peak(0.5), peak(0.0)                                # bytes
+    (36008, 28008, 24008)
     """
     if (fraction is None) == (bytes is None):
         raise ValueError("budget(...) takes a fraction or bytes, and not both: budget(fraction=0.5).")

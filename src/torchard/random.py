@@ -1,4 +1,16 @@
-"""Random numbers from keys; `torchard.functional.random` under its public name."""
+"""Random numbers from keys: pure functions, no generator and no global state.
+
+A key is an int64 tensor ``[2]``. Draw from a key once, or split it. Values depend only on the key and
+on the index of an element, so they are the same on every mesh, and again in a recompute. Keys may
+have batch dims, ``[*batch, 2]``, which lead the result.
+
+>>> from torchard import random
+>>> first, second = random.split(random.key(0))
+>>> random.randint(first, (5,), 0, 10)
+tensor([4, 1, 5, 4, 2])
+>>> random.normal(second, (2, 3)).shape
+torch.Size([2, 3])
+"""
 
 from torchard.functional.random import *  # noqa: F403
 from torchard.functional.random import __all__ as __all__

@@ -1,4 +1,21 @@
-"""Pytrees, and types that are nodes of them; `torchard.functional.core.tree` under its public name."""
+"""Pytrees as this library sees them: optree's, with None as a leaf.
+
+Types that are registered here are nodes for `torch.func` as well. Dicts are ordered by key.
+
+>>> from dataclasses import dataclass, field
+>>> import torch
+>>> from torchard import tree
+>>> @tree.register_dataclass
+... @dataclass
+... class Layer:
+...     w: torch.Tensor
+...     steps: torch.Tensor                                           # an integer: no gradient
+...     act: str = field(default="gelu", metadata={"static": True})
+>>> layer = Layer(torch.ones(2), torch.tensor(0))
+>>> trained, rest = tree.partition(layer)                             # floating tensors, the rest
+>>> torch.func.grad(lambda t: tree.combine(t, rest).w.square().sum())(trained)
+Layer(w=tensor([2., 2.]), steps=..., act='gelu')
+"""
 
 from torchard.functional.core.tree import *  # noqa: F403
 from torchard.functional.core.tree import __all__ as __all__
