@@ -18,7 +18,7 @@ from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.tracing.purify import purify, replay, specs_of
 from torchard.functional.tracing.record import record
 
-__all__ = ["batched", "joint", "pullback", "pushforward"]
+__all__ = ["batched", "derived_program", "joint", "pullback", "pushforward", "split_inputs"]
 
 Fn = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 Vjp = Callable[[list[torch.Tensor]], tuple[list[Any], list[Any]]]
@@ -44,7 +44,7 @@ def _out_specs(program: Program) -> list[Spec]:
     return [Spec.of(node.meta["val"]) for node in program.results]
 
 
-def _derive(
+def derived_program(
     program: Program,
     fn: Fn,
     inputs: Sequence[tuple[Leaf, Spec]],
@@ -71,7 +71,7 @@ def _derive(
     )
 
 
-def _split_inputs(program: Program) -> tuple[int, list[tuple[Leaf, Spec]]]:
+def split_inputs(program: Program) -> tuple[int, list[tuple[Leaf, Spec]]]:
     """How many inputs are passed (the rest are constants), and those."""
     count = len(program.inputs) - len(program.constants)
     return count, list(zip(program.inputs, specs_of(program.graph), strict=True))[:count]
@@ -183,7 +183,7 @@ def joint(program: Program, mask: Sequence[bool]) -> Program:
         mask: one bool per input; only floating inputs may ask for a gradient.
     """
     program = _as_function(program)
-    count, primals = _split_inputs(program)
+    count, primals = split_inputs(program)
     cotangents = _cotangents(program, None)
     vjp = _vjp(program, mask, count, len(cotangents))
 
@@ -191,7 +191,7 @@ def joint(program: Program, mask: Sequence[bool]) -> Program:
         outputs, grads = vjp.run(inputs)
         return [*outputs, *grads]
 
-    derived = _derive(
+    derived = derived_program(
         program,
         fn,
         [*primals, *cotangents],
@@ -208,7 +208,7 @@ def pullback(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> Pro
         tags: how the outputs are held, and so their cotangents.
     """
     program = _as_function(program)
-    count, primals = _split_inputs(program)
+    count, primals = split_inputs(program)
     cotangents = _cotangents(program, tags)
     wanted = [i for i, w in enumerate(mask) if w]
 
@@ -220,7 +220,7 @@ def pullback(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> Pro
         vjp: Any = torch.func.vjp(f, *at)[1]
         return list(vjp(tuple(rest[: len(cotangents)])))
 
-    return _derive(
+    return derived_program(
         program,
         fn,
         [*primals, *cotangents],
@@ -251,7 +251,7 @@ def _of_some(
 def pushforward(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> Program:
     """The tangents of the floating outputs, of primals and the tangents of the mask's inputs."""
     program = _as_function(program)
-    count, primals = _split_inputs(program)
+    count, primals = split_inputs(program)
     wanted = [i for i, w in enumerate(mask) if w]
     floats = [i for i, spec in enumerate(_out_specs(program)) if _is_float(spec)]
     tangents = [
@@ -269,7 +269,7 @@ def pushforward(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> 
         moved, at = _of_some(program, given, wanted, constants)
         return list(torch.func.jvp(moved, at, tuple(rest[: len(wanted)]))[1])
 
-    return _derive(
+    return derived_program(
         program,
         fn,
         [*primals, *tangents],
@@ -289,7 +289,7 @@ def pushforward(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> 
 def batched(program: Program, mapped: Sequence[bool], size: int, tags: Sequence[Any]) -> Program:
     """vmap: a new dimension in front of the inputs of the mask and of every output."""
     f = _callable(program)
-    count, primals = _split_inputs(program)
+    count, primals = split_inputs(program)
     inputs = [
         (leaf.batched(), contiguous((size, *spec.shape), spec.dtype, spec.device))
         if m
@@ -306,7 +306,7 @@ def batched(program: Program, mapped: Sequence[bool], size: int, tags: Sequence[
 
         return list(torch.vmap(one, in_dims=dims)(*inputs[:count]))
 
-    return _derive(
+    return derived_program(
         program,
         fn,
         inputs,

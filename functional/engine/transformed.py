@@ -18,6 +18,7 @@ from torchard.functional.core.errors import RetraceWarning
 from torchard.functional.core.locks import Lock
 from torchard.functional.core.placed import is_placed
 from torchard.functional.core.tensor_spec import Spec
+from torchard.functional.derivatives.value_rewrite import ValueRewrite, interpreted
 from torchard.functional.engine.autograd_functions import call
 from torchard.functional.engine.donation import give_up
 from torchard.functional.engine.lowered_function import Flat
@@ -30,6 +31,8 @@ from torchard.functional.tracing.trace_call import trace_call
 from torchard.functional.tracing.trace_state import Closure, Room, active, called
 
 __all__ = ["Transformed"]
+
+AnyRewrite = Rewrite | ValueRewrite
 
 _RETRACES = 8
 # Signatures used in turn: training and evaluation, whole batches and the last one.
@@ -59,20 +62,20 @@ class Transformed:
     """
 
     def __init__(
-        self, fn: Callable[..., Any], rewrites: Sequence[Rewrite], *, cache_size: int = 256
+        self, fn: Callable[..., Any], rewrites: Sequence[AnyRewrite], *, cache_size: int = 256
     ) -> None:
         for rewrite in rewrites:
-            if not isinstance(rewrite, Rewrite):
+            if not isinstance(rewrite, (Rewrite, ValueRewrite)):
                 raise TypeError(
-                    f"Transformed({fn!r}, ...): {rewrite!r} is no Rewrite; derive its class from "
-                    "torchard.transforms.Rewrite."
+                    f"Transformed({fn!r}, ...): {rewrite!r} is no rewrite; derive its class from "
+                    "torchard.transforms.Rewrite, or from ValueRewrite if it changes values."
                 )
-        inner: tuple[Rewrite, ...] = ()
+        inner: tuple[AnyRewrite, ...] = ()
         if isinstance(fn, Transformed):
             inner = fn.rewrites
             fn = fn.fn
         self.fn: Callable[..., Any] = fn
-        self.rewrites: tuple[Rewrite, ...] = (*inner, *rewrites)
+        self.rewrites: tuple[AnyRewrite, ...] = (*inner, *rewrites)
         self.cache_size = cache_size
         self.__name__ = getattr(fn, "__name__", type(fn).__name__)
         self.__qualname__ = getattr(fn, "__qualname__", self.__name__)
@@ -196,9 +199,13 @@ class Transformed:
             self._reads_grad_mode = _environment(self.fn, arguments).reads_grad_mode
         grad_mode = torch.is_grad_enabled() or not self._reads_grad_mode
         program = trace_call(self.fn, arguments, paths, grad_mode=grad_mode)
-        for rewrite in self.rewrites:
+        for change in self.rewrites:
+            if isinstance(change, ValueRewrite):
+                program = interpreted(program, change)
+        rewrites = tuple(r for r in self.rewrites if isinstance(r, Rewrite))
+        for rewrite in rewrites:
             program = rewrite.annotate(program)
-        entry = _Entry(self.fn, program, self.rewrites, arguments, paths)
+        entry = _Entry(self.fn, program, rewrites, arguments, paths)
         values = [closure.value for closure in program.closures]
         for closure in program.closures:
             closure.let_go()

@@ -20,7 +20,7 @@ from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.record import Recording
 from torchard.functional.tracing.trace_state import active
 
-__all__ = ["purify", "replay", "specs_of"]
+__all__ = ["call_pure", "purify", "replay", "specs_of"]
 
 
 def specs_of(graph: fx.Graph) -> list[Spec]:
@@ -38,7 +38,7 @@ def replay(
         call: how a node is run, given the node, its args and its kwargs; as in a pure graph, where
             strides mean nothing, if left out.
     """
-    call = call or _call_pure
+    call = call or call_pure
     room, env, values = active(), {}, iter(inputs)
     before = room.replaying if room else None
     last_use = _last_uses(graph)
@@ -89,7 +89,7 @@ def _replay_node(
     return value
 
 
-def _call_pure(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def call_pure(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Nothing is written, so a view may be a copy: vmap lays values out in its own way."""
     if node.target in batch_norm.CALLS:
         return batch_norm.CALLS[node.target](node, *args, **kwargs)

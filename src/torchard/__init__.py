@@ -5,11 +5,12 @@ fused, compiled) is said beside it, by transforms. This module re-exports the pu
 three folders behind it are `torchard.functional`, `torchard.sharding` and `torchard.kernels`.
 """
 
-from torchard import nn, optim, policies, random, tree
+from torchard import nn, optim, policies, random, transforms, tree
 from torchard.functional.checkpoint import checkpoint
 from torchard.functional.core.errors import (
     CheckpointError,
     CollectiveError,
+    DerivativeError,
     DonatedError,
     KernelError,
     NoMatch,
@@ -81,6 +82,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveError",
     "Colwise",
+    "DerivativeError",
     "DonatedError",
     "ExchangeError",
     "Functional",
@@ -153,6 +155,7 @@ __all__ = [
     "shard_map",
     "to_dtensor",
     "trace",
+    "transforms",
     "tree",
     "verify",
 ]

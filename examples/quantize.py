@@ -1,0 +1,42 @@
+"""quantize(fn): inputs whose paths match are rounded; gradients pass straight through the rounding.
+
+Source: Bengio et al. 2013 (arXiv:1308.3432), straight-through estimator.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+
+from torchard import Mesh, P, checkpoint, shard
+from torchard.transforms import Leaf, Transformed, ValueRewrite
+
+
+@dataclass(frozen=True)
+class Quantize(ValueRewrite):
+    where: str
+    step: float
+
+    def input(self, leaf: Leaf, value: torch.Tensor) -> torch.Tensor:
+        if not fnmatchcase(leaf.path, self.where):
+            return value
+        rounded = (value / self.step).round() * self.step
+        return value + (rounded - value).detach()
+
+
+def quantize(fn: Callable[..., Any], where: str = "args?0?*", step: float = 1 / 16) -> Transformed:
+    return Transformed(fn, [Quantize(where, step)])
+
+
+def main() -> None:
+    w, x = torch.ones(8, 8), torch.ones(4, 8)
+    loss = checkpoint(quantize(lambda w, x: (x @ w).square().mean()))
+    mesh = Mesh({"tp": 2}, virtual=True)
+    step = shard(torch.func.grad(loss), mesh, in_specs=(P(None, "tp"), P()))
+    print(step.lower(w, x).collectives)  # none: each rank rounds its own columns
+
+
+if __name__ == "__main__":
+    main()

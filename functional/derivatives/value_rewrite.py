@@ -1,0 +1,74 @@
+"""Transforms that change values: the traced function is run through them, before it is differentiated."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.core.errors import DerivativeError
+from torchard.functional.derivatives.autodiff import derived_program, split_inputs
+from torchard.functional.programs.program import Leaf, Program
+from torchard.functional.tracing.purify import call_pure, replay
+
+__all__ = ["ValueRewrite", "interpreted"]
+
+
+class ValueRewrite:
+    """What a transform does that changes values on purpose: quantisation, noise, clipping.
+
+    It says how the inputs and operations of a traced function are computed instead; the function is run
+    through it and traced again, before any derivative is taken and before any `Rewrite` runs. So
+    derivatives are those of what it computes, which may be chosen: ``x + (q(x) - x).detach()`` has the
+    value of ``q(x)`` and a straight-through gradient. Several run in the order in which they were
+    stacked; where among the Rewrites one stands does not matter. Hashable: it is part of every cache
+    key.
+    """
+
+    def annotate(self, program: Program) -> None:
+        """Check the trace of the user's own function; raise what the user should know."""
+
+    def input(self, leaf: Leaf, value: torch.Tensor) -> torch.Tensor:
+        """What the function computes with in the place of an input; closures are inputs too."""
+        return value
+
+    def call(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What an operation gives for these arguments.
+
+        Args:
+            node: the operation; its tags are those of everything computed here.
+        """
+        return call_pure(node, tuple(args), dict(kwargs))
+
+
+def interpreted(program: Program, rewrite: ValueRewrite) -> Program:
+    """The program of a traced function, computed as a rewrite says.
+
+    Raises:
+        DerivativeError: it replaces operations of a function of whose derivative they are not all: one
+            that switches gradients off or has an autograd.Function.
+    """
+    rewrite.annotate(program)
+    count, inputs = split_inputs(program)
+    leaves = [leaf for leaf, _ in inputs]
+    operations = type(rewrite).call is not ValueRewrite.call
+    if operations and program.again is not None:
+        raise DerivativeError(
+            f"{type(rewrite).__name__} replaces operations of {program.name}, whose gradient is not that "
+            "of its operations: it switches gradients off inside, or has an autograd.Function. Write "
+            ".detach() for torch.no_grad(), or change inputs alone (ValueRewrite.input)."
+        )
+
+    def fn(values: list[torch.Tensor]) -> list[torch.Tensor]:
+        given = [rewrite.input(leaf, x) for leaf, x in zip(leaves, values[:count], strict=True)]
+        given += values[count:]
+        if program.again is not None:
+            return program.again(given)
+        return replay(program.graph, given, rewrite.call)
+
+    made = derived_program(program, fn, inputs, lambda: list(program.outputs))
+    trees = {"in_tree": program.in_tree, "out_tree": program.out_tree}
+    return replace(made, **trees, closures=program.closures)

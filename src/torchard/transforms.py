@@ -1,0 +1,42 @@
+"""For authors of transforms: what a transform is made of.
+
+A transform returns ``Transformed(fn, [rewrite])``. A `Rewrite` turns a program into one of the same
+values: it says how they are computed, where, and what is kept for a backward. A `ValueRewrite` changes
+values, and its derivative is that of what it computes. ARCHITECTURE.md, "Adding a transform", has one
+of each.
+"""
+
+from torchard.functional.derivatives.value_rewrite import ValueRewrite
+from torchard.functional.engine.transformed import Transformed
+from torchard.functional.programs.flops import op_name
+from torchard.functional.programs.program import (
+    FREE,
+    Bound,
+    Compiler,
+    Hint,
+    Leaf,
+    Placement,
+    Program,
+    Rewrite,
+    Runtime,
+)
+from torchard.functional.programs.records import Record, Records
+from torchard.functional.reports.lowered import Lowered
+
+__all__ = [
+    "FREE",
+    "Bound",
+    "Compiler",
+    "Hint",
+    "Leaf",
+    "Lowered",
+    "Placement",
+    "Program",
+    "Record",
+    "Records",
+    "Rewrite",
+    "Runtime",
+    "Transformed",
+    "ValueRewrite",
+    "op_name",
+]

@@ -1,0 +1,171 @@
+"""A transform written against public names: `examples/quantize.py`, in every order with the others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.func import grad, jvp, vmap
+
+from torchard import DerivativeError, Mesh, MeshTensor, P, checkpoint, fuse, jit, shard, verify
+from torchard.transforms import Program, Rewrite, Transformed, ValueRewrite
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
+from quantize import quantize
+
+Fn = Callable[..., Any]
+F64 = torch.float64
+STEP = 1 / 16
+
+
+def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x @ w).square().sum()
+
+
+def rounded(w: torch.Tensor) -> torch.Tensor:
+    return (w / STEP).round() * STEP
+
+
+def data(batch: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    lead = () if batch is None else (batch,)
+    w, x = (torch.randn(*lead, *s, generator=generator, dtype=F64) for s in ((6, 4), (8, 6)))
+    return w, x
+
+
+STACK: dict[str, Callable[[Fn], Fn]] = {
+    "shard": lambda f: shard(f, Mesh({"dp": 2}, virtual=True), in_specs=(P(), P("dp"))),
+    "checkpoint": checkpoint,
+    "fuse": fuse,
+    "jit": lambda f: jit(f, backend="eager"),
+    "quantize": quantize,
+}
+ORDERS = [
+    order
+    for size in (2, 3)
+    for order in permutations(STACK, size)
+    if "quantize" in order
+]
+
+
+def full(value: Any) -> Any:
+    return value.full() if isinstance(value, MeshTensor) else value
+
+
+def stacked(order: tuple[str, ...]) -> Fn:
+    f: Fn = loss
+    for word in order:
+        f = STACK[word](f)
+    return f
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=" > ".join)
+def test_every_order_equals_the_plain_function(order: tuple[str, ...]) -> None:
+    w, x = data()
+    want, slope = loss(rounded(w), x), grad(loss)(rounded(w), x)
+    f = stacked(order)
+    torch.testing.assert_close(f(w, x), want)
+    torch.testing.assert_close(full(grad(f)(w, x)), slope)
+
+
+T = torch.ones(6, 4, dtype=F64)
+DERIVED: dict[str, tuple[Callable[[Fn], Fn], Callable[[], Any]]] = {
+    "grad": (lambda f: grad(f), lambda: grad(loss)(rounded(data()[0]), data()[1])),
+    "jvp": (
+        lambda f: lambda w, x: jvp(lambda w: f(w, x), (w,), (T,))[1],
+        lambda: jvp(lambda w: loss(w, data()[1]), (rounded(data()[0]),), (T,))[1],
+    ),
+    "second": (
+        lambda f: grad(lambda w, x: grad(f)(w, x).square().sum()),
+        lambda: grad(lambda w, x: grad(loss)(w, x).square().sum())(rounded(data()[0]), data()[1]),
+    ),
+}
+
+
+@pytest.mark.parametrize("word", [word for word in STACK if word != "quantize"])
+@pytest.mark.parametrize("name", DERIVED)
+def test_derivatives_inside_and_outside(name: str, word: str) -> None:
+    derived, want = DERIVED[name]
+    w, x = data()
+    for f in (
+        derived(STACK[word](quantize(loss))),
+        STACK[word](derived(quantize(loss))),
+        quantize(STACK[word](derived(loss))),
+        STACK[word](quantize(derived(loss))),
+    ):
+        torch.testing.assert_close(full(f(w, x)), want())
+
+
+@pytest.mark.parametrize("word", [word for word in STACK if word != "quantize"])
+def test_vmap_inside_and_outside(word: str) -> None:
+    w, x = data(3)
+    want = vmap(loss)(rounded(w), x)
+    shared = STACK["checkpoint"] if word == "shard" else STACK[word]  # its specs are of two dims
+    inside, outside = shared(quantize(vmap(loss))), quantize(shared(vmap(loss)))
+    for f in (vmap(STACK[word](quantize(loss))), inside, outside):
+        torch.testing.assert_close(f(w, x), want)
+
+
+def test_no_collective_and_no_kernel_is_lost() -> None:
+    w, x = data()
+    plan = shard(grad(quantize(loss)), Mesh({"dp": 2}, virtual=True), in_specs=(P(), P("dp")))
+    assert [c.kind for c in plan.lower(w, x).collectives] == ["all_reduce"]
+
+
+class Noise(ValueRewrite):
+    """Adds one to every product."""
+
+    def call(self, node: Any, args: Any, kwargs: Any) -> Any:
+        value = super().call(node, args, kwargs)
+        return value + 1 if node.target is torch.ops.aten.mm.default else value
+
+
+def test_operations_may_be_replaced() -> None:
+    w, x = data()
+    noisy = Transformed(lambda w, x: (x @ w).square().sum(), [Noise()])
+    torch.testing.assert_close(noisy(w, x), (x @ w + 1).square().sum())
+    want = grad(lambda w: (x @ w + 1).square().sum())(w)
+    compiled = jit(noisy, backend="eager")
+    for f in (grad(noisy), grad(checkpoint(noisy)), checkpoint(grad(noisy)), grad(compiled)):
+        torch.testing.assert_close(f(w, x), want)
+
+
+def test_operations_without_their_gradient_are_not_replaced() -> None:
+    def stopped(w: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = w.sum()
+        return (w * scale).sum()
+
+    with pytest.raises(DerivativeError, match=r"Noise replaces operations of stopped.*\n?.*detach"):
+        Transformed(stopped, [Noise()])(T)
+    torch.testing.assert_close(grad(quantize(stopped))(T), torch.full_like(T, 24.0))
+
+
+class Doubles(Rewrite):
+    """Changes values, and does not say so."""
+
+    def __call__(self, program: Program) -> Program:
+        program = program.copy()
+        for node in program.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
+            with program.graph.inserting_after(node):
+                twice = program.graph.call_function(torch.ops.aten.mul.Tensor, (node, 2.0))
+            twice.meta.update(node.meta)
+            node.replace_all_uses_with(twice, delete_user_cb=lambda user, new=twice: user is not new)
+        return program
+
+
+def test_verify_catches_a_rewrite_that_changes_values() -> None:
+    w, x = data()
+    with pytest.raises(AssertionError):
+        verify(Transformed(loss, [Doubles()]), loss, w, x)
+
+
+def test_what_is_no_rewrite_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"derive its class from torchard\.transforms\.Rewrite"):
+        Transformed(loss, [lambda program: program])  # type: ignore[list-item]
