@@ -18,6 +18,7 @@ import torch
 
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import CheckedInside, checked
+from torchard.functional.core.wrapper import Wrapper
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.tracing.signature import paths_of
 from torchard.sharding.manual.manual_collectives import Enter, Leave
@@ -102,7 +103,7 @@ def _manual_axes(names: Collection[str] | None, mesh: Mesh) -> tuple[str, ...]:
     return tuple(a for a in mesh.axes if a in names)
 
 
-class _Local:
+class _Local(Wrapper):
     """The function of global values that runs fn on local ones."""
 
     def __init__(
@@ -115,11 +116,6 @@ class _Local:
     ) -> None:
         self.fn, self.edges = fn, _Edges(mesh, manual)
         self.in_specs, self.out_specs = in_specs, out_specs
-
-    @property
-    def __torchard_function__(self) -> Callable[..., Any]:
-        """Where closures.py looks for what this function closes over."""
-        return self.fn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if in_region():

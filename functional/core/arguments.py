@@ -22,7 +22,7 @@ import torch
 
 from torchard.functional.core.placed import is_placed
 
-__all__ = ["AtLeast", "CheckedInside", "check_fields", "checked"]
+__all__ = ["AtLeast", "CheckedInside", "check_fields", "checked", "written"]
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -225,8 +225,21 @@ _WORDS: dict[Any, str] = {
 }
 
 
+_EXAMPLES: dict[type, str] = {}
+
+
+def written(example: str) -> Callable[[type[Result]], type[Result]]:
+    """Say how a value of a class is written, for the errors of functions that want one."""
+
+    def said(cls: type[Result]) -> type[Result]:
+        _EXAMPLES[cls] = example
+        return cls
+
+    return said
+
+
 def _wanted(hint: Any) -> str:
-    """What an annotation asks for; a class may say how it is written in ``__torchard_example__``."""
+    """What an annotation asks for; see `written`."""
     hint = getattr(hint, "__bound__", None) or hint
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
@@ -246,5 +259,5 @@ def _wanted(hint: Any) -> str:
     if origin is not None and _is_container(origin):
         return f"a list or tuple (each item {_wanted(inner[0])})"
     name = _a(getattr(hint, "__name__", str(hint)))
-    example = getattr(hint, "__torchard_example__", None)
+    example = _EXAMPLES.get(hint)
     return f"{name}, as in {example}" if example else name

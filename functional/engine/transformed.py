@@ -18,6 +18,7 @@ from torchard.functional.core.errors import RetraceWarning
 from torchard.functional.core.locks import Lock
 from torchard.functional.core.placed import is_placed
 from torchard.functional.core.tensor_spec import Spec
+from torchard.functional.core.wrapper import Wrapper
 from torchard.functional.derivatives.value_rewrite import ValueRewrite, interpreted
 from torchard.functional.engine.autograd_functions import call
 from torchard.functional.engine.donation import give_up
@@ -41,7 +42,7 @@ _ALIVE = 4
 _MISSING = (KeyError, IndexError, AttributeError, TypeError, ValueError)
 
 
-class Transformed:
+class Transformed(Wrapper):
     """A function and the rewrites of its program: what every transform returns.
 
     Calling it traces the function once per signature (tree, shapes, dtypes, devices, strides,
@@ -94,11 +95,6 @@ class Transformed:
 
     def __repr__(self) -> str:
         return f"Transformed({self.__name__}, {list(self.rewrites)})"
-
-    @property
-    def __torchard_function__(self) -> Callable[..., Any]:
-        """Where closures.py looks for what this function closes over."""
-        return self.fn
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles trace anew; what has a name in its module is that name, as functions are."""

@@ -12,6 +12,7 @@ import torch
 
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.placed import is_placed
+from torchard.functional.core.wrapper import Wrapper
 from torchard.functional.guards.reachable import SETTINGS
 
 __all__ = ["Reader", "reader_of"]
@@ -115,8 +116,8 @@ def _children(value: Any) -> Iterator[tuple[Step, Any]]:
             yield from _of_function(value)
         elif hasattr(value, "__wrapped__"):  # torch.func.grad(f) and the like
             yield ("", lambda f: f.__wrapped__), value.__wrapped__
-    elif hasattr(value, "__torchard_function__"):
-        yield ("", lambda t: t.__torchard_function__), value.__torchard_function__
+    elif isinstance(value, Wrapper):
+        yield ("", lambda w: w.fn), value.fn
     elif isinstance(value, types.MethodType):
         yield ("", lambda m: m.__func__), value.__func__
         yield ("self", lambda m: m.__self__), value.__self__

@@ -17,6 +17,7 @@ import torch
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.placed import is_placed
 from torchard.functional.core.tensor_spec import Spec
+from torchard.functional.core.wrapper import Wrapper
 from torchard.functional.guards.referenced_names import (
     Code,
     code_of,
@@ -151,7 +152,7 @@ class Walk:
     def _visit(self, value: Any) -> Any:
         if is_value(value):
             return kind_of(value)
-        if hasattr(type(value), "__torchard_function__"):
+        if isinstance(value, Wrapper):
             return self._transformed(value)
         for kinds, visit in _VISITS:
             if isinstance(value, kinds):
@@ -202,9 +203,8 @@ class Walk:
         self.slots.pick(mapping, present, itemgetter)
         return tuple((key, self.token(mapping[key])) for key in present)
 
-    def _transformed(self, value: Any) -> Any:
-        rewrites = getattr(value, "rewrites", ())  # the function of shard_map has none
-        return "transformed", type(value), self.token(value.__torchard_function__), rewrites
+    def _transformed(self, value: Wrapper) -> Any:
+        return "transformed", type(value), self.token(value.fn), value.rewrites
 
     def _method(self, method: types.MethodType) -> Any:
         return "method", self.token(method.__func__), self.token(method.__self__)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from torchard.functional.core.arguments import check_fields
+from torchard.functional.core.arguments import check_fields, written
 from torchard.functional.programs.graphs import output_values
 from torchard.sharding.layouts.collective_ops import AllReduce, AllToAll, PsumScatter
 from torchard.sharding.planning.aliases import is_alias
@@ -30,6 +30,7 @@ __all__ = ["Schedule", "schedule"]
 _EARLY = (AllReduce, PsumScatter, AllToAll)
 
 
+@written("Schedule(prefetch=2)")
 @dataclass(frozen=True)
 class Schedule:
     """What of a plan's communication is merged, and how long before its use it is issued.
@@ -46,8 +47,6 @@ class Schedule:
 
     prefetch: int = 1
     bucket_bytes: int | None = None
-
-    __torchard_example__ = "Schedule(prefetch=2)"
 
     def __post_init__(self) -> None:
         check_fields(self)

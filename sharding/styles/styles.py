@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchard.functional.core.arguments import check_fields
+from torchard.functional.core.arguments import check_fields, written
 from torchard.sharding.styles.layers import EMBEDDING, Layer
 from torchard.sharding.values.spec import P, SpecError
 
@@ -34,6 +34,7 @@ class Placing:
     output_layouts: Split = None
 
 
+@written("Colwise()")
 @dataclass(frozen=True, kw_only=True)
 class Style:
     """How a layer is split.
@@ -47,8 +48,6 @@ class Style:
 
     input_layouts: Split = None
     output_layouts: Split = None
-
-    __torchard_example__ = "Colwise()"
 
     def __post_init__(self) -> None:
         for which in ("input_layouts", "output_layouts"):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.core.arguments import AtLeast, checked
+from torchard.functional.core.arguments import AtLeast, checked, written
 
 __all__ = ["Mesh", "MeshError", "PlacementError"]
 
@@ -30,6 +30,7 @@ class PlacementError(ValueError):
     """A placed value used in a way its placement does not allow."""
 
 
+@written('Mesh({"tp": 2})')
 class Mesh:
     """Named axes, row-major over ranks: ``Mesh({"dp": 2, "tp": 4})`` is 8 ranks, tp innermost.
 
@@ -45,8 +46,6 @@ class Mesh:
 
     Meshes with the same axes over the same processes are equal.
     """
-
-    __torchard_example__ = 'Mesh({"tp": 2})'
 
     @checked
     def __init__(

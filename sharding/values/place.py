@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchard.functional.core import tree
-from torchard.functional.core.arguments import checked
+from torchard.functional.core.arguments import checked, written
 from torchard.functional.core.errors import DonatedError
 from torchard.functional.core.placed import Facts
 from torchard.functional.programs.program import Rewrite
@@ -117,6 +117,7 @@ class Held:
         return METHODS.rewrite(self.mesh)
 
 
+@written("place(x, mesh, P('tp'))")
 class MeshTensor(Operators):
     """One global value, held as shards over a mesh.
 
@@ -133,7 +134,6 @@ class MeshTensor(Operators):
         parts: the shards, in the order of their coordinates.
     """
 
-    __torchard_example__ = "place(x, mesh, P('tp'))"
     __slots__ = ("_dead", "_facts", "_held", "parts")
 
     def __init__(self, held: Held, parts: Sequence[torch.Tensor]) -> None:

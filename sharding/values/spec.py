@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torchard.functional.core.arguments import checked
+from torchard.functional.core.arguments import checked, written
 from torchard.sharding.layouts.layout import Dim, Layout, Sub
 from torchard.sharding.values.mesh import Mesh
 
@@ -20,6 +20,7 @@ class SpecError(ValueError):
     """A spec that does not fit its value or its mesh."""
 
 
+@written('P("tp", None)')
 class P:
     """A partition spec: for each dim an axis name, a tuple of them (outermost first), or None.
 
@@ -32,8 +33,6 @@ class P:
     """
 
     __slots__ = ("entries", "named", "weak")
-    __torchard_example__ = 'P("tp", None)'
-
     def __init__(self, *entries: Entry | list[str], weak: bool = False) -> None:
         checked: list[Entry] = []
         for entry in entries:
