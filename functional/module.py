@@ -106,7 +106,7 @@ class Functional:
         else:
             buffers = _tensors("buffers", buffers, self.buffers)
             given = {k: buffers[k].clone() for k in self.buffers}
-        versions = {k: b._version for k, b in given.items()}
+        versions = {k: internals.version(b) for k, b in given.items()}
         values = {**params, **given}
         values |= {k: values[first] for k, first in self._ties.items()}
         # One copy serves all threads, with one thread's parameters in it at a time.
@@ -121,7 +121,7 @@ class Functional:
         if buffers is not None:
             return out, after
         for k, value in after.items():
-            if value is not given[k] or value._version != versions[k]:
+            if value is not given[k] or internals.version(value) != versions[k]:
                 raise _updated(k)
         return out
 
@@ -160,7 +160,7 @@ def _ties(module: nn.Module) -> dict[str, str]:
 def _attributes_kept(module: nn.Module) -> Iterator[None]:
     """What a forward leaves in plain attributes goes with the call: the next one starts afresh."""
     parts = list(module.modules())
-    held = [d for part in parts for d in (vars(part), part._buffers)]
+    held = [d for part in parts for d in (vars(part), internals.buffer_table(part))]
     before = [dict(d) for d in held]
     try:
         yield

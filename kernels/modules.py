@@ -79,7 +79,7 @@ def _runs(what: str, module: nn.Module, patterns: list[str], alone: bool) -> lis
         if any(isinstance(every[q], _Replaced) for q in (*around, p)):
             raise KernelError(f"{what}: {p!r} is replaced already; start from the original.")
     for parent, run in () if alone else runs.items():
-        names = [f"{parent}.{name}" if parent else name for name in every[parent]._modules]
+        names = [f"{parent}.{name}" if parent else name for name in internals.child_table(every[parent])]
         start = names.index(run[0])
         absent = [q for q in patterns if all(q not in found[p] for p in run)]
         absent += [p for p in names[start : names.index(run[-1])] if p not in run]
@@ -119,11 +119,11 @@ def _apart(root: nn.Module, path: str) -> nn.Module:
     """A part at one place only (one ReLU may stand at many)."""
     owner, _, name = path.rpartition(".")
     part = root.get_submodule(path)
-    if sum(child is part for m in root.modules() for child in m._modules.values()) > 1:
+    if sum(child is part for m in root.modules() for child in internals.child_table(m).values()) > 1:
         state = {k: dict(v) if isinstance(v, dict) else v for k, v in vars(part).items()}
         part = type(part).__new__(type(part))
         vars(part).update(state)
-        root.get_submodule(owner)._modules[name] = part
+        internals.child_table(root.get_submodule(owner))[name] = part
     return part
 
 

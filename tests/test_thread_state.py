@@ -71,7 +71,7 @@ errors: list[BaseException] = []
 @pytest.fixture(autouse=True)
 def no_other_thread_uses_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """pytest's own threads do not."""
-    monkeypatch.setattr(internals.private, "_is_only_thread", lambda: True)
+    monkeypatch.setattr(internals.functorch_levels, "is_only_thread", lambda: True)
 
 
 # What may stop a function, in Python, in a kernel, in the middle of a change of torch's state.

@@ -24,10 +24,10 @@ from typing import Any, TypeVar
 
 import optree
 import torch
-import torch.utils._pytree as torch_pytree
 
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.placed import Lift, is_placed, lift_in_trace
+from torchard.functional.torch_internals.accessors import pytree as torch_pytree
 
 __all__ = [
     "NAMESPACE",

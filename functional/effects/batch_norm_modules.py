@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from torchard.functional import torch_internals as internals
+
 __all__ = ["traceable_forward"]
 
 
@@ -26,7 +28,7 @@ def traceable_forward(part: nn.Module) -> Callable[..., Any]:
 
 
 def _batch_norm(part: Any, input: Tensor) -> Tensor:
-    part._check_input_dim(input)
+    internals.check_batch_norm_input(part, input)
     tracked = part.running_mean, part.running_var
     affine = part.weight, part.bias
     if not part.training:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional import torch_internals as internals
+
 __all__ = [
     "argument",
     "argument_names",
@@ -23,7 +25,7 @@ __all__ = [
 
 def written_arguments(target: Any) -> list[str]:
     """The names of the arguments that an operation mutates, by its schema."""
-    schema = getattr(target, "_schema", None)
+    schema = internals.schema_or_none(target)
     if schema is None or not schema.is_mutable:
         return []
     return [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -42,7 +44,7 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
 def storage_key(node: fx.Node) -> int | None:
     """Which memory a node's value lies in."""
     value = node.meta.get("val")
-    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+    return internals.storage_id(value) if isinstance(value, torch.Tensor) else None
 
 
 def forgets_turns(graph: fx.Graph) -> bool:
@@ -81,7 +83,7 @@ def turns_in_place(target: Any) -> bool:
 def argument(node: fx.Node, name: str) -> Any:
     """What a node gives for a parameter of its operation."""
     target: Any = node.target
-    for i, parameter in enumerate(target._schema.arguments):
+    for i, parameter in enumerate(internals.schema(target).arguments):
         if parameter.name == name:
             return node.args[i] if i < len(node.args) else node.kwargs.get(name)
     return None
@@ -90,7 +92,7 @@ def argument(node: fx.Node, name: str) -> Any:
 @functools.cache
 def functional_twin(target: Any) -> Any:
     """The operation that returns what this one writes, found by its arguments; None if torch has none."""
-    schema = target._schema
+    schema = internals.schema(target)
     outs = {a.name for a in schema.arguments if a.is_out}
     given = [(a.name, str(a.type)) for a in schema.arguments if a.name not in outs]
     packet = target.overloadpacket
@@ -104,15 +106,15 @@ def functional_twin(target: Any) -> Any:
         other = getattr(space, name, None)
         for overload in other.overloads() if other is not None else ():
             twin = getattr(other, overload)
-            takes = [(a.name, str(a.type)) for a in twin._schema.arguments]
-            if not twin._schema.is_mutable and takes == given:
+            takes = [(a.name, str(a.type)) for a in internals.schema(twin).arguments]
+            if not internals.is_mutable(twin) and takes == given:
                 return twin
     return None
 
 
 def argument_names(target: Any) -> list[str]:
     """The names of an operation's parameters, in order."""
-    return [argument.name for argument in target._schema.arguments]
+    return [argument.name for argument in internals.schema(target).arguments]
 
 
 def overlap(read: torch.Tensor, written: torch.Tensor) -> bool:

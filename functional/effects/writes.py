@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import PurityError
 from torchard.functional.effects.grad_dependent_ops import may_follow
 from torchard.functional.effects.mutation import (
@@ -335,8 +336,8 @@ class _Functionalization:
         by_storage = {storage_key(target): self.aliases[target] for target in targets}
 
         def result(val: Any, index: int | None) -> _Alias | fx.Node | None:
-            if isinstance(val, torch.Tensor) and val.untyped_storage()._cdata in by_storage:
-                return by_storage[val.untyped_storage()._cdata]
+            if isinstance(val, torch.Tensor) and internals.storage_id(val) in by_storage:
+                return by_storage[internals.storage_id(val)]
             if made is None or index is None:
                 return made
             return emit(operator.getitem, made, index)
@@ -384,7 +385,7 @@ def _written_values(emit: Emitter, node: fx.Node, made: fx.Node) -> list[fx.Node
     """Of the results of a functional twin, those that stand for what is written, one per node."""
     names = written_arguments(node.target)
     target: Any = made.target
-    returns = len(target._schema.returns)
+    returns = len(internals.schema(target).returns)
     found: list[fx.Node] = []
     for i, name in enumerate(names):
         given = argument(node, name)

@@ -179,7 +179,7 @@ class _Primals:
 
 
 def _version(part: torch.Tensor) -> int:
-    return 0 if part.is_inference() else part._version
+    return 0 if part.is_inference() else internals.version(part)
 
 
 def _backward(ctx: Any, saved: list[torch.Tensor], grads: Sequence[Any]) -> list[Any]:

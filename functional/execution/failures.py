@@ -13,6 +13,7 @@ from typing import Any
 
 from torchard.functional.core.errors import CollectiveError
 from torchard.functional.programs.labels import Label
+from torchard.functional.torch_internals.operators import COLLECTIVES
 
 __all__ = ["compiled_failed", "failed"]
 
@@ -61,7 +62,7 @@ def compiled_failed(error: Exception, name: str, backend: str, records: Sequence
     Which collective it was cannot be told; that it was one can, by the code that the error came through.
     """
     lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
-    call = next((line for line in reversed(lines) if "_c10d_functional" in line), None)
+    call = next((line for line in reversed(lines) if COLLECTIVES in line), None)
     if call is None:
         error.add_note(f"while {name} ran, compiled by {backend}")
         return

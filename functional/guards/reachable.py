@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.placed import is_placed
 from torchard.functional.core.tensor_spec import Spec
@@ -40,20 +41,6 @@ _OBJECTS = 20_000
 _ARRAY_BYTES = 1 << 16
 
 _of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
-# What no call of an `nn.Module` reads; and what `nn.Module` itself reads.
-_NOT_READ = frozenset(
-    (
-        *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
-        *("_load_state_dict_post_hooks", "_non_persistent_buffers_set"),
-    )
-)
-_OF_MODULES = frozenset(
-    (
-        *("training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"),
-        *("_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs"),
-        *("_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_is_full_backward_hook"),
-    )
-)
 
 
 def is_value(value: Any) -> bool:
@@ -280,9 +267,9 @@ class Walk:
 
     def _names(self, value: Any, key: Any) -> bool:
         if isinstance(value, torch.nn.Module):
-            if key in _NOT_READ:
+            if key in internals.NOT_READ_BY_MODULES:
                 return False
-            if key in _OF_MODULES:
+            if key in internals.READ_BY_MODULES:
                 return True
         if self.code.reflects or key in self.code.names:
             return True

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.views import is_tuple, is_view, needed_by, taken_away
 
@@ -255,5 +256,5 @@ def residual_bytes(program: Split) -> int:
     for node in program.backward.placeholders[: len(program.saved)]:
         value = node.meta["val"]
         if isinstance(value, torch.Tensor):
-            seen[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+            seen[internals.storage_id(value)] = value.untyped_storage().nbytes()
     return sum(seen.values())

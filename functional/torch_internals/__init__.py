@@ -1,4 +1,60 @@
-"""torch's private interfaces and what differs between its versions, behind names of our own."""
+"""Every private interface of torch's that the project uses, behind names of ours, each with its reason.
 
-from torchard.functional.torch_internals.private import *  # noqa: F403
-from torchard.functional.torch_internals.private import __all__ as __all__
+Nothing else names one (`tests/test_torch_privates.py`). Where a version of torch lacks one, the docstring
+says what is done instead; otherwise importing this package says which. Here, too: what differs between
+versions (`operators.py`, `versions.py`), and what torch does to fake tensors otherwise than to tensors
+(`zero_tangents.py`, `scalar_operands.py`, `composite_functions.py`).
+"""
+
+import torch
+
+from torchard.functional.torch_internals import versions
+from torchard.functional.torch_internals.accessors.required import needed
+
+versions.check(torch.__version__)
+with needed():
+    from torchard.functional.torch_internals import (
+        compilers,
+        functorch_levels,
+        modes,
+        proxies,
+        thread_state,
+    )
+    from torchard.functional.torch_internals.accessors import (
+        autograd,
+        checkpointing,
+        compiler_settings,
+        dcp,
+        modules,
+        process_groups,
+        schemas,
+        tensors,
+    )
+    from torchard.functional.torch_internals.accessors.autograd import *  # noqa: F403
+    from torchard.functional.torch_internals.accessors.checkpointing import *  # noqa: F403
+    from torchard.functional.torch_internals.accessors.compiler_settings import *  # noqa: F403
+    from torchard.functional.torch_internals.accessors.dcp import *  # noqa: F403
+    from torchard.functional.torch_internals.accessors.modules import *  # noqa: F403
+    from torchard.functional.torch_internals.accessors.process_groups import *  # noqa: F403
+    from torchard.functional.torch_internals.accessors.schemas import *  # noqa: F403
+    from torchard.functional.torch_internals.accessors.tensors import *  # noqa: F403
+    from torchard.functional.torch_internals.compilers import *  # noqa: F403
+    from torchard.functional.torch_internals.functorch_levels import *  # noqa: F403
+    from torchard.functional.torch_internals.modes import *  # noqa: F403
+    from torchard.functional.torch_internals.proxies import *  # noqa: F403
+    from torchard.functional.torch_internals.thread_state import *  # noqa: F403
+
+__all__: list[str] = []
+__all__ += autograd.__all__
+__all__ += checkpointing.__all__
+__all__ += compiler_settings.__all__
+__all__ += dcp.__all__
+__all__ += modules.__all__
+__all__ += process_groups.__all__
+__all__ += schemas.__all__
+__all__ += tensors.__all__
+__all__ += compilers.__all__
+__all__ += functorch_levels.__all__
+__all__ += modes.__all__
+__all__ += proxies.__all__
+__all__ += thread_state.__all__

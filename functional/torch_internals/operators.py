@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import torch
 
-__all__ = ["Absent", "aten", "missing", "prims"]
+__all__ = ["COLLECTIVES", "Absent", "aten", "c10d", "missing", "prims"]
 
 
 class Absent:
@@ -76,3 +76,6 @@ class _Namespace:
 
 aten: Any = _Namespace("aten")
 prims: Any = _Namespace("prims")
+# Collectives on tensors, which no public module calls by these names; compiled code has them, too.
+COLLECTIVES = "_c10d_functional"
+c10d: Any = _Namespace(COLLECTIVES)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchard.functional.torch_internals.accessors.schemas import schema
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["as_tensors"]
@@ -45,7 +46,7 @@ def as_tensors(call: Callable[..., Any], func: Any, args: tuple[Any, ...]) -> tu
 
 @cache
 def _tensor_places(func: Any) -> tuple[int, ...]:
-    arguments = func._schema.arguments
+    arguments = schema(func).arguments
     return tuple(
         i for i, a in enumerate(arguments) if str(a.type) in ("Tensor", "Optional[Tensor]")
     )
@@ -53,4 +54,4 @@ def _tensor_places(func: Any) -> tuple[int, ...]:
 
 @cache
 def _reads_weakly(func: Any) -> bool:
-    return func.namespace == "aten" and func._schema.name.removeprefix("aten::") in _WEAK
+    return func.namespace == "aten" and schema(func).name.removeprefix("aten::") in _WEAK

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-__all__ = ["StoreError", "ask", "default_store"]
+__all__ = ["StoreError", "ask"]
 
 # Seconds by which the store may be late with an answer, even with that there is none.
 _GRACE = 2.0
@@ -19,11 +19,6 @@ _silent: list[Any] = []
 
 class StoreError(RuntimeError):
     """The store did not answer."""
-
-
-def default_store() -> Any:
-    """That of the default process group."""
-    return dist.distributed_c10d._get_default_store()  # there is no public way to the store
 
 
 def ask(store: Any, question: Callable[[], Any], seconds: float, what: str) -> Any:

@@ -1,7 +1,4 @@
-"""The versions of torch that torchard is tested with; `make matrix` runs the tests on them.
-
-`pyproject.toml` asks for the same range.
-"""
+"""A warning about versions of torch that torchard is not tested with, as `pyproject.toml` has them."""
 
 from __future__ import annotations
 
@@ -9,11 +6,9 @@ import re
 import warnings
 
 from torchard.functional.core.errors import TorchVersionWarning
+from torchard.functional.torch_internals.accessors.required import NEWEST, OLDEST, RANGE
 
-__all__ = ["NEWEST", "OLDEST", "RANGE", "check"]
-
-OLDEST, NEWEST = (2, 11), (2, 15)
-RANGE = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
+__all__ = ["check"]
 
 
 def check(version: str) -> None:

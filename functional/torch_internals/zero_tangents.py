@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from torchard.functional.torch_internals.accessors import pytree
+from torchard.functional.torch_internals.accessors.schemas import schema
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["is_zero", "run"]
@@ -52,8 +53,9 @@ def _marked(value: torch.Tensor) -> torch.Tensor:
 
 
 def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return bool(returns) and not func._schema.is_mutable and returns[0].alias_info is not None
+    says = schema(func)
+    returns = says.returns
+    return bool(returns) and not says.is_mutable and returns[0].alias_info is not None
 
 
 def _zeros_like(call: Call, out: torch.Tensor) -> torch.Tensor:

@@ -153,7 +153,7 @@ def _check_random(graph: fx.Graph) -> None:
 def _without_dropout(node: fx.Node) -> bool:
     """Attention is tagged random for a dropout that is mostly off."""
     target: Any = node.target
-    names = [argument.name for argument in target._schema.arguments]
+    names = [argument.name for argument in internals.schema(target).arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
     return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
 

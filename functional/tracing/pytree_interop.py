@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import optree
-import torch.utils._pytree as torch_pytree
 
 from torchard.functional.core import tree
+from torchard.functional.torch_internals.accessors import pytree as torch_pytree
 
 __all__ = ["adopt"]
 

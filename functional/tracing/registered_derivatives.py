@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils import _pytree as pytree
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import DerivativeError
 from torchard.functional.core.tensor_spec import Spec
+from torchard.functional.torch_internals.accessors import pytree
+from torchard.functional.torch_internals.operators import COLLECTIVES
 
 __all__ = ["UNDER_LEVELS", "call", "is_live", "may_have_formula"]
 
 # Of these none is registered in Python.
-_WITHOUT = frozenset(("aten", "prim", "prims", "profiler", "torchard", "_c10d_functional"))
+_WITHOUT = frozenset(("aten", "prim", "prims", "profiler", "torchard", COLLECTIVES))
 
 
 def may_have_formula(op: Any) -> bool:
@@ -82,7 +83,7 @@ def _is_differentiated(args: Any, kwargs: Any) -> bool:
 
 def _complete(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """All arguments by place, and those that have names only."""
-    parameters = op._schema.arguments
+    parameters = internals.schema(op).arguments
     given = dict(zip((p.name for p in parameters), args, strict=False)) | kwargs
     full = [(p, given.get(p.name, p.default_value)) for p in parameters]
     return (
@@ -100,7 +101,7 @@ def _formula(op: Any, args: Any, kwargs: Any) -> _Formula | None:
 
     Nothing lists them. The node that autograd makes of a call knows them, of tensors like these.
     """
-    if op in _known or op._schema.is_mutable:
+    if op in _known or internals.is_mutable(op):
         return _known.get(op)
     specs = pytree.tree_map_only(torch.Tensor, Spec.of, (args, kwargs))
     with internals.clean_room(), internals.FakeTensorMode():

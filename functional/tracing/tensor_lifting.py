@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import torch.utils._pytree as torch_pytree
 from torch.overrides import TorchFunctionMode
 
 from torchard.functional import torch_internals as internals
@@ -14,6 +13,7 @@ from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import PurityError
 from torchard.functional.core.placed import is_placed
 from torchard.functional.effects.mutation import forgets_turns
+from torchard.functional.torch_internals.accessors import pytree as torch_pytree
 from torchard.functional.torch_internals.composite_functions import COMPOSED
 from torchard.functional.tracing import registered_derivatives as registered
 from torchard.functional.tracing.trace_state import Room
@@ -23,7 +23,7 @@ __all__ = ["Lift", "is_weak"]
 # Attributes that say nothing of a tensor's values.
 _METADATA = {
     *("shape", "dtype", "device", "ndim", "layout", "names", "itemsize", "nbytes"),
-    *("requires_grad", "is_leaf", "grad_fn", "grad", "_version"),
+    *("requires_grad", "is_leaf", "grad_fn", "grad", internals.VERSION),
     *("is_cuda", "is_meta", "is_mps", "is_xpu", "is_sparse", "is_quantized", "is_nested"),
 }
 

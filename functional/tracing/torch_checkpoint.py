@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.utils import checkpoint as torchs
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import CheckpointError
 from torchard.functional.core.locks import Lock
 from torchard.functional.remat.policies import save_nothing
@@ -24,16 +25,7 @@ __all__ = ["taken_as_segments"]
 
 _lock = Lock()
 _traces = 0
-# From 2.15 on torch calls the second of the generators; the first is then for others.
-_GENERATORS = (
-    "_checkpoint_without_reentrant_generator",
-    "_checkpoint_without_reentrant_generator_impl",
-)
-_theirs: dict[str, Any] = {
-    name: getattr(torchs, name)
-    for name in ("CheckpointFunction", *_GENERATORS)
-    if hasattr(torchs, name)  # another version may have other names: then torch's own run
-}
+_theirs = internals.CHECKPOINT_FUNCTIONS
 
 
 def _segments(theirs: Any) -> Callable[..., Generator[None]]:
@@ -63,13 +55,13 @@ class _Reentrant:
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         if active() is None:
-            return _theirs["CheckpointFunction"].apply(function, preserve_rng_state, *args)
+            return _theirs[internals.CHECKPOINT_FUNCTION].apply(function, preserve_rng_state, *args)
         with checkpointed(save_nothing):
             return function(*args)
 
 
 _ours = {
-    name: _Reentrant if name == "CheckpointFunction" else _segments(function)
+    name: _Reentrant if name == internals.CHECKPOINT_FUNCTION else _segments(function)
     for name, function in _theirs.items()
 }
 
@@ -80,16 +72,11 @@ def taken_as_segments() -> Iterator[None]:
     global _traces
     with _lock:
         _traces += 1
-        _replace(_ours)
+        internals.replace_checkpoint_functions(_ours)
     try:
         yield
     finally:
         with _lock:
             _traces -= 1
             if not _traces:
-                _replace(_theirs)
-
-
-def _replace(functions: dict[str, Any]) -> None:
-    for name, function in functions.items():
-        setattr(torchs, name, function)
+                internals.replace_checkpoint_functions(_theirs)

@@ -10,7 +10,8 @@ import hashlib
 
 import torch.distributed as dist
 
-from torchard.functional.torch_internals.store import ask, default_store
+from torchard.functional.torch_internals.accessors.process_groups import default_store
+from torchard.functional.torch_internals.store import ask
 
 __all__ = ["settled"]
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.core.bounded import Recent
 from torchard.functional.core.outputs import tensors_of
 from torchard.functional.core.tensor_spec import Spec
@@ -96,8 +97,7 @@ def is_composite(target: Any) -> bool:
 
 def _ways(target: Any) -> Callable[..., Any] | None:
     found: Callable[..., Any] | None = _OWN.get(target)
-    # The table is public in all but name: torch.export's documentation refers to it.
-    return found or torch._decomp.decomposition_table.get(target)
+    return found or internals.DECOMPOSITION_TABLE.get(target)
 
 
 _TRACED: Recent[fx.Graph | None] = Recent(512)

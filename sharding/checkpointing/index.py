@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from torchard.functional import torch_internals as internals
 from torchard.sharding.checkpointing.checkpoint_leaves import StorageError
 
 __all__ = ["INDEX", "Index", "Place", "check_disjoint", "file_of", "read_index"]
@@ -35,9 +36,8 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _RECORDS = {
     *((_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")),
     *((_METADATA, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
-    *((_METADATA, name) for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
+    (_METADATA, "TensorProperties"),
+    *internals.PRIVATE_INDEX_NAMES,
     *(
         (module, f"{pure}{system}Path")
         for module in ("pathlib", "pathlib._local")
@@ -252,7 +252,7 @@ def _key(value: Any, where: str) -> MetadataIndex:
 
 
 def _place(value: Any, where: str) -> Place:
-    known = _fields(value, "_StorageInfo", where)
+    known = _fields(value, internals.STORAGE_INFO, where)
     transforms: Sequence[Any] = known.get("transform_descriptors") or ()
     if not isinstance(transforms, list | tuple):
         _damaged(where, f"{transforms!r} is no list of transforms")

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import PurityError
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.kernel_call import Fused
@@ -52,8 +53,8 @@ def _decompositions(target: Any, parts: Parts | None) -> list[Callable[..., Any]
         found.append(DECOMPOSITIONS[target])
     if isinstance(target, Fused):
         found.append(target.reference)
-    if not found and lookup(target) is None and target in torch._decomp.decomposition_table:
-        found.append(torch._decomp.decomposition_table[target])
+    if not found and lookup(target) is None and target in internals.DECOMPOSITION_TABLE:
+        found.append(internals.DECOMPOSITION_TABLE[target])
     return found
 
 
@@ -112,8 +113,8 @@ def _trace(
 def _writes_for_good(node: fx.Node) -> bool:
     """``prims.copy_to`` and the like, in some of torch's table: nothing makes them pure."""
     target: Any = node.target
-    is_op = isinstance(target, torch._ops.OpOverload)
-    return is_op and target._schema.is_mutable and target.namespace != "aten"
+    is_op = isinstance(target, internals.OpOverload)
+    return is_op and internals.is_mutable(target) and target.namespace != "aten"
 
 
 def _same_results(graph: fx.Graph, node: fx.Node) -> bool:

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import fx
 
+from torchard.functional import torch_internals as internals
+from torchard.functional.torch_internals.operators import c10d
 from torchard.sharding.lowering.lower import Lowering
-from torchard.sharding.values.mesh import Mesh, timeout_of
+from torchard.sharding.values.mesh import Mesh
 
 __all__ = ["Channel"]
 
-c10d = torch.ops._c10d_functional
 # How many ranks a message lists.
 _LISTED = 8
 
@@ -51,6 +51,6 @@ def _peers(mesh: Mesh, axes: Sequence[str]) -> str:
     if len(ranks) > _LISTED:
         ranks[_LISTED - 1 :] = [f"{len(ranks) - _LISTED + 1} more"]
     listed = " and ".join(filter(None, [", ".join(ranks[:-1]), ranks[-1]]))
-    timeout = timeout_of(group, mesh.device_mesh.device_type)
+    timeout = internals.timeout_of(group, mesh.device_mesh.device_type)
     waits = "" if timeout is None else f" and wait {timeout.total_seconds():g} s for one another"
     return f"Ranks {listed} of {mesh} take part{waits}."

@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.torch_internals.operators import aten
+from torchard.functional.torch_internals.operators import aten, c10d
 
 __all__ = ["dense_rows", "fold_views", "reduce_in_place"]
-
-functional = torch.ops._c10d_functional
 
 
 def fold_views(graph: fx.Graph) -> None:
@@ -59,17 +57,17 @@ _FRESH: frozenset[Any] = frozenset(
 def reduce_in_place(graph: fx.Graph) -> None:
     """An all_reduce of a value that nothing else reads needs no copy of it."""
     for node in list(graph.nodes):
-        if node.target is not functional.all_reduce.default:
+        if node.target is not c10d.all_reduce.default:
             continue
         source = node.args[0]
         if source.target is aten.cat.default and len(source.users) == 1:  # a bucket
-            node.target = functional.all_reduce_.default
+            node.target = c10d.all_reduce_.default
         elif source.target is aten.contiguous.default:
             inner = source.args[0]
             if inner.target in _FRESH and len(source.users) == len(inner.users) == 1:
                 node.update_arg(0, inner)
                 graph.erase_node(source)
-                node.target = functional.all_reduce_.default
+                node.target = c10d.all_reduce_.default
 
 
 # Kernels that read whole rows and do not look at the last stride: torch checks it before it picks one.
@@ -87,7 +85,7 @@ def dense_rows(graph: fx.Graph) -> None:
     or placed, may be others.
     """
     for node in list(graph.nodes):
-        name = getattr(node.target, "_opname", "")
+        name = getattr(node.target, "__name__", "")
         if node.op == "call_function" and name.startswith(_READ_ROWS):
             with graph.inserting_before(node):
                 dense = {x: graph.call_function(_dense, (x,)) for x in node.all_input_nodes}

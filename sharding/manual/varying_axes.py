@@ -163,9 +163,9 @@ class Region(TorchFunctionMode):
         made = _made_varying(tensors, self.manual)
         if not made:
             return func(*args, **kwargs)
-        before = {key: t._version for key, t in made.items()}
+        before = {key: internals.version(t) for key, t in made.items()}
         out = func(*_swap(args, made), **_swap(kwargs, made))
-        if any(t._version != before[key] for key, t in made.items()):
+        if any(internals.version(t) != before[key] for key, t in made.items()):
             raise MeshError(
                 f"{getattr(func, '__name__', func)} writes a value that varies over more axes than "
                 "what it is written into, in place. Return a new value (torch.where, torch.cat), or "

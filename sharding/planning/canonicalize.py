@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.planning.cuts import gather_cuts
 from torchard.sharding.planning.strided import unstride
@@ -67,9 +68,9 @@ def _lift_numbers(graph: fx.Graph) -> None:
     Derivatives by a factor that is a number leave such calls, and no rule is for one without operands.
     """
     for node in list(graph.nodes):
-        if not isinstance(node.target, torch._ops.OpOverload) or node.all_input_nodes:
+        if not isinstance(node.target, internals.OpOverload) or node.all_input_nodes:
             continue
-        for k, given in enumerate(node.target._schema.arguments[: len(node.args)]):
+        for k, given in enumerate(internals.schema(node.target).arguments[: len(node.args)]):
             number = node.args[k]
             if str(given.type) == "Tensor" and isinstance(number, (bool, int, float, complex)):
                 val = torch.tensor(number)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.programs.flops import is_product
 from torchard.functional.programs.graphs import output_values
 from torchard.sharding.decompositions.decompose import comes_apart, decompose
@@ -173,8 +174,8 @@ def _explore(plan: Plan, mesh: Mesh, kept_whole: frozenset[str]) -> Plan:
 
 def _kind(node: fx.Node) -> str:
     """A forward and its backward are one kind."""
-    name = getattr(node.target, "_schema", None)
-    text = str(node.target) if name is None else str(name.name)
+    schema = internals.schema_or_none(node.target)
+    text = str(node.target) if schema is None else str(schema.name)
     return text.split("::")[-1].replace("_backward", "").replace("_forward", "").strip("_")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
 
@@ -161,7 +162,7 @@ def _blocks(x: torch.Tensor, dim: int, count: int, fill: Any) -> torch.Tensor:
     n = x.shape[dim]
     want = [*x.shape[:dim], count, -(-n // count), *x.shape[dim + 1 :]]
     made: torch.Tensor = _to_blocks(_eagerly, x, x.shape, dim, want, fill)
-    return made.clone() if made._is_view() else made
+    return made.clone() if internals.is_view(made) else made
 
 
 def _unblocks(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:

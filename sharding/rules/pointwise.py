@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.torch_internals.operators import aten, prims
 from torchard.sharding.rules.registry import Call, OpRule, find, register_rule
 
@@ -123,9 +124,9 @@ _UNTAGGED = {
 
 
 def _is_pointwise(target: Any) -> bool:
-    if not isinstance(target, torch._ops.OpOverload):
+    if not isinstance(target, internals.OpOverload):
         return False
-    untagged = target.namespace == "aten" and target._schema.name[6:] in _UNTAGGED
+    untagged = target.namespace == "aten" and internals.schema(target).name[6:] in _UNTAGGED
     return untagged or torch.Tag.pointwise in target.tags
 
 
@@ -133,7 +134,7 @@ def _is_pointwise(target: Any) -> bool:
 def _pointwise(target: Any) -> OpRule | None:
     if not _is_pointwise(target):
         return None
-    schema = target._schema
+    schema = internals.schema(target)
     if schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
         return None
     if not all(str(r.type) == "Tensor" for r in schema.returns):

@@ -194,21 +194,14 @@ def _joint_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
     ranks = mesh.device_mesh.mesh
     order = [mesh.axes.index(a) for a in (*others, *axes)]
     rows = ranks.permute(order).reshape(-1, math.prod(mesh.shape[a] for a in axes))
-    timeout = timeout_of(dist.group.WORLD, mesh.device_mesh.device_type)
+    timeout = internals.timeout_of(dist.group.WORLD, mesh.device_mesh.device_type)
     own, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
     return own
 
 
-def timeout_of(group: Any, device_type: str) -> datetime.timedelta | None:
-    """How long ranks wait for one another in a collective; None for a backend that does not say."""
-    # There is no public way to it, and a mesh must not wait longer than the group it was made from.
-    options = getattr(internals.backend_of(group, device_type), "options", None)
-    return getattr(options, "_timeout", None)
-
-
 def patience_of(group: Any, device_type: str) -> datetime.timedelta:
-    """The same, and for a backend that does not say it, what is torch's default."""
-    found = timeout_of(group, device_type)
+    """How long ranks wait for one another; torch's default for a backend that does not say."""
+    found = internals.timeout_of(group, device_type)
     return _PATIENCE if found is None else found
 
 
@@ -228,10 +221,10 @@ def _host_group(world: Any, ranks: tuple[int, ...], patience: datetime.timedelta
 
 def _wait_no_longer(device_mesh: DeviceMesh) -> None:
     """Give the groups of axes the timeout of the default group; torch gives them half an hour."""
-    timeout = timeout_of(dist.group.WORLD, device_mesh.device_type)
+    timeout = internals.timeout_of(dist.group.WORLD, device_mesh.device_type)
     for group in device_mesh.get_all_groups():
-        if timeout is not None and timeout_of(group, device_mesh.device_type) != timeout:
-            internals.backend_of(group, device_mesh.device_type)._set_default_timeout(timeout)
+        if timeout is not None and internals.timeout_of(group, device_mesh.device_type) != timeout:
+            internals.set_timeout(group, device_mesh.device_type, timeout)
 
 
 def default_device(mesh: Mesh) -> torch.device:

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchard.functional.torch_internals.store import StoreError, ask, default_store
+from torchard.functional.torch_internals.accessors.process_groups import default_store
+from torchard.functional.torch_internals.store import StoreError, ask
 from torchard.sharding.values.mesh import Mesh
 
 __all__ = ["ExchangeError", "OutOfStep", "exchange", "thread_name"]

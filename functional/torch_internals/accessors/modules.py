@@ -1,0 +1,51 @@
+"""The tables of an `nn.Module`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchard.functional.torch_internals.accessors.required import require
+
+__all__ = [
+    "NOT_READ_BY_MODULES",
+    "READ_BY_MODULES",
+    "buffer_table",
+    "check_batch_norm_input",
+    "child_table",
+]
+
+require(nn.Module(), "_buffers", "_modules")
+require(nn.BatchNorm1d, "_check_input_dim")
+
+# Attributes of every module: what no call of one reads, and what `nn.Module` itself reads in a call.
+# One that another version adds is as an attribute of the user's: guarded where the user's code names it.
+NOT_READ_BY_MODULES = frozenset(
+    (
+        *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
+        *("_load_state_dict_post_hooks", "_non_persistent_buffers_set"),
+    )
+)
+READ_BY_MODULES = frozenset(
+    (
+        *("training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"),
+        *("_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs"),
+        *("_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_is_full_backward_hook"),
+    )
+)
+
+
+def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
+    """Its own buffers, to be changed; `named_buffers` is a list without those that are None."""
+    return module._buffers
+
+
+def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Its own parts, to be changed; `named_children` leaves out those that stand there twice."""
+    return module._modules
+
+
+def check_batch_norm_input(module: Any, input: Tensor) -> None:
+    """The ValueError of a batch norm whose input has too few or too many dims; it is in no function."""
+    module._check_input_dim(input)

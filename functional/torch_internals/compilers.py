@@ -1,0 +1,90 @@
+"""A flat graph through a backend of torch.compile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from torchard.functional.torch_internals.accessors.required import needed
+from torchard.functional.torch_internals.thread_state import one_at_a_time, thread_state_kept
+
+__all__ = ["compile_graph", "resolved"]
+
+def compile_graph(
+    module: fx.GraphModule, inputs: Sequence[torch.Tensor], backend: str
+) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    """A flat graph through a backend of torch.compile, called with one list of inputs.
+
+    torch.compile itself would trace the flat graph again and check guards at every call; what the
+    graph depends on is in our own key. Inductor frees inputs as they die if it may empty the list
+    they come in, which it does for graphs in a GmWrapper.
+    """
+    with one_at_a_time, thread_state_kept():
+        return _compiled(module, resolved(inputs), backend)
+
+
+def _compiled(
+    module: fx.GraphModule, inputs: list[torch.Tensor], backend: str
+) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    # Here, when a graph is compiled: importing it takes seconds.
+    with needed():
+        from torch._dynamo.utils import GmWrapper
+
+    for node in module.graph.nodes:
+        node.meta.pop("recompute", None)  # torch reads another thing from a tag of this name
+    compile_with: Callable[..., Any] = _backend(backend)
+    if backend == "inductor":
+        with _of_static_shapes(inputs) as fakes:
+            boxed: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = compile_with(
+                GmWrapper(module, lambda args: args), fakes
+            )
+        return lambda args: boxed(resolved(args))
+    run = compile_with(module, list(inputs))
+    return lambda args: run(*resolved(args))
+
+
+def _backend(name: str) -> Callable[..., Any]:
+    with needed():
+        from torch._dynamo.backends.registry import list_backends, lookup_backend
+        from torch._dynamo.exc import InvalidBackend
+
+    try:
+        return lookup_backend(name)
+    except InvalidBackend as error:
+        known = ", ".join(map(repr, ["eager", *list_backends()]))
+        raise ValueError(f"jit(backend={name!r}): no such backend; there are {known}.") from error
+
+
+def resolved(tensors: Sequence[torch.Tensor], conjugates: bool = True) -> list[torch.Tensor]:
+    """The same list, with every sign and conjugation carried out in memory.
+
+    ``conjugates``: whether one of them may be complex; it is asked at every call.
+
+    torch marks `z.conj()`, and `z.conj().imag`, by a bit. A trace is of tensors without it, and compilers
+    read the memory behind it as it is (torch 2.13: a wrong sign).
+    """
+    given = tensors if isinstance(tensors, list) else list(tensors)
+    if any(map(torch.Tensor.is_neg, given)) or (
+        conjugates and any(map(torch.Tensor.is_conj, given))
+    ):
+        given[:] = [tensor.resolve_conj().resolve_neg() for tensor in given]
+    return given
+
+
+@contextlib.contextmanager
+def _of_static_shapes(inputs: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Fakes of these inputs, in a tracing context such as torch.compile has.
+
+    Inductor looks into its cache of compiled graphs, which other processes share, only where a context
+    has a shape environment; and with one, sizes of real tensors would become symbols.
+    """
+    fakes = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    with tracing(TracingContext(fakes)):
+        yield [fakes.from_tensor(tensor, static_shapes=True) for tensor in inputs]

@@ -1,0 +1,217 @@
+"""The levels of torch.func, and that of forward mode: which are live, what they own, what is below them.
+
+torch.func is public, its levels are not: a transform cannot be written in Python without them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch._C import _functorch as functorch_c
+from torch._functorch import eager_transforms
+from torch._functorch import vmap as vmaps
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch.autograd import forward_ad
+
+from torchard.functional.torch_internals.accessors.required import require
+
+__all__ = [
+    "GRAD",
+    "JVP",
+    "VMAP",
+    "base_tensor",
+    "before_reading",
+    "below_forward_ad",
+    "below_vmap",
+    "forward_ad_active",
+    "gradient_level",
+    "has_transforms",
+    "in_gradient_level",
+    "is_wrapped",
+    "level_kinds",
+    "mapped_at_top",
+    "needs_grad_at_top",
+]
+
+require(torch._C, "_are_functorch_transforms_active", "_len_torch_function_stack")
+require(functorch_c, "get_interpreter_stack", "peek_interpreter_stack", "is_functorch_wrapped_tensor")
+require(functorch_c, "maybe_get_level", "maybe_get_bdim", "get_unwrapped", "_add_batch_dim")
+require(forward_ad, "_current_level")
+require(functorch_c, "is_gradtrackingtensor", "_wrap_for_grad", "_unwrap_for_grad")
+require(eager_transforms, "JVP_NESTING", "grad_increment_nesting", "_create_differentiable")
+GRAD, JVP, VMAP = (
+    functorch_c.TransformType.Grad,
+    functorch_c.TransformType.Jvp,
+    functorch_c.TransformType.Vmap,
+)
+
+
+def has_transforms() -> bool:
+    """Whether any functorch level is live."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def level_kinds() -> list[Any]:
+    """The live functorch levels, outermost first."""
+    stack = functorch_c.get_interpreter_stack()
+    return [] if stack is None else [level.key() for level in stack]
+
+
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether a functorch level owns this tensor."""
+    return functorch_c.is_functorch_wrapped_tensor(tensor)
+
+
+def base_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor inside all functorch wrappers."""
+    while functorch_c.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch_c.get_unwrapped(tensor)
+    return tensor
+
+
+def mapped_at_top(values: Sequence[Any]) -> bool:
+    """Whether the innermost level is a vmap, and one of these tensors is mapped by it."""
+    top = functorch_c.peek_interpreter_stack()
+    if top is None or top.key() != VMAP:
+        return False
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    return any(functorch_c.maybe_get_level(tensor) == top.level() for tensor in tensors)
+
+
+def needs_grad_at_top(tensor: torch.Tensor) -> bool:
+    """Whether the innermost (Grad) level follows this tensor."""
+    top = functorch_c.peek_interpreter_stack()
+    follows = functorch_c.maybe_get_level(tensor) == top.level()
+    return bool(follows and tensor.requires_grad)
+
+
+@contextlib.contextmanager
+def gradient_level(
+    tensors: Sequence[torch.Tensor], mask: Sequence[bool]
+) -> Iterator[tuple[list[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]]:
+    """A level of torch.func's gradients, as its vjp opens.
+
+    Yields:
+        These tensors in it, those of the mask followed, and what takes a tensor out of it.
+    """
+    with eager_transforms.grad_increment_nesting() as level:
+        inside = [functorch_c._wrap_for_grad(tensor, level) for tensor in tensors]
+        for tensor, followed in zip(inside, mask, strict=False):
+            if followed:
+                eager_transforms._create_differentiable(tensor, level)
+        yield inside, lambda tensor: functorch_c._unwrap_for_grad(tensor, level)
+
+
+def in_gradient_level(tensor: torch.Tensor) -> bool:
+    """Whether a level of torch.func's gradients owns it, or what other levels wrap in it."""
+    while functorch_c.is_functorch_wrapped_tensor(tensor):
+        if functorch_c.is_gradtrackingtensor(tensor):
+            return True
+        tensor = functorch_c.get_unwrapped(tensor)
+    return False
+
+
+def below_vmap(
+    run: Callable[..., Sequence[torch.Tensor]], operands: Sequence[torch.Tensor | None]
+) -> tuple[torch.Tensor, ...]:
+    """A batching rule: run(size, *operands), each [size, ...] as its results are, one level below.
+
+    torch takes rules in Python for custom operators and autograd Functions, not for its own operators.
+    """
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    level, size = interpreter.level(), interpreter.batch_size()
+
+    def lowered(value: torch.Tensor | None) -> torch.Tensor | None:
+        if value is None:
+            return None
+        if functorch_c.maybe_get_level(value) != level:
+            return value.expand(size, *value.shape)
+        return functorch_c.get_unwrapped(value).movedim(functorch_c.maybe_get_bdim(value), 0)
+
+    with interpreter.lower():
+        results = run(size, *map(lowered, operands))
+    return tuple(functorch_c._add_batch_dim(result, 0, level) for result in results)
+
+
+def before_reading(operands: Callable[[Any], Any]) -> None:
+    """Have torch.func read ``operands(tree)`` in the place of each tree that it is given.
+
+    It wraps the leaves without asking any mode: of a node of ours it takes the children, and a tensor of
+    a level around a trace, which is hidden from it, would be wrapped in another first one, on which torch
+    asserts. So it does, too, where another version reads trees by another name.
+    """
+    for module in (eager_transforms, vmaps):
+        for name, at in (("tree_flatten", 0), ("tree_map", 1), ("tree_map_only", 2)):
+            read = getattr(module, name, None)
+            if read is not None and not hasattr(read, "_torchard_reads"):
+                setattr(module, name, _reading(read, at, operands))
+
+
+def _reading(read: Callable[..., Any], at: int, operands: Callable[[Any], Any]) -> Any:
+    @functools.wraps(read)
+    def reading(*args: Any, **kwargs: Any) -> Any:
+        if torch._C._len_torch_function_stack() and len(args) > at:
+            args = (*args[:at], operands(args[at]), *args[at + 1 :])
+        return read(*args, **kwargs)
+
+    reading._torchard_reads = True  # type: ignore[attr-defined]
+    return reading
+
+
+# -- forward mode, whose level is the process's --------------------------------------------------
+
+
+def forward_ad_active() -> bool:
+    """Whether torch.autograd.forward_ad has a level open (functorch's jvp has one too)."""
+    return forward_ad._current_level >= 0
+
+
+def is_only_thread() -> bool:
+    """Forward-mode levels are the process's: with other threads about, who can say who opened one?"""
+    return threading.active_count() == 1
+
+
+@contextlib.contextmanager
+def nested_forward_ad() -> Iterator[None]:
+    """Let a jvp inside share the forward-mode level that is open around the trace, if one is.
+
+    torch has one level for the process. functorch opens it for the outermost jvp, by its own count, in
+    which levels that `forward_ad.dual_level` has opened are missing.
+    """
+    shared = int(forward_ad_active())
+    eager_transforms.JVP_NESTING += shared
+    try:
+        yield
+    finally:
+        eager_transforms.JVP_NESTING -= shared
+
+
+@contextlib.contextmanager
+def below_forward_ad(levels: Sequence[Any]) -> Iterator[None]:
+    """In a kernel no tensor has a tangent, but printing one would look for it, and fail.
+
+    torch prints operands where it resolves an overload by trying (`aten.lerp(...)` in kernels
+    for meta tensors).
+
+    Args:
+        levels: the functorch levels around this thread's trace.
+    """
+    before = forward_ad._current_level
+    if not _forward_ad_ours(levels):
+        yield
+        return
+    forward_ad._current_level = -1
+    try:
+        yield
+    finally:
+        forward_ad._current_level = before
+
+
+def _forward_ad_ours(levels: Sequence[Any]) -> bool:
+    """Whether forward mode's level, which is the process's, is open, and surely by this thread."""
+    return forward_ad_active() and (JVP in levels or JVP in level_kinds() or is_only_thread())

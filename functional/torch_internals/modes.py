@@ -1,0 +1,109 @@
+"""torch's modes, and what else stands between a call and its kernel: autocast, excluded keys.
+
+A mode can be entered publicly. Nothing public says which there are, or takes them away for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from torchard.functional.torch_internals.accessors.required import require
+
+__all__ = [
+    "TorchDispatchMode",
+    "autocast_off",
+    "autocast_on",
+    "default_device",
+    "dispatch_is_excluded",
+    "function_modes",
+    "has_modes",
+    "no_function_modes",
+    "no_modes",
+]
+
+require(torch._C, "_len_torch_function_stack", "_len_torch_dispatch_stack", "DisableTorchFunction")
+require(torch._C, "_dispatch_tls_is_dispatch_key_excluded", "DispatchKey")
+require(torch._C, "_is_any_autocast_enabled", "_DisableAutocast")
+
+
+def function_modes() -> list[Any]:
+    """The torch function modes of this thread, outermost first."""
+    return list(_get_current_function_mode_stack())
+
+
+def default_device() -> torch.device | None:
+    """Where `torch.device(...)` as a context, or set_default_device, puts new tensors; None: nowhere."""
+    if not torch._C._len_torch_function_stack():
+        return None
+    modes = _get_current_function_mode_stack()
+    devices = [mode.device for mode in modes if isinstance(mode, DeviceContext)]
+    return devices[-1] if devices else None
+
+
+@contextlib.contextmanager
+def only_default_device() -> Iterator[None]:
+    """Pop every TorchFunctionMode but the default device, which is part of what fn means."""
+    popped = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
+    devices = [mode for mode in reversed(popped) if isinstance(mode, DeviceContext)]
+    for mode in devices:
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in devices:
+            _pop_mode()
+        for mode in reversed(popped):
+            _push_mode(mode)
+
+
+@contextlib.contextmanager
+def no_modes() -> Iterator[None]:
+    """No mode of any kind, no functorch level: what is done inside leaves no node."""
+    with (
+        temporarily_clear_interpreter_stack(),
+        _disable_current_modes(),
+        torch._C.DisableTorchFunction(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def no_function_modes() -> Iterator[None]:
+    """Ask a tensor for its metadata without a TorchFunctionMode hearing of it."""
+    with torch._C.DisableTorchFunction():
+        yield
+
+
+def has_modes() -> bool:
+    """Whether a dispatch mode (a tracer, a fake mode) watches every operation."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def dispatch_is_excluded() -> bool:
+    """Whether torch runs Python code where operations cannot be traced, as `torch.tensor` does.
+
+    It asks the items of a sequence for theirs with the Python key excluded: what a fake tensor is
+    given there goes to the real kernels, on memory that was never written.
+    """
+    excluded: bool = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
+    return excluded
+
+
+def autocast_on() -> bool:
+    """Whether autocast is enabled for any device."""
+    return torch._C._is_any_autocast_enabled()
+
+
+@contextlib.contextmanager
+def autocast_off() -> Iterator[None]:
+    """A traced program has its casts written out; autocast must not add more."""
+    with torch._C._DisableAutocast():
+        yield

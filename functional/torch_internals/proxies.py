@@ -1,0 +1,177 @@
+"""Fake tensors, and the recording of what happens to them.
+
+make_fx is public in part, and records whole functions: it takes no operands while it runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    disable_fake_tensor_cache,
+)
+from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
+    PythonKeyTracer,
+    disable_autocast_cache,
+    get_proxy_slot,
+    track_tensor_tree,
+)
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from torchard.functional.torch_internals import zero_tangents
+from torchard.functional.torch_internals.functorch_levels import base_tensor, forward_ad_active
+from torchard.functional.torch_internals.modes import no_modes
+from torchard.functional.torch_internals.operators import aten
+from torchard.functional.torch_internals.scalar_operands import as_tensors
+from torchard.functional.torch_internals.thread_state import clear_frames_of_torch
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "GuardOnDataDependentSymNode",
+    "PythonKeyTracer",
+    "end_fakes",
+    "ended",
+    "inserting_after",
+    "proxy_node",
+    "proxying",
+    "track",
+]
+
+_MEMORY_OF_A_PRIMAL = aten._new_zeros_with_same_feature_meta.default
+
+
+class _Proxying(ProxyTorchDispatchMode):
+    """Records, and mends what torch does to fakes otherwise than to tensors.
+
+    C++ takes a fake tensor to be on meta, and there it copies tangents that are laid out otherwise than
+    their primals; outside of the trace those would be tensors without values. What it copies them into
+    has the primal's whole memory, around it too; the cache of fake results remembers shape and strides
+    alone, and a view of such a tangent is not laid out as that of its primal, on which torch asserts.
+    """
+
+    def __init__(
+        self,
+        tracer: PythonKeyTracer,
+        fakes: FakeTensorMode,
+        device: torch.device,
+        below: Callable[[], Any],
+    ) -> None:
+        super().__init__(tracer, "fake")
+        self.fakes = fakes
+        self.device = device
+        self.below = below
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if forward_ad_active() and self.device.type != "meta":
+            target = kwargs.get("device")
+            if target is not None and target.type == "meta":
+                kwargs = {**kwargs, "device": self.device}
+        record = super().__torch_dispatch__
+
+        def call(func: Any, *args: Any, **kwargs: Any) -> Any:
+            with torch._C._PreserveDispatchKeyGuard(), self.below(), self._cache_for(func):
+                return record(func, types, args, kwargs)
+
+        try:
+            return zero_tangents.run(call, func, as_tensors(call, func, args), kwargs)
+        except BaseException as error:  # fn may catch it and go on
+            clear_frames_of_torch(error)
+            raise
+
+    def _cache_for(self, func: Any) -> contextlib.AbstractContextManager[None]:
+        if func is _MEMORY_OF_A_PRIMAL:
+            return disable_fake_tensor_cache(self.fakes)
+        return contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def proxying(
+    tracer: PythonKeyTracer,
+    fakes: FakeTensorMode,
+    inputs: Sequence[torch.Tensor],
+    below: Callable[[], contextlib.AbstractContextManager[None]],
+) -> Iterator[None]:
+    """Record what happens to these fake tensors as nodes of ``tracer.graph``; kernels run in `below()`.
+
+    make_fx itself goes through ``fx.Tracer.trace``, which patches nn.Module for the whole process
+    and leaves no place for an own tracer.
+    """
+    tracer.graph = fx.Graph(tracer_cls=type(tracer))
+    tracer.root = torch.nn.Module()
+    tracer.tensor_attrs = {}
+    device = inputs[0].device if inputs else torch.device("cpu")
+    mode = _Proxying(tracer, fakes, device, below)
+    after = None
+    for i, tensor in enumerate(inputs):
+        after = track(tracer, tensor, f"in{i}", after)
+    with fakes, disable_autocast_cache(), mode:
+        yield
+
+
+def track(
+    tracer: PythonKeyTracer, tensor: torch.Tensor, name: str, after: fx.Node | None
+) -> fx.Node:
+    """A placeholder for this fake tensor, after another one or (None) ahead of everything."""
+    with no_modes(), inserting_after(tracer.graph, after):
+        proxy = tracer.create_proxy("placeholder", name, (), {})
+        track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
+    return proxy.node
+
+
+def inserting_after(
+    graph: fx.Graph, node: fx.Node | None
+) -> contextlib.AbstractContextManager[None]:
+    """Insert after a node or (None) ahead of everything, where fx would append."""
+    first = next(iter(graph.nodes), None)
+    ahead = node is None and first is not None
+    return graph.inserting_before(first) if ahead else graph.inserting_after(node)
+
+
+class _Over:
+    """Stands in for the mode of a fake tensor whose trace is over: computing with it is an error."""
+
+    in_kernel_invocation = False
+
+    def __init__(self, error: Callable[[], Exception]) -> None:
+        self.error = error
+
+    def __enter__(self) -> None:
+        raise self.error()
+
+    def __exit__(self, *_: Any) -> None:
+        """Never entered."""
+
+
+def end_fakes(tracer: PythonKeyTracer, error: Callable[[fx.Node], Exception]) -> None:
+    """Let tensors of the trace that are still alive raise an error wherever they are used."""
+    for tensor, slot in list(tracer.tensor_tracker.items()):
+        if isinstance(tensor, FakeTensor):
+            over: Any = _Over(functools.partial(error, slot.proxy.node))
+            tensor.fake_mode = over
+
+
+def ended(tensor: torch.Tensor) -> Exception | None:
+    """The error of a tensor whose trace is over."""
+    base = base_tensor(tensor)
+    mode = getattr(base, "fake_mode", None)
+    return mode.error() if isinstance(mode, _Over) else None
+
+
+def proxy_node(tracer: PythonKeyTracer, tensor: torch.Tensor) -> fx.Node | None:
+    """The node that made this fake tensor."""
+    slot = get_proxy_slot(tensor, tracer, None, lambda x: x)
+    return None if slot is None else slot.proxy.node
