@@ -31,20 +31,35 @@ def jit(
     backend: str = "inductor",
     donate_argnums: int | Sequence[int] = (),
 ) -> Transformed:
-    """fn, traced once per signature and compiled.
+    """Trace a function once per signature, and compile the program.
 
-    The flat graph of the traced (and sharded, fused, ...) program goes to a backend of
-    torch.compile, forward and backward each for itself. torch.compile on the function would not
-    do: over torch.func transforms with autograd Functions inside it is silently wrong
-    (torch 2.13).
+    The flat graph of the traced (and sharded, checkpointed, fused) program goes to a backend of
+    `torch.compile`, forward and backward separately. `torch.compile` on the function itself would not do:
+    with autograd Functions under `torch.func` transforms it is silently wrong (torch 2.13).
 
     Args:
-        backend: any backend of torch.compile; "eager" runs generated straight-line Python.
-        donate_argnums: positional arguments whose memory the call may take. Using such a tensor
+        fn: a pure function of pytrees.
+        backend: any backend of `torch.compile`; ``"eager"`` runs generated straight-line Python.
+        donate_argnums: positions of arguments whose memory the call may reuse. Using such a tensor
             afterwards raises DonatedError.
 
+    Returns:
+        A function that computes what ``fn`` does, with ``.lower`` and ``.lower_joint``. Tensors and
+        floats are traced; shapes, dtypes, devices, strides and other arguments are the signature.
+
     Raises:
-        ValueError: there is no such backend (when called), or no such argument to donate.
+        ValueError: no such backend (when called), or no such argument to donate.
+
+    >>> import torch, torchard as ta
+    >>> traced = []
+    >>> def double(x):
+    ...     traced.append(x.shape)                     # runs while tracing only
+    ...     return x + x
+    >>> run = ta.jit(double, backend="eager")
+    >>> run(torch.ones(2)), run(torch.zeros(2)), run(torch.ones(3))
+    (tensor([2., 2.]), tensor([0., 0.]), tensor([2., 2., 2.]))
+    >>> traced
+    [torch.Size([2]), torch.Size([3])]
     """
     numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     if any(n < 0 for n in numbers):

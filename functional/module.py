@@ -28,50 +28,64 @@ __all__ = ["Functional", "functionalize"]
 
 @checked
 def functionalize(module: nn.Module) -> tuple[Functional, dict[str, Tensor]]:
-    """``fn, params = functionalize(module)``: fn(params, *args) is ``module(*args)``, and pure.
+    """Turn an ``nn.Module`` into a pure function of its parameters.
 
-    The module is left as it is and may be thrown away: fn works on a copy without weights, in
-    the train or eval mode that the module has now. Modules on the meta device have their fn too.
+    The module is left as it is and is no longer needed: the function works on a copy without weights, in
+    the train or eval mode that the module has now. Modules on the meta device work too.
 
     Args:
-        module: any nn.Module that can be deep-copied.
+        module: any ``nn.Module`` that can be deep-copied.
 
     Returns:
-        fn: see `Functional`.
-        params: the module's parameters by dotted path, detached, sharing its memory. Tied ones
-            appear once, under their first name, and their gradient is the sum over the uses.
+        ``fn`` and ``params``. ``fn(params, *args)`` is ``module(*args)``; see `Functional`. ``params`` is
+        a dict of the module's parameters by dotted path, detached, sharing its memory. Tied parameters
+        appear once, under their first name, and their gradient is the sum over the uses.
+
+    >>> import torch, torchard as ta
+    >>> fn, params = ta.functionalize(torch.nn.Linear(3, 2))
+    >>> {name: p.shape for name, p in params.items()}
+    {'weight': torch.Size([2, 3]), 'bias': torch.Size([2])}
+    >>> gradient = torch.func.grad(lambda params: fn(params, torch.ones(3)).sum())(params)
+    >>> gradient["weight"]
+    tensor([[1., 1., 1.],
+            [1., 1., 1.]])
     """
     return Functional(module), {k: p.detach() for k, p in module.named_parameters()}
 
 
 class Functional:
-    """A pure function ``fn(params, *args, key=None, buffers=None, **kwargs)``.
+    """A pure function ``fn(params, *args, key=None, buffers=None, **kwargs)`` made by `functionalize`.
 
-    What it computes is in the scope of the module that computes it: nodes of a trace, plans and
-    messages speak of ``transformer.h.0.mlp``. For ``constrain_at``, the first tensor that a module
-    with parameters is given is named ``in``, the first one it returns ``out``:
-    ``"transformer.h.*.mlp/out"``.
+    Every submodule computes in the scope of its path: traces, plans and messages speak of
+    ``transformer.h.0.mlp``. For ``constrain_at``, the first tensor that a module with parameters takes is
+    named ``in`` and the first it returns ``out``: ``"transformer.h.*.mlp/out"``.
 
     Args (of a call):
-        params: a dict with the names of those that `functionalize` returned.
-        key: int64 [2]; every dropout in train mode draws from a key of its own, folded from it.
-        buffers: a dict like ``fn.buffers``. Given, the result is a pair, the module's result and
-            the buffers after the call: as the module itself would have left them after one forward,
-            also where a checkpoint runs it twice. Gradients pass through what is assigned or written
-            to them as torch lets them: not through what is written under no_grad.
+        params: a dict with the names that `functionalize` returned.
+        key: int64 ``[2]``; every dropout in train mode draws from its own key, folded from this one.
+        buffers: a dict like ``fn.buffers``. If given, the result is a pair: the module's result, and the
+            buffers as one forward of the module would leave them, even where a checkpoint runs it
+            twice. Gradients flow through buffer updates as in torch: not through those under no_grad.
 
-    ``key`` and ``buffers`` are always fn's own: a module whose forward has arguments of these
-    names takes them by position.
+    ``key`` and ``buffers`` are always ``fn``'s own: a forward with arguments of these names takes them by
+    position.
 
     Attributes:
-        buffers: the module's buffers by dotted path; constants of a call that gives none.
+        buffers: the module's buffers by dotted path; constants of a call without ``buffers``.
         module: the copy; its parameters and buffers are on the meta device.
 
     Raises (when called):
-        PurityError: dropout in train mode without a key, an update of a buffer without buffers, a
-            tensor or number kept in a plain attribute, or another tensor in the place of a buffer
-            that modules share.
-        KeyError: params or buffers have other names than the module.
+        PurityError: dropout in train mode without a key, a buffer update without ``buffers``, a tensor or
+            number kept in a plain attribute, or a shared buffer replaced by another tensor.
+        KeyError: the names of ``params`` or ``buffers`` are not those of the module.
+
+    >>> import torch, torchard as ta
+    >>> fn, params = ta.functionalize(torch.nn.BatchNorm1d(2))
+    >>> isinstance(fn, ta.Functional)
+    True
+    >>> y, buffers = fn(params, torch.tensor([[0.0, 2.0], [2.0, 6.0]]), buffers=fn.buffers)
+    >>> buffers["running_mean"]
+    tensor([0.1000, 0.4000])
     """
 
     # In slots, the copy is out of sight of closures.py: it would guard every setting in it.

@@ -14,11 +14,23 @@ __all__ = ["saved_residuals"]
 
 @checked
 def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residuals:
-    """What the gradient of ``fn``, or the gradients taken inside of it, keep of the forward.
+    """List the values that the gradient of a function, or gradients taken inside it, keep of the forward.
 
     Args:
         fn: a function, transformed or not.
-        args, kwargs: what it is called with; meta tensors and `ShapeDtype` will do.
+        args: its arguments; tensors on ``meta`` and `ShapeDtype` will do.
+        kwargs: its keyword arguments.
+
+    Returns:
+        A list of records that prints as a table: kind, what, name, shape, dtype, bytes on one device,
+        scope, source line, and why the value is kept. ``.bytes`` is the total, arguments not counted.
+
+    Source: ``jax.ad_checkpoint.print_saved_residuals``.
+
+    >>> import torch, torchard as ta
+    >>> kept = ta.saved_residuals(lambda x: ta.name(x.sin(), "angle").exp().sum(), torch.ones(1000))
+    >>> [(r.what, r.bytes) for r in kept], kept.bytes
+    ([('args[0]', 4000), ('aten.exp', 4000)], 4000)
     """
     made = fn if isinstance(fn, Transformed) else Transformed(fn, ())
     return made.lower(*args, **kwargs).residuals

@@ -10,14 +10,18 @@ from __future__ import annotations
 import ast
 import doctest
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 from sybil import Document, Example, Region, Sybil
 from sybil.typing import Parser
 
-__all__ = ["DocstringDocument", "DocstringExamples", "docstrings"]
+__all__ = ["DocstringDocument", "DocstringExamples", "docstrings", "report"]
 
+HERE = Path(__file__).resolve().parent
+# For the processes of one example.
+SECONDS = 60
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 Documented = ast.FunctionDef | ast.ClassDef | ast.Module
@@ -89,10 +93,30 @@ class DocstringExamples(Sybil):
 def _run(example: Example) -> str:
     """The report of what fails, or nothing."""
     test: doctest.DocTest = example.parsed
+    ranks = _RANKS.match(test.docstring[test.docstring.index(">>>") :])
+    return report(test) if ranks is None else _of_ranks(test, ranks[1])
+
+
+# The first line of an example that several processes run; what rank 0 prints is compared.
+_RANKS = re.compile(r">>> # torchrun --nproc-per-node (\d+)\n")
+
+
+def report(test: doctest.DocTest) -> str:
+    """What is not as the docstring says, when it is run in this process."""
     test.globs = {"__name__": "__main__"}
-    report: list[str] = []
-    doctest.DocTestRunner(_Checker(), verbose=False, optionflags=OPTIONS).run(test, out=report.append)
-    return "".join(report)
+    said: list[str] = []
+    doctest.DocTestRunner(_Checker(), verbose=False, optionflags=OPTIONS).run(test, out=said.append)
+    return "".join(said)
+
+
+def _of_ranks(test: doctest.DocTest, ranks: str) -> str:
+    import forked  # which sets up a process of its own
+
+    torchrun, script = HERE.parent / "examples" / "_torchrun.py", HERE / "docstring_ranks.py"
+    args = [str(torchrun), "--nproc-per-node", ranks, str(script), str(test.filename), test.name]
+    with tempfile.TemporaryDirectory() as folder:
+        done = forked.run(args, Path(folder), seconds=SECONDS, stderr=Path(folder) / "stderr")
+    return done.stdout if done.returncode == 0 else f"{done.stdout}{done.stderr}"
 
 
 class _Checker(doctest.OutputChecker):

@@ -283,3 +283,12 @@ def test_a_value_read_by_torch_itself() -> None:
 def test_sparse_arguments_are_refused() -> None:
     with pytest.raises(StaticArgumentError, match=r"args\[1\] has the layout torch.sparse_coo"):
         trace(lambda x, s: s @ x)(X, torch.eye(2).to_sparse())
+
+
+@pytest.mark.parametrize("file", ["<stdin>", "<python-input-0>", "<ipython-input-1>", "<doctest f[2]>"])
+def test_what_is_typed_at_a_prompt_is_named_by_line(file: str) -> None:
+    names: dict[str, Any] = {}
+    # Code that differs in its file alone is equal, and known from then on.
+    exec(compile(f"def typed(x):\n    {file!r}\n    return x.sin()\n", file, "exec"), names)
+    (node,) = trace(names["typed"])(torch.ones(3)).calls
+    assert node.meta["source"] == f"{file}:3 in typed"

@@ -21,15 +21,56 @@ __all__ = [
 
 
 class PurityError(RuntimeError):
-    """The function is not pure; the message names the line and the way out."""
+    """The function is not pure. The message names the line and what to write instead.
+
+    >>> import torch, torchard as ta
+    >>> @ta.jit
+    ... def clip(x):
+    ...     return x if x.norm() < 1 else x / x.norm()
+    >>> clip(torch.ones(4))
+    Traceback (most recent call last):
+        ...
+    torchard.PurityError: <doctest PurityError[1]>:3 in clip needs the value of a tensor while
+        the function is traced (by aten._local_scalar_dense.default): branching, item(), bool(),
+        float() and shapes that depend on values are not part of a pure function. Use
+        torch.where for the branch, pass the number as an int, bool or string argument (those
+        are static), or do it outside the transform.
+    """
 
 
 class UnexpectedTracerError(RuntimeError):
-    """A tensor of a trace was used after it: it has no value. The message names the line that made it."""
+    """A tensor of a trace was used after the trace had ended. The message names the line that made it.
+
+    >>> import torch, torchard as ta
+    >>> leaked = []
+    >>> def f(x):
+    ...     y = x * 2
+    ...     leaked.append(y)
+    ...     return y.sum()
+    >>> program = ta.trace(f)(torch.ones(3))
+    >>> leaked[0] + 1
+    Traceback (most recent call last):
+        ...
+    torchard.UnexpectedTracerError: a tensor that stands for a value while a function is traced
+        (aten.mul.Tensor, made at <doctest UnexpectedTracerError[2]>:2 in f) is used after the
+        trace. It has no value: a traced function must not keep tensors (in a list, an
+        attribute, a cache). Return it, or compute it outside the transform.
+    """
 
 
 class StaticArgumentError(TypeError):
-    """An argument is neither a tensor, a float, nor a hashable static value."""
+    """An argument is neither traced (a tensor or float) nor a hashable static value.
+
+    >>> import torch, torchard as ta
+    >>> class Config:
+    ...     __hash__ = None
+    >>> ta.trace(lambda x, config: x)(torch.ones(3), Config())
+    Traceback (most recent call last):
+        ...
+    torchard.StaticArgumentError: args[1] is a Config, which is neither a tensor, a float nor
+        hashable: it can be neither traced nor part of the cache key. Pass a tensor, a hashable
+        value (a tuple instead of an array), or register the type with torchard.tree.register.
+    """
 
 
 class DerivativeError(RuntimeError):
@@ -37,38 +78,134 @@ class DerivativeError(RuntimeError):
 
 
 class CheckpointError(ValueError):
-    """What a checkpoint was asked for cannot be done: no such label or scope, or too small a budget."""
+    """A checkpoint cannot be made as requested: an unknown label or scope, or too small a budget.
+
+    >>> import torch, torchard as ta
+    >>> f = ta.checkpoint(lambda x: x.sin().sum(), policy=ta.policies.save_names("hidden"))
+    >>> f(torch.ones(3))
+    Traceback (most recent call last):
+        ...
+    torchard.CheckpointError: checkpoint(<lambda>, policy=save_names('hidden')): the label
+        'hidden' is nobody's; the labels are none: label one with name(x, ...).
+    """
 
 
 class PatternError(ValueError):
-    """A pattern that cannot be looked for: the message says what is wrong with it."""
+    """A function cannot serve as a pattern.
+
+    >>> import torch, torchard as ta
+    >>> ta.Pattern(lambda: torch.ones(3))
+    Traceback (most recent call last):
+        ...
+    torchard.PatternError: the pattern <lambda> has no tensor among its parameters
+    """
 
 
 class NoMatch(ValueError):
-    """A pattern that was asked for is nowhere in the function; the message has what came nearest."""
+    """A pattern, scope or submodule that was asked for does not occur. The message lists near misses.
+
+    >>> import torch, torchard as ta
+    >>> def biased_gelu(x, b):
+    ...     return torch.nn.functional.gelu(x + b)
+    >>> fused = ta.fuse(lambda x, b: torch.relu(x + b), biased_gelu)
+    >>> fused(torch.ones(4), torch.ones(4))
+    Traceback (most recent call last):
+        ...
+    torchard.NoMatch: fuse(<lambda>, biased_gelu): the pattern is nowhere in it; nearest was
+        none of its operations is there. find(fn, pattern)(*args) lists matches;
+        print(trace(fn)(*args)) shows the operations.
+    """
 
 
 class KernelError(ValueError):
-    """A kernel that does not do what its reference does, or cannot be used as it was asked for."""
+    """A kernel differs from its reference, or cannot be used as requested.
+
+    >>> import torch, torchard as ta
+    >>> def double(x):
+    ...     return x + x
+    >>> fused = ta.fuse(double, double, lambda x: (x + x).sum())      # of another shape
+    >>> try:
+    ...     fused(torch.ones(4))
+    ... except ta.KernelError as error:
+    ...     print(error)
+    kernel 'double' returned float32[] for float32[4]; its reference returns float32[4]. Both must
+    agree, whatever the kernel computes in inside.
+    """
 
 
 class RetraceWarning(UserWarning):
-    """A function is traced again and again; the message names the leaf that kept changing."""
+    """A function is traced for the eighth time. The message names the argument that keeps changing.
+
+    >>> import torch, torchard as ta, warnings
+    >>> f = ta.jit(lambda x, step: x * step, backend="eager")
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     for step in range(8):
+    ...         _ = f(torch.ones(3), step)             # an int is static: each one is a new trace
+    >>> caught[0].category.__name__
+    'RetraceWarning'
+    >>> print(caught[0].message)
+    <lambda> was traced 8 times: args[1] took 8 different values (0, 1, 2, 3...), and each is a
+    new trace. Pass a changing number as a float or a tensor, and pad changing shapes.
+    """
 
 
 class TorchVersionWarning(UserWarning):
-    """This version of torch is none that torchard is tested with."""
+    """The installed version of torch is outside the range that torchard is tested with.
+
+    >>> import torchard as ta
+    >>> from torchard.functional.torch_internals import versions
+    >>> import warnings
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     versions.check("1.13.1")                   # what an import of torchard checks
+    >>> isinstance(caught[0].message, ta.TorchVersionWarning)
+    True
+    >>> print(caught[0].message)
+    torchard is tested with torch 2.11 to 2.15, and this is torch 1.13.1: it may fail where
+    torch's internals have changed
+    """
 
 
 class DonatedError(RuntimeError):
-    """A value was used after it had been donated to a call."""
+    """A value was used after it had been donated to a call.
+
+    >>> import torch, torchard as ta
+    >>> step = ta.jit(lambda w, g: w - g, backend="eager", donate_argnums=0)
+    >>> w = torch.ones(3)
+    >>> new = step(w, torch.ones(3))
+    >>> w + 1
+    Traceback (most recent call last):
+        ...
+    torchard.DonatedError: a tensor was used after it had been donated (jit(...,
+        donate_argnums=...)): its memory belongs to the results. Use the value the step
+        returned, pass a clone, or leave this argument out of donate_argnums.
+    """
 
 
 class CollectiveError(RuntimeError):
     """A collective failed: a process that takes part has ended, hangs, or cannot be reached.
 
-    Attributes:
-        collective: the record of it, as the plan lists it; None where it is not known which it was.
+    Args:
+        message: names the collective, its scope and source line, and the ranks that take part.
+        collective: its record, as ``.lower(...).collectives`` lists it; None where it is not known.
+
+    >>> # torchrun --nproc-per-node 2
+    >>> import os, torch, torch.distributed as dist, torchard as ta
+    >>> dist.init_process_group("gloo")
+    >>> mesh = ta.Mesh({"dp": 2})
+    >>> total = ta.shard(lambda x: x.sum(), mesh)
+    >>> x = ta.place(torch.arange(8.0), mesh, ta.P("dp"))
+    >>> total(x)
+    tensor(28.)
+    >>> if dist.get_rank() == 1:
+    ...     os._exit(0)                                                 # rank 1 is lost
+    >>> total(x)
+    Traceback (most recent call last):
+        ...
+    torchard.CollectiveError: all_reduce over dp, forward (scalar float32, 4 bytes per rank), for
+        <doctest CollectiveError[3]>:1 in <lambda>: failed while this rank waited for the others ...
+        Ranks 0 and 1 of Mesh(dp=2) take part and wait 1800 s for one another. ...
     """
 
     def __init__(self, message: str, collective: Any = None) -> None:

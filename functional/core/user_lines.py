@@ -27,6 +27,8 @@ def _library_folders() -> tuple[str, ...]:
 
 
 _FOLDERS = _library_folders()
+# What is typed at a prompt has no file: Python's own (from 3.13 on by number), IPython's, doctest's.
+_TYPED = ("<stdin", "<python-input", "<ipython", "<string", "<doctest")
 _is_user: dict[CodeType, bool] = {}
 
 
@@ -35,7 +37,7 @@ def is_user(code: CodeType) -> bool:
     known = _is_user.get(code)
     if known is None:
         name = code.co_filename
-        generated = name.startswith("<") and not name.startswith(("<stdin", "<ipython", "<string"))
+        generated = name.startswith("<") and not name.startswith(_TYPED)
         standard = os.sep + "contextlib.py" in name or os.sep + "functools.py" in name
         known = not (generated or standard or os.path.abspath(name).startswith(_FOLDERS))
         _is_user[code] = known

@@ -23,7 +23,21 @@ __all__ = ["Arguments", "ShapeDtype", "paths_of", "read", "specs_of_arguments"]
 
 @dataclass(frozen=True)
 class ShapeDtype:
-    """Stands for a tensor of this shape where only the plan is asked for (``lower``, ``trace``)."""
+    """Stands for a tensor where only a program or plan is wanted (``lower``, ``trace``, ``initialize``).
+
+    Args:
+        shape: of the tensor.
+        dtype: of the tensor.
+        device: of the tensor.
+
+    Source: ``jax.ShapeDtypeStruct``.
+
+    >>> import torch, torchard as ta
+    >>> program = ta.jit(lambda a, b: a @ b).lower(
+    ...     ta.ShapeDtype((10**6, 10**6)), ta.ShapeDtype((10**6,)))    # 4 TB, none of it allocated
+    >>> program.peak                                                    # bytes
+    4000008000000
+    """
 
     shape: Sequence[int]
     dtype: torch.dtype = torch.float32

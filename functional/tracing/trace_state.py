@@ -282,9 +282,22 @@ def entered(room: Room) -> Iterator[None]:
 @checked
 @contextlib.contextmanager
 def scope(name: str) -> Iterator[None]:
-    """Label what is computed inside (nested labels join with "/"); also works as a decorator.
+    """Label what is computed inside. Scopes nest by "/", and cost nothing outside a trace.
 
-    Costs nothing outside a trace. The label is what ``where="block/*"`` matches.
+    ``where="block/*"``, policies and ``constrain_at`` select values by scope. Also works as a decorator.
+
+    Args:
+        name: the label; may contain "/".
+
+    Returns:
+        A context manager.
+
+    >>> import torch, torchard as ta
+    >>> def f(x):
+    ...     with ta.scope("block/0"), ta.scope("act"):
+    ...         return x.sin()
+    >>> [node.meta["scope"] for node in ta.trace(f)(torch.ones(3)).calls]
+    ['block/0/act']
     """
     with frames_again((*current_frames(), Frame(name))):
         yield

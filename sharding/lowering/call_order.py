@@ -39,7 +39,25 @@ _NOBODY = bytes(8 + _LENGTH)
 
 
 class PlanMismatch(RuntimeError):
-    """Ranks planned different programs, make different calls, or one planned while others did not."""
+    """Ranks planned different programs, or call the same plans in different orders.
+
+    >>> # torchrun --nproc-per-node 2
+    >>> import torch, torch.distributed as dist, torchard as ta
+    >>> dist.init_process_group("gloo")
+    >>> mesh = ta.Mesh({"dp": 2})
+    >>> x = ta.place(torch.arange(8.0), mesh, ta.P("dp"))
+    >>> def norm(x):
+    ...     return (x * x).sum() if dist.get_rank() == 0 else (x * x).max()
+    >>> ta.shard(norm, mesh)(x)
+    Traceback (most recent call last):
+        ...
+    torchard.PlanMismatch: rank 0 planned norm(args[0]: float32[8]), rank 1 planned norm(args[0]:
+        float32[8]): the programs differ, and so would their collectives. Where they part, rank 0 has
+        sum_default = sum.default(mul_tensor,): float32[] as P()+sum(dp), rank 1 has
+        max_default = max.default(mul_tensor,): float32[] as P()+max(dp). Every rank must call the same
+        function with arguments of the same shapes, dtypes, specs and static values, and the same
+        checkpoint policies.
+    """
 
 
 class Call(NamedTuple):

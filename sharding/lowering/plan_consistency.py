@@ -26,7 +26,20 @@ __all__ = ["PlanMismatch", "ReplicaMismatch", "agreed", "signature_of"]
 
 
 class ReplicaMismatch(ValueError):
-    """Ranks passed different values for one replicated tensor."""
+    """Ranks passed different values for one replicated tensor.
+
+    >>> # torchrun --nproc-per-node 2
+    >>> import torch, torch.distributed as dist, torchard as ta
+    >>> dist.init_process_group("gloo")
+    >>> mesh = ta.Mesh({"dp": 2})
+    >>> local = torch.full((4,), float(dist.get_rank()))              # differs from rank to rank
+    >>> ta.place(local, mesh, ta.P())
+    Traceback (most recent call last):
+        ...
+    torchard.ReplicaMismatch: values of place is one value for all ranks, but rank 0 and rank 1 passed
+        different ones. Make it from the same key or seed on every rank, pass rank-local data with
+        MeshTensor.from_local, or, to skip the check, place(..., check_replicated=False).
+    """
 
 
 def agreed(

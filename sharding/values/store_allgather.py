@@ -19,7 +19,21 @@ __all__ = ["ExchangeError", "OutOfStep", "exchange", "thread_name"]
 
 
 class ExchangeError(RuntimeError):
-    """A rank did not tell what the others waited for."""
+    """A rank did not answer within the time that the others waited for it (``Mesh(..., timeout=)``).
+
+    >>> # torchrun --nproc-per-node 2
+    >>> import os, torch, torch.distributed as dist, torchard as ta
+    >>> dist.init_process_group("gloo")
+    >>> mesh = ta.Mesh({"dp": 2}, timeout=1.0)
+    >>> if dist.get_rank() == 1:
+    ...     os._exit(0)                                                 # rank 1 is lost
+    >>> ta.place(torch.arange(8.0), mesh, ta.P("dp"))
+    Traceback (most recent call last):
+        ...
+    torchard.ExchangeError: rank 1 did not tell what it passed to place within 1 s. It has ended, or is
+        busy for longer than that: then pass a larger timeout to Mesh (by default it is the process
+        group's).
+    """
 
 
 class OutOfStep(ExchangeError):

@@ -76,6 +76,12 @@ from torchard.sharding import (
 )
 
 __version__ = "0.1.0"
+"""The version of this package.
+
+>>> import torchard
+>>> torchard.__version__
+'...'
+"""
 
 __all__ = [
     "Activations",
