@@ -43,15 +43,38 @@ def register_rule(
 ) -> None:
     """Give operations (``torch.ops`` overloads) a factor rule: ``text="i k, k j -> i j"``.
 
+    A rule names the factors that dims are made of, of all tensor operands and then of all results (an
+    operand that is no tensor is left out). A name that occurs again is the same factor, and a factor can
+    be split if everything that has it is split alike; one that is on no result is summed over ranks::
+
+        i k, k j -> i j                     a contraction: split over k, its parts are summed
+        ..., ... -> ...                     any number of dims, broadcast from the right: pointwise
+        b (h d) -> b h d                    a product of factors, the outermost first
+        b (h=4 d) -> b d                    one with its size, where no shape tells it
+        i, 1 -> i                           a dim of size one takes no part
+
+    What is true besides is said by clauses::
+
+        ... d -> ... d | whole d            may not be split; ``...`` are all of its dims, ``.0`` its last
+        ... d -> ... | reduce d max         on no result, and joined by max or min instead of a sum
+        n n, n k -> n k, n n | same k       on some results; on the others every part of k gives the same
+        -> i j | index i j                  made here, by an ``emit`` that knows which part it makes
+        1 -> i | free i                     made here, and the same at every index
+        -> i | index i | run i              split as one dim or not at all, so each part is one run
+        i k, k j -> i j | linear 0 | linear 1    linear in operand 0, and in 1: sums may come later
+        ..., ... -> ... | linear 0 1        linear in both together: both or none may be summed later
+        n -> r c | tie n r                  r blocks of a dim n: split together, one block a rank
+        r c -> r w | whole c w | halo r c 2    of each block's c, 2 are sent to other ranks or fetched
+
     Args:
         targets: the operations.
-        text: the rule (``torchard.sharding.layouts.factors`` has the grammar), or a function of the
-            call that gives it; None from it gathers the operands.
+        text: the rule, or a function of the call that gives it; None from it gathers the operands.
         emit: how one coordinate computes its part; None applies the operation to the parts.
         alias: True for bijective views.
 
     Raises (where the rule is used first):
-        RuleError: split as the rule says, the operation gives other results; names the factor.
+        RuleError: the text is no rule, or does not fit the shapes: points at the place. Or, split as it
+            says, the operation gives other results: names the factor.
     """
     known: set[Any] = set()
 

@@ -1,35 +1,35 @@
 """Factor rules: one line that says all about how an operation can be split.
 
-After Shardy's sharding rules (https://openxla.org/shardy), in einops' spelling::
+After Shardy's sharding rules (https://openxla.org/shardy), in einops' spelling: an axis expression
+(``axis_expressions.py``) whose axes are the factors that an operation's dims are made of. What can be in
+a rule is in the docstring of `torchard.register_rule`, with an example each.
 
-    "i k, k j -> i j"                  a contraction: k is on no result, so it is summed
-    "..., ... -> ..."                  pointwise, broadcasting from the right
-    "b (h d) -> b h d"                 a dim can be a product of factors, outermost first
-    "... d -> ... d | whole d"         d may not be split
-    "... d -> ... | reduce d max"      partial results combine by max (default: sum)
-    "-> i j | index i j"               a creation op that knows its global index
-    "1 -> i | free i"                  made here and the same at every index (expand, full)
-    "-> i | index i | run i"           the emitter asks which i it owns, and wants them in one run
-    "n n, n k -> n k, n n | same k" a result without k is the same whatever part of k is at hand
-    "n -> r c | whole c | tie n r"     r blocks of a dim: split together, one block a rank
-    "r c -> r w | whole c w | halo r c 2"  moves data along r itself: of each block 2 of its c
-    "i k, k j -> i j | linear 0 | linear 1"   linear in each operand alone: pending sums pass
-    "..., ... -> ... | linear 0 1"     linear in both jointly: they must be pending together
-
-A dim written ``1`` has size one and takes no part. An operand that is no tensor is left out. Parsing
-is cached by the text, instantiation by the shapes.
+Parsing is cached by the text, instantiation by the shapes.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torchard.functional.core.axis_expressions import (
+    Axis,
+    AxisExpression,
+    AxisExpressionError,
+    Clause,
+    Dim,
+    Operand,
+    Word,
+    parse,
+)
 
 __all__ = ["Rule", "RuleError", "gathering_rule", "instantiate"]
 
 Shapes = tuple[tuple[int, ...], ...]
+REDUCTIONS = ("sum", "max", "min")
 Factors = tuple[int, ...]  # the factors of one dim, outermost first
 
 
@@ -80,112 +80,85 @@ class Rule:
         return dict(self.combine)
 
     @functools.cached_property
-    def space(self) -> tuple[tuple[frozenset[int], ...], tuple[frozenset[int], ...]]:
-        """What an operation iterates over: products of shared factors, and whole tensors.
-
-        A factor on one tensor alone is read or looked up there, as a table's rows are; those that stand
-        for the same points on different tensors, as a slice's two sizes do, are not multiplied. Shared
-        factors multiply, as in a contraction, where some tensor has both: the places of a scatter and
-        what it scatters into do not.
-        """
-        tensors = [frozenset(f for d in dims for f in d) for dims in (*self.ins, *self.outs)]
-        rewritten = self.whole | {f for pair in self.ties for f in pair}
-        everywhere = frozenset.intersection(*tensors) if tensors else frozenset[int]()
-        groups: list[frozenset[int]] = []
-        for f in range(len(self.sizes)):
-            on = [t for t in tensors if f in t]
-            if len(on) < 2 or f in rewritten or f in everywhere:
-                continue
-            near = frozenset({f}).union(*on)
-            joined = frozenset({f}).union(*(g for g in groups if g & near))
-            groups = [g for g in groups if not g & near] + [joined]
-        shared = tuple(g | everywhere for g in groups) or (everywhere,)
-        return tuple(g - rewritten for g in shared), tuple(tensors)
-
-    @functools.cached_property
     def on_result(self) -> frozenset[int]:
         return frozenset(f for out in self.outs for dim in out for f in dim)
 
 
-@dataclass(frozen=True)
-class _Text:
-    ins: tuple[tuple[tuple[str, ...], ...], ...]
-    outs: tuple[tuple[tuple[str, ...], ...], ...]
-    clauses: tuple[tuple[str, ...], ...]
-
-
-_TOKEN = re.compile(r"\(([^()]*)\)|(\S+)")
-
-
-@functools.cache
-def _parse(text: str) -> _Text:
-    body, *clauses = (part.strip() for part in text.split("|"))
-    if body.count("->") != 1:
-        raise RuleError(f"factor rule {text!r}: needs exactly one '->'")
-    left, right = body.split("->")
-    return _Text(_operands(left), _operands(right), tuple(tuple(c.split()) for c in clauses))
-
-
-def _operands(text: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
-    if not text.strip():
-        return ()
-    return tuple(
-        tuple(tuple(m[1].split()) if m[1] is not None else (m[2],) for m in _TOKEN.finditer(part))
-        for part in text.split(",")
-    )
-
-
 class _Builder:
-    """Gives names to numbers, and sizes to both."""
+    """Gives numbers to names, and sizes to both.
 
-    def __init__(self) -> None:
+    Attributes:
+        alone: the sizes of factors that some dim consists of; a product elsewhere is sized by them.
+    """
+
+    def __init__(self, text: AxisExpression) -> None:
+        self.text = text
         self.ids: dict[str, int] = {}
         self.sizes: list[int | None] = []
+        self.alone: dict[str, int] = {}
 
-    def factor(self, name: str, size: int | None) -> int:
+    def number(self, name: str, size: int | None) -> int:
         known = self.ids.setdefault(name, len(self.sizes))
         if known == len(self.sizes):
             self.sizes.append(size)
-        elif size is not None:
+        return known
+
+    def factor(self, axis: Axis, size: int | None) -> int:
+        known = self.number(axis.name, size)
+        if size is not None:
             if self.sizes[known] not in (None, size):
-                raise RuleError(f"factor {name} is {self.sizes[known]} and {size}")
+                self.text.fail(axis, f"factor {axis.name} is {self.sizes[known]} and {size}")
             self.sizes[known] = size
         return known
 
-    def dim(self, names: tuple[str, ...], size: int) -> Factors:
-        if names == ("1",):
+    def dim(self, dim: Dim, size: int) -> Factors:
+        if dim.name == "1":
+            if size != 1:
+                self.text.fail(dim, f"the dim is {size}, not 1")
             return ()
-        if len(names) == 1:
-            return (self.factor(_sized(names[0])[0], size),)
-        sized = [_sized(n) for n in names]
-        known = math.prod(s for _, s in sized if s is not None)
-        missing = [n for n, s in sized if s is None]
-        if len(missing) > 1 or (missing and known and size % known):
-            raise RuleError(f"cannot size {' '.join(names)} of a dim of {size}")
-        rest = size // known if known else 0
+        if len(dim.axes) == 1 and dim.axes[0].size is None:
+            return (self.factor(dim.axes[0], size),)
+        sizes = [self.alone.get(a.name) if a.size is None else a.size for a in dim.axes]
+        known = math.prod(n for n in sizes if n is not None)
+        missing = sizes.count(None)
+        if missing > 1 or (missing and known and size % known):
+            self.text.fail(dim, f"cannot size {dim.name} of a dim of {size}")
         if not missing and known != size:
-            raise RuleError(f"({' '.join(names)}) is {known}, the dim is {size}")
-        return tuple(self.factor(n, rest if s is None else s) for n, s in sized)
+            self.text.fail(dim, f"({dim.name}) is {known}, the dim is {size}")
+        rest = size // known if known else 0
+        each = zip(dim.axes, sizes, strict=True)
+        return tuple(self.factor(axis, rest if n is None else n) for axis, n in each)
 
-    def operand(self, dims: tuple[tuple[str, ...], ...], shape: tuple[int, ...]) -> list[Factors]:
-        if ("...",) not in dims:
-            if len(dims) != len(shape):
-                raise RuleError(f"{len(dims)} dims for a tensor of rank {len(shape)}")
-            return [self.dim(d, n) for d, n in zip(dims, shape, strict=True)]
-        at = dims.index(("...",))
-        extra = len(shape) - (len(dims) - 1)
-        if extra < 0:
-            raise RuleError(f"{len(dims) - 1} dims for a tensor of rank {len(shape)}")
-        head = [self.dim(d, n) for d, n in zip(dims[:at], shape[:at], strict=True)]
-        mid = [self.broadcast(extra - 1 - i, n) for i, n in enumerate(shape[at : at + extra])]
-        tail = [self.dim(d, n) for d, n in zip(dims[at + 1 :], shape[at + extra :], strict=True)]
-        return head + mid + tail
+    def operand(self, operand: Operand, shape: tuple[int, ...]) -> list[Factors]:
+        aligned = self.aligned(operand, shape)
+        return [self.broadcast(d, n) if isinstance(d, int) else self.dim(d, n) for d, n in aligned]
+
+    def aligned(self, operand: Operand, shape: tuple[int, ...]) -> list[tuple[Dim | int, int]]:
+        """Each dim and its size; those of an ellipsis are counted from its right."""
+        dims, at = operand.dims, operand.ellipsis
+        named = len(dims) - (at is not None)
+        extra = len(shape) - named
+        if extra < 0 or (extra and at is None):
+            self.text.fail(operand, f"{named} dims for a tensor of rank {len(shape)}")
+        if at is None:
+            return list(zip(dims, shape, strict=True))
+        spread: tuple[Dim | int, ...] = (*dims[:at], *reversed(range(extra)), *dims[at + 1 :])
+        return list(zip(spread, shape, strict=True))
+
+    def note(self, operand: Operand, shape: tuple[int, ...]) -> None:
+        """Note the sizes of dims that are one factor each."""
+        for dim, size in self.aligned(operand, shape):
+            if isinstance(dim, Dim) and len(dim.axes) == 1 and dim.axes[0].size is None:
+                self.alone.setdefault(dim.name, size)
 
     def broadcast(self, position: int, size: int) -> Factors:
-        name = f".{position}"
         if size == 1:
             return (-position - 1,)  # settled in close(): the factor's size is not known yet
-        return (self.factor(name, size),)
+        name = f".{position}"
+        known = self.number(name, size)
+        if self.sizes[known] != size:
+            raise RuleError(f"'...' is {self.sizes[known]} and {size} in dim {-position - 1} of it")
+        return (known,)
 
     def close(self, operand: list[Factors]) -> tuple[Factors, ...]:
         return tuple(self._close(dim) for dim in operand)
@@ -193,95 +166,172 @@ class _Builder:
     def _close(self, dim: Factors) -> Factors:
         if len(dim) == 1 and dim[0] < 0:
             name = f".{-dim[0] - 1}"
-            return () if name in self.ids else (self.factor(name + "'", 1),)
+            return () if name in self.ids else (self.number(name + "'", 1),)
         return dim
-
-
-def _sized(name: str) -> tuple[str, int | None]:
-    head, eq, size = name.partition("=")
-    return (head, int(size)) if eq else (head, None)
 
 
 @functools.lru_cache(maxsize=65536)
 def instantiate(text: str, ins: Shapes, outs: Shapes) -> Rule:
     """The rule for these operand and result shapes. Raises RuleError where they do not fit."""
     try:
-        return _instantiate(_parse(text), ins, outs)
-    except RuleError as error:
+        return _instantiate(parse(text), ins, outs)
+    except (AxisExpressionError, RuleError) as error:
         raise RuleError(f"factor rule {text!r} on {ins} -> {outs}: {error}") from None
 
 
-def _instantiate(text: _Text, ins: Shapes, outs: Shapes) -> Rule:
+def _instantiate(text: AxisExpression, ins: Shapes, outs: Shapes) -> Rule:
+    if text.results is None:
+        raise RuleError("needs exactly one '->'")
+    for operand in text.arrays:
+        if operand.dtype is not None:
+            text.fail(operand.dtype, "a factor rule has no dtypes")
     # One operand without dims is spelled as nothing, just as none is.
-    left, right = text.ins or ((),) * min(len(ins), 1), text.outs or ((),) * min(len(outs), 1)
+    nothing = (Operand((), None, 0),)
+    left, right = text.operands or nothing * min(len(ins), 1), text.results or nothing * min(len(outs), 1)
     if len(left) != len(ins) or len(right) != len(outs):
         raise RuleError(
             f"is for {len(left)} operands and {len(right)} results, "
             f"got {len(ins)} and {len(outs)}"
         )
-    build = _Builder()
+    build = _Builder(text)
+    for operand, shape in zip((*left, *right), (*ins, *outs), strict=True):
+        build.note(operand, shape)
     raw_outs = [build.operand(d, s) for d, s in zip(right, outs, strict=True)]
     raw_ins = [build.operand(d, s) for d, s in zip(left, ins, strict=True)]
     done_ins = tuple(build.close(o) for o in raw_ins)
     done_outs = tuple(build.close(o) for o in raw_outs)
-    return _with_clauses(text, build, done_ins, done_outs)
+    return _rule(build, _Said.by(build), done_ins, done_outs)
 
 
-def _with_clauses(
-    text: _Text,
+class _Words:
+    """The words of one clause: factors, numbers, and a reduction."""
+
+    def __init__(self, build: _Builder, clause: Clause) -> None:
+        self.build, self.clause = build, clause
+
+    def counted(self, least: int, most: int) -> tuple[Word, ...]:
+        words = self.clause.words
+        if not least <= len(words) <= most:
+            form = _CLAUSES[self.clause.verb.text].form
+            self.build.text.fail(self.clause.verb, f"the clause is {form!r}")
+        return words
+
+    def factor(self, word: Word) -> int:
+        if word.text not in self.build.ids:
+            self.build.text.fail(word, f"the rule has no factor {word.text!r}")
+        return self.build.ids[word.text]
+
+    def factors(self) -> set[int]:
+        """Those named; of an ellipsis all, or those that it has in this call."""
+        found: set[int] = set()
+        for word in self.clause.words:
+            if not word.text.startswith("."):
+                found.add(self.factor(word))
+            elif all(array.ellipsis is None for array in self.build.text.arrays):
+                self.build.text.fail(word, "the rule has no '...'")
+            else:
+                of_all = word.text == "..."
+                found |= {
+                    f for n, f in self.build.ids.items() if n == word.text or (of_all and n[0] == ".")
+                }
+        return found
+
+    def number(self, word: Word) -> int:
+        if not word.is_number:
+            self.build.text.fail(word, f"a number is expected here, not {word.text!r}")
+        return int(word.text)
+
+    def numbers(self) -> frozenset[int]:
+        return frozenset(self.number(word) for word in self.clause.words)
+
+
+@dataclass
+class _Said:
+    """What the clauses of a rule say, as far as they have been read."""
+
+    whole: set[int] = field(default_factory=set)
+    index: set[int] = field(default_factory=set)
+    same: set[int] = field(default_factory=set)
+    run: set[int] = field(default_factory=set)
+    combine: dict[int, str] = field(default_factory=dict)
+    ties: list[tuple[int, int]] = field(default_factory=list)
+    halo: tuple[int, int, int] | None = None
+    linear: list[frozenset[int]] = field(default_factory=list)
+
+    @staticmethod
+    def by(build: _Builder) -> _Said:
+        said = _Said()
+        for clause in build.text.clauses:
+            verb = clause.verb
+            if verb.text not in _CLAUSES:
+                *most, last = _CLAUSES
+                build.text.fail(
+                    verb, f"unknown clause {verb.text!r}; there are {', '.join(most)} and {last}"
+                )
+            _CLAUSES[verb.text].read(said, _Words(build, clause))
+        return said
+
+    def reduced(self, words: _Words) -> None:
+        factor, *op = words.counted(1, 2)
+        if op and op[0].text not in REDUCTIONS:
+            words.build.text.fail(op[0], f"the reductions are {', '.join(REDUCTIONS)}")
+        self.combine[words.factor(factor)] = op[0].text if op else "sum"
+
+    def tied(self, words: _Words) -> None:
+        dim, blocks = words.counted(2, 2)
+        self.ties.append((words.factor(dim), words.factor(blocks)))
+
+    def haloed(self, words: _Words) -> None:
+        blocks, each, moved = words.counted(3, 3)
+        self.halo = words.factor(blocks), words.factor(each), words.number(moved)
+
+
+class _Clause(NamedTuple):
+    form: str
+    read: Callable[[_Said, _Words], None]
+
+
+_CLAUSES = {
+    "whole": _Clause("whole FACTOR...", lambda said, words: said.whole.update(words.factors())),
+    "index": _Clause("index FACTOR...", lambda said, words: said.index.update(words.factors())),
+    "free": _Clause("free FACTOR...", lambda said, words: said.index.update(words.factors())),
+    "same": _Clause("same FACTOR...", lambda said, words: said.same.update(words.factors())),
+    "run": _Clause("run FACTOR...", lambda said, words: said.run.update(words.factors())),
+    "reduce": _Clause("reduce FACTOR [sum|max|min]", _Said.reduced),
+    "tie": _Clause("tie FACTOR FACTOR", _Said.tied),
+    "halo": _Clause("halo FACTOR FACTOR NUMBER", _Said.haloed),
+    "linear": _Clause("linear OPERAND...", lambda said, words: said.linear.append(words.numbers())),
+}
+
+
+def _rule(
     build: _Builder,
+    said: _Said,
     ins: tuple[tuple[Factors, ...], ...],
     outs: tuple[tuple[Factors, ...], ...],
 ) -> Rule:
-    whole: set[int] = set()
-    same: set[int] = set()
-    combine: dict[int, str] = {}
-    linear: list[frozenset[int]] = []
-    index: set[int] = set()
-    run: set[int] = set()
-    ties: list[tuple[int, int]] = []
-    halo: tuple[int, int, int] | None = None
-    for verb, *words in text.clauses:
-        if verb == "whole":
-            whole |= {build.ids[w] for w in words if w in build.ids}
-        elif verb in ("index", "free"):
-            index |= {build.ids[w] for w in words if w in build.ids}
-        elif verb == "same":
-            same |= {build.ids[w] for w in words if w in build.ids}
-        elif verb == "run":
-            run |= {build.ids[w] for w in words}
-        elif verb == "reduce":
-            combine[build.ids[words[0]]] = words[1] if len(words) > 1 else "sum"
-        elif verb == "tie":
-            ties.append((build.ids[words[0]], build.ids[words[1]]))
-        elif verb == "halo":
-            halo = (build.ids[words[0]], build.ids[words[1]], int(words[2]))
-        elif verb == "linear":
-            linear.append(frozenset(int(w) for w in words))
-        else:
-            known = "whole, index, free, same, run, reduce, tie, halo and linear"
-            raise RuleError(f"unknown clause {verb!r}; there are {known}")
+    """The rule, with what follows where no clause says otherwise."""
     on_result = {f for out in outs for dim in out for f in dim}
     on_operand = {f for i in ins for dim in i for f in dim}
-    tied = {f for pair in ties for f in pair}
-    whole |= on_result - on_operand - index - tied  # made of nothing that could be split
+    tied = {f for pair in said.ties for f in pair}
+    made_of_nothing = on_result - on_operand - said.index - tied
+    whole = said.whole | made_of_nothing  # which could not be split
     on_each = [{f for dim in out for f in dim} for out in outs]
     on_all = set[int]().union(*on_each).intersection(*on_each)
-    for f in on_operand - whole - on_all - tied - same:
-        combine.setdefault(f, "sum")
-    sizes = tuple(0 if s is None else s for s in build.sizes)
+    summed = on_operand - whole - on_all - tied - said.same
+    combine = dict.fromkeys(summed, "sum") | said.combine
     return Rule(
-        sizes=sizes,
+        sizes=tuple(0 if s is None else s for s in build.sizes),
         ins=ins,
         outs=outs,
         whole=frozenset(whole),
         combine=tuple(sorted((f, op) for f, op in combine.items() if f not in whole)),
-        linear=tuple(linear),
-        index=frozenset(index),
-        run=frozenset(run | tied | set(halo[:1] if halo else ())),
+        linear=tuple(said.linear),
+        index=frozenset(said.index),
+        run=frozenset(said.run | tied | set(said.halo[:1] if said.halo else ())),
         names=tuple(build.ids),
-        ties=tuple(ties),
-        halo=halo,
+        ties=tuple(said.ties),
+        halo=said.halo,
     )
 
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torchard.sharding.layouts.factors import Factors, Rule
+from torchard.sharding.layouts.iteration_space import points
 from torchard.sharding.layouts.layout import Dim, Layout, Sizes, Sub, chunk, merge, refine
 
 __all__ = [
@@ -25,7 +26,6 @@ __all__ = [
     "image",
     "in_blocks",
     "options",
-    "points",
 ]
 
 
@@ -83,27 +83,6 @@ class Option:
         if not self.axes[blocks]:
             return 0
         return self.ins[0].largest_local(sizes) // max(self.rule.sizes[each], 1) * moved
-
-
-@functools.lru_cache(maxsize=65536)
-def points(rule: Rule, axes: tuple[tuple[str, ...], ...], sizes: Sizes) -> int:
-    """Points of the iteration space that the busiest rank computes; without axes, all of them."""
-    if rule.ties or rule.halo is not None:
-        return 0  # blocks are a view, and windows what has arrived
-    table = dict(sizes)
-    each = axes or ((),) * len(rule.sizes)
-    local = [_local_size(n, a, table) for n, a in zip(rule.sizes, each, strict=True)]
-    shared, tensors = rule.space
-    product = max(math.prod(local[f] for f in group) for group in shared)
-    rest = max((math.prod(local[f] for f in t & rule.whole) for t in tensors), default=1)
-    own = max((math.prod(local[f] for f in t) for t in tensors), default=1)
-    return max(product * rest, own)
-
-
-def _local_size(size: int, axes: tuple[str, ...], sizes: dict[str, int]) -> int:
-    for a in axes:
-        size = -(-size // sizes[a])
-    return max(size, 1)
 
 
 def atomic(rule: Rule, ins: Sequence[Layout], outs: Sequence[Layout], sizes: Sizes) -> Rule:

@@ -193,8 +193,10 @@ class _Rank(CollectiveVisitor["_Message | fx.Node"]):
         x = self.front(encode(self.x), dim)
         if len(set(sizes)) > 1:
             parts = self.call(aten.split_with_sizes.default, x, sizes)
-            each = [self.call(operator.getitem, parts, i) for i in range(len(sizes))]
-            even = [self.padded(part, n, widest) for part, n in zip(each, sizes, strict=True)]
+            even = [
+                self.padded(self.call(operator.getitem, parts, i), n, widest)
+                for i, n in enumerate(sizes)
+            ]
             x = self.call(aten.cat.default, even, 0)
 
         def send(buffer: fx.Node) -> fx.Node:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from torchard.functional.programs.flops import flops, is_product
+from torchard.sharding.layouts.iteration_space import points
 from torchard.sharding.layouts.layout import Layout
-from torchard.sharding.layouts.options import Option, points
+from torchard.sharding.layouts.options import Option
 from torchard.sharding.planning.manual_options import Local
 from torchard.sharding.rules import Call, rule_of
 

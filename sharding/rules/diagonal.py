@@ -62,6 +62,10 @@ class _Diagonal:
         rest = [n for i, n in enumerate(names) if i not in self.dims]
         return spell(names), spell([*rest, self.shared() or "diag"]), [names[i] for i in self.dims]
 
+    def whole(self) -> str:
+        """The clause on a diagonal that is a dim of its own."""
+        return "" if self.shared() else " | whole diag"
+
     def shared(self) -> str | None:
         """The dim that the diagonal is as long as and begins with, if there is one."""
         (rows, columns), names = (self.shape[i] for i in self.dims), letters(len(self.shape))
@@ -107,7 +111,7 @@ register_rule(
 
 def _write(call: Call, found: _Diagonal) -> tuple[str, str, str]:
     matrix, diagonal, places = found.text()
-    return matrix, diagonal, f" | index {spell(places)} | run {spell(places)} | whole diag"
+    return matrix, diagonal, f" | index {spell(places)} | run {spell(places)}{found.whole()}"
 
 
 def _read_backward(call: Call) -> str:
@@ -134,7 +138,7 @@ def _placed(call: Call, local: Local, found: _Diagonal) -> Any:
 def _scatter(call: Call) -> str:
     found = _Diagonal.of(call, call.ins[0], 2)
     matrix, diagonal, places = found.text()
-    return f"{matrix}, {diagonal} -> {matrix} | linear 0 1 | run {spell(places)} | whole diag"
+    return f"{matrix}, {diagonal} -> {matrix} | linear 0 1 | run {spell(places)}{found.whole()}"
 
 
 def _emit_scatter(call: Call, local: Local) -> Any:

@@ -81,9 +81,15 @@ def _text(call: Call) -> str:
     assert move is not None
     dims = letters(len(call.ins[0]))
     before, after = _DIMS.get(type(move), _same)(move, dims)
-    ranks = " ".join(["k", *(f"k{i}" for i in range(len(dims)))])
-    linear = "" if isinstance(move, Extreme) else "| linear 0"
-    return f"{spell(before)} -> {spell(after)} | whole {ranks} {linear}"
+    ranks = _ranks(before) | _ranks(after)
+    whole = f" | whole {' '.join(sorted(ranks))}" if ranks else ""
+    linear = "" if isinstance(move, Extreme) else " | linear 0"
+    return f"{spell(before)} -> {spell(after)}{whole}{linear}"
+
+
+def _ranks(dims: Dims) -> set[str]:
+    """The ranks in front of what is in their parts."""
+    return {dim[1:].partition("=")[0] for dim in dims if dim.startswith("(k")}
 
 
 _RULE = OpRule(_text)
