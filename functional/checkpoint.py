@@ -12,6 +12,7 @@ from torchard.functional.core.arguments import CheckedInside, checked
 from torchard.functional.core.errors import CheckpointError
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.programs.program import Program, Rewrite
+from torchard.functional.programs.tags import NAME
 from torchard.functional.remat.policies import Policy, as_policy, save_nothing
 from torchard.functional.remat.recompute import RECOMPUTE
 from torchard.functional.remat.segments import Pattern, Where, chooser, mark, scopes_in, segments_of
@@ -109,7 +110,7 @@ class Checkpoint(Rewrite):
 
     def wants(self, node: fx.Node) -> bool:
         """Whether its policy names the label of a value."""
-        return node.meta.get("name") in self.policy.labels
+        return NAME.get(node) in self.policy.labels
 
     def _check_where(self, program: Program) -> None:
         if self.where is None:
@@ -132,7 +133,7 @@ class Checkpoint(Rewrite):
         marked = mark(program, self.policy, self.where)
         inside, everywhere = dict[str, None](), dict[str, None]()
         for node in (*marked.placeholders, *marked.calls):
-            if (label := node.meta.get("name")) is not None:
+            if (label := NAME.get(node)) is not None:
                 everywhere[label] = None
                 if segments_of(node) or (self.where is None and node.op == "placeholder"):
                     inside[label] = None

@@ -19,6 +19,7 @@ from torchard.functional.engine.transformed import Transformed
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.failures import compiled_failed
 from torchard.functional.programs.program import Bound, Program, Rewrite
+from torchard.functional.programs.tagging import strip
 from torchard.functional.remat.barrier import insert_barriers
 
 __all__ = ["Compile", "jit"]
@@ -152,6 +153,7 @@ class _Compiled:
 
     def _compile(self, parts: Sequence[torch.Tensor]) -> Callable[..., Any]:
         module = fx.GraphModule(self.module, self.module.graph)
+        strip(module.graph)
         with warnings.catch_warnings(), torch.no_grad():
             # Importing the compiler warns about torch.jit.
             warnings.simplefilter("ignore")

@@ -19,6 +19,7 @@ from torchard.functional.core.placed import is_placed
 from torchard.functional.core.scope_frames import Frame, path_of
 from torchard.functional.dropout import Keyed
 from torchard.functional.effects.batch_norm_modules import traceable_forward
+from torchard.functional.programs.tags import NAME, SCOPE
 from torchard.functional.trace import name
 from torchard.functional.tracing.pytree_interop import adopt
 from torchard.functional.tracing.trace_state import Room, active, frames_again
@@ -303,4 +304,4 @@ def _is_own(room: Room, value: Tensor) -> bool:
     node = internals.proxy_node(room.tracer, internals.base_tensor(value))
     if node is None or node.op != "call_function":
         return False
-    return node.meta.get("scope") == path_of(room.frames) and "name" not in node.meta
+    return SCOPE.get(node) == path_of(room.frames) and not NAME.on(node)

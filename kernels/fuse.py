@@ -12,6 +12,7 @@ from torchard.functional.core.arguments import checked
 from torchard.functional.core.errors import KernelError, NoMatch
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.programs.program import Program, Rewrite
+from torchard.functional.programs.tags import SCOPE
 from torchard.functional.remat.segments import Where, chooser, scopes_in
 from torchard.functional.trace import trace
 from torchard.kernels import library  # noqa: F401  (its kernels)
@@ -23,6 +24,7 @@ from torchard.kernels.rewriting.fused_loss_grad import let_go_of_losses
 from torchard.kernels.rewriting.post_passes import each_its_own
 from torchard.kernels.rewriting.report import Match
 from torchard.kernels.rewriting.search import Search
+from torchard.kernels.rewriting.tags import FUSE
 
 __all__ = ["Fuse", "find", "fuse"]
 
@@ -163,17 +165,17 @@ class Fuse(Rewrite):
         program = program.copy()
         mine = Fuse(self.kernels, self.compiler, self.where, True)
         for node in program.calls:
-            node.meta["fuse"] = (*node.meta.get("fuse", ()), mine)
+            FUSE.set(node, (*FUSE.get(node, ()), mine))
         program.asks = tuple(dict.fromkeys((*program.asks, mine)))
         return program
 
     def concerns(self, node: fx.Node) -> bool:
         """Whether a node is in what this is said of."""
-        if self.asked and self not in node.meta.get("fuse", ()):
+        if self.asked and self not in FUSE.get(node, ()):
             return False
         if self.where is None:
             return True
-        return _inside(str(node.meta.get("scope") or ""), self.where)
+        return _inside(str(SCOPE.get(node) or ""), self.where)
 
     def _check_where(self, program: Program) -> None:
         assert self.where is not None

@@ -17,6 +17,8 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.execution.codegen import compiled
+from torchard.functional.programs.tagging import inherit
+from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.factors import Rule, RuleError
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.options import Option, build
@@ -137,19 +139,20 @@ class _Alone:
         self.generator = torch.Generator().manual_seed(0)
         shapes = self._shapes(call, rule)
         self.inputs = [
-            self._random(o.meta["val"], shape) for o, shape in zip(call.operands, shapes, strict=True)
+            self._random(VAL.of(o), shape) for o, shape in zip(call.operands, shapes, strict=True)
         ]
         self.graph, self.node = fx.Graph(), call.node
         placeholders = []
         for i, value in enumerate(self.inputs):
             placeholders.append(self.graph.placeholder(f"x{i}"))
-            placeholders[-1].meta["val"] = value
+            VAL.set(placeholders[-1], value)
         entered = dict(zip(call.operands, placeholders, strict=True))
         self.call = self.graph.node_copy(call.node, entered.__getitem__)
         self.wanted = self.apply(self.inputs)
-        several = isinstance(call.node.meta["val"], (tuple, list))
+        several = isinstance(VAL.of(call.node), (tuple, list))
         value = self._value(self.inputs)
-        self.call.meta = {"val": tuple(value) if several else value}
+        inherit(self.call, call.node)  # and nothing that was looked up for other shapes
+        VAL.set(self.call, tuple(value) if several else value)
         self.outs = [self.call] if not several else self._items(value)
         self.graph.output(tuple(self.outs))
         self.rule = rule_of(Call.of(self.call)) if shapes != list(call.ins) else rule
@@ -174,7 +177,7 @@ class _Alone:
         for i, value in enumerate(values):
             if isinstance(value, torch.Tensor):
                 nodes.append(self.graph.call_function(operator.getitem, (self.call, i)))
-                nodes[-1].meta["val"] = value
+                VAL.set(nodes[-1], value)
         return nodes
 
     def _value(self, inputs: list[torch.Tensor]) -> Any:
@@ -206,7 +209,7 @@ class _Alone:
         """The results of a plan in which the operation runs so."""
         placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
         decision = Decision(option={self.call: option}, raw={self.call: option.outs})
-        inputs = {n: (Layout.replicated(n.meta["val"].shape), BATCH) for n in placeholders}
+        inputs = {n: (Layout.replicated(VAL.of(n).shape), BATCH) for n in placeholders}
         decision.home.update({n: layout for n, (layout, _) in inputs.items()})
         decision.home.update(zip(self.outs, option.outs, strict=True))
         decision.outputs = tuple(Layout.replicated(r.shape) for r in self.wanted)

@@ -12,6 +12,7 @@ from torch import fx
 from torchard.functional.core.arguments import checked
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.programs.program import FREE, Leaf, Program, Rewrite
+from torchard.functional.programs.tags import NAME, VAL
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.lowering.lower_manual import attach_moves
 from torchard.sharding.lowering.runtime import runtime_of
@@ -142,7 +143,7 @@ class Shard(Rewrite):
 
     def wants(self, node: fx.Node) -> bool:
         """Whether ``constrain_at`` means a value."""
-        return "name" in node.meta and any(matches(node, pattern) for pattern, _ in self.pins)
+        return NAME.on(node) and any(matches(node, pattern) for pattern, _ in self.pins)
 
     # -- before: what the user said, leaf by leaf ----------------------------------------------
 
@@ -174,7 +175,7 @@ class Shard(Rewrite):
             return leaf
         path = f"{which} gives {leaf.path} a spec: {leaf.path}"
         try:
-            layout_of(spec, tuple(node.meta["val"].shape), self.mesh, path)
+            layout_of(spec, tuple(VAL.of(node).shape), self.mesh, path)
         except SpecError as error:
             errors.append(str(error))
         return replace(leaf, hint=SpecHint(spec))
@@ -286,7 +287,7 @@ class Shard(Rewrite):
     def _layout_of_hint(self, leaf: Leaf, node: fx.Node) -> Layout:
         hint = leaf.hint
         assert isinstance(hint, SpecHint)
-        return hint.layout(tuple(node.meta["val"].shape), self.mesh, leaf.path)
+        return hint.layout(tuple(VAL.of(node).shape), self.mesh, leaf.path)
 
     # -- what is given -------------------------------------------------------------------------
 
@@ -325,7 +326,7 @@ class Shard(Rewrite):
     ) -> Layout | None:
         if not isinstance(value, fx.Node):
             return Layout.replicated(())
-        shape = tuple(value.meta["val"].shape)
+        shape = tuple(VAL.of(value).shape)
         if isinstance(leaf.tag, Held):
             return leaf.tag.layout(shape)
         if leaf.tag is None or not shape:
@@ -372,7 +373,7 @@ def _check_devices(program: Program, mesh: Mesh) -> None:
     """All values of a program are on one kind of device: the mesh's."""
     kinds: dict[str, str] = {}
     for leaf, node in zip(program.inputs, program.placeholders, strict=True):
-        val = node.meta["val"]
+        val = VAL.of(node)
         if val.ndim and val.device.type != "meta":
             kinds.setdefault(val.device.type, leaf.path)
     want = default_device(mesh).type if not mesh.virtual else next(iter(kinds), None)
@@ -386,7 +387,7 @@ def _check_devices(program: Program, mesh: Mesh) -> None:
 
 
 def _tag_layout(leaf: Leaf, node: fx.Node) -> Layout:
-    shape = tuple(node.meta["val"].shape)
+    shape = tuple(VAL.of(node).shape)
     return leaf.tag.layout(shape) if isinstance(leaf.tag, Held) else Layout.replicated(shape)
 
 

@@ -83,7 +83,7 @@ def test_leaves_say_what_is_what() -> None:
     assert roles == [("primal", None)] * 3 + [("cotangent", i) for i in (0, 1, 3)]
     roles = [(leaf.role, leaf.of) for leaf in program.outputs]
     assert roles == [("output", None)] * 4 + [("gradient", 0), ("gradient", 2)]
-    assert program.facts["differentiable"] == (True, True, False, True)
+    assert program.differentiable == (True, True, False, True)
 
 
 def test_autograds_own_detaches_are_gone() -> None:

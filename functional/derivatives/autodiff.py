@@ -15,6 +15,7 @@ import torch
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.tensor_spec import Spec, contiguous
 from torchard.functional.programs.program import Leaf, Program
+from torchard.functional.programs.tags import VAL
 from torchard.functional.tracing.purify import purify, replay, specs_of
 from torchard.functional.tracing.record import record
 
@@ -41,7 +42,7 @@ def _is_float(spec: Spec) -> bool:
 
 
 def _out_specs(program: Program) -> list[Spec]:
-    return [Spec.of(node.meta["val"]) for node in program.results]
+    return [Spec.of(VAL.of(node)) for node in program.results]
 
 
 def derived_program(

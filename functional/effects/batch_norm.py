@@ -23,6 +23,8 @@ from torch import Tensor, fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import PurityError
+from torchard.functional.programs.tagging import inherit, stand_for
+from torchard.functional.programs.tags import SOURCE, VAL
 from torchard.functional.torch_internals.operators import aten, prims
 
 __all__ = [
@@ -49,17 +51,18 @@ class _Emitter:
         self.graph, self.node = graph, node
 
     def __call__(self, target: Any, *args: Any) -> Any:
-        values = fx.map_arg(args, _value)
+        values = fx.map_arg(args, VAL.of)
         with internals.no_modes(), torch.no_grad():
             value = target(*values)
         with self.graph.inserting_before(self.node):
             made = self.graph.call_function(target, args)
-        made.meta.update(self.node.meta, val=value)
+        inherit(made, self.node)
+        VAL.set(made, value)
         return made
 
     def several(self, target: Any, *args: Any) -> list[Any]:
         made = self(target, *args)
-        return [self(operator.getitem, made, i) for i in range(len(made.meta["val"]))]
+        return [self(operator.getitem, made, i) for i in range(len(VAL.of(made)))]
 
 
 def _training(emit: _Emitter, *args: Any) -> list[Any]:
@@ -131,13 +134,14 @@ def take_apart(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if node.target in _UNSUPPORTED:
             raise PurityError(
-                f"{node.meta.get('source')} calls {node.target}, which writes to its arguments: use "
+                f"{SOURCE.get(node)} calls {node.target}, which writes to its arguments: use "
                 "torch.nn.functional.batch_norm, which over a mesh is that of the whole batch."
             )
         writes = node.target is aten.native_batch_norm.default and node.args[5] and node.args[3]
         if node.target in _KERNELS and (writes or node.target is not aten.native_batch_norm.default):
             results = _KERNELS[node.target](_Emitter(graph, node), *node.args)
             for item in list(node.users):
+                stand_for(results[item.args[1]], item)
                 item.replace_all_uses_with(results[item.args[1]])
                 graph.erase_node(item)
             graph.erase_node(node)
@@ -162,9 +166,9 @@ def _settle_forward(node: fx.Node) -> None:
     saved = _statistics_dtype(x, weight, running_mean)
     kinds = [x.dtype, saved, saved]
     kinds += [] if running_mean is None else [running_mean.dtype, running_var.dtype]
-    values = node.meta["val"]
+    values = VAL.of(node)
     with internals.no_modes(), torch.no_grad():
-        node.meta["val"] = tuple(v.to(k) for v, k in zip(values, kinds, strict=True))
+        VAL.set(node, tuple(v.to(k) for v, k in zip(values, kinds, strict=True)))
     _settle_items(node)
 
 
@@ -174,18 +178,18 @@ def _settle_backward(node: fx.Node) -> None:
     values, running, batch, (training, eps, mask) = args[:3], args[3:5], args[5:7], args[7:]
     read = (None, None, *batch) if training else (*running, None, None)
     node.args = (*values, *read, training, eps, mask)
-    gradients = zip(node.meta["val"], mask, strict=True)
-    node.meta["val"] = tuple(value if wanted else None for value, wanted in gradients)
+    gradients = zip(VAL.of(node), mask, strict=True)
+    VAL.set(node, tuple(value if wanted else None for value, wanted in gradients))
     _settle_items(node)
 
 
 def _settle_items(node: fx.Node) -> None:
     for user in list(node.users):
-        user.meta["val"] = node.meta["val"][user.args[1]]
+        VAL.set(user, VAL.of(node)[user.args[1]])
 
 
 def _value(node: fx.Node) -> Any:
-    return node.meta["val"]
+    return VAL.of(node)
 
 
 # -- derivatives and vmap: how these are called when a program is run again ---------------------------

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from torchard.functional.programs.tags import CUT, VAL
+
 __all__ = ["may_follow", "without_gradient"]
 
 # Never differentiable as picked.
@@ -47,9 +49,9 @@ def may_follow(node: fx.Node) -> bool:
     seen, stack = set[fx.Node](), [node]
     while stack:
         node = stack.pop()
-        val = node.meta.get("val")
+        val = VAL.get(node)
         floats = not isinstance(val, torch.Tensor) or val.is_floating_point() or val.is_complex()
-        constant = getattr(node.target, "__name__", "") in _LIKE or "cut" in node.meta
+        constant = getattr(node.target, "__name__", "") in _LIKE or CUT.on(node)
         if node in seen or not floats or constant:
             continue
         if node.op == "placeholder":

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.programs.tags import VAL
 
 __all__ = [
     "argument",
@@ -43,7 +44,7 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
 
 def storage_key(node: fx.Node) -> int | None:
     """Which memory a node's value lies in."""
-    value = node.meta.get("val")
+    value = VAL.get(node)
     return internals.storage_id(value) if isinstance(value, torch.Tensor) else None
 
 

@@ -16,7 +16,8 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.programs.program import INHERITED
+from torchard.functional.programs.tagging import inherit
+from torchard.functional.programs.tags import CUT, VAL
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = [
@@ -66,11 +67,11 @@ class Emitter:
         """A call, made on account of the reader."""
         with self.graph.inserting_before(self.reader):
             node = self.graph.call_function(target, args, kwargs)
-        values = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        values = fx.map_arg((node.args, node.kwargs), VAL.of)
         with internals.no_modes(), torch.no_grad():
             val = target(*values[0], **values[1])
-        tags = {key: self.reader.meta[key] for key in INHERITED if key in self.reader.meta}
-        node.meta.update(tags, val=val)
+        inherit(node, self.reader)
+        VAL.set(node, val)
         return node
 
     def viewable(self, value: Any, target: Any, gaps: bool) -> Any:
@@ -83,7 +84,7 @@ class Emitter:
         """A step taken."""
         node = self(step.target, value, *step.args, **dict(step.kwargs))
         if step.cut:
-            node.meta["cut"] = True
+            CUT.set(node, True)
         return node
 
 
@@ -106,15 +107,15 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 def laid_out_as(emit: Emitter, value: fx.Node, want: torch.Tensor) -> fx.Node:
     """The value with the strides of another, dense: views of that one are views of this."""
-    have = value.meta["val"]
+    have = VAL.of(value)
     if have.is_conj() or have.is_neg():
         value = emit(aten.clone.default, value)
-        have = value.meta["val"]
+        have = VAL.of(value)
     if want.numel() == 0 or _strides(have) == _strides(want):
         return value
     order = _memory_order(want)
     value = _permuted(emit, value, order)
-    if not value.meta["val"].is_contiguous():
+    if not VAL.of(value).is_contiguous():
         value = emit(aten.clone.default, value, memory_format=torch.contiguous_format)
     return _permuted(emit, value, _inverse(order))
 
@@ -136,9 +137,9 @@ def _permuted(emit: Emitter, value: fx.Node, order: Sequence[int]) -> fx.Node:
 
 
 def _reshaped(emit: Emitter, value: fx.Node, shape: Sequence[int]) -> fx.Node:
-    if list(value.meta["val"].shape) == list(shape):
+    if list(VAL.of(value).shape) == list(shape):
         return value
-    if not _viewable(value.meta["val"], shape):
+    if not _viewable(VAL.of(value), shape):
         value = emit(aten.clone.default, value, memory_format=torch.contiguous_format)
     return emit(aten.view.default, value, list(shape))
 
@@ -161,7 +162,7 @@ def written_back(emit: Emitter, step: Step, into: fx.Node, value: fx.Node) -> fx
     Raises:
         NotImplementedError: no inverse of the step is known.
     """
-    want = into.meta["val"]
+    want = VAL.of(into)
     name = step.target.overloadpacket.__name__
     if step.target in ELEMENTWISE:
         if step.target in (aten._conj.default, aten._neg_view.default):
@@ -171,7 +172,7 @@ def written_back(emit: Emitter, step: Step, into: fx.Node, value: fx.Node) -> fx
         return emit(aten.view.dtype, value, want.dtype)
     if step.target in (aten.view_as_real.default, aten.view_as_complex.default):
         return _retyped_back(emit, step.target, value)
-    if name in _SHAPES or (name == "expand" and value.meta["val"].numel() == want.numel()):
+    if name in _SHAPES or (name == "expand" and VAL.of(value).numel() == want.numel()):
         return _reshaped(emit, value, want.shape)
     inverse = _INVERSES.get(step.target)
     if inverse is None:
@@ -182,17 +183,17 @@ def written_back(emit: Emitter, step: Step, into: fx.Node, value: fx.Node) -> fx
 def _retyped_back(emit: Emitter, target: Any, value: fx.Node) -> fx.Node:
     contiguous = {"memory_format": torch.contiguous_format}
     if target is aten.view_as_complex.default:
-        if value.meta["val"].is_conj():
+        if VAL.of(value).is_conj():
             value = emit(aten.clone.default, value)
         return emit(aten.view_as_real.default, value)
-    val = value.meta["val"]
+    val = VAL.of(value)
     if not val.is_contiguous() or val.is_neg():
         value = emit(aten.clone.default, value, **contiguous)
     return emit(aten.view_as_complex.default, value)
 
 
 def _permute(emit: Emitter, step: Step, into: fx.Node, value: fx.Node) -> fx.Node:
-    rank = into.meta["val"].ndim
+    rank = VAL.of(into).ndim
     return emit(aten.permute.default, value, _inverse([d % rank for d in step.args[0]]))
 
 
@@ -201,8 +202,8 @@ def _itself(emit: Emitter, step: Step, into: fx.Node, value: fx.Node) -> fx.Node
 
 
 def _slice(emit: Emitter, step: Step, into: fx.Node, value: fx.Node) -> fx.Node:
-    dim, start, stop, stride = _bounds(step, into.meta["val"])
-    if value.meta["val"].shape == into.meta["val"].shape:
+    dim, start, stop, stride = _bounds(step, VAL.of(into))
+    if VAL.of(value).shape == VAL.of(into).shape:
         return value
     return _scattered(emit, "slice", into, value, (dim, start, stop, stride))
 
@@ -217,8 +218,8 @@ def _bounds(step: Step, val: torch.Tensor) -> tuple[int, int, int, int]:
 
 
 def _select(emit: Emitter, step: Step, into: fx.Node, value: fx.Node) -> fx.Node:
-    dim, index = step.args[0] % into.meta["val"].ndim, step.args[1]
-    index %= into.meta["val"].shape[dim]
+    dim, index = step.args[0] % VAL.of(into).ndim, step.args[1]
+    index %= VAL.of(into).shape[dim]
     return _scattered(emit, "select", into, value, (dim, index))
 
 
@@ -232,14 +233,14 @@ _EMBEDS = {"slice": aten.slice_backward.default, "select": aten.select_backward.
 
 def _scattered(emit: Emitter, kind: str, into: fx.Node, value: fx.Node, where: Any) -> fx.Node:
     """A part of a value replaced; torch differentiates these scatters of real values only."""
-    want = into.meta["val"]
+    want = VAL.of(into)
     if not want.is_complex():
         return emit(_SCATTERS[kind], into, value, *where)
     dim = where[0]
     along = [n if d == dim else 1 for d, n in enumerate(want.shape)]
     ones = [n for d, n in enumerate(along) if kind == "slice" or d != dim]
     if kind == "slice":
-        ones[dim] = value.meta["val"].shape[dim]
+        ones[dim] = VAL.of(value).shape[dim]
     flags = {"dtype": torch.bool, "device": want.device}
     mask = emit(aten.full.default, along, False, **flags)
     mask = emit(_SCATTERS[kind], mask, emit(aten.full.default, ones, True, **flags), *where)

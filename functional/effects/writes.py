@@ -38,6 +38,8 @@ from torchard.functional.effects.scatters import (
     strided_steps,
     written_back,
 )
+from torchard.functional.programs.tagging import stand_for
+from torchard.functional.programs.tags import CUT, NAME, SOURCE, VAL
 from torchard.functional.programs.views import is_view
 from torchard.functional.torch_internals.operators import aten
 
@@ -168,7 +170,7 @@ class _Functionalization:
         """What lies in written memory: the root, if nothing did before, or a view."""
         key = storage_key(node)
         assert key is not None
-        val = node.meta["val"]
+        val = VAL.of(node)
         if key not in self.roots:
             self._read(node)
             root = _Alias(_Memory(not is_dense(val)), val, node, 0)
@@ -184,7 +186,7 @@ class _Functionalization:
         self._read(node)
         value: Any = Emitter(self.graph, node).viewable(node.args[0], node.target, memory.gaps)
         node.args = (value, *node.args[1:])
-        step = Step(node.target, node.args[1:], tuple(node.kwargs.items()), "cut" in node.meta)
+        step = Step(node.target, node.args[1:], tuple(node.kwargs.items()), CUT.on(node))
         self.aliases[node] = _Alias(memory, val, node, memory.version, parent, step)
 
     def _view(self, reader: fx.Node, parent: _Alias, step: Step) -> _Alias:
@@ -192,13 +194,13 @@ class _Functionalization:
         emit = Emitter(self.graph, reader)
         value = emit.view(self._latest(emit, parent), step)
         memory = parent.memory
-        return _Alias(memory, value.meta["val"], value, memory.version, parent, step)
+        return _Alias(memory, VAL.of(value), value, memory.version, parent, step)
 
     def _gives_views(self, node: fx.Node) -> bool:
         """Whether it takes several views of written memory; they are taken one by one instead."""
         source = node.args[0] if node.args else None
         views = getattr(node.target, "is_view", False) and source in self.aliases
-        return views and isinstance(node.meta.get("val"), (tuple, list))
+        return views and isinstance(VAL.get(node), (tuple, list))
 
     def _item(self, node: fx.Node) -> None:
         whole, index = node.args
@@ -218,7 +220,7 @@ class _Functionalization:
         if whole.target is aten.unbind.int:
             step = Step(aten.select.int, (dim, index))
         else:
-            sizes = [v.shape[dim] for v in whole.meta["val"]]
+            sizes = [v.shape[dim] for v in VAL.of(whole)]
             start = sum(sizes[:index])
             step = Step(aten.slice.Tensor, (dim, start, start + sizes[index]))
         part = self._view(node, parent, step)
@@ -240,7 +242,7 @@ class _Functionalization:
             steps = list(strided_steps(Emitter(self.graph, reader), parent.val, val))
         except NotImplementedError as error:
             raise PurityError(
-                f"{reader.meta.get('source')} reads or writes memory by strides ({error}) that is "
+                f"{SOURCE.get(reader)} reads or writes memory by strides ({error}) that is "
                 "changed in place: index the tensor instead."
             ) from error
         for step in (*steps, *outer):
@@ -255,11 +257,11 @@ class _Functionalization:
         turns = torch.Tag.inplace_view in target.tags
         if twin is None or (turns and not twin.is_view):
             raise PurityError(
-                f"{node.meta.get('source')} writes in place by {node.target}, which has no form that "
+                f"{SOURCE.get(node)} writes in place by {node.target}, which has no form that "
                 "returns new values; use an operation without the underscore."
             )
         if turns:  # nothing is written: the tensor has other dims, or no gradient, from now on
-            step = Step(twin, node.args[1:], tuple(node.kwargs.items()), "cut" in node.meta)
+            step = Step(twin, node.args[1:], tuple(node.kwargs.items()), CUT.on(node))
             self.aliases[node] = self._view(node, self.aliases[node.all_input_nodes[0]], step)
             return
         _check_overlap(node)
@@ -278,19 +280,19 @@ class _Functionalization:
         """``into.copy_(source)`` and ``fill_``: the source, in the shape and dtype of what was there."""
         into, *given = node.args
         assert isinstance(into, fx.Node)
-        want = into.meta["val"]
+        want = VAL.of(into)
         if not (given and isinstance(given[0], fx.Node)):
             like = self._latest(emit, self.aliases[into])
             return emit(aten.new_full.default, like, list(want.shape), given[0] if given else 0)
         value: fx.Node = self._latest_of(emit, given[0])
-        if value.meta["val"].shape != want.shape:
+        if VAL.of(value).shape != want.shape:
             value = emit(aten.expand.default, value, list(want.shape))
-        have = value.meta["val"]
+        have = VAL.of(value)
         if (have.dtype, have.device) != (want.dtype, want.device):
             value = emit(aten._to_copy.default, value, dtype=want.dtype, device=want.device)
-        if "name" in node.meta:  # the label of the copy is not one of the source
+        if NAME.on(node):  # the label of the copy is not one of the source
             value = emit(aten.clone.default, value)
-            value.meta["name"] = node.meta["name"]
+            stand_for(value, node)
         return value
 
     def _computed(self, emit: Emitter, node: fx.Node, twin: Any) -> fx.Node:
@@ -298,15 +300,15 @@ class _Functionalization:
         taken = argument_names(twin)
         args, kwargs = self._latest_of(emit, (node.args, node.kwargs))
         made = emit(twin, *args, **{key: value for key, value in kwargs.items() if key in taken})
-        made.meta.update({key: v for key, v in node.meta.items() if key != "val"})
+        stand_for(made, node)
         return made
 
     def _store(self, emit: Emitter, node: fx.Node, alias: _Alias, value: fx.Node) -> None:
         """A new value of an alias; its root, and so whatever else views it, has it from now on."""
-        have, want = value.meta["val"], alias.val
+        have, want = VAL.of(value), alias.val
         if have.shape != want.shape:
             raise PurityError(
-                f"{node.meta.get('source')} writes {list(have.shape)} into a tensor of "
+                f"{SOURCE.get(node)} writes {list(have.shape)} into a tensor of "
                 f"{list(want.shape)} ({node.target}), which would resize it: return the new value."
             )
         if have.dtype != want.dtype:
@@ -332,7 +334,7 @@ class _Functionalization:
         self, emit: Emitter, node: fx.Node, made: fx.Node | None, targets: list[fx.Node]
     ) -> None:
         """What the write returns: what was written to, or something new besides."""
-        vals = node.meta.get("val")
+        vals = VAL.get(node)
         by_storage = {storage_key(target): self.aliases[target] for target in targets}
 
         def result(val: Any, index: int | None) -> _Alias | fx.Node | None:
@@ -367,9 +369,9 @@ def _check_overlap(node: fx.Node) -> None:
     for target in written:
         beside = (n for n in node.all_input_nodes if n not in written)
         for operand in (n for n in beside if storage_key(n) == storage_key(target)):
-            if overlap(operand.meta["val"], target.meta["val"]):
+            if overlap(VAL.of(operand), VAL.of(target)):
                 raise PurityError(
-                    f"{node.meta.get('source')} reads memory that it writes to, from other places "
+                    f"{SOURCE.get(node)} reads memory that it writes to, from other places "
                     f"({node.target}): what torch makes of that depends on the order of its loops. Read "
                     "a copy: y[1:] = y[:-1].clone()."
                 )

@@ -16,6 +16,7 @@ import torch
 from torchard.functional import torch_internals as internals
 from torchard.functional.engine.lowered_function import Flat, Halves, width
 from torchard.functional.programs.program import Leaf
+from torchard.functional.programs.tags import VAL
 from torchard.functional.tracing.trace_state import current_frames, frames_again
 
 __all__ = ["call"]
@@ -258,7 +259,7 @@ def _pulled(
 
 
 def _is_float(node: Any) -> bool:
-    value = node.meta["val"]
+    value = VAL.of(node)
     return bool(value.is_floating_point() or value.is_complex())
 
 

@@ -26,6 +26,7 @@ from torchard.functional.programs.program import (
     finished,
     finishing,
 )
+from torchard.functional.programs.tags import KERNEL, VAL
 from torchard.functional.programs.views import needed_by
 from torchard.functional.remat.split import Saved, split
 from torchard.functional.tracing.purify import replay
@@ -123,7 +124,7 @@ class Flat:
         self.rewrites = rewrites
         self.inline = inline
         self.passed = len(base.inputs) - len(base.constants)
-        self.complex = any(node.meta["val"].is_complex() for node in base.placeholders)
+        self.complex = any(VAL.of(node).is_complex() for node in base.placeholders)
         self.widths = [1 if inline else width(leaf) for leaf in base.inputs[: self.passed]]
         self._kept: dict[Hashable, Any] = {}
         self._lock = Lock()
@@ -191,7 +192,7 @@ class Flat:
         outputs = tuple(leaf for leaf in program.outputs if leaf.role != "gradient")
         follows = program.differentiable
         spans = _spans([self._width(leaf) for leaf in outputs])
-        floats = [i for i, node in enumerate(self.base.results) if _is_float(node.meta["val"])]
+        floats = [i for i, node in enumerate(self.base.results) if _is_float(VAL.of(node))]
         return Halves(
             forward=self._bound(cut.forward, program.constants),
             backward=self._bound(cut.backward, ()),
@@ -284,10 +285,10 @@ class _Replay:
 
 def _is_opaque(node: torch.fx.Node) -> bool:
     """Whether autograd may know no derivative of the node."""
-    if "kernel" in node.meta:
+    if KERNEL.on(node):
         return True
     space = getattr(node.target, "namespace", "aten")
-    return space not in ("aten", "prims", "prim") and _is_float(node.meta.get("val"))
+    return space not in ("aten", "prims", "prim") and _is_float(VAL.get(node))
 
 
 def _spans(widths: Sequence[int]) -> list[range]:

@@ -25,6 +25,7 @@ from torchard.functional.engine.donation import give_up
 from torchard.functional.engine.lowered_function import Flat
 from torchard.functional.guards.environment import Environment
 from torchard.functional.programs.program import Free, Leaf, Program, Rewrite
+from torchard.functional.programs.tags import VAL
 from torchard.functional.reports.lowered import Lowered
 from torchard.functional.tracing.signature import Arguments, paths_of, read
 from torchard.functional.tracing.strided_inputs import check_memory, pass_on, strided_inputs
@@ -250,7 +251,7 @@ _at_boundary: Any = torch.compiler.disable(_call_plainly)
 def _floating(program: Program, starts: Sequence[str] | None = None) -> tuple[bool, ...]:
     """For each input, whether it is a floating argument (one of these)."""
     return tuple(
-        node.meta["val"].is_floating_point()
+        VAL.of(node).is_floating_point()
         and (starts is None or _under(leaf.path, starts))
         and leaf.role == "primal"
         for leaf, node in zip(program.inputs, program.placeholders, strict=True)

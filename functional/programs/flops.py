@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
+from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_view
 
 __all__ = ["DOTS", "flops", "is_product", "op_name"]
@@ -62,10 +63,10 @@ def flops(node: fx.Node) -> int:
         return 0
     formula = _FORMULAS.get(op_name(node))
     if formula is not None:
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        return int(formula(*args, **kwargs, out_val=node.meta["val"]))
-    operands = [n.meta.get("val") for n in node.all_input_nodes]
-    return max(map(_elements, [*operands, node.meta.get("val")]), default=0)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), VAL.of)
+        return int(formula(*args, **kwargs, out_val=VAL.of(node)))
+    operands = [VAL.get(n) for n in node.all_input_nodes]
+    return max(map(_elements, [*operands, VAL.get(node)]), default=0)
 
 
 def _elements(value: Any) -> int:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.programs.tags import VAL
+
 __all__ = ["bytes_of", "output_node", "output_values", "sweep"]
 
 
@@ -31,7 +33,7 @@ def sweep(graph: fx.Graph) -> None:
 
 def bytes_of(node: fx.Node, item: int = 0) -> int:
     """The bytes of a node's value, or of one result of several; those of its storage for an input."""
-    val: Any = node.meta.get("val")
+    val: Any = VAL.get(node)
     if isinstance(val, (tuple, list)):
         val = val[item]
     if not isinstance(val, torch.Tensor):

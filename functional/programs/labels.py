@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from torch import fx
 
 from torchard.functional.programs.records import Record
+from torchard.functional.programs.tags import COLLECTIVE, PEERS, PHASE, SCOPE, SOURCE, STAGE
 
 __all__ = ["Label", "label_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Label:
-    """Of one operation; the tags are those of program.py's table, empty where there is none."""
+    """Of one operation; the tags are those of tags.py, empty where there is none."""
 
     op: str
     source: str
@@ -31,11 +32,10 @@ class Label:
 
 def label_of(node: fx.Node) -> Label:
     """The label of a node."""
-    meta = node.meta
     target = str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
     scope, phase, source, stage, peers = (
-        str(meta.get(key) or "") for key in ("scope", "phase", "source", "stage", "peers")
+        str(tag.get(node) or "") for tag in (SCOPE, PHASE, SOURCE, STAGE, PEERS)
     )
-    return Label(target, source, scope, phase, meta.get("collective"), stage, peers)
+    return Label(target, source, scope, phase, COLLECTIVE.get(node), stage, peers)
 
 

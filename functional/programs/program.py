@@ -1,30 +1,7 @@
 """Program: one traced pure function, and the contracts of what rewrites and runs it.
 
 A Program is a flat ATen FX graph over *global* values. What other rooms know of a value travels on
-the graph as neutral tags, so that this file knows neither meshes nor kernels:
-
-=============  ==================================================================================
-node.meta      meaning
-=============  ==================================================================================
-``val``        fake tensor (or a tuple of them): the global shape, dtype and device
-``source``     ``"model.py:12 in mlp"``, the user's line that made the node
-``scope``      ``"block/3"``, the enclosing :func:`torchard.scope`
-``frames``     the entries of scopes and the calls of transforms it was made in (scope_frames.py)
-``segments``   the checkpointed segments it is in, outermost first (segments.py)
-``phase``      ``"forward"`` or ``"backward"``
-``recompute``  True: made again for the backward; no split may save it
-``residual``   True: a split saves the value for the backward
-``kernel``     the name of the fused kernel the node stands for
-``use``        a record of what the kernel took the place of
-``apart``      such a record, on what has come of a kernel that was taken apart again
-``fuse``       the rewrites of calls of ``fuse`` it was traced in
-``strided``    by whom the value's memory is read by strides (strided_inputs.py)
-``layout``     how the value is laid out over a mesh (printable)
-``collective`` a record of what the node sends over the network: printable, and it may have a short
-               ``title`` and a ``payload``. In a lowered graph, on the calls that do it
-``stage``      there, ``"issue"`` or ``"wait"``, where other processes take part
-``peers``      there, a sentence on who takes part
-=============  ==================================================================================
+the graph as neutral tags (tagging.py, tags.py), so that this file knows neither meshes nor kernels.
 """
 
 from __future__ import annotations
@@ -39,10 +16,10 @@ from torch import fx
 
 from torchard.functional.programs.graphs import bytes_of
 from torchard.functional.programs.records import Records, Work
+from torchard.functional.programs.tags import APART, COLLECTIVE, USE, VAL
 
 __all__ = [
     "FREE",
-    "INHERITED",
     "Bound",
     "Compiler",
     "Free",
@@ -57,9 +34,6 @@ __all__ = [
 ]
 
 Bound = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-
-# The tags that hold for whatever takes a node's place, or is made beside it on its account.
-INHERITED = ("source", "scope", "frames", "segments", "phase", "recompute", "fuse")
 
 
 class Free:
@@ -295,7 +269,7 @@ class Program:
         """A further placeholder behind the others, in a copy that will only be bound: it has no leaf."""
         with self.graph.inserting_after(self.placeholders[-1]):
             node = self.graph.placeholder(name)
-        node.meta["val"] = val
+        VAL.set(node, val)
         return node
 
     @property
@@ -306,7 +280,7 @@ class Program:
     @property
     def collectives(self) -> Records:
         """What crosses the network, in order: the ``collective`` tags."""
-        return Records(node.meta["collective"] for node in self.calls if "collective" in node.meta)
+        return Records(COLLECTIVE.of(node) for node in self.calls if COLLECTIVE.on(node))
 
     @property
     def kernels(self) -> Records:
@@ -314,8 +288,8 @@ class Program:
 
         ``.missed``: what is nearly one, or could not become one, each with the reason.
         """
-        apart = {id(n.meta["apart"]): n.meta["apart"] for n in self.calls if "apart" in n.meta}
-        uses = [*(n.meta["use"] for n in self.calls if "use" in n.meta), *apart.values()]
+        apart = {id(APART.of(n)): APART.of(n) for n in self.calls if APART.on(n)}
+        uses = [*(USE.of(n) for n in self.calls if USE.on(n)), *apart.values()]
         return Records(uses, lambda: [one for found in self.misses for one in found()])
 
     # -- making -------------------------------------------------------------------------------

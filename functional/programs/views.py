@@ -9,6 +9,7 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import NAME, OFFLOAD, RECOMPUTE, VAL
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["base_of", "is_tuple", "is_view", "labels_of", "needed_by", "storage_of", "taken_away"]
@@ -24,7 +25,7 @@ def is_view(node: fx.Node) -> bool:
 
 def is_tuple(node: fx.Node) -> bool:
     """Whether a node has several results; getitem takes them out."""
-    return isinstance(node.meta.get("val"), (tuple, list))
+    return isinstance(VAL.get(node), (tuple, list))
 
 
 def base_of(node: fx.Node) -> fx.Node | None:
@@ -46,7 +47,7 @@ def labels_of(node: fx.Node) -> list[str]:
     aliases = [node]
     for alias in aliases:
         aliases += [user for user in alias.users if user is not node and storage_of(user) is node]
-    return list(dict.fromkeys(str(n.meta["name"]) for n in aliases if "name" in n.meta))
+    return list(dict.fromkeys(str(NAME.of(n)) for n in aliases if NAME.on(n)))
 
 
 def needed_by(roots: Iterable[Any]) -> set[fx.Node]:
@@ -63,4 +64,4 @@ def needed_by(roots: Iterable[Any]) -> set[fx.Node]:
 
 def taken_away(program: Program) -> list[fx.Node]:
     """What the forward copies to the host; a backward may copy there what it has made again."""
-    return [n for n in program.calls if "offload" in n.meta and not n.meta.get("recompute")]
+    return [n for n in program.calls if OFFLOAD.on(n) and not RECOMPUTE.get(n)]

@@ -17,6 +17,8 @@ import operator
 import torch
 from torch import Tensor, fx
 
+from torchard.functional.programs.tagging import inherit
+from torchard.functional.programs.tags import PHASE, RECOMPUTE, SHAPE, VAL
 from torchard.functional.programs.views import is_view
 
 __all__ = ["insert_barriers"]
@@ -46,8 +48,8 @@ def insert_barriers(graph: fx.Graph) -> None:
         operands = node.all_input_nodes
         if node.op != "call_function":
             continue
-        if not node.meta.get("recompute"):
-            if node.meta.get("phase") == "backward" and not is_view(node) and _is_tensor(node):
+        if not RECOMPUTE.get(node):
+            if PHASE.get(node) == "backward" and not is_view(node) and _is_tensor(node):
                 last = node
         elif last is not None and any(waits.get(operand) is last for operand in operands):
             waits[node] = last
@@ -58,7 +60,7 @@ def insert_barriers(graph: fx.Graph) -> None:
                     made = graph.call_function(
                         torch.ops.torchard.barrier.default, (smallest, last)
                     )
-                made.meta = dict(smallest.meta)
+                inherit(made, smallest, "value")
                 passed[smallest, last] = made
             node.replace_input_with(smallest, passed[smallest, last])
             waits[node] = last
@@ -70,7 +72,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 def _elements(node: fx.Node) -> float:
     """Of a tensor; a graph that was lowered for a mesh knows local shapes only, and not of all."""
-    value = node.meta.get("val")
+    value = VAL.get(node)
     if isinstance(value, Tensor):
         return value.numel()
-    return math.prod(node.meta["shape"]) if "shape" in node.meta else math.inf
+    return math.prod(SHAPE.of(node)) if SHAPE.on(node) else math.inf

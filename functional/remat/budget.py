@@ -13,6 +13,7 @@ import hashlib
 import itertools
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
@@ -20,6 +21,7 @@ from torchard.functional.core.errors import CheckpointError
 from torchard.functional.core.locks import Lock
 from torchard.functional.programs.flops import DOTS, flops, op_name
 from torchard.functional.programs.program import Program, Rewrite, finished
+from torchard.functional.programs.tags import FRAMES, NAME, PHASE, RECOMPUTE, SCOPE, VAL
 from torchard.functional.programs.views import is_tuple, needed_by
 from torchard.functional.remat.liveness import Liveness, Storage, bytes_in, liveness, storage_key
 from torchard.functional.remat.policies import Budget, Policy
@@ -128,8 +130,8 @@ def _fingerprint(program: Program) -> str:
             )
             for segment in segments_of(node)
         ]
-        tags = [node.meta.get(tag) for tag in ("phase", "scope", "name", "recompute")]
-        values = node.meta.get("val")
+        tags: list[Any] = [tag.get(node) for tag in (PHASE, SCOPE, NAME, RECOMPUTE)]
+        values: Any = VAL.get(node)
         sizes = [size(node, i) for i in range(len(values) if is_tuple(node) else 1)]
         line = (node.op, str(node.target), str(node.args), str(node.kwargs), inside, tags)
         digest.update(repr((line, sizes)).encode())
@@ -159,7 +161,7 @@ def _results(operations: Iterable[fx.Node]) -> frozenset[fx.Node]:
 def _by_heart(operations: Sequence[fx.Node], problem: Problem) -> Iterator[Sequence[int]]:
     """Everything; what scopes hand on, for each depth of scopes; and that with all products read."""
     yield range(len(operations))
-    frames = [node.meta.get("frames", ()) for node in operations]
+    frames = [FRAMES.get(node, ()) for node in operations]
     products = {v for v, node in enumerate(operations) if problem.reads[v] and op_name(node) in DOTS}
     for depth in range(max(map(len, frames), default=0) + 1):
         handed_on = {
@@ -174,7 +176,7 @@ def _by_heart(operations: Sequence[fx.Node], problem: Problem) -> Iterator[Seque
 def tried(program: Program, kept: frozenset[fx.Node], last: tuple[Rewrite, ...] = ()) -> Point:
     """What a choice comes to."""
     made = rematerialise(program, kept)
-    again = sum(flops(node) for node in made.calls if node.meta.get("recompute"))
+    again = sum(flops(node) for node in made.calls if RECOMPUTE.get(node))
     return Point(liveness(finished(made, last)).peak, again, kept)
 
 
@@ -257,7 +259,7 @@ def _ahead(
 
 def _size(live: Liveness, node: fx.Node) -> int:
     """Of all results of an operation."""
-    items = len(node.meta["val"]) if is_tuple(node) else 1
+    items = len(VAL.of(node)) if is_tuple(node) else 1
     return sum(live.size.get((node, i), 0) for i in range(items))
 
 

@@ -16,6 +16,7 @@ from torch import fx
 
 from torchard.functional.programs.graphs import bytes_of
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import storage_of
 from torchard.functional.remat.split import halves_of
 
@@ -99,7 +100,7 @@ def _made_by(node: fx.Node) -> Sequence[Storage]:
     """The storages an operation allocates."""
     if storage_key(node)[0] is not node:
         return []
-    val = node.meta.get("val")
+    val = VAL.get(node)
     if isinstance(val, (tuple, list)):
         return [(node, i) for i, item in enumerate(val) if isinstance(item, torch.Tensor)]
     return [(node, 0)]

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, fx
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.programs.program import INHERITED
+from torchard.functional.programs.tagging import inherit, put
+from torchard.functional.programs.tags import OFFLOAD, PHASE, RECOMPUTE, VAL
 
 __all__ = ["offload_after", "reload_before"]
 
@@ -73,24 +74,24 @@ def offload_after(node: fx.Node) -> fx.Node:
             return user
     with internals.inserting_after(node.graph, node):
         made = node.graph.call_function(target, (node,))
-    made.meta = _tags(node, target, node.meta["val"])
-    made.meta["offload"] = True
+    _tag(made, node, target, VAL.of(node))
+    OFFLOAD.set(made, True)
     return made
 
 
 def reload_before(reader: fx.Node, offloaded: fx.Node) -> fx.Node:
     """A node that brings a value back, right before who reads it."""
-    target, device = torch.ops.torchard.reload.default, offloaded.all_input_nodes[0].meta["val"].device
+    target, device = torch.ops.torchard.reload.default, VAL.of(offloaded.all_input_nodes[0]).device
     with reader.graph.inserting_before(reader):
         made = reader.graph.call_function(target, (offloaded, device))
-    made.meta = _tags(offloaded, target, offloaded.meta["val"], device)
-    made.meta.update(phase="backward", recompute=True)
+    _tag(made, offloaded, target, VAL.of(offloaded), device)
+    put(made, {PHASE: "backward", RECOMPUTE: True})
     return made
 
 
-def _tags(like: fx.Node, target: Any, *args: Any) -> dict[str, Any]:
-    """What holds for the copy as for the value."""
+def _tag(made: fx.Node, like: fx.Node, target: Any, *args: Any) -> None:
+    """Say of the copy what holds of the value, but for its device."""
     with internals.no_modes(), args[0].fake_mode:
         val = target(*args)
-    kept = (*INHERITED, "layout", "name")
-    return {**{k: like.meta[k] for k in kept if k in like.meta}, "val": val}
+    inherit(made, like, "value")
+    VAL.set(made, val)

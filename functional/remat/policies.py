@@ -53,7 +53,7 @@ Decision = Literal["recompute", "offload", "save"]
 # From the least that is kept on the device to the most: `&` takes the lesser, `|` the greater.
 _ORDER: tuple[Decision, ...] = ("recompute", "offload", "save")
 
-COLLECTIVE = "collective."
+COLLECTIVE_PREFIX = "collective."
 
 
 class Shapes(NamedTuple):
@@ -261,7 +261,7 @@ Source: ``jax.checkpoint_policies.dots_with_no_batch_dims_saveable``.
 ['args[0]', 'args[1]', 'aten.mm']
 """
 save_collectives = Policy(
-    lambda op, shapes, scope, name: op.startswith(COLLECTIVE), "save_collectives"
+    lambda op, shapes, scope, name: op.startswith(COLLECTIVE_PREFIX), "save_collectives"
 )
 """Save the results of collectives, so that the backward does not communicate again; recompute the rest.
 

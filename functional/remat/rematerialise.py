@@ -16,7 +16,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
@@ -24,7 +23,17 @@ from torch import fx
 from torchard.functional.programs.flops import op_name
 from torchard.functional.programs.graphs import sweep
 from torchard.functional.programs.program import Program
-from torchard.functional.programs.records import Record
+from torchard.functional.programs.tagging import inherit, put
+from torchard.functional.programs.tags import (
+    COLLECTIVE,
+    KERNEL,
+    PHASE,
+    RECOMPUTE,
+    SCOPE,
+    SEGMENTS,
+    VAL,
+    WHY,
+)
 from torchard.functional.programs.views import (
     base_of,
     is_tuple,
@@ -34,10 +43,10 @@ from torchard.functional.programs.views import (
     taken_away,
 )
 from torchard.functional.remat.offload import offload_after, reload_before
-from torchard.functional.remat.policies import COLLECTIVE, Budget, Decision, Policy, Shapes
+from torchard.functional.remat.policies import COLLECTIVE_PREFIX, Budget, Decision, Policy, Shapes
 from torchard.functional.remat.segments import Segment, segments_of
 
-__all__ = ["made_again", "passes_of", "rematerialise"]
+__all__ = ["passes_of", "rematerialise", "tag_version"]
 
 Segments = tuple[Segment, ...]
 # A node, how many of its segments have been entered again, and in which pass.
@@ -83,7 +92,7 @@ def passes_of(program: Program) -> dict[fx.Node, int]:
             found[node] = found[node.all_input_nodes[0]]
             continue
         late = joint and node not in forward
-        found[node] = 2 if late else int(node.meta.get("phase") == "backward")
+        found[node] = 2 if late else int(PHASE.get(node) == "backward")
     return found
 
 
@@ -163,7 +172,7 @@ class _Versions:
             outer = self._version(node, segments_of(node)[: depth - 1], now)
             kept = self.made[outer] if outer[1] else node
             away = offload_after(kept)
-            away.meta.setdefault("why", f"{segments_of(node)[depth - 1].policy} offloads it")
+            WHY.setdefault(away, f"{segments_of(node)[depth - 1].policy} offloads it")
             self.passes[away] = self.passes[kept]
             made = reload_before(reader, away)
         else:
@@ -177,7 +186,7 @@ class _Versions:
 
             with self.graph.inserting_before(reader):
                 made = self.graph.node_copy(node, swap)
-            made.meta = made_again(node, depth)
+            tag_version(made, node, depth)
         self.passes[made] = now
         self.origin[made] = node
         self.made[version] = made
@@ -214,20 +223,20 @@ class _Versions:
             why = f"{reader[0]} starts from it"
         else:
             why = "not in a checkpoint"
-        root.meta.setdefault("why", why)
+        WHY.setdefault(root, why)
 
 
 def decide(node: fx.Node, policy: Policy) -> Decision:
     """What a policy says of a value: by its label, or the labels of its views."""
     whole = node.all_input_nodes[0] if node.target is operator.getitem else node
     op = op_name(node)
-    if "kernel" in whole.meta:
-        op = str(whole.meta["kernel"])
-    if "collective" in whole.meta:
-        op = COLLECTIVE + op.rpartition(".")[2]
-    operands = tuple(tuple(n.meta["val"].shape) for n in whole.all_input_nodes if _is_tensor(n))
-    shapes = Shapes(operands, tuple(node.meta["val"].shape) if _is_tensor(node) else ())
-    scope = node.meta.get("scope") or ""
+    if KERNEL.on(whole):
+        op = str(KERNEL.of(whole))
+    if COLLECTIVE.on(whole):
+        op = COLLECTIVE_PREFIX + op.rpartition(".")[2]
+    operands = tuple(tuple(VAL.of(n).shape) for n in whole.all_input_nodes if _is_tensor(n))
+    shapes = Shapes(operands, tuple(VAL.of(node).shape) if _is_tensor(node) else ())
+    scope = SCOPE.get(node) or ""
     return policy.over(op, shapes, scope, labels_of(node) or [None])
 
 
@@ -242,14 +251,13 @@ def _shared(one: Segments, other: Segments) -> int:
 
 
 def _is_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
+    return isinstance(VAL.get(node), torch.Tensor)
 
 
-def made_again(node: fx.Node, depth: int = 0) -> dict[str, Any]:
-    """The tags of a version of a node: outside of its first segments, in the backward."""
-    meta = {k: v for k, v in node.meta.items() if k not in ("why", "residual")}
-    meta.update(phase="backward", recompute=True, segments=segments_of(node)[depth:])
-    record: Record | None = meta.get("collective")
+def tag_version(made: fx.Node, node: fx.Node, depth: int = 0) -> None:
+    """Tag a version of a node: it is outside of that one's first segments, and in the backward."""
+    inherit(made, node, "call")
+    put(made, {PHASE: "backward", RECOMPUTE: True, SEGMENTS: segments_of(node)[depth:]})
+    record = COLLECTIVE.get(node)
     if record is not None:
-        meta["collective"] = record.in_backward()
-    return meta
+        COLLECTIVE.set(made, record.in_backward())

@@ -17,6 +17,7 @@ from torch import fx
 
 from torchard.functional.core.scope_frames import Frame, path_of
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import FRAMES, SEGMENTS
 from torchard.functional.remat.policies import Policy
 
 __all__ = ["Pattern", "Segment", "Where", "mark", "scopes_in", "segments_of", "segments_opened"]
@@ -42,7 +43,7 @@ class Segment:
 
 def segments_of(node: fx.Node) -> tuple[Segment, ...]:
     """The segments a node is in, outermost first."""
-    found: tuple[Segment, ...] = node.meta.get("segments", ())
+    found: tuple[Segment, ...] = SEGMENTS.get(node, ())
     return found
 
 
@@ -65,7 +66,7 @@ def mark(program: Program, policy: Policy, where: Sequence[Pattern] | None) -> P
             mine, outer = Segment(policy, frames), segments_of(node)
             # It is around those that begin in it, and inside of the calls it is in itself.
             at = sum(len(other.frames) < len(frames) for other in outer)
-            node.meta["segments"] = (*outer[:at], mine, *outer[at:])
+            SEGMENTS.set(node, (*outer[:at], mine, *outer[at:]))
     return program
 
 
@@ -84,7 +85,7 @@ def _entry(node: fx.Node, meant: Callable[[str], Any] | None) -> tuple[Frame, ..
     """The frames of the outermost scope around a node that is meant."""
     if meant is None:
         return ()
-    frames: tuple[Frame, ...] = node.meta.get("frames", ())
+    frames: tuple[Frame, ...] = FRAMES.get(node, ())
     for i, frame in enumerate(frames, 1):
         if frame.name and meant(path_of(frames[:i])):
             return frames[:i]
@@ -95,7 +96,7 @@ def scopes_in(program: Program) -> list[str]:
     """Every scope of a program, in order."""
     found: dict[str, None] = {}
     for node in program.calls:
-        frames = node.meta.get("frames", ())
+        frames = FRAMES.get(node, ())
         for i, frame in enumerate(frames, 1):
             if frame.name:
                 found[path_of(frames[:i])] = None

@@ -15,6 +15,8 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.programs.program import Leaf, Program
+from torchard.functional.programs.tagging import inherit
+from torchard.functional.programs.tags import RECOMPUTE, RESIDUAL, VAL
 from torchard.functional.programs.views import is_tuple, is_view, needed_by, taken_away
 
 __all__ = ["Saved", "Split", "halves_of", "split"]
@@ -81,7 +83,7 @@ class _Cut:
 
 
 def _again(node: fx.Node) -> bool:
-    return bool(node.meta.get("recompute")) or (_is_item(node) and _again(_whole(node)))
+    return bool(RECOMPUTE.get(node)) or (_is_item(node) and _again(_whole(node)))
 
 
 def _is_item(node: fx.Node) -> bool:
@@ -207,7 +209,7 @@ def _forward(program: Program, cut: _Cut, values: list[fx.Node]) -> Program:
         if node.op == "call_function" and node in wanted:
             env[node] = graph.node_copy(node, env.__getitem__)
     for node in values:
-        env[node].meta["residual"] = True
+        RESIDUAL.set(env[node], True)
     results = fx.map_arg((*cut.outputs, *values), env.__getitem__)
     graph.output(results)
     outputs = [leaf for leaf in program.outputs if leaf.role != "gradient"]
@@ -229,8 +231,7 @@ def _backward(
     inputs = []
     for node in residuals:
         env[node] = graph.placeholder(node.name)
-        env[node].meta = dict(node.meta)
-        env[node].meta.pop("collective", None)
+        inherit(env[node], node, "value")
         inputs.append(_residual_leaf(program, node))
     for leaf, node in zip(program.inputs, program.placeholders, strict=True):
         if leaf.role == "cotangent":
@@ -254,7 +255,7 @@ def residual_bytes(program: Split) -> int:
     """Bytes the backward keeps alive, inputs and outputs included, each storage once."""
     seen: dict[int, int] = {}
     for node in program.backward.placeholders[: len(program.saved)]:
-        value = node.meta["val"]
+        value = VAL.of(node)
         if isinstance(value, torch.Tensor):
             seen[internals.storage_id(value)] = value.untyped_storage().nbytes()
     return sum(seen.values())

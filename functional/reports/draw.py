@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, PHASE, SCOPE, STEP, VAL
 from torchard.functional.reports.text import value_text
 
 __all__ = ["Layer", "draw", "layers_of"]
@@ -48,12 +49,12 @@ class Layer:
         found: Counter[str] = Counter()
         sent: Counter[str] = Counter()
         for node in self.nodes:
-            record = node.meta.get("collective")
+            record = COLLECTIVE.get(node)
             if record is not None:
                 key = f"{record.kind}({'·'.join(record.axes)})"
                 found[key] += 1
                 sent[key] += record.bytes
-        steps = sum("step" in node.meta for node in self.nodes)
+        steps = sum(STEP.on(node) for node in self.nodes)
         head = [f"{len(self.nodes) - steps} operations"]
         return head + [f"{n} × {key}  {_bytes(sent[key])}" for key, n in found.items()]
 
@@ -78,8 +79,8 @@ def layers_of(program: Program) -> list[Layer]:
     found: dict[tuple[str, str], Layer] = {}
     of: dict[fx.Node, int] = {}
     for node in program.calls:
-        phase = node.meta.get("phase") or "forward"
-        name = _name(node.meta.get("scope"))
+        phase = PHASE.get(node) or "forward"
+        name = _name(SCOPE.get(node))
         if not name:
             later = any(p == phase and n not in ("inputs", "outputs") for n, p in found)
             name = "outputs" if later == (phase == "forward") else "inputs"
@@ -160,7 +161,7 @@ def _box(axes: Any, layer: Layer, place: Place) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     x, y, height = place
-    sends = any("collective" in node.meta for node in layer.nodes)
+    sends = any(COLLECTIVE.on(node) for node in layer.nodes)
     color = {"forward": "#e8f0fb", "backward": "#fbf0e4"}.get(layer.phase, "#eeeeee")
     shape = FancyBboxPatch(
         (x, y), _WIDTH, height, boxstyle="round,pad=0.02", facecolor=color, edgecolor="#555555"
@@ -206,8 +207,8 @@ def _arrow(
 
 def _flow(values: list[fx.Node]) -> str:
     largest = max(values, key=_size)
-    layout = largest.meta.get("layout")
-    text = value_text(largest.meta.get("val"))
+    layout = LAYOUT.get(largest)
+    text = value_text(VAL.get(largest))
     shown = text if layout is None else f"{text} {layout}"
     return shown if len(values) == 1 else f"{shown}, {len(values) - 1} more"
 
@@ -220,4 +221,4 @@ def _size(node: fx.Node) -> int:
             return math.prod(val.shape) * val.dtype.itemsize
         return sum(map(of, val)) if isinstance(val, Iterable) else 0
 
-    return of(node.meta.get("val"))
+    return of(VAL.get(node))

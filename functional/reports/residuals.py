@@ -11,6 +11,7 @@ from torch import fx
 from torchard.functional.programs.flops import op_name
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.records import Records
+from torchard.functional.programs.tags import SCOPE, SOURCE, VAL, WHY
 from torchard.functional.programs.views import labels_of, storage_of
 from torchard.functional.remat.liveness import bytes_in
 from torchard.functional.remat.rematerialise import passes_of
@@ -102,14 +103,13 @@ def residuals_of(program: Program, joint: Callable[[], Program] | None = None) -
 def _residual(
     node: fx.Node, arguments: dict[fx.Node, str], outputs: dict[fx.Node, str], size: int
 ) -> Residual:
-    val: torch.Tensor = node.meta["val"]
+    val: torch.Tensor = VAL.of(node)
     if node in arguments:
         kind, what = "argument", arguments[node]
     elif node in outputs:
         kind, what = "output", outputs[node]
     else:
         kind, what = "value", op_name(node)
-    meta = node.meta
     return Residual(
         kind,
         what,
@@ -118,7 +118,7 @@ def _residual(
         val.dtype,
         size,
         val.device.type,
-        meta.get("scope") or "",
-        meta.get("source") or "",
-        "an argument" if kind == "argument" else meta.get("why", "not in a checkpoint"),
+        SCOPE.get(node) or "",
+        SOURCE.get(node) or "",
+        "an argument" if kind == "argument" else WHY.get(node, "not in a checkpoint"),
     )

@@ -9,6 +9,21 @@ import torch
 from torch import fx
 
 from torchard.functional.programs.program import Free, Leaf, Program
+from torchard.functional.programs.tagging import Tag
+from torchard.functional.programs.tags import (
+    COLLECTIVE,
+    CUT,
+    KERNEL,
+    LAYOUT,
+    NAME,
+    OFFLOAD,
+    PHASE,
+    RECOMPUTE,
+    RESIDUAL,
+    SCOPE,
+    SOURCE,
+    VAL,
+)
 
 __all__ = ["program_text"]
 
@@ -57,14 +72,15 @@ def _call(node: fx.Node) -> str:
     return f"{_target(node)}({', '.join(arguments)})"
 
 
-_MARKS = ("phase", "scope", "name", "kernel", "layout", "collective")
+_MARKS: tuple[Tag[Any], ...] = (PHASE, SCOPE, NAME, KERNEL, LAYOUT, COLLECTIVE)
+_FLAGS: tuple[Tag[Any], ...] = (RECOMPUTE, RESIDUAL, OFFLOAD, CUT)
 
 
 def _notes(node: fx.Node) -> list[str]:
-    meta = node.meta
-    flags = [flag for flag in ("recompute", "residual", "offload", "cut") if meta.get(flag)]
-    marks = [f"{key}={meta[key]}" for key in _MARKS if meta.get(key) not in (None, "forward")]
-    return [str(meta.get("source") or ""), " ".join([*marks, *flags])]
+    said = [(tag.name, tag.get(node)) for tag in _MARKS]
+    marks = [f"{name}={value}" for name, value in said if value not in (None, "forward")]
+    flags = [tag.name for tag in _FLAGS if tag.get(node)]
+    return [str(SOURCE.get(node) or ""), " ".join([*marks, *flags])]
 
 
 def _leaf(leaf: Leaf) -> str:
@@ -85,7 +101,7 @@ def program_text(program: Program) -> str:
     """Name, operation, shape, then source line and tags of every node."""
     leaves, rows = iter(program.inputs), []
     for node in program.graph.nodes:
-        shown = value_text(node.meta.get("val"))
+        shown = value_text(VAL.get(node))
         if node.op == "placeholder":
             rows.append([node.name, "", shown, "# " + _leaf(next(leaves)), ""])
         elif node.op == "call_function":

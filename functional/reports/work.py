@@ -12,6 +12,7 @@ from torch import fx
 from torchard.functional.programs.flops import flops
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.records import Work
+from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_view
 
 __all__ = ["bytes_touched", "work_of"]
@@ -30,8 +31,8 @@ def bytes_touched(node: fx.Node) -> int:
     """Bytes of an operation's operands and results; none of a view or an item of a tuple."""
     if node.op != "call_function" or node.target is operator.getitem or is_view(node):
         return 0
-    values = [n.meta.get("val") for n in node.all_input_nodes]
-    return sum(map(_bytes, [*values, node.meta.get("val")]))
+    values = [VAL.get(n) for n in node.all_input_nodes]
+    return sum(map(_bytes, [*values, VAL.get(node)]))
 
 
 def _bytes(value: Any) -> int:

@@ -37,8 +37,6 @@ def _compiled(
     with needed():
         from torch._dynamo.utils import GmWrapper
 
-    for node in module.graph.nodes:
-        node.meta.pop("recompute", None)  # torch reads another thing from a tag of this name
     compile_with: Callable[..., Any] = _backend(backend)
     if backend == "inductor":
         with _of_static_shapes(inputs) as fakes:

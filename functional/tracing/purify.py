@@ -16,6 +16,8 @@ from torchard.functional.effects import batch_norm
 from torchard.functional.effects.mutation import storage_key, written_nodes
 from torchard.functional.effects.writes import functionalize_writes
 from torchard.functional.programs.graphs import sweep
+from torchard.functional.programs.tagging import put
+from torchard.functional.programs.tags import CUT, NAME, PHASE, SOURCE, VAL, WEAK
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.record import Recording
 from torchard.functional.tracing.trace_state import active
@@ -26,7 +28,7 @@ __all__ = ["call_pure", "purify", "replay", "specs_of"]
 def specs_of(graph: fx.Graph) -> list[Spec]:
     """What the placeholders stand for."""
     nodes = graph.find_nodes(op="placeholder")
-    return [Spec.of(n.meta["val"], weak=n.meta.get("weak", False)) for n in nodes]
+    return [Spec.of(VAL.of(n), weak=WEAK.get(n, False)) for n in nodes]
 
 
 def replay(
@@ -45,8 +47,8 @@ def replay(
     for node in graph.nodes:
         if node.op == "placeholder":
             env[node] = next(values)
-            if room is not None and "name" in node.meta:
-                room.label(env[node], node.meta["name"])
+            if room is not None and NAME.on(node):
+                room.label(env[node], NAME.of(node))
         elif node.op == "call_function":
             env[node] = _replay_node(node, env, room, call)
         else:
@@ -75,7 +77,7 @@ def _replay_node(
     if room is None:
         return call(node, args, kwargs)
     room.replaying = node
-    room.cutting = "cut" in node.meta
+    room.cutting = CUT.on(node)
     try:
         value = call(node, args, kwargs)
     finally:
@@ -84,8 +86,8 @@ def _replay_node(
         return value
     if node.target is operator.getitem:
         room.retag(value, node)
-    elif "name" in node.meta:  # whatever operation it has become
-        room.label(value, node.meta["name"])
+    elif NAME.on(node):  # whatever operation it has become
+        room.label(value, NAME.of(node))
     return value
 
 
@@ -143,7 +145,7 @@ def _check_random(graph: fx.Graph) -> None:
         if torch.Tag.nondeterministic_seeded not in tags or _without_dropout(node):
             continue
         raise PurityError(
-            f"{node.meta.get('source')} draws random numbers from torch's global state "
+            f"{SOURCE.get(node)} draws random numbers from torch's global state "
             f"({node.target}): a traced function would repeat or reorder them. Pass a key and use "
             "torchard.random (random.split(key) gives independent keys), or draw them outside and "
             "pass the tensor."
@@ -166,7 +168,7 @@ def _check_mutation(graph: fx.Graph, paths: Sequence[str]) -> None:
             if index is not None:
                 path = paths[index] if index < len(paths) else "a tensor it closes over"
                 raise PurityError(
-                    f"{node.meta.get('source')} changes {path} in place ({node.target}): a pure "
+                    f"{SOURCE.get(node)} changes {path} in place ({node.target}): a pure "
                     "function returns new values. Use the operation without the underscore, or "
                     "clone() first, and return the result."
                 )
@@ -177,7 +179,7 @@ def _check_pure(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if written_nodes(node):
             raise PurityError(
-                f"{node.meta.get('source')} writes in place by {node.target}, which could not be "
+                f"{SOURCE.get(node)} writes in place by {node.target}, which could not be "
                 "turned into an operation that returns new values."
             )
 
@@ -191,7 +193,7 @@ def _strip_detaches(graph: fx.Graph) -> None:
     Only the user's own detach (tagged ``cut``) means that.
     """
     for node in list(graph.nodes):
-        plain = node.target is aten.detach.default and "cut" not in node.meta
+        plain = node.target is aten.detach.default and not CUT.on(node)
         if plain or node.target is aten.alias.default:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
@@ -217,7 +219,7 @@ def _inline_scalars(found: Recording) -> None:
                 ([], value),
                 {"dtype": closure.spec.dtype, "device": closure.spec.device},
             )
-        full.meta.update(val=closure.node.meta["val"], phase="forward")
+        put(full, {VAL: VAL.of(closure.node), PHASE: "forward"})
         closure.node.replace_all_uses_with(full)
 
 

@@ -14,6 +14,7 @@ from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import DerivativeError, PurityError, UnexpectedTracerError
 from torchard.functional.core.tensor_spec import Spec
 from torchard.functional.effects.mutation import forgets_turns
+from torchard.functional.programs.tags import SOURCE, VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.tensor_lifting import Lift
 from torchard.functional.tracing.torch_checkpoint import taken_as_segments
@@ -159,7 +160,7 @@ def _run(room: Room, fn: Callable[..., Any], inputs: list[torch.Tensor]) -> list
 
 
 def _leaked(node: fx.Node) -> UnexpectedTracerError:
-    what = node.meta.get("source") if node.op == "call_function" else "the function's arguments"
+    what = SOURCE.get(node) if node.op == "call_function" else "the function's arguments"
     return UnexpectedTracerError(
         f"a tensor that stands for a value while a function is traced ({node.target}, made at {what}) is "
         "used after the trace. It has no value: a traced function must not keep tensors (in a list, an "
@@ -217,7 +218,7 @@ def _lift_attributes(found: Recording, room: Room) -> None:
 
 
 def _drawn(node: fx.Node) -> PurityError:
-    where = next((user.meta["source"] for user in node.users if user.meta.get("source")), "a line")
+    where = next((SOURCE.of(user) for user in node.users if SOURCE.get(user)), "a line")
     return PurityError(f"{where} {_DRAWN}.")
 
 
@@ -232,5 +233,5 @@ def _placeholder(graph: fx.Graph, room: Room, value: torch.Tensor) -> fx.Node:
     with internals.inserting_after(graph, _last_placeholder(graph)):
         node = graph.placeholder("constant")
     with internals.clean_room(), room.fakes:
-        node.meta["val"] = Spec.of(value).empty()
+        VAL.set(node, Spec.of(value).empty())
     return node

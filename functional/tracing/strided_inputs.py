@@ -19,6 +19,7 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import PurityError
 from torchard.functional.effects.mutation import argument, storage_key
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import SOURCE, STRIDED
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.trace_state import Room
 
@@ -78,7 +79,7 @@ def pass_on(reads: Sequence[StridedInput], operands: Sequence[torch.Tensor], roo
         if read.number < len(operands):
             node = internals.proxy_node(room.tracer, internals.base_tensor(operands[read.number]))
             if node is not None:
-                node.meta["strided"] = (*node.meta.get("strided", ()), (read.source, read.absolute))
+                STRIDED.set(node, (*STRIDED.get(node, ()), (read.source, read.absolute)))
 
 
 def strided_inputs(program: Program) -> list[StridedInput]:
@@ -99,6 +100,6 @@ def _reads(graph: fx.Graph) -> Iterator[tuple[int | None, str, bool]]:
     for node in graph.nodes:
         if node.target in _STRIDED:
             absolute = argument(node, "storage_offset") is not None
-            yield storage_key(node.args[0]), str(node.meta.get("source")), absolute
-        for source, absolute in node.meta.get("strided", ()):
+            yield storage_key(node.args[0]), str(SOURCE.get(node)), absolute
+        for source, absolute in STRIDED.get(node, ()):
             yield storage_key(node), source, absolute

@@ -13,6 +13,7 @@ from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import PurityError
 from torchard.functional.core.placed import is_placed
 from torchard.functional.effects.mutation import forgets_turns
+from torchard.functional.programs.tags import SOURCE
 from torchard.functional.torch_internals.accessors import pytree as torch_pytree
 from torchard.functional.torch_internals.composite_functions import COMPOSED
 from torchard.functional.tracing import registered_derivatives as registered
@@ -61,7 +62,7 @@ class Lift(TorchFunctionMode):
 
     def _where(self) -> str:
         replayed = self.room.replaying
-        return str(source.of_here() if replayed is None else replayed.meta.get("source"))
+        return str(source.of_here() if replayed is None else SOURCE.get(replayed))
 
     def _natives(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

@@ -14,6 +14,7 @@ from torchard.functional.core.errors import PurityError
 from torchard.functional.core.placed import is_placed
 from torchard.functional.guards.closures import reader_of
 from torchard.functional.programs.program import FREE, Leaf, Program
+from torchard.functional.programs.tags import WEAK
 from torchard.functional.tracing.purify import purify
 from torchard.functional.tracing.record import record
 from torchard.functional.tracing.signature import Arguments, specs_of_arguments
@@ -48,7 +49,7 @@ def trace_call(
     ]
     for node, spec in zip(found.graph.find_nodes(op="placeholder"), specs, strict=False):
         if spec.weak:
-            node.meta["weak"] = True
+            WEAK.set(node, True)
     return Program(
         graph=found.graph,
         inputs=tuple(inputs),

@@ -24,7 +24,8 @@ from torchard.functional.core.scope_frames import Frame, path_of
 from torchard.functional.core.tensor_spec import Spec, contiguous
 from torchard.functional.effects.grad_dependent_ops import without_gradient
 from torchard.functional.effects.mutation import turns_in_place
-from torchard.functional.programs.program import INHERITED
+from torchard.functional.programs.tagging import Tag, Tags, inherited_tags, put
+from torchard.functional.programs.tags import CUT, FRAMES, NAME, PHASE, SCOPE, SEGMENTS, SOURCE, VAL
 from torchard.functional.remat.recompute import RECOMPUTE
 from torchard.functional.remat.segments import segments_opened
 
@@ -39,10 +40,6 @@ __all__ = [
     "frames_again",
     "scope",
 ]
-
-_NOT_TAGS = frozenset(
-    ("val", "tensor_meta", "seq_nr", "original_aten", "from_node", "stack_trace", "residual", "why")
-)
 
 
 @dataclass
@@ -89,7 +86,7 @@ class Room:
     turned: bool = False
     task: int = -1
     last_input: fx.Node | None = None
-    origins: dict[int, dict[str, Any]] = field(default_factory=dict)
+    origins: dict[int, Tags] = field(default_factory=dict)
     numbered: int = 0
     cutting: bool = False
     # Where the operation stands that runs; functorch hides them from kernels.
@@ -111,11 +108,9 @@ class Room:
         """Write on a node what is known while it is made."""
         tags = self._replayed_tags(node) if self.replaying else self._fresh_tags()
         if self.cutting:
-            node.meta["cut"] = True
-        node.meta.update(tags)
-        if self.grad_mode and not torch.is_grad_enabled():
-            node.meta["without_grad"] = self.without_grad = True
-        elif without_gradient(node):
+            CUT.set(node, True)
+        put(node, tags)
+        if (self.grad_mode and not torch.is_grad_enabled()) or without_gradient(node):
             self.without_grad = True
         self.turned |= turns_in_place(node.target)
         self._remember(tags)
@@ -125,50 +120,50 @@ class Room:
         base = internals.base_tensor(tensor)
         node = internals.proxy_node(self.tracer, base)
         if node is not None and node.op == "call_function":
-            for key, value in old.meta.items():
-                if key not in _NOT_TAGS:
-                    node.meta.setdefault(key, value)
+            for tag, value in inherited_tags(old, "call").items():
+                tag.setdefault(node, value)
 
     def label(self, tensor: torch.Tensor, label: str) -> None:
         """Name the node behind a tensor."""
         node = internals.proxy_node(self.tracer, internals.base_tensor(tensor))
         if node is not None:
-            node.meta["name"] = label
+            NAME.set(node, label)
 
     def _backward(self) -> bool:
         return internals.graph_task() != self.task
 
-    def _fresh_tags(self) -> dict[str, Any]:
+    def _fresh_tags(self) -> Tags:
         if self._backward():
             number = internals.current_backward_node()
             origin = self.origins.get(number, {}) if number is not None else {}
-            kept: dict[str, Any] = {k: v for k, v in origin.items() if k in INHERITED}
-            return {"source": source.of_here(), **kept, "phase": "backward"}
-        return {"source": source.of_here(), "phase": "forward", **self._place(())}
+            kept = {tag: value for tag, value in origin.items() if tag.follows == "place"}
+            return {SOURCE: source.of_here(), **kept, PHASE: "backward"}
+        return {SOURCE: source.of_here(), PHASE: "forward", **self._place(())}
 
-    def _place(self, inner: tuple[Frame, ...]) -> dict[str, Any]:
+    def _place(self, inner: tuple[Frame, ...]) -> dict[Tag[Any], Any]:
         """The tags of what runs in the open frames, and in these inside of them."""
         frames = (*self.frames, *inner)
-        tags = {"frames": frames, "scope": path_of(frames), "segments": segments_opened(self.frames)}
-        return {key: value for key, value in tags.items() if value}
+        tags: Tags = {
+            FRAMES: frames,
+            SCOPE: path_of(frames),
+            SEGMENTS: segments_opened(self.frames),
+        }
+        return {tag: value for tag, value in tags.items() if value}
 
-    def _replayed_tags(self, node: fx.Node) -> dict[str, Any]:
+    def _replayed_tags(self, node: fx.Node) -> Tags:
         replayed = self.replaying
         assert replayed is not None
-        meta = replayed.meta
-        if node.target == replayed.target:
-            tags = {key: value for key, value in meta.items() if key not in _NOT_TAGS}
-        else:
-            tags = {key: meta[key] for key in INHERITED if key in meta}
-        if self._backward() or "phase" not in tags:
-            tags["phase"] = "backward" if self._backward() else "forward"
-        segments = tuple(segment.inside(self.frames) for segment in tags.get("segments", ()))
-        place = self._place(tags.get("frames", ()))
+        tags = inherited_tags(replayed, "call" if node.target == replayed.target else "place")
+        tags.pop(VAL, None)  # it has its own
+        if self._backward() or PHASE not in tags:
+            tags[PHASE] = "backward" if self._backward() else "forward"
+        segments = tuple(segment.inside(self.frames) for segment in tags.get(SEGMENTS, ()))
+        place = self._place(tags.get(FRAMES, ()))
         if segments:
-            place["segments"] = (*place.get("segments", ()), *segments)
+            place[SEGMENTS] = (*place.get(SEGMENTS, ()), *segments)
         return {**tags, **place}
 
-    def _remember(self, tags: dict[str, Any]) -> None:
+    def _remember(self, tags: Tags) -> None:
         """Autograd nodes made since the last graph node belong to this one."""
         upto = internals.autograd_sequence()
         for number in range(self.numbered, upto):

@@ -17,6 +17,7 @@ from torchard.functional.core.errors import KernelError
 from torchard.functional.core.outputs import several
 from torchard.functional.execution.binding import bind
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import VAL
 from torchard.kernels.execution import rank_consensus as settle
 from torchard.kernels.execution.blocked import Layout, blocked
 from torchard.kernels.execution.compiled import compiled, writing
@@ -207,7 +208,7 @@ class Choice(ABC):
             program = writing(self.program(given[:count]), added)
             return compiled(program, given) if compiling and most else bind(program)
 
-        results = [node.meta["val"] for node in self.program(tensors).results]
+        results = [VAL.of(node) for node in self.program(tensors).results]
         return blocked(bound, layout, tensors, results)
 
     def _compiled_blocks(self, tensors: Tensors) -> Run | None:
@@ -218,7 +219,7 @@ class Choice(ABC):
 
     def _check(self, results: Any, tensors: Tensors) -> None:
         """That an implementation returns what its reference does, in shape and dtype."""
-        wanted = [node.meta["val"] for node in self.program(tensors).results]
+        wanted = [VAL.of(node) for node in self.program(tensors).results]
         have = [_described(r) for r in several(results)]
         want = [_described(r) for r in wanted]
         if have != want:

@@ -13,6 +13,8 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tagging import strip
+from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_view
 from torchard.functional.torch_internals.operators import aten
 from torchard.kernels.execution.buffers import Buffers, is_large
@@ -37,7 +39,7 @@ def compiled(program: Program, tensors: Tensors) -> Callable[[list[torch.Tensor]
 
     On a CPU large results are written to buffers of ours.
     """
-    values, device = [node.meta["val"] for node in program.results], tensors[0].device
+    values, device = [VAL.of(node) for node in program.results], tensors[0].device
     results = Buffers.of(values)
     ours = device.type == "cpu" and any(map(is_large, values)) and results.dense
     if not (ours and _last(program)):
@@ -55,7 +57,7 @@ def compiled(program: Program, tensors: Tensors) -> Callable[[list[torch.Tensor]
 
 def _last(program: Program) -> bool:
     """Whether each large result is computed where it is written: by loops of the compiler's own."""
-    return all(_looped(node) for node in program.results if is_large(node.meta["val"]))
+    return all(_looped(node) for node in program.results if is_large(VAL.of(node)))
 
 
 def _looped(node: fx.Node) -> bool:
@@ -66,6 +68,7 @@ def _looped(node: fx.Node) -> bool:
 
 def _compiled(program: Program, tensors: Tensors) -> Callable[[list[torch.Tensor]], Any]:
     module = fx.GraphModule(torch.nn.Module(), program.copy().graph)
+    strip(module.graph)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # importing the compiler warns about torch.jit
         return internals.compile_graph(module, tensors, "inductor")
@@ -81,9 +84,9 @@ def writing(program: Program, added: Sequence[bool]) -> Program:
     graph, results = program.graph, program.results
     output = graph.output_node()
     for i, (node, add) in enumerate(zip(results, added, strict=True)):
-        place = program.extend(f"place_{i}", node.meta["val"])
+        place = program.extend(f"place_{i}", VAL.of(node))
         with graph.inserting_before(output):
             target = aten.add_.Tensor if add else aten.copy_.default
-            graph.call_function(target, (place, node)).meta["val"] = node.meta["val"]
+            VAL.set(graph.call_function(target, (place, node)), VAL.of(node))
     output.args = ((),)
     return replace(program, outputs=())

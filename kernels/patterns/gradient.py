@@ -15,6 +15,7 @@ import torch
 from torchard.functional.core.outputs import several
 from torchard.functional.execution.binding import bind
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import VAL
 from torchard.functional.trace import trace
 from torchard.functional.tracing.signature import ShapeDtype
 from torchard.kernels.patterns.pattern import Pattern
@@ -56,7 +57,7 @@ def _gradient_of(pattern: Pattern, again: bool) -> Pattern | None:
     """
     specs, program = pattern.alternatives[0].example
     floating = [i for i, (_, dtype) in enumerate(specs) if dtype.is_floating_point]
-    outputs = [node.meta["val"] for node in program.results]
+    outputs = [VAL.of(node) for node in program.results]
     followed = [j for j, val in enumerate(outputs) if val.dtype.is_floating_point]
     if not floating or not followed:
         return None
@@ -137,7 +138,7 @@ def _cut(program: Program, count: int, results: Sequence[int]) -> Program:
     program = program.copy()
     graph, outputs = program.graph, program.results
     for j in results:
-        given = program.extend(f"{RESULT}{j}", outputs[j].meta["val"])
+        given = program.extend(f"{RESULT}{j}", VAL.of(outputs[j]))
         if outputs[j].op == "call_function":  # what is an input as it is stays that
             outputs[j].replace_all_uses_with(given)
     graph.output_node().args = (tuple(outputs[count:]),)

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import fx
 
+from torchard.functional.programs.tags import SCOPE, SOURCE
 from torchard.kernels.patterns.effort import Effort, Exhausted
 from torchard.kernels.patterns.pattern import Alternative, Pattern
 from torchard.kernels.patterns.similarity import spoken
@@ -42,8 +43,8 @@ class Miss:
     def __str__(self) -> str:
         if self.node is None:
             return self.why
-        where = self.node.meta.get("source") or self.node.name
-        scope = self.node.meta.get("scope")
+        where = SOURCE.get(self.node) or self.node.name
+        scope = SCOPE.get(self.node)
         return f"{where}{f' (scope {scope})' if scope else ''}: {self.why}"
 
 

@@ -14,6 +14,7 @@ from functools import cached_property
 from torch import fx
 
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import VAL
 from torchard.kernels.terms.evaluate import evaluate
 from torchard.kernels.terms.reading import bare, inside
 from torchard.kernels.terms.terms import Store, Term, Value
@@ -105,7 +106,7 @@ class Plan:
     def _values(self) -> dict[fx.Node, Value]:
         """Of inputs of which nothing is known."""
         store = Store()
-        vals = [node.meta["val"] for node in self.program.placeholders]
+        vals = [VAL.of(node) for node in self.program.placeholders]
         leaves = [store.leaf(i, val.shape, val.dtype) for i, val in enumerate(vals)]
         return evaluate(self.program.graph, leaves, store)
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.programs.tags import PHASE
 from torchard.kernels.patterns.effort import EVALUATION, Effort
 from torchard.kernels.patterns.match_plan import Plan, Step
 from torchard.kernels.patterns.pattern import Alternative, Pattern
@@ -185,7 +186,7 @@ class Verifier:
 
     def _phase(self, term: Term) -> Any:
         node = self.reading.nodes[term][0]
-        return node.meta.get("phase"), node in self.reading.behind
+        return PHASE.get(node), node in self.reading.behind
 
     def _too_late(self, value: Value, term: Term) -> bool:
         """Whether a value depends on a cotangent, and a term does not."""

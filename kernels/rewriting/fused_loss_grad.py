@@ -19,6 +19,8 @@ from torch import fx
 from torchard.functional.core.outputs import several
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tagging import inherit
+from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.trace import trace
 from torchard.kernels.execution.autotune import Choice
@@ -127,13 +129,13 @@ def _complete(found: Found) -> bool:
 def let_go_of_losses(program: Program) -> None:
     """Ones like a number, as every gradient begins with, are ones: they need not wait for the number."""
     for node in program.graph.find_nodes(op="call_function", target=aten.ones_like.default):
-        val = node.meta["val"]
+        val = VAL.of(node)
         if val.ndim:
             continue
         with program.graph.inserting_before(node):
             ones: fx.Node = program.graph.call_function(
                 aten.ones.default, ([],), {"dtype": val.dtype, "device": val.device}
             )
-        ones.meta.update(node.meta)
+        inherit(ones, node, "value")
         node.replace_all_uses_with(ones)
         program.graph.erase_node(node)

@@ -7,6 +7,7 @@ import operator
 from torch import fx
 
 from torchard.functional.core.outputs import tensors_of
+from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_view
 
 __all__ = ["moved", "moves_nothing", "size_of"]
@@ -15,7 +16,7 @@ __all__ = ["moved", "moves_nothing", "size_of"]
 def size_of(node: fx.Node) -> int:
     """Bytes of a node's value; of what is expanded, those there are."""
     found = 0
-    for v in tensors_of(node.meta.get("val")):
+    for v in tensors_of(VAL.get(node)):
         n = 1
         for size, stride in zip(v.shape, v.stride(), strict=True):
             n *= size if stride else 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import PHASE, SOURCE
 from torchard.kernels.patterns.effort import Exhausted
 from torchard.kernels.patterns.kernel import Kernel
 from torchard.kernels.patterns.match import Finder
@@ -117,7 +118,7 @@ class _Near:
 
     @property
     def source(self) -> str:
-        return str(self.node.meta.get("source") or "")
+        return str(SOURCE.get(self.node) or "")
 
     def reached(self) -> set[fx.Node]:
         """What lies between the pattern's inputs, as far as it goes, and its output."""
@@ -169,7 +170,7 @@ class _Near:
 
 
 def _is_backward(node: fx.Node) -> bool:
-    return node.meta.get("phase") == "backward"
+    return PHASE.get(node) == "backward"
 
 
 def _tells(term: Term) -> bool:

@@ -10,7 +10,9 @@ import torch
 from torch import fx
 
 from torchard.functional.programs.kernel_call import Fused
-from torchard.functional.programs.program import INHERITED, Program
+from torchard.functional.programs.program import Program
+from torchard.functional.programs.tagging import inherit
+from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_view, storage_of
 from torchard.functional.torch_internals.operators import aten
 
@@ -68,7 +70,7 @@ def _keeps_layout(node: fx.Node) -> bool:
 
 def _laid_out(user: fx.Node, operand: Any) -> None:
     """What addresses memory finds it as it was."""
-    val = operand.meta["val"]
+    val = VAL.of(operand)
     if val.is_contiguous():
         with user.graph.inserting_before(user):
             copy = _copied(operand)
@@ -80,7 +82,8 @@ def _copied(node: fx.Node) -> fx.Node:
     made: fx.Node = node.graph.call_function(
         aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
     )
-    made.meta.update({k: v for k, v in node.meta.items() if k in (*INHERITED, "val")})
+    inherit(made, node)  # and not its name, which stays with what is copied
+    VAL.set(made, VAL.of(node))
     return made
 
 

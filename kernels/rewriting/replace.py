@@ -15,7 +15,8 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.programs.kernel_call import Fused
-from torchard.functional.programs.program import INHERITED
+from torchard.functional.programs.tagging import Tags, inherit, put, stand_for
+from torchard.functional.programs.tags import SEGMENTS, VAL
 from torchard.functional.programs.views import is_view
 from torchard.functional.torch_internals.operators import aten
 from torchard.kernels.patterns.match import Found, Root
@@ -164,7 +165,7 @@ class Replacer:
         if any(self.wanted(node) for node in plan.gone - roots):
             return "a value inside of it is asked for by its label"
         for part in plan.parts:
-            marks = {n.meta.get("segments", ()) for n in part.gone if not moves_nothing(n)}
+            marks = {SEGMENTS.get(n, ()) for n in part.gone if not moves_nothing(n)}
             if len(marks) > 1:
                 return "a checkpoint's edge runs through it"
         return ""
@@ -180,7 +181,7 @@ class Replacer:
         copied = [n for n in node.all_input_nodes[:1] if node.target is aten.clone.default]
         return any(
             self.reading.value(n).term is term
-            and n.meta["val"].stride() != node.meta["val"].stride()
+            and VAL.of(n).stride() != VAL.of(node).stride()
             for n in copied
         )
 
@@ -280,7 +281,7 @@ class Replacer:
 
     # -- doing --------------------------------------------------------------------------------
 
-    def carry_out(self, part: Part, fused: Fused, tags: dict[str, Any]) -> fx.Node:
+    def carry_out(self, part: Part, fused: Fused, tags: Tags) -> fx.Node:
         """Put one kernel in; its node."""
         first = min(part.makers, key=self.order.__getitem__)
         with self.graph.inserting_before(first):
@@ -289,7 +290,7 @@ class Replacer:
                 for node, value in zip(part.sources, part.found.inputs, strict=True)
             ]
             node = self._call(fused, tuple(operands), first)
-            node.meta.update(tags)
+            put(node, tags)
             results = self._results(node, part.found, first)
         for i, result in enumerate(results):
             self._turn(part, i, result)
@@ -373,13 +374,13 @@ class Replacer:
             if not stride:
                 node = self._call(aten.unsqueeze.default, (node, d), like)
         shape = list(access.shape)
-        if tuple(node.meta["val"].shape) != tuple(shape):
+        if tuple(VAL.of(node).shape) != tuple(shape):
             node = self._call(aten.expand.default, (node, shape), like)
         return node
 
     def _results(self, node: fx.Node, found: Found, like: fx.Node) -> list[fx.Node]:
         """The kernel's results, in the order of the roots."""
-        if not isinstance(node.meta["val"], tuple):
+        if not isinstance(VAL.of(node), tuple):
             return [node]
         return [self._call(operator.getitem, (node, root.output), like) for root in found.roots]
 
@@ -395,8 +396,7 @@ class Replacer:
                     new = self._viewed(new, whole, want, old)
                 else:
                     new = self._viewed(result, root.value, want, old)
-            if "name" in old.meta:
-                new.meta.setdefault("name", old.meta["name"])
+            stand_for(new, old)
             old.replace_all_uses_with(new)
             self.turned[old] = new
             self.reading.nodes[root.term].insert(0, new)
@@ -413,7 +413,7 @@ class Replacer:
         """The sum that a result is a part of, in the dims in which its parts were told apart."""
         shape = list(whole.shape)
         new = result
-        if tuple(result.meta["val"].shape) != whole.shape:
+        if tuple(VAL.of(result).shape) != whole.shape:
             new = self._call(aten.reshape.default, (new, shape), like)
         for node, value, factor in rest:
             other = self._viewed(node, self.reading.value(node), value, like)
@@ -434,10 +434,11 @@ class Replacer:
     ) -> fx.Node:
         """A new node, in the place of another one."""
         made = self.graph.call_function(target, args, kwargs)
-        vals, extra = fx.map_arg((args, kwargs or {}), lambda n: n.meta["val"])
+        vals, extra = fx.map_arg((args, kwargs or {}), VAL.of)
         with internals.no_modes(), torch.no_grad():
-            made.meta["val"] = target(*vals, **extra)
-        made.meta.update({k: like.meta[k] for k in INHERITED if k in like.meta})
+            val = target(*vals, **extra)
+        inherit(made, like)
+        VAL.set(made, val)
         self.order[made] = self.order[like] - 0.5
         return made
 

@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.programs.records import Record
+from torchard.functional.programs.tags import PHASE, SCOPE, SOURCE
 from torchard.kernels.rewriting.replace import Part
 from torchard.kernels.terms.reading import Reading
 
@@ -45,9 +46,9 @@ class Match:
         inside = sorted(part.gone, key=reading.order.__getitem__)
         return Match(
             part.found.pattern.name,
-            str(node.meta.get("scope") or ""),
-            str(node.meta.get("source") or ""),
-            str(node.meta.get("phase") or "forward"),
+            str(SCOPE.get(node) or ""),
+            str(SOURCE.get(node) or ""),
+            str(PHASE.get(node) or "forward"),
             tuple(value.shape for value in part.found.inputs),
             part.found.literals,
             tuple(n.name for n in inside),
@@ -77,12 +78,12 @@ class Use(Record):
 
     @staticmethod
     def of(name: str, how: str | UserString, part: Part) -> Use:
-        meta = part.firsts[0].meta
+        first = part.firsts[0]
         return Use(
             name,
-            str(meta.get("scope") or ""),
-            str(meta.get("source") or ""),
-            str(meta.get("phase") or "forward"),
+            str(SCOPE.get(first) or ""),
+            str(SOURCE.get(first) or ""),
+            str(PHASE.get(first) or "forward"),
             how,
             part.operations,
             part.before,
@@ -127,12 +128,11 @@ class Missed(Record):
 
     @staticmethod
     def of(kernel: str, node: fx.Node, why: str) -> Missed:
-        meta = node.meta
         return Missed(
             kernel,
-            str(meta.get("scope") or ""),
-            str(meta.get("source") or ""),
-            str(meta.get("phase") or "forward"),
+            str(SCOPE.get(node) or ""),
+            str(SOURCE.get(node) or ""),
+            str(PHASE.get(node) or "forward"),
             why,
         )
 

@@ -13,6 +13,7 @@ from torch import fx
 from torchard.functional.core.errors import KernelError
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import KERNEL, PHASE, SEGMENTS, SOURCE, USE, VAL
 from torchard.kernels.execution.buffers import is_large
 from torchard.kernels.patterns.gradient import RESULT
 from torchard.kernels.patterns.kernel import KERNELS, Kernel
@@ -187,7 +188,7 @@ class Search:
         if pair.found is None or made is None:
             return False
         plan = self._plan(Group([(kernel, pair.found)]))
-        marked = any(node.meta.get("segments") for node in plan.gone)
+        marked = any(SEGMENTS.get(node) for node in plan.gone)
         if marked or plan.refused or (self.request.kernels is None and not _worth(plan)):
             return False
         self._carry_out(plan.parts[0], pair.name, *made)
@@ -219,7 +220,7 @@ class Search:
             self.refused.append((node, Missed.of(kernel.name, node, plan.refused)))
 
     def _carry_out(self, part: Part, name: str, fused: Fused, how: UserString) -> None:
-        self.replacer.carry_out(part, fused, {"kernel": name, "use": Use.of(name, how, part)})
+        self.replacer.carry_out(part, fused, {KERNEL: name, USE: Use.of(name, how, part)})
 
     def _check_gradient(self, kernel: Kernel, part: Part, differentiated: bool) -> None:
         """A kernel without a derivative must not stand where one is taken."""
@@ -229,13 +230,13 @@ class Search:
         if differentiated or (not _is_backward(first) and any(map(_is_backward, readers))):
             raise KernelError(
                 f"kernel {kernel.name!r} has no vjp, and {self.program.name} takes a gradient through it "
-                f"({first.meta.get('source')}). Give it one, Kernel(..., vjp={{'any': f}}), or let it be "
+                f"({SOURCE.get(first)}). Give it one, Kernel(..., vjp={{'any': f}}), or let it be "
                 "its reference's: Kernel(..., vjp='reference')."
             )
 
 
 def _place(node: fx.Node) -> str:
-    return str(node.meta.get("source") or node.name)
+    return str(SOURCE.get(node) or node.name)
 
 
 def _worth(plan: Replacement) -> bool:
@@ -247,7 +248,7 @@ def _worth(plan: Replacement) -> bool:
 
 def _large_on_cpu(node: fx.Node) -> bool:
     """Whether it is worth having from us for the pages it lies in alone."""
-    val = node.meta["val"]
+    val = VAL.of(node)
     return isinstance(val, torch.Tensor) and val.device.type == "cpu" and is_large(val)
 
 
@@ -261,10 +262,10 @@ def _is_gradient(gradient: Found, of: Found) -> bool:
 
 
 def _has_backward(program: Program) -> bool:
-    return any(node.meta.get("phase") == "backward" for node in program.calls) or any(
+    return any(PHASE.get(node) == "backward" for node in program.calls) or any(
         leaf.role == "cotangent" for leaf in program.inputs
     )
 
 
 def _is_backward(node: fx.Node) -> bool:
-    return node.meta.get("phase") == "backward"
+    return PHASE.get(node) == "backward"

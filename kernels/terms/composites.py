@@ -15,6 +15,7 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core.bounded import Recent
 from torchard.functional.core.outputs import tensors_of
 from torchard.functional.core.tensor_spec import Spec
+from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.purify import purify
 from torchard.functional.tracing.record import record
@@ -106,7 +107,7 @@ _TRACED: Recent[fx.Graph | None] = Recent(512)
 def taken_apart(node: fx.Node) -> fx.Graph | None:
     """The graph of the operations a node is made of, its operands as inputs; None if it declines."""
     operands = [n for n in _nodes((node.args, node.kwargs))]
-    specs = [Spec.of(n.meta["val"]) for n in operands]
+    specs = [Spec.of(VAL.of(n)) for n in operands]
     key = (node.target, tuple(specs), _told((node.args, node.kwargs)))
     return _TRACED.get(key, lambda: _trace(node, specs))
 
@@ -139,7 +140,7 @@ def _trace(node: fx.Node, specs: list[Spec]) -> fx.Graph | None:
 
     found = purify(record(run, specs), ())
     # An output node's first argument is the tuple of what is returned, which fx's types do not say.
-    made = [n.meta["val"] for n in found.graph.output_node().args[0]]  # type: ignore[union-attr]
-    alike = [(v.shape, v.dtype) for v in tensors_of(node.meta["val"])]
+    made = [VAL.of(n) for n in found.graph.output_node().args[0]]  # type: ignore[union-attr,arg-type]
+    alike = [(v.shape, v.dtype) for v in tensors_of(VAL.of(node))]
     same = [(v.shape, v.dtype) for v in made] == alike and not found.closures
     return found.graph if same else None

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from torchard.functional.core.outputs import tensors_of
+from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_view
 from torchard.functional.torch_internals.operators import aten, prims
 from torchard.kernels.terms.composites import is_composite, taken_apart
@@ -38,7 +39,7 @@ class Call:
         given: Any = fx.map_arg((node.args, node.kwargs), env.__getitem__)
         self.args: tuple[Any, ...] = given[0]
         self.kwargs: dict[str, Any] = given[1]
-        self.val = node.meta["val"]
+        self.val = VAL.of(node)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -119,7 +120,7 @@ def evaluate(
         if node.op == "placeholder":
             env[node] = next(given)
         elif node in leaves:
-            val = node.meta["val"]
+            val = VAL.of(node)
             env[node] = store.leaf(node.name, val.shape, val.dtype)
         elif node.op == "call_function":
             env[node] = value_of(store, node, env)
@@ -323,7 +324,7 @@ def _ones(store: Store, call: Call) -> Found:
 @register(aten._to_copy.default, prims.convert_element_type.default)
 def _cast(store: Store, call: Call) -> Found:
     x = call.args[0]
-    if call.val.device != call.node.args[0].meta["val"].device:  # type: ignore[union-attr]
+    if call.val.device != VAL.of(call.node.args[0]).device:  # type: ignore[arg-type]
         return NotImplemented
     return store.cast(x, call.dtype)
 

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import PHASE, VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.kernels.terms.evaluate import evaluate
 from torchard.kernels.terms.terms import Store, Term, Value, is_multiple, literal
@@ -46,7 +47,7 @@ def _beginnings(program: Program) -> set[fx.Node]:
         node
         for node in program.calls
         if (node.target in _ONES or (node.target in _FULL and node.args[1] == 1))
-        and all(user.meta.get("phase") == "backward" for user in node.users)
+        and all(PHASE.get(user) == "backward" for user in node.users)
     }
 
 
@@ -78,7 +79,7 @@ class Reading:
         self.program = program
         self.store = Store()
         inputs = [
-            self.store.leaf(i, node.meta["val"].shape, node.meta["val"].dtype)
+            self.store.leaf(i, VAL.of(node).shape, VAL.of(node).dtype)
             for i, node in enumerate(program.placeholders)
         ]
         found = evaluate(
@@ -106,7 +107,7 @@ class Reading:
     def device(self) -> torch.device:
         """Of its first input."""
         placeholders = self.program.placeholders
-        return placeholders[0].meta["val"].device if placeholders else torch.device("cpu")
+        return VAL.of(placeholders[0]).device if placeholders else torch.device("cpu")
 
     def _behind(self) -> set[fx.Node]:
         leaves = zip(self.program.placeholders, self.program.inputs, strict=False)
@@ -122,7 +123,7 @@ class Reading:
         for node in self.program.calls:
             if node.target in _BIASED:
                 a, b = (self.values[n] for n in node.all_input_nodes[-2:])
-                term = bare(self.store.dot(a, b, node.meta["val"].dtype).term)
+                term = bare(self.store.dot(a, b, VAL.of(node).dtype).term)
                 found.setdefault(term, node)
         return found
 

@@ -20,12 +20,14 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import PurityError
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.kernel_call import Fused
-from torchard.functional.programs.program import INHERITED
+from torchard.functional.programs.tagging import Tag, forget, inherit, put, stand_for
+from torchard.functional.programs.tags import APART, USE, VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.purify import purify
 from torchard.functional.tracing.record import Spec, record
 from torchard.sharding.decompositions.functional_forms import DECOMPOSITIONS
 from torchard.sharding.decompositions.neighbours import NEIGHBOURS, Parts
+from torchard.sharding.layouts.tags import CALL, PART_OF
 from torchard.sharding.rules import Call, lookup
 from torchard.sharding.rules.registry import result_index, results
 
@@ -65,7 +67,7 @@ def decompose(graph: fx.Graph, node: fx.Node, parts: Parts | None = None) -> lis
         parts: for each operand, how many ranks split each dim; None: not by blocks.
     """
     operands = Call.of(node).operands
-    if node.target not in _OF_SEVERAL and any(0 in o.meta["val"].shape for o in operands):
+    if node.target not in _OF_SEVERAL and any(0 in VAL.of(o).shape for o in operands):
         return []  # nothing to gather; and nothing has no maximum
     ways = _decompositions(node.target, parts)
     traced = next((t for way in ways if (t := _trace(way, node, operands)) is not None), None)
@@ -97,7 +99,7 @@ def _trace(
         values = out if isinstance(out, (tuple, list)) else [out]
         return [v for v in values if v is not None]
 
-    specs = [Spec.of(o.meta["val"]) for o in operands]
+    specs = [Spec.of(VAL.of(o)) for o in operands]
     try:
         found = record(run, specs)
         if any(_writes_for_good(n) for n in found.graph.nodes):
@@ -119,7 +121,7 @@ def _writes_for_good(node: fx.Node) -> bool:
 
 def _same_results(graph: fx.Graph, node: fx.Node) -> bool:
     want = results(node)
-    have = [n.meta["val"] for n in output_values(graph)]
+    have = [VAL.of(n) for n in output_values(graph)]
     return len(want) == len(have) and all(
         w.shape == h.shape and w.dtype == h.dtype for w, h in zip(want, have, strict=True)
     )
@@ -139,11 +141,10 @@ def _told(node: fx.Node) -> list[Any]:
 
 
 def _shape(node: fx.Node) -> Any:
-    return getattr(node.meta["val"], "shape", None), "of an operand"
+    return getattr(VAL.of(node), "shape", None), "of an operand"
 
 
 _NUMBERS = itertools.count()
-_KEPT = (*INHERITED, "name", "apart")
 
 
 def _inline(
@@ -153,22 +154,22 @@ def _inline(
     env: dict[fx.Node, fx.Node] = {}
     inputs = [n for n in traced.nodes if n.op == "placeholder"]
     env.update(zip(inputs, operands, strict=True))
-    tags = {k: node.meta[k] for k in _KEPT if k in node.meta}
-    tags["part_of"] = next(_NUMBERS)
-    if "use" in node.meta:
-        tags["apart"] = replace(node.meta["use"], how="came apart: a dim that must be whole is split")
+    tags: dict[Tag[Any], Any] = {PART_OF: next(_NUMBERS)}
+    if USE.on(node):
+        tags[APART] = replace(USE.of(node), how="came apart: a dim that must be whole is split")
     for inner in traced.nodes:
         if inner.op == "call_function":
             env[inner] = graph.node_copy(inner, env.__getitem__)
-            env[inner].meta = {"val": inner.meta["val"], **tags}
+            inherit(env[inner], node)
+            put(env[inner], {VAL: VAL.of(inner), **tags})
     pieces = [env[n] for n in traced.nodes if n.op == "call_function"]
     return pieces, [env[n] for n in output_values(traced)]
 
 
 def _replace(graph: fx.Graph, node: fx.Node, pieces: list[fx.Node]) -> None:
-    if isinstance(node.meta["val"], (tuple, list)):
+    if isinstance(VAL.of(node), (tuple, list)):
         for user in list(node.users):
-            if hasattr(user.meta.get("val"), "shape"):
+            if hasattr(VAL.get(user), "shape"):
                 _use(pieces[result_index(user)], user)
             graph.erase_node(user)
     else:
@@ -178,5 +179,6 @@ def _replace(graph: fx.Graph, node: fx.Node, pieces: list[fx.Node]) -> None:
 
 def _use(piece: fx.Node, before: fx.Node) -> None:
     """A piece in the place of a node; what its users remember of their operands is forgotten."""
+    stand_for(piece, before)
     for user in before.replace_all_uses_with(piece):
-        user.meta.pop("_call", None)
+        forget(user, CALL)

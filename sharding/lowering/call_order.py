@@ -27,6 +27,8 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.execution.failures import failed
 from torchard.functional.programs.labels import Label, label_of
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import SOURCE, STAGE
+from torchard.sharding.layouts.tags import OVER
 from torchard.sharding.values.mesh import Mesh
 from torchard.sharding.values.store_allgather import thread_name
 
@@ -180,13 +182,13 @@ class CallOrder:
         self.name, self.number, self.mesh = program.name, 0, mesh
         self._circles: dict[Circle, Label] = {}
         for node in local.nodes:
-            axes = node.meta.get("over") if node.meta.get("stage") == "issue" else None
+            axes = OVER.get(node) if STAGE.get(node) == "issue" else None
             if axes is not None and mesh.host_group is not None:
                 ranks = tuple(sorted(dist.get_process_group_ranks(mesh.group(axes))))
                 if len(ranks) > 1:
                     label = replace(label_of(node), stage="meet")
                     self._circles.setdefault(_circle(mesh.host_group, ranks), label)
-        sources = (node.meta.get("source") for node in program.graph.nodes)
+        sources = (SOURCE.get(node) for node in program.graph.nodes)
         source = next((f" of {source}" for source in sources if source), "")
         self._text = f"{self.name}({signature}){source}"
 

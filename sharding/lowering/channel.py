@@ -12,7 +12,10 @@ import torch.distributed as dist
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.programs.tagging import put
+from torchard.functional.programs.tags import COLLECTIVE, PEERS, STAGE
 from torchard.functional.torch_internals.operators import c10d
+from torchard.sharding.layouts.tags import OVER
 from torchard.sharding.lowering.lower import Lowering
 from torchard.sharding.values.mesh import Mesh
 
@@ -29,7 +32,7 @@ class Channel:
         self.low = low
         self.group = low.mesh.group(axes).group_name
         peers = _peers(low.mesh, axes)
-        self.tags = {"collective": low.record, "peers": peers, "over": tuple(axes)}
+        self.tags = {COLLECTIVE: low.record, PEERS: peers, OVER: tuple(axes)}
 
     def issue(self, name: str, x: fx.Node, *args: Any) -> fx.Node:
         op = getattr(c10d, name).default
@@ -39,7 +42,7 @@ class Channel:
         return self._tagged("wait", self.low.emit.call(c10d.wait_tensor.default, x))
 
     def _tagged(self, stage: str, node: fx.Node) -> fx.Node:
-        node.meta.update(self.tags, stage=stage)
+        put(node, {**self.tags, STAGE: stage})
         return node
 
 

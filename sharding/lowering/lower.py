@@ -17,9 +17,12 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from torchard.functional.programs.tagging import Tags, inherited_tags, put
+from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, SHAPE, STEP, VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.reshard import ReshardStep
+from torchard.sharding.layouts.tags import AFTER, BUCKET, GATHERED, LOWERED, TURN
 from torchard.sharding.rules import Call, lookup, rule_of
 from torchard.sharding.rules.blocks import Piece
 from torchard.sharding.scheduling.collectives import record_of
@@ -27,7 +30,6 @@ from torchard.sharding.values.mesh import Mesh
 
 __all__ = ["Emitter", "Fetch", "Lowering", "Transport", "Value", "placed_layouts"]
 
-_TOLD = ("source", "scope", "phase", "recompute")  # what is said of a node on what it becomes
 Coords = dict[str, int]
 Key = tuple[int, ...]
 
@@ -87,11 +89,11 @@ class Emitter:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
-        self.tags: dict[str, Any] = {}
+        self.tags: Tags = {}
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         node = self.graph.call_function(target, args, kwargs)
-        node.meta.update(self.tags)
+        put(node, self.tags)
         return node
 
     def full(self, shape: Sequence[int], value: float | int | bool, like: torch.Tensor) -> fx.Node:
@@ -120,7 +122,7 @@ class _Local:
         return list(layout.local_shape(self._coords, self._low.mesh.shape))
 
     def operand_shape(self, operand: int) -> list[int]:
-        layout = self._call.operands[operand].meta["layout"]
+        layout = LAYOUT.of(self._call.operands[operand])
         return list(layout.local_shape(self._coords, self._low.mesh.shape))
 
     def result_range(self, dim: int) -> range:
@@ -128,19 +130,19 @@ class _Local:
         return layout.local_range(dim, self._coords, self._low.mesh.shape)
 
     def operand_range(self, operand: int, dim: int) -> range:
-        layout: Layout = self._call.operands[operand].meta["layout"]
+        layout: Layout = LAYOUT.of(self._call.operands[operand])
         return layout.local_range(dim, self._coords, self._low.mesh.shape)
 
 
 def result_layouts(node: fx.Node) -> tuple[Layout, ...]:
     """The layouts of a node's tensors."""
-    layout = node.meta["layout"]
+    layout = LAYOUT.of(node)
     return layout if isinstance(layout, tuple) else (layout,)
 
 
 def placed_layouts(graph: fx.Graph) -> list[Layout]:
     """The layouts of a graph's inputs."""
-    return [n.meta["layout"] for n in graph.nodes if n.op == "placeholder"]
+    return [LAYOUT.of(n) for n in graph.nodes if n.op == "placeholder"]
 
 
 class Lowering:
@@ -160,8 +162,8 @@ class Lowering:
         self.scattered: list[fx.Node] = []
         self.buckets: dict[Any, list[fx.Node]] = {}
         for node in graph.nodes:
-            if node.op == "call_function" and "bucket" in node.meta:
-                self.buckets.setdefault(node.meta["bucket"], []).append(node)
+            if node.op == "call_function" and BUCKET.on(node):
+                self.buckets.setdefault(BUCKET.of(node), []).append(node)
 
     def run(self) -> fx.Graph:
         """The local graph: parts of all inputs, in order, to parts of all outputs."""
@@ -183,13 +185,13 @@ class Lowering:
         return self.graph
 
     def _tag(self, node: fx.Node) -> None:
-        self.emit.tags = {k: node.meta[k] for k in _TOLD if k in node.meta}
-        self.record = node.meta.get("collective")
+        self.emit.tags = inherited_tags(node)
+        self.record = COLLECTIVE.get(node)
 
     def tag_collective(self) -> None:
         """What is emitted for this node from here on is the collective, played in one process."""
         if self.record is not None:
-            self.emit.tags = {**self.emit.tags, "collective": self.record}
+            self.emit.tags = {**self.emit.tags, COLLECTIVE: self.record}
 
     def distinct(self, layouts: Sequence[Layout]) -> list[Coords]:
         """One of our coordinates for each distinct key over the axes of these layouts."""
@@ -223,11 +225,11 @@ class Lowering:
         return layout.local_shape(coords, self.mesh.shape)
 
     def _placeholder(self, node: fx.Node) -> None:
-        layout: Layout = node.meta["layout"]
+        layout: Layout = LAYOUT.of(node)
         parts: dict[Key, Value] = {}
         for at in self.distinct([layout]):
             made = self.graph.placeholder(f"part{next(self.numbers)}")
-            made.meta.update(self.emit.tags)
+            put(made, self.emit.tags)
             parts[layout.key(at)] = Value(made)
         self.env[node] = parts
 
@@ -237,7 +239,7 @@ class Lowering:
         assert isinstance(values, (tuple, list))
         for value in values:
             if isinstance(value, fx.Node):
-                layout: Layout = value.meta["layout"]
+                layout: Layout = LAYOUT.of(value)
                 places = self.distinct([layout])
                 parts.extend(self.env[value][layout.key(at)].get() for at in places)
             else:
@@ -249,12 +251,12 @@ class Lowering:
         for node in members:
             self._have(node.all_input_nodes[0])
         moves = [
-            (m.meta["step"], self.env[m.all_input_nodes[0]], m.meta["val"]) for m in members
+            (STEP.of(m), self.env[m.all_input_nodes[0]], VAL.of(m)) for m in members
         ]
         self._tag(members[0])
         # The plan lists a bucket once, on its first member, which a split may have left elsewhere.
-        listed = (m.meta["collective"] for m in members if "collective" in m.meta)
-        self.record = next(listed, None) or record_of(*moves[0][::2], members[0].meta, self.mesh.sizes)
+        listed = (COLLECTIVE.of(m) for m in members if COLLECTIVE.on(m))
+        self.record = next(listed, None) or record_of(*moves[0][::2], members[0], self.mesh.sizes)
         self.env.update(zip(members, self.transport.together(self, moves), strict=True))
 
     def _have(self, node: fx.Node) -> None:
@@ -265,18 +267,18 @@ class Lowering:
             self._node(node)
 
     def _node(self, node: fx.Node) -> None:
-        if "turn" in node.meta:
+        if TURN.on(node):
             self._keep_step(node)
-        self._wait_for(self.buckets.get(node.meta.get("after"), ()))
-        together = self.buckets.get(node.meta.get("bucket"), ())
+        self._wait_for(self.buckets.get(AFTER.get(node), ()))
+        together = self.buckets.get(BUCKET.get(node), ())
         if len(together) > 1:
             self._bucket(together)
-        elif "step" in node.meta:
+        elif STEP.on(node):
             (source,) = node.all_input_nodes
-            val = node.meta["val"]
-            self.env[node] = self.transport.step(self, node.meta["step"], self.env[source], val)
-        elif "lowered" in node.meta:
-            self.env[node] = node.meta["lowered"](self, node)
+            val = VAL.of(node)
+            self.env[node] = self.transport.step(self, STEP.of(node), self.env[source], val)
+        elif LOWERED.on(node):
+            self.env[node] = LOWERED.of(node)(self, node)
         elif node.target is operator.getitem:
             self._getitem(node)
         else:
@@ -284,10 +286,10 @@ class Lowering:
 
     def _keep_step(self, node: fx.Node) -> None:
         """Wait for gradients scattered two layers ago: until then, what was sent is held as well."""
-        if "step" in node.meta:
+        if STEP.on(node):
             self.scattered.append(node)
             return
-        while self.scattered and self.scattered[0].meta["turn"] < node.meta["turn"] - 1:
+        while self.scattered and TURN.of(self.scattered[0]) < TURN.of(node) - 1:
             self._wait_for([self.scattered.pop(0)])
 
     def _wait_for(self, nodes: Iterable[fx.Node]) -> None:
@@ -298,7 +300,7 @@ class Lowering:
     def _getitem(self, node: fx.Node) -> None:
         source, position = node.args
         assert isinstance(source, fx.Node) and isinstance(position, int)
-        layout: Layout = node.meta["layout"]
+        layout: Layout = LAYOUT.of(node)
         parts: dict[Key, Value] = {}
         axes = _axes_of(source)
         for at in self.distinct(result_layouts(source)):
@@ -316,7 +318,7 @@ class Lowering:
     def _operation(self, node: fx.Node) -> None:
         call = Call.of(node)
         outs = result_layouts(node)
-        layouts = [*(o.meta["layout"] for o in call.operands), *outs]
+        layouts = [*(LAYOUT.of(o) for o in call.operands), *outs]
         axes = _axes_of(node)
         parts: dict[Key, Value] = {}
         for at in self.distinct(layouts):
@@ -332,7 +334,7 @@ class Lowering:
 
         def swap(value: Any) -> Any:
             if isinstance(value, fx.Node):
-                return self.env[value][value.meta["layout"].key(at)].get()
+                return self.env[value][LAYOUT.of(value).key(at)].get()
             if isinstance(value, (tuple, list)):
                 return [swap(v) for v in value]
             return value
@@ -340,18 +342,18 @@ class Lowering:
         args = tuple(swap(a) for a in node.args)
         kwargs = {k: swap(v) for k, v in node.kwargs.items()}
         rule = lookup(node.target)
-        if rule is not None and rule.emit is not None and not node.meta.get("gathered"):
+        if rule is not None and rule.emit is not None and not GATHERED.get(node):
             made = rule.emit(call, _Local(self, call, at, args, kwargs))
         else:
             made = self.emit.call(node.target, *args, **kwargs)
         if len(outs) == 1 and isinstance(made, fx.Node):
-            made.meta["shape"] = self.local_shape(outs[0], at)
+            SHAPE.set(made, self.local_shape(outs[0], at))
         return made
 
     def _empty(self, node: fx.Node, call: Call, outs: tuple[Layout, ...], at: Coords) -> Any:
         """A rank with nothing to compute runs no kernel (some crash): it has the identity."""
         split = any(o.split_axes for o in outs) or any(
-            o.meta["layout"].split_axes for o in call.operands
+            LAYOUT.of(o).split_axes for o in call.operands
         )
         if not split:
             return None
@@ -371,11 +373,11 @@ class Lowering:
         """The combiner of a factor of which this coordinate has no element."""
         rule = rule_of(call)
         for operand, dims in zip(call.operands, rule.ins, strict=True):
-            layout: Layout = operand.meta["layout"]
+            layout: Layout = LAYOUT.of(operand)
             if not layout.split_axes:
                 continue
             local = self.local_shape(layout, at)
-            for size, n, factors in zip(operand.meta["val"].shape, local, dims, strict=True):
+            for size, n, factors in zip(VAL.of(operand).shape, local, dims, strict=True):
                 if n == 0 and size and factors:
                     return next((rule.combiner[f] for f in factors if f in rule.combiner), None)
         return None
@@ -386,17 +388,17 @@ def _axes_of(node: fx.Node) -> list[str]:
 
 
 def _results(node: fx.Node) -> list[torch.Tensor]:
-    val = node.meta["val"]
+    val = VAL.of(node)
     values = val if isinstance(val, (tuple, list)) else (val,)
     return [v for v in values if isinstance(v, torch.Tensor)]
 
 
 def _spread(node: fx.Node, made: list[Any]) -> Any:
     """The result; several at their places among those that are None, be it but one of them."""
-    if not isinstance(node.meta["val"], (tuple, list)):
+    if not isinstance(VAL.of(node), (tuple, list)):
         return made[0]
     rest = iter(made)
-    return tuple(next(rest) if isinstance(v, torch.Tensor) else None for v in node.meta["val"])
+    return tuple(next(rest) if isinstance(v, torch.Tensor) else None for v in VAL.of(node))
 
 
 def identity(op: str, dtype: torch.dtype) -> float | int | bool:

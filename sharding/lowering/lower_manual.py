@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import fx
 
+from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, VAL
 from torchard.sharding.layouts.collective_ops import (
     AllGather,
     AllReduce,
@@ -24,6 +25,7 @@ from torchard.sharding.layouts.collective_ops import (
 )
 from torchard.sharding.layouts.layout import VARYING, Dim, Layout, Sizes, Sub, refine
 from torchard.sharding.layouts.reshard import ReshardStep
+from torchard.sharding.layouts.tags import LOWERED
 from torchard.sharding.lowering.lower import Key, Lowering, Value
 from torchard.sharding.manual.manual_collectives import Move, is_axis_index, move_of
 from torchard.sharding.scheduling.collectives import record_of
@@ -38,14 +40,13 @@ def attach_moves(graph: fx.Graph, mesh: Mesh) -> None:
         if node.op != "call_function":
             continue
         if is_axis_index(node):
-            node.meta["lowered"] = _lower_index
+            LOWERED.set(node, _lower_index)
         elif (move := move_of(node)) is not None:
             step = _step(move, node, mesh)
-            node.meta["lowered"] = _Lowered(step)
+            LOWERED.set(node, _Lowered(step))
             if step is not None and step.collective.sends:
-                tags = {k: node.meta[k] for k in ("source", "scope", "phase") if k in node.meta}
-                val = node.all_input_nodes[0].meta["val"]
-                node.meta["collective"] = record_of(step, val, tags, mesh.sizes)
+                val = VAL.of(node.all_input_nodes[0])
+                COLLECTIVE.set(node, record_of(step, val, node, mesh.sizes))
 
 
 def _step(move: Move, node: fx.Node, mesh: Mesh) -> ReshardStep | None:
@@ -57,7 +58,7 @@ def _step(move: Move, node: fx.Node, mesh: Mesh) -> ReshardStep | None:
     if alone and collective != Ppermute(collective.axes, ()):
         return None
     (source,) = node.all_input_nodes
-    layouts = _Operand(source.meta["layout"], collective.axes, mesh.sizes)
+    layouts = _Operand(LAYOUT.of(source), collective.axes, mesh.sizes)
     return ReshardStep(collective, *collective.accept(layouts))
 
 
@@ -139,12 +140,12 @@ class _Lowered:
 
     def __call__(self, low: Lowering, node: fx.Node) -> dict[Key, Value]:
         (source,) = node.all_input_nodes
-        have, values = source.meta["layout"], low.env[source]
+        have, values = LAYOUT.of(source), low.env[source]
         if self.step is not None:
             values = _told_apart(low, values, have, self.step.before)
-            values = low.transport.step(low, self.step, values, source.meta["val"])
+            values = low.transport.step(low, self.step, values, VAL.of(source))
             have = self.step.after
-        return _told_apart(low, values, have, node.meta["layout"])
+        return _told_apart(low, values, have, LAYOUT.of(node))
 
     def __repr__(self) -> str:
         return "" if self.step is None else self.step.kind
@@ -158,12 +159,12 @@ def _told_apart(
 
 
 def _lower_index(low: Lowering, node: fx.Node) -> dict[Key, Value]:
-    layout: Layout = node.meta["layout"]
+    layout: Layout = LAYOUT.of(node)
     axes: Any = node.args[1]
     found = {}
     for at in low.distinct([layout]):
         position = 0
         for a in axes:
             position = position * low.mesh.shape[a] + at[a]
-        found[layout.key(at)] = Value(low.emit.full([], position, node.meta["val"]))
+        found[layout.key(at)] = Value(low.emit.full([], position, VAL.of(node)))
     return found

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.programs.tagging import inherit
+from torchard.functional.programs.tags import SHAPE
 from torchard.functional.torch_internals.operators import aten, c10d
 
 __all__ = ["dense_rows", "fold_views", "reduce_in_place"]
@@ -43,8 +45,8 @@ def _fold_reshape(node: fx.Node, source: fx.Node) -> None:
         (source,) = source.all_input_nodes
         node.update_arg(0, source)
     shape = node.args[1]
-    node.meta["shape"] = tuple(shape)  # type: ignore[arg-type]
-    if source.meta.get("shape") == tuple(shape):  # type: ignore[arg-type]
+    SHAPE.set(node, tuple(shape))  # type: ignore[arg-type]
+    if SHAPE.get(source) == tuple(shape):  # type: ignore[arg-type]
         node.replace_all_uses_with(source)
 
 
@@ -90,7 +92,7 @@ def dense_rows(graph: fx.Graph) -> None:
             with graph.inserting_before(node):
                 dense = {x: graph.call_function(_dense, (x,)) for x in node.all_input_nodes}
             for x, copy in dense.items():
-                copy.meta.update({k: v for k, v in node.meta.items() if k != "shape"})
+                inherit(copy, node)
                 node.replace_input_with(x, copy)
 
 

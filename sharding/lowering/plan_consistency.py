@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import LAYOUT, STEP, VAL
 from torchard.sharding.lowering.call_order import PlanMismatch
 from torchard.sharding.rules.registry import results
 from torchard.sharding.values.mesh import Mesh
@@ -152,7 +153,7 @@ def plan_lines(program: Program) -> list[str]:
     for node in program.graph.nodes:
         target = getattr(node.target, "__name__", str(node.target))
         shapes = [f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for v in results(node)]
-        step, layout = node.meta.get("step"), node.meta.get("layout")
+        step, layout = STEP.get(node), LAYOUT.get(node)
         kind = "" if step is None else f" by {step.kind} over {step.axes}"
         made = f"{target}{node.args}" if node.op == "call_function" else node.op
         lines.append(f"{node.name} = {made}: {', '.join(shapes)} as {layout}{kind}")
@@ -161,7 +162,7 @@ def plan_lines(program: Program) -> list[str]:
 
 def signature_of(program: Program) -> str:
     """The inputs of a program: their paths, dtypes and shapes, the first of them."""
-    vals = [n.meta["val"] for n in program.placeholders]
+    vals = [VAL.of(n) for n in program.placeholders]
     texts = [
         f"{leaf.path}: {str(v.dtype).removeprefix('torch.')}{list(v.shape)}"
         for leaf, v in zip(program.inputs, vals, strict=True)

@@ -17,6 +17,7 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.programs.program import Bound, Placement, Program, Runtime
 from torchard.functional.programs.records import Work
+from torchard.functional.programs.tags import LAYOUT, VAL
 from torchard.sharding.lowering.call_order import CallOrder, one_call_at_a_time
 from torchard.sharding.lowering.lower import Lowering
 from torchard.sharding.lowering.peephole import dense_rows, fold_views, reduce_in_place
@@ -48,7 +49,7 @@ class Simulated(Runtime):
 
     def residual_tag(self, node: fx.Node) -> Placement:
         """How a value of the program is held between its halves."""
-        return Held.of(self.mesh, node.meta["layout"])
+        return Held.of(self.mesh, LAYOUT.of(node))
 
     def bytes_of(self, node: fx.Node, item: int = 0) -> int:
         """What one rank holds of a value."""
@@ -81,7 +82,7 @@ class Distributed(Runtime):
 
     def residual_tag(self, node: fx.Node) -> Placement:
         """How a value of the program is held between its halves."""
-        return Held.of(self.mesh, node.meta["layout"])
+        return Held.of(self.mesh, LAYOUT.of(node))
 
     def bytes_of(self, node: fx.Node, item: int = 0) -> int:
         """What the rank that has most holds of a value."""
@@ -121,8 +122,8 @@ class Distributed(Runtime):
 
 def _local_bytes(node: fx.Node, item: int, mesh: Mesh) -> int:
     """The bytes of the largest shard."""
-    val: Any = node.meta.get("val")
-    layout = node.meta.get("layout")
+    val: Any = VAL.get(node)
+    layout = LAYOUT.get(node)
     if isinstance(val, (tuple, list)):
         if not isinstance(val[item], torch.Tensor):
             return 0

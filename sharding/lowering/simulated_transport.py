@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
+from torchard.functional.programs.tags import SHAPE
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.collective_ops import (
     AllGather,
@@ -66,7 +67,7 @@ class Pieces:
         shape = self.low.local_shape(self.step.after, at)
         if self.fused:
             return self.low.emit.view(x, shape)
-        x.meta["shape"] = shape
+        SHAPE.set(x, shape)
         return x
 
     def range(self, layout: Layout, place: Place, at: Coords) -> range:

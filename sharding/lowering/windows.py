@@ -14,8 +14,11 @@ from typing import Any
 
 from torch import fx
 
+from torchard.functional.programs.tagging import forget
+from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, PHASE, SCOPE, SOURCE, VAL
 from torchard.sharding.layouts.collective_ops import AllToAll
 from torchard.sharding.layouts.layout import Layout, Sizes
+from torchard.sharding.layouts.tags import LOWERED
 from torchard.sharding.lowering.lower import Fetch, Key, Lowering, Value
 from torchard.sharding.rules.blocks import Window, assemble, fetched, pieces, window_of
 from torchard.sharding.scheduling.collectives import Collective
@@ -33,23 +36,22 @@ def attach_windows(graph: fx.Graph, mesh: Mesh) -> None:
         if window is None:
             continue
         (source,) = node.all_input_nodes
-        layout: Layout = source.meta["layout"]
+        layout: Layout = LAYOUT.of(source)
         axes = layout.dims[window.dim][0].axes
-        node.meta.pop("lowered", None)
-        node.meta.pop("collective", None)
+        forget(node, LOWERED, COLLECTIVE)
         if not axes:
             continue
-        each = source.meta["val"].shape[window.dim + 1]
+        each = VAL.of(source).shape[window.dim + 1]
         moved = fetched(window, each)
-        node.meta["lowered"] = _Lowered(window, axes, each)
+        LOWERED.set(node, _Lowered(window, axes, each))
         if moved:
-            node.meta["collective"] = _record(node, layout, window, axes, moved, mesh.sizes)
+            COLLECTIVE.set(node, _record(node, layout, window, axes, moved, mesh.sizes))
 
 
 def _record(
     node: fx.Node, layout: Layout, window: Window, axes: tuple[str, ...], moved: int, sizes: Sizes
 ) -> Collective:
-    val = node.all_input_nodes[0].meta["val"]
+    val = VAL.of(node.all_input_nodes[0])
     local = [Layout((dim,)).largest_local(dict(sizes)) for dim in layout.dims]
     local[window.dim : window.dim + 2] = [moved]
     return Collective(
@@ -58,9 +60,9 @@ def _record(
         tuple(local),
         val.dtype,
         math.prod(local) * val.dtype.itemsize,
-        source=node.meta.get("source") or "",
-        scope=node.meta.get("scope") or "",
-        phase=node.meta.get("phase") or "forward",
+        source=SOURCE.get(node) or "",
+        scope=SCOPE.get(node) or "",
+        phase=PHASE.get(node) or "forward",
         note=_NOTE,
     )
 
@@ -75,9 +77,9 @@ class _Lowered:
 
     def __call__(self, low: Lowering, node: fx.Node) -> dict[Key, Value]:
         (source,) = node.all_input_nodes
-        layout: Layout = source.meta["layout"]
+        layout: Layout = LAYOUT.of(source)
         parts = pieces(self.window, self.each)
-        what = Fetch(layout, self.window.dim, self.axes, parts, source.meta["val"])
+        what = Fetch(layout, self.window.dim, self.axes, parts, VAL.of(source))
         taken = low.transport.fetch(low, what, low.env[source])
         done: dict[Key, Value] = {}
         for at in low.distinct([layout]):

@@ -16,6 +16,7 @@ from torch import fx
 from torchard.functional.programs.flops import flops
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.records import AxisWork, Work
+from torchard.functional.programs.tags import LAYOUT, STEP, VAL
 from torchard.functional.reports.work import bytes_touched
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.manual.manual_collectives import move_of
@@ -70,9 +71,9 @@ def _operations(graph: fx.Graph, mesh: Mesh) -> Iterator[_Operation]:
         if node.op == "output":
             continue
         env[node] = local.node_copy(node, env.__getitem__)
-        env[node].meta = {"val": _local_value(node, mesh)}
-        moves = "step" in node.meta or node.target in MOVED_AS_BLOCKS or move_of(node) is not None
-        if node.op != "call_function" or "layout" not in node.meta or moves:
+        VAL.set(env[node], _local_value(node, mesh))
+        moves = STEP.on(node) or node.target in MOVED_AS_BLOCKS or move_of(node) is not None
+        if node.op != "call_function" or not LAYOUT.on(node) or moves:
             continue
         layouts = [layout for n in (node, *node.all_input_nodes) for layout in _layouts(n)]
         own = {a for layout in layouts for a in layout.varying}
@@ -82,7 +83,7 @@ def _operations(graph: fx.Graph, mesh: Mesh) -> Iterator[_Operation]:
 
 
 def _layouts(node: fx.Node) -> tuple[Layout, ...]:
-    layout = node.meta.get("layout", ())
+    layout = LAYOUT.get(node, ())
     return layout if isinstance(layout, tuple) else (layout,)
 
 
@@ -97,5 +98,5 @@ def _local_value(node: fx.Node, mesh: Mesh) -> Any:
         shape = value.shape if layout is None else layout.largest_shape(mesh.shape)
         return torch.empty(shape, dtype=value.dtype, device="meta")
 
-    value = node.meta.get("val")
+    value = VAL.get(node)
     return type(value)(map(local, value)) if isinstance(value, (tuple, list)) else local(value)

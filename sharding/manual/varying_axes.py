@@ -28,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import DerivativeError
+from torchard.functional.programs.tags import PHASE
 from torchard.functional.tracing.trace_state import Room, active
 from torchard.sharding.manual.manual_collectives import (
     Move,
@@ -114,7 +115,7 @@ def made_by_backward(tensor: torch.Tensor) -> bool:
     stack, seen = [] if root is None else [root], set[fx.Node]()
     while stack:
         node = stack.pop()
-        if node.meta.get("phase") == "backward":
+        if PHASE.get(node) == "backward":
             return True
         seen.add(node)
         stack += [source for source in node.all_input_nodes if source not in seen]

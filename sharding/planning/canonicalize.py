@@ -16,6 +16,8 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.programs.tagging import inherit, stand_for
+from torchard.functional.programs.tags import RECOMPUTE, VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.planning.cuts import gather_cuts
 from torchard.sharding.planning.strided import unstride
@@ -76,10 +78,11 @@ def _lift_numbers(graph: fx.Graph) -> None:
                 val = torch.tensor(number)
                 if isinstance(number, (float, complex)):  # in which autograd has them
                     val = val.to(torch.complex128 if isinstance(number, complex) else torch.float64)
-                kind = {"dtype": val.dtype, "device": node.meta["val"].device}
+                kind = {"dtype": val.dtype, "device": VAL.of(node).device}
                 with graph.inserting_before(node):
                     made = graph.call_function(aten.full.default, ([], number), kind)
-                made.meta = {**node.meta, "val": node.meta["val"].new_empty([], dtype=val.dtype)}
+                inherit(made, node)
+                VAL.set(made, VAL.of(node).new_empty([], dtype=val.dtype))
                 node.update_arg(k, made)
 
 
@@ -92,39 +95,40 @@ def _value(node: fx.Node) -> Any:
 def _is_empty_cut(node: fx.Node) -> bool:
     """A slice that keeps nothing, or the gradient of one: for neither need anything be gathered."""
     if node.target is aten.slice.Tensor:
-        return 0 in node.meta["val"].shape
+        return 0 in VAL.of(node).shape
     source = node.args[0] if node.target is aten.slice_backward.default else None
-    return isinstance(source, fx.Node) and 0 in source.meta["val"].shape
+    return isinstance(source, fx.Node) and 0 in VAL.of(source).shape
 
 
 def _release(graph: fx.Graph, node: fx.Node, value: Any) -> None:
     """``zeros_like(x)`` as ``full``: of x it needs only what is known while planning."""
-    val = node.meta["val"]
+    val = VAL.of(node)
     with graph.inserting_before(node):
         made = graph.call_function(
             aten.full.default,
             (list(val.shape), value),
             {"dtype": val.dtype, "device": val.device},
         )
-    made.meta = {k: v for k, v in node.meta.items() if not k.startswith("_")}
+    inherit(made, node, "value")
     node.replace_all_uses_with(made)
     graph.erase_node(node)
 
 
 def _spread(graph: fx.Graph, node: fx.Node) -> None:
     """``fill(x, value)`` as the value in the shape and dtype of x."""
-    val, value = node.meta["val"], node.args[1]
+    val, value = VAL.of(node), node.args[1]
     steps: list[tuple[Any, list[Any], dict[str, Any]]] = [
         (aten.expand.default, [list(val.shape)], {})
     ]
-    if value.meta["val"].dtype != val.dtype:  # type: ignore[union-attr]
+    if VAL.of(value).dtype != val.dtype:  # type: ignore[arg-type]
         steps.insert(0, (aten._to_copy.default, [], {"dtype": val.dtype}))
-    kept = {k: v for k, v in node.meta.items() if not k.startswith("_")}
     with graph.inserting_before(node):
         for target, args, kwargs in steps:
-            before = value.meta["val"]  # type: ignore[union-attr]
+            before = VAL.of(value)  # type: ignore[arg-type]
             value = graph.call_function(target, (value, *args), kwargs)
-            value.meta = {**kept, "val": target(before, *args, **kwargs)}
+            inherit(value, node)
+            VAL.set(value, target(before, *args, **kwargs))
+    stand_for(value, node)  # type: ignore[arg-type]
     node.replace_all_uses_with(value)  # type: ignore[arg-type]
     graph.erase_node(node)
 
@@ -137,8 +141,7 @@ def _share_views(graph: fx.Graph) -> None:
             continue
         first = known.setdefault(key, node)
         if first is not node:
-            if "name" in node.meta:
-                first.meta.setdefault("name", node.meta["name"])
+            stand_for(first, node)
             node.replace_all_uses_with(first)
             graph.erase_node(node)
 
@@ -149,7 +152,7 @@ def _view_key(node: fx.Node) -> Hashable | None:
     rule = lookup(node.target)
     if node.target is not operator.getitem and (rule is None or not rule.alias):
         return None
-    return node.target, _frozen(node.args), node.meta.get("recompute")
+    return node.target, _frozen(node.args), RECOMPUTE.get(node)
 
 
 def _frozen(value: Any) -> Hashable:

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from torchard.functional.programs.program import INHERITED
+from torchard.functional.programs.tagging import inherit, put
+from torchard.functional.programs.tags import NAME, SCOPE, SOURCE, VAL
 from torchard.sharding.layouts.layout import Layout
+from torchard.sharding.layouts.tags import SOFT
 from torchard.sharding.manual.varying_axes import varying_in_graph
 from torchard.sharding.planning.decision import CONSTRAINT
 from torchard.sharding.values.constrain import number_of, pinned_spec
@@ -41,9 +43,9 @@ def pin(graph: fx.Graph, node: fx.Node, hint: SpecHint, path: str, soft: bool) -
     """A constraint on a node, which its users then see in its place. Soft: it is an input's own."""
     number = number_of(hint.spec.led(hint.lead))
     made = graph.call_function(torch.ops.torchard.constrain.default, (node, number))
-    made.meta = {k: v for k, v in node.meta.items() if k in ("val", *INHERITED)}
-    made.meta["soft"] = soft
-    made.meta.setdefault("source", path)
+    inherit(made, node)  # and not its name, by which it would be pinned again
+    put(made, {VAL: VAL.of(node), SOFT: soft})
+    SOURCE.setdefault(made, path)
     # An input that is returned as it came stays as it is.
     node.replace_all_uses_with(
         made, lambda user: user is not made and not (soft and user.op == "output")
@@ -58,9 +60,9 @@ def pin_named(graph: fx.Graph, pins: Sequence[tuple[str, P]]) -> None:
         SpecError: a pattern matches nothing.
     """
     for pattern, spec in pins:
-        found = [n for n in graph.nodes if "name" in n.meta and matches(n, pattern)]
+        found = [n for n in graph.nodes if NAME.on(n) and matches(n, pattern)]
         if not found:
-            names = sorted({_label(n) for n in graph.nodes if "name" in n.meta})
+            names = sorted({_label(n) for n in graph.nodes if NAME.on(n)})
             raise SpecError(
                 f"constrain_at[{pattern!r}] matches no named value; there are "
                 f"{', '.join(names) or 'none: label one with name(x, ...)'}."
@@ -73,7 +75,7 @@ def pin_named(graph: fx.Graph, pins: Sequence[tuple[str, P]]) -> None:
 def pin_rank(node: fx.Node, inputs: Mapping[fx.Node, tuple[Layout, int] | int]) -> int:
     """An input's own spec ranks as the input does."""
     given = inputs.get(node.all_input_nodes[0])
-    return given[1] if node.meta.get("soft") and isinstance(given, tuple) else CONSTRAINT
+    return given[1] if SOFT.get(node) and isinstance(given, tuple) else CONSTRAINT
 
 
 def pinned_layouts(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Layout]:
@@ -83,19 +85,19 @@ def pinned_layouts(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Layout]:
     for node in graph.nodes:
         spec = pinned_spec(node)
         if spec is not None:
-            layout = layout_of(spec, tuple(node.meta["val"].shape), mesh, where_of(node))
+            layout = layout_of(spec, tuple(VAL.of(node).shape), mesh, where_of(node))
             found[node] = layout.varying_over(varying[node])
     return found
 
 
 def where_of(node: fx.Node) -> str:
-    return f"constrain at {node.meta.get('source') or 'an unknown line'}: the value"
+    return f"constrain at {SOURCE.get(node) or 'an unknown line'}: the value"
 
 
 def _label(node: fx.Node) -> str:
-    scope = node.meta.get("scope")
-    return f"{scope}/{node.meta['name']}" if scope else str(node.meta["name"])
+    scope = SCOPE.get(node)
+    return f"{scope}/{NAME.of(node)}" if scope else str(NAME.of(node))
 
 
 def matches(node: fx.Node, pattern: str) -> bool:
-    return fnmatch.fnmatchcase(_label(node), pattern) or node.meta["name"] == pattern
+    return fnmatch.fnmatchcase(_label(node), pattern) or NAME.of(node) == pattern

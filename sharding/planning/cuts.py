@@ -15,24 +15,25 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.programs.program import INHERITED
+from torchard.functional.programs.tagging import inherit, inherited_tags
+from torchard.functional.programs.tags import SCOPE, SOURCE, VAL
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["gather_cuts"]
 
 
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
-# What tells nodes apart that may not become one: not where in the source they are.
-_APART = [tag for tag in INHERITED if tag not in ("source", "scope")]
+# Nodes that differ in these alone may become one.
+_WHERE = (SOURCE, SCOPE)
 
 
 def gather_cuts(graph: fx.Graph) -> None:
     """Rewrite them in place."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is aten.unbind.int:
-            _only_read(graph, node, _row, most=len(node.meta["val"]) // 2)
+            _only_read(graph, node, _row, most=len(VAL.of(node)) // 2)
         elif node.op == "call_function" and node.target in _SPLITS:
-            _only_read(graph, node, _slice, most=len(node.meta["val"]) - 1)
+            _only_read(graph, node, _slice, most=len(VAL.of(node)) - 1)
     for group in _groups(graph, aten.select.int, _rows):
         _join_rows(graph, group)
     for group in _groups(graph, aten.slice.Tensor, _ends):
@@ -51,7 +52,7 @@ def _row(node: fx.Node, position: int) -> Cut:
 
 def _slice(node: fx.Node, position: int) -> Cut:
     dim = _dim_of(node, 2)
-    sizes = [v.shape[dim] for v in node.meta["val"]]
+    sizes = [v.shape[dim] for v in VAL.of(node)]
     start = sum(sizes[:position])
     return aten.slice.Tensor, (dim, start, start + sizes[position])
 
@@ -63,7 +64,7 @@ def _only_read(graph: fx.Graph, node: fx.Node, cut: Callable[..., Cut], most: in
         return
     for user in list(node.users):
         target, args = cut(node, user.args[1])
-        made = _insert(graph, user, target, (node.args[0], *args), user.meta["val"])
+        made = _insert(graph, user, target, (node.args[0], *args), VAL.of(user))
         user.replace_all_uses_with(made)
         graph.erase_node(user)
     graph.erase_node(node)
@@ -76,7 +77,7 @@ def _dim_of(node: fx.Node, at: int = 1) -> int:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     dim: Any = node.args[at] if len(node.args) > at else node.kwargs.get("dim", 0)
-    rank: int = source.meta["val"].ndim
+    rank: int = VAL.of(source).ndim
     return int(dim) % max(rank, 1)
 
 
@@ -84,7 +85,7 @@ def _rows(node: fx.Node) -> int | None:
     source = node.args[0]
     assert isinstance(source, fx.Node)
     index: Any = node.args[2]
-    return int(index) % int(source.meta["val"].shape[_dim_of(node)])
+    return int(index) % int(VAL.of(source).shape[_dim_of(node)])
 
 
 def _ends(node: fx.Node) -> tuple[int, int] | None:
@@ -93,7 +94,7 @@ def _ends(node: fx.Node) -> tuple[int, int] | None:
     assert isinstance(source, fx.Node)
     args: list[Any] = [*node.args, *[None, 0, None, None, 1][len(node.args) :]]
     _, _, start, stop, step = args
-    size = source.meta["val"].shape[_dim_of(node)]
+    size = VAL.of(source).shape[_dim_of(node)]
     first, last, _ = slice(start, stop).indices(size)
     return (first, last) if step == 1 and first < last and not node.kwargs else None
 
@@ -107,7 +108,7 @@ def _groups(graph: fx.Graph, target: Any, place: Callable[[fx.Node], Any]) -> It
     for node in graph.find_nodes(op="call_function", target=target):
         at = place(node)
         if at is not None:
-            tags = tuple(repr(node.meta.get(tag)) for tag in _APART)
+            tags = tuple((t, repr(v)) for t, v in inherited_tags(node).items() if t not in _WHERE)
             groups.setdefault((node.args[0], _dim_of(node), tags), []).append((at, node))
     return groups.values()
 
@@ -116,7 +117,7 @@ def _join_rows(graph: fx.Graph, group: Group) -> None:
     """Most rows of a value: all of them, of which some are taken."""
     node = group[0][1]
     source, dim = node.args[0], _dim_of(node)
-    val: torch.Tensor = source.meta["val"]  # type: ignore[union-attr]
+    val: torch.Tensor = VAL.of(source)  # type: ignore[arg-type]
     if 2 * len({at for at, _ in group}) > val.shape[dim] > 1:
         whole = _insert(graph, node, aten.unbind.int, (source, dim), tuple(val.unbind(dim)))
         _take(graph, whole, group)
@@ -126,7 +127,7 @@ def _join_slices(graph: fx.Graph, group: Group) -> None:
     """Slices that tile a dim: the pieces it is split into."""
     node = group[0][1]
     source, dim = node.args[0], _dim_of(node)
-    val: torch.Tensor = source.meta["val"]  # type: ignore[union-attr]
+    val: torch.Tensor = VAL.of(source)  # type: ignore[arg-type]
     cuts = sorted({at for at, _ in group})
     tiles = all(one[1] == other[0] for one, other in itertools.pairwise(cuts))
     if len(cuts) < 2 or not tiles or (cuts[0][0], cuts[-1][1]) != (0, val.shape[dim]):
@@ -139,7 +140,7 @@ def _join_slices(graph: fx.Graph, group: Group) -> None:
 
 def _take(graph: fx.Graph, whole: fx.Node, group: Sequence[tuple[int, fx.Node]]) -> None:
     for position, node in group:
-        made = _insert(graph, node, operator.getitem, (whole, position), node.meta["val"])
+        made = _insert(graph, node, operator.getitem, (whole, position), VAL.of(node))
         node.replace_all_uses_with(made)
         graph.erase_node(node)
 
@@ -148,7 +149,7 @@ def _insert(graph: fx.Graph, at: fx.Node, target: Any, args: tuple[Any, ...], va
     """A node in front of another, and with its tags; a label stays with the value that has it."""
     with graph.inserting_before(at):
         made = graph.call_function(target, args)
-    dropped = () if target is not aten.unbind.int and target not in _SPLITS else ("name",)
-    kept = {k: v for k, v in at.meta.items() if not k.startswith("_") and k not in dropped}
-    made.meta = {**kept, "val": val}
+    several = target is aten.unbind.int or target in _SPLITS
+    inherit(made, at, "place" if several else "value")
+    VAL.set(made, val)
     return made

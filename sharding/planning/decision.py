@@ -10,6 +10,7 @@ from torchard.functional.programs.flops import flops, is_product
 from torchard.sharding.layouts.iteration_space import points
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.options import Option
+from torchard.sharding.layouts.tags import WEIGHT
 from torchard.sharding.planning.manual_options import Local
 from torchard.sharding.rules import Call, rule_of
 
@@ -83,8 +84,9 @@ def work_of(node: fx.Node) -> float:
 
 def work_per_point(node: fx.Node) -> float:
     """Work per point: multiplications of a product, where others touch their largest tensor once."""
-    weight = node.meta.get("_weight")
+    weight = WEIGHT.get(node)
     if weight is None:
         work = flops(node) / (2 if is_product(node) else 1)
-        weight = node.meta["_weight"] = work / max(points(rule_of(Call.of(node)), (), ()), 1)
+        weight = work / max(points(rule_of(Call.of(node)), (), ()), 1)
+        WEIGHT.set(node, weight)
     return float(weight)

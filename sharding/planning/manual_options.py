@@ -21,6 +21,7 @@ from torch import fx
 from torchard.functional.core.errors import DerivativeError
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import SOURCE
 from torchard.sharding.layouts.factors import Factors, Rule
 from torchard.sharding.layouts.layout import Dim, Layout, Sizes, Sub, merge, refine
 from torchard.sharding.layouts.options import Option, options
@@ -181,7 +182,7 @@ def check_local(graph: fx.Graph, program: Program, mesh: Mesh) -> None:
 
 def _constrained(node: fx.Node, axis: str) -> str:
     return (
-        f"constrain at {node.meta.get('source')} is inside a shard_map and names {axis!r}, which is "
+        f"constrain at {SOURCE.get(node)} is inside a shard_map and names {axis!r}, which is "
         "manual there: every rank's values are its own along it. Constrain global values, outside of "
         "it, or along axes that axis_names leaves out."
     )

@@ -12,10 +12,12 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.programs.flops import is_product
 from torchard.functional.programs.graphs import output_values
+from torchard.functional.programs.tagging import forget
 from torchard.sharding.decompositions.decompose import comes_apart, decompose
 from torchard.sharding.decompositions.functional_forms import BIASED_PRODUCTS
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.options import atomic, factor_axes
+from torchard.sharding.layouts.tags import CALL, RULE
 from torchard.sharding.planning.decision import Decision, Given, work_of
 from torchard.sharding.planning.manual_options import local_operations
 from torchard.sharding.planning.propagate import SWEEPS, propagate, take_apart
@@ -289,5 +291,5 @@ def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         env[node] = new.node_copy(node, env.__getitem__)
-        env[node].meta = {k: v for k, v in node.meta.items() if k not in ("_call", "_rule")}
+        forget(env[node], CALL, RULE)
     return new, env

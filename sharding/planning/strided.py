@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.programs.tagging import inherit, stand_for
+from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["unstride"]
@@ -43,21 +45,22 @@ def unstride(graph: fx.Graph) -> None:
 
 
 def _replace(graph: fx.Graph, node: fx.Node, where: Sequence[Any], write: Callable[..., Any]) -> None:
-    base: torch.Tensor = node.all_input_nodes[0].meta["val"]
+    base: torch.Tensor = VAL.of(node.all_input_nodes[0])
     size, stride, *offset = where
     views = _views(base, size, stride, offset[0] if offset else None)
     if views is None:
         return
-    kept = {k: v for k, v in node.meta.items() if k != "val" and not k.startswith("_")}
 
     def emit(target: Any, *args: Any) -> fx.Node:
-        values = [a.meta["val"] if isinstance(a, fx.Node) else a for a in args]
+        values = [VAL.of(a) if isinstance(a, fx.Node) else a for a in args]
         made = graph.call_function(target, args)
-        made.meta = {**kept, "val": target(*values)}
+        inherit(made, node)
+        VAL.set(made, target(*values))
         return made
 
     with graph.inserting_before(node):
         made = write(emit, node, *views)
+    stand_for(made, node)
     node.replace_all_uses_with(made)
     graph.erase_node(node)
 

@@ -11,6 +11,8 @@ from collections.abc import Hashable
 
 from torch import fx
 
+from torchard.functional.programs.tagging import inherit, stand_for
+from torchard.functional.programs.tags import NAME, VAL
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["fold_sums"]
@@ -45,8 +47,7 @@ def fold_sums(graph: fx.Graph) -> None:
 
 
 def _replace(graph: fx.Graph, node: fx.Node, rest: fx.Node) -> None:
-    if "name" in node.meta:
-        rest.meta.setdefault("name", node.meta["name"])
+    stand_for(rest, node)
     node.replace_all_uses_with(rest)
     graph.erase_node(node)
 
@@ -57,7 +58,7 @@ def _without_zero(node: fx.Node) -> fx.Node | None:
     terms = [(one, other)] if node.target is aten.sub.Tensor else [(one, other), (other, one)]
     for term, zero in terms:
         if isinstance(term, fx.Node) and isinstance(zero, fx.Node) and _is_zero(zero):
-            have, want = term.meta["val"], node.meta["val"]
+            have, want = VAL.of(term), VAL.of(node)
             if have.shape == want.shape and have.dtype == want.dtype and term.op != "placeholder":
                 return term
     return None
@@ -80,16 +81,17 @@ def _pad_once(graph: fx.Graph, node: fx.Node) -> None:
     padded = one.target in _PADDED or (
         one.target in _VIEWS and isinstance(source, fx.Node) and source.target in _PADDED
     )
-    labels = "name" in one.meta or "name" in other.meta
+    labels = NAME.on(one) or NAME.on(other)
     if not padded or labels or _key(one) != _key(other) or len(one.users) + len(other.users) > 2:
         return
-    kept = {k: v for k, v in node.meta.items() if k not in ("val", "name") and not k.startswith("_")}
     first, second = one.all_input_nodes[0], other.all_input_nodes[0]
     with graph.inserting_before(node):
         total = graph.call_function(node.target, (first, second))  # type: ignore[arg-type]
-        total.meta = {**kept, "val": first.meta["val"]}
+        inherit(total, node)
+        VAL.set(total, VAL.of(first))
         whole = graph.call_function(one.target, (total, *one.args[1:]))  # type: ignore[arg-type]
-        whole.meta = {**kept, "val": node.meta["val"]}
+        inherit(whole, node)
+        VAL.set(whole, VAL.of(node))
     _replace(graph, node, whole)
     graph.erase_node(one)
     graph.erase_node(other)
@@ -100,5 +102,5 @@ def _key(node: fx.Node) -> Hashable:
     """What two calls that pad alike have in common: all but what they pad, and its shape and dtype."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return node
-    val = node.args[0].meta["val"]
+    val = VAL.of(node.args[0])
     return node.target, repr(node.args[1:]), repr(node.kwargs), val.shape, val.dtype

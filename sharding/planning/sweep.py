@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from torchard.functional.programs.graphs import output_node, output_values
+from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Option, options
 from torchard.sharding.layouts.reshard import cost
@@ -157,7 +158,7 @@ class Sweep:
     def _getitem(self, node: fx.Node) -> None:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        if not hasattr(node.meta.get("val"), "shape"):
+        if not hasattr(VAL.get(node), "shape"):
             return
         raw = self.decision.raw[source][result_index(node)]
         ranks = {a: r for a, r in self.ranks[source].items() if a in raw.split_axes}
@@ -197,7 +198,7 @@ class Sweep:
             self.decision.work += option.cost(self.sizes).work * work_per_point(node)
         self.decision.bytes += self._exchanged(call, option)
         ranks = self._ranks_of(call, homes, option)
-        if isinstance(node.meta["val"], (tuple, list)):
+        if isinstance(VAL.of(node), (tuple, list)):
             self.ranks[node] = ranks
         else:
             self._resolve(node, option.outs[0], ranks)
@@ -324,7 +325,7 @@ class Sweep:
 
     def _resolve(self, node: fx.Node, raw: Layout, ranks: dict[str, int]) -> None:
         """A pending value that several want is reduced once, into the layout that suits them."""
-        if isinstance(node.meta["val"], (tuple, list)) or not raw.awaited or _uses(node) == 1:
+        if isinstance(VAL.of(node), (tuple, list)) or not raw.awaited or _uses(node) == 1:
             self._settle(node, raw, ranks)
             return
         wanted = dict.fromkeys(w.reduced() for w in self.needed.get(node, {}).values())
@@ -381,7 +382,7 @@ class Sweep:
 
 
 def _itemsize(node: fx.Node, result: int) -> int:
-    val = node.meta["val"]
+    val = VAL.of(node)
     if isinstance(val, (tuple, list)):
         val = [v for v in val if hasattr(v, "shape")][result]
     return int(val.dtype.itemsize)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from torchard.functional.programs.tags import PHASE, STEP, VAL
 from torchard.sharding.manual.manual_collectives import is_edge
 from torchard.sharding.rules import lookup
 
@@ -27,7 +28,7 @@ def updated_inputs(graph: fx.Graph) -> dict[int, fx.Node]:
             source = source_of(value)
             if source is not None:
                 found[i] = source
-            elif value.meta.get("phase") == "backward":
+            elif PHASE.get(value) == "backward":
                 rest[i] = value
     return found | dict(_gradients(graph, rest))
 
@@ -36,14 +37,14 @@ def after_backward(graph: fx.Graph) -> set[fx.Node]:
     """What is made of gradients: by a step of an optimizer, new parameters and its state."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
-        if node.meta.get("phase") == "backward" or not found.isdisjoint(node.all_input_nodes):
+        if PHASE.get(node) == "backward" or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
 
 
 def _gradients(graph: fx.Graph, outputs: dict[int, fx.Node]) -> Iterator[tuple[int, fx.Node]]:
     """Gradients come in the order of their inputs: paired where a shape has as many of both."""
-    inputs = [n for n in graph.nodes if n.op == "placeholder" and n.meta["val"].is_floating_point()]
+    inputs = [n for n in graph.nodes if n.op == "placeholder" and VAL.of(n).is_floating_point()]
     for shape in dict.fromkeys(map(_shape, outputs.values())):
         sources = [n for n in inputs if _shape(n) == shape]
         slopes = [i for i, value in outputs.items() if _shape(value) == shape]
@@ -52,7 +53,7 @@ def _gradients(graph: fx.Graph, outputs: dict[int, fx.Node]) -> Iterator[tuple[i
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
-    return tuple(node.meta["val"].shape)
+    return tuple(VAL.of(node).shape)
 
 
 def source_of(output: fx.Node) -> fx.Node | None:
@@ -76,14 +77,14 @@ def source_of(output: fx.Node) -> fx.Node | None:
 
 def _follows(operand: fx.Node, node: fx.Node) -> bool:
     """Whether a value and what it is made of are elementwise the same; at an edge, as global values."""
-    val = operand.meta.get("val")
+    val = VAL.get(operand)
     return is_edge(node) or (isinstance(val, torch.Tensor) and tuple(val.shape) == _shape(node))
 
 
 def _elementwise(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target is operator.getitem:
         return False
-    if is_edge(node) or "step" in node.meta:  # a step is the identity on global values
+    if is_edge(node) or STEP.on(node):  # a step is the identity on global values
         return True
     tags = getattr(node.target, "tags", ())
     rule = lookup(node.target)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.registry import Call, Local, register_rule
 
@@ -82,7 +83,7 @@ def _emit(call: Call, local: Local, query: int, causal: int) -> Any:
     keys = call.ins[query + 1][2]
     args = [*args[:causal], False]
     args += [0.0] * (causal + 1 - len(args))
-    like = call.operands[query].meta["val"]
+    like = VAL.of(call.operands[query])
     mask = _rows_of_causal_mask(local, local.args[query], rows, keys, like)
     rest = {k: v for k, v in local.kwargs.items() if k != "is_causal"}
     return local.call(call.target, *args, **{**rest, "attn_mask": mask})

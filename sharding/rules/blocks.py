@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
 
@@ -242,7 +243,7 @@ def window_of(node: fx.Node) -> Window | None:
     if node.target is not _WINDOWS:
         return None
     x, dim, runs, width, fill = node.args
-    return _window(x.meta["val"].shape[dim], dim, runs, width, fill)  # type: ignore[union-attr,arg-type]
+    return _window(VAL.of(x).shape[dim], dim, runs, width, fill)  # type: ignore[arg-type]
 
 
 # -- their rules ----------------------------------------------------------------------------------
@@ -290,7 +291,7 @@ def _emit_windows(call: Call, local: Local) -> Any:
     """Where every block is here; where they are not, ``windows.py`` lowers the node."""
     window = window_of(call.node)
     assert window is not None
-    like = call.node.meta["val"]
+    like = VAL.of(call.node)
     return _all_windows(local.call, local.args[0], local.operand_shape(0), like, window)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import torchard.functional.random  # noqa: F401  defines random_bits
+from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
 
@@ -59,7 +60,7 @@ def _emit_arange(call: Call, local: Local) -> Any:
     size, own = call.outs[0][0], local.result_range(0)
     if len(own) == size:
         return local.call(call.target, *local.args, **local.kwargs)
-    if call.node.meta["val"].dtype.is_floating_point:
+    if VAL.of(call.node).dtype.is_floating_point:
         whole = local.call(call.target, *local.args, **local.kwargs)
         return local.call(aten.slice.Tensor, whole, 0, own.start, own.stop)
     start, step = _arange_bounds(call)
@@ -113,11 +114,11 @@ register_rule(
 
 def _emit_eye(call: Call, local: Local) -> Any:
     rows, columns = local.result_range(0), local.result_range(1)
-    device = call.node.meta["val"].device
+    device = VAL.of(call.node).device
     i = local.call(aten.arange.start, rows.start, rows.stop, device=device)
     j = local.call(aten.arange.start, columns.start, columns.stop, device=device)
     equal = local.call(aten.eq.Tensor, local.call(aten.unsqueeze.default, i, 1), j)
-    return local.call(aten._to_copy.default, equal, dtype=call.node.meta["val"].dtype)
+    return local.call(aten._to_copy.default, equal, dtype=VAL.of(call.node).dtype)
 
 
 register_rule(

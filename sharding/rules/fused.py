@@ -12,6 +12,7 @@ from torch import fx
 from torchard.functional.core.outputs import several
 from torchard.functional.core.tensor_spec import Spec
 from torchard.functional.programs.kernel_call import Fused
+from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import base_of
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.purify import purify
@@ -66,7 +67,7 @@ def composed(call: Call) -> Rule | None:
     def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         return several(reference(*inputs))
 
-    found = purify(record(run, [Spec.of(n.meta["val"]) for n in call.operands]), ())
+    found = purify(record(run, [Spec.of(VAL.of(n)) for n in call.operands]), ())
     return None if found.closures else _Composition(found.graph).rule()
 
 
@@ -85,7 +86,7 @@ class _Composition:
         """Of the graph as one operation."""
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         for node in inputs:
-            self.dims[node, 0] = tuple(self._fresh(size) for size in node.meta["val"].shape)
+            self.dims[node, 0] = tuple(self._fresh(size) for size in VAL.of(node).shape)
         for node in self.graph.nodes:
             if node.op == "call_function" and node.target is not operator.getitem:
                 self._enter(node)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.batched import batched, emit_contiguous
 from torchard.sharding.rules.registry import Call, Local, register_rule
@@ -106,7 +107,7 @@ def _grid_backward(call: Call) -> str:
     names = ["w", "h", "d"][: len(call.ins[1]) - 2]
     image, places = " ".join(names), " ".join(f"o{n}" for n in names)
     results = (f"n c {image}", f"n {places} two")
-    made = zip(results, call.node.meta["val"], strict=True)
+    made = zip(results, VAL.of(call.node), strict=True)
     wanted = [names for names, val in made if isinstance(val, torch.Tensor)]
     return (
         f"n c {places}, n c {image}, n {places} two -> {', '.join(wanted)} | linear 0 "

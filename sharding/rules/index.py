@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
 
@@ -210,7 +211,7 @@ def _index(call: Call) -> str | None:
     """``x[..., i, j, ...]``: masked like a lookup along every indexed dim that is split."""
     indices = call.arg(1)
     used = [d for d, i in enumerate(indices) if isinstance(i, fx.Node)]
-    if any(i.meta["val"].dtype == torch.bool for i in indices if isinstance(i, fx.Node)):
+    if any(VAL.of(i).dtype == torch.bool for i in indices if isinstance(i, fx.Node)):
         return None
     names = letters(len(call.ins[0]))
     rank = len(torch.broadcast_shapes(*call.ins[1:]))
@@ -256,7 +257,7 @@ def _index_put(call: Call) -> str | None:
     """The transpose of ``x[..., i, j, ...]``: rows masked, the indices' dims whole."""
     indices = call.arg(1)
     used = [d for d, i in enumerate(indices) if isinstance(i, fx.Node)]
-    if any(indices[d].meta["val"].dtype == torch.bool for d in used):
+    if any(VAL.of(indices[d]).dtype == torch.bool for d in used):
         return None
     if used != list(range(used[0], used[0] + len(used))) or len(set(call.ins[1:-1])) > 1:
         return None

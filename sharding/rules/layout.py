@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from torchard.functional.programs.tags import SOURCE, VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
 
@@ -178,11 +179,11 @@ def _as_strided(call: Call) -> str:
 
 def _emit_as_strided(call: Call, local: Local) -> Any:
     """It reads memory, so the operand is first laid out in memory as it was while tracing."""
-    val = call.operands[0].meta["val"]
+    val = VAL.of(call.operands[0])
     order = sorted(range(val.ndim), key=lambda d: (-val.stride(d), d))
     if val.storage_offset() or not val.permute(order).is_contiguous():
         raise NotImplementedError(
-            f"as_strided at {call.node.meta.get('source')} reads the memory around a slice, which "
+            f"as_strided at {SOURCE.get(call.node)} reads the memory around a slice, which "
             "sharded values do not have; index the tensor it is a slice of instead."
         )
     packed = local.call(aten.permute.default, local.args[0], order)

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.batched import Cores, batched, core_text, emit_contiguous
 from torchard.sharding.rules.registry import Call, Local, register_rule
@@ -43,7 +44,7 @@ def _emit_as_laid_out(call: Call, local: Local) -> Any:
     So a shard must be laid out in memory as the whole was while tracing.
     """
     matrix, *rest = local.args
-    if call.operands[0].meta["val"].is_contiguous():
+    if VAL.of(call.operands[0]).is_contiguous():
         matrix = local.call(aten.contiguous.default, matrix)
     else:
         columns = local.call(aten.transpose.int, matrix, -1, -2)

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten, prims
 from torchard.sharding.rules.registry import Call, OpRule, find, register_rule
 
@@ -53,8 +54,8 @@ def _linear_where(call: Call) -> str:
 
 def _linear_cast(call: Call) -> str:
     """A cast passes pending sums unless it narrows: the sum is made in the wider type."""
-    before = call.operands[0].meta["val"].dtype
-    after = call.node.meta["val"].dtype
+    before = VAL.of(call.operands[0]).dtype
+    after = VAL.of(call.node).dtype
     widens = before == after or (
         before.is_floating_point
         and after.is_floating_point

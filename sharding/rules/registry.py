@@ -11,8 +11,10 @@ import torch
 from torch import fx
 
 from torchard.functional.core.arguments import checked
+from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import Absent
 from torchard.sharding.layouts.factors import Rule, gathering_rule, instantiate
+from torchard.sharding.layouts.tags import CALL, RULE
 
 __all__ = ["REGISTRY", "Call", "Local", "OpRule", "find", "lookup", "register_rule", "rule_of"]
 
@@ -28,13 +30,13 @@ class Call:
 
     @staticmethod
     def of(node: fx.Node) -> Call:
-        cached = node.meta.get("_call")
+        cached = CALL.get(node)
         if isinstance(cached, Call) and cached.node is node:
             return cached
         operands = tuple(a for a in _tensor_args(node) if isinstance(_val(a), torch.Tensor))
         ins = tuple(tuple(_val(a).shape) for a in operands)
         call = Call(node, operands, ins, tuple(tuple(v.shape) for v in results(node)))
-        node.meta["_call"] = call
+        CALL.set(node, call)
         return call
 
     @property
@@ -50,7 +52,7 @@ class Call:
 
 
 def _val(node: fx.Node) -> Any:
-    return node.meta.get("val")
+    return VAL.get(node)
 
 
 def results(node: fx.Node) -> tuple[torch.Tensor, ...]:
@@ -164,14 +166,14 @@ def lookup(target: Any) -> OpRule | None:
 
 def rule_of(call: Call) -> Rule:
     """The rule for this call, the gathering rule where there is none."""
-    cached = call.node.meta.get("_rule")
+    cached = RULE.get(call.node)
     if isinstance(cached, Rule):
         return cached
     entry = lookup(call.target)
     rule = _instantiate(entry, call) if entry is not None else None
     if rule is None:
         rule = gathering_rule(call.ins, call.outs)
-    call.node.meta["_rule"] = rule
+    RULE.set(call.node, rule)
     if entry is not None and entry.check is not None and not rule.gathered:
         entry.check(call, rule)
     return rule

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.programs.tagging import inherit
+from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.registry import Call, letters, register_rule, spell
 
@@ -38,11 +40,11 @@ def fold_flips(graph: fx.Graph) -> None:
     """Running sums between two flips of their dim become sums from the end."""
     for node in list(graph.nodes):
         found = _summed_from(node)
-        if found is None or found[0].meta["val"].dtype != node.meta["val"].dtype:
+        if found is None or VAL.of(found[0]).dtype != VAL.of(node).dtype:
             continue  # sums of integers are wider
         with graph.inserting_before(node):
             made = graph.call_function(SUMS_FROM, found)
-        made.meta = {k: v for k, v in node.meta.items() if not k.startswith("_")}
+        inherit(made, node, "value")
         node.replace_all_uses_with(made)
         graph.erase_node(node)
 
@@ -54,7 +56,7 @@ def _summed_from(node: fx.Node) -> tuple[fx.Node, int] | None:
         return None
     source, along = last[0].args
     first = _flipped(source)
-    rank = node.meta["val"].ndim
+    rank = VAL.of(node).ndim
     same = first is not None and isinstance(along, int) and {first[1], along % rank} == {last[1]}
     return first if same else None
 
@@ -63,12 +65,12 @@ def _flipped(node: Any) -> tuple[fx.Node, int] | None:
     """What is flipped, along which dim; None if it is not flipped along one."""
     if not isinstance(node, fx.Node) or node.target is not aten.flip.default:
         return None
-    if not node.meta["val"].ndim:
+    if not VAL.of(node).ndim:
         return None
     (source,), dims = node.all_input_nodes, node.args[1]
     assert isinstance(dims, (list, tuple))
     (dim,) = dims if len(dims) == 1 else (None,)
-    return (source, dim % node.meta["val"].ndim) if isinstance(dim, int) else None
+    return (source, dim % VAL.of(node).ndim) if isinstance(dim, int) else None
 
 
 def _scan(results: int) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
 
@@ -25,7 +26,7 @@ def zeros(call: Call, local: Local, shape: Sequence[int]) -> Any:
 
 
 def _first_result(call: Call) -> torch.Tensor:
-    val = call.node.meta["val"]
+    val = VAL.of(call.node)
     like: torch.Tensor = val[0] if isinstance(val, (tuple, list)) else val
     return like
 

@@ -15,7 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from torchard.functional.programs.tagging import forget
+from torchard.functional.programs.tags import COLLECTIVE, PHASE, RECOMPUTE, VAL
 from torchard.sharding.layouts.collective_ops import AllReduce
+from torchard.sharding.layouts.tags import BUCKET
 from torchard.sharding.planning.aliases import is_alias
 from torchard.sharding.scheduling.collectives import Collective, op_of
 
@@ -54,10 +57,10 @@ def _kind(node: fx.Node) -> object | None:
     op = op_of(node)
     if node.op != "call_function" or not isinstance(op, AllReduce) or op.reduction != "sum":
         return None
-    val: torch.Tensor = node.meta["val"]
-    if val.dtype == torch.bool or node.meta.get("recompute"):
+    val: torch.Tensor = VAL.of(node)
+    if val.dtype == torch.bool or RECOMPUTE.get(node):
         return None
-    return op.axes, val.dtype, val.device, node.meta.get("phase", "forward")
+    return op.axes, val.dtype, val.device, PHASE.get(node, "forward")
 
 
 def _windows(
@@ -83,7 +86,7 @@ def _windows(
 
 
 def _bytes(node: fx.Node) -> int:
-    collective: Collective = node.meta["collective"]
+    collective: Collective = COLLECTIVE.of(node)
     return collective.bytes
 
 
@@ -106,7 +109,7 @@ def merge(members: Sequence[fx.Node], anchor: fx.Node) -> None:
     """Make one bucket of steps, placed at the anchor, one of them."""
     bucket = Bucket(len(members))
     for node in members:
-        node.meta["bucket"] = bucket
+        BUCKET.set(node, bucket)
         if node is not anchor:
             anchor.prepend(node)
     _record(members)
@@ -114,15 +117,18 @@ def merge(members: Sequence[fx.Node], anchor: fx.Node) -> None:
 
 def _record(members: Sequence[fx.Node]) -> None:
     """The plan lists the bucket once, where its first member stands."""
-    records: list[Collective] = [node.meta.pop("collective") for node in members]
+    records: list[Collective] = list(map(COLLECTIVE.of, members))
+    for node in members:
+        forget(node, COLLECTIVE)
     first = records[0]
-    members[0].meta["collective"] = replace(
+    together = replace(
         first,
         shape=(sum(math.prod(r.shape) for r in records),),
         bytes=sum(r.bytes for r in records),
         scope=_common([r.scope for r in records]),
         note=f"{len(records)} merged",
     )
+    COLLECTIVE.set(members[0], together)
 
 
 def _common(scopes: Sequence[str]) -> str:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.programs.program import INHERITED
 from torchard.functional.programs.records import Record
+from torchard.functional.programs.tagging import inherit, put
+from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, PHASE, SCOPE, SOURCE, STEP, VAL
 from torchard.sharding.layouts.collective_ops import (
     AllGather,
     AllReduce,
@@ -138,22 +139,24 @@ def emit_step(
         args["op"] = step.reduction
     node = graph.call_function(STEPS[type(step.collective)], (value,), args)
     # A reduction completes what its producer began; anything else serves the consumer.
-    told = near if near.meta.get("source") and step.reduction is None else value
-    tags: dict[str, Any] = {k: told.meta[k] for k in INHERITED if k in told.meta}
-    node.meta.update(val=value.meta["val"], layout=step.after.normal(sizes), step=step, **tags)
+    told = near if SOURCE.get(near) and step.reduction is None else value
+    inherit(node, told)
+    put(node, {VAL: VAL.of(value), LAYOUT: step.after.normal(sizes), STEP: step})
     if step.collective.sends:
-        node.meta["collective"] = record_of(step, value.meta["val"], {**tags, "note": _note(near)}, sizes)
+        COLLECTIVE.set(node, record_of(step, VAL.of(value), told, sizes, _note(near)))
     return node
 
 
 def op_of(node: fx.Node) -> CollectiveOp | None:
     """The collective that a node of a program is, if it is a step of a reshard."""
-    step: ReshardStep | None = node.meta.get("step")
+    step: ReshardStep | None = STEP.get(node)
     return None if step is None else step.collective
 
 
-def record_of(step: ReshardStep, val: torch.Tensor, tags: dict[str, Any], sizes: Sizes) -> Collective:
-    """What a step sends, as the plan lists it."""
+def record_of(
+    step: ReshardStep, val: torch.Tensor, near: fx.Node, sizes: Sizes, note: str = ""
+) -> Collective:
+    """What a step sends, as the plan lists it: where the node is that it is made for."""
     table_ = dict(sizes)
     shape = []
     for dim in step.before.dims:
@@ -171,19 +174,19 @@ def record_of(step: ReshardStep, val: torch.Tensor, tags: dict[str, Any], sizes:
         val.dtype,
         math.ceil(step.elements(sizes) * val.dtype.itemsize),
         step.reduction,
-        tags.get("source") or "",
-        tags.get("scope") or "",
-        tags.get("phase") or "forward",
-        tags.get("note") or "",
+        SOURCE.get(near) or "",
+        SCOPE.get(near) or "",
+        PHASE.get(near) or "forward",
+        note,
     )
 
 
 def _note(near: fx.Node) -> str:
-    if near.op != "call_function" or "val" not in near.meta or not near.all_input_nodes:
+    if near.op != "call_function" or not VAL.on(near) or not near.all_input_nodes:
         return ""
     if pinned_spec(near) is not None or near.target is operator.getitem:
         return ""
-    gathered = lookup(near.target) is None and "step" not in near.meta
+    gathered = lookup(near.target) is None and not STEP.on(near)
     return f"{near.target} has no factor rule, so its operands are gathered" if gathered else ""
 
 

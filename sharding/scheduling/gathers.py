@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.remat.rematerialise import made_again
+from torchard.functional.programs.tags import PHASE, STEP, VAL
+from torchard.functional.remat.rematerialise import tag_version
 from torchard.sharding.layouts.collective_ops import AllGather, PsumScatter
+from torchard.sharding.layouts.tags import AFTER, BUCKET, TURN
 from torchard.sharding.manual.manual_collectives import is_edge
 from torchard.sharding.planning.aliases import is_alias
 from torchard.sharding.scheduling.bucket import first_use, merge, positions
@@ -38,7 +40,7 @@ def gather_again(graph: fx.Graph, parameters: Iterable[fx.Node], axes: Iterable[
     """
     cotangents, batch, at = _after_cotangents(graph), set(axes), positions(graph)
     for node in list(_gathers(graph, set(parameters))):
-        if not batch.issuperset(node.meta["step"].axes):
+        if not batch.issuperset(STEP.of(node).axes):
             continue
         late = [u for u in _chain_users(node) if u in cotangents]
         if len(late) < len(_chain_users(node)):
@@ -49,7 +51,7 @@ def gather_again(graph: fx.Graph, parameters: Iterable[fx.Node], axes: Iterable[
 
 def _after_cotangents(graph: fx.Graph) -> set[fx.Node]:
     """What the backward computes."""
-    return {n for n in graph.nodes if n.op == "call_function" and n.meta.get("phase") == "backward"}
+    return {n for n in graph.nodes if n.op == "call_function" and PHASE.get(n) == "backward"}
 
 
 def _gathers(graph: fx.Graph, parameters: set[fx.Node]) -> Iterator[fx.Node]:
@@ -60,7 +62,7 @@ def _gathers(graph: fx.Graph, parameters: set[fx.Node]) -> Iterator[fx.Node]:
 
 def root_of(node: fx.Node) -> fx.Node:
     """The value of which a node is but another view, or another layout, or a shard."""
-    while node.op == "call_function" and (is_alias(node) or is_edge(node) or "step" in node.meta):
+    while node.op == "call_function" and (is_alias(node) or is_edge(node) or STEP.on(node)):
         node = node.all_input_nodes[0]
     return node
 
@@ -81,7 +83,7 @@ def _swap_inputs(user: fx.Node, gather: fx.Node, copies: dict[fx.Node, fx.Node])
             return node
         if node not in copies:
             made = user.graph.node_copy(node, copied)
-            made.meta = made_again(node)
+            tag_version(made, node)
             copies[node] = made
         return copies[node]
 
@@ -106,7 +108,7 @@ def gather_by_layer(graph: fx.Graph, layers: Mapping[fx.Node, str], ahead: int) 
     """
     kinds: dict[tuple[Any, ...], dict[str, list[fx.Node]]] = {}
     for node in _gathers(graph, set(layers)):
-        step, val, phase = node.meta["step"], node.meta["val"], node.meta.get("phase", "forward")
+        step, val, phase = STEP.of(node), VAL.of(node), PHASE.get(node, "forward")
         if root_of(node) is node.all_input_nodes[0] and val.dtype != torch.bool:
             kind = (step.axes, val.dtype, val.device, phase)
             kinds.setdefault(kind, {}).setdefault(layers[root_of(node)], []).append(node)
@@ -132,7 +134,7 @@ def _place(graph: fx.Graph, buckets: list[list[fx.Node]], ahead: int) -> list[fx
         for node in members:
             users[earlier].prepend(node)
             if place >= ahead > 0:
-                node.meta["after"] = buckets[earlier][0].meta.get("bucket")
+                AFTER.set(node, BUCKET.get(buckets[earlier][0]))
         if len(members) > 1:
             merge(members, members[-1])
     return users
@@ -144,6 +146,6 @@ def _number_turns(graph: fx.Graph, begins: set[fx.Node]) -> None:
     for node in graph.nodes:
         if node in begins:
             turn += 1
-            node.meta["turn"] = turn
+            TURN.set(node, turn)
         elif begins and isinstance(op_of(node), PsumScatter):
-            node.meta["turn"] = turn
+            TURN.set(node, turn)

@@ -13,8 +13,11 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.programs.graphs import output_node, output_values
+from torchard.functional.programs.tagging import forget, inherit
+from torchard.functional.programs.tags import LAYOUT, STEP, VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.reshard import cost, plan
+from torchard.sharding.layouts.tags import CALL, GATHERED, RULE
 from torchard.sharding.planning.aliases import is_alias, pull
 from torchard.sharding.planning.decision import Decision, Given
 from torchard.sharding.rules import Call
@@ -48,7 +51,7 @@ class _Partition:
             is_node = isinstance(value, fx.Node)
             results.append(self._fetch(value, layout, out) if is_node else value)
         new_out = self.new.output(tuple(results))
-        new_out.meta.update(out.meta)
+        inherit(new_out, out, "call")
         return self.new
 
     def _placeholder(self, node: fx.Node) -> None:
@@ -58,7 +61,8 @@ class _Partition:
             assert isinstance(tied, int)
             home = self.decision.outputs[tied]
         copied = self.new.node_copy(node)
-        copied.meta = dict(node.meta, layout=home)
+        inherit(copied, node, "call")
+        LAYOUT.set(copied, home)
         self.versions[node] = {home: copied}
 
     def _node(self, node: fx.Node) -> None:
@@ -74,11 +78,12 @@ class _Partition:
     def _getitem(self, node: fx.Node) -> None:
         source = node.args[0]
         assert isinstance(source, fx.Node)
-        if not hasattr(node.meta.get("val"), "shape"):
+        if not hasattr(VAL.get(node), "shape"):
             return
         raw = self.decision.raw[source][result_index(node)]
         made = self.new.call_function(operator.getitem, (self.tuples[source], node.args[1]))
-        made.meta = dict(node.meta, layout=raw)
+        inherit(made, node, "call")
+        LAYOUT.set(made, raw)
         self._publish(node, raw, made)
 
     def _operation(self, node: fx.Node) -> None:
@@ -88,8 +93,8 @@ class _Partition:
             self._fetch(o, layout, node) for o, layout in zip(call.operands, option.ins, strict=True)
         ]
         made = self._copy(node, operands, option.outs)
-        made.meta["gathered"] = option.rule.gathered and bool(call.ins)
-        if isinstance(node.meta["val"], (tuple, list)):
+        GATHERED.set(made, option.rule.gathered and bool(call.ins))
+        if isinstance(VAL.of(node), (tuple, list)):
             self.tuples[node] = made
         else:
             self._publish(node, option.outs[0], made)
@@ -107,9 +112,9 @@ class _Partition:
         args = tuple(swap(a) for a in node.args)
         kwargs = {k: swap(v) for k, v in node.kwargs.items()}
         made = self.new.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        layout = outs[0] if not isinstance(node.meta["val"], (tuple, list)) else outs
-        kept = {k: v for k, v in node.meta.items() if not k.startswith("_")}
-        made.meta = dict(kept, layout=layout)
+        layout = outs[0] if not isinstance(VAL.of(node), (tuple, list)) else outs
+        inherit(made, node, "call")
+        LAYOUT.set(made, layout)
         return made
 
     def _publish(self, node: fx.Node, raw: Layout, made: fx.Node) -> None:
@@ -154,11 +159,10 @@ def unpartition(graph: fx.Graph) -> fx.Graph:
     new = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        if "step" in node.meta:
+        if STEP.on(node):
             env[node] = env[node.all_input_nodes[0]]
             continue
         env[node] = new.node_copy(node, lambda n: env[n])
-        dropped = ("layout", "gathered", "_call", "_rule")
-        env[node].meta = {k: v for k, v in node.meta.items() if k not in dropped}
+        forget(env[node], LAYOUT, GATHERED, CALL, RULE)
     return new
 

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.programs.program import INHERITED
+from torchard.functional.programs.tagging import inherit, put
+from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, VAL
 from torchard.functional.torch_internals.operators import aten
+from torchard.sharding.layouts.tags import PART_OF
 from torchard.sharding.scheduling.collectives import Collective, op_of
 
 __all__ = ["check_reduce_dtype", "reduce_widely"]
@@ -39,7 +41,7 @@ def reduce_widely(graph: fx.Graph, dtype: torch.dtype) -> None:
     """Make the sums over ranks of narrower floats in ``dtype``; in place, on an SPMD graph."""
     for node in list(graph.nodes):
         op = op_of(node)
-        if op is not None and op.reduction == "sum" and _is_narrower(node.meta["val"], dtype):
+        if op is not None and op.reduction == "sum" and _is_narrower(VAL.of(node), dtype):
             _widen(graph, node, dtype)
 
 
@@ -49,17 +51,17 @@ def _is_narrower(val: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def _widen(graph: fx.Graph, step: fx.Node, dtype: torch.dtype) -> None:
     (source,) = step.all_input_nodes
-    narrow: torch.dtype = step.meta["val"].dtype
-    whole = source.meta.get("part_of")
+    narrow: torch.dtype = VAL.of(step).dtype
+    whole = PART_OF.get(source)
     wide = _made_wide(graph, source, dtype) if len(source.users) == 1 else None
     if wide is None:
         with graph.inserting_before(step):
             wide = _cast(graph, source, dtype)
     step.replace_input_with(source, wide)
-    step.meta["val"] = wide.meta["val"]
-    collective: Collective = step.meta["collective"]
+    VAL.set(step, VAL.of(wide))
+    collective: Collective = COLLECTIVE.of(step)
     grown = collective.bytes * dtype.itemsize // narrow.itemsize
-    step.meta["collective"] = replace(collective, dtype=dtype, bytes=grown)
+    COLLECTIVE.set(step, replace(collective, dtype=dtype, bytes=grown))
     last = _finished(graph, step, whole, dtype)
     users = list(last.users)
     with graph.inserting_after(last):
@@ -76,13 +78,13 @@ def _finished(graph: fx.Graph, value: fx.Node, whole: int | None, dtype: torch.d
     """What was one operation with the sum (a bias, a mean's division) is in the wider dtype, too."""
     while len(value.users) == 1:
         (user,) = value.users
-        if whole is None or user.target not in _FINISHES or user.meta.get("part_of") != whole:
+        if whole is None or user.target not in _FINISHES or PART_OF.get(user) != whole:
             break
         with graph.inserting_before(user):
             for operand in user.all_input_nodes:
                 if operand is not value:
                     user.replace_input_with(operand, _cast(graph, operand, dtype))
-        user.meta["val"] = user.meta["val"].to(dtype)
+        VAL.set(user, VAL.of(user).to(dtype))
         value = user
     return value
 
@@ -95,13 +97,13 @@ def _made_wide(graph: fx.Graph, source: fx.Node, dtype: torch.dtype) -> fx.Node 
             return _made(graph, source.target, source.args, kwargs, source, dtype)
         if source.target in _FINISHES and len(source.all_input_nodes) == 1:
             (before,) = source.all_input_nodes
-            same = len(before.users) == 1 and before.meta.get("part_of") == source.meta.get("part_of", -1)
+            same = len(before.users) == 1 and PART_OF.get(before) == PART_OF.get(source, -1)
             wide = _made_wide(graph, before, dtype) if same else None
             if wide is None:
                 return None
             args = tuple(wide if a is before else a for a in source.args)
             return _made(graph, source.target, args, source.kwargs, source, dtype)
-        if source.target not in _PRODUCTS or source.meta["val"].device.type != "cpu":
+        if source.target not in _PRODUCTS or VAL.of(source).device.type != "cpu":
             return None
         cast = {operand: _cast(graph, operand, dtype) for operand in source.all_input_nodes}
         args = tuple(cast[operand] for operand in source.args)  # type: ignore[index]
@@ -121,6 +123,6 @@ def _made(
     dtype: torch.dtype,
 ) -> fx.Node:
     made = graph.call_function(target, args, kwargs)
-    made.meta = {k: like.meta[k] for k in (*INHERITED, "layout") if k in like.meta}
-    made.meta["val"] = like.meta["val"].to(dtype)
+    inherit(made, like)
+    put(made, {VAL: VAL.of(like).to(dtype), LAYOUT: LAYOUT.of(like)})
     return made

@@ -18,6 +18,7 @@ from torch import fx
 
 from torchard.functional.core.arguments import check_fields, written
 from torchard.functional.programs.graphs import output_values
+from torchard.functional.programs.tags import PHASE, RECOMPUTE, STEP
 from torchard.sharding.layouts.collective_ops import AllReduce, AllToAll, PsumScatter
 from torchard.sharding.planning.aliases import is_alias
 from torchard.sharding.planning.updates import updated_inputs
@@ -83,7 +84,7 @@ def issue_early(graph: fx.Graph) -> None:
     One that is made again stays: its operand may have been kept since the forward.
     """
     for node in list(graph.nodes):
-        if not isinstance(op_of(node), _EARLY) or node.meta.get("recompute"):
+        if not isinstance(op_of(node), _EARLY) or RECOMPUTE.get(node):
             continue
         chain = [node]
         while is_alias(chain[-1].all_input_nodes[0]):
@@ -138,8 +139,8 @@ def _only_updates(graph: fx.Graph) -> set[fx.Node]:
             arrived.add(node)
     late: set[fx.Node] = set()  # nothing that is late has a user that is not
     for node in reversed(graph.nodes):
-        kept = node.op != "call_function" or "step" in node.meta
-        waits = node in arrived or node.meta.get("phase") != "backward"
+        kept = node.op != "call_function" or STEP.on(node)
+        waits = node in arrived or PHASE.get(node) != "backward"
         if waits and not kept and all(u in late or (u is results and node in ends) for u in node.users):
             late.add(node)
     return late
@@ -165,4 +166,4 @@ def _is_sum(node: fx.Node) -> bool:
 def _arrives(node: fx.Node) -> bool:
     while is_alias(node):
         node = node.all_input_nodes[0]
-    return "step" in node.meta
+    return STEP.on(node)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.factors import Rule
 from torchard.sharding.rules import Call, rule_of
@@ -56,7 +57,7 @@ def units_of(program: Program) -> dict[str, tuple[Units, ...]]:
     while walk.recut():
         pass
     return {
-        name: tuple(walk.units((name, dim)) for dim in range(node.meta["val"].ndim))
+        name: tuple(walk.units((name, dim)) for dim in range(VAL.of(node).ndim))
         for name, node in weights.items()
     }
 
@@ -84,7 +85,7 @@ class _Walk:
         self.counts, self.alike = {}, {}
         marks: dict[fx.Node, list[list[_Mark]]] = {}
         for name, node in self.weights.items():
-            sources = [(name, dim) for dim in range(node.meta["val"].ndim)]
+            sources = [(name, dim) for dim in range(VAL.of(node).ndim)]
             for source in sources:
                 self.counts[source] = self._size(source) // self.parts.setdefault(source, 1)
             marks[node] = [[_Mark(s[1], self.parts[s], s) for s in sources]]
@@ -99,7 +100,7 @@ class _Walk:
         """The marks of each result of an operation."""
         if node.target is operator.getitem:
             own = marks[node.all_input_nodes[0]]
-            return [own[result_index(node)]] if hasattr(node.meta["val"], "shape") else []
+            return [own[result_index(node)]] if hasattr(VAL.of(node), "shape") else []
         call = Call.of(node)
         rule = rule_of(call)
         met: dict[tuple[int, int], Source] = {}
@@ -127,7 +128,7 @@ class _Walk:
             self.cut[source] = parts
 
     def _size(self, source: Source) -> int:
-        return int(self.weights[source[0]].meta["val"].shape[source[1]])
+        return int(VAL.of(self.weights[source[0]]).shape[source[1]])
 
     def _cuts(
         self, call: Call, mark: _Mark, rule: Rule, factors: tuple[int, ...], factor: int

@@ -1,0 +1,222 @@
+"""Tags: all that is ever noted on the nodes of a graph, and what becomes of it when a node does.
+
+What one room must know of a value of another travels on the graph as tags. Every key of ``fx.Node.meta``
+is declared once, in tags.py or in the ``tags.py`` of the room that alone uses it, and is read and written
+by its declaration; a transform from outside declares its own. No file but this touches ``node.meta``.
+
+An operation is taken to another trace, a value is copied, a node is replaced by others. Which of its tags
+still hold there is part of each declaration, and :func:`inherit` gives them to what was made:
+
+=========== ======================================================================================
+``follows`` what has the tag as well
+=========== ======================================================================================
+``node``    nothing: it is of this node in this graph
+``call``    the same operation made again: replayed in a trace, recomputed, planned for a mesh
+``value``   that, and what else holds the same value: a copy that waits on the host
+``place``   that, and any operation that takes the node's place, or is made on its account
+=========== ======================================================================================
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar, overload
+
+from torch import fx
+
+from torchard.functional.core.arguments import checked
+
+__all__ = [
+    "TAGS",
+    "TORCH",
+    "Follows",
+    "Same",
+    "Tag",
+    "TagError",
+    "Tags",
+    "declare",
+    "forget",
+    "inherit",
+    "inherited_tags",
+    "put",
+    "stand_for",
+    "strip",
+]
+
+T = TypeVar("T")
+D = TypeVar("D")
+Follows = Literal["node", "call", "value", "place"]
+Same = Literal["call", "value", "place"]
+Tags = Mapping["Tag[Any]", Any]
+
+
+class TagError(LookupError):
+    """A node lacks a tag that is asked of it, or a tag is declared twice."""
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Tag(Generic[T]):
+    """One key of ``fx.Node.meta``; made by :func:`declare`.
+
+    Attributes:
+        name: the key.
+        meaning: what the value says of the node.
+        written_by, read_by: by which files, or whom.
+        follows: what has the tag as well when something is made of the node (see above).
+        where: it was declared.
+    """
+
+    name: str
+    meaning: str
+    written_by: str
+    read_by: str
+    follows: Follows
+    where: str
+
+    def __repr__(self) -> str:
+        return f"tag {self.name!r}"
+
+    def of(self, node: fx.Node) -> T:
+        """The value on a node that has one.
+
+        Raises:
+            TagError: it has none.
+        """
+        try:
+            value: T = node.meta[self.name]
+        except KeyError:
+            raise TagError(self._missing(node)) from None
+        return value
+
+    @overload
+    def get(self, node: fx.Node) -> T | None: ...
+    @overload
+    def get(self, node: fx.Node, default: D) -> T | D: ...
+    def get(self, node: fx.Node, default: Any = None) -> Any:
+        """The value on a node, or the default."""
+        return node.meta.get(self.name, default)
+
+    def on(self, node: fx.Node) -> bool:
+        """Whether a node has the tag, whatever it says."""
+        return self.name in node.meta
+
+    def set(self, node: fx.Node, value: T) -> None:
+        """Write it on a node."""
+        node.meta[self.name] = value
+
+    def setdefault(self, node: fx.Node, value: T) -> None:
+        """Write it on a node that has none."""
+        node.meta.setdefault(self.name, value)
+
+    def _missing(self, node: fx.Node) -> str:
+        return (
+            f"{node.name} ({node.target}) has no tag {self.name!r}: {self.meaning}. It is written by "
+            f"{self.written_by or 'whoever declared it, at ' + self.where}; it has "
+            f"{', '.join(map(repr, node.meta)) or 'none'}."
+        )
+
+
+TAGS: dict[str, Tag[Any]] = {}
+TORCH = "torch"
+_FOLLOWED: dict[Same, tuple[Follows, ...]] = {
+    "call": ("call", "value", "place"),
+    "value": ("value", "place"),
+    "place": ("place",),
+}
+# The names of what something has of a node with which it has the call, the value or the place in common.
+_SHARED: dict[Same, list[str]] = {same: [] for same in _FOLLOWED}
+
+
+@checked
+def declare(
+    name: str,
+    meaning: str,
+    *,
+    written_by: str = "",
+    read_by: str = "",
+    follows: Literal["node", "call", "value", "place"] = "node",
+) -> Tag[Any]:
+    """A new tag, to be kept in a constant: ``COST: Tag[int] = declare("cost", "FLOPs of the node")``.
+
+    Args:
+        name: the key it has in ``fx.Node.meta``.
+        meaning: what it says of a node.
+        written_by, read_by: who does, for those who read the table (`TAGS`).
+        follows: what has it as well of what is made of the node: nothing (``"node"``), the same
+            operation made again (``"call"``), besides, what else holds its value (``"value"``),
+            and besides, whatever takes its place (``"place"``): so ``"place"`` is on its gradient and on
+            what ranks compute of it.
+
+    Raises:
+        TagError: the name is declared already.
+    """
+    known = TAGS.get(name)
+    if known is not None:
+        raise TagError(
+            f"the tag {name!r} is declared already, at {known.where}: {known.meaning}. Take another name."
+        )
+    made: Tag[Any] = Tag(name, meaning, written_by, read_by, follows, _caller())
+    TAGS[name] = made
+    for same, followed in _FOLLOWED.items():
+        if follows in followed:
+            _SHARED[same].append(name)
+    return made
+
+
+def _caller() -> str:
+    """The line outside of this file, and of what checks arguments, that runs it."""
+    frame = sys._getframe(1)
+    while frame.f_back and frame.f_code.co_filename in (__file__, checked.__code__.co_filename):
+        frame = frame.f_back
+    path = Path(frame.f_code.co_filename)
+    return f"{'/'.join(path.parts[-2:])}:{frame.f_lineno}"
+
+
+def inherited_tags(node: fx.Node, same: Same = "place") -> dict[Tag[Any], Any]:
+    """What a node hands on to what has its place (or its value, or its call) in common with it."""
+    meta = node.meta
+    return {TAGS[name]: meta[name] for name in _SHARED[same] if name in meta}
+
+
+def inherit(node: fx.Node, like: fx.Node, same: Same = "place") -> None:
+    """Give a new node what another one hands on; what it had is forgotten.
+
+    Args:
+        same: what the two have in common: the new one takes the other's place, or is made on its account
+            (``"place"``), holds the same value (``"value"``), or is the same operation (``"call"``).
+    """
+    meta = like.meta
+    node.meta = {name: meta[name] for name in _SHARED[same] if name in meta}
+
+
+def stand_for(node: fx.Node, old: fx.Node) -> None:
+    """A node holds from now on what another held: what was said of the value is said of it.
+
+    So a label is not lost with the node that had it. What is said of the new one already stays.
+    """
+    for name in _SHARED["value"]:
+        if TAGS[name].follows == "value" and name in old.meta:
+            node.meta.setdefault(name, old.meta[name])
+
+
+def put(node: fx.Node, tags: Tags) -> None:
+    """Write several tags on a node."""
+    for tag, value in tags.items():
+        node.meta[tag.name] = value
+
+
+def forget(node: fx.Node, *tags: Tag[Any]) -> None:
+    """Take several tags off a node, if they are there."""
+    for tag in tags:
+        node.meta.pop(tag.name, None)
+
+
+def strip(graph: fx.Graph) -> None:
+    """Take all but torch's own tags off a graph: a compiler reads other things from some of our names."""
+    ours = [name for name, tag in TAGS.items() if tag.written_by != TORCH]
+    for node in graph.nodes:
+        for name in ours:
+            node.meta.pop(name, None)
