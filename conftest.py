@@ -1,6 +1,6 @@
 """What every test shares: one thread, a fixed seed, derandomised property tests.
 
-The examples of README.md and of docstrings are tests as well; Sybil collects them.
+The examples of README.md, GUIDE.md and docstrings are tests as well; Sybil collects them.
 """
 
 import gc
@@ -27,7 +27,12 @@ settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)
 settings.load_profile("ci")
 
-readme = Sybil([PythonCodeBlockParser()], path=str(ROOT), pattern="README.md", fixtures=["manual_seed"])
+pages = Sybil(
+    [PythonCodeBlockParser()],
+    path=str(ROOT),
+    patterns=["README.md", "GUIDE.md"],
+    fixtures=["manual_seed"],
+)
 sources = DocstringExamples(
     [],
     path=str(ROOT / "src"),
@@ -35,7 +40,7 @@ sources = DocstringExamples(
     fixtures=["manual_seed"],
     document_types={".py": DocstringDocument},
 )
-pytest_collect_file = SybilCollection([readme, sources]).pytest()
+pytest_collect_file = SybilCollection([pages, sources]).pytest()
 
 
 def pytest_report_header() -> str:

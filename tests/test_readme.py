@@ -1,9 +1,11 @@
-"""README shows only what is there. Its examples are run where they stand (conftest.py)."""
+"""README.md and GUIDE.md show only what is there; their examples are run where they stand."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
+import io
 import pathlib
 import re
 from collections.abc import Iterator
@@ -15,7 +17,8 @@ import torchard
 import torchard.sharding.testing
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-TEXT = (ROOT / "README.md").read_text()
+README = (ROOT / "README.md").read_text()
+TEXT = README + (ROOT / "GUIDE.md").read_text()
 BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 PROSE = re.sub(r"^```.*?^```", "", TEXT, flags=re.MULTILINE | re.DOTALL)
 SPANS = [span.replace(r"\|", "|") for span in re.findall(r"`([^`\n]+)`", PROSE)]
@@ -66,3 +69,30 @@ def test_every_public_name_is_shown_as_code() -> None:
     shown = set(re.findall(r"[A-Za-z_]\w*", "\n".join([*BLOCKS, *SPANS])))
     errors = {n for n in torchard.__all__ if n.endswith(("Error", "Mismatch", "Warning"))}
     assert not set(torchard.__all__) - errors - {"__version__"} - shown
+
+
+def test_the_first_example_prints_what_is_shown() -> None:
+    found = re.search(r"```python\n(.*?)```\n\nprints\n\n```text\n(.*?)```", README, re.DOTALL)
+    assert found is not None
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(found[1], "mlp.py", "exec"), {"__name__": "mlp"})
+    assert printed.getvalue() == found[2]
+
+
+def test_links_lead_somewhere() -> None:
+    for link in re.findall(r"\]\(([^)#]+)\)", TEXT):
+        assert (ROOT / link).exists(), link
+
+
+@pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("ARCHITECTURE.md", 250)])
+def test_what_is_read_first_is_short(name: str, most: int) -> None:
+    assert len((ROOT / name).read_text().splitlines()) <= most
+
+
+def test_the_map_is_of_what_is_there() -> None:
+    """Files and folders that ARCHITECTURE.md names, from the root or from a room."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    rooms = ("", "functional", "sharding", "kernels")
+    named = {span for span in re.findall(r"`([\w/]+(?:\.py|/))`", text) if "/" in span}
+    missing = {n for n in named if not any((ROOT / room / n).exists() for room in rooms)}
+    assert not missing
