@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchard import Mesh, P
 from torchard.functional.core.axis_expressions import (
     Axis,
     AxisExpression,
@@ -17,6 +18,9 @@ from torchard.functional.core.axis_expressions import (
     Operand,
     parse,
 )
+from torchard.functional.core.errors import PatternError
+from torchard.kernels.terms.dims import Dims
+from torchard.sharding.values.spec import SpecError, layout_of
 
 names = st.text(string.ascii_letters + "_", min_size=1, max_size=3)
 axes = st.one_of(
@@ -112,3 +116,76 @@ def test_what_is_wrong_and_where(text: str) -> None:
     with pytest.raises(AxisExpressionError) as raised:
         parse(text)
     assert str(raised.value) == f"{reason}\n    {text}\n    {' ' * at}^"
+
+
+# -- readers: a spec's pattern and a pattern's dims take less, and point at what they do not take -----
+
+
+SPECS = {
+    "a -> b": (2, "a spec is of one value and has no '->'"),
+    "a, b": (3, "a spec is of one value: write its dims without commas"),
+    "a b | whole a": (6, "a spec has no clauses"),
+    "a:int64": (2, "a spec has no dtype"),
+    "... b": (0, "a spec names every dim, in place of '...'"),
+    "(2 d) b": (1, "a factor has a name, as in 'n=2'"),
+    "(a b) a": (6, "a second factor 'a'"),
+    "(a b": (4, "')' is expected here, not the end"),
+}
+
+
+@pytest.mark.parametrize("pattern", SPECS)
+def test_patterns_of_specs(pattern: str) -> None:
+    at, reason = SPECS[pattern]
+    with pytest.raises(SpecError) as raised:
+        P.factors(pattern, a="tp")
+    assert str(raised.value) == f"P.factors({pattern!r}): {reason}\n    {pattern}\n    {' ' * at}^"
+
+
+def test_a_pattern_may_have_sizes() -> None:
+    mesh = Mesh({"tp": 2}, virtual=True)
+    beside, within = P.factors("(three h d)", three=3, h=(4, "tp")), P.factors("(three=3 h=4 d)", h="tp")
+    assert layout_of(beside, (24,), mesh) == layout_of(within, (24,), mesh) != layout_of(P(), (24,), mesh)
+    with pytest.raises(SpecError, match="factor h has size 4 in the pattern and 2 beside it"):
+        P.factors("(h=4 d)", h=(2, "tp"))
+    with pytest.raises(SpecError, match="do not multiply to the dim's 24"):
+        layout_of(P.factors("(h=5 d)", h="tp"), (24,), mesh)
+
+
+def test_dims_in_front_of_factors_have_names_of_their_own() -> None:
+    spec = P.factors("(lead0 lead2) d", lead0=2, d="tp").led(1).led(2)
+    layout = layout_of(spec, (3, 4, 5, 6, 8), Mesh({"tp": 2}, virtual=True))
+    assert str(layout) == "P(None, None, None, None, tp)"
+
+
+DIMS = {
+    "... d, d": (8, "'->' and the outputs are expected here"),
+    "... d -> ... d": (0, "1 inputs, not 2"),
+    "d, d, d -> d": (6, "3 inputs, not 2"),
+    "... (d e), d -> d": (4, "a dim of a pattern is a name, a number or '...'"),
+    "... d=2, d -> d": (4, "a dim of a pattern is a name, a number or '...'"),
+    "d, d:half8 -> d": (5, "torch has no dtype 'half8'"),
+    "d, d -> d:half": (10, "only inputs have dtypes"),
+    "d, d -> ... d": (8, "no input has a '...'"),
+    "d, d -> d | sum d": (12, "unknown clause 'sum'; there is 'whole'"),
+    "d, d -> d | whole e": (18, "no dim is called 'e'"),
+}
+
+
+@pytest.mark.parametrize("text", DIMS)
+def test_dims_of_patterns(text: str) -> None:
+    at, reason = DIMS[text]
+    with pytest.raises(PatternError) as raised:
+        Dims.read(text, 2, "f")
+    assert str(raised.value).endswith(f": {reason}\n    {text}\n    {' ' * at}^")
+    assert "the pattern f are not of the form '... d, d -> ... d' with 2 inputs" in str(raised.value)
+
+
+def test_what_an_ellipsis_stands_for_has_names_of_its_own() -> None:
+    """They were n0, n1, whatever else was called so: two dims became one, and were split together."""
+    dims = Dims.read("... n0, n0 -> ... n0 | whole ...", 2, "f")
+    assert dims.rule([(3, 3), (3,)], [(3, 3)]) == "n1 n0, n0 -> n1 n0 | whole n1"
+
+
+def test_examples_have_a_size_for_every_name() -> None:
+    (shape,) = Dims.read("a b c d e f g h -> a", 1, "f").example()
+    assert len({*shape}) == len(shape) == 8

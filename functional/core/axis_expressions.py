@@ -112,9 +112,9 @@ class AxisExpression:
         """All axes, from left to right, each as often as it is written."""
         return (axis for array in self.arrays for dim in array.dims for axis in dim.axes)
 
-    def fail(self, place: Word | Axis | Dim | Operand, reason: str) -> NoReturn:
-        """Raise AxisExpressionError for something in the text."""
-        raise AxisExpressionError(self.text, place.at, reason)
+    def fail(self, place: Word | Axis | Dim | Operand | int, reason: str) -> NoReturn:
+        """Raise AxisExpressionError for something in the text, or a position in it."""
+        raise AxisExpressionError(self.text, place if isinstance(place, int) else place.at, reason)
 
 
 @functools.cache

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from torchard.functional.core.axis_expressions import (
+    AxisExpression,
+    AxisExpressionError,
+    Operand,
+    parse,
+)
 from torchard.functional.core.errors import PatternError
 
 __all__ = ["Dims"]
 
 # Different for different names, so that an example at these sizes means what it says.
-_SIZES = (6, 10, 4, 14, 22, 26)
+_SIZES = (6, 10, 4, 14, 22, 26, 34, 38, 46, 58, 62, 74)
 _ELLIPSIS = 3
+
+Names = tuple[str, ...]
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -25,34 +34,24 @@ class Dims:
     """
 
     text: str
-    inputs: tuple[tuple[str, ...], ...]
-    outputs: tuple[tuple[str, ...], ...]
+    inputs: tuple[Names, ...]
+    outputs: tuple[Names, ...]
     dtypes: tuple[torch.dtype, ...]
-    whole: tuple[str, ...] = ()
+    whole: Names = ()
 
     @staticmethod
     def read(text: str, inputs: int, name: str) -> Dims:
         """
         Raises:
-            PatternError: not in this form, or not as many as there are inputs.
+            PatternError: not in this form, or not as many as there are inputs; points at the place.
         """
-        body, _, clause = text.partition("|")
-        left, arrow, right = body.partition("->")
-        word, *whole = clause.split() or [""]
-        operands, dtypes = [], list[torch.dtype]()
-        for part in left.split(","):
-            dims, _, dtype = part.partition(":")
-            operands.append(tuple(dims.split()))
-            found: Any = getattr(torch, dtype.strip() or "float32", None)
-            dtypes.append(found)
-        known = all(isinstance(dtype, torch.dtype) for dtype in dtypes)
-        if not arrow or len(operands) != inputs or not known or word not in ("", "whole"):
+        try:
+            return _read(parse(text), inputs)
+        except AxisExpressionError as error:
             raise PatternError(
                 f"the dims {text!r} of the pattern {name} are not of the form '... d, d -> ... d' with "
-                f"{inputs} inputs"
-            )
-        results = tuple(tuple(part.split()) for part in right.split(","))
-        return Dims(text, tuple(operands), results, tuple(dtypes), tuple(whole))
+                f"{inputs} inputs: {error}"
+            ) from None
 
     def dtype(self, i: int) -> torch.dtype:
         return self.dtypes[i]
@@ -97,26 +96,83 @@ class Dims:
             for dims in self.inputs
         ]
 
-    def rule(self, ins: Sequence[tuple[int, ...]], outs: Sequence[tuple[int, ...]]) -> str | None:
+    def rule(self, ins: Sequence[Shape], outs: Sequence[Shape]) -> str | None:
         """A factor rule for these shapes: what not every output has is summed for those without."""
         if self._sizes(ins) is None:
             return None
-        extra = max(
-            (len(s) - len(d) + 1 for d, s in zip(self.inputs, ins, strict=True) if "..." in d),
-            default=0,
-        )
-        lead = [f"n{i}" for i in range(extra)]
-
-        def spelled(dims: tuple[str, ...], shape: Sequence[int]) -> list[str]:
-            names = [m for n in dims for m in (lead if n == "..." else [n])]
-            return ["1" if size == 1 else n for n, size in zip(names, shape, strict=True)]
-
-        left = [spelled(d, s) for d, s in zip(self.inputs, ins, strict=True)]
-        right = [spelled(d, s) for d, s in zip(self.outputs, outs, strict=True)]
-        names = dict.fromkeys(n for dims in left for n in dims if n != "1" and not n.isdigit())
-        summed = [n for n in names if any(n not in dims for dims in right)]
-        whole = [m for n in self.whole for m in (lead if n == "..." else [n])]
-        clauses = [f" | reduce {n} sum" for n in summed if n not in whole]
+        lead = self._lead(ins)
+        left = [_spelled(d, s, lead) for d, s in zip(self.inputs, ins, strict=True)]
+        right = [_spelled(d, s, lead) for d, s in zip(self.outputs, outs, strict=True)]
+        names = dict.fromkeys(n for dims in left for n in dims if not n.isdigit())
+        whole = _spread(self.whole, lead)
+        summed = [n for n in names if n not in whole and any(n not in dims for dims in right)]
+        clauses = [f" | reduce {n} sum" for n in summed]
         clauses += [f" | whole {n}" for n in whole if n in names]
         texts = [", ".join(" ".join(dims) for dims in side) for side in (left, right)]
         return " -> ".join(texts) + "".join(clauses)
+
+    def _lead(self, ins: Sequence[Shape]) -> list[str]:
+        """Names for the dims that ``...`` stands for, none of them in use."""
+        extra = [len(s) - len(d) + 1 for d, s in zip(self.inputs, ins, strict=True) if "..." in d]
+        used = {n for dims in (*self.inputs, *self.outputs) for n in dims}
+        free = (name for i in itertools.count() if (name := f"n{i}") not in used)
+        return list(itertools.islice(free, max(extra, default=0)))
+
+
+def _spread(names: Names, lead: Sequence[str]) -> list[str]:
+    """The names with those that ``...`` stands for in its place."""
+    return [m for n in names for m in (lead if n == "..." else [n])]
+
+
+def _spelled(dims: Names, shape: Shape, lead: Sequence[str]) -> list[str]:
+    """Dims as a factor rule has them: those of size one take no part."""
+    return ["1" if size == 1 else n for n, size in zip(_spread(dims, lead), shape, strict=True)]
+
+
+def _read(text: AxisExpression, inputs: int) -> Dims:
+    results = text.results
+    if results is None:
+        text.fail(len(text.text), "'->' and the outputs are expected here")
+    # One array without dims is written as nothing.
+    nothing = (Operand((), None, 0),)
+    operands, results = text.operands or nothing, results or nothing
+    if len(operands) != inputs:
+        text.fail(operands[min(inputs, len(operands) - 1)], f"{len(operands)} inputs, not {inputs}")
+    given = [_names(text, operand) for operand in operands]
+    made = [_names(text, result) for result in results]
+    if len({axis.name for axis in text.axes()}) > len(_SIZES):
+        text.fail(0, f"more than {len(_SIZES)} names")
+    if "..." not in {n for dims in given for n in dims}:
+        for dim in (d for result in results for d in result.dims if d.is_ellipsis):
+            text.fail(dim, "no input has a '...'")
+    for result in results:
+        if result.dtype is not None:
+            text.fail(result.dtype, "only inputs have dtypes")
+    dtypes = tuple(_dtype(text, operand) for operand in operands)
+    return Dims(text.text, tuple(given), tuple(made), dtypes, _whole(text, {*sum(given + made, ())}))
+
+
+def _names(text: AxisExpression, operand: Operand) -> Names:
+    for dim in operand.dims:
+        if len(dim.axes) > 1 or any(a.size is not None and not a.name.isdecimal() for a in dim.axes):
+            text.fail(dim, "a dim of a pattern is a name, a number or '...'")
+    return tuple(dim.name for dim in operand.dims)
+
+
+def _dtype(text: AxisExpression, operand: Operand) -> torch.dtype:
+    if operand.dtype is None:
+        return torch.float32
+    found = getattr(torch, operand.dtype.text, None)
+    if not isinstance(found, torch.dtype):
+        text.fail(operand.dtype, f"torch has no dtype {operand.dtype.text!r}")
+    return found
+
+
+def _whole(text: AxisExpression, names: set[str]) -> Names:
+    for clause in text.clauses:
+        if clause.verb.text != "whole":
+            text.fail(clause.verb, f"unknown clause {clause.verb.text!r}; there is 'whole'")
+        for word in clause.words:
+            if word.text not in names:
+                text.fail(word, f"no dim is called {word.text!r}")
+    return tuple(word.text for clause in text.clauses for word in clause.words)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-import re
+import functools
+import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchard.functional.core.arguments import checked, written
+from torchard.functional.core.axis_expressions import (
+    Axis,
+    AxisExpression,
+    AxisExpressionError,
+    parse,
+)
 from torchard.sharding.layouts.layout import Dim, Layout, Sub
 from torchard.sharding.values.mesh import Mesh
 
@@ -60,9 +68,17 @@ class P:
 
         ``P.factors("(three heads d) embed", three=3, d=64, heads="tp")`` splits the heads inside
         the fused dim. A factor is given its size (an int), its axes (a name or a tuple of names), or
-        both (``heads=(16, "tp")``); at most one factor of a dim may be left without a size.
+        both (``heads=(16, "tp")``); the pattern may have the size instead (``(three=3 heads d)``). At
+        most one factor of a dim may be left without a size.
         """
         spec = cls(weak=weak)
+        for axis in (axis for group in _groups(pattern) for axis in group):
+            given = _sized(names.get(axis.name))[0]
+            if axis.size is not None and given not in (None, axis.size):
+                raise SpecError(
+                    f"P.factors({pattern!r}): factor {axis.name} has size {axis.size} in the pattern "
+                    f"and {given} beside it."
+                )
         spec.named = (pattern, tuple(sorted(names.items())))
         _check_unique(spec, [a for v in names.values() for a in _sized(v)[1]])
         return spec
@@ -84,7 +100,9 @@ class P:
             return self
         if self.named is None:
             return P(*[None] * dims, *self.entries, weak=self.weak)
-        lead = " ".join(f"lead{i}" for i in range(dims))
+        used = {axis.name for group in _groups(self.named[0]) for axis in group}
+        free = (name for i in itertools.count() if (name := f"lead{i}") not in used)
+        lead = " ".join(itertools.islice(free, dims))
         return P.factors(f"{lead} {self.named[0]}", weak=self.weak, **dict(self.named[1]))
 
     def split_further(self, axes: tuple[str, ...], rank: int) -> P:
@@ -96,9 +114,9 @@ class P:
             return P(*entries, weak=self.weak)
         pattern, named = self.named[0], dict(self.named[1])
         for group in _groups(pattern):
-            if not any(_sized(named.get(factor))[1] for factor in group):
-                size, _ = _sized(named.get(group[0]))
-                named[group[0]] = _entry(axes) if size is None else (size, *axes)
+            if not any(_factor(axis, named)[1] for axis in group):
+                size, _ = _sized(named.get(group[0].name))
+                named[group[0].name] = _entry(axes) if size is None else (size, *axes)
                 break
         return P.factors(pattern, weak=self.weak, **named)
 
@@ -111,7 +129,7 @@ class P:
         if self.named is None:
             return P(*[_entry(swap(_axes(e))) for e in self.entries], weak=self.weak)
         pattern, named = self.named[0], dict(self.named[1])
-        for factor in [f for group in _groups(pattern) for f in group if f in named]:
+        for factor in [a.name for group in _groups(pattern) for a in group if a.name in named]:
             size, axes = _sized(named.pop(factor))
             new = swap(axes)
             if size is not None or new:
@@ -166,6 +184,12 @@ def _sized(value: Any) -> tuple[int | None, tuple[str, ...]]:
     return None, _axes(value)
 
 
+def _factor(axis: Axis, named: Mapping[str, Any]) -> tuple[int | None, tuple[str, ...]]:
+    """The size and the axes of a factor, of which the pattern may have the size."""
+    size, axes = _sized(named.get(axis.name))
+    return (axis.size if size is None else size), axes
+
+
 def _check_unique(spec: P, axes: Sequence[str]) -> None:
     twice = sorted({a for a in axes if axes.count(a) > 1})
     if twice:
@@ -210,12 +234,37 @@ def _strip(sub: Sub, sizes: Mapping[str, int]) -> Sub:
     return Sub(sub.size, tuple(a for a in sub.axes if sizes[a] > 1))
 
 
-_GROUP = re.compile(r"\(([^()]*)\)|(\S+)")
-
-
-def _groups(pattern: str) -> list[list[str]]:
+@functools.cache
+def _groups(pattern: str) -> tuple[tuple[Axis, ...], ...]:
     """The factors of each dim."""
-    return [(m[1].split() if m[1] is not None else [m[2]]) for m in _GROUP.finditer(pattern)]
+    try:
+        text = parse(pattern)
+        _check_is_dims(text)
+    except AxisExpressionError as error:
+        raise SpecError(f"P.factors({pattern!r}): {error}") from None
+    return tuple(dim.axes for operand in text.operands for dim in operand.dims)
+
+
+def _check_is_dims(text: AxisExpression) -> None:
+    """Raise AxisExpressionError for anything but the named factors of one value's dims."""
+    if text.results is not None:
+        text.fail(text.text.index("->"), "a spec is of one value and has no '->'")
+    for operand in text.operands[1:]:
+        text.fail(operand, "a spec is of one value: write its dims without commas")
+    for clause in text.clauses:
+        text.fail(clause.verb, "a spec has no clauses")
+    for operand in text.operands:
+        if operand.dtype is not None:
+            text.fail(operand.dtype, "a spec has no dtype")
+        if operand.ellipsis is not None:
+            text.fail(operand.dims[operand.ellipsis], "a spec names every dim, in place of '...'")
+    names: set[str] = set()
+    for axis in text.axes():
+        if axis.name.isdecimal():
+            text.fail(axis, f"a factor has a name, as in 'n={axis.name}'")
+        if axis.name in names:
+            text.fail(axis, f"a second factor {axis.name!r}")
+        names.add(axis.name)
 
 
 def _named_dims(spec: P, shape: tuple[int, ...], path: str) -> list[Dim]:
@@ -227,27 +276,24 @@ def _named_dims(spec: P, shape: tuple[int, ...], path: str) -> list[Dim]:
             f"{path} has spec {spec} for {len(groups)} dims, but its shape is {list(shape)} "
             f"(rank {len(shape)}); give the pattern one group for each dim."
         )
-    unknown = sorted(set(named) - {n for g in groups for n in g})
+    unknown = sorted(set(named) - {axis.name for group in groups for axis in group})
     if unknown:
         raise SpecError(f"{path} has spec {spec}, whose pattern has no factor {unknown[0]!r}.")
     return [_named_dim(spec, g, n, named, path) for g, n in zip(groups, shape, strict=True)]
 
 
-def _named_dim(spec: P, group: list[str], size: int, named: dict[str, Any], path: str) -> Dim:
-    given = {n: _sized(named.get(n)) for n in group}
-    sizes = {n: size for n, (size, _) in given.items() if size is not None}
-    missing = [n for n in group if n not in sizes]
-    known = 1
-    for n in sizes.values():
-        known *= n
+def _named_dim(spec: P, group: tuple[Axis, ...], size: int, named: dict[str, Any], path: str) -> Dim:
+    sizes = {a.name: n for a in group if (n := _factor(a, named)[0]) is not None}
+    missing = [a.name for a in group if a.name not in sizes]
+    known = math.prod(sizes.values())
     if len(missing) > 1 or (known and size % known) or (not missing and known != size):
         raise SpecError(
-            f"{path} has spec {spec}: factors ({' '.join(group)}) with sizes {sizes} do not "
-            f"multiply to the dim's {size}; give every factor but one a size that divides it."
+            f"{path} has spec {spec}: factors ({' '.join(a.name for a in group)}) with sizes {sizes} do "
+            f"not multiply to the dim's {size}; give every factor but one a size that divides it."
         )
     if missing:
         sizes[missing[0]] = size // known if known else 0
-    return tuple(Sub(sizes[n], given[n][1]) for n in group)
+    return tuple(Sub(sizes[a.name], _factor(a, named)[1]) for a in group)
 
 
 def spec_of(layout: Layout) -> P:
