@@ -208,7 +208,7 @@ def kernels(names: Sequence[str]) -> str:
     for name in names:
         rows += rows_of(name, rate)
         print("  ".join(rows[-1]), file=sys.stderr, flush=True)
-        torch._dynamo.reset()
+        torch.compiler.reset()
     return f"copying: {rate / 1e9:,.0f} GB/s\n\n{aligned(rows)}"
 
 

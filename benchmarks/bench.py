@@ -28,7 +28,6 @@ import torch
 import torch.distributed as dist
 from timing import Timing, in_turns
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import spawn
 from workload import SHAPES, Problem, Rival, Shape, reference
 
@@ -193,7 +192,7 @@ def note(text: str) -> None:
 def work(rank: int, meeting: str, plan: Plan) -> None:
     """One rank."""
     torch.set_num_threads(1)
-    store = FileStore(meeting, RANKS)
+    store = dist.FileStore(meeting, RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     text = measure(plan, Mesh({"tp": RANKS}))
     if rank == 0:

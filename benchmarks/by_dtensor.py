@@ -14,6 +14,8 @@ from torch.distributed.tensor.parallel import (
 )
 from workload import Problem, Rival
 
+from torchard.functional.torch_internals.operators import c10d
+
 __all__ = ["rivals"]
 
 
@@ -62,7 +64,7 @@ def _rival(name: str, problem: Problem, mesh: DeviceMesh | None, compiled: bool)
         y = call(x)
         grads = torch.autograd.grad(y, leaves, problem.cotangent)
         # The last layer's all_reduce would otherwise still be on its way.
-        return torch.ops._c10d_functional.wait_tensor(y), *grads
+        return c10d.wait_tensor.default(y), *grads
 
     return Rival(name, run, _whole)
 

@@ -33,6 +33,7 @@ from torch import Tensor
 from workload import Rival
 
 from torchard import fuse, trace
+from torchard.functional import torch_internals as internals
 from torchard.functional.programs.program import Program
 from torchard.kernels import release
 
@@ -96,7 +97,7 @@ def cotangents_of(chain: Chain) -> list[Tensor]:
 
 def cases_of(chain: Chain) -> list[Case]:
     """Both rows of a chain."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     fused = fuse(chain.fn)
     compiled = torch.compile(chain.fn, dynamic=False)
     runs: dict[str, Run] = {
@@ -279,7 +280,7 @@ def main() -> None:
     if options.huge_pages and not os.environ.get(HUGE_PAGES):  # torch reads it once, at the start
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, HUGE_PAGES: "1"})
     torch.set_num_threads(options.threads)
-    torch._inductor.config.compile_threads = 1
+    internals.compile_in_this_process()
     # Importing the compiler warns about torch.jit.
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     text = report(options.names, options.quick)

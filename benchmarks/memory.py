@@ -37,16 +37,18 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop, sdpa_f
 from workload import Rival
 
 from torchard import checkpoint, jit, policies
+from torchard.functional import torch_internals as internals
 from torchard.functional.programs.flops import DOTS, flops, op_name
 from torchard.functional.programs.program import Program
+from torchard.functional.torch_internals.operators import aten
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from _live import LiveBytes
 
-aten = torch.ops.aten
-ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
-MATMULS = [aten.mm.default, aten.addmm.default, aten.bmm.default, ATTENTION.default]
+ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+MATMULS = [aten.mm.default, aten.addmm.default, aten.bmm.default, ATTENTION]
 # Norm-wise, of every gradient, against plain autograd's: another order of sums, through 12 layers.
 TOLERANCE = 1e-4
 BUDGETS = [n / 10 for n in range(10, -1, -1)]
@@ -165,8 +167,8 @@ def profiled_peak(run: Callable[[], Any], arguments: int) -> int:
 def product_flops(run: Callable[[], Any]) -> int:
     """FLOPs of products, as torch counts them, with the attention that it has on a CPU."""
     known = {
-        ATTENTION: lambda q, k, v, *_, out_shape, **__: sdpa_flop(q, k, v),
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        ATTENTION.overloadpacket: lambda q, k, v, *_, out_shape, **__: sdpa_flop(q, k, v),
+        ATTENTION_BACKWARD.overloadpacket: (
             lambda grad, q, k, v, *_, out_shape, **__: sdpa_backward_flop(grad, q, k, v)
         ),
     }
@@ -253,8 +255,8 @@ def compiled_table(model: Model) -> str:
 
 def by_compiler(model: Model, budget: float) -> int:
     """The peak of torch.compile with `activation_memory_budget`."""
-    torch._dynamo.reset()
-    with torch._functorch.config.patch(activation_memory_budget=budget):
+    torch.compiler.reset()
+    with internals.activation_memory_budget(budget):
         run = functools.partial(by_autograd, torch.compile(model.loss), model)
         return profiled_peak(run, model.arguments)
 
@@ -311,7 +313,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="small models, less compiled")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    torch._inductor.config.compile_threads = 1
+    internals.compile_in_this_process()
     # Importing the compiler warns about torch.jit.
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     text = report(options.quick)

@@ -10,16 +10,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import optree
 import torch
 import torch.distributed as dist
 from by_torchard import SPECS, gradients, placed
 from timing import per_call, together
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from workload import Problem, Shape
 
 from torchard import Mesh, P, load, place, save, shard
+from torchard.functional.torch_internals import FakeTensorMode
 from torchard.sharding.checkpointing.items import checksum_of
 from torchard.sharding.lowering.call_order import CallOrder
 
@@ -52,7 +53,7 @@ def planning(shape: Shape, mesh: Mesh, repeats: int = 5) -> tuple[float, float, 
 
 
 def _faked(tree: Any, mode: FakeTensorMode) -> Any:
-    return torch.utils._pytree.tree_map(mode.from_tensor, tree)
+    return optree.tree_map(mode.from_tensor, tree)
 
 
 def _median(run: Callable[[], None], repeats: int) -> float:

@@ -22,10 +22,10 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchard import Mesh, P, ShapeDtype, optim, random, shard, trace
+from torchard.functional.torch_internals import FakeTensorMode
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
@@ -101,7 +101,7 @@ def aot_eager(size: train_gpt.Size) -> float:
     def loss(leaves: list[Tensor]) -> Tensor:
         return train_gpt.loss(size, optree.tree_unflatten(structure, leaves), batch)
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     run = torch.compile(loss, backend="aot_eager")
     first, second = (seconds(lambda: torch.autograd.grad(run(leaves), leaves)) for _ in range(2))
     return first - second

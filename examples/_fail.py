@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
+from torchard.functional.torch_internals import TorchDispatchMode
 
 __all__ = ["misbehaving", "options"]
 

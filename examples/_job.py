@@ -29,7 +29,6 @@ from typing import Any, NoReturn
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch.distributed as dist  # noqa: E402
-from torch._C._distributed_c10d import Store, TCPStore  # noqa: E402
 
 __all__ = ["Job", "job"]
 
@@ -55,7 +54,7 @@ class Job:
         self.timeout = timedelta(seconds=timeout)
         self.doing = "the start"
         self.awaited = "the start of the others"
-        self._store: Store | None = None
+        self._store: dist.Store | None = None
         self._silent = False  # the store has left a question unanswered
 
     @property
@@ -70,9 +69,9 @@ class Job:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         serves = self.leads and not by_agent
-        store = TCPStore(host, port, self.size, serves, self.timeout, wait_for_workers=False)
+        store = dist.TCPStore(host, port, self.size, serves, self.timeout, wait_for_workers=False)
         # A connection of its own: the first may be busy waiting when the last words are due.
-        self._store = TCPStore(host, port, is_master=False, timeout=self.timeout)
+        self._store = dist.TCPStore(host, port, is_master=False, timeout=self.timeout)
         self._store.set(f"job/process/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
         dist.init_process_group(
             "gloo", store=store, rank=self.rank, world_size=self.size, timeout=self.timeout

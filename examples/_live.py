@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from torchard import tree
+from torchard.functional.torch_internals import TorchDispatchMode, storage_id
 
 __all__ = ["LiveBytes"]
 
@@ -29,17 +30,17 @@ class LiveBytes(TorchDispatchMode):
             self._meet(tensor)
 
     def _meet(self, tensor: torch.Tensor) -> int:
-        storage = tensor.untyped_storage()
-        known = self._live.get(storage._cdata)
+        storage, key = tensor.untyped_storage(), storage_id(tensor)
+        known = self._live.get(key)
         if known is None or known[0].expired():  # an address may be given out again
             self._count += 1
             known = StorageWeakRef(storage), storage.nbytes(), self._count
-            self._live[storage._cdata] = known
+            self._live[key] = known
         return known[2]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for value in tree_leaves(out):
+        for value in tree.leaves(out):
             if isinstance(value, torch.Tensor):
                 self._meet(value)
         self._live = {k: v for k, v in self._live.items() if not v[0].expired()}

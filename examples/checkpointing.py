@@ -25,9 +25,8 @@ import torch
 import train_gpt
 from _live import LiveBytes
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from torchard import checkpoint, jit, policies, random
+from torchard import checkpoint, jit, policies, random, tree
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.programs.flops import flops
 
@@ -76,7 +75,7 @@ def steps_of(size: train_gpt.Size, fractions: Sequence[float]) -> dict[str, Tran
 def peak(step: Transformed, args: Sequence[Any]) -> int:
     """Bytes alive at once during a step, the arguments among them."""
     gc.collect()
-    with LiveBytes(tree_leaves(args)) as count:
+    with LiveBytes(tree.leaves(args)) as count:
         step(*args)
     return count.peak()
 
@@ -98,7 +97,7 @@ def measure(steps: dict[str, Transformed], args: Sequence[Any], rounds: int) -> 
     seconds = iter(medians(list(steps.values()), args, rounds))
     for name, step in steps.items():
         program = step.lower(*args)
-        slopes = tree_leaves(step(*args))
+        slopes = tree.leaves(step(*args))
         expected = expected or slopes
         assert all(map(torch.equal, slopes, expected)), f"{name}: not the unchecked gradients"
         del slopes

@@ -31,6 +31,7 @@ __all__ = [
 
 require(torch._C, "_len_torch_function_stack", "_len_torch_dispatch_stack", "DisableTorchFunction")
 require(torch._C, "_dispatch_tls_is_dispatch_key_excluded", "DispatchKey")
+require(torch._C.DispatchKey, "Python")
 require(torch._C, "_is_any_autocast_enabled", "_DisableAutocast")
 
 

@@ -36,6 +36,9 @@ from torchard.functional.torch_internals.scalar_operands import as_tensors
 from torchard.functional.torch_internals.thread_state import clear_frames_of_torch
 
 __all__ = [
+    "CONTROL_FLOW_IN_ERRORS",
+    "FAKES_LOG",
+    "GENERATOR_IN_ERRORS",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
     "FakeTensor",
@@ -49,6 +52,12 @@ __all__ = [
     "proxying",
     "track",
 ]
+
+# Where torch logs what it raises of fakes.
+FAKES_LOG = FakeTensor.__module__
+# What its errors say of what cannot be recorded. Where another version has other words, they stand alone.
+GENERATOR_IN_ERRORS = "torch._C.Generator"
+CONTROL_FLOW_IN_ERRORS = "torch._dynamo.exc"
 
 _MEMORY_OF_A_PRIMAL = aten._new_zeros_with_same_feature_meta.default
 

@@ -120,8 +120,9 @@ _INSTEAD = {
         "meets an error inside of torch's own differentiation while it is traced. It is known of writes "
         "to views of detached or stopped tensors, and through as_strided: write to a clone instead",
     ),
-    "torch._C.Generator": _DRAWN,  # torch 2.11 stops at it; later the tracer keeps it as an attribute
-    "torch._dynamo.exc": (
+    # torch 2.11 stops at it; later the tracer keeps it as an attribute
+    internals.GENERATOR_IN_ERRORS: _DRAWN,
+    internals.CONTROL_FLOW_IN_ERRORS: (
         "uses control flow of torch.compile's (torch.cond, while_loop, scan, map). Write torch.where for "
         "the choice, and a Python loop, which is unrolled"
     ),

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.bounded import Recent
 from torchard.functional.core.errors import PatternError
@@ -236,7 +237,7 @@ def _chosen(choices: _Choices) -> Iterator[None]:
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     """Without the warnings and the logged errors about what is only tried, and may not fit."""
-    here, log = threading.get_ident(), logging.getLogger("torch._subclasses.fake_tensor")
+    here, log = threading.get_ident(), logging.getLogger(internals.FAKES_LOG)
 
     def others(record: logging.LogRecord) -> bool:
         return record.thread != here

@@ -19,7 +19,8 @@ _GENERATORS = (
     "_checkpoint_without_reentrant_generator",
     "_checkpoint_without_reentrant_generator_impl",
 )
-# torch's own, by name. On a version that has other names they run untouched.
+# torch's own, by name. On a version that has others they run as they are: a call is no segment,
+# and under a gradient inside of a trace they are an error, which says to use torchard.checkpoint.
 CHECKPOINT_FUNCTIONS: dict[str, Any] = {
     name: getattr(torchs, name)
     for name in (CHECKPOINT_FUNCTION, *_GENERATORS)
