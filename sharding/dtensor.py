@@ -15,11 +15,25 @@ __all__ = ["from_dtensor", "to_dtensor"]
 
 @checked
 def to_dtensor(value: MeshTensor) -> DTensor:
-    """The same shards as a DTensor on the same DeviceMesh; nothing moves.
+    """Convert a MeshTensor to a DTensor with the same shards on the same DeviceMesh; nothing moves.
+
+    Args:
+        value: a MeshTensor on a mesh of processes.
+
+    Returns:
+        A DTensor.
 
     Raises:
-        PlacementError: the mesh is virtual, or the value's layout has no counterpart (factors inside
-            a dim, axes of a dim in another order than the mesh's): redistribute it first.
+        PlacementError: the mesh is virtual, or the layout has no counterpart (factors inside a dim, or
+            axes of a dim in another order than the mesh's): redistribute the value first.
+
+    >>> # torchrun --nproc-per-node 2
+    >>> import torch, torch.distributed as dist, torchard as ta
+    >>> dist.init_process_group("gloo")
+    >>> mesh = ta.Mesh({"dp": 2})
+    >>> x = ta.to_dtensor(ta.place(torch.arange(4.0), mesh, ta.P("dp")))
+    >>> x.placements, x.to_local()
+    ((Shard(dim=0),), tensor([0., 1.]))
     """
     mesh = value.mesh
     if mesh.device_mesh is None:
@@ -47,15 +61,26 @@ def to_dtensor(value: MeshTensor) -> DTensor:
 
 @checked
 def from_dtensor(value: DTensor, mesh: Mesh | None = None) -> MeshTensor:
-    """The same shards as a MeshTensor; pending (Partial) sums are reduced first.
+    """Convert a DTensor to a MeshTensor with the same shards; pending (Partial) sums are reduced first.
 
     Args:
-        value: the DTensor.
+        value: a DTensor.
         mesh: the Mesh to put it on; by default one is made of the DTensor's own.
+
+    Returns:
+        A MeshTensor.
 
     Raises:
         MeshError: the DTensor's mesh has no dim names.
         PlacementError: the meshes differ.
+
+    >>> # torchrun --nproc-per-node 2
+    >>> import torch, torch.distributed as dist, torchard as ta
+    >>> from torch.distributed.tensor import Shard, distribute_tensor
+    >>> dist.init_process_group("gloo")
+    >>> mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    >>> ta.from_dtensor(distribute_tensor(torch.arange(4.0), mesh, [Shard(0)]))
+    MeshTensor([4], torch.float32, P('dp'), Mesh(dp=2))
     """
     mesh = Mesh(value.device_mesh) if mesh is None else mesh
     if mesh.device_mesh != value.device_mesh:

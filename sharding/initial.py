@@ -37,29 +37,37 @@ def initialize(
     *,
     rules: AxisRules | None = None,
 ) -> Any:
-    """New parameters, of which each rank makes its shards only.
+    """Initialize parameters on a mesh; each rank computes its own shards only.
 
-    ::
-
-        with torch.device("meta"):
-            fn, params = functionalize(Model())
-        specs, pins = parallelize(fn, mesh, plan)
-        params = initialize(init, params, mesh, specs, random.key(0))
+    Values depend on the key and the parameter's name, not on the mesh or on other parameters.
 
     Args:
-        init: ``init(name, key, shape, dtype)`` is the parameter of this (dotted) name as a whole.
-            Every name has a key of its own, folded from ``key``, so that a parameter does not
-            depend on which others there are, nor on the mesh.
-        params: a tree of dicts of what has a shape and a dtype: tensors on ``meta``, ShapeDtype.
-        mesh, specs, rules: as `place` takes them.
-        key: int64 [2], on the mesh's device.
+        init: ``init(name, key, shape, dtype)`` returns the whole parameter with this (dotted) name.
+            Every name has its own key, folded from ``key``.
+        params: nested dicts of what has a shape and a dtype: tensors on ``meta``, or `ShapeDtype`.
+        mesh: as for `place`.
+        specs: as for `place`.
+        key: int64 ``[2]``, on the mesh's device.
+        rules: as for `place`.
 
     Returns:
-        A tree like params of MeshTensors.
+        A tree like ``params`` of MeshTensors.
 
     Raises:
-        SpecError: specs do not fit, or init returned another shape or dtype; names the parameter.
-        PurityError: init draws from torch's global random state.
+        SpecError: specs do not fit, or ``init`` returned another shape or dtype; names the parameter.
+        PurityError: ``init`` draws from torch's global random state.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> shapes = {"w": ta.ShapeDtype((8, 4)), "b": ta.ShapeDtype((8,))}
+    >>> def init(name, key, shape, dtype):
+    ...     return torch.zeros(shape) if name == "b" else ta.nn.init_normal(key, shape)
+    >>> params = ta.initialize(init, shapes, mesh, ta.P("tp"), ta.random.key(0))
+    >>> params["w"]
+    MeshTensor([8, 4], torch.float32, P('tp', None), Mesh(tp=2, virtual))
+    >>> whole = ta.initialize(init, shapes, mesh, ta.P(), ta.random.key(0))
+    >>> torch.equal(params["w"].full(), whole["w"].full())
+    True
     """
     leaves, structure = optree.tree_flatten(
         params, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE

@@ -17,9 +17,18 @@ __all__ = ["clip_by_global_norm", "global_norm"]
 
 
 def global_norm(values: Any) -> torch.Tensor:
-    """The 2-norm of all leaves of a tree taken together: a 0-d tensor, the same on every rank.
+    """The 2-norm of all leaves of a tree taken together.
 
-    Leaves may be tensors and MeshTensors; inside a traced function they are whole arrays anyway.
+    Args:
+        values: a tree of tensors and MeshTensors. Every value counts once, however it is placed.
+
+    Returns:
+        A 0-d tensor, the same on every rank.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> ta.global_norm({"w": ta.place(torch.full((4,), 2.0), mesh, ta.P("tp")), "b": torch.tensor([3.0])})
+    tensor(5.)
     """
     return _norm(_leaves(values)) if not _any_placed(values) else _on_mesh(_norm)(_leaves(values))
 
@@ -29,9 +38,23 @@ Limit = Annotated[float, AtLeast(0)] | torch.Tensor
 
 @checked
 def clip_by_global_norm(values: Any, limit: Limit) -> tuple[Any, torch.Tensor]:
-    """The tree scaled down to a global norm of at most ``limit``, and the norm it had.
+    """Scale a tree down to a global norm of at most ``limit``. Specs are kept.
 
-    Specs are kept. Source: Pascanu et al. 2013, section 3.2.
+    Args:
+        values: a tree of tensors and MeshTensors, such as gradients.
+        limit: the largest norm, a number >= 0 or a 0-d tensor.
+
+    Returns:
+        The scaled tree, and the norm it had, a 0-d tensor.
+
+    Raises:
+        ValueError: ``limit`` is negative, NaN, or a tensor with dims.
+
+    Source: Pascanu et al., arXiv:1211.5063, section 3.2.
+
+    >>> import torch, torchard as ta
+    >>> ta.clip_by_global_norm({"w": torch.tensor([3.0, 4.0])}, 1.0)
+    ({'w': tensor([0.6000, 0.8000])}, tensor(5.))
     """
     if isinstance(limit, torch.Tensor) and limit.ndim:
         raise ValueError(

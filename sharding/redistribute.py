@@ -39,17 +39,30 @@ def place(
     rules: AxisRules | None = None,
     check_replicated: bool = True,
 ) -> Any:
-    """A tree of global tensors as MeshTensors; every rank keeps its shards only.
+    """Put a tree of global tensors on a mesh; every rank keeps its shards only.
 
     Args:
-        values: a pytree; tensors are placed, MeshTensors redistributed, other leaves kept.
-        specs: a pytree prefix of it with P at its leaves.
-        rules: axes for names of dims in the specs.
-        check_replicated: compare the tensors over ranks by checksum: each is one value.
+        values: a pytree. Tensors are placed, MeshTensors redistributed, other leaves kept.
+        mesh: where to put them.
+        specs: a pytree prefix of ``values`` with a `P` at each leaf.
+        rules: a mapping from names of dims in the specs to axes.
+        check_replicated: compare the tensors over ranks by checksum, since each is one value.
+
+    Returns:
+        The tree with MeshTensors for tensors.
 
     Raises:
         ReplicaMismatch: ranks passed different tensors.
-        SpecError: the specs are no prefix of the values, or one does not fit its value.
+        SpecError: ``specs`` is not a prefix of ``values``, or a spec does not fit its value.
+
+    Source: ``jax.device_put``.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> params = {"w": torch.ones(4, 6), "b": torch.ones(4)}
+    >>> placed = ta.place(params, mesh, {"w": ta.P("tp"), "b": ta.P()})
+    >>> placed["w"].spec, [tuple(part.shape) for part in placed["w"].parts]
+    (P('tp', None), [(2, 6), (2, 6)])
     """
     leaves, structure = optree.tree_flatten(
         values, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
@@ -129,11 +142,26 @@ def full(value: MeshTensor) -> torch.Tensor:
 
 @checked
 def redistribute(value: MeshTensor, spec: P) -> MeshTensor:
-    """The same value with another spec, moved by the cheapest collectives. Every rank must call it.
+    """Move a placed value to another spec, by the cheapest collectives. Every rank must call it.
+
+    Args:
+        value: a MeshTensor.
+        spec: the new spec.
+
+    Returns:
+        A MeshTensor.
 
     Raises:
         SpecError: the spec does not fit the value.
         ExchangeError: another rank did not call within ``mesh.timeout`` seconds.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> rows = ta.place(torch.arange(4).view(2, 2), mesh, ta.P("tp"))
+    >>> ta.redistribute(rows, ta.P(None, "tp")).parts
+    (tensor([[0],
+            [2]]), tensor([[1],
+            [3]]))
     """
     layout = layout_of(spec, value.shape, value.mesh)
     _agree(value, f"redistribute(to {spec})")

@@ -43,7 +43,9 @@ def register_rule(
     emit: Emit | None = None,
     alias: bool = False,
 ) -> None:
-    """Give operations (``torch.ops`` overloads) a factor rule: ``text="i k, k j -> i j"``.
+    """Give operations a sharding rule: how the factors of their dims may be split.
+
+    The rule is checked against the operation at its first use.
 
     A rule names the factors that dims are made of, of all tensor operands and then of all results (an
     operand that is no tensor is left out). A name that occurs again is the same factor, and a factor can
@@ -69,14 +71,32 @@ def register_rule(
         r c -> r w | whole c w | halo r c 2    of each block's c, 2 are sent to other ranks or fetched
 
     Args:
-        targets: the operations.
+        targets: ``torch.ops`` overloads.
         text: the rule, or a function of the call that gives it; None from it gathers the operands.
         emit: how one coordinate computes its part; None applies the operation to the parts.
-        alias: True for bijective views.
+        alias: whether the operation is a bijective view.
 
     Raises (where the rule is used first):
         RuleError: the text is no rule, or does not fit the shapes: points at the place. Or, split as it
             says, the operation gives other results: names the factor.
+
+    >>> import torch, torchard as ta
+    >>> @torch.library.custom_op("docs::scaled_mm", mutates_args=())
+    ... def scaled_mm(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    ...     return scale * (a @ b)
+    >>> @scaled_mm.register_fake
+    ... def _(a, b, scale):
+    ...     return a.new_empty(a.shape[0], b.shape[1])
+    >>> ta.register_rule(torch.ops.docs.scaled_mm.default, text="i k, k j -> i j")
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> a = ta.place(torch.ones(2, 4), mesh, ta.P(None, "tp"))
+    >>> b = ta.place(torch.ones(4, 2), mesh, ta.P("tp", None))
+    >>> run = ta.shard(lambda a, b: scaled_mm(a, b, 0.5), mesh, out_specs=ta.P())
+    >>> run(a, b)
+    tensor([[2., 2.],
+            [2., 2.]])
+    >>> [c.kind for c in run.lower(a, b).collectives]            # k is split: one sum over ranks
+    ['all_reduce']
     """
     known: set[Any] = set()
 

@@ -60,32 +60,48 @@ def shard(
     schedule: Schedule | None = None,
     check_replicated: bool = True,
 ) -> Transformed:
-    """``fn``, which is written for whole arrays, run on a mesh.
+    """Run a function that is written for whole arrays on a mesh.
+
+    How values inside are split is propagated from the specs of arguments, results and constraints. What
+    will cross the network is in ``.lower(*args).collectives``, before anything runs.
 
     Args:
-        fn: a pure function.
+        fn: a pure function of pytrees.
         mesh: where it runs.
-        in_specs: a pytree prefix of the positional arguments (or a mapping by argument name) whose
-            leaves are P; None takes the specs that placed arguments carry.
-        out_specs: a pytree prefix of the result; None leaves specs to propagation.
-        constrain_at: specs for named values, by a pattern over ``scope/name``.
-        rules: axes for names of dims, in these specs and in ``constrain`` inside (`sharding.names`).
-        reduce_dtype: sums over ranks of narrower floats are made in it; None, in their own.
-        schedule: how far ahead parameters are gathered, how gradients are merged (`Schedule`).
-        check_replicated: compare plain tensors over ranks by checksum when first used.
+        in_specs: a pytree prefix of the positional arguments (or a mapping by argument name) with a `P`
+            at each leaf; None takes the specs that placed arguments carry.
+        out_specs: a pytree prefix of the result; None leaves a spec to propagation.
+        constrain_at: specs for named values, by a pattern over ``scope/name``; see `scope` and `name`.
+        rules: a mapping from names of dims, in these specs and in `constrain` inside, to axes.
+        reduce_dtype: the dtype of sums over ranks of narrower floats; None keeps their own.
+        schedule: how far ahead parameters are gathered, and how gradients are merged; see `Schedule`.
+        check_replicated: compare plain tensors over ranks by checksum when they are first used.
 
     Returns:
-        A function that takes plain tensors (one value, the same on every rank) and MeshTensors.
-        Rank-0 results, and those given ``P()``, are plain tensors; others are MeshTensors. What is
-        ``P()`` and the new value of an argument that is placed so (a parameter, an optimizer's state)
-        stays a MeshTensor: the next call of a training step finds what the last one found.
+        A function of plain tensors (one value, the same on every rank) and MeshTensors. 0-d results,
+        and those with ``P()`` in ``out_specs``, are plain tensors; others are MeshTensors. The new
+        value of an argument that was placed as ``P()`` (a parameter, an optimizer's state) stays a
+        MeshTensor.
 
     Raises (when called):
-        SpecError: a spec does not fit its value; names the argument's path.
+        SpecError: a spec does not fit its value; the message names the argument's path.
         MeshError: a MeshTensor lives on another mesh.
         ReplicaMismatch, PlanMismatch: ranks disagree.
 
-    Source: GSPMD (Xu et al. 2021), Shardy's factor propagation.
+    Source: GSPMD, Xu et al., arXiv:2105.04663; factor propagation as in Shardy.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> def mlp(params, x):
+    ...     return torch.relu(x @ params["up"]) @ params["down"]
+    >>> specs = {"up": ta.P(None, "tp"), "down": ta.P("tp", None)}
+    >>> params = ta.place({"up": torch.ones(4, 8), "down": torch.ones(8, 4)}, mesh, specs)
+    >>> run = ta.shard(mlp, mesh, out_specs=ta.P())
+    >>> run(params, torch.ones(2, 4))
+    tensor([[32., 32., 32., 32.],
+            [32., 32., 32., 32.]])
+    >>> [(c.kind, c.axes) for c in run.lower(params, torch.ones(2, 4)).collectives]
+    [('all_reduce', ('tp',))]
     """
     check_reduce_dtype(reduce_dtype)
     in_specs = resolved(in_specs, rules, mesh, "in_specs")

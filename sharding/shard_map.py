@@ -41,41 +41,55 @@ def shard_map(
     axis_names: Annotated[Collection[str] | None, CheckedInside] = None,
     check_replicated: bool = True,
 ) -> Transformed:
-    """``fn``, which is written for one rank's shards, run on every rank of a mesh.
+    """Run a function that is written for one rank's shards on every rank of a mesh.
 
-    Inside, ranks speak to each other by ``psum``, ``all_gather``, ``ppermute`` and the like, over the
-    manual axes. Each value varies over some of these and is invariant over the others, and gradients
-    follow from that: the gradient of an invariant value is summed over ranks wherever they used it
-    differently.
+    Inside, ranks communicate over the manual axes by `psum`, `all_gather`, `ppermute` and so on. Each
+    value varies over some of these axes and is invariant over the others. Gradients follow from that:
+    the gradient of an invariant value is summed over the ranks that used it differently.
 
-    Along the other, automatic axes values are whole inside, and how they are split is propagated as
-    in ``shard``: from the specs that placed arguments carry or an enclosing ``shard`` gives them, and
-    from ``constrain(x, P("dp"))`` inside. A dim split by both is split over the manual axes first.
+    Along the other, automatic axes, values are whole inside, and how they are split is propagated as in
+    `shard`: from placed arguments, an enclosing `shard`, and ``constrain(x, P("dp"))`` inside. A dim
+    split by both is split over the manual axes first.
 
     Args:
-        fn: a pure function of shards: an argument of shape [8, 6] with spec P("x", None) is seen as
-            [8 / x, 6]. Over axes x and dp of which x alone is manual it is seen so, too, and dp may
-            split what is seen.
+        fn: a pure function of shards. An argument of shape [8, 6] with spec ``P("x", None)`` has shape
+            [8 / x, 6] inside.
         mesh: where it runs; process groups or virtual.
         in_specs: a pytree prefix of the positional arguments (keyword arguments are replicated). An
             argument is invariant over the manual axes its spec leaves out. Specs name manual axes only.
         out_specs: a pytree prefix of the result. A dim with axes is the concatenation of the ranks'
-            results along them; over a manual axis that a spec leaves out the result must be invariant.
-        axis_names: the axes that are manual, a set; None: all of them.
-        check_replicated: compare plain tensors over ranks by checksum when first used.
+            results along them. Over a manual axis that its spec leaves out, a result must be invariant.
+        axis_names: the set of manual axes; None makes all of them manual.
+        check_replicated: compare plain tensors over ranks by checksum when they are first used.
 
     Returns:
-        A function of plain tensors (one global value) and MeshTensors. Scalars are plain tensors, and
-        so are results with spec ``P()`` where all axes are manual; others are MeshTensors.
+        A function of plain tensors (one global value) and MeshTensors. 0-d results are plain tensors,
+        and so are results with spec ``P()`` where all axes are manual; others are MeshTensors.
 
-    Raises (when called, but for axis_names):
-        SpecError: a spec does not fit its value, does not divide it evenly, names an automatic axis,
-            or claims that a varying result is replicated; names the path, the axis and the remedy.
-        MeshError: shard_map inside shard_map, a collective that makes no sense or is over an automatic
-            axis, ``constrain`` over a manual one, or axis_names that are no axes of the mesh.
+    Raises (when called, except for axis_names):
+        SpecError: a spec does not fit its value, does not divide it evenly, names an automatic axis, or
+            claims that a varying result is replicated; names the path, the axis and the remedy.
+        MeshError: shard_map inside shard_map, a collective over an invariant or automatic axis,
+            `constrain` over a manual one, or ``axis_names`` that are not axes of the mesh.
         DerivativeError: through pmax or pmin.
 
-    Source: jax.shard_map with check_vma=True and its axis_names, whose semantics it has.
+    Source: ``jax.shard_map`` with ``check_vma=True`` and ``axis_names``.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> def matmul(x, w):                                        # x [2, 4 / tp], w [4 / tp, 3]
+    ...     return ta.psum(x @ w, "tp")
+    >>> run = ta.shard_map(matmul, mesh, (ta.P(None, "tp"), ta.P("tp", None)), ta.P())
+    >>> run(torch.ones(2, 4), torch.ones(4, 3))
+    tensor([[4., 4., 4.],
+            [4., 4., 4.]])
+    >>> ta.shard_map(lambda x: x.sum(), mesh, ta.P("tp"), ta.P())(torch.ones(4))     # a psum is missing
+    Traceback (most recent call last):
+        ...
+    torchard.SpecError: out_specs gives out (local shape []) the spec P(), which says that it is
+        the same along 'tp', but it varies over it: ranks may hold different values. Reduce it
+        (psum, pmean, pmax or pmin over 'tp'), collect it with all_gather(x, 'tp',
+        invariant=True), or name 'tp' in the spec to concatenate the ranks' values.
     """
     manual = _manual_axes(axis_names, mesh)
     local = _Local(fn, mesh, manual, in_specs, out_specs)

@@ -1,13 +1,15 @@
 """Docstrings of the library: where they stand, and how their examples are run.
 
-An example is all of a docstring's ``>>>`` lines together, in a namespace of its own: what it uses, it
-imports. Expected output may be wrapped differently and shortened by ``...``; an exception of the
-library's goes by its public name (``torchard.SpecError``), wherever the file is that defines it.
+An example is all of a docstring's ``>>>`` lines together, in a namespace and an empty folder of its own:
+what it uses, it imports. Expected output may be wrapped differently and shortened by ``...``; an
+exception of the library's goes by its public name (``torchard.SpecError``), wherever the file is that
+defines it. An example whose first line is ``# torchrun --nproc-per-node 2`` is run by so many ranks.
 """
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import doctest
 import re
 import tempfile
@@ -105,7 +107,9 @@ def report(test: doctest.DocTest) -> str:
     """What is not as the docstring says, when it is run in this process."""
     test.globs = {"__name__": "__main__"}
     said: list[str] = []
-    doctest.DocTestRunner(_Checker(), verbose=False, optionflags=OPTIONS).run(test, out=said.append)
+    runner = doctest.DocTestRunner(_Checker(), verbose=False, optionflags=OPTIONS)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        runner.run(test, out=said.append)
     return "".join(said)
 
 

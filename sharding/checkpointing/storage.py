@@ -56,25 +56,31 @@ _UNCHECKED = (
 def save(
     path: PathLike, tree: Any, *, check_replicated: bool = True, timeout: Seconds = 600.0
 ) -> None:
-    """Write a tree as a checkpoint. Every rank must call it; when it returns all is on the disk.
+    """Write a tree as a `torch.distributed.checkpoint`. Every rank must call it; on return all is on the
+    disk.
 
-    A leaf's key is its path joined by dots, as in DCP: of ``{"w": [a, b]}`` they are ``w.0`` and
-    ``w.1``; fields of named tuples go by their names. (DCP itself makes one value of a list in which
-    there is no tensor: for such lists the keys differ.) A checksum of each item goes into a file of
-    its own, which DCP does not look at.
+    A leaf's key is its path joined by dots, as in DCP: ``w.0`` and ``w.1`` for ``{"w": [a, b]}``;
+    fields of named tuples go by name. (DCP stores a list without tensors as one value; for such lists
+    the keys differ.) Checksums go into a file of their own, which DCP ignores.
 
     Args:
         path: of a new directory, on a disk that all ranks share.
-        tree: of MeshTensors, tensors (one value each, the same on every rank), and Python's int,
-            float, bool, complex, str and None.
+        tree: of MeshTensors, tensors (one value each, the same on every rank), and int, float, bool,
+            complex, str and None.
         check_replicated: compare the plain tensors over ranks by checksum.
         timeout: seconds to wait for the slowest rank to have written its part.
 
     Raises:
-        StorageError: the path exists, or leaves cannot be stored (names them), or ranks passed
-            different trees, or one failed. All ranks raise it; nothing but a whole checkpoint ever
-            is at the path.
+        StorageError: the path exists, leaves cannot be stored (names them), ranks passed different
+            trees, or one failed. All ranks raise it; an incomplete checkpoint is never at the path.
         ReplicaMismatch: ranks passed different tensors.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"dp": 2}, virtual=True)
+    >>> ta.save("step-100", {"params": {"w": ta.place(torch.arange(4.0), mesh, ta.P("dp"))}, "step": 100})
+    >>> like = {"params": {"w": torch.zeros(4)}, "step": 0}
+    >>> ta.load("step-100", like)
+    {'params': {'w': tensor([0., 1., 2., 3.])}, 'step': 100}
     """
     target, (leaves, _) = Path(path).absolute(), leaves_of(tree, "tree")
     mesh = common_mesh([leaf.value for leaf in leaves])
@@ -106,36 +112,38 @@ def load(
     partial: bool = False,
     timeout: Seconds = 600.0,
 ) -> Any:
-    """Read a checkpoint of `save`'s or of DCP's. Every rank must call it, and reads its own shards.
+    """Read a checkpoint written by `save` or by DCP. Every rank must call it, and reads its own shards.
 
-    ::
-
-        with torch.device("meta"):
-            fn, params = functionalize(Model())
-        params = load("step-100", params, mesh, specs)
+    Nothing in a checkpoint is executed: of DCP's pickled index only plain values are made, items are
+    read as weights only, and no file outside the directory is opened.
 
     Args:
         path: of the directory.
-        like: a tree of what is wanted, of which no value is read: MeshTensors, tensors (on ``meta``,
-            say), ShapeDtypes, and scalars of the type to expect.
-        mesh, specs, rules: where to put tensors, as `place` takes them. One without a spec (None)
-            comes as what it is in like: a MeshTensor with the same spec, or a plain tensor.
-        partial: the checkpoint may hold more than like.
+        like: a tree of what is wanted, whose values are not read: MeshTensors, tensors (on ``meta``,
+            say), `ShapeDtype`, and scalars of the expected type.
+        mesh: where to put tensors.
+        specs: as for `place`. A tensor without a spec (None) comes as it is in ``like``: a MeshTensor
+            with the same spec, or a plain tensor.
+        rules: as for `place`.
+        partial: allow the checkpoint to hold more than ``like``.
         timeout: seconds to wait for the slowest rank.
 
     Returns:
-        A tree like ``like``. Nothing in a checkpoint is run, whoever made it: of the pickle that DCP
-        keeps as its index only plain values are made, items are read as weights only, and no file
-        outside of the directory is opened.
+        A tree like ``like``.
 
     Raises:
-        StorageError: path is no checkpoint; or leaves are missing, too many, or of another shape or
-            dtype (names all of them); or something is damaged, or not what it should be; or a rank
-            failed. All ranks raise it.
+        StorageError: ``path`` is not a checkpoint; leaves are missing, too many, or of another shape or
+            dtype (names all of them); something is damaged; or a rank failed. All ranks raise it.
         SpecError: specs do not fit.
 
     Warns:
-        StorageWarning: the checkpoint has no checksums, as plain DCP's have not.
+        StorageWarning: the checkpoint has no checksums, such as one written by DCP.
+
+    >>> import torch, torchard as ta
+    >>> ta.save("step-100", {"w": torch.arange(4.0)})
+    >>> mesh = ta.Mesh({"dp": 2}, virtual=True)
+    >>> ta.load("step-100", {"w": ta.ShapeDtype((4,))}, mesh, ta.P("dp"))["w"].parts
+    (tensor([0., 1.]), tensor([2., 3.]))
     """
     source, (leaves, structure) = Path(path).absolute(), leaves_of(like, "like")
     if mesh is not None:

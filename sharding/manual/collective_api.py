@@ -136,38 +136,123 @@ def _number(x: torch.Tensor) -> torch.Tensor:
 
 @checked
 def psum(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
-    """The sum over the ranks along ``axes``, the same shape, on each; invariant over them.
+    """Sum a value over the ranks along mesh axes, inside `shard_map`.
+
+    Args:
+        x: each rank's value.
+        axes: an axis, or a tuple of axes.
+
+    Returns:
+        The sum, with the shape of ``x``, on each of these ranks; invariant over ``axes``.
 
     Raises:
-        MeshError: x is invariant over an axis already, or the mesh has no such axis.
+        MeshError: ``x`` is invariant over an axis already, or the mesh has no such axis.
+
+    Source: ``jax.lax.psum``.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 4}, virtual=True)
+    >>> total = ta.shard_map(lambda x: ta.psum(x, "tp"), mesh, ta.P("tp"), ta.P())
+    >>> total(torch.arange(8))                                     # 0 + 2 + 4 + 6, 1 + 3 + 5 + 7
+    tensor([12, 16])
     """
     return _reduced("psum", x, Sum(*_over("psum", axes)))
 
 
 @checked
 def pmean(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
-    """The mean over the ranks along ``axes``; errors as ``psum``."""
+    """Average a value over the ranks along mesh axes, inside `shard_map`.
+
+    Args:
+        x: each rank's value.
+        axes: an axis, or a tuple of axes.
+
+    Returns:
+        The mean, with the shape of ``x``, on each of these ranks; invariant over ``axes``.
+
+    Raises:
+        MeshError: as for `psum`.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"dp": 2}, virtual=True)
+    >>> def loss(x):
+    ...     return ta.pmean(x.square().mean(), "dp")
+    >>> ta.shard_map(loss, mesh, ta.P("dp"), ta.P())(torch.arange(4.0))
+    tensor(3.5000)
+    """
     manual, names = _over("pmean", axes)
     return _reduced("pmean", x, Sum(manual, names)) / _size(names, "pmean")
 
 
 @checked
 def pmax(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
-    """The elementwise maximum over the ranks along ``axes``, NaN kept; it has no derivative."""
+    """The elementwise maximum over the ranks along mesh axes, inside `shard_map`. It has no derivative.
+
+    Args:
+        x: each rank's value. NaN is kept.
+        axes: an axis, or a tuple of axes.
+
+    Returns:
+        The maximum, with the shape of ``x``, on each of these ranks; invariant over ``axes``.
+
+    Raises:
+        MeshError: as for `psum`.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> ta.shard_map(lambda x: ta.pmax(x, "tp"), mesh, ta.P("tp"), ta.P())(torch.tensor([1, 5, 3, 2]))
+    tensor([3, 5])
+    """
     return _reduced("pmax", x, Extreme(*_over("pmax", axes), "max"))
 
 
 @checked
 def pmin(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
-    """The elementwise minimum over the ranks along ``axes``, NaN kept; it has no derivative."""
+    """The elementwise minimum over the ranks along mesh axes, inside `shard_map`. It has no derivative.
+
+    Args:
+        x: each rank's value. NaN is kept.
+        axes: an axis, or a tuple of axes.
+
+    Returns:
+        The minimum, with the shape of ``x``, on each of these ranks; invariant over ``axes``.
+
+    Raises:
+        MeshError: as for `psum`.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> ta.shard_map(lambda x: ta.pmin(x, "tp"), mesh, ta.P("tp"), ta.P())(torch.tensor([1, 5, 3, 2]))
+    tensor([1, 2])
+    """
     return _reduced("pmin", x, Extreme(*_over("pmin", axes), "min"))
 
 
 @checked
 def pvary(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
-    """The same value, counted as each rank's own along ``axes``: its gradient is summed over them.
+    """Count an invariant value as varying along mesh axes, inside `shard_map`.
 
-    Operations that mix invariant and varying values do this by themselves.
+    Its gradient is then the sum of the ranks' gradients over these axes. Operations that mix invariant
+    and varying values do this by themselves.
+
+    Args:
+        x: a value that is invariant over ``axes``.
+        axes: an axis, or a tuple of axes.
+
+    Returns:
+        ``x``, varying.
+
+    Raises:
+        MeshError: ``x`` varies over an axis already, or the mesh has no such axis.
+
+    Source: ``jax.lax.pvary``.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> def each(x):
+    ...     return ta.pvary(x, "tp")[None]
+    >>> ta.shard_map(each, mesh, ta.P(), ta.P("tp"))(torch.tensor(3.0))
+    MeshTensor([2], torch.float32, P('tp'), Mesh(tp=2, virtual))
     """
     manual, names = _over("pvary", axes)
     missing = tuple(a for a in names if a not in varying_axes(native(x)))
@@ -178,15 +263,31 @@ def pvary(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
 def all_gather(
     x: torch.Tensor, axes: AxisNames, *, dim: int = 0, tiled: bool = False, invariant: bool = False
 ) -> torch.Tensor:
-    """The values of all ranks along ``axes``, on each of them.
+    """Collect the values of all ranks along mesh axes on each of them, inside `shard_map`.
 
     Args:
-        x: shape [..., n, ...].
-        dim: the dim along which they are concatenated (tiled), or stacked as a new dim.
-        tiled: [..., k * n, ...] for k ranks; else [..., k, n, ...].
-        invariant: count the result as invariant, which an out_spec that leaves the axis out asks
-            for. Its gradient is then each rank's slice of the one cotangent; by default ranks may
-            use the result differently, and the gradient is a psum_scatter.
+        x: each rank's value, ``[..., n, ...]``.
+        axes: an axis, or a tuple of axes; k ranks.
+        dim: the dim along which values are stacked, or concatenated if ``tiled``.
+        tiled: concatenate along ``dim`` instead of stacking along a new one.
+        invariant: count the result as invariant, as an out_spec that leaves the axis out requires. The
+            gradient is then each rank's slice of one cotangent. By default ranks may use the result
+            differently, and the gradient is a psum_scatter.
+
+    Returns:
+        ``[..., k, n, ...]``, or ``[..., k * n, ...]`` if ``tiled``.
+
+    Raises:
+        MeshError: ``x`` is invariant over an axis already, or the mesh has no such axis.
+
+    Source: ``jax.lax.all_gather``.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> def collect(x):
+    ...     return ta.all_gather(x, "tp", tiled=True, invariant=True)
+    >>> ta.shard_map(collect, mesh, ta.P("tp"), ta.P())(torch.arange(4))
+    tensor([0, 1, 2, 3])
     """
     manual, names = _over("all_gather", axes)
     if not tiled:
@@ -200,14 +301,29 @@ def all_gather(
 def psum_scatter(
     x: torch.Tensor, axes: AxisNames, *, dim: int = 0, tiled: bool = False
 ) -> torch.Tensor:
-    """The sum over the k ranks along ``axes``, of which rank i keeps the i-th part of ``dim``.
+    """Sum over the k ranks along mesh axes, of which rank i keeps part i of a dim, inside `shard_map`.
 
     Args:
-        x: shape [..., k * n, ...], the result [..., n, ...] if tiled; else [..., k, ...], and the
-            dim is dropped.
+        x: each rank's value: ``[..., k * n, ...]`` if ``tiled``, else ``[..., k, ...]``.
+        axes: an axis, or a tuple of axes.
+        dim: the dim that is taken apart.
+        tiled: keep ``dim``, with n entries, instead of dropping it.
+
+    Returns:
+        ``[..., n, ...]`` if ``tiled``, else ``x`` without ``dim``.
 
     Raises:
-        MeshError: the dim does not divide into k parts (or, not tiled, is not k).
+        MeshError: the dim does not divide into k parts (not tiled: is not k), or as for `psum`.
+
+    Source: ``jax.lax.psum_scatter``.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> def reduce(x):                                            # x [1, 4]: rank 0's row or rank 1's
+    ...     return ta.psum_scatter(x[0], "tp", tiled=True)
+    >>> run = ta.shard_map(reduce, mesh, ta.P("tp"), ta.P("tp"))
+    >>> run(torch.tensor([[1, 2, 3, 4], [10, 20, 30, 40]])).parts
+    (tensor([11, 22]), tensor([33, 44]))
     """
     manual, names = _over("psum_scatter", axes)
     size, dim = _size(names, "psum_scatter"), _dim("psum_scatter", x, dim)
@@ -230,14 +346,35 @@ def _check_is(who: str, x: torch.Tensor, dim: int, size: int) -> None:
 def all_to_all(
     x: torch.Tensor, axes: AxisNames, *, split_dim: int, concat_dim: int, tiled: bool = False
 ) -> torch.Tensor:
-    """Rank i's j-th part along ``split_dim`` becomes rank j's i-th part along ``concat_dim``.
+    """Exchange parts between the k ranks along mesh axes, inside `shard_map`.
+
+    Part j of rank i along ``split_dim`` becomes part i of rank j along ``concat_dim``.
 
     Args:
-        x: tiled, split_dim of k * n becomes n and concat_dim of m becomes k * m. Not tiled,
-            split_dim is k and is dropped, and a new dim of k appears as ``concat_dim``.
+        x: each rank's value.
+        axes: an axis, or a tuple of axes.
+        split_dim: the dim that is taken apart: k * n entries become n if ``tiled``, else k entries, and
+            the dim is dropped.
+        concat_dim: the dim along which parts arrive: m entries become k * m if ``tiled``, else a new
+            dim of k.
+        tiled: split and concatenate existing dims.
+
+    Returns:
+        The parts that this rank receives.
 
     Raises:
-        MeshError: the split dim does not divide into k parts (or, not tiled, is not k).
+        MeshError: the split dim does not divide into k parts (not tiled: is not k), or as for `psum`.
+
+    Source: ``jax.lax.all_to_all``.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> def transpose(x):
+    ...     return ta.all_to_all(x, "tp", split_dim=1, concat_dim=0, tiled=True)
+    >>> run = ta.shard_map(transpose, mesh, ta.P("tp", None), ta.P(None, "tp"))
+    >>> rows = ta.place(torch.tensor([[1, 2], [3, 4]]), mesh, ta.P("tp"))
+    >>> [part.tolist() for part in run(rows).parts]               # now split by columns
+    [[[1], [3]], [[2], [4]]]
     """
     manual, names = _over("all_to_all", axes)
     size, split = _size(names, "all_to_all"), _dim("all_to_all", x, split_dim, "split_dim")
@@ -253,12 +390,27 @@ def all_to_all(
 
 @checked
 def ppermute(x: torch.Tensor, axes: AxisNames, perm: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """Send values between ranks: (source, target) pairs of positions along ``axes``.
+    """Send values between the ranks along mesh axes, inside `shard_map`.
 
-    A rank to which nothing is sent gets zeros.
+    Args:
+        x: each rank's value.
+        axes: an axis, or a tuple of axes.
+        perm: (source, target) pairs of positions along ``axes``.
+
+    Returns:
+        The value that this rank receives; zeros if nothing is sent to it.
 
     Raises:
-        MeshError: a position does not exist, or sends or receives twice.
+        MeshError: a position does not exist, or sends or receives twice; or as for `psum`.
+
+    Source: ``jax.lax.ppermute``.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 3}, virtual=True)
+    >>> def shift(x):
+    ...     return ta.ppermute(x, "tp", [(0, 1), (1, 2)])
+    >>> ta.shard_map(shift, mesh, ta.P("tp"), ta.P("tp"))(torch.tensor([1, 2, 3])).full()
+    tensor([0, 1, 2])
     """
     manual, names = _over("ppermute", axes)
     size = _size(names, "ppermute")
@@ -274,10 +426,25 @@ def ppermute(x: torch.Tensor, axes: AxisNames, perm: Sequence[tuple[int, int]]) 
 
 @checked
 def axis_index(axes: AxisNames, *, device: torch.device | str | None = None) -> torch.Tensor:
-    """This rank's position along ``axes`` (the first outermost), an int64 scalar that varies.
+    """This rank's position along mesh axes, inside `shard_map`.
 
     Args:
-        device: by default that of the function's arguments.
+        axes: an axis, or a tuple of axes, the first one outermost.
+        device: of the result; by default that of the function's arguments.
+
+    Returns:
+        A 0-d int64 tensor that varies over ``axes``.
+
+    Raises:
+        MeshError: the mesh has no such axis, or it is not a manual one.
+
+    Source: ``jax.lax.axis_index``.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 3}, virtual=True)
+    >>> run = ta.shard_map(lambda x: x + ta.axis_index("tp"), mesh, ta.P("tp"), ta.P("tp"))
+    >>> run(torch.tensor([10, 10, 10])).full()
+    tensor([10, 11, 12])
     """
     manual, names = _over("axis_index", axes)
     where = current("axis_index").device if device is None else torch.device(device)
@@ -286,5 +453,23 @@ def axis_index(axes: AxisNames, *, device: torch.device | str | None = None) -> 
 
 @checked
 def axis_size(axes: AxisNames) -> int:
-    """The number of ranks along ``axes``."""
+    """The number of ranks along mesh axes, inside `shard_map`.
+
+    Args:
+        axes: an axis, or a tuple of axes.
+
+    Returns:
+        An int.
+
+    Raises:
+        MeshError: the mesh has no such axis, or it is not a manual one.
+
+    Source: ``jax.lax.axis_size``.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"dp": 2, "tp": 3}, virtual=True)
+    >>> run = ta.shard_map(lambda x: x * ta.axis_size(("dp", "tp")), mesh, ta.P(), ta.P())
+    >>> run(torch.tensor(1.0))
+    tensor(6.)
+    """
     return _size(_over("axis_size", axes)[1], "axis_size")

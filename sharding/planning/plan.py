@@ -32,7 +32,23 @@ _SMALL = 5e6  # multiplications
 
 
 class IdleAxisWarning(UserWarning):
-    """Something is split over a mesh axis, and next to none of the work is."""
+    """Something is split over a mesh axis, and next to none of the products are.
+
+    >>> import torchard as ta, warnings
+    >>> mesh = ta.Mesh({"tp": 4}, virtual=True)
+    >>> def f(x, w):
+    ...     return ta.constrain(ta.constrain(x, ta.P()) @ w, ta.P())
+    >>> large = ta.ShapeDtype((256, 256))
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     _ = ta.shard(f, mesh, in_specs=(ta.P("tp"), ta.P())).lower(large, large)
+    >>> caught[0].category is ta.IdleAxisWarning
+    True
+    >>> print(caught[0].message)
+    f: axis 'tp' splits 0.0% of the products, though something is split over it: 4 ranks compute
+    the same. Split a batch, or what the products are made of, over it; .lower(...).work and
+    .collectives show where it is lost.
+    """
 
 
 @dataclass(frozen=True)

@@ -34,16 +34,27 @@ _EARLY = (AllReduce, PsumScatter, AllToAll)
 @written("Schedule(prefetch=2)")
 @dataclass(frozen=True)
 class Schedule:
-    """What of a plan's communication is merged, and how long before its use it is issued.
+    """How far ahead of its use communication is issued, and what is merged.
 
     Attributes:
-        prefetch: how many layers before its use a layer's split parameters are gathered. Each holds one
-            gathered layer more; 0 gathers at the first use, with nothing to hide behind.
-        bucket_bytes: the most that one merged all_reduce of gradients sends (a single larger gradient
-            goes alone). None: 25 MiB, or a quarter of all of them if that is more.
+        prefetch: number of layers before its use that a layer's split parameters are gathered. Each
+            holds one more gathered layer; 0 gathers at the first use, with nothing to overlap.
+        bucket_bytes: the most that one merged all_reduce of gradients sends, in bytes; a larger
+            gradient goes alone. None: 25 MiB, or a quarter of all gradients if that is more.
 
     Raises:
-        ValueError: a negative distance, or a bucket without bytes.
+        ValueError: a negative distance, or an empty bucket.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"dp": 2}, virtual=True)
+    >>> x = ta.place(torch.ones(4, 8), mesh, ta.P("dp"))
+    >>> params = {"a": torch.ones(8, 8), "b": torch.ones(8, 8)}
+    >>> loss = torch.func.grad(lambda params, x: (x @ params["a"] @ params["b"]).sum())
+    >>> def calls(schedule):
+    ...     plan = ta.shard(loss, mesh, out_specs=ta.P(), schedule=schedule).lower(params, x)
+    ...     return [(c.kind, c.shape) for c in plan.collectives]
+    >>> calls(ta.Schedule()), calls(ta.Schedule(bucket_bytes=1))
+    ([('all_reduce', (128,))], [('all_reduce', (8, 8)), ('all_reduce', (8, 8))])
     """
 
     prefetch: int = 1

@@ -30,40 +30,44 @@ def parallelize(
     rules: AxisRules | None = None,
     program: Program | None = None,
 ) -> tuple[Any, dict[str, P]]:
-    """The specs of a model's parameters, and the constraints on its activations.
-
-    ::
-
-        fn, params = functionalize(module)
-        specs, pins = parallelize(fn, mesh, {"*.q_proj": Colwise(), "*.o_proj": Rowwise()})
-        run = shard(fn, mesh, constrain_at=pins)
-        y = run(place(params, mesh, specs), x)
+    """The specs of a model's parameters and the constraints on its activations, from styles by module
+    path.
 
     Args:
-        model: what `functionalize` returned (the function or the params), an nn.Module, or params
-            in nested dicts. Parameters alone do not say what they are for: a layer with a ``weight``
-            of two dims is a linear then, whose weight is [out, in].
-        mesh: where it will run.
-        plan: styles, by patterns over module paths (``*`` also matches dots; "" is the model).
+        model: what `functionalize` returned (the function or the params), an ``nn.Module``, or params
+            in nested dicts. Where only parameters are known, a layer with a ``weight`` of two dims
+            counts as a linear with a weight [out, in].
+        mesh: where the model will run.
+        plan: styles by patterns over module paths (``*`` also matches dots; ``""`` is the model).
         axis: the mesh axis that styles split over.
-        batch: the axes that split dim 0 of activations; what a style places stays split by them.
-        fsdp: the axes that split every parameter besides, in the first dim that no style splits
-            (ZeRO, Rajbhandari et al., arXiv:1910.02054): with the batch split over the same ones,
-            the parameters of a layer are gathered where they are used. One whose only dim is split
-            stays as it is.
-        rules: axes for names of dims (`sharding.names`), in ``batch``, ``fsdp`` and in the specs and
-            layouts of styles. What comes back has axes only.
-        program: a trace of the model, ``trace(fn)(params, ...)``. Colwise and Rowwise that are not
-            told heads find them in it, by the views that follow a projection.
+        batch: axes that split dim 0 of activations; what a style places stays split by them.
+        fsdp: axes that split every parameter besides, in the first dim that no style splits (ZeRO).
+            With the batch split over the same axes, the parameters of a layer are gathered where they
+            are used. A parameter whose only dim is split already stays as it is.
+        rules: a mapping from names of dims, in ``batch``, ``fsdp`` and styles, to axes.
+        program: a trace of the model, ``trace(fn)(params, ...)``. `Colwise` and `Rowwise` without
+            ``heads`` find heads in it, by the views that follow a projection.
 
     Returns:
-        specs: a tree like params, with a P for each; those of no style are replicated.
-        constraints: what ``shard`` takes as ``constrain_at``; empty unless styles have layouts.
+        The specs, a tree like params with a `P` for each (without a style, replicated), and the
+        constraints that `shard` takes as ``constrain_at`` (empty unless styles have layouts).
 
     Raises:
-        SpecError: a pattern matches no module, a style does not suit its layer or is none, two
-            patterns say different things of one parameter. All that is wrong is in one message.
-        MeshError: the mesh has not these axes.
+        SpecError: a pattern matches no module, a style does not suit its layer or is not a style, or
+            two patterns contradict each other. One message lists everything that is wrong.
+        MeshError: the mesh lacks an axis.
+
+    Source: ZeRO, Rajbhandari et al., arXiv:1910.02054, for ``fsdp``; PyTorch's ``parallelize_module``.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    >>> fn, params = ta.functionalize(mlp)
+    >>> plan = {"0": ta.Colwise(), "2": ta.Rowwise(output_layouts=0)}
+    >>> specs, pins = ta.parallelize(fn, mesh, plan)
+    >>> run = ta.shard(fn, mesh, constrain_at=pins)
+    >>> run(ta.place(params, mesh, specs), torch.ones(2, 4)).spec
+    P('tp', None)
     """
     batch, fsdp = (
         resolved(P(given), rules, mesh, what).entries[0]

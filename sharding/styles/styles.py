@@ -37,13 +37,22 @@ class Placing:
 @written("Colwise()")
 @dataclass(frozen=True, kw_only=True)
 class Style:
-    """How a layer is split.
+    """How a layer is split. Subclass it and override ``specs`` for a style of your own.
 
     Args:
-        input_layouts, output_layouts: of the first tensor that the layer takes and returns: the
-            dim that the axis splits, counted from the front (0 is the batch); ``P()`` for none; a
-            P with anything in it as it is; None leaves it to propagation, which follows the
-            weights.
+        input_layouts: of the first tensor that the layer takes: the dim that the axis splits, counted
+            from the front (0 is the batch); ``P()`` for none; another P as it is; None leaves it to
+            propagation.
+        output_layouts: the same of the first tensor that the layer returns.
+
+    >>> import torch, torchard as ta
+    >>> class Stacked(ta.Style):
+    ...     def specs(self, layer, axis):                        # split dim 0 of every parameter
+    ...         return {name: ta.P(axis) for name in layer.names.values()}
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> specs, pins = ta.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4)), mesh, {"0": Stacked()})
+    >>> specs
+    {'0.weight': P('tp'), '0.bias': P('tp')}
     """
 
     input_layouts: Split = None
@@ -156,15 +165,29 @@ def _check_count(style: Style, which: str, count: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Colwise(_Product):
-    """A linear split by its outputs, an embedding by its features.
+    """Split a linear by its outputs, an embedding by its features.
 
-    The output is split in its last dim; nothing crosses the network in the forward.
+    Nothing is communicated in the forward.
 
     Args:
-        parts: how many projections of equal size the layer holds one after the other (3 for q, k
-            and v in one): each of them is split, so that they come apart unsplit.
+        unit: as for `Rowwise`.
+        heads: as for `Rowwise`.
+        transposed: as for `Rowwise`.
+        parts: how many projections of equal size the layer fuses one after the other (3 for q, k and
+            v). Each of them is split.
 
-    Source: Shoeybi et al. (Megatron-LM), arXiv:1909.08053; PyTorch's ColwiseParallel.
+    Source: Megatron-LM, Shoeybi et al., arXiv:1909.08053, section 3; PyTorch's ``ColwiseParallel``.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> model = torch.nn.ModuleDict({"up": torch.nn.Linear(4, 8), "qkv": torch.nn.Linear(4, 12)})
+    >>> specs, _ = ta.parallelize(model, mesh, {"up": ta.Colwise(), "qkv": ta.Colwise(parts=3)})
+    >>> for name, spec in specs.items():
+    ...     print(name, spec)
+    up.weight P('tp', None)
+    up.bias P('tp')
+    qkv.weight P.factors('(parts units unit) other', parts=3, unit=1, units='tp')
+    qkv.bias P.factors('(parts units unit)', parts=3, unit=1, units='tp')
     """
 
     parts: int = 1
@@ -183,12 +206,31 @@ class Colwise(_Product):
 
 @dataclass(frozen=True, kw_only=True)
 class Rowwise(_Product):
-    """A linear split by its inputs, an embedding by its rows (the vocabulary).
+    """Split a linear by its inputs, an embedding by its rows (the vocabulary).
 
-    Every rank has a part of the sum; it is completed by one all_reduce, or by one reduce_scatter
-    where ``output_layouts`` names a dim. The bias is replicated and added once.
+    Every rank computes a partial sum. It is completed by one all_reduce, or by one reduce_scatter if
+    ``output_layouts`` names a dim. The bias is replicated and added once.
 
-    Source: Shoeybi et al. (Megatron-LM), arXiv:1909.08053; PyTorch's RowwiseParallel.
+    Args:
+        unit: this many consecutive features stay together, such as the size of an attention head.
+        heads: the features are those of this many heads, each of which stays whole. Where k and v have
+            fewer heads than q, give their number for q, k, v and the output alike, so that a group of
+            queries stays with its k and v.
+        transposed: the weight is [in, out]. None asks the layer's class; True or False also makes a
+            linear of a layer whose class is unknown.
+
+    Source: Megatron-LM, Shoeybi et al., arXiv:1909.08053, section 3; PyTorch's ``RowwiseParallel``.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    >>> fn, params = ta.functionalize(mlp)
+    >>> specs, _ = ta.parallelize(fn, mesh, {"0": ta.Colwise(), "2": ta.Rowwise()})
+    >>> specs
+    {'0.weight': P('tp', None), '0.bias': P('tp'), '2.weight': P(None, 'tp'), '2.bias': P()}
+    >>> plan = ta.shard(fn, mesh, out_specs=ta.P()).lower(ta.place(params, mesh, specs), torch.ones(2, 4))
+    >>> [c.kind for c in plan.collectives]
+    ['all_reduce']
     """
 
     def specs(self, layer: Layer, axis: str) -> dict[str, P]:
@@ -200,18 +242,36 @@ class Rowwise(_Product):
 
 @dataclass(frozen=True, kw_only=True)
 class Activations(Style):
-    """The layer's parameters are replicated, or said by other patterns; only what it takes and
-    returns is placed. PyTorch's PrepareModuleInput and PrepareModuleOutput.
+    """Place only what a layer takes and returns.
+
+    Its parameters are replicated, or placed by other patterns.
+
+    Source: PyTorch's ``PrepareModuleInput`` and ``PrepareModuleOutput``.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    >>> ta.parallelize(model, mesh, {"0": ta.Activations(output_layouts=0)})
+    ({'0.weight': P(), '0.bias': P()}, {'0/out': P(('tp',))})
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceParallel(Style):
-    """A layer that works on each position for itself (a norm), on activations split by position.
+    """Run a layer that treats each position alone, such as a norm, on activations split by position.
 
-    Its parameters are replicated. By default dim 1 is split, of [batch, sequence, features].
+    Its parameters are replicated. By default dim 1 of [batch, sequence, features] is split.
 
-    Source: Korthikanti et al., arXiv:2205.05198; PyTorch's SequenceParallel.
+    Source: Korthikanti et al., arXiv:2205.05198, section 4.2.2; PyTorch's ``SequenceParallel``.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> specs, pins = ta.parallelize(
+    ...     torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(4)}), mesh, {"norm": ta.SequenceParallel()})
+    >>> specs
+    {'norm.weight': P(), 'norm.bias': P()}
+    >>> pins
+    {'norm/in': P(None, 'tp'), 'norm/out': P(None, 'tp')}
     """
 
     input_layouts: Split = 1
@@ -220,12 +280,19 @@ class SequenceParallel(Style):
 
 @dataclass(frozen=True, kw_only=True)
 class Pairwise(Style):
-    """The linears inside a module in pairs, Colwise then Rowwise; an odd last one is left alone.
+    """Split the linears inside a module in pairs, `Colwise` then `Rowwise`.
 
-    They pair up in the order in which the module registered them, embeddings and norms aside.
-    The layouts are those of the module, not of the linears.
+    An odd last one is left alone. They pair up in the order in which the module registered them;
+    embeddings and norms do not count. The layouts are those of the module, not of the linears.
 
-    Source: PyTorch's PairwiseParallel.
+    Source: PyTorch's ``PairwiseParallel``.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    >>> specs, _ = ta.parallelize(mlp, mesh, {"": ta.Pairwise()})
+    >>> specs
+    {'0.weight': P('tp', None), '0.bias': P('tp'), '2.weight': P(None, 'tp'), '2.bias': P()}
     """
 
     def placings(self, layer: Layer, layers: Layers, axis: str) -> list[Placing]:

@@ -82,14 +82,30 @@ class _Constrain(torch.autograd.Function):
 
 @checked
 def constrain(x: torch.Tensor, spec: P) -> torch.Tensor:
-    """Pin the layout of ``x`` where it is sharded; the identity everywhere else.
+    """Pin the layout of a value where the function is sharded; the identity everywhere else.
 
-    The cotangent is pinned alike. The mesh is that of the enclosing ``shard``, and so are the rules
-    for names of dims: ``constrain(x, P("batch", "seq", "embed"))``. Inside a ``shard_map`` the spec may
-    name the axes that are not manual there.
+    The cotangent is pinned too. The mesh and the rules for names of dims are those of the enclosing
+    `shard`. Inside `shard_map`, the spec may name the axes that are not manual.
+
+    Args:
+        x: a tensor.
+        spec: its layout.
+
+    Returns:
+        ``x``.
 
     Raises:
-        SpecError: the spec is longer than the rank of x.
+        SpecError: the spec has more entries than ``x`` has dims.
+
+    Source: ``jax.lax.with_sharding_constraint``.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> w = ta.place(torch.ones(4, 4), mesh, ta.P(None, "tp"))
+    >>> def f(x, w):
+    ...     return ta.constrain(x @ w, ta.P("tp"))             # rows split, not columns
+    >>> ta.shard(f, mesh)(torch.ones(2, 4), w).spec
+    P('tp', None)
     """
     if not isinstance(spec, P):
         raise SpecError(f"constrain(x, {spec!r}): the spec must be a P, as in P('tp', None).")

@@ -23,28 +23,54 @@ _PATIENCE = datetime.timedelta(minutes=30)
 
 
 class MeshError(ValueError):
-    """A mesh that does not fit the processes there are, or a use of the wrong one."""
+    """A mesh does not fit the processes that exist, or is used wrongly.
+
+    >>> import torchard as ta
+    >>> ta.Mesh({"dp": 2})
+    Traceback (most recent call last):
+        ...
+    torchard.MeshError: Mesh(dp=2) needs 2 processes, but no process group exists. Call
+        torch.distributed.init_process_group() under torchrun, or pass virtual=True to simulate
+        every rank in this process.
+    """
 
 
 class PlacementError(ValueError):
-    """A placed value used in a way its placement does not allow."""
+    """A placed value is used in a way its placement does not allow.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"dp": 2}, virtual=True)
+    >>> ta.MeshTensor.from_shards([torch.ones(2), torch.ones(3)], mesh, ta.P("dp"), shape=(4,))
+    Traceback (most recent call last):
+        ...
+    torchard.PlacementError: shard 1 has shape [3], but spec P('dp') of a value of shape [4] on
+        Mesh(dp=2, virtual) gives it [2] (uneven dims split as torch.chunk does).
+    """
 
 
 @written('Mesh({"tp": 2})')
 class Mesh:
-    """Named axes, row-major over ranks: ``Mesh({"dp": 2, "tp": 4})`` is 8 ranks, tp innermost.
+    """Named axes over processes, or over ranks that are simulated in one process.
+
+    Ranks are row-major: ``Mesh({"dp": 2, "tp": 4})`` is 8 ranks, tp innermost. Meshes with the same
+    axes over the same processes are equal.
 
     Args:
-        axes: the size of each axis, outermost first; or a DeviceMesh with named dims.
+        axes: the size of each axis, outermost first; or a ``DeviceMesh`` with named dims.
         virtual: simulate every rank in this process, in lockstep; needs no process group.
-        device_type: of the process groups' tensors.
-        timeout: seconds after which a rank that waits for the others to plan, or to place a value,
-            gives up; by default as long as the process group waits in a collective.
+        device_type: of the process group's tensors, such as ``"cuda"``.
+        timeout: seconds after which a rank stops waiting for the others to plan, or to place a value;
+            by default that of the process group.
 
     Raises:
         MeshError: no process group exists, or the sizes do not multiply to its world size.
 
-    Meshes with the same axes over the same processes are equal.
+    >>> import torchard as ta
+    >>> mesh = ta.Mesh({"dp": 2, "tp": 4}, virtual=True)
+    >>> mesh
+    Mesh(dp=2, tp=4, virtual)
+    >>> mesh.axes, mesh.shape
+    (('dp', 'tp'), {'dp': 2, 'tp': 4})
     """
 
     @checked

@@ -119,19 +119,39 @@ class Held:
 
 @written("place(x, mesh, P('tp'))")
 class MeshTensor(Operators):
-    """One global value, held as shards over a mesh.
+    """One global value, held as shards over a mesh. Made by `place`, ``from_local`` or ``from_shards``.
 
-    A pytree node around this process's *distinct* shards: one under process groups, every distinct
-    one on a virtual mesh, copies never; so leafwise gradients and norms count a value once.
+    It is a pytree node around the *distinct* shards of this process: one under process groups, all
+    distinct ones on a virtual mesh, never copies. Leafwise gradients and norms therefore count a value
+    once. It is immutable. Outside a transform, each operation on it runs as a small program of its own,
+    forward and under autograd, and every rank must call it; results without dims are plain tensors.
+    Several operations belong under `shard`, which plans them together.
 
-    It is a value: nothing changes it in place. Outside a transform each operation on it runs as a
-    program of its own (`sharding.eager`), forward and under autograd, and every rank must call it;
-    results without dims are plain tensors. What several operations do belongs under ``shard``, which
-    plans them together.
+    Args:
+        held: mesh and layout (internal).
+        parts: the shards, in the order of their coordinates.
 
     Attributes:
         mesh: the mesh.
-        parts: the shards, in the order of their coordinates.
+        shape: the global shape.
+        spec: how it is split; axes of size one are left out.
+        parts: the shards of this process.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"dp": 2}, virtual=True)
+    >>> x = ta.place(torch.arange(6.0).view(3, 2), mesh, ta.P("dp"))
+    >>> x
+    MeshTensor([3, 2], torch.float32, P('dp', None), Mesh(dp=2, virtual))
+    >>> [tuple(part.shape) for part in x.parts]                    # uneven, as by torch.chunk
+    [(2, 2), (1, 2)]
+    >>> (2 * x).sum()
+    tensor(30.)
+    >>> x.redistribute(ta.P(None, "dp")).full()
+    tensor([[0., 1.],
+            [2., 3.],
+            [4., 5.]])
+    >>> isinstance(x, ta.MeshTensor), isinstance(x, torch.Tensor)
+    (True, False)
     """
 
     __slots__ = ("_dead", "_facts", "_held", "parts")

@@ -25,19 +25,45 @@ Factor = int | str | tuple[int | str, ...] | None
 
 
 class SpecError(ValueError):
-    """A spec that does not fit its value or its mesh."""
+    """A spec does not fit its value or its mesh.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"dp": 2}, virtual=True)
+    >>> ta.place(torch.ones(4), mesh, ta.P(None, "dp"))
+    Traceback (most recent call last):
+        ...
+    torchard.SpecError: values has spec P(None, 'dp') of length 2, but its shape is [4] (rank
+        1); drop 1 of its entries, or use P(None).
+    """
 
 
 @written('P("tp", None)')
 class P:
-    """A partition spec: for each dim an axis name, a tuple of them (outermost first), or None.
+    """A partition spec: for each dim, the mesh axes that split it.
 
-    ``P("tp", None)`` splits dim 0 over tp; missing trailing entries are None; ``P()`` is replicated.
-    Entries may be names of dims instead, to which ``rules=`` gives axes (see `sharding.names`).
-    ``weak=True`` lets propagation overrule it more readily than other specs.
+    ``P("tp", None)`` splits dim 0 over tp. Missing trailing entries are None, so ``P()`` is replicated.
+    An uneven dim is split as `torch.chunk` does. `P.factors` names factors inside a dim.
+
+    Args:
+        entries: for each dim an axis, a tuple of axes (outermost first), or None. Entries may also be
+            names of dims, which ``rules=`` maps to axes.
+        weak: let propagation overrule it more readily than other specs.
 
     Raises:
-        SpecError: an entry is of another type, or an axis appears twice.
+        SpecError: an entry has another type, or an axis appears twice.
+
+    Source: ``jax.sharding.PartitionSpec``.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"dp": 2, "tp": 2}, virtual=True)
+    >>> x = torch.arange(8).view(2, 4)
+    >>> ta.place(x, mesh, ta.P("dp", "tp")).parts
+    (tensor([[0, 1]]), tensor([[2, 3]]), tensor([[4, 5]]), tensor([[6, 7]]))
+    >>> ta.place(x, mesh, ta.P(None, ("dp", "tp"))).parts[3]
+    tensor([[3],
+            [7]])
+    >>> ta.place(x, mesh, ta.P("batch", "embed"), rules={"batch": "dp", "embed": None}).spec
+    P('dp', None)
     """
 
     __slots__ = ("entries", "named", "weak")
@@ -66,10 +92,25 @@ class P:
     def factors(cls, pattern: str, *, weak: bool = False, **names: Factor) -> P:
         """A spec that names the factors of fused dims.
 
-        ``P.factors("(three heads d) embed", three=3, d=64, heads="tp")`` splits the heads inside
-        the fused dim. A factor is given its size (an int), its axes (a name or a tuple of names), or
-        both (``heads=(16, "tp")``); the pattern may have the size instead (``(three=3 heads d)``). At
-        most one factor of a dim may be left without a size.
+        Args:
+            pattern: factors of each dim, fused ones in parentheses: ``"(three heads d) embed"``.
+            weak: as for `P`.
+            names: for a factor its size (an int), its axes (a name or a tuple), or both, ``heads=(16,
+                "tp")``. The pattern may have the size instead, ``(three=3 heads d)``. At most one
+                factor of a dim may lack a size.
+
+        Returns:
+            A P.
+
+        Raises:
+            SpecError: the pattern cannot be read, or does not fit ``names``.
+
+        >>> import torch, torchard as ta
+        >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+        >>> qkv = torch.arange(12)                               # q, k and v, each of 2 heads of size 2
+        >>> spec = ta.P.factors("(three heads d)", three=3, d=2, heads="tp")
+        >>> [part.tolist() for part in ta.place(qkv, mesh, spec).parts]
+        [[0, 1, 4, 5, 8, 9], [2, 3, 6, 7, 10, 11]]
         """
         spec = cls(weak=weak)
         for axis in (axis for group in _groups(pattern) for axis in group):
