@@ -22,7 +22,7 @@ from torchard.functional.core.wrapper import Wrapper
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.tracing.signature import paths_of
 from torchard.sharding.manual.manual_collectives import Enter, Leave
-from torchard.sharding.manual.varying_axes import Region, apply, in_region, varying_axes
+from torchard.sharding.manual.varying_axes import ManualRegion, apply, in_region, varying_axes
 from torchard.sharding.shard import Shard
 from torchard.sharding.values.mesh import Mesh, MeshError, default_device
 from torchard.sharding.values.spec import P, SpecError, layout_of
@@ -140,7 +140,7 @@ class _Local(Wrapper):
         given, named = self._entered(args, kwargs)
         tensors = [x for x in tree.leaves(args) if isinstance(x, torch.Tensor) and x.ndim]
         device = tensors[0].device if tensors else default_device(self.edges.mesh)
-        with Region(self.edges.mesh, self.edges.manual, device).entered():
+        with ManualRegion(self.edges.mesh, self.edges.manual, device).entered():
             out = self.fn(*given, **named)
         return self._left(out)
 

@@ -22,9 +22,9 @@ from torchard.kernels import KERNELS, Kernel
 from torchard.kernels.execution import autotune as choice
 from torchard.kernels.execution import blocked
 from torchard.kernels.execution import rank_consensus as settle
-from torchard.kernels.execution.blocked import Layout
+from torchard.kernels.execution.blocked import RowLayout
 from torchard.kernels.execution.compiled import compiled
-from torchard.kernels.rewriting.region import Region
+from torchard.kernels.rewriting.region import KernelRegion
 from torchard.kernels.terms.dims import Dims
 
 ROWS, D = 13, 24
@@ -181,7 +181,7 @@ def blocks_of(kernel: Kernel, rows: int, dtype: torch.dtype = torch.float32) -> 
     lead = (rows, 2) if sizes else (rows, 2, D)
     tensors = inputs_of(kernel, pattern, Case(sizes, lead, dtype, ("plain",), 0))
     tensors = [t if t.is_floating_point() else t.abs() for t in tensors]
-    region_ = Region(kernel, found, "eager")
+    region_ = KernelRegion(kernel, found, "eager")
     return Blocks(region_.reference, region_._blocked(tensors), tensors)
 
 
@@ -241,7 +241,7 @@ def test_nothing_is_blocked_that_does_not_lie_in_rows() -> None:
     )
     turned = torch.randn(D, ROWS).t()
     assert case.by_blocks is not None
-    assert Region(KERNELS["bias_gelu"], found, "eager")._blocked([turned, B]) is None
+    assert KernelRegion(KERNELS["bias_gelu"], found, "eager")._blocked([turned, B]) is None
 
 
 def test_rounded_sums_are_not_summed() -> None:
@@ -255,13 +255,13 @@ def test_rounded_sums_are_not_summed() -> None:
 @pytest.mark.parametrize(
     "text, shapes, expected",
     [
-        ("... d, d -> ... d", [(2, 3, 4), (4,)], Layout((2, None), (2,))),
-        ("..., ... -> ...", [(2, 3), (2, 3)], Layout((2, 2), (2,))),
-        ("n d, d v -> n v", [(5, 4), (4, 3)], Layout((1, None), (1,))),
-        ("n d, n e -> d e", [(5, 4), (5, 3)], Layout((1, 1), (None,))),
-        ("d n, n -> d", [(4, 5), (5,)], Layout((1, None), (1,))),
-        ("n, d n -> d", [(5,), (4, 5)], Layout((None, 1), (1,))),
-        ("d, ... d -> ... d", [(4,), (5, 4)], Layout((None, 1), (1,))),
+        ("... d, d -> ... d", [(2, 3, 4), (4,)], RowLayout((2, None), (2,))),
+        ("..., ... -> ...", [(2, 3), (2, 3)], RowLayout((2, 2), (2,))),
+        ("n d, d v -> n v", [(5, 4), (4, 3)], RowLayout((1, None), (1,))),
+        ("n d, n e -> d e", [(5, 4), (5, 3)], RowLayout((1, 1), (None,))),
+        ("d n, n -> d", [(4, 5), (5,)], RowLayout((1, None), (1,))),
+        ("n, d n -> d", [(5,), (4, 5)], RowLayout((None, 1), (1,))),
+        ("d, ... d -> ... d", [(4,), (5, 4)], RowLayout((None, 1), (1,))),
         ("n m, d n -> d", [(5, 2), (4, 5)], None),
         ("n d -> n d | whole n", [(5, 4)], None),
         ("2:int64, ... d -> ... d | whole ... d", [(2,), (5, 4)], None),
@@ -269,10 +269,10 @@ def test_rounded_sums_are_not_summed() -> None:
     ],
 )
 def test_which_dims_are_rows(
-    text: str, shapes: list[tuple[int, ...]], expected: Layout | None
+    text: str, shapes: list[tuple[int, ...]], expected: RowLayout | None
 ) -> None:
     tensors = [torch.empty(shape) for shape in shapes]
-    assert Layout.of(Dims.read(text, len(shapes), "f"), tensors) == expected
+    assert RowLayout.of(Dims.read(text, len(shapes), "f"), tensors) == expected
 
 
 def test_results_are_new_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

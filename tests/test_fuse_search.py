@@ -15,7 +15,7 @@ from torchard.kernels import KERNELS
 from torchard.kernels.patterns import verify
 from torchard.kernels.patterns.effort import EVALUATION
 from torchard.kernels.patterns.match import Finder
-from torchard.kernels.patterns.match_plan import Plan
+from torchard.kernels.patterns.match_plan import MatchPlan
 from torchard.kernels.patterns.unify import Unifier
 from torchard.kernels.terms.reading import Reading
 
@@ -72,7 +72,7 @@ def test_the_inputs_of_the_first_product_come_first() -> None:
         return torch.tanh(x @ w) + b
 
     program = trace(pattern)(X, X[0], weights(1)[0])
-    steps = Plan(program).course(0)
+    steps = MatchPlan(program).course(0)
     assert [step.number for step in steps] == [0, 2, 1]
     assert [[n.name for n in step.nodes] for step in steps] == [[], ["mm", "tanh"], ["add"]]
     # The sum may be part of a larger one; what it is of must be there.

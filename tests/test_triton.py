@@ -22,7 +22,7 @@ from torch_version import TORCH
 from torchard import fuse
 from torchard.kernels import KERNELS, Kernel
 from torchard.kernels.execution.optional_backends import Imported
-from torchard.kernels.rewriting.region import Region
+from torchard.kernels.rewriting.region import KernelRegion
 
 needs_triton = pytest.mark.skipif(not find_spec("triton"), reason="triton is not installed")
 every_kernel = pytest.mark.parametrize("name", interpreted.NAMES)
@@ -121,7 +121,7 @@ def label(kernel: Kernel, compiler: str = "inductor") -> str:
     """What is said of a kernel on a CUDA device before it runs."""
     pattern = kernel.patterns[0]
     found: Any = SimpleNamespace(alternative=pattern.alternatives[0], literals=(), pattern=pattern)
-    return Region(kernel, found, compiler).label("cuda", [1])
+    return KernelRegion(kernel, found, compiler).label("cuda", [1])
 
 
 def gelu(x: Tensor, b: Tensor) -> Tensor:

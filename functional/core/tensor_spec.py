@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Spec", "contiguous"]
+__all__ = ["TensorSpec", "contiguous"]
 
 
 @dataclass(frozen=True)
-class Spec:
+class TensorSpec:
     """The tensor a placeholder stands for: shape, strides, dtype, device; weak for a float."""
 
     shape: tuple[int, ...]
@@ -21,19 +21,19 @@ class Spec:
     weak: bool = False
 
     @staticmethod
-    def of(tensor: torch.Tensor, *, weak: bool = False) -> Spec:
+    def of(tensor: torch.Tensor, *, weak: bool = False) -> TensorSpec:
         shape = tuple(tensor.shape)
-        return Spec(shape, tuple(tensor.stride()), tensor.dtype, tensor.device, weak)
+        return TensorSpec(shape, tuple(tensor.stride()), tensor.dtype, tensor.device, weak)
 
     def empty(self) -> torch.Tensor:
         """A tensor like it (a fake one under a fake mode)."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 
-def contiguous(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Spec:
-    """The Spec of a contiguous tensor."""
+def contiguous(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> TensorSpec:
+    """The TensorSpec of a contiguous tensor."""
     stride, step = [], 1
     for size in reversed(tuple(shape)):
         stride.append(step)
         step *= max(size, 1)
-    return Spec(tuple(shape), tuple(reversed(stride)), dtype, torch.device(device))
+    return TensorSpec(tuple(shape), tuple(reversed(stride)), dtype, torch.device(device))

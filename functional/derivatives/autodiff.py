@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.core.tensor_spec import Spec, contiguous
+from torchard.functional.core.tensor_spec import TensorSpec, contiguous
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.tracing.purify import purify, replay, specs_of
@@ -37,18 +37,18 @@ def _callable(program: Program) -> Fn:
     return lambda inputs: replay(graph, inputs)
 
 
-def _is_float(spec: Spec) -> bool:
+def _is_float(spec: TensorSpec) -> bool:
     return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
-def _out_specs(program: Program) -> list[Spec]:
-    return [Spec.of(VAL.of(node)) for node in program.results]
+def _out_specs(program: Program) -> list[TensorSpec]:
+    return [TensorSpec.of(VAL.of(node)) for node in program.results]
 
 
 def derived_program(
     program: Program,
     fn: Fn,
-    inputs: Sequence[tuple[Leaf, Spec]],
+    inputs: Sequence[tuple[Leaf, TensorSpec]],
     outputs: Callable[[], list[Leaf]],
     gradients: Sequence[bool] = (),
 ) -> Program:
@@ -72,13 +72,13 @@ def derived_program(
     )
 
 
-def split_inputs(program: Program) -> tuple[int, list[tuple[Leaf, Spec]]]:
+def split_inputs(program: Program) -> tuple[int, list[tuple[Leaf, TensorSpec]]]:
     """How many inputs are passed (the rest are constants), and those."""
     count = len(program.inputs) - len(program.constants)
     return count, list(zip(program.inputs, specs_of(program.graph), strict=True))[:count]
 
 
-def _cotangents(program: Program, tags: Sequence[Any] | None) -> list[tuple[Leaf, Spec]]:
+def _cotangents(program: Program, tags: Sequence[Any] | None) -> list[tuple[Leaf, TensorSpec]]:
     found = []
     for i, (leaf, spec) in enumerate(zip(program.outputs, _out_specs(program), strict=True)):
         if not _is_float(spec):

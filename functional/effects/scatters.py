@@ -23,8 +23,8 @@ from torchard.functional.torch_internals.operators import aten
 __all__ = [
     "ELEMENTWISE",
     "RETYPES",
-    "Emitter",
-    "Step",
+    "NodeInserter",
+    "ViewStep",
     "covers_memory",
     "is_dense",
     "laid_out_as",
@@ -47,7 +47,7 @@ _SHAPES = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias", "unsqu
 
 
 @dataclass(frozen=True)
-class Step:
+class ViewStep:
     """One view: ``target(value, *args, **kwargs)``; ``cut``: no gradient passes."""
 
     target: Any
@@ -56,7 +56,7 @@ class Step:
     cut: bool = False
 
 
-class Emitter:
+class NodeInserter:
     """Adds nodes to a graph ahead of a node, with the values and tags they need."""
 
     def __init__(self, graph: fx.Graph, reader: fx.Node) -> None:
@@ -80,7 +80,7 @@ class Emitter:
             return value
         return self(aten.clone.default, value, memory_format=torch.contiguous_format)
 
-    def view(self, value: fx.Node, step: Step) -> fx.Node:
+    def view(self, value: fx.Node, step: ViewStep) -> fx.Node:
         """A step taken."""
         node = self(step.target, value, *step.args, **dict(step.kwargs))
         if step.cut:
@@ -105,7 +105,7 @@ def _inverse(order: Sequence[int]) -> list[int]:
     return [list(order).index(d) for d in range(len(order))]
 
 
-def laid_out_as(emit: Emitter, value: fx.Node, want: torch.Tensor) -> fx.Node:
+def laid_out_as(emit: NodeInserter, value: fx.Node, want: torch.Tensor) -> fx.Node:
     """The value with the strides of another, dense: views of that one are views of this."""
     have = VAL.of(value)
     if have.is_conj() or have.is_neg():
@@ -130,13 +130,13 @@ def is_dense(val: torch.Tensor) -> bool:
     return True
 
 
-def _permuted(emit: Emitter, value: fx.Node, order: Sequence[int]) -> fx.Node:
+def _permuted(emit: NodeInserter, value: fx.Node, order: Sequence[int]) -> fx.Node:
     if list(order) == list(range(len(order))):
         return value
     return emit(aten.permute.default, value, list(order))
 
 
-def _reshaped(emit: Emitter, value: fx.Node, shape: Sequence[int]) -> fx.Node:
+def _reshaped(emit: NodeInserter, value: fx.Node, shape: Sequence[int]) -> fx.Node:
     if list(VAL.of(value).shape) == list(shape):
         return value
     if not _viewable(VAL.of(value), shape):
@@ -156,7 +156,7 @@ def _viewable(val: torch.Tensor, shape: Sequence[int]) -> bool:
 # -- writing back ---------------------------------------------------------------------------------
 
 
-def written_back(emit: Emitter, step: Step, into: fx.Node, value: fx.Node) -> fx.Node:
+def written_back(emit: NodeInserter, step: ViewStep, into: fx.Node, value: fx.Node) -> fx.Node:
     """What ``into`` is once ``value`` was written to the view that the step takes of it.
 
     Raises:
@@ -180,7 +180,7 @@ def written_back(emit: Emitter, step: Step, into: fx.Node, value: fx.Node) -> fx
     return inverse(emit, step, into, value)
 
 
-def _retyped_back(emit: Emitter, target: Any, value: fx.Node) -> fx.Node:
+def _retyped_back(emit: NodeInserter, target: Any, value: fx.Node) -> fx.Node:
     contiguous = {"memory_format": torch.contiguous_format}
     if target is aten.view_as_complex.default:
         if VAL.of(value).is_conj():
@@ -192,23 +192,23 @@ def _retyped_back(emit: Emitter, target: Any, value: fx.Node) -> fx.Node:
     return emit(aten.view_as_complex.default, value)
 
 
-def _permute(emit: Emitter, step: Step, into: fx.Node, value: fx.Node) -> fx.Node:
+def _permute(emit: NodeInserter, step: ViewStep, into: fx.Node, value: fx.Node) -> fx.Node:
     rank = VAL.of(into).ndim
     return emit(aten.permute.default, value, _inverse([d % rank for d in step.args[0]]))
 
 
-def _itself(emit: Emitter, step: Step, into: fx.Node, value: fx.Node) -> fx.Node:
+def _itself(emit: NodeInserter, step: ViewStep, into: fx.Node, value: fx.Node) -> fx.Node:
     return emit(step.target, value, *step.args)
 
 
-def _slice(emit: Emitter, step: Step, into: fx.Node, value: fx.Node) -> fx.Node:
+def _slice(emit: NodeInserter, step: ViewStep, into: fx.Node, value: fx.Node) -> fx.Node:
     dim, start, stop, stride = _bounds(step, VAL.of(into))
     if VAL.of(value).shape == VAL.of(into).shape:
         return value
     return _scattered(emit, "slice", into, value, (dim, start, stop, stride))
 
 
-def _bounds(step: Step, val: torch.Tensor) -> tuple[int, int, int, int]:
+def _bounds(step: ViewStep, val: torch.Tensor) -> tuple[int, int, int, int]:
     """dim, start, stop and step of a slice, all in range: vmap of a slice does no clamping."""
     given = dict(zip(("dim", "start", "end", "step"), step.args, strict=False)) | dict(step.kwargs)
     dim = given.get("dim", 0) % val.ndim
@@ -217,13 +217,13 @@ def _bounds(step: Step, val: torch.Tensor) -> tuple[int, int, int, int]:
     return dim, start, max(start, stop), stride
 
 
-def _select(emit: Emitter, step: Step, into: fx.Node, value: fx.Node) -> fx.Node:
+def _select(emit: NodeInserter, step: ViewStep, into: fx.Node, value: fx.Node) -> fx.Node:
     dim, index = step.args[0] % VAL.of(into).ndim, step.args[1]
     index %= VAL.of(into).shape[dim]
     return _scattered(emit, "select", into, value, (dim, index))
 
 
-def _diagonal(emit: Emitter, step: Step, into: fx.Node, value: fx.Node) -> fx.Node:
+def _diagonal(emit: NodeInserter, step: ViewStep, into: fx.Node, value: fx.Node) -> fx.Node:
     return emit(aten.diagonal_scatter.default, into, value, *step.args, **dict(step.kwargs))
 
 
@@ -231,7 +231,7 @@ _SCATTERS = {"slice": aten.slice_scatter.default, "select": aten.select_scatter.
 _EMBEDS = {"slice": aten.slice_backward.default, "select": aten.select_backward.default}
 
 
-def _scattered(emit: Emitter, kind: str, into: fx.Node, value: fx.Node, where: Any) -> fx.Node:
+def _scattered(emit: NodeInserter, kind: str, into: fx.Node, value: fx.Node, where: Any) -> fx.Node:
     """A part of a value replaced; torch differentiates these scatters of real values only."""
     want = VAL.of(into)
     if not want.is_complex():
@@ -248,11 +248,11 @@ def _scattered(emit: Emitter, kind: str, into: fx.Node, value: fx.Node, where: A
     return emit(aten.where.self, mask, embedded, into)
 
 
-def _index(emit: Emitter, step: Step, into: fx.Node, value: fx.Node) -> fx.Node:
+def _index(emit: NodeInserter, step: ViewStep, into: fx.Node, value: fx.Node) -> fx.Node:
     return emit(aten.index_put.default, into, step.args[0], value)
 
 
-Inverse = Callable[[Emitter, Step, fx.Node, fx.Node], fx.Node]
+Inverse = Callable[[NodeInserter, ViewStep, fx.Node, fx.Node], fx.Node]
 
 _INVERSES: dict[Any, Inverse] = {
     aten.permute.default: _permute,
@@ -268,7 +268,7 @@ _INVERSES: dict[Any, Inverse] = {
 # -- strides --------------------------------------------------------------------------------------
 
 
-def strided_steps(emit: Emitter, val: torch.Tensor, view: torch.Tensor) -> Iterator[Step]:
+def strided_steps(emit: NodeInserter, val: torch.Tensor, view: torch.Tensor) -> Iterator[ViewStep]:
     """The steps from a dense value to a view of its memory.
 
     Raises:
@@ -282,20 +282,20 @@ def strided_steps(emit: Emitter, val: torch.Tensor, view: torch.Tensor) -> Itera
     if steps is not None:
         yield from steps
         return
-    yield Step(aten.permute.default, (order,))
-    yield Step(aten.view.default, ([val.numel()],))
+    yield ViewStep(aten.permute.default, (order,))
+    yield ViewStep(aten.view.default, ([val.numel()],))
     by_memory = _packed(view, start)
     if by_memory is not None:
         yield from by_memory
         return
-    yield Step(aten.index.Tensor, ([_addresses(emit, view, start)],))
+    yield ViewStep(aten.index.Tensor, ([_addresses(emit, view, start)],))
 
 
-def _by_dims(val: torch.Tensor, view: torch.Tensor, start: int) -> list[Step] | None:
+def _by_dims(val: torch.Tensor, view: torch.Tensor, start: int) -> list[ViewStep] | None:
     """Diagonals, slices, selections and a permutation, if each dim runs along one of the value."""
     kind = val.ndim, view.ndim, start
     if kind == (2, 1, 0) and (*view.shape, *view.stride()) == (min(val.shape), sum(val.stride())):
-        return [Step(aten.diagonal.default)]
+        return [ViewStep(aten.diagonal.default)]
     along: dict[int, int] = {}
     for d in range(view.ndim):
         if view.shape[d] == 1:
@@ -311,8 +311,8 @@ def _by_dims(val: torch.Tensor, view: torch.Tensor, start: int) -> list[Step] | 
 
 def _along(
     val: torch.Tensor, view: torch.Tensor, rest: int, along: dict[int, int]
-) -> list[Step] | None:
-    steps: list[Step] = []
+) -> list[ViewStep] | None:
+    steps: list[ViewStep] = []
     starts = {}
     for e in _memory_order(val):
         starts[e], rest = (0, rest) if val.shape[e] == 1 else divmod(rest, val.stride(e))
@@ -324,15 +324,15 @@ def _along(
         if stop > val.shape[e]:
             return None
         if (starts[e], stop, stride) != (0, val.shape[e], 1):
-            steps.append(Step(aten.slice.Tensor, (e, starts[e], stop, stride)))
+            steps.append(ViewStep(aten.slice.Tensor, (e, starts[e], stop, stride)))
     # Dims of size 1 first, then in the order of the view's.
     dims = sorted(range(val.ndim), key=lambda e: along.get(e, -1))
     if dims != list(range(val.ndim)):
-        steps.append(Step(aten.permute.default, (dims,)))
-    return [*steps, Step(aten.view.default, (list(view.shape),))] if rest == 0 else None
+        steps.append(ViewStep(aten.permute.default, (dims,)))
+    return [*steps, ViewStep(aten.view.default, (list(view.shape),))] if rest == 0 else None
 
 
-def _packed(view: torch.Tensor, start: int) -> list[Step] | None:
+def _packed(view: torch.Tensor, start: int) -> list[ViewStep] | None:
     """A slice of the flat memory, laid out by dims: with a step for one dim, else without gaps."""
     numel = view.numel()
     order = _memory_order(view)
@@ -340,17 +340,17 @@ def _packed(view: torch.Tensor, start: int) -> list[Step] | None:
         stride = max(1, view.stride(0)) if numel > 1 else 1
         if numel > 1 and not view.stride(0):
             return None
-        return [Step(aten.slice.Tensor, (0, start, start + (numel - 1) * stride + 1, stride))]
+        return [ViewStep(aten.slice.Tensor, (0, start, start + (numel - 1) * stride + 1, stride))]
     if not view.permute(order).is_contiguous():
         return None
     return [
-        Step(aten.slice.Tensor, (0, start, start + numel, 1)),
-        Step(aten.view.default, ([view.shape[d] for d in order],)),
-        Step(aten.permute.default, (_inverse(order),)),
+        ViewStep(aten.slice.Tensor, (0, start, start + numel, 1)),
+        ViewStep(aten.view.default, ([view.shape[d] for d in order],)),
+        ViewStep(aten.permute.default, (_inverse(order),)),
     ]
 
 
-def _addresses(emit: Emitter, view: torch.Tensor, start: int) -> fx.Node:
+def _addresses(emit: NodeInserter, view: torch.Tensor, start: int) -> fx.Node:
     """Where in memory each element of the view is."""
     kind = {"dtype": torch.int64, "device": view.device}
     found = emit(aten.full.default, list(view.shape), start, **kind)

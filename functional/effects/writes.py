@@ -30,8 +30,8 @@ from torchard.functional.effects.mutation import (
 from torchard.functional.effects.scatters import (
     ELEMENTWISE,
     RETYPES,
-    Emitter,
-    Step,
+    NodeInserter,
+    ViewStep,
     covers_memory,
     is_dense,
     laid_out_as,
@@ -78,7 +78,7 @@ class _Alias:
     value: fx.Node
     version: int
     parent: _Alias | None = None
-    step: Step | None = None
+    step: ViewStep | None = None
     several: bool = False  # one of several views of one call: autograd refuses writes to those
 
     @property
@@ -145,16 +145,16 @@ class _Functionalization:
 
     def _read(self, node: fx.Node) -> None:
         """Let a node read the latest values."""
-        emit = Emitter(self.graph, node)
+        emit = NodeInserter(self.graph, node)
         node.args, node.kwargs = self._latest_of(emit, (node.args, node.kwargs))
 
-    def _latest_of(self, emit: Emitter, arguments: Any) -> Any:
+    def _latest_of(self, emit: NodeInserter, arguments: Any) -> Any:
         def latest(node: fx.Node) -> fx.Node:
             return self._latest(emit, self.aliases[node]) if node in self.aliases else node
 
         return fx.map_arg(arguments, latest)
 
-    def _latest(self, emit: Emitter, alias: _Alias) -> fx.Node:
+    def _latest(self, emit: NodeInserter, alias: _Alias) -> fx.Node:
         if alias.memory.evaded and not alias.stopped:
             self.evades = True
         if alias.version != alias.memory.version:
@@ -184,14 +184,14 @@ class _Functionalization:
             self.aliases[node] = self._strided(node, parent, val)
             return
         self._read(node)
-        value: Any = Emitter(self.graph, node).viewable(node.args[0], node.target, memory.gaps)
+        value: Any = NodeInserter(self.graph, node).viewable(node.args[0], node.target, memory.gaps)
         node.args = (value, *node.args[1:])
-        step = Step(node.target, node.args[1:], tuple(node.kwargs.items()), CUT.on(node))
+        step = ViewStep(node.target, node.args[1:], tuple(node.kwargs.items()), CUT.on(node))
         self.aliases[node] = _Alias(memory, val, node, memory.version, parent, step)
 
-    def _view(self, reader: fx.Node, parent: _Alias, step: Step) -> _Alias:
+    def _view(self, reader: fx.Node, parent: _Alias, step: ViewStep) -> _Alias:
         """A further view."""
-        emit = Emitter(self.graph, reader)
+        emit = NodeInserter(self.graph, reader)
         value = emit.view(self._latest(emit, parent), step)
         memory = parent.memory
         return _Alias(memory, VAL.of(value), value, memory.version, parent, step)
@@ -218,18 +218,18 @@ class _Functionalization:
         given = dict(zip(argument_names(whole.target), whole.args, strict=False)) | whole.kwargs
         dim = given.get("dim", 0)
         if whole.target is aten.unbind.int:
-            step = Step(aten.select.int, (dim, index))
+            step = ViewStep(aten.select.int, (dim, index))
         else:
             sizes = [v.shape[dim] for v in VAL.of(whole)]
             start = sum(sizes[:index])
-            step = Step(aten.slice.Tensor, (dim, start, start + sizes[index]))
+            step = ViewStep(aten.slice.Tensor, (dim, start, start + sizes[index]))
         part = self._view(node, parent, step)
         part.several = True
         return part
 
     def _strided(self, reader: fx.Node, parent: _Alias, val: torch.Tensor) -> _Alias:
         """A view that is known by its strides over the memory of an alias."""
-        outer: list[Step] = []
+        outer: list[ViewStep] = []
         while parent.parent is not None and parent.step is not None:
             if parent.step.target in RETYPES:
                 break
@@ -239,7 +239,7 @@ class _Functionalization:
         try:
             if parent.parent is not None and not covers_memory(parent.val):
                 raise NotImplementedError("a view of another dtype")
-            steps = list(strided_steps(Emitter(self.graph, reader), parent.val, val))
+            steps = list(strided_steps(NodeInserter(self.graph, reader), parent.val, val))
         except NotImplementedError as error:
             raise PurityError(
                 f"{SOURCE.get(reader)} reads or writes memory by strides ({error}) that is "
@@ -261,11 +261,11 @@ class _Functionalization:
                 "returns new values; use an operation without the underscore."
             )
         if turns:  # nothing is written: the tensor has other dims, or no gradient, from now on
-            step = Step(twin, node.args[1:], tuple(node.kwargs.items()), CUT.on(node))
+            step = ViewStep(twin, node.args[1:], tuple(node.kwargs.items()), CUT.on(node))
             self.aliases[node] = self._view(node, self.aliases[node.all_input_nodes[0]], step)
             return
         _check_overlap(node)
-        emit = Emitter(self.graph, node)
+        emit = NodeInserter(self.graph, node)
         if node.target in _OVERWRITES:
             made, values = None, [self._overwritten(emit, node)]
         else:
@@ -276,7 +276,7 @@ class _Functionalization:
             self._store(emit, node, self.aliases[target], value)
         self._settle(emit, node, made, targets)
 
-    def _overwritten(self, emit: Emitter, node: fx.Node) -> fx.Node:
+    def _overwritten(self, emit: NodeInserter, node: fx.Node) -> fx.Node:
         """``into.copy_(source)`` and ``fill_``: the source, in the shape and dtype of what was there."""
         into, *given = node.args
         assert isinstance(into, fx.Node)
@@ -295,7 +295,7 @@ class _Functionalization:
             stand_for(value, node)
         return value
 
-    def _computed(self, emit: Emitter, node: fx.Node, twin: Any) -> fx.Node:
+    def _computed(self, emit: NodeInserter, node: fx.Node, twin: Any) -> fx.Node:
         """The call that returns what this one writes."""
         taken = argument_names(twin)
         args, kwargs = self._latest_of(emit, (node.args, node.kwargs))
@@ -303,7 +303,7 @@ class _Functionalization:
         stand_for(made, node)
         return made
 
-    def _store(self, emit: Emitter, node: fx.Node, alias: _Alias, value: fx.Node) -> None:
+    def _store(self, emit: NodeInserter, node: fx.Node, alias: _Alias, value: fx.Node) -> None:
         """A new value of an alias; its root, and so whatever else views it, has it from now on."""
         have, want = VAL.of(value), alias.val
         if have.shape != want.shape:
@@ -331,7 +331,7 @@ class _Functionalization:
         alias.value, alias.version = laid_out_as(emit, value, alias.val), memory.version
 
     def _settle(
-        self, emit: Emitter, node: fx.Node, made: fx.Node | None, targets: list[fx.Node]
+        self, emit: NodeInserter, node: fx.Node, made: fx.Node | None, targets: list[fx.Node]
     ) -> None:
         """What the write returns: what was written to, or something new besides."""
         vals = VAL.get(node)
@@ -383,7 +383,7 @@ def _is_step(node: fx.Node) -> bool:
     return bool(is_view(node)) and target is not aten.as_strided.default
 
 
-def _written_values(emit: Emitter, node: fx.Node, made: fx.Node) -> list[fx.Node]:
+def _written_values(emit: NodeInserter, node: fx.Node, made: fx.Node) -> list[fx.Node]:
     """Of the results of a functional twin, those that stand for what is written, one per node."""
     names = written_arguments(node.target)
     target: Any = made.target

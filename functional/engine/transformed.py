@@ -17,7 +17,7 @@ import torch
 from torchard.functional.core.errors import RetraceWarning
 from torchard.functional.core.locks import Lock
 from torchard.functional.core.placed import is_placed
-from torchard.functional.core.tensor_spec import Spec
+from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.core.wrapper import Wrapper
 from torchard.functional.derivatives.value_rewrite import ValueRewrite, interpreted
 from torchard.functional.engine.autograd_functions import call
@@ -421,7 +421,7 @@ def _environment(fn: Callable[..., Any], arguments: Arguments) -> Environment:
 
 def _fits(value: Any, closure: Closure) -> bool:
     if isinstance(value, torch.Tensor) and closure.tag is None:
-        return Spec.of(value) == closure.spec
+        return TensorSpec.of(value) == closure.spec
     if is_placed(value) and closure.tag is not None:
         facts = value.__torchard_placed__()
         return bool(facts.placement == closure.tag and tuple(facts.shape) == closure.spec.shape) and (

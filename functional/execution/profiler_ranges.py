@@ -15,7 +15,7 @@ __all__ = ["Path", "Regions", "paths_of"]
 
 
 @dataclass(frozen=True)
-class Region:
+class ProfilerRange:
     """A stretch of the trace; the key tells neighbours of one name apart."""
 
     name: str
@@ -23,7 +23,7 @@ class Region:
 
 
 # The regions that an operation is in, outermost first.
-Path = tuple[Region, ...]
+Path = tuple[ProfilerRange, ...]
 
 
 def paths_of(labels: Sequence[Label], name: str) -> list[Path]:
@@ -34,34 +34,34 @@ def paths_of(labels: Sequence[Label], name: str) -> list[Path]:
     that needs it, which its name tells.
     """
     scopes = {label.scope for label in labels}
-    around: Path = (Region(name),)
+    around: Path = (ProfilerRange(name),)
     paths: list[Path] = []
     for number, label in enumerate(labels, 1):
         if label.collective is not None:
             paths.append((*around, _collective(label, number)))
             continue
         if label.place:
-            around = (Region(name), *_scopes(label, scopes))
+            around = (ProfilerRange(name), *_scopes(label, scopes))
         paths.append(around)
     return paths
 
 
-def _scopes(label: Label, scopes: set[str]) -> list[Region]:
+def _scopes(label: Label, scopes: set[str]) -> list[ProfilerRange]:
     if not label.scope:
-        return [Region(label.place)]
+        return [ProfilerRange(label.place)]
     parts = label.scope.split("/")
     outer = [("/".join(parts[: i + 1]), part) for i, part in enumerate(parts)]
     kept = [scope for scope, part in outer if scope in scopes or part.isdigit()]
-    return [Region(f"{scope} {label.phase}".strip()) for scope in kept]
+    return [ProfilerRange(f"{scope} {label.phase}".strip()) for scope in kept]
 
 
-def _collective(label: Label, number: int) -> Region:
+def _collective(label: Label, number: int) -> ProfilerRange:
     """One call where others take part, and where they are played in this process, all its operations."""
     assert label.collective is not None  # `stage` stands on the calls of collectives alone
     title = label.collective.title
     if not label.stage:
-        return Region(title, id(label.collective))
-    return Region(f"wait for {title}" if label.stage == "wait" else title, number)
+        return ProfilerRange(title, id(label.collective))
+    return ProfilerRange(f"wait for {title}" if label.stage == "wait" else title, number)
 
 
 class Regions:

@@ -20,13 +20,13 @@ __all__ = ["Reader", "reader_of"]
 # A path is followed at every call; an environment as large as a module tree is searched once.
 _DEPTH, _OBJECTS = 8, 20_000
 
-Step = tuple[str, Callable[[Any], Any]]
+AccessStep = tuple[str, Callable[[Any], Any]]
 
 
 class Reader:
     """How to get from a function to one tensor it uses: a description and the steps."""
 
-    def __init__(self, steps: tuple[Step, ...]) -> None:
+    def __init__(self, steps: tuple[AccessStep, ...]) -> None:
         self.steps = steps
 
     def __str__(self) -> str:
@@ -68,7 +68,7 @@ def _attribute(key: str) -> Callable[[Any], Any]:
     return lambda value: getattr(value, key)
 
 
-def _of_function(fn: types.FunctionType) -> Iterator[tuple[Step, Any]]:
+def _of_function(fn: types.FunctionType) -> Iterator[tuple[AccessStep, Any]]:
     for i, (key, cell) in enumerate(
         zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
     ):
@@ -89,7 +89,7 @@ def _of_function(fn: types.FunctionType) -> Iterator[tuple[Step, Any]]:
         yield (f"default {key}", _keyword(key)), value
 
 
-def _of_module(module: types.ModuleType, key: str, names: set[str]) -> Iterator[tuple[Step, Any]]:
+def _of_module(module: types.ModuleType, key: str, names: set[str]) -> Iterator[tuple[AccessStep, Any]]:
     """The tensors of a module that the function may name."""
     for name in names & vars(module).keys():
         item = vars(module)[name]
@@ -110,7 +110,7 @@ def _global_names(code: types.CodeType) -> set[str]:
     return found
 
 
-def _children(value: Any) -> Iterator[tuple[Step, Any]]:
+def _children(value: Any) -> Iterator[tuple[AccessStep, Any]]:
     if isinstance(value, types.FunctionType):
         if source.is_user(value.__code__):
             yield from _of_function(value)
@@ -137,7 +137,7 @@ def _children(value: Any) -> Iterator[tuple[Step, Any]]:
         yield from _of_object(value)
 
 
-def _of_object(value: Any) -> Iterator[tuple[Step, Any]]:
+def _of_object(value: Any) -> Iterator[tuple[AccessStep, Any]]:
     """What an instance holds, in its dict, in slots, or through its class."""
     held = getattr(value, "__dict__", {})
     for key, item in list(held.items()):
@@ -157,7 +157,7 @@ def _slots(cls: type) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("__"))
 
 
-def _of_class(cls: type, owner: Any) -> Iterator[tuple[Step, Any]]:
+def _of_class(cls: type, owner: Any) -> Iterator[tuple[AccessStep, Any]]:
     """Data on a class of the user's and its bases: not methods, not descriptors."""
     seen: set[str] = set()
     for base in cls.__mro__:
@@ -177,9 +177,9 @@ def _is_users(cls: type) -> bool:
     return cls.__module__.partition(".")[0] not in _OTHERS
 
 
-def _walk(fn: Any) -> Iterator[tuple[tuple[Step, ...], Any]]:
+def _walk(fn: Any) -> Iterator[tuple[tuple[AccessStep, ...], Any]]:
     """Everything reachable from a function, breadth first, each object once."""
-    queue: list[tuple[tuple[Step, ...], Any]] = [((), fn)]
+    queue: list[tuple[tuple[AccessStep, ...], Any]] = [((), fn)]
     seen = {id(fn)}
     for steps, value in queue:
         yield steps, value

@@ -17,7 +17,7 @@ import torch
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.placed import is_placed
-from torchard.functional.core.tensor_spec import Spec
+from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.core.wrapper import Wrapper
 from torchard.functional.guards.referenced_names import (
     Code,
@@ -50,7 +50,7 @@ def is_value(value: Any) -> bool:
 def kind_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         strided = value.layout is torch.strided
-        return "tensor", type(value), Spec.of(value) if strided else (value.shape, value.layout)
+        return "tensor", type(value), TensorSpec.of(value) if strided else (value.shape, value.layout)
     return "placed", value.__torchard_placed__()[:4] if is_placed(value) else None
 
 

@@ -20,7 +20,7 @@ from torchard.functional.torch_internals.operators import aten
 __all__ = ["is_zero", "run"]
 
 
-Call = Callable[..., Any]
+RunOperation = Callable[..., Any]
 
 
 def is_zero(value: Any) -> bool:
@@ -28,7 +28,7 @@ def is_zero(value: Any) -> bool:
     return getattr(value, "_torchard_zero", False) is True
 
 
-def run(call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run(call: RunOperation, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """One operation of a trace, where torch has another one for marked zeros, that one.
 
     Args:
@@ -58,20 +58,20 @@ def _is_view(func: Any) -> bool:
     return bool(returns) and not says.is_mutable and returns[0].alias_info is not None
 
 
-def _zeros_like(call: Call, out: torch.Tensor) -> torch.Tensor:
+def _zeros_like(call: RunOperation, out: torch.Tensor) -> torch.Tensor:
     return _marked(call(aten.zeros.default, list(out.shape), dtype=out.dtype, device=out.device))
 
 
-def _product(call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _product(call: RunOperation, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _zeros_like(call, call(func, *args, **kwargs))
 
 
-def _quotient(call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _quotient(call: RunOperation, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     out = call(func, *args, **kwargs)
     return out if is_zero(args[1]) else _zeros_like(call, out)
 
 
-def _sum(call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _sum(call: RunOperation, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operand that is not zero, in the shape and dtype of the sum."""
     out = call(func, *args, **kwargs)
     first, second = args
@@ -88,7 +88,7 @@ def _sum(call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return kept if factor == 1 else call(aten.mul.Tensor, kept, factor)
 
 
-_RULES: dict[Any, Callable[[Call, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
+_RULES: dict[Any, Callable[[RunOperation, Any, tuple[Any, ...], dict[str, Any]], Any]] = {
     aten.mul.Tensor: _product,
     aten.linalg_cross.default: _product,
     aten.div.Tensor: _quotient,

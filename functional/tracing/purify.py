@@ -11,7 +11,7 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import PurityError
-from torchard.functional.core.tensor_spec import Spec
+from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.effects import batch_norm
 from torchard.functional.effects.mutation import storage_key, written_nodes
 from torchard.functional.effects.writes import functionalize_writes
@@ -25,10 +25,10 @@ from torchard.functional.tracing.trace_state import active
 __all__ = ["call_pure", "purify", "replay", "specs_of"]
 
 
-def specs_of(graph: fx.Graph) -> list[Spec]:
+def specs_of(graph: fx.Graph) -> list[TensorSpec]:
     """What the placeholders stand for."""
     nodes = graph.find_nodes(op="placeholder")
-    return [Spec.of(VAL.of(n), weak=WEAK.get(n, False)) for n in nodes]
+    return [TensorSpec.of(VAL.of(n), weak=WEAK.get(n, False)) for n in nodes]
 
 
 def replay(

@@ -12,7 +12,7 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import DerivativeError, PurityError, UnexpectedTracerError
-from torchard.functional.core.tensor_spec import Spec
+from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.effects.mutation import forgets_turns
 from torchard.functional.programs.tags import SOURCE, VAL
 from torchard.functional.torch_internals.operators import aten
@@ -20,7 +20,7 @@ from torchard.functional.tracing.tensor_lifting import Lift
 from torchard.functional.tracing.torch_checkpoint import taken_as_segments
 from torchard.functional.tracing.trace_state import Closure, Room, entered
 
-__all__ = ["Recording", "Spec", "record"]
+__all__ = ["Recording", "record"]
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Recording:
 
 def record(
     fn: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]],
-    specs: Sequence[Spec],
+    specs: Sequence[TensorSpec],
     *,
     gradients: Sequence[bool] = (),
     grad_mode: bool = True,
@@ -78,7 +78,7 @@ def record(
 
 
 def _fake_inputs(
-    fakes: internals.FakeTensorMode, specs: Sequence[Spec], gradients: Sequence[bool]
+    fakes: internals.FakeTensorMode, specs: Sequence[TensorSpec], gradients: Sequence[bool]
 ) -> list[torch.Tensor]:
     with fakes:
         inputs = [spec.empty() for spec in specs]
@@ -213,7 +213,7 @@ def _lift_attributes(found: Recording, room: Room) -> None:
         if id(value) not in operands:
             operand = _placeholder(graph, room, value)
             operands[id(value)] = operand
-            found.closures.append(Closure(value, Spec.of(value), operand, None, made))
+            found.closures.append(Closure(value, TensorSpec.of(value), operand, None, made))
         node.replace_all_uses_with(operands[id(value)])
         graph.erase_node(node)
 
@@ -234,5 +234,5 @@ def _placeholder(graph: fx.Graph, room: Room, value: torch.Tensor) -> fx.Node:
     with internals.inserting_after(graph, _last_placeholder(graph)):
         node = graph.placeholder("constant")
     with internals.clean_room(), room.fakes:
-        VAL.set(node, Spec.of(value).empty())
+        VAL.set(node, TensorSpec.of(value).empty())
     return node

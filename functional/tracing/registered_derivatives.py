@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import DerivativeError
-from torchard.functional.core.tensor_spec import Spec
+from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.torch_internals.accessors import pytree
 from torchard.functional.torch_internals.operators import COLLECTIVES
 
@@ -103,9 +103,9 @@ def _formula(op: Any, args: Any, kwargs: Any) -> _Formula | None:
     """
     if op in _known or internals.is_mutable(op):
         return _known.get(op)
-    specs = pytree.tree_map_only(torch.Tensor, Spec.of, (args, kwargs))
+    specs = pytree.tree_map_only(torch.Tensor, TensorSpec.of, (args, kwargs))
     with internals.clean_room(), internals.FakeTensorMode():
-        some, named = pytree.tree_map_only(Spec, _like, specs)
+        some, named = pytree.tree_map_only(TensorSpec, _like, specs)
         try:
             outputs = pytree.tree_leaves(op(*some, **named))
         except Exception:  # as the call itself will
@@ -118,7 +118,7 @@ def _formula(op: Any, args: Any, kwargs: Any) -> _Formula | None:
     return None
 
 
-def _like(spec: Spec) -> torch.Tensor:
+def _like(spec: TensorSpec) -> torch.Tensor:
     tensor = spec.empty()
     return tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
 

@@ -15,7 +15,7 @@ from torchard.functional.core import tree
 from torchard.functional.core.arguments import check_fields
 from torchard.functional.core.errors import StaticArgumentError
 from torchard.functional.core.placed import is_placed
-from torchard.functional.core.tensor_spec import Spec, contiguous
+from torchard.functional.core.tensor_spec import TensorSpec, contiguous
 from torchard.functional.tracing.tensor_lifting import is_weak
 
 __all__ = ["Arguments", "ShapeDtype", "paths_of", "read", "specs_of_arguments"]
@@ -181,18 +181,18 @@ def _sparse(leaf: torch.Tensor, path: str) -> StaticArgumentError:
     )
 
 
-def specs_of_arguments(arguments: Arguments) -> list[Spec]:
+def specs_of_arguments(arguments: Arguments) -> list[TensorSpec]:
     """A Spec for each traced leaf."""
     batched = internals.VMAP in internals.level_kinds()
     return [_spec(arguments.leaves[i], batched) for i in arguments.traced]
 
 
-def _spec(leaf: Any, batched: bool) -> Spec:
+def _spec(leaf: Any, batched: bool) -> TensorSpec:
     if isinstance(leaf, torch.Tensor):
-        spec = Spec.of(leaf, weak=is_weak(leaf))
+        spec = TensorSpec.of(leaf, weak=is_weak(leaf))
         return contiguous(spec.shape, spec.dtype, spec.device) if batched else spec
     if isinstance(leaf, float):
-        return Spec((), (), torch.float64, torch.device("cpu"), weak=True)
+        return TensorSpec((), (), torch.float64, torch.device("cpu"), weak=True)
     if isinstance(leaf, ShapeDtype):
         return contiguous(leaf.shape, leaf.dtype, torch.device(leaf.device))
     shape, dtype, device = leaf.__torchard_placed__()[:3]

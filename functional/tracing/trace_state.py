@@ -21,7 +21,7 @@ from torchard.functional.core.arguments import checked
 from torchard.functional.core.errors import PurityError
 from torchard.functional.core.placed import lifts
 from torchard.functional.core.scope_frames import Frame, path_of
-from torchard.functional.core.tensor_spec import Spec, contiguous
+from torchard.functional.core.tensor_spec import TensorSpec, contiguous
 from torchard.functional.effects.grad_dependent_ops import without_gradient
 from torchard.functional.effects.mutation import turns_in_place
 from torchard.functional.programs.tagging import Tag, Tags, inherited_tags, put
@@ -55,7 +55,7 @@ class Closure:
     """
 
     value: Any
-    spec: Spec
+    spec: TensorSpec
     node: fx.Node
     tag: Any = None
     made: bool = False
@@ -217,7 +217,7 @@ class Room:
     def _operand(self, value: Any) -> tuple[Closure, torch.Tensor]:
         if isinstance(value, torch.Tensor):
             with internals.no_function_modes():
-                spec = Spec.of(value)
+                spec = TensorSpec.of(value)
             tag = None
         else:
             shape, dtype, device, tag, parts = value.__torchard_placed__()

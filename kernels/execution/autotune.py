@@ -19,7 +19,7 @@ from torchard.functional.execution.binding import bind
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.kernels.execution import rank_consensus as settle
-from torchard.kernels.execution.blocked import Layout, blocked
+from torchard.kernels.execution.blocked import RowLayout, blocked
 from torchard.kernels.execution.compiled import compiled, writing
 from torchard.kernels.execution.optional_backends import Given, Imported, implementation
 from torchard.kernels.terms.dims import Dims
@@ -197,7 +197,7 @@ class Choice(ABC):
 
     def _blocked(self, tensors: Tensors, compiling: bool = False) -> Run | None:
         """The same, some rows at a time."""
-        layout = None if self.dims is None else Layout.of(self.dims, tensors)
+        layout = None if self.dims is None else RowLayout.of(self.dims, tensors)
         if layout is None:
             return None
         count, added = len(tensors), [n is None for n in layout.outputs]

@@ -18,7 +18,7 @@ import torch
 from torchard.kernels.execution.buffers import Buffers
 from torchard.kernels.terms.dims import Dims
 
-__all__ = ["Layout", "blocked"]
+__all__ = ["RowLayout", "blocked"]
 
 # Elements of the largest operand in a block, per thread: they fit a cache, and are worth their calls.
 BLOCK = 1 << 17
@@ -29,7 +29,7 @@ Bound = Callable[[Tensors, bool], Run]
 
 
 @dataclass(frozen=True)
-class Layout:
+class RowLayout:
     """What has rows.
 
     Attributes:
@@ -40,7 +40,7 @@ class Layout:
     outputs: tuple[int | None, ...]
 
     @staticmethod
-    def of(dims: Dims, tensors: Tensors) -> Layout | None:
+    def of(dims: Dims, tensors: Tensors) -> RowLayout | None:
         """By the dims; None where they do not say that rows are independent, or rows are not first."""
         longest = max(dims.inputs, key=len)
         first = next((n for n in longest if not n.isdigit()), None)
@@ -59,10 +59,10 @@ class Layout:
             tuple(count if first in names else None for names in side)
             for side in (dims.inputs, dims.outputs)
         )
-        return Layout(inputs, outputs)
+        return RowLayout(inputs, outputs)
 
 
-def blocked(bound: Bound, layout: Layout, tensors: Tensors, results: Tensors) -> Run | None:
+def blocked(bound: Bound, layout: RowLayout, tensors: Tensors, results: Tensors) -> Run | None:
     """A function of such tensors; None where blocks are not views or there is only one.
 
     Args:
@@ -93,7 +93,7 @@ class _Blocked:
     """See above. step: rows of a block."""
 
     bound: Bound
-    layout: Layout
+    layout: RowLayout
     results: Buffers
     rows: int
     step: int

@@ -37,7 +37,7 @@ def is_large(tensor: torch.Tensor) -> bool:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BufferLayout:
     """How a tensor is stored."""
 
     shape: tuple[int, ...]
@@ -59,12 +59,12 @@ class Layout:
 class Buffers:
     """Tensors made on demand."""
 
-    layouts: tuple[Layout, ...]
+    layouts: tuple[BufferLayout, ...]
 
     @staticmethod
     def of(values: Sequence[torch.Tensor]) -> Buffers:
         """Stored as these are."""
-        return Buffers(tuple(Layout(tuple(v.shape), v.stride(), v.dtype) for v in values))
+        return Buffers(tuple(BufferLayout(tuple(v.shape), v.stride(), v.dtype) for v in values))
 
     @property
     def dense(self) -> bool:
@@ -76,7 +76,7 @@ class Buffers:
         return [_empty(layout, device) for layout in self.layouts]
 
 
-def _empty(layout: Layout, device: torch.device) -> torch.Tensor:
+def _empty(layout: BufferLayout, device: torch.device) -> torch.Tensor:
     shape, strides, dtype = layout.shape, layout.strides, layout.dtype
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < LARGE or device.type != "cpu" or not layout.dense:

@@ -19,14 +19,14 @@ from torchard.kernels.terms.evaluate import evaluate
 from torchard.kernels.terms.reading import bare, inside
 from torchard.kernels.terms.terms import Store, Term, Value
 
-__all__ = ["Course", "Plan", "Step", "is_firm"]
+__all__ = ["Course", "MatchPlan", "MatchStep", "is_firm"]
 
 # What other terms may take up into themselves, so that it need not be a term of the program.
 _DISSOLVE = ("input", "constant", "sum", "product", "cast", "copy")
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class MatchStep:
     """One input, and what can be computed once it is known.
 
     Attributes:
@@ -41,10 +41,10 @@ class Step:
     decided: bool
 
 
-Course = tuple[Step, ...]
+Course = tuple[MatchStep, ...]
 
 
-class Plan:
+class MatchPlan:
     """A pattern's program at some shapes, to be evaluated on many values."""
 
     def __init__(self, program: Program) -> None:
@@ -66,7 +66,7 @@ class Plan:
         for number in order:
             known.add(self.program.placeholders[number])
             nodes = self._follow(known)
-            steps.append(Step(number, tuple(nodes), frozenset(nodes) & firm, result in known))
+            steps.append(MatchStep(number, tuple(nodes), frozenset(nodes) & firm, result in known))
         return tuple(steps)
 
     def _inputs(self, ends: Iterable[fx.Node]) -> list[int]:

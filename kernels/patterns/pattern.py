@@ -29,7 +29,7 @@ from torchard.functional.programs.program import Program
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.trace import trace
 from torchard.functional.tracing.signature import ShapeDtype
-from torchard.kernels.patterns.match_plan import Plan
+from torchard.kernels.patterns.match_plan import MatchPlan
 from torchard.kernels.patterns.skeleton import Skeleton, same_form
 from torchard.kernels.terms.dims import Dims
 from torchard.kernels.terms.evaluate import evaluate
@@ -252,7 +252,7 @@ def _quietly() -> Iterator[None]:
 
 
 # Of all patterns: what a program of some shapes needs, and not what all programs ever needed.
-_PLANS: Recent[Plan | None] = Recent(1024)
+_PLANS: Recent[MatchPlan | None] = Recent(1024)
 
 
 class Alternative:
@@ -323,13 +323,13 @@ class Alternative:
         literals: Sequence[tuple[str, Any]] = (),
         operations: tuple[Callable[..., Any], ...] = (),
         device: torch.device | str = "cpu",
-    ) -> Plan | None:
+    ) -> MatchPlan | None:
         """The same, to be evaluated."""
         key = (self, specs, tuple(literals), operations, str(device))
 
-        def make() -> Plan | None:
+        def make() -> MatchPlan | None:
             program = self._at(specs, dict(literals), operations, device)
-            return None if program is None else Plan(program)
+            return None if program is None else MatchPlan(program)
 
         return _PLANS.get(key, make)
 

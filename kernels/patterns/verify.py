@@ -17,7 +17,7 @@ from torch import fx
 
 from torchard.functional.programs.tags import PHASE
 from torchard.kernels.patterns.effort import EVALUATION, Effort
-from torchard.kernels.patterns.match_plan import Plan, Step
+from torchard.kernels.patterns.match_plan import MatchPlan, MatchStep
 from torchard.kernels.patterns.pattern import Alternative, Pattern
 from torchard.kernels.patterns.unify import Binding, Path
 from torchard.kernels.terms.access import Access
@@ -35,7 +35,7 @@ _COMBINATIONS = 48
 _TRIES = 1024
 
 Env = dict[fx.Node, Any]
-Spec = tuple[tuple[int, ...], torch.dtype]
+ShapeAndDtype = tuple[tuple[int, ...], torch.dtype]
 Options = Sequence[Sequence[Value]]
 _Given = tuple[Options, tuple[tuple[str, Any], ...], tuple[Any, ...]]
 
@@ -154,7 +154,7 @@ class Verifier:
         options = [[v for v in values if not self._too_late(v, term)] for values in options]
         return options, literals, operations
 
-    def follow(self, plan: Plan, step: Step, env: Env, chosen: tuple[Value, ...]) -> Env | None:
+    def follow(self, plan: MatchPlan, step: MatchStep, env: Env, chosen: tuple[Value, ...]) -> Env | None:
         """What is known once an input is; None if that is nothing of the program's."""
         key = plan, step, chosen
         if key not in self._tried:
@@ -162,7 +162,7 @@ class Verifier:
         found = self._tried[key]
         return None if found is None else {**env, **found}
 
-    def _follow(self, step: Step, env: Env) -> Env | None:
+    def _follow(self, step: MatchStep, env: Env) -> Env | None:
         found: Env = {}
         inside = {**env}
         for node in step.nodes:
@@ -282,7 +282,7 @@ class _Trial:
     def __init__(
         self,
         verifier: Verifier,
-        plan: Plan,
+        plan: MatchPlan,
         first: int,
         term: Term,
         options: Options,
@@ -314,15 +314,15 @@ class _Trial:
         return self.verifier.root(self.first, value, [self.term]) is not None
 
 
-def spec_of(value: Value) -> Spec:
+def spec_of(value: Value) -> ShapeAndDtype:
     return tuple(value.shape), value.dtype
 
 
-def _fitting(options: Options, dims: Dims | None) -> Iterator[tuple[Spec, ...]]:
+def _fitting(options: Options, dims: Dims | None) -> Iterator[tuple[ShapeAndDtype, ...]]:
     """A shape and dtype of each, as the dims go together."""
     specs = [list(dict.fromkeys(map(spec_of, values))) for values in options]
 
-    def extend(chosen: tuple[Spec, ...]) -> Iterator[tuple[Spec, ...]]:
+    def extend(chosen: tuple[ShapeAndDtype, ...]) -> Iterator[tuple[ShapeAndDtype, ...]]:
         rest = len(specs) - len(chosen)
         shapes = [*(shape for shape, _ in chosen), *[None] * rest]
         if dims is not None and not dims.fit(shapes):

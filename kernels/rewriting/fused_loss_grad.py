@@ -28,7 +28,7 @@ from torchard.kernels.execution.optional_backends import implementation
 from torchard.kernels.patterns.gradient import RESULT
 from torchard.kernels.patterns.kernel import Kernel
 from torchard.kernels.patterns.match import Found
-from torchard.kernels.rewriting.region import Region
+from torchard.kernels.rewriting.region import KernelRegion
 
 __all__ = ["Pair", "let_go_of_losses"]
 
@@ -78,7 +78,7 @@ class Pair:
         backward = self.kernel.gradient
         assert backward is not None
         regions = [
-            Region(kernel, found, compiler)
+            KernelRegion(kernel, found, compiler)
             for kernel, found in zip((self.kernel, backward), self.members, strict=True)
         ]
         both = _Both(self.name, self.kernel, regions, self.positions)
@@ -96,7 +96,7 @@ class _Both(Choice):
     """
 
     def __init__(
-        self, name: str, kernel: Kernel, regions: Sequence[Region], positions: Sequence[int]
+        self, name: str, kernel: Kernel, regions: Sequence[KernelRegion], positions: Sequence[int]
     ) -> None:
         super().__init__()
         self.name, self.implementations = name, kernel.joint

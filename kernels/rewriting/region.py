@@ -18,7 +18,7 @@ from torchard.kernels.patterns.match import Found
 from torchard.kernels.patterns.pattern import Pattern
 from torchard.kernels.terms.reading import Reading
 
-__all__ = ["Region", "fused_of", "implementations_of"]
+__all__ = ["KernelRegion", "fused_of", "implementations_of"]
 
 Tensors = Sequence[torch.Tensor]
 
@@ -27,7 +27,7 @@ def fused_of(
     kernel: Kernel, found: Found, compiler: str, reading: Reading
 ) -> tuple[Fused, UserString]:
     """What the node calls, and how it runs: said anew once that is chosen."""
-    region = Region(kernel, found, compiler)
+    region = KernelRegion(kernel, found, compiler)
     numels = [value.access.numel for value in found.inputs]
     region.way.data = region.label(reading.device.type, numels)
     made = Fused(
@@ -36,7 +36,7 @@ def fused_of(
     return made, region.way
 
 
-class Region(Choice):
+class KernelRegion(Choice):
     """One kernel with its literals.
 
     Args:

@@ -14,7 +14,7 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.bounded import Recent
 from torchard.functional.core.outputs import tensors_of
-from torchard.functional.core.tensor_spec import Spec
+from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.purify import purify
@@ -107,7 +107,7 @@ _TRACED: Recent[fx.Graph | None] = Recent(512)
 def taken_apart(node: fx.Node) -> fx.Graph | None:
     """The graph of the operations a node is made of, its operands as inputs; None if it declines."""
     operands = [n for n in _nodes((node.args, node.kwargs))]
-    specs = [Spec.of(VAL.of(n)) for n in operands]
+    specs = [TensorSpec.of(VAL.of(n)) for n in operands]
     key = (node.target, tuple(specs), _told((node.args, node.kwargs)))
     return _TRACED.get(key, lambda: _trace(node, specs))
 
@@ -128,7 +128,7 @@ def _told(value: Any) -> Hashable:
     return value if isinstance(value, Hashable) else repr(value)
 
 
-def _trace(node: fx.Node, specs: list[Spec]) -> fx.Graph | None:
+def _trace(node: fx.Node, specs: list[TensorSpec]) -> fx.Graph | None:
     way = _ways(node.target)
     if way is None:
         return None

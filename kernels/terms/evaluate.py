@@ -21,12 +21,12 @@ from torchard.functional.torch_internals.operators import aten, prims
 from torchard.kernels.terms.composites import is_composite, taken_apart
 from torchard.kernels.terms.terms import Store, Value
 
-__all__ = ["Call", "evaluate", "register", "value_of"]
+__all__ = ["EvaluatedCall", "evaluate", "register", "value_of"]
 
 Found = Any  # a Value, a tuple of them, or None
 
 
-class Call:
+class EvaluatedCall:
     """One node, its operands as values.
 
     Attributes:
@@ -86,14 +86,14 @@ def _frozen(value: Any) -> Hashable:
     return value if isinstance(value, Hashable) else repr(value)
 
 
-Rule = Callable[[Store, Call], Found]
-_TABLE: dict[Any, Rule] = {}
+EvaluationRule = Callable[[Store, EvaluatedCall], Found]
+_TABLE: dict[Any, EvaluationRule] = {}
 
 
-def register(*targets: Any) -> Callable[[Rule], Rule]:
+def register(*targets: Any) -> Callable[[EvaluationRule], EvaluationRule]:
     """Say what operations are in normal form. NotImplemented: not in this call."""
 
-    def entered(rule: Rule) -> Rule:
+    def entered(rule: EvaluationRule) -> EvaluationRule:
         _TABLE.update(dict.fromkeys(targets, rule))
         return rule
 
@@ -147,7 +147,7 @@ def value_of(store: Store, node: fx.Node, env: dict[fx.Node, Found]) -> Found:
         source, place = node.args
         assert isinstance(source, fx.Node)
         return env[source][place]
-    call = Call(node, env)
+    call = EvaluatedCall(node, env)
     if not _is_empty(call.val):
         rule = _TABLE.get(node.target)
         found = rule(store, call) if rule else NotImplemented
@@ -162,7 +162,7 @@ def value_of(store: Store, node: fx.Node, env: dict[fx.Node, Found]) -> Found:
     return _opaque(store, call)
 
 
-def _is_pointwise(call: Call) -> bool:
+def _is_pointwise(call: EvaluatedCall) -> bool:
     """Of one result: frexp has two."""
     tags = getattr(call.node.target, "tags", ())
     return torch.Tag.pointwise in tags and isinstance(call.val, torch.Tensor)
@@ -178,7 +178,7 @@ def _is_empty(val: Any) -> bool:
     return any(0 in v.shape for v in tensors_of(val))
 
 
-def _opaque(store: Store, call: Call) -> Found:
+def _opaque(store: Store, call: EvaluatedCall) -> Found:
     values, literals = call.tensors(), call.literals()
     op = _name(call.node)
     if isinstance(call.val, (tuple, list)):
@@ -193,7 +193,7 @@ def _opaque(store: Store, call: Call) -> Found:
     return store.opaque(op, values, literals, call.shape, call.dtype)
 
 
-def _composite(store: Store, call: Call) -> Found:
+def _composite(store: Store, call: EvaluatedCall) -> Found:
     graph = taken_apart(call.node)
     if graph is None:
         return NotImplemented
@@ -212,26 +212,26 @@ def _composite(store: Store, call: Call) -> Found:
 
 
 @register(aten.view.default, aten.reshape.default, aten._unsafe_view.default)
-def _reshape(store: Store, call: Call) -> Found:
+def _reshape(store: Store, call: EvaluatedCall) -> Found:
     x = call.args[0]
     access = x.access.reshaped(call.shape)
     return store.copy(x, call.shape) if access is None else Value(x.term, access)
 
 
 @register(aten.clone.default, aten.alias.default, aten.contiguous.default, aten.detach.default)
-def _same(store: Store, call: Call) -> Found:
+def _same(store: Store, call: EvaluatedCall) -> Found:
     return call.args[0]
 
 
 @register(aten.permute.default)
-def _permute(store: Store, call: Call) -> Found:
+def _permute(store: Store, call: EvaluatedCall) -> Found:
     x = call.args[0]
     order = [d % len(x.shape) for d in call.args[1]]
     return Value(x.term, x.access.permuted(order))
 
 
 @register(aten.t.default, aten.transpose.int)
-def _transpose(store: Store, call: Call) -> Found:
+def _transpose(store: Store, call: EvaluatedCall) -> Found:
     x = call.args[0]
     order = list(range(len(x.shape)))
     a, b = (call.args[1:] if len(call.args) > 1 else (0, 1)) if order[1:] else (0, 0)
@@ -241,19 +241,19 @@ def _transpose(store: Store, call: Call) -> Found:
 
 
 @register(aten.expand.default)
-def _expand(store: Store, call: Call) -> Found:
+def _expand(store: Store, call: EvaluatedCall) -> Found:
     x = call.args[0]
     return Value(x.term, x.access.expanded(call.shape))
 
 
 @register(aten.unsqueeze.default)
-def _unsqueeze(store: Store, call: Call) -> Found:
+def _unsqueeze(store: Store, call: EvaluatedCall) -> Found:
     x, dim = call.args[:2]
     return Value(x.term, x.access.unsqueezed(dim % (len(x.shape) + 1)))
 
 
 @register(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
-def _squeeze(store: Store, call: Call) -> Found:
+def _squeeze(store: Store, call: EvaluatedCall) -> Found:
     x = call.args[0]
     dims = call.arg(1, "dim", range(len(x.shape)))
     dims = [dims] if isinstance(dims, int) else dims
@@ -261,7 +261,7 @@ def _squeeze(store: Store, call: Call) -> Found:
 
 
 @register(aten.slice.Tensor)
-def _slice(store: Store, call: Call) -> Found:
+def _slice(store: Store, call: EvaluatedCall) -> Found:
     x = call.args[0]
     dim = call.arg(1, "dim", 0) % len(x.shape)
     start, stop, step = slice(
@@ -271,13 +271,13 @@ def _slice(store: Store, call: Call) -> Found:
 
 
 @register(aten.select.int)
-def _select(store: Store, call: Call) -> Found:
+def _select(store: Store, call: EvaluatedCall) -> Found:
     x, dim, index = call.args[:3]
     return Value(x.term, x.access.selected(dim % len(x.shape), index))
 
 
 @register(aten.split.Tensor, aten.split_with_sizes.default)
-def _split(store: Store, call: Call) -> Found:
+def _split(store: Store, call: EvaluatedCall) -> Found:
     x = call.args[0]
     dim = call.arg(2, "dim", 0) % len(x.shape)
     found, start = [], 0
@@ -289,7 +289,7 @@ def _split(store: Store, call: Call) -> Found:
 
 
 @register(aten.unbind.int)
-def _unbind(store: Store, call: Call) -> Found:
+def _unbind(store: Store, call: EvaluatedCall) -> Found:
     x = call.args[0]
     dim = call.arg(1, "dim", 0) % len(x.shape)
     return tuple(Value(x.term, x.access.selected(dim, i)) for i in range(len(call.val)))
@@ -305,24 +305,24 @@ def _unbind(store: Store, call: Call) -> Found:
     aten.scalar_tensor.default,
     aten.fill.Scalar,
 )
-def _full(store: Store, call: Call) -> Found:
+def _full(store: Store, call: EvaluatedCall) -> Found:
     place = 0 if call.node.target is aten.scalar_tensor.default else 1
     place = 2 if call.node.target is aten.new_full.default else place
     return store.constant(call.args[place], call.shape, call.dtype)
 
 
 @register(aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
-def _zeros(store: Store, call: Call) -> Found:
+def _zeros(store: Store, call: EvaluatedCall) -> Found:
     return store.constant(0, call.shape, call.dtype)
 
 
 @register(aten.ones.default, aten.ones_like.default, aten.new_ones.default)
-def _ones(store: Store, call: Call) -> Found:
+def _ones(store: Store, call: EvaluatedCall) -> Found:
     return store.constant(1, call.shape, call.dtype)
 
 
 @register(aten._to_copy.default, prims.convert_element_type.default)
-def _cast(store: Store, call: Call) -> Found:
+def _cast(store: Store, call: EvaluatedCall) -> Found:
     x = call.args[0]
     if call.val.device != VAL.of(call.node.args[0]).device:  # type: ignore[arg-type]
         return NotImplemented
@@ -332,16 +332,16 @@ def _cast(store: Store, call: Call) -> Found:
 # -- arithmetic -----------------------------------------------------------------------------------
 
 
-def _as(store: Store, call: Call, part: Any) -> Any:
+def _as(store: Store, call: EvaluatedCall, part: Any) -> Any:
     return store.cast(part, call.dtype) if isinstance(part, Value) else part
 
 
-def _floats(call: Call) -> bool:
+def _floats(call: EvaluatedCall) -> bool:
     return call.dtype.is_floating_point
 
 
 @register(aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar, aten.rsub.Scalar)
-def _add(store: Store, call: Call) -> Found:
+def _add(store: Store, call: EvaluatedCall) -> Found:
     if not _floats(call):
         return NotImplemented
     a, b = (_as(store, call, part) for part in call.args[:2])
@@ -352,12 +352,12 @@ def _add(store: Store, call: Call) -> Found:
 
 
 @register(aten.neg.default)
-def _neg(store: Store, call: Call) -> Found:
+def _neg(store: Store, call: EvaluatedCall) -> Found:
     return store.scale(call.args[0], -1) if _floats(call) else NotImplemented
 
 
 @register(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar)
-def _mul(store: Store, call: Call) -> Found:
+def _mul(store: Store, call: EvaluatedCall) -> Found:
     if not _floats(call):
         return NotImplemented
     a, b = (_as(store, call, part) for part in call.args[:2])
@@ -365,8 +365,8 @@ def _mul(store: Store, call: Call) -> Found:
     return store.multiply([(1, a), (-1 if divides else 1, b)], call.shape, call.dtype)
 
 
-def _raises(exponent: float) -> Rule:
-    def rule(store: Store, call: Call) -> Found:
+def _raises(exponent: float) -> EvaluationRule:
+    def rule(store: Store, call: EvaluatedCall) -> Found:
         if not _floats(call):
             return NotImplemented
         return store.multiply([(exponent, _as(store, call, call.args[0]))], call.shape, call.dtype)
@@ -381,7 +381,7 @@ register(aten.square.default)(_raises(2))
 
 
 @register(aten.pow.Tensor_Scalar)
-def _pow(store: Store, call: Call) -> Found:
+def _pow(store: Store, call: EvaluatedCall) -> Found:
     x, exponent = call.args[:2]
     if not _floats(call) or exponent == 0:
         return NotImplemented
@@ -389,7 +389,7 @@ def _pow(store: Store, call: Call) -> Found:
 
 
 @register(aten.relu.default, aten.clamp_min.default, aten.maximum.default, aten.clamp.default)
-def _at_least(store: Store, call: Call) -> Found:
+def _at_least(store: Store, call: EvaluatedCall) -> Found:
     """relu, clamp(min=), maximum: one operation on two values."""
     low = call.arg(1, "min", 0 if call.node.target is aten.relu.default else None)
     if low is None or call.arg(2, "max") is not None:
@@ -403,7 +403,7 @@ def _at_least(store: Store, call: Call) -> Found:
 
 
 @register(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
-def _where(store: Store, call: Call) -> Found:
+def _where(store: Store, call: EvaluatedCall) -> Found:
     given = [
         _as(store, call, v) if isinstance(v, Value) else store.constant(v, call.shape, call.dtype)
         for v in call.args[1:3]
@@ -412,7 +412,7 @@ def _where(store: Store, call: Call) -> Found:
 
 
 @register(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
-def _masked_fill(store: Store, call: Call) -> Found:
+def _masked_fill(store: Store, call: EvaluatedCall) -> Found:
     x, mask, value = call.args[:3]
     if isinstance(value, Value):
         value = _as(store, call, value)
@@ -424,7 +424,7 @@ def _masked_fill(store: Store, call: Call) -> Found:
 # -- reductions and products ----------------------------------------------------------------------
 
 
-def _dims(call: Call) -> Sequence[int]:
+def _dims(call: EvaluatedCall) -> Sequence[int]:
     dims, rank = call.arg(1, "dim", None), len(call.args[0].shape)
     if not rank:  # of a number, dim 0 may be named, which it does not have
         return ()
@@ -434,7 +434,7 @@ def _dims(call: Call) -> Sequence[int]:
 
 
 @register(aten.sum.dim_IntList, aten.sum.default, aten.mean.dim, aten.mean.default)
-def _sum(store: Store, call: Call) -> Found:
+def _sum(store: Store, call: EvaluatedCall) -> Found:
     if not _floats(call) or 0 in call.args[0].shape:  # a mean of nothing is no number
         return NotImplemented
     x = _as(store, call, call.args[0])
@@ -449,7 +449,7 @@ def _sum(store: Store, call: Call) -> Found:
 
 
 @register(aten.amax.default, aten.amin.default)
-def _extreme(store: Store, call: Call) -> Found:
+def _extreme(store: Store, call: EvaluatedCall) -> Found:
     name = call.node.target.__name__.split(".")[0]  # type: ignore[union-attr]
     return store.reduce(
         name, call.args[0], _dims(call), bool(call.arg(2, "keepdim", False)), call.dtype
@@ -457,12 +457,12 @@ def _extreme(store: Store, call: Call) -> Found:
 
 
 @register(aten.mm.default, aten.bmm.default)
-def _product(store: Store, call: Call) -> Found:
+def _product(store: Store, call: EvaluatedCall) -> Found:
     return store.dot(call.args[0], call.args[1], call.dtype)
 
 
 @register(aten.addmm.default, aten.baddbmm.default)
-def _biased(store: Store, call: Call) -> Found:
+def _biased(store: Store, call: EvaluatedCall) -> Found:
     bias, a, b = call.args[:3]
     if not _floats(call):
         return NotImplemented

@@ -7,25 +7,27 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchard.functional.torch_internals.operators import aten
-from torchard.kernels.terms.evaluate import Call, register
+from torchard.kernels.terms.evaluate import EvaluatedCall, register
 from torchard.kernels.terms.terms import Store, Value
 
 __all__: list[str] = []
 
 
 @register(aten.gather.default)
-def _gather(store: Store, call: Call) -> Any:
+def _gather(store: Store, call: EvaluatedCall) -> Any:
     """[*rows, n] by [*rows, k] -> [*rows, k], whichever dim is gathered and however many rows are."""
     return _by_rows(store, call, "gather", call.args[0], call.args[1], [call.args[2]])
 
 
 @register(aten.scatter_add.default)
-def _scatter_add(store: Store, call: Call) -> Any:
+def _scatter_add(store: Store, call: EvaluatedCall) -> Any:
     """[*rows, n] and, at [*rows, k], [*rows, k] -> [*rows, n]."""
     return _by_rows(store, call, "scatter_add", call.args[0], call.args[1], call.args[2:4])
 
 
-def _by_rows(store: Store, call: Call, op: str, x: Value, dim: int, more: Sequence[Value]) -> Any:
+def _by_rows(
+    store: Store, call: EvaluatedCall, op: str, x: Value, dim: int, more: Sequence[Value]
+) -> Any:
     if not x.shape:
         return NotImplemented
     dim %= len(x.shape)

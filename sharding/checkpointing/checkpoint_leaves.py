@@ -21,7 +21,7 @@ from torchard.sharding.values.place import Held, MeshTensor
 from torchard.sharding.values.spec import P, layout_of
 
 __all__ = [
-    "Leaf",
+    "CheckpointLeaf",
     "StorageError",
     "StorageWarning",
     "check_storable",
@@ -70,7 +70,7 @@ class StorageWarning(UserWarning):
     """
 
 
-class Leaf(NamedTuple):
+class CheckpointLeaf(NamedTuple):
     """A leaf of the user's tree: how they would write it, its path for DCP, and it."""
 
     label: str
@@ -105,7 +105,7 @@ def kind_of(dtype: torch.dtype, shape: Sequence[int]) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
-def leaves_of(tree: Any, root: str) -> tuple[list[Leaf], optree.PyTreeSpec]:
+def leaves_of(tree: Any, root: str) -> tuple[list[CheckpointLeaf], optree.PyTreeSpec]:
     """The leaves of a tree that the user calls root, and its structure.
 
     Raises:
@@ -114,11 +114,11 @@ def leaves_of(tree: Any, root: str) -> tuple[list[Leaf], optree.PyTreeSpec]:
     values, structure = optree.tree_flatten(
         tree, is_placed, none_is_leaf=True, namespace=trees.NAMESPACE
     )
-    found: dict[str, Leaf] = {}
+    found: dict[str, CheckpointLeaf] = {}
     for accessor, value in zip(structure.accessors(), values, strict=True):
         # DCP's outermost tree is a dict, whatever ours is.
         first, *rest = [_step(entry) for entry in accessor] or [""]
-        leaf = Leaf(accessor.codify(root), (str(first), *rest), value)
+        leaf = CheckpointLeaf(accessor.codify(root), (str(first), *rest), value)
         if leaf.key in found:
             raise StorageError(
                 f"{found[leaf.key].label} and {leaf.label} would both be stored as {leaf.key!r}; "
@@ -134,7 +134,7 @@ def _step(entry: Any) -> str | int:
     return name if type(entry) is optree.SequenceEntry else str(name)
 
 
-def check_storable(leaves: Iterable[Leaf]) -> None:
+def check_storable(leaves: Iterable[CheckpointLeaf]) -> None:
     """Raises:
     StorageError: names each leaf that cannot be stored, and what to store instead.
     """
@@ -173,7 +173,7 @@ def _unstorable(value: Any) -> str | None:
     return None
 
 
-def empty(leaf: Leaf, mesh: Mesh | None, spec: P | None) -> Leaf:
+def empty(leaf: CheckpointLeaf, mesh: Mesh | None, spec: P | None) -> CheckpointLeaf:
     """The leaf with room for what is to be read, on this process's part of the mesh.
 
     Raises:
@@ -198,7 +198,9 @@ def empty(leaf: Leaf, mesh: Mesh | None, spec: P | None) -> Leaf:
     return leaf._replace(value=MeshTensor(held, parts))
 
 
-def compare(leaves: Sequence[Leaf], index: Mapping[str, Any], path: Path, partial: bool) -> None:
+def compare(
+    leaves: Sequence[CheckpointLeaf], index: Mapping[str, Any], path: Path, partial: bool
+) -> None:
     """Check that a checkpoint has what is wanted of it, and, unless partial, nothing else.
 
     Raises:
@@ -213,7 +215,7 @@ def compare(leaves: Sequence[Leaf], index: Mapping[str, Any], path: Path, partia
         raise StorageError("\n".join(problems))
 
 
-def _amiss(leaf: Leaf, saved: Any, path: Path) -> str | None:
+def _amiss(leaf: CheckpointLeaf, saved: Any, path: Path) -> str | None:
     what = f"{leaf.label} is {leaf.kind}"
     if saved is None:
         return f"{what}, but {path} has no key {leaf.key!r}; rename or drop it in like."
@@ -229,7 +231,7 @@ def _amiss(leaf: Leaf, saved: Any, path: Path) -> str | None:
     return f"{what}, but {path} has {kind}; ask for that in like, and convert what load returns."
 
 
-def check_types(leaves: Sequence[Leaf], objects: Mapping[str, Any], path: Path) -> None:
+def check_types(leaves: Sequence[CheckpointLeaf], objects: Mapping[str, Any], path: Path) -> None:
     """Raises:
     StorageError: names each scalar that is of another type than in like.
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchard.sharding.checkpointing.checkpoint_leaves import Leaf, StorageError
+from torchard.sharding.checkpointing.checkpoint_leaves import CheckpointLeaf, StorageError
 from torchard.sharding.values.mesh import Mesh
 from torchard.sharding.values.place import MeshTensor
 from torchard.sharding.values.store_allgather import ExchangeError, OutOfStep, exchange
@@ -65,7 +65,7 @@ def together(
     return [value for _, value in told]
 
 
-def check_same(mesh: Mesh | None, leaves: Sequence[Leaf], digests: Sequence[str]) -> None:
+def check_same(mesh: Mesh | None, leaves: Sequence[CheckpointLeaf], digests: Sequence[str]) -> None:
     """Raises:
     StorageError: the ranks' trees differ; names where.
     """
@@ -84,7 +84,7 @@ def _first(texts: Sequence[str]) -> str:
     return "nothing" if not texts else f"{texts[0]}{' and more' * (len(texts) > 1)}"
 
 
-def owned(leaves: Sequence[Leaf], mesh: Mesh | None) -> Iterator[Leaf]:
+def owned(leaves: Sequence[CheckpointLeaf], mesh: Mesh | None) -> Iterator[CheckpointLeaf]:
     """The leaves of which this rank writes its shard: of those that have the same, one does.
 
     Which one follows from the tree, so that ranks need not ask: the one with least to write so far.

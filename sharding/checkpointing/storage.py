@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from torchard.functional.core.arguments import AtLeast, checked
 from torchard.sharding.checkpointing.checkpoint_leaves import (
-    Leaf,
+    CheckpointLeaf,
     StorageError,
     StorageWarning,
     check_storable,
@@ -165,7 +165,7 @@ def _unfinished(path: Path) -> Path:
     return path.with_name(f"{path.name}.unfinished")
 
 
-def _prepared(target: Path, leaves: Sequence[Leaf], rank: int) -> str:
+def _prepared(target: Path, leaves: Sequence[CheckpointLeaf], rank: int) -> str:
     """Check that the leaves can be stored there; a digest of what ranks must have in common."""
     check_storable(leaves)
     if rank == 0:
@@ -179,7 +179,7 @@ def _prepared(target: Path, leaves: Sequence[Leaf], rank: int) -> str:
     return hashlib.sha256("\n".join(map(str, leaves)).encode()).hexdigest()
 
 
-def _write(writer: FileSystemWriter, leaves: Iterable[Leaf], rank: int) -> str:
+def _write(writer: FileSystemWriter, leaves: Iterable[CheckpointLeaf], rank: int) -> str:
     """Write this rank's file; what the index is to say of it, as text."""
     planner = Writes({leaf.key: leaf.value for leaf in leaves})
     writer.set_up_storage_writer(rank == 0)
@@ -191,7 +191,7 @@ def _write(writer: FileSystemWriter, leaves: Iterable[Leaf], rank: int) -> str:
 
 def _finish(
     writer: FileSystemWriter,
-    leaves: Sequence[Leaf],
+    leaves: Sequence[CheckpointLeaf],
     written: Sequence[str],
     target: Path,
     rank: int,
@@ -205,7 +205,7 @@ def _finish(
         os.rename(_unfinished(target), target)
 
 
-def _read(path: Path, rooms: Sequence[Leaf], partial: bool, objects: dict[str, Any]) -> bool:
+def _read(path: Path, rooms: Sequence[CheckpointLeaf], partial: bool, objects: dict[str, Any]) -> bool:
     """Fill the tensors among the leaves, and a dict of the others; whether checksums were right."""
     planner, index = Reads(), read_index(path, _unfinished(path))
     compare(rooms, index.entries, path, partial)

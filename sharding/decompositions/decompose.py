@@ -18,13 +18,14 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import PurityError
+from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.tagging import Tag, forget, inherit, put, stand_for
 from torchard.functional.programs.tags import APART, USE, VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.purify import purify
-from torchard.functional.tracing.record import Spec, record
+from torchard.functional.tracing.record import record
 from torchard.sharding.decompositions.functional_forms import DECOMPOSITIONS
 from torchard.sharding.decompositions.neighbours import NEIGHBOURS, Parts
 from torchard.sharding.layouts.tags import CALL, PART_OF
@@ -99,7 +100,7 @@ def _trace(
         values = out if isinstance(out, (tuple, list)) else [out]
         return [v for v in values if v is not None]
 
-    specs = [Spec.of(VAL.of(o)) for o in operands]
+    specs = [TensorSpec.of(VAL.of(o)) for o in operands]
     try:
         found = record(run, specs)
         if any(_writes_for_good(n) for n in found.graph.nodes):

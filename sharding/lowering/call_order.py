@@ -62,7 +62,7 @@ class PlanMismatch(RuntimeError):
     """
 
 
-class Call(NamedTuple):
+class PlanCall(NamedTuple):
     """What all ranks of a group must have in common when a plan runs.
 
     Attributes:
@@ -82,10 +82,10 @@ class Call(NamedTuple):
         return "\n".join(map(str, self)).encode()[:_LENGTH].ljust(_LENGTH, b"\0")
 
     @staticmethod
-    def heard(told: bytes) -> Call:
+    def heard(told: bytes) -> PlanCall:
         text = told.rstrip(b"\0").decode(errors="ignore")
         number, failures, thread, text = text.split("\n", 3)
-        return Call(int(number), int(failures), thread, text)
+        return PlanCall(int(number), int(failures), thread, text)
 
     def __str__(self) -> str:
         return f"{self.text}, which is {'new' if not self.number else f'plan {self.number}'}"
@@ -127,10 +127,10 @@ class Circle:
             each.sending.wait(patience)
 
     @property
-    def other(self) -> tuple[int, Call] | None:
+    def other(self) -> tuple[int, PlanCall] | None:
         """A rank that makes another call, and which."""
         rank = int.from_bytes(self._other[:8], "little")
-        return (rank - 1, Call.heard(self._other[8:])) if rank else None
+        return (rank - 1, PlanCall.heard(self._other[8:])) if rank else None
 
 
 class _Round:
@@ -230,11 +230,11 @@ class CallOrder:
         for circle in self._circles:
             circle.failures += 1
 
-    def _call(self, circle: Circle) -> Call:
-        return Call(self.number, circle.failures, thread_name(), self._text)
+    def _call(self, circle: Circle) -> PlanCall:
+        return PlanCall(self.number, circle.failures, thread_name(), self._text)
 
 
-def _different(rank: int, mine: Call, other: int, theirs: Call) -> str:
+def _different(rank: int, mine: PlanCall, other: int, theirs: PlanCall) -> str:
     if mine.failures != theirs.failures:
         counts = f"{mine.failures} on rank {rank} and {theirs.failures} on rank {other}"
         return (

@@ -18,7 +18,7 @@ from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["Carrier", "exchanging", "moving", "reducing"]
 
-Call = Callable[..., fx.Node]
+EmitCall = Callable[..., fx.Node]
 Map = Callable[[fx.Node], fx.Node]
 
 # Same bits.
@@ -47,7 +47,7 @@ def _same(x: fx.Node) -> fx.Node:
     return x
 
 
-def _in(call: Call, dtype: torch.dtype, wider: torch.dtype | None) -> Carrier:
+def _in(call: EmitCall, dtype: torch.dtype, wider: torch.dtype | None) -> Carrier:
     if wider is None:
         return Carrier(_same, _same)
     return Carrier(
@@ -56,7 +56,7 @@ def _in(call: Call, dtype: torch.dtype, wider: torch.dtype | None) -> Carrier:
     )
 
 
-def exchanging(call: Call, dtype: torch.dtype) -> Carrier:
+def exchanging(call: EmitCall, dtype: torch.dtype) -> Carrier:
     """For flat values that arrive as they were sent: complex ones, too, which gloo does not exchange."""
     if not dtype.is_complex:
         return moving(call, dtype)
@@ -67,7 +67,7 @@ def exchanging(call: Call, dtype: torch.dtype) -> Carrier:
     )
 
 
-def moving(call: Call, dtype: torch.dtype) -> Carrier:
+def moving(call: EmitCall, dtype: torch.dtype) -> Carrier:
     """For what arrives as it was sent."""
     bits = _AS_BITS.get(dtype)
     if bits is None:
@@ -77,14 +77,14 @@ def moving(call: Call, dtype: torch.dtype) -> Carrier:
     )
 
 
-def reducing(call: Call, dtype: torch.dtype, op: str) -> Carrier:
+def reducing(call: EmitCall, dtype: torch.dtype, op: str) -> Carrier:
     """For sums, maxima and minima over ranks."""
     if op != "sum" and dtype.is_floating_point:
         return _ordered(call, dtype, op)
     return _in(call, dtype, _REDUCED_IN.get(dtype))
 
 
-def _ordered(call: Call, dtype: torch.dtype, op: str) -> Carrier:
+def _ordered(call: EmitCall, dtype: torch.dtype, op: str) -> Carrier:
     """Floats as integers of the same order, with one NaN above (or, for a minimum, below) all numbers."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     bits = torch.int64 if wide == torch.float64 else torch.int32

@@ -40,7 +40,7 @@ from torchard.sharding.manual.manual_collectives import (
 from torchard.sharding.values.mesh import Mesh, MeshError
 
 __all__ = [
-    "Region",
+    "ManualRegion",
     "apply",
     "current",
     "in_region",
@@ -128,7 +128,7 @@ def made_by_backward(tensor: torch.Tensor) -> bool:
 _regions = threading.local()
 
 
-class Region(TorchFunctionMode):
+class ManualRegion(TorchFunctionMode):
     """What runs inside is a function of local values on this mesh.
 
     Attributes:
@@ -226,13 +226,13 @@ def _words(axes: Sequence[str] | Axes) -> str:
     return " and ".join(map(repr, sorted(axes)))
 
 
-def current(who: str) -> Region:
+def current(who: str) -> ManualRegion:
     """The region the caller is in.
 
     Raises:
         MeshError: it is in none, or inside another transform within it.
     """
-    region: Region | None = getattr(_regions, "current", None)
+    region: ManualRegion | None = getattr(_regions, "current", None)
     if region is None:
         raise MeshError(f"{who} is called outside shard_map; it speaks of ranks, and has none here.")
     if region.room is not active():

@@ -11,7 +11,7 @@ from torchard.sharding.layouts.iteration_space import points
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.options import Option
 from torchard.sharding.layouts.tags import WEIGHT
-from torchard.sharding.planning.manual_options import Local
+from torchard.sharding.planning.manual_options import ManualConstraint
 from torchard.sharding.rules import Call, rule_of
 
 __all__ = [
@@ -46,7 +46,7 @@ class Given:
     outputs: tuple[Layout | None, ...]
     pins: dict[fx.Node, Layout] = field(default_factory=dict)
     ranks: dict[fx.Node, int] = field(default_factory=dict)
-    local: dict[fx.Node, Local] = field(default_factory=dict)
+    local: dict[fx.Node, ManualConstraint] = field(default_factory=dict)
     spread: frozenset[str] = frozenset()
 
 

@@ -31,13 +31,13 @@ from torchard.sharding.rules import Call
 from torchard.sharding.values.constrain import pinned_spec
 from torchard.sharding.values.mesh import Mesh, MeshError
 
-__all__ = ["Local", "check_local", "local_operations", "may_leave_as"]
+__all__ = ["ManualConstraint", "check_local", "local_operations", "may_leave_as"]
 
 Axes = frozenset[str]
 
 
 @dataclass(frozen=True)
-class Local:
+class ManualConstraint:
     """What is settled of one operation.
 
     Attributes:
@@ -60,17 +60,17 @@ class Local:
         return _options(self, rule, tuple(ins), tuple(wished), sizes)
 
 
-def local_operations(graph: fx.Graph) -> dict[fx.Node, Local]:
+def local_operations(graph: fx.Graph) -> dict[fx.Node, ManualConstraint]:
     """Every operation of a graph on local values, or that makes or ends them."""
     varying = varying_in_graph(graph)
     manual = manual_in_graph(graph, varying)
-    found: dict[fx.Node, Local] = {}
+    found: dict[fx.Node, ManualConstraint] = {}
     for node in graph.nodes:
         move = move_of(node)
         if node.op != "call_function" or node.target is operator.getitem:
             continue
         if move is not None or varying[node]:
-            found[node] = Local(
+            found[node] = ManualConstraint(
                 ins=tuple(varying[operand] for operand in Call.of(node).operands),
                 out=varying[node],
                 manual=manual[node] | manual_around(node),
@@ -84,7 +84,7 @@ def local_operations(graph: fx.Graph) -> dict[fx.Node, Local]:
 
 @functools.lru_cache(maxsize=65536)
 def _options(
-    local: Local, rule: Rule, ins: tuple[Layout, ...], wished: tuple[Layout, ...], sizes: Sizes
+    local: ManualConstraint, rule: Rule, ins: tuple[Layout, ...], wished: tuple[Layout, ...], sizes: Sizes
 ) -> tuple[Option, ...]:
     if local.move is not None:
         wished = (*wished, _as_before(local.manual, ins[0], rule, sizes))
@@ -96,7 +96,7 @@ def _used(option: Option) -> Axes:
     return frozenset(a for axes in option.axes for a in axes) | {a for a, _ in option.passed}
 
 
-def _settled(local: Local, option: Option, sizes: Sizes) -> Option:
+def _settled(local: ManualConstraint, option: Option, sizes: Sizes) -> Option:
     """An option along the other axes, with what varies; at an edge, with what is split by hand."""
     ins = [layout.varying_over(axes) for layout, axes in zip(option.ins, local.ins, strict=True)]
     outs = [layout.varying_over(local.out) for layout in option.outs]

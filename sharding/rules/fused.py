@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from torchard.functional.core.outputs import several
-from torchard.functional.core.tensor_spec import Spec
+from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import base_of
@@ -67,7 +67,7 @@ def composed(call: Call) -> Rule | None:
     def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         return several(reference(*inputs))
 
-    found = purify(record(run, [Spec.of(VAL.of(n)) for n in call.operands]), ())
+    found = purify(record(run, [TensorSpec.of(VAL.of(n)) for n in call.operands]), ())
     return None if found.closures else _Composition(found.graph).rule()
 
 
