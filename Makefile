@@ -38,20 +38,20 @@ $(STAMP): pyproject.toml constraints.txt
 test: $(STAMP) ## all tests (JOBS processes)
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-explore: $(STAMP) ## tests with many more examples per property (ARGS=tests/test_writes.py)
+explore: $(STAMP) ## tests with many more examples per property (ARGS=tests/functional/effects/test_writes.py)
 	$(BIN)/python -m pytest -n $(JOBS) --hypothesis-profile=explore --timeout 3600 $(ARGS)
 
 kernels: $(STAMP) ## every kernel of the library against its references, in all dtypes and transforms
-	$(BIN)/python -m pytest -n $(JOBS) tests/test_kernels.py $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) tests/kernels/library/test_kernels.py $(ARGS)
 
 sweep: $(STAMP) ## torch's own sample calls of every operator, sharded (half an hour; ARGS="--only sort")
-	OMP_NUM_THREADS=1 $(BIN)/python tests/op_sweep.py $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/op_sweep.py $(ARGS)
 
 newest: $(STAMP) ## a fixed part of the tests on the newest torch that is supported (gigabytes)
-	$(BIN)/python tests/matrix.py --only newest --part -- -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python tests/support/matrix.py --only newest --part -- -n $(JOBS) --dist loadfile $(ARGS)
 
 matrix: $(STAMP) ## all tests on the oldest, the pinned and the newest torch (ARGS="--only oldest")
-	$(BIN)/python tests/matrix.py $(ARGS) -- -n $(JOBS) --dist loadfile
+	$(BIN)/python tests/support/matrix.py $(ARGS) -- -n $(JOBS) --dist loadfile
 
 lint: $(STAMP) ## ruff
 	$(BIN)/ruff check .

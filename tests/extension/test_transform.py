@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from itertools import permutations
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from paths import EXAMPLES
 from torch.func import grad, jvp, vmap
 
 from torchard import DerivativeError, Mesh, MeshTensor, P, checkpoint, fuse, jit, shard, verify
 from torchard.transforms import Program, Rewrite, Transformed, ValueRewrite
 
-sys.path.append(str(Path(__file__).parents[2] / "examples"))
+sys.path.append(str(EXAMPLES))
 
 from quantize import quantize
 

@@ -1,0 +1,174 @@
+"""The examples, in this process on virtual meshes: they assert their own plans and comparisons."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import re
+import shutil
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from paths import EXAMPLES
+
+from torchard import Mesh, place, random, shard
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Import an example by name."""
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    handler = signal.getsignal(signal.SIGINT)  # which those that train take over
+    yield importlib.import_module
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_slapo_mlp(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    load("slapo_mlp").main(width=32, rows=(2, 4))
+    text = capsys.readouterr().out
+    assert "2 collectives" in text and "gradient of args[0]['w1']" in text
+    assert len(re.findall(r"^\S+\(.*\) +\d\.\de-\d\d$", text, re.M)) == 4
+
+
+def test_sequence_parallel(load: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    load("sequence_parallel").main(steps=3, out=tmp_path)
+    assert "5 collectives" in capsys.readouterr().out
+    (trace,) = tmp_path.glob("*.json")
+    events = json.loads(trace.read_text())["traceEvents"]
+    names = Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+    assert names["step 0"] == names["step 2"] == 1
+    scopes = ("first", "second")
+    assert all(names[f"{s} {phase}"] >= 3 for s in scopes for phase in ("forward", "backward"))
+    assert names["all_gather over tp, first forward"] == 3
+
+
+def test_parallelize_plan(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    load("parallelize_plan").main(width=16)
+    text = capsys.readouterr().out
+    assert "0.norm/in          pinned       P('dp', 'tp')" in text
+    assert "plan['*.l3']: it matches no module" in text and "'columns' is not a style" in text
+
+
+def test_nvfuser_mlp(load: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    load("nvfuser_mlp").main()
+    assert "bit for bit" in capsys.readouterr().out
+
+
+def test_checkpointing(load: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    sizes = ["--layers", "1", "--width", "16", "--context", "8", "--batch", "4", "--rounds", "1"]
+    load("checkpointing").main([*sizes, "--budgets", "0.5", "0", "--out", str(tmp_path)])
+    text = capsys.readouterr().out
+    rows = re.findall(r"^(\S.*?) +([\d,]+) +([\d,]+) +([\d.]+) +[\d.]+$", text, re.M)
+    peaks = {policy: int(peak.replace(",", "")) for policy, _, peak, _ in rows}
+    assert len(peaks) == 1 + 7 + 2
+    assert peaks["budget(fraction=0.0)"] == min(peaks.values())
+    assert (tmp_path / "checkpointing.png").stat().st_size > 10_000
+
+
+def test_kernel_injection(load: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    plot = tmp_path / "plots" / "times.png"
+    load("kernel_injection").main(["--size", "24", "--rounds", "3", "--plot", str(plot)])
+    text = capsys.readouterr().out
+    assert "native_layer_norm" in text and text.count("addmm(") == 2
+    kernels = re.findall(
+        r"^(layer_norm|three_layers) +forward +[12] .* (\d) +[\d,]+ +[\d,]+$", text, re.M
+    )
+    assert kernels == [("layer_norm", "1"), ("layer_norm", "1"), ("three_layers", "3")]
+    differences = re.findall(r" (\d\.\de[-+]\d\d) +[\d.]+ +[\d.]+ +[\d.]+$", text, re.M)
+    assert len(differences) == 5 and all(float(found) < 1e-5 for found in differences)
+    assert plot.stat().st_size > 10_000
+
+
+# -- train_gpt: every plan has its recipe's collectives, and trains like one device -------------------
+
+SMALL = ["--width", "16", "--context", "8", "--heads", "2", "--layers", "1", "--steps", "3"]
+LITTLE = ["--batch", "8", "--validate", "8", "--sample", "4", "--lr", "0.01"]
+# By pass, kind and axes, of one layer. Logits split by vocabulary take a maximum, two sums and, in the
+# backward, one more; otherwise the loss takes a sum and a count.
+VOCABULARY = {
+    "forward all_reduce[max] tp": 1,
+    "forward all_reduce tp": 2,
+    "backward all_reduce tp": 1,
+}
+RECIPES = {
+    "tp": VOCABULARY
+    | {
+        "forward all_reduce tp": 2 + 3,
+        "backward all_reduce tp": 1 + 3,
+    },  # embedding, attention, mlp
+    "tp+sp": VOCABULARY
+    | {
+        "forward psum_scatter tp": 3,
+        "forward all_gather tp": 3,
+        "backward psum_scatter tp": 3 + 1,  # the embedding's gradient
+        "backward all_gather tp": 2,
+        "backward all_reduce tp": 1 + 1,  # the gradients of norms and biases, as one
+    },
+    "fsdp": {
+        "forward all_gather dp": 2 + 1,  # the layer, what is around it, and positions by themselves
+        "backward all_gather dp": 2,
+        "backward psum_scatter dp": 12 + 4,  # each gradient
+        "forward all_reduce dp": 2,
+    },
+}
+
+
+def sent(text: str) -> Counter[str]:
+    """Pass, kind and axes of each line of a printed plan."""
+    rows = re.findall(r"^(\w+\S*) +([a-z·]+) .* (forward|backward) ", text, re.M)
+    return Counter(f"{phase} {kind} {axes}" for kind, axes, phase in rows)
+
+
+def test_train_gpt(
+    load: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    """By one plan; from where that was after two steps on, by another on another mesh."""
+    jobs, example = load("_job"), load("train_gpt")
+    # Without the signals and the exits of a process of its own.
+    monkeypatch.setattr(jobs, "job", lambda *args: contextlib.nullcontext(jobs.Job(*args)))
+    kept = str(tmp_path / "kept")
+    runs = {
+        "tp+sp": ["--virtual", "tp=3", "--save", kept, "--save-every", "2"],
+        "fsdp": ["--virtual", "dp=2", "--resume", kept],
+    }
+    for plan, options in runs.items():
+        example.main([*SMALL, *LITTLE, "--plan", plan, "--out", str(tmp_path), *options])
+        shutil.rmtree(tmp_path / "kept" / "step-3", ignore_errors=True)
+        text = capsys.readouterr().out
+        assert sent(text) == RECIPES[plan]
+        assert "no factor rule" not in text
+        compared = re.findall(r"sharded (\S+), one device (\S+) \(difference (\S+)\)", text)
+        assert len(compared) == 2, text  # the last batch, and held-out text
+        for numbers in compared:
+            sharded, alone, difference = map(float, numbers)
+            assert difference < 1e-4 and abs(sharded - alone) < 1e-4 and sharded < 5.53
+        stem = options[1].replace("=", "")
+        assert (tmp_path / f"loss-{plan}-virtual-{stem}.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("plan", ["tp", "fsdp+tp"])
+def test_train_gpt_s_other_plans(load: Any, plan: str) -> None:
+    example, mesh = load("train_gpt"), Mesh({"dp": 1 + (plan != "tp"), "tp": 2}, virtual=True)
+    size = example.Size(context=8, width=16, heads=2, layers=1, tied=plan == "tp")
+    recipe = example.recipes(size)[plan]
+    params = place(example.init(size, random.key(0)), mesh, recipe.specs)
+    batch = place(torch.zeros(4, 9, dtype=torch.int64), mesh, recipe.batch)
+    run = shard(functools.partial(example.loss, size), mesh, constrain_at=recipe.pins)
+    found = sent(str(run.lower_joint(params, batch).collectives))
+    # The same over tp, whatever is gathered and scattered over dp; the loss is a sum over both.
+    over_tp = Counter[str]()
+    for key, count in found.items():
+        if key.endswith("tp"):
+            over_tp[key.replace("dp·tp", "tp")] += count
+    assert over_tp == RECIPES["tp"]
+    assert (found["backward psum_scatter dp"] > 8) == (plan == "fsdp+tp")

@@ -1,0 +1,536 @@
+"""Checks that run in every process of a real group; ``python gloo.py WORLD STORE`` prints JSON.
+
+Each check returns what the test then asserts on; what raises is reported as its message.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import multiprocessing
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+from paths import EXAMPLES
+
+warnings.simplefilter("error")
+# torch imports its own TorchScript modules, and says so.
+warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarning)
+
+sys.path.append(str(EXAMPLES))
+
+import gloo_checkpoint  # noqa: E402
+import gloo_operations  # noqa: E402
+import gloo_storage  # noqa: E402
+import gloo_traces  # noqa: E402
+import live_bytes  # noqa: E402
+import neighbours  # noqa: E402
+import seeds  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import train_gpt  # noqa: E402
+from ranks import COLLECTIVES  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+
+import torchard  # noqa: E402
+import torchard.sharding.values.store_allgather as exchange_module  # noqa: E402
+from torchard import (  # noqa: E402
+    Mesh,
+    MeshTensor,
+    P,
+    from_dtensor,
+    global_norm,
+    jit,
+    nn,
+    place,
+    random,
+    redistribute,
+    shard,
+    shard_map,
+    to_dtensor,
+)
+
+CHECKS: dict[str, Callable[[int, int], Any]] = {
+    **gloo_checkpoint.CHECKS,
+    **gloo_operations.CHECKS,
+    **gloo_storage.CHECKS,
+    **gloo_traces.CHECKS,
+}
+
+
+def check(fn: Callable[[int, int], Any]) -> Callable[[int, int], Any]:
+    CHECKS[fn.__name__] = fn
+    return fn
+
+
+def worst(have: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> float:
+    """The largest difference, relative to the largest value."""
+    assert have.keys() == want.keys()
+    return max(
+        float((have[k] - v).abs().max() / v.abs().max().clamp(min=1e-300)) for k, v in want.items()
+    )
+
+
+def seed_of(world: int) -> seeds.Seed:
+    return seeds.S0 if world == 2 else seeds.S4
+
+
+def results(mesh: Mesh, seed: seeds.Seed, backend: str | None = None) -> dict[str, torch.Tensor]:
+    params, x, ct = seed.normal(torch.float64)
+    fn = shard(seed.forward, mesh, out_specs=seed.out_spec)
+    arguments = seeds.sharded_arguments(seed, mesh, params, x)
+    return seeds.outputs_and_gradients(jit(fn, backend=backend) if backend else fn, *arguments, ct)
+
+
+@functools.cache
+def seed_on_ranks(world: int) -> dict[str, torch.Tensor]:
+    """For two checks."""
+    return results(Mesh({"tp": world}), seed_of(world))
+
+
+@check
+def seed_equals_virtual(rank: int, world: int) -> float:
+    virtual = results(Mesh({"tp": world}, virtual=True), seed_of(world))
+    return worst(seed_on_ranks(world), virtual)
+
+
+@check
+def seed_equals_one_device(rank: int, world: int) -> float:
+    seed = seed_of(world)
+    params, x, ct = seed.normal(torch.float64)
+    want = seeds.outputs_and_gradients(seed.forward, params, x, ct)
+    return worst(seed_on_ranks(world), want)
+
+
+@check
+def compiled_seed_equals_one_device(rank: int, world: int) -> float:
+    """Down to kernels on two ranks; on three, where parts are uneven, as the compiler takes it in."""
+    backend = "inductor" if world == 2 else "aot_eager"
+    seed = seeds.S4 if world == 3 else seeds.Seed(
+        (64, 64, 64), (2, 8), seeds.S0.specs, None, P(), seeds.S0.activation
+    )
+    params, x, ct = seed.normal(torch.float64)
+    want = seeds.outputs_and_gradients(seed.forward, params, x, ct)
+    return worst(results(Mesh({"tp": world}), seed, backend), want)
+
+
+class Counter(TorchDispatchMode):
+    """Counts the collectives that reach the dispatcher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace and "wait" not in func.__name__:
+            name = func._schema.name.split("::")[1].rstrip("_")
+            self.counts[name] = self.counts.get(name, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+@check
+def collectives_that_really_run(rank: int, world: int) -> dict[str, int]:
+    """Counted by a dispatch mode, not by the plan."""
+    seed, mesh = seed_of(world), Mesh({"tp": world})
+    params, x, ct = seed.normal(torch.float32)
+    fn = shard(lambda p, x, c: seed.forward(p, x), mesh, out_specs=seed.out_spec)
+    arguments = seeds.sharded_arguments(seed, mesh, params, x)
+    leaves = [t.requires_grad_() for v in arguments[0].values() for t in v.parts]
+    inputs = arguments[1].parts if isinstance(arguments[1], MeshTensor) else (arguments[1],)
+    leaves += [t.requires_grad_() for t in inputs]
+    out = fn(*arguments, ct)
+    local = out.local if isinstance(out, MeshTensor) else out
+    torch.autograd.grad(local, leaves, torch.ones_like(local))  # plans the backward
+    with Counter() as count:
+        out = fn(*arguments, ct)
+        local = out.local if isinstance(out, MeshTensor) else out
+        torch.autograd.grad(local, leaves, torch.ones_like(local))
+    return count.counts
+
+
+@check
+def bytes_of_a_fully_sharded_step(rank: int, world: int) -> dict[str, int]:
+    """gloo's own buffers too, which a collective holds until it is waited for; two ranks are enough."""
+    if world != 2:
+        return {}
+    size = train_gpt.Size(context=16, width=48, heads=4, layers=2)
+    return live_bytes.fully_sharded(Mesh({"dp": world}), size, rows=2)
+
+
+@check
+def small_integers_are_exact(rank: int, world: int) -> bool:
+    import dataclasses
+
+    seed = dataclasses.replace(seed_of(world), activation=torch.relu)
+    good = True
+    for dtype in (torch.float32, torch.bfloat16):
+        params, x, ct = seed.integers(dtype)
+        wide = {k: v.double() for k, v in params.items()}
+        want = seeds.outputs_and_gradients(seed.forward, wide, x.double(), ct.double())
+        mesh = Mesh({"tp": world})
+        fn = shard(seed.forward, mesh, out_specs=seed.out_spec)
+        have = seeds.outputs_and_gradients(
+            fn, *seeds.sharded_arguments(seed, mesh, params, x), ct
+        )
+        good &= all(torch.equal(have[k].double(), v) for k, v in want.items())
+    return good
+
+
+@check
+def ten_steps_of_adamw(rank: int, world: int) -> float:
+    seed = seeds.S4
+    params, x, ct = seed.normal(torch.float64)
+    mesh = Mesh({"tp": world})
+    _, want = seeds.train(seed.forward, params, x, ct, 10)
+    _, have = seeds.train(seed.forward, *seeds.sharded_arguments(seed, mesh, params, x), ct, 10)
+    return worst(have, want)
+
+
+@check
+def transformers(rank: int, world: int) -> dict[str, Any]:
+    """Against one device, over even and uneven shards; and what really runs where all is split.
+
+    That is one gather per layer and pass, one scatter per gradient, however many tensors they carry.
+    """
+    import transformer
+    from optree import tree_leaves
+
+    def flat(tree: Any) -> dict[str, torch.Tensor]:
+        found = tree_leaves(tree, is_leaf=lambda v: isinstance(v, MeshTensor))
+        return {str(i): seeds.whole(v) for i, v in enumerate(found)}
+
+    batch = transformer.batch(4)
+    want = flat(transformer.Recipe({}, P()).step(transformer.parameters(), *batch))
+    split = transformer.Recipe({"dp": world}, P("dp"), P("dp"))
+    differences, counts = [], {}
+    for recipe in (
+        transformer.Recipe({"dp": world}, P(), P("dp")),
+        split,
+        transformer.Recipe({"tp": world}, transformer.tensor_parallel("tp"), P(), P(None, "tp")),
+    ):
+        mesh = Mesh(recipe.mesh)
+        params = place(transformer.parameters(), mesh, recipe.specs)
+        args = (params, *(place(t, mesh, recipe.batch) for t in batch))
+        step = shard(recipe.step, mesh, out_specs=(recipe.specs, P()))
+        differences.append(worst(flat(step(*args)), want))
+        if recipe is split:
+            with Counter() as count:
+                step(*args)
+            counts = count.counts
+    return {"worst": max(differences), "ran": counts}
+
+
+SPECS = [P(), P("tp"), P(None, "tp"), P(None, None, "tp")]
+DTYPES = [
+    *(torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.bool, torch.int8, torch.int16, torch.int64, torch.uint8),
+    *(torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2),
+]
+
+
+@check
+def every_reshard(rank: int, world: int) -> bool:
+    """Even, uneven and empty shards, every pair of specs, by every collective there is."""
+    mesh, good = Mesh({"tp": world}), True
+    for shape in ((4, 6, 2), (5, 7, 1)):
+        x = torch.arange(shape[0] * shape[1] * shape[2]).reshape(shape)
+        for before in SPECS:
+            for after in SPECS:
+                moved = redistribute(place(x, mesh, before), after)
+                good &= torch.equal(moved.full(), x)
+    return good
+
+
+@check
+def every_dtype_moves(rank: int, world: int) -> list[str]:
+    """Those whose bits, any there are, do not arrive by a gather, an exchange, and from a neighbour."""
+    mesh, wrong = Mesh({"tp": world}), []
+    for dtype in DTYPES:
+        seed = torch.Generator().manual_seed(7)
+        bits = torch.randint(0, 256, (5, 7 * dtype.itemsize), dtype=torch.uint8, generator=seed)
+        x = bits % 2 == 0 if dtype == torch.bool else bits.view(dtype)
+        split = place(x, mesh, P("tp"))
+        there = redistribute(split, P(None, "tp"))
+        arrived = {"gather": (split.full(), x), "exchange": (there.full(), x)}
+        if dtype not in (torch.uint16, torch.uint32, torch.uint64):  # of which torch rolls none
+            roll = shard(lambda x: x.roll(1, 0), mesh, out_specs=P("tp"))
+            arrived["roll"] = roll(split).full(), x.roll(1, 0)
+        for name, (have, want) in arrived.items():
+            if not torch.equal(*(t.contiguous().view(torch.uint8) for t in (have, want))):
+                wrong.append(f"{name} {dtype}")
+    return wrong
+
+
+@check
+def every_dtype_adds_up(rank: int, world: int) -> list[str]:
+    """Sums that wrap, of complex numbers, and extremes, on every rank and split again; exactly."""
+    mesh, wrong = Mesh({"tp": world}), []
+    seed = torch.Generator().manual_seed(7)
+    x = torch.randint(-(2**15), 2**15, (5, 7), generator=seed)
+    fns: dict[str, Any] = {
+        "sum": lambda x: x.sum(0, dtype=x.dtype),
+        "amax": lambda x: x.amax(0),
+        "amin": lambda x: x.amin(0),
+    }
+    for dtype in (torch.int16, torch.int8, torch.uint8, torch.complex64, torch.complex128, torch.bool):
+        y = torch.complex(x.double(), x.flip(0).double()).to(dtype) if dtype.is_complex else x.to(dtype)
+        for name, fn in fns.items():
+            if name != "sum" and dtype.is_complex:
+                continue
+            for spec in (P(), P("tp")):
+                have = seeds.whole(shard(fn, mesh, out_specs=spec)(place(y, mesh, P("tp"))))
+                if not torch.equal(have, fn(y)):
+                    wrong.append(f"{name} {dtype} to {spec}")
+    return wrong
+
+
+@check
+def every_reduction(rank: int, world: int) -> bool:
+    """Sums, maxima and minima of split dims, into every spec; NaN and infinities kept."""
+    real, virtual, good = Mesh({"tp": world}), Mesh({"tp": world}, virtual=True), True
+    x = torch.arange(35.0).reshape(5, 7).sin()
+    x[0, 0], x[1, 1], x[2, 2] = float("nan"), float("inf"), -float("inf")
+    counts = (lambda x: (x > 0).to(x.dtype).sum(0), lambda x: (x > 0).any(0))
+    for fn in (lambda x: x.amax(0), lambda x: x.amin(0), *counts):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            for spec in (P(), P("tp")):
+                y = x.to(dtype)
+                have = shard(fn, real, out_specs=spec)(place(y, real, P("tp")))
+                want = shard(fn, virtual, out_specs=spec)(place(y, virtual, P("tp")))
+                a, b = (seeds.whole(v).double().nan_to_num(99.0) for v in (have, want))
+                good &= torch.equal(a, b)
+    return good
+
+
+@check
+def neighbours_equal_virtual(rank: int, world: int) -> list[str]:
+    """The functions of neighbours whose results are not those of the virtual runtime."""
+    return neighbours.differing(Mesh({"tp": world}), Mesh({"tp": world}, virtual=True))
+
+
+@check
+def dropout_is_the_same_everywhere(rank: int, world: int) -> bool:
+    mesh, x = Mesh({"tp": world}), torch.ones(7, 9)
+    want = nn.dropout(random.key(5), x, 0.5)
+    run = shard(lambda k, x: nn.dropout(k, x, 0.5), mesh)
+    placed = [place(x, mesh, s) for s in (P(), P("tp"), P(None, "tp"))]
+    return all(torch.equal(run(random.key(5), y).full(), want) for y in placed)
+
+
+@check
+def from_local_without_a_shape(rank: int, world: int) -> list[int]:
+    mesh = Mesh({"tp": world})
+    part = torch.full((4 if rank < world - 1 else 3, 2), float(rank))
+    value = MeshTensor.from_local(part, mesh, P("tp"))
+    return [*value.shape, int(value.full().sum())]
+
+
+@check
+def dtensor_and_back(rank: int, world: int) -> bool:
+    mesh, x = Mesh({"tp": world}), torch.arange(21.0).reshape(7, 3)
+    good = True
+    for spec in (P(), P("tp"), P(None, "tp")):
+        value = place(x, mesh, spec)
+        there = to_dtensor(value)
+        good &= torch.equal(there.full_tensor(), x)
+        back = from_dtensor(there, mesh)
+        good &= torch.equal(back.full(), x) and back.spec == value.spec
+    return good
+
+
+@check
+def norm_counts_each_value_once(rank: int, world: int) -> float:
+    mesh, x = Mesh({"tp": world}), torch.arange(21.0, dtype=torch.float64).reshape(7, 3)
+    tree = {"split": place(x, mesh, P("tp")), "whole": place(x, mesh, P()), "plain": x}
+    want = (3 * (x**2).sum()) ** 0.5
+    return float((global_norm(tree) - want).abs())
+
+
+@check
+def a_batch_shorter_than_the_mesh(rank: int, world: int) -> float:
+    """Ranks without rows still take part in gathers that only the others need."""
+    mesh = Mesh({"dp": world})
+    w = torch.arange(24.0, dtype=torch.float64).reshape(4, 6).sin()
+    x = torch.arange(4.0, dtype=torch.float64).reshape(1, 4)
+
+    def f(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ w).sum()
+
+    have = torch.func.grad(shard(f, mesh))(place(w, mesh, P("dp")), place(x, mesh, P("dp")))
+    compiled = torch.func.grad(jit(shard(f, mesh)))
+    again = compiled(place(w, mesh, P("dp")), place(x, mesh, P("dp")))
+    want = torch.func.grad(f)(w, x)
+    return max(worst({"w": v.full()}, {"w": want}) for v in (have, again))
+
+
+@check
+def gradient_through_place_and_full(rank: int, world: int) -> float:
+    mesh = Mesh({"tp": world})
+    w, x = torch.arange(6.0).sin().double(), torch.arange(6.0).cos().double()
+
+    def f(w: torch.Tensor) -> torch.Tensor:
+        moved = shard(lambda a, b: a * b, mesh)(place(w, mesh, P("tp")), place(x, mesh, P("tp")))
+        return moved.full().square().sum()
+
+    have = torch.func.grad(f)(w)
+    return worst({"w": have}, {"w": torch.func.grad(lambda w: (w * x).square().sum())(w)})
+
+
+@check
+def manual_collectives(rank: int, world: int) -> dict[str, float]:
+    """Inside shard_map: values and gradients as on a virtual mesh, also with an axis of one."""
+    x = torch.randn(36, 36, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    w = torch.full((1, 1), 0.7, dtype=torch.float64)
+
+    def both(name: str, over: Any, virtual: bool) -> dict[str, torch.Tensor]:
+        fn, varies = COLLECTIVES[name]
+        mesh = Mesh({"x": world, "y": 1}, virtual=virtual)
+        run = shard_map(
+            lambda x, w: fn(torchard, over, torch.tanh(x * w), w).sin(),
+            mesh, (P("x", "y"), P()), P("x" if varies else None, "y"),
+        )  # fmt: skip
+
+        def loss(x: torch.Tensor, w: torch.Tensor) -> Any:
+            out = run(x, w)
+            whole = out.full()
+            return whole.square().sum(), whole
+
+        grads, out = torch.func.grad(loss, (0, 1), has_aux=True)(x, w)
+        return {"x": grads[0], "w": grads[1], "out": out}
+
+    names = (
+        *("psum", "pmax", "all_gather 1", "all_gather invariant", "psum_scatter tiled"),
+        *("all_to_all", "all_to_all one dim", "ppermute", "axis_index"),
+    )
+    overs = itertools.cycle(("x", ("x", "y")))
+    pairs = list(zip(names, overs, strict=False))
+    return {name: worst(both(name, over, False), both(name, over, True)) for name, over in pairs}
+
+
+@check
+def some_axes_manual(rank: int, world: int) -> list[float]:
+    """Tensor parallel by hand in a batch that is split by itself, each alone, against one device."""
+    seed = torch.Generator().manual_seed(7)
+    w = torch.randn(4, 6, dtype=torch.float64, generator=seed)
+    x = torch.randn(5, 4, dtype=torch.float64, generator=seed)
+
+    def results(forward: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+        def loss(w: torch.Tensor, x: torch.Tensor) -> Any:
+            out = forward(w, x)
+            return out.square().sum(), out
+
+        grads, out = torch.func.grad(loss, (0, 1), has_aux=True)(w, x)
+        return {"w": grads[0], "x": grads[1], "out": out}
+
+    def on(mesh: Mesh) -> Callable[..., torch.Tensor]:
+        mapped = shard_map(
+            lambda w, x: torchard.psum(torch.tanh(x @ w) @ w.T, "tp"),
+            mesh, (P(None, "tp"), P()), P(), axis_names={"tp"},
+        )  # fmt: skip
+        return lambda w, x: mapped(place(w, mesh, P(None, "tp")), place(x, mesh, P("dp"))).full()
+
+    want = results(lambda w, x: torch.tanh(x @ w) @ w.T)
+    shapes = ({"dp": world, "tp": 1}, {"dp": 1, "tp": world})
+    return [worst(results(on(Mesh(axes))), want) for axes in shapes]
+
+
+def message(fn: Callable[[], Any]) -> str:
+    try:
+        fn()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@check
+def mesh_of_another_size(rank: int, world: int) -> str:
+    return message(lambda: Mesh({"tp": world + 1}))
+
+
+@check
+def replicas_that_differ(rank: int, world: int) -> str:
+    run = shard(lambda x, y: x * y, Mesh({"tp": world}))
+    return message(lambda: run(torch.ones(3), torch.ones(3) * rank))
+
+
+@check
+def closed_over_replicas_that_differ(rank: int, world: int) -> str:
+    scale = torch.ones(3) * rank
+    return message(lambda: shard(lambda x: x * scale, Mesh({"tp": world}))(torch.ones(3)))
+
+
+@check
+def calls_that_differ(rank: int, world: int) -> str:
+    mesh = Mesh({"tp": world})
+    x = place(torch.arange(6.0), mesh, P("tp"))
+    return message(x.full if rank == 0 else lambda: place(torch.ones(3), mesh, P("tp")))
+
+
+@check
+def placed_replicas_that_differ(rank: int, world: int) -> str:
+    mesh = Mesh({"tp": world})
+    return message(lambda: place({"w": torch.ones(4) * rank}, mesh, P("tp")))
+
+
+@check
+def one_rank_gathers_alone(rank: int, world: int) -> list[Any]:
+    """Rank 0 prints what the others do not: it is told, not left hanging."""
+    value = place(torch.arange(6.0), Mesh({"tp": world}, timeout=1.5), P("tp"))
+    began = time.monotonic()
+    said = message(value.full) if rank == 0 else "no error"
+    exchange_once_more(rank)
+    return [said, time.monotonic() - began]
+
+
+def exchange_once_more(rank: int) -> None:
+    """The others catch up with the turn that rank 0 spent."""
+    if rank:
+        next(exchange_module._turns)
+
+
+@check
+def plans_that_differ(rank: int, world: int) -> str:
+    run = shard(lambda x: x * 2, Mesh({"tp": world}))
+    return message(lambda: run(torch.ones(3 + rank)))
+
+
+@check
+def one_rank_retraces_alone(rank: int, world: int) -> list[Any]:
+    """Rank 0 has a new shape, the others a cached plan: rank 0 says so instead of hanging."""
+    mesh = Mesh({"tp": world}, timeout=1.5)
+    run = shard(lambda x: x * 2, mesh)
+    run(torch.ones(3))
+    began = time.monotonic()
+    said = message(lambda: run(torch.ones(4 if rank == 0 else 3)))
+    return [said, time.monotonic() - began]
+
+
+def found_by(rank: int, world: int, store: str) -> dict[str, Any]:
+    """What one rank finds in all checks."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    found = {}
+    for name, run in CHECKS.items():
+        try:
+            found[name] = run(rank, world)
+        except Exception:
+            found[name] = traceback.format_exc()
+    dist.destroy_process_group()
+    return found
+
+
+def main(world: int, store: str) -> None:
+    torch.set_num_threads(1)
+    # Forked: to load torch again takes each rank as long as a third of the checks.
+    with ProcessPoolExecutor(world, multiprocessing.get_context("fork")) as ranks:
+        found = ranks.map(found_by, range(world), [world] * world, [store] * world)
+    print(json.dumps(list(found)), flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])
