@@ -243,7 +243,7 @@ class Shard(Rewrite):
                 layers[node] = layer_of(leaf.path)
             elif rank == BATCH:
                 batch |= set(layout.split_axes)
-        schedule(program.graph, self.schedule, layers, batch)
+        schedule(program, self.schedule, layers, batch)
         return program
 
     def inline(self, program: Program) -> Program:
@@ -309,7 +309,7 @@ class Shard(Rewrite):
 
     def _given(self, program: Program, graph: fx.Graph) -> Given:
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        updated, stepped = updated_inputs(graph), after_backward(graph)
+        updated, stepped = updated_inputs(graph, program.outputs), after_backward(graph)
         wanted = {leaf.of for leaf in program.outputs if leaf.role == "gradient"}
         inputs: dict[fx.Node, tuple[Layout, int] | int] = {}
         for i, (leaf, node) in enumerate(zip(program.inputs, placeholders, strict=True)):

@@ -168,7 +168,10 @@ def _as_function(program: Program) -> Program:
         replace(leaf, role="primal", of=None) if leaf.role in ("cotangent", "tangent") else leaf
         for leaf in program.inputs
     )
-    outputs = tuple(replace(leaf, role="output", of=None) for leaf in program.outputs)
+    outputs = tuple(
+        replace(leaf, role="output", of=None if leaf.role == "tangent" else leaf.of)
+        for leaf in program.outputs
+    )
     return replace(program, inputs=inputs, outputs=outputs)
 
 

@@ -29,6 +29,7 @@ from torchard.functional.programs.program import (
 from torchard.functional.programs.tags import KERNEL, VAL
 from torchard.functional.programs.views import needed_by
 from torchard.functional.remat.split import Saved, split
+from torchard.functional.tracing.inner_gradients import note_replayed
 from torchard.functional.tracing.purify import replay
 from torchard.functional.tracing.trace_state import active
 
@@ -280,7 +281,10 @@ class _Replay:
             # Autograd cannot see through such nodes, but our Functions can: derivatives of the
             # outer function run it again instead of replaying its graph.
             room.without_grad |= self.opaque
-        return replay(self.program.graph, list(parts))
+        values = replay(self.program.graph, list(parts))
+        if room is not None:
+            note_replayed(room, self.program.outputs, parts, values)
+        return values
 
 
 def _is_opaque(node: torch.fx.Node) -> bool:

@@ -81,7 +81,8 @@ class Leaf:
         role: inputs are ``primal | cotangent | tangent | closure | constant | residual``,
             outputs are ``output | gradient | tangent | residual``.
         of: the output a cotangent belongs to, the input a gradient belongs to. A rewrite must
-            give a cotangent the tag of its output and a gradient the tag of its input.
+            give a cotangent the tag of its output and a gradient the tag of its input. Of an output,
+            the input whose gradient it is, if the function takes that inside.
         hint: what a rewrite's ``annotate`` left here for its ``__call__``.
     """
 

@@ -25,6 +25,7 @@ __all__ = [
     "JVP",
     "VMAP",
     "base_tensor",
+    "batch_dims",
     "before_reading",
     "below_forward_ad",
     "below_vmap",
@@ -40,7 +41,8 @@ __all__ = [
 
 require(torch._C, "_are_functorch_transforms_active", "_len_torch_function_stack")
 require(functorch_c, "get_interpreter_stack", "peek_interpreter_stack", "is_functorch_wrapped_tensor")
-require(functorch_c, "maybe_get_level", "maybe_get_bdim", "get_unwrapped", "_add_batch_dim")
+require(functorch_c, "maybe_get_level", "maybe_get_bdim", "is_batchedtensor", "get_unwrapped")
+require(functorch_c, "_add_batch_dim")
 require(forward_ad, "_current_level")
 require(functorch_c, "is_gradtrackingtensor", "_wrap_for_grad", "_unwrap_for_grad")
 require(eager_transforms, "JVP_NESTING", "grad_increment_nesting", "_create_differentiable")
@@ -72,6 +74,16 @@ def base_tensor(tensor: torch.Tensor) -> torch.Tensor:
     while functorch_c.is_functorch_wrapped_tensor(tensor):
         tensor = functorch_c.get_unwrapped(tensor)
     return tensor
+
+
+def batch_dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """The levels of vmap that a tensor is mapped by, and which dim of what is inside."""
+    found = []
+    while functorch_c.is_functorch_wrapped_tensor(tensor):
+        if functorch_c.is_batchedtensor(tensor):
+            found.append((functorch_c.maybe_get_level(tensor), functorch_c.maybe_get_bdim(tensor)))
+        tensor = functorch_c.get_unwrapped(tensor)
+    return found
 
 
 def mapped_at_top(values: Sequence[Any]) -> bool:

@@ -16,6 +16,7 @@ from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.effects.mutation import forgets_turns
 from torchard.functional.programs.tags import SOURCE, VAL
 from torchard.functional.torch_internals.operators import aten
+from torchard.functional.tracing.inner_gradients import primals_of
 from torchard.functional.tracing.tensor_lifting import Lift
 from torchard.functional.tracing.torch_checkpoint import taken_as_segments
 from torchard.functional.tracing.trace_state import Closure, Room, entered
@@ -30,6 +31,7 @@ class Recording:
     Attributes:
         without_grad: the graph alone does not show its derivatives.
         forgets_turns: see `mutation.forgets_turns`.
+        primals: for each output, the input whose gradient, taken inside, it is.
     """
 
     graph: fx.Graph
@@ -38,6 +40,7 @@ class Recording:
     asks: list[Any]
     without_grad: bool
     forgets_turns: bool
+    primals: list[fx.Node | None]
 
 
 def record(
@@ -71,7 +74,13 @@ def record(
     closures = [closure for closure, _ in room.closures.values()]
     forgets = room.turned and forgets_turns(room.tracer.graph)
     found = Recording(
-        room.tracer.graph, len(specs), closures, room.asks, room.without_grad, forgets
+        room.tracer.graph,
+        len(specs),
+        closures,
+        room.asks,
+        room.without_grad,
+        forgets,
+        primals_of(room, nodes),
     )
     _lift_attributes(found, room)
     return found

@@ -16,6 +16,7 @@ from torchard.functional.effects.mutation import forgets_turns
 from torchard.functional.programs.tags import SOURCE
 from torchard.functional.torch_internals.accessors import pytree as torch_pytree
 from torchard.functional.torch_internals.composite_functions import COMPOSED
+from torchard.functional.tracing import inner_gradients
 from torchard.functional.tracing import registered_derivatives as registered
 from torchard.functional.tracing.trace_state import Room
 
@@ -56,6 +57,8 @@ class Lift(TorchFunctionMode):
         if registered.may_have_formula(func):
             return registered.call(func, args, kwargs, self._where(), lambda: Lift(self.room))
         out = func(*args, **kwargs)
+        if func is torch.autograd.grad:
+            inner_gradients.note(self.room, args[1] if len(args) > 1 else kwargs["inputs"], out)
         if weak and isinstance(out, torch.Tensor) and out.ndim == 0:
             out._torchard_weak = True  # type: ignore[attr-defined]
         return out

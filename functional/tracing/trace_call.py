@@ -47,13 +47,18 @@ def trace_call(
         *(Leaf(_path_to(closure), closure.tag, "closure") for closure in lifted),
         *(Leaf(f"constant {i}", role="constant") for i, _ in enumerate(made)),
     ]
-    for node, spec in zip(found.graph.find_nodes(op="placeholder"), specs, strict=False):
+    placeholders = found.graph.find_nodes(op="placeholder")
+    places = {node: i for i, node in enumerate(placeholders)}
+    for node, spec in zip(placeholders, specs, strict=False):
         if spec.weak:
             WEAK.set(node, True)
     return Program(
         graph=found.graph,
         inputs=tuple(inputs),
-        outputs=tuple(Leaf(path, FREE) for path in shape.paths),
+        outputs=tuple(
+            Leaf(path, FREE, "output", None if primal is None else places.get(primal))
+            for path, primal in zip(shape.paths, found.primals, strict=True)
+        ),
         in_tree=arguments.structure,
         out_tree=shape.result,
         name=getattr(fn, "__name__", type(fn).__name__),

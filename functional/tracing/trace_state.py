@@ -88,6 +88,8 @@ class Room:
     last_input: fx.Node | None = None
     origins: dict[int, Tags] = field(default_factory=dict)
     numbered: int = 0
+    # Gradients that are taken inside, of which input each is (inner_gradients.py).
+    gradients: dict[fx.Node, fx.Node] = field(default_factory=dict)
     cutting: bool = False
     # Where the operation stands that runs; functorch hides them from kernels.
     inner_levels: Sequence[Any] = ()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 
+from torchard.functional.programs.graphs import output_values
+from torchard.functional.programs.program import Leaf
 from torchard.functional.programs.tags import PHASE, STEP, VAL
 from torchard.sharding.manual.manual_collectives import is_edge
 from torchard.sharding.rules import lookup
@@ -15,22 +17,24 @@ from torchard.sharding.rules import lookup
 __all__ = ["after_backward", "source_of", "updated_inputs"]
 
 
-def updated_inputs(graph: fx.Graph) -> dict[int, fx.Node]:
+def updated_inputs(graph: fx.Graph, outputs: Sequence[Leaf]) -> dict[int, fx.Node]:
     """For each output made elementwise from one same-shaped input, or its gradient: that input.
 
     Where several inputs qualify (parameter and momentum), the first reached from the output does:
     their specs agree in any sensible program.
     """
+    inputs = graph.find_nodes(op="placeholder")
     found: dict[int, fx.Node] = {}
-    rest: dict[int, fx.Node] = {}
-    for i, value in enumerate(graph.output_node().args[0]):  # type: ignore[arg-type]
-        if isinstance(value, fx.Node) and value.op != "placeholder" and _shape(value):
-            source = source_of(value)
-            if source is not None:
-                found[i] = source
-            elif PHASE.get(value) == "backward":
-                rest[i] = value
-    return found | dict(_gradients(graph, rest))
+    for i, (leaf, value) in enumerate(zip(outputs, output_values(graph), strict=True)):
+        if not isinstance(value, fx.Node) or value.op == "placeholder" or not _shape(value):
+            continue
+        source = source_of(value)
+        if source is None and leaf.role == "output" and leaf.of is not None:
+            primal = inputs[leaf.of]  # of its shape, unless one of the two was batched since
+            source = primal if _shape(primal) == _shape(value) else None
+        if source is not None:
+            found[i] = source
+    return found
 
 
 def after_backward(graph: fx.Graph) -> set[fx.Node]:
@@ -40,16 +44,6 @@ def after_backward(graph: fx.Graph) -> set[fx.Node]:
         if PHASE.get(node) == "backward" or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
-
-
-def _gradients(graph: fx.Graph, outputs: dict[int, fx.Node]) -> Iterator[tuple[int, fx.Node]]:
-    """Gradients come in the order of their inputs: paired where a shape has as many of both."""
-    inputs = [n for n in graph.nodes if n.op == "placeholder" and VAL.of(n).is_floating_point()]
-    for shape in dict.fromkeys(map(_shape, outputs.values())):
-        sources = [n for n in inputs if _shape(n) == shape]
-        slopes = [i for i, value in outputs.items() if _shape(value) == shape]
-        if len(sources) == len(slopes):
-            yield from zip(slopes, sources, strict=True)
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

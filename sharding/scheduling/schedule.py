@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.core.arguments import check_fields, written
-from torchard.functional.programs.graphs import output_values
+from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import PHASE, RECOMPUTE, STEP
 from torchard.sharding.layouts.collective_ops import AllReduce, AllToAll, PsumScatter
 from torchard.sharding.planning.aliases import is_alias
@@ -75,15 +75,16 @@ class Schedule:
 
 
 def schedule(
-    graph: fx.Graph, how: Schedule, layers: Mapping[fx.Node, str], batch: Iterable[str]
+    program: Program, how: Schedule, layers: Mapping[fx.Node, str], batch: Iterable[str]
 ) -> None:
-    """Put the collectives of an SPMD graph where they run.
+    """Put the collectives of an SPMD program where they run.
 
     `layers` names the layer of each parameter, `batch` the axes that split the batch.
     """
+    graph = program.graph
     gather_again(graph, layers, batch)
     issue_early(graph)
-    update_last(graph)
+    update_last(program)
     wait_late(graph)  # after what moves users: all views of what a merged call brings are behind it
     merge_reductions(graph, how.bucket_bytes)
     gather_by_layer(graph, layers, how.prefetch)
@@ -123,7 +124,7 @@ def wait_late(graph: fx.Graph) -> None:
             min(node.users).prepend(node)  # nodes compare by where they are, those that moved too
 
 
-def update_last(graph: fx.Graph) -> None:
+def update_last(program: Program) -> None:
     """Move what makes new parameters of gradients, and nothing else, to the end, one after another.
 
     Gradients are then reduced before the first update: SGD's rate is multiplied onto a gradient that
@@ -131,19 +132,19 @@ def update_last(graph: fx.Graph) -> None:
     update is whole before the next begins, wherever propagation's order left its pieces: what it needs
     on the way is that of one parameter, and what it replaces may be freed.
     """
-    results = graph.output_node()
-    late = _only_updates(graph)
-    for value in output_values(graph):
+    results = program.graph.output_node()
+    late = _only_updates(program)
+    for value in program.results:
         for node in _ends_of(value, late):
             results.prepend(node)
             late.discard(node)
 
 
-def _only_updates(graph: fx.Graph) -> set[fx.Node]:
+def _only_updates(program: Program) -> set[fx.Node]:
     """What leads to updated inputs only, and belongs to the optimizer or waits for an all_reduce."""
+    graph = program.graph
     results = graph.output_node()
-    updates = updated_inputs(graph)
-    ends = {v for i, v in enumerate(output_values(graph)) if i in updates}
+    ends = {program.results[i] for i in updated_inputs(graph, program.outputs)}
     arrived: set[fx.Node] = set()
     for node in graph.nodes:
         if any(_is_sum(source) or source in arrived for source in node.all_input_nodes):
