@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from paths import ROOT
 
 from torchard.functional.torch_internals.accessors import required
 
-ROOT = Path(__file__).parent.parent
 PACKAGE = "torchard.functional.torch_internals"
 INSIDE = sorted((ROOT / "functional" / "torch_internals").rglob("*.py"))
 ROOMS = ("functional", "sharding", "kernels", "src", "examples", "benchmarks")
