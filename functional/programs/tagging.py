@@ -54,12 +54,22 @@ Tags = Mapping["Tag[Any]", Any]
 
 
 class TagError(LookupError):
-    """A node lacks a tag that is asked of it, or a tag is declared twice."""
+    """A node lacks a tag that is asked of it, or a tag is declared twice.
+
+    >>> import torch
+    >>> from torchard.transforms import TAGS, TagError
+    >>> node = torch.fx.Graph().placeholder("x")
+    >>> try:
+    ...     TAGS["scope"].of(node)
+    ... except TagError as error:
+    ...     print(error)
+    x (x) has no tag 'scope': "block/3", the enclosing torchard.scope. It is written by ...
+    """
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Tag(Generic[T]):
-    """One key of ``fx.Node.meta``; made by :func:`declare`.
+    """One key of ``fx.Node.meta``, and how it is read and written; made by `declare`.
 
     Attributes:
         name: the key.
@@ -67,6 +77,13 @@ class Tag(Generic[T]):
         written_by, read_by: by which files, or whom.
         follows: what has the tag as well when something is made of the node (see above).
         where: it was declared.
+
+    >>> import torch, torchard as ta
+    >>> from torchard.transforms import TAGS, Tag
+    >>> source: Tag[str] = TAGS["source"]
+    >>> node = ta.trace(torch.sin)(torch.ones(3)).calls[0]
+    >>> source.on(node), source.follows
+    (True, 'place')
     """
 
     name: str
@@ -120,6 +137,12 @@ class Tag(Generic[T]):
 
 
 TAGS: dict[str, Tag[Any]] = {}
+"""Every tag, by its name.
+
+>>> from torchard.transforms import TAGS
+>>> TAGS["scope"].meaning, TAGS["scope"].follows
+('"block/3", the enclosing torchard.scope', 'place')
+"""
 TORCH = "torch"
 _FOLLOWED: dict[Same, tuple[Follows, ...]] = {
     "call": ("call", "value", "place"),
@@ -139,19 +162,30 @@ def declare(
     read_by: str = "",
     follows: Literal["node", "call", "value", "place"] = "node",
 ) -> Tag[Any]:
-    """A new tag, to be kept in a constant: ``COST: Tag[int] = declare("cost", "FLOPs of the node")``.
+    """A new tag: what a transform writes on the nodes of a program, for itself or for others.
 
     Args:
         name: the key it has in ``fx.Node.meta``.
         meaning: what it says of a node.
-        written_by, read_by: who does, for those who read the table (`TAGS`).
+        written_by, read_by: who does, for those who read the table of all tags (`TAGS`).
         follows: what has it as well of what is made of the node: nothing (``"node"``), the same
             operation made again (``"call"``), besides, what else holds its value (``"value"``),
-            and besides, whatever takes its place (``"place"``): so ``"place"`` is on its gradient and on
-            what ranks compute of it.
+            and besides, whatever takes its place (``"place"``): its gradient, a collective that it
+            needs, the operations that ranks run for it.
+
+    Returns:
+        The tag, to be kept in a constant.
 
     Raises:
         TagError: the name is declared already.
+
+    >>> import torch, torchard as ta
+    >>> from torchard.transforms import Tag, declare
+    >>> COST: Tag[int] = declare("doc_cost", "FLOPs of the operation", follows="call")
+    >>> node = ta.trace(torch.sin)(torch.ones(3)).calls[0]
+    >>> COST.set(node, 3)
+    >>> COST.of(node)
+    3
     """
     known = TAGS.get(name)
     if known is not None:
@@ -176,17 +210,43 @@ def _caller() -> str:
 
 
 def inherited_tags(node: fx.Node, same: Same = "place") -> dict[Tag[Any], Any]:
-    """What a node hands on to what has its place (or its value, or its call) in common with it."""
+    """What a node hands on to what has its place (or its value, or its call) in common with it.
+
+    Args:
+        node: the node.
+        same: what the two have in common, as in `inherit`.
+
+    Returns:
+        The value of each tag that the node has and the other is to have.
+
+    >>> import torch, torchard as ta
+    >>> from torchard.transforms import inherited_tags
+    >>> node = ta.trace(ta.scope("act")(torch.sin))(torch.ones(3)).calls[0]
+    >>> {tag.name: value for tag, value in inherited_tags(node).items()}["scope"]
+    'act'
+    """
     meta = node.meta
     return {TAGS[name]: meta[name] for name in _SHARED[same] if name in meta}
 
 
 def inherit(node: fx.Node, like: fx.Node, same: Same = "place") -> None:
-    """Give a new node what another one hands on; what it had is forgotten.
+    """Give a new node what another one hands on; what the new one had is forgotten.
 
     Args:
+        node: the new one.
+        like: the other.
         same: what the two have in common: the new one takes the other's place, or is made on its account
             (``"place"``), holds the same value (``"value"``), or is the same operation (``"call"``).
+
+    >>> import torch, torchard as ta
+    >>> from torchard.transforms import inherit
+    >>> program = ta.trace(ta.scope("act")(torch.sin))(torch.ones(3))
+    >>> (old,) = program.calls
+    >>> with program.graph.inserting_after(old):
+    ...     new = program.graph.call_function(torch.ops.aten.neg.default, (old,))
+    >>> inherit(new, old)
+    >>> new.meta["scope"]
+    'act'
     """
     meta = like.meta
     node.meta = {name: meta[name] for name in _SHARED[same] if name in meta}

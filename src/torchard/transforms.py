@@ -21,10 +21,19 @@ from torchard.functional.programs.program import (
     Runtime,
 )
 from torchard.functional.programs.records import Record, Records
+from torchard.functional.programs.tagging import (
+    TAGS,
+    Tag,
+    TagError,
+    declare,
+    inherit,
+    inherited_tags,
+)
 from torchard.functional.reports.lowered import Lowered
 
 __all__ = [
     "FREE",
+    "TAGS",
     "Bound",
     "Compiler",
     "Hint",
@@ -36,7 +45,12 @@ __all__ = [
     "Records",
     "Rewrite",
     "Runtime",
+    "Tag",
+    "TagError",
     "Transformed",
     "ValueRewrite",
+    "declare",
+    "inherit",
+    "inherited_tags",
     "op_name",
 ]
