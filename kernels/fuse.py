@@ -39,31 +39,44 @@ def fuse(
     where: Where | None = None,
     name: str | None = None,
 ) -> Transformed:
-    """``fn``, with every occurrence of a pattern run as one kernel, however it is written there.
+    """Run every occurrence of a pattern in a function as one kernel, however it is spelled there.
 
-    Without a pattern, of every kernel of the library, where that moves fewer bytes. With one, of that:
-    replaced by ``kernel``, or compiled by itself if there is none. In a program with gradients, those of
-    what was found are found and replaced as well.
+    Without a pattern, all kernels of the library are looked for, and used where that moves fewer bytes.
+    With one, its occurrences run as ``kernel``, or are compiled. Gradients are fused as well.
 
     Args:
-        fn: a pure function.
+        fn: a pure function of pytrees.
         pattern: a function of tensors (see `Pattern`), a Pattern, or a Kernel.
         kernel: a function that computes the same, or a Kernel.
-        compiler: of what has no implementation for its device: ``"inductor"`` (where eager operations are
-            not faster: see ``.lower(...).kernels``) or ``"eager"``.
-        where: only in these scopes: a pattern (``"block/*"``), several, or a function of the path.
+        compiler: for kernels without an implementation for the device: ``"inductor"`` (on a CPU, only
+            where it is faster than eager operations; see ``.lower(...).kernels``) or ``"eager"``.
+        where: look only in these scopes: a pattern (``"block/*"``), several, or a function of the path.
         name: of the kernel, in reports and for policies; by default that of the pattern.
 
-    Raises (when called):
-        NoMatch: the pattern, or ``where``, is nowhere in fn; says what came nearest.
-        KernelError: the kernel returns other shapes or dtypes than its pattern, or it has no vjp
-            and gradients go through it.
+    Returns:
+        A function that computes what ``fn`` does, with ``.lower`` and ``.lower_joint``.
 
     Raises:
-        KernelError: an unknown compiler, or a kernel without a pattern.
+        KernelError: an unknown compiler, or a kernel without a pattern. When called: the kernel returns
+            other shapes or dtypes than the pattern, or has no vjp and gradients go through it.
         PatternError: the pattern cannot be traced.
+        NoMatch (when called): the pattern, or ``where``, does not occur in ``fn``; lists near misses.
 
-    Source: Slapo (Chen et al. 2023, arXiv:2302.08005) for patterns beside the model.
+    Source: Slapo, Chen et al., arXiv:2302.08005, for patterns that are given beside the model.
+
+    >>> import torch, torchard as ta
+    >>> def model(x, w, b):
+    ...     return torch.relu(b + x @ w)
+    >>> def biased_relu(x, b):
+    ...     return torch.relu(x + b)
+    >>> fused = ta.fuse(model, biased_relu, lambda x, b: (x + b).relu_())
+    >>> fused(torch.ones(1, 2), torch.ones(2, 2), torch.tensor([-5.0, 5.0]))
+    tensor([[0., 7.]])
+    >>> args = torch.ones(8, 4), torch.ones(4, 4), torch.ones(4)
+    >>> [node.name for node in ta.trace(model)(*args).calls]
+    ['mm', 'add', 'relu']
+    >>> [node.name for node in fused.lower(*args).calls]
+    ['mm', 'biased_relu']
     """
     if compiler not in COMPILERS:
         raise KernelError(f"fuse(compiler={compiler!r}): the compilers are {', '.join(COMPILERS)}.")
@@ -84,9 +97,28 @@ def find(
     *,
     where: Where | None = None
 ) -> Callable[..., list[Match]]:
-    """``find(fn, pattern)(*args)`` lists the occurrences of a pattern, and of its gradient, in fn.
+    """List the occurrences of a pattern, and of its gradient, in a function. Nothing is rewritten.
 
-    Nothing is rewritten. The error of ``fuse(fn, pattern)`` says what came nearest where nothing is.
+    Args:
+        fn: a pure function of pytrees.
+        pattern: as for `fuse`.
+        where: as for `fuse`.
+
+    Returns:
+        A function of ``fn``'s arguments that returns a list of matches. Where there are none, the error
+        of ``fuse(fn, pattern)`` lists near misses.
+
+    Raises:
+        PatternError: the pattern cannot be traced.
+
+    >>> import torch, torchard as ta
+    >>> def biased_gelu(x, b):
+    ...     return torch.nn.functional.gelu(x + b)
+    >>> def mlp(x, w, b):
+    ...     return ta.nn.gelu(ta.nn.linear(x, w, b))
+    >>> matches = ta.find(mlp, biased_gelu)(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4))
+    >>> len(matches)
+    1
     """
     kernel = _kernel(pattern, None, None)
     fuse_ = Fuse((kernel,), "eager", None if where is None else _places(where))

@@ -23,27 +23,39 @@ M = TypeVar("M", bound=nn.Module)
 
 @checked
 def replaced(module: M, path: str | Sequence[str], block: Callable[..., Any]) -> M:
-    """A copy of ``module`` in which ``block(params, *inputs)`` computes what a part of it did.
+    """A copy of a module in which a function computes what some of its submodules did.
 
-    The weights stay: the copy has the module's own tensors under its own names, so the state_dict of
-    either loads into the other. The module itself is left as it is. What reads a part's weights
-    without calling it (as ``nn.MultiheadAttention`` does with ``out_proj``) goes on doing so.
+    The copy has the module's own tensors under its own names, so the state_dict of either loads into
+    the other; the module is left as it is. Code that reads the weights of a replaced submodule without
+    calling it (as ``nn.MultiheadAttention`` does with ``out_proj``) still does so.
 
     Args:
-        module: any nn.Module that can be deep-copied.
-        path: of a submodule, ``"layers.0.norm"``, or a pattern, ``"layers.*.norm"``, of each that fits
-            and is in no other that fits. A list, ``["0", "1", "2"]``, is of neighbours in an
-            nn.Sequential, which one call replaces; of patterns, in each Sequential that has them.
-        block: a pure function of the parameters and buffers of what it replaces, by name, and of its
-            inputs. Names are the submodule's own, ``params["weight"]``, or, of a list, those of the
-            Sequential, ``params["0.weight"]``. Buffers are only read.
+        module: any ``nn.Module`` that can be deep-copied.
+        path: of a submodule, ``"layers.0.norm"``, or a pattern, ``"layers.*.norm"``, for each that fits
+            and is inside no other that fits. A list, ``["0", "1", "2"]``, is a run of neighbours in an
+            ``nn.Sequential`` that one call replaces; with patterns, in each Sequential that has them.
+        block: a pure function ``block(params, *inputs)``. ``params`` has the parameters and buffers of
+            what is replaced, under the submodule's own names (``"weight"``), or, for a list, those of
+            the Sequential (``"0.weight"``). Buffers are only read.
+
+    Returns:
+        The copy.
 
     Raises:
         NoMatch: there is no such submodule.
-        KernelError: a list that is not of neighbours, or a part that is replaced already; when called,
-            a block that returns other shapes or dtypes than what it replaces.
+        KernelError: a list that is not of neighbours, or a submodule replaced before; when called, a
+            block that returns other shapes or dtypes than what it replaces.
 
-    Source: Slapo (Chen et al. 2023, arXiv:2302.08005).
+    Source: Slapo, Chen et al., arXiv:2302.08005, section 3.
+
+    >>> import torch, torchard as ta
+    >>> model = torch.nn.Sequential(torch.nn.LayerNorm(4), torch.nn.Linear(4, 2))
+    >>> def norm(params, x):
+    ...     return ta.nn.layer_norm(x, params["weight"], params["bias"])
+    >>> copy = ta.replaced(model, "0", norm)
+    >>> x = torch.arange(8.0).view(2, 4)
+    >>> torch.allclose(copy(x), model(x)), list(copy.state_dict()) == list(model.state_dict())
+    (True, True)
     """
     what = f"replaced({type(module).__name__}, {path!r})"
     patterns = [path] if isinstance(path, str) else list(path)

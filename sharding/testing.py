@@ -51,7 +51,20 @@ _FOLD: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def meshes(max_ranks: int = 8, max_axes: int = 3) -> st.SearchStrategy[Mesh]:
-    """Virtual meshes, axes of size one included."""
+    """A hypothesis strategy of virtual meshes, including axes of size one.
+
+    Args:
+        max_ranks: the most ranks of a mesh.
+        max_axes: the most axes, up to 4: dp, tp, pp, ep.
+
+    Returns:
+        A strategy of `Mesh`.
+
+    >>> from hypothesis import find
+    >>> from torchard.sharding.testing import meshes
+    >>> find(meshes(), lambda mesh: mesh.size == 6 and len(mesh.axes) == 2)
+    Mesh(dp=1, tp=6, virtual)
+    """
     shapes = [
         shape
         for n in range(1, max_axes + 1)
@@ -67,9 +80,25 @@ def _mesh(shape: tuple[int, ...]) -> Mesh:
 
 
 def specs(shape: Sequence[int], mesh: Mesh, *, fused: bool = False) -> st.SearchStrategy[P]:
-    """Valid specs for a shape: every axis on some dim or unused, several on one dim in any order.
+    """A hypothesis strategy of valid specs for a shape.
 
-    Dims need not divide. ``fused`` also draws specs that name the factors of a dim.
+    Every axis splits some dim or none, several may split one dim in any order, and dims need not
+    divide.
+
+    Args:
+        shape: of the value.
+        mesh: whose axes are used.
+        fused: also draw specs with factors inside a dim (`P.factors`).
+
+    Returns:
+        A strategy of `P`.
+
+    >>> from hypothesis import find
+    >>> import torchard as ta
+    >>> from torchard.sharding.testing import specs
+    >>> mesh = ta.Mesh({"dp": 2, "tp": 3}, virtual=True)
+    >>> find(specs((5, 4), mesh), lambda spec: ("tp", "dp") in spec.entries[:1])
+    P(('tp', 'dp'))
     """
     return st.randoms(use_true_random=False).map(
         lambda rng: random_spec(rng, shape, mesh, fused=fused)
@@ -77,7 +106,23 @@ def specs(shape: Sequence[int], mesh: Mesh, *, fused: bool = False) -> st.Search
 
 
 def random_spec(rng: Random, shape: Sequence[int], mesh: Mesh, *, fused: bool = False) -> P:
-    """One of ``specs``."""
+    """Draw one of `specs` without hypothesis.
+
+    Args:
+        rng: a ``random.Random``.
+        shape: of the value.
+        mesh: whose axes are used.
+        fused: also draw factors inside a dim.
+
+    Returns:
+        A P.
+
+    >>> import random
+    >>> import torchard as ta
+    >>> from torchard.sharding.testing import random_spec
+    >>> random_spec(random.Random(0), (4, 4), ta.Mesh({"dp": 2, "tp": 2}, virtual=True))
+    P('dp')
+    """
     at = _assigned(rng, len(shape), mesh)
     if fused and at and rng.randint(0, 4) == 0:
         return _named(rng, shape, at)
@@ -118,7 +163,24 @@ def _named(rng: Random, shape: Sequence[int], at: list[list[str]]) -> P:
 
 @st.composite
 def layouts(draw: st.DrawFn, shape: Sequence[int], mesh: Mesh, *, pending: bool = False) -> Layout:
-    """Layouts with composite dims; ``pending`` lets unused axes be pending sums."""
+    """A hypothesis strategy of layouts, whose dims may be products of sub-dims.
+
+    Args:
+        shape: of the value.
+        mesh: whose axes are used.
+        pending: axes that split nothing may hold pending sums.
+
+    Returns:
+        A strategy of ``torchard.sharding.layouts.layout.Layout``.
+
+    >>> from hypothesis import find
+    >>> import torchard as ta
+    >>> from torchard.sharding.testing import layouts
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> layout = find(layouts((4,), mesh, pending=True), lambda layout: bool(layout.pending))
+    >>> layout.shape, layout.pending
+    ((4,), (('tp', 'sum'),))
+    """
     at = _assigned(draw(st.randoms(use_true_random=False)), len(shape), mesh)
     dims: list[Dim] = []
     for n, axes in zip(shape, at, strict=True):
@@ -137,7 +199,25 @@ def layouts(draw: st.DrawFn, shape: Sequence[int], mesh: Mesh, *, pending: bool 
 
 
 def shard_at(x: torch.Tensor, layout: Layout, coords: Coords, mesh: Mesh) -> torch.Tensor:
-    """The shard of a whole value at a coordinate, where possible as a view with its strides."""
+    """The shard of a whole value at one coordinate, where possible a view.
+
+    Args:
+        x: the whole value.
+        layout: how it is split.
+        coords: a position for each axis.
+        mesh: the mesh.
+
+    Returns:
+        The shard.
+
+    >>> import torch, torchard as ta
+    >>> from torchard.sharding.testing import shard_at
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> x = torch.arange(3)
+    >>> layout = ta.place(x, mesh, ta.P("tp")).layout
+    >>> shard_at(x, layout, {"tp": 0}, mesh), shard_at(x, layout, {"tp": 1}, mesh)
+    (tensor([0, 1]), tensor([2]))
+    """
     subs = [s for dim in layout.dims for s in dim]
     y = x.reshape([s.size for s in subs])
     for i, sub in enumerate(subs):
@@ -147,7 +227,24 @@ def shard_at(x: torch.Tensor, layout: Layout, coords: Coords, mesh: Mesh) -> tor
 
 
 def contributions(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Tensor]:
-    """A value's distinct shards, in order; where it is pending, parts that sum to it."""
+    """The distinct shards of a value, in order of their coordinates; over pending axes, parts that sum to
+    it.
+
+    Args:
+        x: the whole value.
+        layout: how it is split.
+        mesh: the mesh.
+
+    Returns:
+        A list of tensors.
+
+    >>> import torch, torchard as ta
+    >>> from torchard.sharding.testing import contributions
+    >>> mesh = ta.Mesh({"dp": 2, "tp": 2}, virtual=True)
+    >>> x = torch.arange(4)
+    >>> contributions(x, ta.place(x, mesh, ta.P("tp")).layout, mesh)          # dp holds copies
+    [tensor([0, 1]), tensor([2, 3])]
+    """
     axes = sorted(a for a, _ in layout.pending)
     count = math.prod(mesh.shape[a] for a in axes)
     generator = torch.Generator().manual_seed(count)
@@ -177,7 +274,22 @@ def _distinct(layout: Layout, mesh: Mesh) -> list[dict[str, int]]:
 
 
 def whole_of(parts: Sequence[torch.Tensor], layout: Layout, mesh: Mesh) -> torch.Tensor:
-    """The value that these distinct shards (in order) make up; pending ones are combined."""
+    """The value that distinct shards make up; pending ones are reduced. The inverse of `contributions`.
+
+    Args:
+        parts: the shards, in order of their coordinates.
+        layout: how the value is split.
+        mesh: the mesh.
+
+    Returns:
+        The whole value.
+
+    >>> import torch, torchard as ta
+    >>> from torchard.sharding.testing import whole_of
+    >>> x = ta.place(torch.arange(3), ta.Mesh({"tp": 2}, virtual=True), ta.P("tp"))
+    >>> whole_of(x.parts, x.layout, x.mesh)
+    tensor([0, 1, 2])
+    """
     ops = dict(layout.pending)
     filled: dict[tuple[int, ...], torch.Tensor] = {}
     for part, at in zip(parts, _distinct(layout, mesh), strict=True):
@@ -197,7 +309,20 @@ def _write(whole: torch.Tensor, part: torch.Tensor, layout: Layout, at: Coords, 
 
 
 def combined(parts: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """Parts joined by a reduction."""
+    """Reduce tensors of one shape elementwise.
+
+    Args:
+        parts: at least one tensor.
+        op: ``"sum"``, ``"max"`` or ``"min"``.
+
+    Returns:
+        A tensor of this shape.
+
+    >>> import torch
+    >>> from torchard.sharding.testing import combined
+    >>> combined([torch.tensor([1, 5]), torch.tensor([3, 2])], "max")
+    tensor([3, 5])
+    """
     total = parts[0]
     for part in parts[1:]:
         total = _FOLD[op](total, part)
@@ -218,20 +343,31 @@ def check_sharded(
     placed: bool = True,
     tolerance: float = 1e-12,
 ) -> None:
-    """Assert that ``shard(fn)`` is fn: outputs, and gradients of <outputs, cotangents>.
+    """Assert that ``shard(fn)`` computes what ``fn`` does: outputs, and gradients of <outputs,
+    cotangents>.
 
     Args:
-        args: whole tensors (float64, unless the tolerance says otherwise) and static values.
-        in_specs, out_specs: pytree prefixes, as for ``shard``.
-        grads: compare the gradients of all floating arguments too. Cotangents are small integers,
-            so that integer-valued functions stay exact.
-        placed: hand the arguments over as MeshTensors; False passes plain tensors and in_specs.
-        tolerance: largest difference, relative to the largest entry (to 1 if that is smaller).
-            Where fn itself moves further when its inputs move in their last digits, that much is
-            allowed instead. 0 asks for equal values.
+        fn: a pure function.
+        args: its arguments: whole tensors (float64, unless ``tolerance`` says otherwise) and static
+            values.
+        mesh: where it runs.
+        in_specs: a pytree prefix of ``args``, as for `shard`.
+        out_specs: a pytree prefix of the result, as for `shard`.
+        grads: compare the gradients of all floating arguments too. Cotangents are small integers, so
+            functions of integers stay exact.
+        placed: pass the arguments as MeshTensors; False passes plain tensors and ``in_specs``.
+        tolerance: the largest difference, relative to the largest entry (or to 1, if that is larger).
+            If ``fn`` itself changes more when its inputs change in their last digits, that much is
+            allowed. 0 asks for equal values.
 
     Raises:
-        AssertionError: says which value differs, by how much, and where it was run.
+        AssertionError: a value differs; says which, by how much, and where it was run.
+
+    >>> import torch, torchard as ta
+    >>> from torchard.sharding.testing import check_sharded
+    >>> mesh = ta.Mesh({"dp": 2, "tp": 2}, virtual=True)
+    >>> x = torch.arange(20.0, dtype=torch.float64).view(5, 4)
+    >>> check_sharded(lambda x: x.softmax(-1), (x,), mesh, (ta.P("dp", "tp"),))
     """
     want = _evaluated(fn, args, grads)
     if placed:

@@ -86,7 +86,11 @@ def _empty(layout: BufferLayout, device: torch.device) -> torch.Tensor:
 
 
 def release() -> None:
-    """Give back the memory that is kept for later and in nobody's use."""
+    """Free the memory that is kept for large results on a CPU and is not in use.
+
+    >>> from torchard import kernels
+    >>> kernels.release()
+    """
     _pool.release()
 
 

@@ -22,34 +22,47 @@ Implementations = Mapping[str, Implementation | Imported]
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """Several operations in one.
+    """Several operations computed as one.
 
     Attributes:
         name: for reports and policies.
-        references: pure functions, the first of which says what it computes; the others are the same
-            in other spellings that round differently. They are what is looked for, and the test oracle.
-        dims: of inputs and outputs, ``"... d, d -> ... d"``: what fits together, and how it may be
-            split. After ``|``, dims that must be ``whole``: split, the kernel comes apart.
-        implementations: by type of device (``"cuda"``, ``"cpu"``; ``"any"`` for the rest), functions of
-            the tensors and, by name, the literals, or the names of such (`Imported`), done without where
-            what they need is not installed. What has none is compiled from its reference.
+        references: pure functions. The first one defines what the kernel computes; the others are the
+            same in other spellings, which round differently. They are what is looked for, and the test
+            oracle.
+        dims: how the dims of inputs and outputs correspond, and how the kernel may be split over a mesh:
+            ``"... d, d -> ... d | whole d"``. Where a ``whole`` dim is split, the operations of the
+            reference run instead.
+        implementations: functions by device type (``"cuda"``, ``"cpu"``; ``"any"`` for the rest). They
+            take the tensors, then literals by name. An `Imported` one is skipped where what it needs is
+            not installed. A device without one runs the compiled reference.
         vjp: ``"reference"``: the derivative of the reference, found and compiled like it. Or
-            implementations of that derivative by device: functions of the inputs, then the outputs, that
-            torch's formulas read, then the cotangents, that return the gradients of all floating inputs,
-            those that are the same (of a sum's operands) once. None: it has none, and gradients through
-            it are refused.
-        joint: implementations, by device, of both at once: functions of the inputs, then the cotangents,
-            that return the outputs, then the gradients. Run where a program has both and a cotangent
-            does not depend on the outputs, as that of a loss.
-        by_time: whether on a CPU the reference, compiled, is tried beside an implementation, and the
-            faster of them runs.
-        together: whether an implementation's results may be views of one piece of memory.
-        tolerance: how far from float64 it may be, in multiples of its reference's own error.
-        weights: parameters that are inputs of the program wherever it is looked for.
-        of: of a gradient's, the kernel it is the gradient of.
+            implementations of the derivative by device: functions of the inputs, then the outputs that
+            torch's formulas read, then the cotangents, which return the gradients of all floating
+            inputs; equal ones, such as those of the operands of a sum, once. None: gradients are
+            refused.
+        tolerance: the largest error against float64, in multiples of the reference's own error.
+        weights: parameters that must be inputs of the program, for what pays off for weights only.
+        of: for the kernel of a gradient, the kernel whose gradient it is.
+        joint: implementations of kernel and gradient at once, by device: functions of the inputs, then
+            the cotangents, which return the outputs, then the gradients. They run where a program has
+            both, and the cotangents do not depend on the outputs, as those of a loss.
+        by_time: on a CPU, also time the compiled reference, and run the faster one.
+        together: results of an implementation may be views of one buffer.
 
     Raises:
-        PatternError: dims and references do not fit together.
+        PatternError: ``dims`` and ``references`` do not agree.
+
+    >>> import torch, torchard as ta
+    >>> def biased_relu(x, b):
+    ...     return torch.relu(x + b)
+    >>> def in_place(x, b):
+    ...     return (x + b).relu_()
+    >>> kernel = ta.Kernel("biased_relu", (biased_relu,), "... d, d -> ... d", {"any": in_place})
+    >>> fused = ta.fuse(biased_relu, kernel)
+    >>> fused(torch.tensor([[-3.0, 1.0]]), torch.ones(2))
+    tensor([[0., 2.]])
+    >>> [(use.kernel, use.operations) for use in fused.lower(torch.ones(1, 2), torch.ones(2)).kernels]
+    [('biased_relu', 2)]
     """
 
     name: str
@@ -109,14 +122,35 @@ class Kernel:
 
 
 KERNELS: dict[str, Kernel] = {}
+"""The registered kernels, by name: those that ``fuse(fn)`` looks for. See `register_kernel`.
+
+>>> from torchard.kernels import KERNELS
+>>> KERNELS["rms_norm"].dims                        # d must not be split
+'... d, d -> ... d | whole d'
+"""
 
 
 @checked
 def register_kernel(kernel: Kernel) -> Kernel:
-    """Make a kernel one of those that ``fuse(fn)`` looks for.
+    """Add a kernel to those that ``fuse(fn)`` looks for.
+
+    Args:
+        kernel: a `Kernel` with a name of its own.
+
+    Returns:
+        The kernel.
 
     Raises:
-        KernelError: another one has its name.
+        KernelError: another kernel has this name.
+
+    >>> import torch, torchard as ta
+    >>> from torchard.kernels import KERNELS
+    >>> cube = ta.register_kernel(ta.Kernel("cube", (lambda x: x * x * x,)))
+    >>> del KERNELS["cube"]                                   # what the example registered
+    >>> ta.register_kernel(ta.Kernel("rms_norm", (lambda x: x * x,)))
+    Traceback (most recent call last):
+        ...
+    torchard.KernelError: there is a kernel 'rms_norm' already
     """
     if KERNELS.setdefault(kernel.name, kernel) is not kernel:
         raise KernelError(f"there is a kernel {kernel.name!r} already")

@@ -57,7 +57,25 @@ _choices: contextvars.ContextVar[_Choices | None] = contextvars.ContextVar("choi
 
 @checked
 def any_of(*functions: Callable[..., Any]) -> Callable[..., Any]:
-    """In a pattern: a function that is one of these. Outside of one, the first."""
+    """Inside a pattern, a function that may be any of several; elsewhere, the first of them.
+
+    Args:
+        functions: with the same parameters.
+
+    Returns:
+        A function with these parameters.
+
+    >>> import torch, torchard as ta
+    >>> activation = ta.any_of(torch.relu, torch.nn.functional.silu)
+    >>> def biased(x, b):
+    ...     return activation(x + b)
+    >>> x, b = torch.ones(2, 4), torch.ones(4)
+    >>> for f in (torch.relu, torch.nn.functional.silu, torch.tanh):
+    ...     print(len(ta.find(lambda x, b: f(x + b), biased)(x, b)))
+    1
+    1
+    0
+    """
 
     def chosen(*args: Any, **kwargs: Any) -> Any:
         choices = _choices.get()
@@ -72,9 +90,26 @@ def any_of(*functions: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def call(predicate: Callable[[str], bool]) -> Callable[..., torch.Tensor]:
-    """In a pattern: any one operation whose name (``"gelu"``, ``"mul.Tensor"``) the predicate accepts.
+    """Inside a pattern, any one operation whose name a predicate accepts.
 
-    Its operands are the tensors it is called with; its result is taken to be like the first of them.
+    Its operands are the tensors it is called with; its result is assumed to be like the first of them.
+
+    Args:
+        predicate: a function of the operation's name, such as ``"gelu"`` or ``"mul.Tensor"``.
+
+    Returns:
+        A function of tensors, for use in a pattern.
+
+    Raises:
+        PatternError (when called): outside a pattern.
+
+    >>> import torch, torchard as ta
+    >>> from torchard.kernels import call
+    >>> pointwise = call(lambda name: name in ("relu", "tanh"))
+    >>> def biased(x, b):
+    ...     return pointwise(x + b)
+    >>> len(ta.find(lambda x, b: torch.tanh(x + b), biased)(torch.ones(2, 4), torch.ones(4)))
+    1
     """
 
     def called(*tensors: torch.Tensor) -> torch.Tensor:
@@ -100,19 +135,28 @@ _library.impl(
 
 
 class Pattern:
-    """A function to be looked for.
+    """A function to look for in programs, however it is spelled there.
 
     Args:
-        fn: of tensors, and of literals: a parameter with ``...`` for a default matches any number, one
-            with another default is that.
-        dims: how the dims of inputs and outputs go together, ``"... d, d -> ... d"``; where it is
-            left out, inputs may broadcast in any way.
-        name: for reports.
-        weights: parameters that have to be inputs of the program. What is worth it for weights only
-            (to lay several side by side) is then not looked for elsewhere.
+        fn: a function of tensors and of literals. A literal is a parameter with a default: ``...``
+            matches any number, another default matches that number.
+        dims: how the dims of inputs and outputs correspond, ``"... d, d -> ... d"``. Without it, inputs
+            may broadcast in any way.
+        name: for reports; by default that of ``fn``.
+        weights: parameters that must be inputs of the program, for what pays off for weights only.
 
     Raises:
-        PatternError: fn takes no tensor, or cannot be traced.
+        PatternError: ``fn`` takes no tensor, or cannot be traced.
+
+    >>> import torch, torchard as ta
+    >>> def norm(x, w, eps=...):
+    ...     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps) * w
+    >>> pattern = ta.Pattern(norm, "... d, d -> ... d")
+    >>> def model(x, w):
+    ...     return ta.nn.rms_norm(x, w, eps=1e-5).relu()
+    >>> (match,) = ta.find(model, pattern)(torch.ones(2, 4), torch.ones(4))
+    >>> match.literals
+    (('eps', 1e-05),)
     """
 
     @checked
