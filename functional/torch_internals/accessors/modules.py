@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,14 +38,10 @@ READ_BY_MODULES = frozenset(
 )
 
 
-def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
-    """Its own buffers, to be changed; `named_buffers` is a list without those that are None."""
-    return module._buffers
-
-
-def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Its own parts, to be changed; `named_children` leaves out those that stand there twice."""
-    return module._modules
+# Its own buffers, to be changed; `named_buffers` is a list without those that are None.
+buffer_table: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
+# Its own parts, to be changed; `named_children` leaves out those that stand there twice.
+child_table: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
 
 def check_batch_norm_input(module: Any, input: Tensor) -> None:
