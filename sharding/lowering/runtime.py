@@ -42,7 +42,8 @@ class Simulated(Runtime):
         return fx.GraphModule(torch.nn.Module(), self._graph(program))
 
     def _graph(self, program: Program) -> fx.Graph:
-        return _local(Lowering(program.graph, self.mesh, self.mesh.all_coords(), Lockstep()))
+        transport = self.mesh.transport or Lockstep()
+        return _local(Lowering(program.graph, self.mesh, self.mesh.all_coords(), transport))
 
     def bind(self, program: Program) -> Bound:
         return compiled(self._graph(program), program.name)
@@ -73,7 +74,8 @@ class Distributed(Runtime):
 
     def _graph(self, program: Program) -> fx.Graph:
         assert self.mesh.coords is not None
-        return _local(Lowering(program.graph, self.mesh, [self.mesh.coords], Wire()))
+        transport = self.mesh.transport or Wire()
+        return _local(Lowering(program.graph, self.mesh, [self.mesh.coords], transport))
 
     def bind(self, program: Program) -> Bound:
         graph = self._graph(program)

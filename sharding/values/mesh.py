@@ -61,6 +61,8 @@ class Mesh:
         device_type: of the process group's tensors, such as ``"cuda"``.
         timeout: seconds after which a rank stops waiting for the others to plan, or to place a value;
             by default that of the process group.
+        transport: moves values between ranks instead of the library's own; one of
+            `torchard.sharding.transports.Transport`.
 
     Raises:
         MeshError: no process group exists, or the sizes do not multiply to its world size.
@@ -81,6 +83,7 @@ class Mesh:
         virtual: bool = False,
         device_type: str = "cpu",
         timeout: Annotated[float, AtLeast(0)] | None = None,
+        transport: Any = None,
     ) -> None:
         _check_device_type(device_type)
         if isinstance(axes, DeviceMesh):
@@ -94,6 +97,7 @@ class Mesh:
                 )
         self.shape = shape
         self.virtual = virtual
+        self.transport = transport
         self.sizes = tuple(shape.items())
         self.device_mesh: DeviceMesh | None = None
         self.coords: dict[str, int] | None = None
@@ -154,7 +158,7 @@ class Mesh:
         ranks: tuple[int, ...] = ()
         if self.device_mesh is not None:
             ranks = tuple(self.device_mesh.mesh.flatten().tolist())
-        return self.sizes, self.virtual, ranks
+        return self.sizes, self.virtual, ranks, self.transport
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Mesh) and (self is other or self.identity == other.identity)
@@ -169,11 +173,11 @@ class Mesh:
     def __reduce__(self) -> Any:
         if not self.virtual:
             raise TypeError(f"{self} holds process groups and cannot be pickled; make it anew")
-        return _remake, (dict(self.shape), self.timeout)
+        return _remake, (dict(self.shape), self.timeout, self.transport)
 
 
-def _remake(axes: dict[str, int], timeout: float) -> Mesh:
-    return Mesh(axes, virtual=True, timeout=timeout)
+def _remake(axes: dict[str, int], timeout: float, transport: Any) -> Mesh:
+    return Mesh(axes, virtual=True, timeout=timeout, transport=transport)
 
 
 def _check_device_type(device_type: str) -> None:

@@ -1,0 +1,39 @@
+"""A transport written against public names: values are rounded to bfloat16 before they are summed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchard import Mesh, P, shard
+from torchard.sharding.transports import Lockstep, Value
+
+
+class HalfBytes(Lockstep):
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+
+    def step(self, low: Any, step: Any, values: dict[Any, Value], val: torch.Tensor) -> Any:
+        self.kinds.append(step.collective.kind)
+        if step.collective.reduction != "sum":
+            return super().step(low, step, values, val)
+        cast = torch.ops.prims.convert_element_type.default
+        low_precision = {
+            key: Value(low.emit.call(cast, low.emit.call(cast, x.get(), torch.bfloat16), val.dtype))
+            for key, x in values.items()
+        }
+        return super().step(low, step, low_precision, val)
+
+
+def test_it_moves_what_the_plan_says() -> None:
+    transport = HalfBytes()
+    mesh, plain = Mesh({"x": 2}, virtual=True, transport=transport), Mesh({"x": 2}, virtual=True)
+    assert mesh != plain
+    a, b = torch.full((2, 4), 1.0 + 2**-10), torch.ones(4, 3)
+    specs = (P(None, "x"), P("x"))
+    exact = shard(torch.matmul, plain, in_specs=specs)(a, b)
+    rounded = shard(torch.matmul, mesh, in_specs=specs)(a, b)
+    assert torch.equal(torch.as_tensor(exact.full()), a @ b)
+    assert torch.equal(rounded.full(), torch.full((2, 3), 4.0))
+    assert transport.kinds == ["slice", "slice", "all_reduce"]  # each rank cuts its own of a and b
