@@ -30,13 +30,9 @@ def quantize(fn: Callable[..., Any], where: str = "args?0?*", step: float = 1 / 
     return Transformed(fn, [Quantize(where, step)])
 
 
-def main() -> None:
-    w, x = torch.ones(8, 8), torch.ones(4, 8)
-    loss = checkpoint(quantize(lambda w, x: (x @ w).square().mean()))
-    mesh = Mesh({"tp": 2}, virtual=True)
-    step = shard(torch.func.grad(loss), mesh, in_specs=(P(None, "tp"), P()))
-    print(step.lower(w, x).collectives)  # none: each rank rounds its own columns
-
-
 if __name__ == "__main__":
-    main()
+    w, x = torch.ones(8, 8), torch.ones(4, 8)
+    gradient = torch.func.grad(checkpoint(quantize(lambda w, x: (x @ w).square().mean())))
+    mesh = Mesh({"tp": 2}, virtual=True)
+    program = shard(gradient, mesh, in_specs=(P(None, "tp"), P())).lower(w, x)
+    print(program.collectives)  # none: each rank rounds its own columns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import sys
 from collections.abc import Callable
 from itertools import permutations
@@ -169,3 +170,10 @@ def test_verify_catches_a_rewrite_that_changes_values() -> None:
 def test_what_is_no_rewrite_is_refused() -> None:
     with pytest.raises(TypeError, match=r"derive its class from torchard\.transforms\.Rewrite"):
         Transformed(loss, [lambda program: program])  # type: ignore[list-item]
+
+
+def test_the_example_runs_and_is_short(capsys: pytest.CaptureFixture[str]) -> None:
+    path = EXAMPLES / "quantize.py"
+    runpy.run_path(str(path), run_name="__main__")
+    assert capsys.readouterr().out == "none\n"
+    assert len(path.read_text().splitlines()) <= 40
