@@ -74,7 +74,17 @@ class StaticArgumentError(TypeError):
 
 
 class DerivativeError(RuntimeError):
-    """A program cannot be differentiated faithfully."""
+    """A function or operation has no derivative, or torch's would be wrong.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> largest = ta.shard_map(lambda x: ta.pmax(x.sum(), "tp"), mesh, ta.P("tp"), ta.P())
+    >>> torch.func.grad(largest)(torch.ones(4))
+    Traceback (most recent call last):
+        ...
+    torchard.DerivativeError: pmax has no derivative; detach() its operand, as the maximum of a
+        softmax may be, or take the maximum of an all_gather.
+    """
 
 
 class CheckpointError(ValueError):

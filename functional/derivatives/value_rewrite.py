@@ -26,6 +26,15 @@ class ValueRewrite:
     value of ``q(x)`` and a straight-through gradient. Several run in the order in which they were
     stacked; where among the Rewrites one stands does not matter. Hashable: it is part of every cache
     key.
+
+    >>> import torch
+    >>> from torchard.transforms import Transformed, ValueRewrite
+    >>> class Round(ValueRewrite):
+    ...     def input(self, leaf, value):
+    ...         return value + (value.round() - value).detach()            # a straight-through gradient
+    >>> f = Transformed(lambda x: x * x, [Round()])
+    >>> f(torch.tensor(1.75)), torch.func.grad(f)(torch.tensor(1.75))
+    (tensor(4.), tensor(4.))
     """
 
     def annotate(self, program: Program) -> None:

@@ -61,6 +61,16 @@ class Transformed(Wrapper):
 
     Warns:
         RetraceWarning: traced for the eighth time; names the leaf that keeps changing.
+
+    >>> import torch, torchard as ta
+    >>> from torchard.transforms import Transformed
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> f = ta.checkpoint(ta.shard(torch.sin, mesh))
+    >>> isinstance(f, Transformed), f.fn is torch.sin, len(f.rewrites)
+    (True, True, 2)
+    >>> again = Transformed(f.fn, f.rewrites)
+    >>> torch.func.grad(again)(torch.tensor(0.0))
+    tensor(1.)
     """
 
     def __init__(

@@ -42,7 +42,19 @@ DOTS = frozenset(_FORMULAS)
 
 
 def op_name(node: fx.Node) -> str:
-    """``"aten.mm"``: what makes a node's value (of an item, the tuple), without the overload."""
+    """The name of the operation that computes a node's value, without its overload: ``"aten.mm"``.
+
+    Args:
+        node: a node of a program; an item of a tuple has the name of what made the tuple.
+
+    Returns:
+        The name.
+
+    >>> import torch, torchard as ta
+    >>> from torchard.transforms import op_name
+    >>> [op_name(node) for node in ta.trace(lambda x: x.sort().values.sin())(torch.ones(3)).calls]
+    ['aten.sort', 'aten.sort', 'aten.sin']
+    """
     while node.target is operator.getitem:
         node = node.all_input_nodes[0]
     packet = getattr(node.target, "overloadpacket", None)

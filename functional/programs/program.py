@@ -34,6 +34,15 @@ __all__ = [
 ]
 
 Bound = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
+"""What a bound program is: a function of the list of all input tensors to the list of all outputs.
+
+>>> import torch, torchard as ta
+>>> from torchard.transforms import Bound
+>>> x = torch.tensor([1.0, 2.0])
+>>> double: Bound = ta.trace(lambda x: x + x)(x).bind()
+>>> double([x])
+[tensor([2., 4.])]
+"""
 
 
 class Free:
@@ -44,11 +53,28 @@ class Free:
 
 
 FREE = Free()
+"""The tag of an output whose placement the rewrites may choose.
+
+>>> import torch, torchard as ta
+>>> from torchard.transforms import FREE
+>>> program = ta.trace(lambda x: x + x)(torch.ones(2))
+>>> [leaf.tag for leaf in program.outputs]
+[FREE]
+"""
 
 
 @runtime_checkable
 class Placement(Protocol):
-    """How one global value is held as several tensors. Hashable; equal placements hold alike."""
+    """How one global value is held as several tensors. Hashable; equal placements hold values alike.
+
+    >>> import torch, torchard as ta
+    >>> from torchard.transforms import Placement
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> program = ta.trace(lambda x: x + x)(ta.place(torch.ones(4), mesh, ta.P("tp")))
+    >>> tag = program.inputs[0].tag
+    >>> isinstance(tag, Placement), tag.width, tag
+    (True, 2, P('tp') on Mesh(tp=2, virtual))
+    """
 
     @property
     def width(self) -> int:
@@ -65,7 +91,18 @@ class Placement(Protocol):
 
 
 class Hint(Protocol):
-    """What ``annotate`` of a rewrite notes of a leaf, for its ``__call__``."""
+    """What ``annotate`` of a rewrite notes of a leaf, for its ``__call__``.
+
+    >>> from dataclasses import dataclass
+    >>> from torchard.transforms import Hint, Leaf
+    >>> @dataclass(frozen=True)
+    ... class Bits(Hint):
+    ...     bits: int
+    ...     def batched(self):
+    ...         return self
+    >>> Leaf("args[0]", hint=Bits(8)).batched().hint
+    Bits(bits=8)
+    """
 
     def batched(self) -> Hint:
         """The hint of the same leaf with a new leading dimension."""
@@ -84,6 +121,15 @@ class Leaf:
             give a cotangent the tag of its output and a gradient the tag of its input. Of an output,
             the input whose gradient it is, if the function takes that inside.
         hint: what a rewrite's ``annotate`` left here for its ``__call__``.
+
+    >>> import torch, torchard as ta
+    >>> from torchard.transforms import Leaf
+    >>> h = torch.ones(2)
+    >>> program = ta.trace(lambda params: params["w"] * h)({"w": torch.ones(2)})
+    >>> [(leaf.path, leaf.role) for leaf in program.inputs]
+    [("args[0]['w']", 'primal'), ("closure 'h'", 'closure')]
+    >>> isinstance(program.inputs[0], Leaf)
+    True
     """
 
     path: str
@@ -104,16 +150,34 @@ class Rewrite(ABC):
 
     A rewrite preserves values up to rounding. Derivatives are those of the program before it, which is
     differentiated first: the rewrite is then called on the derivative's program (joint, pulled back,
-    pushed forward or batched), whose leaves are inherited. So rewriting and differentiating commute, and
-    a rewrite needs no rule for autograd, vmap or jvp. It may replace, add, reorder and drop operations,
-    tag nodes (tags.py), give leaves Placements and set a Runtime. It may not change the number or order
-    of leaves, mutate the graph that it is given, or read values. What changes values on purpose is a
-    `ValueRewrite` (value_rewrite.py).
+    pushed forward or batched), whose leaves are inherited. So rewriting and differentiating commute,
+    and a rewrite needs no rule for autograd, vmap or jvp. It may replace, add, reorder and drop
+    operations, tag nodes (tags.py), give leaves Placements and set a Runtime. It may not change the
+    number or order of leaves, mutate the graph that it is given, or read values. What changes values on
+    purpose is a `ValueRewrite` (value_rewrite.py).
 
     Attributes:
         stage: rewrites with a lower stage run first, whatever the order in which they were stacked.
         asks: further rewrites that must run in the same lowering.
         donate_argnums: positions of the arguments whose memory the call may take.
+
+    >>> from dataclasses import dataclass
+    >>> import torch
+    >>> from torchard.transforms import Rewrite, Transformed, op_name
+    >>> @dataclass(frozen=True)
+    ... class DropDoubleNegation(Rewrite):
+    ...     def __call__(self, program):
+    ...         program = program.copy()
+    ...         for node in program.calls:
+    ...             if op_name(node) == "aten.neg" == op_name(node.args[0]):
+    ...                 node.replace_all_uses_with(node.args[0].args[0])
+    ...         program.graph.eliminate_dead_code()
+    ...         return program
+    >>> f = Transformed(lambda x: (-(-x)).sin(), [DropDoubleNegation()])
+    >>> [op_name(node) for node in f.lower(torch.ones(3)).calls]
+    ['aten.sin']
+    >>> torch.func.grad(f)(torch.tensor(0.0))
+    tensor(1.)
     """
 
     stage: int = 1
@@ -168,6 +232,26 @@ class Runtime(ABC):
     """What turns a rewritten program into something that runs on tensors.
 
     The defaults are those of one process that holds each value whole, in one tensor.
+
+    >>> from dataclasses import dataclass, replace
+    >>> import torch
+    >>> from torchard.transforms import Lowered, Rewrite, Runtime, Transformed
+    >>> class Timed(Runtime):
+    ...     def bind(self, program):
+    ...         bound = Lowered.of(replace(program, runtime=None)).bind()
+    ...         def run(parts):
+    ...             print(f"running {program.name}")
+    ...             return bound(parts)
+    ...         return run
+    >>> @dataclass(frozen=True)
+    ... class Time(Rewrite):
+    ...     def __call__(self, program):
+    ...         return replace(program, runtime=Timed())
+    >>> def double(x):
+    ...     return x + x
+    >>> Transformed(double, [Time()])(torch.ones(2))
+    running double
+    tensor([2., 2.])
     """
 
     @abstractmethod
@@ -200,7 +284,23 @@ class Runtime(ABC):
 
 
 class Compiler(Protocol):
-    """How a program is compiled, in the place of the generated Python; see `jit`."""
+    """How a program is compiled, in the place of the generated Python; see `jit`.
+
+    >>> from dataclasses import dataclass, replace
+    >>> import torch
+    >>> from torchard.transforms import Compiler, Lowered, Rewrite, Transformed
+    >>> class Interpreter(Compiler):
+    ...     donate_argnums = ()
+    ...     def bind(self, program):
+    ...         run = torch.fx.Interpreter(torch.fx.GraphModule({}, program.graph))
+    ...         return lambda parts: list(run.run(*parts))
+    >>> @dataclass(frozen=True)
+    ... class Interpret(Rewrite):
+    ...     def __call__(self, program):
+    ...         return replace(program, compiler=Interpreter())
+    >>> Transformed(lambda x: x + x, [Interpret()])(torch.ones(2))
+    tensor([2., 2.])
+    """
 
     @property
     def donate_argnums(self) -> tuple[int, ...]:
@@ -233,6 +333,16 @@ class Program:
         again: the function itself, to be run again for derivatives, where the graph alone does
             not show them (gradients switched off inside, autograd.Function).
         forgets_turns: plain autograd on fakes would go wrong in ``again`` (see effects/mutation.py).
+
+    >>> import torch, torchard as ta
+    >>> from torchard.transforms import Program
+    >>> def affine(x, w, b):
+    ...     return x @ w + b
+    >>> program = ta.trace(affine)(torch.ones(2, 3), torch.ones(3, 4), torch.ones(4))
+    >>> isinstance(program, Program), program.name
+    (True, 'affine')
+    >>> [node.name for node in program.calls], [leaf.path for leaf in program.outputs]
+    (['mm', 'add'], ['out'])
     """
 
     graph: fx.Graph

@@ -11,7 +11,20 @@ __all__ = ["AxisWork", "Record", "Records", "Work"]
 
 
 class Record:
-    """What stands behind one line of a report; its ``str`` says all of it."""
+    """What stands behind one line of a report; its ``str`` says all of it.
+
+    >>> from dataclasses import dataclass
+    >>> from torchard.transforms import Record, Records
+    >>> @dataclass
+    ... class Rounded(Record):
+    ...     path: str
+    ...     bits: int
+    ...     def __str__(self):
+    ...         return f"{self.path} to {self.bits} bits"
+    >>> print(Records([Rounded("w", 8), Rounded("b", 16)]))
+    w to 8 bits
+    b to 16 bits
+    """
 
     @property
     def title(self) -> str:
@@ -34,10 +47,21 @@ class Record:
 
 
 class Records(list[Any]):
-    """Records of one class, which print as its table.
+    """A list of records of one class, which prints as its table.
 
     Args:
-        missed: near misses, looked for when they are asked for.
+        records: the records.
+        missed: finds near misses, when they are asked for.
+
+    >>> import torch, torchard as ta
+    >>> from torchard.transforms import Records
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> x = ta.place(torch.ones(4, 2), mesh, ta.P("tp"))
+    >>> collectives = ta.shard(lambda x: x.sum(0), mesh, out_specs=ta.P()).lower(x).collectives
+    >>> isinstance(collectives, Records), len(collectives)
+    (True, 1)
+    >>> str(collectives[0])
+    'all_reduce(tp) [2] float32'
     """
 
     def __init__(

@@ -4,6 +4,19 @@ A transform returns ``Transformed(fn, [rewrite])``. A `Rewrite` turns a program 
 values: it says how they are computed, where, and what is kept for a backward. A `ValueRewrite` changes
 values, and its derivative is that of what it computes. ARCHITECTURE.md, "Adding a transform", has one
 of each.
+
+>>> import torch
+>>> from torchard import transforms
+>>> class Show(transforms.Rewrite):
+...     def __call__(self, program):
+...         print(program.name, [transforms.op_name(node) for node in program.calls])
+...         return program
+>>> def f(x):
+...     return x.sin().sum()
+>>> shown = transforms.Transformed(f, [Show()])
+>>> shown(torch.zeros(3))
+f ['aten.sin', 'aten.sum']
+tensor(0.)
 """
 
 from torchard.functional.derivatives.value_rewrite import ValueRewrite

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from paths import EXAMPLES
 from sybil import Document, Example, Region, Sybil
 from sybil.typing import Parser
 
@@ -116,7 +117,7 @@ def report(test: doctest.DocTest) -> str:
 def _of_ranks(test: doctest.DocTest, ranks: str) -> str:
     import forked  # which sets up a process of its own
 
-    torchrun, script = HERE.parent / "examples" / "_torchrun.py", HERE / "docstring_ranks.py"
+    torchrun, script = EXAMPLES / "_torchrun.py", HERE / "docstring_ranks.py"
     args = [str(torchrun), "--nproc-per-node", ranks, str(script), str(test.filename), test.name]
     with tempfile.TemporaryDirectory() as folder:
         done = forked.run(args, Path(folder), seconds=SECONDS, stderr=Path(folder) / "stderr")
