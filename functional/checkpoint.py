@@ -15,7 +15,14 @@ from torchard.functional.programs.program import Program, Rewrite
 from torchard.functional.programs.tags import NAME
 from torchard.functional.remat.policies import Policy, as_policy, save_nothing
 from torchard.functional.remat.recompute import RECOMPUTE
-from torchard.functional.remat.segments import Pattern, Where, chooser, mark, scopes_in, segments_of
+from torchard.functional.remat.segments import (
+    ScopePattern,
+    Where,
+    chooser,
+    mark,
+    scopes_in,
+    segments_of,
+)
 
 __all__ = ["Checkpoint", "checkpoint"]
 
@@ -66,7 +73,7 @@ def checkpoint(
     return Transformed(fn, (Checkpoint(as_policy(policy), _patterns(where)),))
 
 
-def _patterns(where: Any) -> tuple[Pattern, ...] | None:
+def _patterns(where: Any) -> tuple[ScopePattern, ...] | None:
     """One pattern or function, or several, as a tuple."""
     if where is None:
         return None
@@ -86,7 +93,7 @@ class Checkpoint(Rewrite):
     """The rewrite of `checkpoint`: it marks segments. What becomes of them is decided at the end."""
 
     policy: Policy
-    where: tuple[Pattern, ...] | None = None
+    where: tuple[ScopePattern, ...] | None = None
 
     # It only marks, and what is fused must not lie across an edge of what is marked.
     stage = -1

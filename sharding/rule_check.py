@@ -25,7 +25,7 @@ from torchard.sharding.layouts.options import Option, build
 from torchard.sharding.lowering.lower import Lowering
 from torchard.sharding.lowering.simulated_transport import Lockstep
 from torchard.sharding.lowering.windows import attach_windows
-from torchard.sharding.planning.decision import BATCH, Decision, Given
+from torchard.sharding.planning.decision import BATCH, Given, LayoutDecision
 from torchard.sharding.rules import registry
 from torchard.sharding.rules.registry import Call, Emit, Text, rule_of
 from torchard.sharding.scheduling.partition import partition
@@ -228,7 +228,7 @@ class _Alone:
     def split(self, option: Option, mesh: Mesh) -> list[torch.Tensor]:
         """The results of a plan in which the operation runs so."""
         placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
-        decision = Decision(option={self.call: option}, raw={self.call: option.outs})
+        decision = LayoutDecision(option={self.call: option}, raw={self.call: option.outs})
         inputs = {n: (Layout.replicated(VAL.of(n).shape), BATCH) for n in placeholders}
         decision.home.update({n: layout for n, (layout, _) in inputs.items()})
         decision.home.update(zip(self.outs, option.outs, strict=True))

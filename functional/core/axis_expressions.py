@@ -19,7 +19,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NoReturn
 
-__all__ = ["Axis", "AxisExpression", "AxisExpressionError", "Clause", "Dim", "Operand", "Word", "parse"]
+__all__ = [
+    "Axis",
+    "AxisExpression",
+    "AxisExpressionError",
+    "Clause",
+    "DimExpression",
+    "OperandExpression",
+    "Word",
+    "parse",
+]
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<name>[^\W\d]\w*)|(?P<number>\d+)(?!\w)|(?P<mark>->|\.\.\.|\.\d+|[(),:|=]))"
@@ -56,7 +65,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Dim:
+class DimExpression:
     """A dim: one axis, or the product of several; an ellipsis (of any number of dims) has none."""
 
     axes: tuple[Axis, ...]
@@ -73,10 +82,10 @@ class Dim:
 
 
 @dataclass(frozen=True)
-class Operand:
+class OperandExpression:
     """The dims of one array, at most one of them an ellipsis, and its dtype where the text has it."""
 
-    dims: tuple[Dim, ...]
+    dims: tuple[DimExpression, ...]
     dtype: Word | None
     at: int
 
@@ -99,12 +108,12 @@ class AxisExpression:
     """An axis expression: operands, results (None without an arrow) and clauses."""
 
     text: str
-    operands: tuple[Operand, ...]
-    results: tuple[Operand, ...] | None
+    operands: tuple[OperandExpression, ...]
+    results: tuple[OperandExpression, ...] | None
     clauses: tuple[Clause, ...]
 
     @property
-    def arrays(self) -> tuple[Operand, ...]:
+    def arrays(self) -> tuple[OperandExpression, ...]:
         """Operands and results."""
         return (*self.operands, *(self.results or ()))
 
@@ -112,7 +121,7 @@ class AxisExpression:
         """All axes, from left to right, each as often as it is written."""
         return (axis for array in self.arrays for dim in array.dims for axis in dim.axes)
 
-    def fail(self, place: Word | Axis | Dim | Operand | int, reason: str) -> NoReturn:
+    def fail(self, place: Word | Axis | DimExpression | OperandExpression | int, reason: str) -> NoReturn:
         """Raise AxisExpressionError for something in the text, or a position in it."""
         raise AxisExpressionError(self.text, place if isinstance(place, int) else place.at, reason)
 
@@ -179,7 +188,7 @@ class _Parser:
             self.fail(self.next, f"unexpected {self.next.text!r}{again}")
         return AxisExpression(self.text, operands, results, tuple(clauses))
 
-    def operands(self) -> tuple[Operand, ...]:
+    def operands(self) -> tuple[OperandExpression, ...]:
         """None, if there is nothing; an operand without dims is nothing, too, beside a comma."""
         found = [self.operand()]
         while self.took(","):
@@ -187,31 +196,31 @@ class _Parser:
         alone = len(found) == 1 and not found[0].dims and found[0].dtype is None
         return () if alone else tuple(found)
 
-    def operand(self) -> Operand:
-        at, dims = self.next.at, list[Dim]()
+    def operand(self) -> OperandExpression:
+        at, dims = self.next.at, list[DimExpression]()
         while self.next.text in ("(", "...") or self._is_axis():
             dims.append(self.dim())
         twice = [dim for dim in dims if dim.is_ellipsis][1:]
         if twice:
             self.fail(Word("...", twice[0].at), "a second '...' in one operand")
         dtype = self.name("a dtype") if self.took(":") else None
-        return Operand(tuple(dims), dtype, at)
+        return OperandExpression(tuple(dims), dtype, at)
 
     def _is_axis(self) -> bool:
         return self.next.text.isidentifier() or self.next.is_number
 
-    def dim(self) -> Dim:
+    def dim(self) -> DimExpression:
         at = self.next.at
         if self.took("..."):
-            return Dim((), at)
+            return DimExpression((), at)
         if not self.took("("):
-            return Dim((self.axis(),), at)
+            return DimExpression((self.axis(),), at)
         axes = [self.axis()]
         while self._is_axis():
             axes.append(self.axis())
         if not self.took(")"):
             self.missing("')'")
-        return Dim(tuple(axes), at)
+        return DimExpression(tuple(axes), at)
 
     def axis(self) -> Axis:
         if self.next.is_number:

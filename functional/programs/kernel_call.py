@@ -18,7 +18,7 @@ from torchard.functional import torch_internals as internals
 __all__ = ["Fused"]
 
 Run = Callable[..., Any]
-Shapes = Sequence[tuple[int, ...]]
+OperandShapes = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +38,7 @@ class Fused:
     key: Hashable
     reference: Run
     choose: Callable[[Sequence[torch.Tensor]], Run]
-    rule: Callable[[Shapes, Shapes], str | None]
+    rule: Callable[[OperandShapes, OperandShapes], str | None]
     together: bool = False
     chosen: dict[Hashable, Run] = field(default_factory=dict)
 

@@ -31,7 +31,7 @@ _GAP = 0.02  # how far from the best a solution may be, by its FLOPs
 _NODES = 50  # of the search tree
 
 # One inequality: coefficients by variable, and what their sum is at least.
-Row = tuple[dict[int, float], float]
+ConstraintRow = tuple[dict[int, float], float]
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Problem:
     def variables(self) -> int:
         return len(self.sizes) + sum(map(len, (*self.made, *self.lingering)))
 
-    def rules(self) -> Iterator[Row]:
+    def rules(self) -> Iterator[ConstraintRow]:
         """All inequalities but those of memory."""
         e = self.made
         for v, span in enumerate(self.spans):

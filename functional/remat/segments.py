@@ -20,10 +20,10 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import FRAMES, SEGMENTS
 from torchard.functional.remat.policies import Policy
 
-__all__ = ["Pattern", "Segment", "Where", "mark", "scopes_in", "segments_of", "segments_opened"]
+__all__ = ["ScopePattern", "Segment", "Where", "mark", "scopes_in", "segments_of", "segments_opened"]
 
-Pattern = str | Callable[[str], Any]
-Where = Pattern | Sequence[Pattern]
+ScopePattern = str | Callable[[str], Any]
+Where = ScopePattern | Sequence[ScopePattern]
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def segments_opened(frames: tuple[Frame, ...]) -> tuple[Segment, ...]:
     )
 
 
-def mark(program: Program, policy: Policy, where: Sequence[Pattern] | None) -> Program:
+def mark(program: Program, policy: Policy, where: Sequence[ScopePattern] | None) -> Program:
     """The program with its nodes in a segment more: one for each scope that is meant, or one in all."""
     program = program.copy()
     meant = None if where is None else chooser(where)
@@ -70,7 +70,7 @@ def mark(program: Program, policy: Policy, where: Sequence[Pattern] | None) -> P
     return program
 
 
-def chooser(patterns: Sequence[Pattern]) -> Callable[[str], bool]:
+def chooser(patterns: Sequence[ScopePattern]) -> Callable[[str], bool]:
     """A test of a scope's path: whether any of these means it."""
 
     def meant(path: str) -> bool:

@@ -21,14 +21,14 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, PHASE, SCOPE, STEP, VAL
 from torchard.functional.reports.text import value_text
 
-__all__ = ["Layer", "draw", "layers_of"]
+__all__ = ["ScopeBox", "draw", "layers_of"]
 
 # Inches: of a box, of a line of text, between boxes, beside the columns.
 _WIDTH, _ROW, _GAP, _SIDE = 4.6, 0.2, 0.5, 0.9
 
 
 @dataclass
-class Layer:
+class ScopeBox:
     """One box.
 
     Attributes:
@@ -74,9 +74,9 @@ def _name(scope: str | None) -> str:
     return "/".join(parts[: numbered + 1])
 
 
-def layers_of(program: Program) -> list[Layer]:
+def layers_of(program: Program) -> list[ScopeBox]:
     """The boxes of a program, in order, and what flows between them."""
-    found: dict[tuple[str, str], Layer] = {}
+    found: dict[tuple[str, str], ScopeBox] = {}
     of: dict[fx.Node, int] = {}
     for node in program.calls:
         phase = PHASE.get(node) or "forward"
@@ -84,7 +84,7 @@ def layers_of(program: Program) -> list[Layer]:
         if not name:
             later = any(p == phase and n not in ("inputs", "outputs") for n, p in found)
             name = "outputs" if later == (phase == "forward") else "inputs"
-        found.setdefault((name, phase), Layer(name, phase)).nodes.append(node)
+        found.setdefault((name, phase), ScopeBox(name, phase)).nodes.append(node)
     layers = list(found.values())
     for i, layer in enumerate(layers):
         of.update(dict.fromkeys(layer.nodes, i))
@@ -136,7 +136,7 @@ def _total(program: Program) -> str:
 Place = tuple[float, float, float]  # left, bottom, height
 
 
-def _places(layers: list[Layer]) -> list[Place]:
+def _places(layers: list[ScopeBox]) -> list[Place]:
     """The forward from the top down; each layer of the backward beside its forward, or below all."""
     places: list[Place | None] = [None] * len(layers)
     left: dict[str, Place] = {}
@@ -157,7 +157,7 @@ def _places(layers: list[Layer]) -> list[Place]:
     return [place for place in places if place is not None]
 
 
-def _box(axes: Any, layer: Layer, place: Place) -> None:
+def _box(axes: Any, layer: ScopeBox, place: Place) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     x, y, height = place
@@ -174,7 +174,7 @@ def _box(axes: Any, layer: Layer, place: Place) -> None:
 
 
 def _arrow(
-    axes: Any, layers: list[Layer], places: list[Place], i: int, j: int, values: list[fx.Node]
+    axes: Any, layers: list[ScopeBox], places: list[Place], i: int, j: int, values: list[fx.Node]
 ) -> None:
     """What one layer gives another; the largest value is written out."""
     one, other = places[i], places[j]

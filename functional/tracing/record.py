@@ -17,7 +17,7 @@ from torchard.functional.effects.mutation import forgets_turns
 from torchard.functional.programs.tags import SOURCE, VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.inner_gradients import primals_of
-from torchard.functional.tracing.tensor_lifting import Lift
+from torchard.functional.tracing.tensor_lifting import LiftMode
 from torchard.functional.tracing.torch_checkpoint import taken_as_segments
 from torchard.functional.tracing.trace_state import Closure, Room, entered
 
@@ -145,7 +145,7 @@ def _last_placeholder(graph: fx.Graph) -> fx.Node | None:
 
 def _run(room: Room, fn: Callable[..., Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     try:
-        with Lift(room), taken_as_segments():
+        with LiftMode(room), taken_as_segments():
             return list(fn(list(inputs)))
     except (
         internals.DataDependentOutputException,

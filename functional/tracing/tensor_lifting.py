@@ -20,7 +20,7 @@ from torchard.functional.tracing import inner_gradients
 from torchard.functional.tracing import registered_derivatives as registered
 from torchard.functional.tracing.trace_state import Room
 
-__all__ = ["Lift", "is_weak"]
+__all__ = ["LiftMode", "is_weak"]
 
 # Attributes that say nothing of a tensor's values.
 _METADATA = {
@@ -30,7 +30,7 @@ _METADATA = {
 }
 
 
-class Lift(TorchFunctionMode):
+class LiftMode(TorchFunctionMode):
     """Swaps foreign tensors for operands, and gives Python floats their weak promotion back."""
 
     def __init__(self, room: Room) -> None:
@@ -55,7 +55,7 @@ class Lift(TorchFunctionMode):
         if func in registered.UNDER_LEVELS and registered.is_live():
             func = registered.UNDER_LEVELS[func]
         if registered.may_have_formula(func):
-            return registered.call(func, args, kwargs, self._where(), lambda: Lift(self.room))
+            return registered.call(func, args, kwargs, self._where(), lambda: LiftMode(self.room))
         out = func(*args, **kwargs)
         if func is torch.autograd.grad:
             inner_gradients.note(self.room, args[1] if len(args) > 1 else kwargs["inputs"], out)
@@ -208,7 +208,7 @@ def _weaken(args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
 def _operands(tree: Any) -> Any:
     """A tree with what the trace in progress has for its tensors; the tree itself outside of one."""
     for mode in reversed(internals.function_modes()):
-        if isinstance(mode, Lift):
+        if isinstance(mode, LiftMode):
             return torch_pytree.tree_map(mode._natives, tree, is_leaf=is_placed)
     return tree
 

@@ -184,7 +184,7 @@ class Room:
         if isinstance(base, internals.FakeTensor) and base.fake_mode is self.fakes:
             return True
         # The tracer burns constants in, as it does this trace's own. Whatever else is wrapped is so by
-        # levels around the trace, or gone ones: those that open inside are given operands (`Lift`).
+        # levels around the trace, or gone ones: those that open inside are given operands (`LiftMode`).
         return id(base) in self.constants
 
     def lift(self, value: Any) -> torch.Tensor:

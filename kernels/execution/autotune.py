@@ -21,7 +21,7 @@ from torchard.functional.programs.tags import VAL
 from torchard.kernels.execution import rank_consensus as settle
 from torchard.kernels.execution.blocked import RowLayout, blocked
 from torchard.kernels.execution.compiled import compiled, writing
-from torchard.kernels.execution.optional_backends import Given, Imported, implementation
+from torchard.kernels.execution.optional_backends import Backend, Imported, implementation
 from torchard.kernels.terms.dims import Dims
 
 __all__ = ["COMPILERS", "Choice"]
@@ -130,7 +130,7 @@ class Choice(ABC):
             return run, label + given.note
         return run, given.name + given.note
 
-    def _failure(self, given: Given, tensors: Tensors) -> str:
+    def _failure(self, given: Backend, tensors: Tensors) -> str:
         """What there is to say if what is given does not run on these, and may be done without."""
         if given.run is None:
             return ""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Given", "Imported", "implementation", "triton"]
+__all__ = ["Backend", "Imported", "implementation", "triton"]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def triton(module: str, name: str) -> Imported:
 
 
 @dataclass(frozen=True)
-class Given:
+class Backend:
     """What runs a kernel on a device; None if it is to be compiled.
 
     Attributes:
@@ -57,7 +57,7 @@ class Given:
 
 def implementation(
     implementations: Mapping[str, Callable[..., Any] | Imported], device: str
-) -> Given:
+) -> Backend:
     """The one for a type of device, or else the one for any, of those whose packages are here."""
     note = ""
     for place in (device, "any"):
@@ -65,8 +65,8 @@ def implementation(
         if isinstance(given, Imported):
             run = given.load()
             if run is not None:
-                return Given(run, given.package, note, imported=True)
+                return Backend(run, given.package, note, imported=True)
             note = f" (no {given.package})"
         elif given is not None:
-            return Given(given, device if place == device else "kernel", note)
-    return Given(None, note=note)
+            return Backend(given, device if place == device else "kernel", note)
+    return Backend(None, note=note)

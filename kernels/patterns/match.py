@@ -20,11 +20,11 @@ from torchard.kernels.patterns.pattern import Alternative, Pattern
 from torchard.kernels.patterns.similarity import spoken
 from torchard.kernels.patterns.skeleton import Skeleton
 from torchard.kernels.patterns.unify import Binding, Unifier
-from torchard.kernels.patterns.verify import Found, Root, Verifier
+from torchard.kernels.patterns.verify import Occurrence, Root, Verifier
 from torchard.kernels.terms.reading import Reading, bare
 from torchard.kernels.terms.terms import Term
 
-__all__ = ["Finder", "Found", "Miss", "Root"]
+__all__ = ["Finder", "Miss", "Occurrence", "Root"]
 
 _COMBINATIONS = 48
 _PLACES = 512  # tried for the other outputs: those side by side multiply
@@ -69,13 +69,13 @@ class Finder:
         self.operations = reading.store.operations
         self.verifier = Verifier(reading, self.effort)
 
-    def find(self, pattern: Pattern, *, partly: bool = False) -> list[Found]:
+    def find(self, pattern: Pattern, *, partly: bool = False) -> list[Occurrence]:
         """All occurrences, by the place of their first root.
 
         Args:
             partly: some of the outputs are enough, as of gradients that nobody may want all of.
         """
-        found: dict[Any, Found] = {}
+        found: dict[Any, Occurrence] = {}
         self.effort.begin()
         try:
             for alternative in pattern.alternatives:
@@ -89,7 +89,7 @@ class Finder:
     def _place(self, term: Term) -> int:
         return self.reading.order[self.reading.nodes[term][0]]
 
-    def _alternative(self, alternative: Alternative, partly: bool) -> Iterator[Found]:
+    def _alternative(self, alternative: Alternative, partly: bool) -> Iterator[Occurrence]:
         seen: set[Any] = set()
         if not (self.thorough or alternative.skeleton.operations <= self.operations):
             return
@@ -99,7 +99,7 @@ class Finder:
 
     def _by_skeleton(
         self, alternative: Alternative, skeleton: Skeleton, partly: bool, seen: set[Any]
-    ) -> Iterator[Found]:
+    ) -> Iterator[Occurrence]:
         unifier = self.unifier(alternative, skeleton)
         firsts = _by_inputs(skeleton)
         # Of gradients, each that reads everything will do; another output says where the rest may be.
@@ -142,7 +142,7 @@ class Finder:
         first: int,
         term: Term,
         seen: Collection[Term] | None,
-    ) -> Found | None:
+    ) -> Occurrence | None:
         """By the first binding that gives all outputs, or the one that gives most.
 
         Args:

@@ -17,7 +17,7 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.kernels.terms.evaluate import evaluate
 from torchard.kernels.terms.reading import bare, inside
-from torchard.kernels.terms.terms import Store, Term, Value
+from torchard.kernels.terms.terms import Store, Term, TermValue
 
 __all__ = ["Course", "MatchPlan", "MatchStep", "is_firm"]
 
@@ -100,10 +100,10 @@ class MatchPlan:
         """The nodes whose value is inside of a result's as it is, not taken apart or cancelled."""
         kept = {term for term in inside([self._values[result].term]) if is_firm(term)}
         values = self._values.items()
-        return {n for n, value in values if isinstance(value, Value) and bare(value.term) in kept}
+        return {n for n, value in values if isinstance(value, TermValue) and bare(value.term) in kept}
 
     @cached_property
-    def _values(self) -> dict[fx.Node, Value]:
+    def _values(self) -> dict[fx.Node, TermValue]:
         """Of inputs of which nothing is known."""
         store = Store()
         vals = [VAL.of(node) for node in self.program.placeholders]

@@ -13,7 +13,7 @@ from torchard.kernels.terms.terms import Operand, Term, is_multiple
 __all__ = ["Likeness", "difference", "spoken"]
 
 _COMMUTES = ("dot", "maximum")
-Pair = tuple[Term, Term]
+TermPair = tuple[Term, Term]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class _Fit:
     """
 
     score: int = 0
-    parted: Pair | None = None
+    parted: TermPair | None = None
     parts: tuple[_Fit, ...] = ()
     facing: tuple[Term, ...] = ()
 
@@ -54,7 +54,7 @@ class Likeness:
         """How many of the pattern's operations there are."""
         return self._fit(p, t).score
 
-    def parting(self, p: Term, t: Term) -> Pair | None:
+    def parting(self, p: Term, t: Term) -> TermPair | None:
         """The first place at which they differ in an operation."""
         return next((fit.parted for fit in self._fit(p, t).all() if fit.parted), None)
 

@@ -14,7 +14,7 @@ from typing import Any
 from torchard.kernels.patterns.effort import Effort
 from torchard.kernels.patterns.skeleton import Skeleton
 from torchard.kernels.terms.reading import Reading, bare, operations
-from torchard.kernels.terms.terms import Operand, Term, Value, literal
+from torchard.kernels.terms.terms import Operand, Term, TermValue, literal
 
 __all__ = ["Binding", "Unifier"]
 
@@ -258,7 +258,7 @@ class Unifier:
         """Several operands of a sum or product as one term, if the program has that value."""
         store = self.reading.store
         shape = (*t.sizes, *t.reduced)
-        parts = [(t.numbers[k], Value(term, access)) for k, (term, access) in theirs]
+        parts = [(t.numbers[k], TermValue(term, access)) for k, (term, access) in theirs]
         make = store.add if t.op == "sum" else store.multiply
         found = make(parts, shape, t.dtype).term
         known = found in self.reading.nodes or found in self.reading.multiples
@@ -295,7 +295,7 @@ class Unifier:
             if known is not None and known.target is not node.target:
                 continue
             values = [self.reading.values[n] for n in node.all_input_nodes]
-            operands = [v.term for v in values if isinstance(v, Value) and literal(v) is None]
+            operands = [v.term for v in values if isinstance(v, TermValue) and literal(v) is None]
             if len(operands) != len(p.operands):
                 continue
             bound = replace(b, nodes={**b.nodes, place: node})

@@ -24,9 +24,9 @@ from torchard.kernels.terms.access import Access
 from torchard.kernels.terms.dims import Dims
 from torchard.kernels.terms.evaluate import evaluate, value_of
 from torchard.kernels.terms.reading import Reading, bare
-from torchard.kernels.terms.terms import Term, Value, through
+from torchard.kernels.terms.terms import Term, TermValue, through
 
-__all__ = ["Found", "Root", "Verifier"]
+__all__ = ["Occurrence", "Root", "Verifier"]
 
 # Of one proposal: shapes its inputs may have, and inputs of those shapes that decide the first output.
 _SHAPES = 48
@@ -36,7 +36,7 @@ _TRIES = 1024
 
 Env = dict[fx.Node, Any]
 ShapeAndDtype = tuple[tuple[int, ...], torch.dtype]
-Options = Sequence[Sequence[Value]]
+Options = Sequence[Sequence[TermValue]]
 _Given = tuple[Options, tuple[tuple[str, Any], ...], tuple[Any, ...]]
 
 
@@ -52,13 +52,13 @@ class Root:
     """
 
     output: int
-    value: Value
+    value: TermValue
     term: Term
     rest: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
-class Found:
+class Occurrence:
     """An occurrence.
 
     Attributes:
@@ -68,7 +68,7 @@ class Found:
     """
 
     alternative: Alternative
-    inputs: tuple[Value, ...]
+    inputs: tuple[TermValue, ...]
     literals: tuple[tuple[str, Any], ...]
     operations: tuple[Any, ...]
     roots: tuple[Root, ...]
@@ -85,13 +85,13 @@ class Verifier:
         self.reading = reading
         self.effort = effort
         self.known = len(reading.store)  # terms made from now on are none of the program's
-        self._steps: dict[tuple[Value, int], Value | None] = {}
+        self._steps: dict[tuple[TermValue, int], TermValue | None] = {}
         self._tried: dict[Any, Env | None] = {}
         self._sums: dict[Term, Counter[tuple[Any, Term]]] = {}
 
     def verified(
         self, alternative: Alternative, first: int, term: Term, bound: Binding, partly: bool
-    ) -> Found | None:
+    ) -> Occurrence | None:
         """What a binding says, if one output is this term and the others are there, too.
 
         Args:
@@ -117,12 +117,12 @@ class Verifier:
                 roots = self._roots(values, first, term)
                 if partly or len(roots) == len(values):
                     inputs = tuple(env[n] for n in plan.program.placeholders)
-                    return Found(alternative, inputs, literals, operations, tuple(roots))
+                    return Occurrence(alternative, inputs, literals, operations, tuple(roots))
         return None
 
     def returned(
         self, alternative: Alternative, first: int, term: Term, bound: Binding
-    ) -> Value | None:
+    ) -> TermValue | None:
         """What an output would be by a binding that is not right; None where dims do not fit."""
         given = self._given(alternative, term, bound)
         if given is None:
@@ -137,7 +137,7 @@ class Verifier:
                 for values, spec in zip(options, specs, strict=True)
             ]
             env = evaluate(plan.program.graph, inputs, self.reading.store)
-            found: Value = env[plan.program.results[first]]
+            found: TermValue = env[plan.program.results[first]]
             return found
         return None
 
@@ -154,7 +154,9 @@ class Verifier:
         options = [[v for v in values if not self._too_late(v, term)] for values in options]
         return options, literals, operations
 
-    def follow(self, plan: MatchPlan, step: MatchStep, env: Env, chosen: tuple[Value, ...]) -> Env | None:
+    def follow(
+        self, plan: MatchPlan, step: MatchStep, env: Env, chosen: tuple[TermValue, ...]
+    ) -> Env | None:
         """What is known once an input is; None if that is nothing of the program's."""
         key = plan, step, chosen
         if key not in self._tried:
@@ -172,11 +174,11 @@ class Verifier:
                 return None
         return found
 
-    def _roots(self, values: Sequence[Value], first: int, term: Term) -> list[Root]:
+    def _roots(self, values: Sequence[TermValue], first: int, term: Term) -> list[Root]:
         """Which of the pattern's values the program has, the first of which it does."""
         found = [self.root(first, values[first], [term])]
         for j, value in enumerate(values):
-            if j != first and isinstance(value, Value):
+            if j != first and isinstance(value, TermValue):
                 exact = [value.term] if value.term in self.reading.nodes else []
                 sums = self.reading.by_op.get("sum", []) if value.term.op == "sum" else []
                 # A value of the forward does not come from what depends on a cotangent.
@@ -188,14 +190,14 @@ class Verifier:
         node = self.reading.nodes[term][0]
         return PHASE.get(node), node in self.reading.behind
 
-    def _too_late(self, value: Value, term: Term) -> bool:
+    def _too_late(self, value: TermValue, term: Term) -> bool:
         """Whether a value depends on a cotangent, and a term does not."""
         behind, nodes = self.reading.behind, self.reading.nodes
         return nodes[term][0] not in behind and any(
             n in behind for n in nodes.get(value.term, ())[:1]
         )
 
-    def root(self, output: int, value: Value, terms: Sequence[Term]) -> Root | None:
+    def root(self, output: int, value: TermValue, terms: Sequence[Term]) -> Root | None:
         """The first of some terms that a value is, or is a part of."""
         for term in terms:
             if value.term is term and any(map(value.is_reshape_of, self.reading.read_as(term))):
@@ -205,7 +207,7 @@ class Verifier:
                 return Root(output, value, term, rest)
         return None
 
-    def _rest(self, value: Value, term: Term) -> tuple[int, ...] | None:
+    def _rest(self, value: TermValue, term: Term) -> tuple[int, ...] | None:
         """The operands of a sum that are left if a value is a part of it."""
         part = value.term
         if part.op != "sum" or term.op != "sum" or len(part.operands) >= len(term.operands):
@@ -220,7 +222,7 @@ class Verifier:
         mine = value.access.reshaped(whole.shape)
         if mine is None:
             return None
-        wanted = [_read(Value(part, mine), k) for k in range(len(part.operands))]
+        wanted = [_read(TermValue(part, mine), k) for k in range(len(part.operands))]
         there = [_read(whole, k) for k in range(len(term.operands))]
         left = list(range(len(there)))
         for operand in wanted:
@@ -237,12 +239,12 @@ class Verifier:
             self._sums[term] = Counter(zip(term.numbers, operands, strict=False))
         return self._sums[term]
 
-    def _options(self, node: fx.Node, bound: Binding, i: int, turned: bool = False) -> list[Value]:
+    def _options(self, node: fx.Node, bound: Binding, i: int, turned: bool = False) -> list[TermValue]:
         """The values that an input may be: seen from the root, then as the program has them."""
         term = bound.inputs.get(i)
         if term is None:
             return []
-        found: dict[Value, None] = {}
+        found: dict[TermValue, None] = {}
         paths = sorted(bound.paths.get(i, ()), key=len)
         for end in dict.fromkeys(self._reached(self.reading.value(node), path) for path in paths):
             found.update(dict.fromkeys(_seen(end, turned)))
@@ -250,18 +252,18 @@ class Verifier:
         for inner in [*_inside(term), *self.reading.multiples.get(term, ())]:
             for value in self.reading.read_as(inner):
                 found[value] = None
-                found[Value(inner, _aligned(value.access))] = None
+                found[TermValue(inner, _aligned(value.access))] = None
                 if len(value.shape) == 2:
-                    found[Value(inner, value.access.permuted([1, 0]))] = None
+                    found[TermValue(inner, value.access.permuted([1, 0]))] = None
         usable = [
             v for v in found if v.term in self.reading.nodes or _from_biased(v.term, self.reading)
         ]
         # Of what is there before a cast and after it, what takes fewer bytes to read.
         return sorted(usable, key=lambda value: value.dtype.itemsize)
 
-    def _reached(self, value: Value, path: Path) -> Value | None:
+    def _reached(self, value: TermValue, path: Path) -> TermValue | None:
         """From a value operand by operand. Paths are many, and most of what they lead over the same."""
-        found: Value | None = value
+        found: TermValue | None = value
         for k in path:
             if found is None:
                 return None
@@ -293,7 +295,7 @@ class _Trial:
         self.course = plan.course(first)
 
     def decided(
-        self, at: int = 0, env: Env | None = None, chosen: tuple[Value, ...] = ()
+        self, at: int = 0, env: Env | None = None, chosen: tuple[TermValue, ...] = ()
     ) -> Iterator[Env]:
         """The values of all nodes, in every way in which the first output is the term."""
         env = env or {}
@@ -314,7 +316,7 @@ class _Trial:
         return self.verifier.root(self.first, value, [self.term]) is not None
 
 
-def spec_of(value: Value) -> ShapeAndDtype:
+def spec_of(value: TermValue) -> ShapeAndDtype:
     return tuple(value.shape), value.dtype
 
 
@@ -356,7 +358,7 @@ def _inside(term: Term) -> Iterator[Term]:
         yield term
 
 
-def _read(value: Value, k: int) -> tuple[Any, ...] | None:
+def _read(value: TermValue, k: int) -> tuple[Any, ...] | None:
     """An operand of a sum: how often which term, read how."""
     found = through(value, k)
     if found is None:
@@ -364,7 +366,7 @@ def _read(value: Value, k: int) -> tuple[Any, ...] | None:
     return value.term.numbers[k], found.term, found.access
 
 
-def _seen(found: Value | None, turned: bool) -> Iterator[Value]:
+def _seen(found: TermValue | None, turned: bool) -> Iterator[TermValue]:
     """What is reached from a value, in the dims of the value, cast or not.
 
     Args:
@@ -374,11 +376,11 @@ def _seen(found: Value | None, turned: bool) -> Iterator[Value]:
         dims = found.access.dims
         if turned:
             matrix = tuple(d for d in dims if d[1])
-            yield Value(found.term, Access((*matrix[-1:], *matrix[:-1]), found.access.offset))
+            yield TermValue(found.term, Access((*matrix[-1:], *matrix[:-1]), found.access.offset))
         if all(stride or size == 1 for size, stride in dims):
             yield found
-        yield Value(found.term, _aligned(found.access))
-        yield Value(found.term, Access(tuple(d for d in dims if d[1]), found.access.offset))
+        yield TermValue(found.term, _aligned(found.access))
+        yield TermValue(found.term, Access(tuple(d for d in dims if d[1]), found.access.offset))
         found = through(found) if bare(found.term) is not found.term else None
 
 

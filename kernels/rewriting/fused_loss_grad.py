@@ -27,7 +27,7 @@ from torchard.kernels.execution.autotune import Choice
 from torchard.kernels.execution.optional_backends import implementation
 from torchard.kernels.patterns.gradient import RESULT
 from torchard.kernels.patterns.kernel import Kernel
-from torchard.kernels.patterns.match import Found
+from torchard.kernels.patterns.match import Occurrence
 from torchard.kernels.rewriting.region import KernelRegion
 
 __all__ = ["Pair", "let_go_of_losses"]
@@ -40,7 +40,7 @@ class Pair:
         found: both as one, the inputs of the first in front; None if they do not go together.
     """
 
-    def __init__(self, kernel: Kernel, forward: Found, backward: Found) -> None:
+    def __init__(self, kernel: Kernel, forward: Occurrence, backward: Occurrence) -> None:
         self.kernel, self.members = kernel, (forward, backward)
         self.positions: list[int] = []
         self.found = self._merged()
@@ -49,7 +49,7 @@ class Pair:
     def name(self) -> str:
         return f"{self.kernel.name}_with_backward"
 
-    def _merged(self) -> Found | None:
+    def _merged(self) -> Occurrence | None:
         forward, backward = self.members
         if forward.literals != backward.literals or not all(map(_complete, self.members)):
             return None
@@ -118,7 +118,7 @@ class _Both(Choice):
         return *results, *several(self.backward.reference(*read))
 
 
-def _complete(found: Found) -> bool:
+def _complete(found: Occurrence) -> bool:
     """Whether all of its outputs were found, in order, each as a value of its own."""
     outputs = range(len(found.alternative.skeleton.roots))
     return [root.output for root in found.roots] == list(outputs) and not any(

@@ -21,7 +21,7 @@ from torchard.kernels.patterns.pattern import Alternative
 from torchard.kernels.patterns.similarity import Likeness, difference, spoken
 from torchard.kernels.rewriting.report import Missed
 from torchard.kernels.terms.reading import Reading, bare
-from torchard.kernels.terms.terms import Term, Value
+from torchard.kernels.terms.terms import Term, TermValue
 
 __all__ = ["Misses"]
 
@@ -126,7 +126,7 @@ class _Near:
 
         def ending(node: fx.Node) -> bool:
             value = values.get(node)
-            return isinstance(value, Value) and bare(value.term) in ends
+            return isinstance(value, TermValue) and bare(value.term) in ends
 
         found, todo = {self.node}, [self.node]
         while todo:

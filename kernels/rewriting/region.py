@@ -14,7 +14,7 @@ from torchard.functional.programs.program import Program
 from torchard.kernels.execution.autotune import Choice
 from torchard.kernels.patterns.gradient import RESULT
 from torchard.kernels.patterns.kernel import Implementations, Kernel
-from torchard.kernels.patterns.match import Found
+from torchard.kernels.patterns.match import Occurrence
 from torchard.kernels.patterns.pattern import Pattern
 from torchard.kernels.terms.reading import Reading
 
@@ -24,7 +24,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def fused_of(
-    kernel: Kernel, found: Found, compiler: str, reading: Reading
+    kernel: Kernel, found: Occurrence, compiler: str, reading: Reading
 ) -> tuple[Fused, UserString]:
     """What the node calls, and how it runs: said anew once that is chosen."""
     region = KernelRegion(kernel, found, compiler)
@@ -44,7 +44,7 @@ class KernelRegion(Choice):
         compiler: of what has no implementation.
     """
 
-    def __init__(self, kernel: Kernel, found: Found, compiler: str) -> None:
+    def __init__(self, kernel: Kernel, found: Occurrence, compiler: str) -> None:
         super().__init__()
         self.kernel, self.found, self.compiler = kernel, found, compiler
         self.name, self.implementations = kernel.name, implementations_of(kernel, found.pattern)

@@ -19,11 +19,11 @@ from torchard.functional.programs.tagging import Tags, inherit, put, stand_for
 from torchard.functional.programs.tags import SEGMENTS, VAL
 from torchard.functional.programs.views import is_view
 from torchard.functional.torch_internals.operators import aten
-from torchard.kernels.patterns.match import Found, Root
+from torchard.kernels.patterns.match import Occurrence, Root
 from torchard.kernels.rewriting.memory_traffic import moved, moves_nothing, size_of
 from torchard.kernels.terms.access import Access
 from torchard.kernels.terms.reading import Reading
-from torchard.kernels.terms.terms import Term, Value, through
+from torchard.kernels.terms.terms import Term, TermValue, through
 
 __all__ = ["REPLACED", "Part", "Replacement", "Replacer"]
 
@@ -42,10 +42,10 @@ class Part:
         before, after: bytes moved, by what is gone and by the kernel.
     """
 
-    found: Found
+    found: Occurrence
     sources: list[fx.Node | None]
     roots: list[list[fx.Node]]
-    rests: list[list[tuple[fx.Node, Value, float]]]
+    rests: list[list[tuple[fx.Node, TermValue, float]]]
     gone: set[fx.Node] = field(default_factory=set)
     before: int = 0
     after: int = 0
@@ -110,7 +110,7 @@ class Replacer:
 
     # -- planning -----------------------------------------------------------------------------
 
-    def plan(self, founds: Sequence[Found]) -> Replacement:
+    def plan(self, founds: Sequence[Occurrence]) -> Replacement:
         """What would be done."""
         plan = Replacement([])
         for found in founds:
@@ -132,7 +132,7 @@ class Replacer:
         plan.refused = self._refusal(plan, set(roots))
         return plan
 
-    def _part(self, plan: Replacement, found: Found) -> str:
+    def _part(self, plan: Replacement, found: Occurrence) -> str:
         """Add an occurrence to a plan; or why not."""
         given = {value.term for value in found.inputs}
         made = [(root, self._makers(root.term, root.term in given)) for root in found.roots]
@@ -156,7 +156,7 @@ class Replacer:
         plan.parts.append(Part(found, sources, roots, rests))
         return ""
 
-    def _makeable(self, value: Value, after: set[fx.Node]) -> bool:
+    def _makeable(self, value: TermValue, after: set[fx.Node]) -> bool:
         """Whether it is a product that can be had from a biased one."""
         node = self.reading.products.get(value.term)
         return node is not None and after.isdisjoint(node.all_input_nodes[-2:])
@@ -212,7 +212,7 @@ class Replacer:
                     todo.append(user)
         return found
 
-    def _source(self, value: Value, after: set[fx.Node]) -> fx.Node | None:
+    def _source(self, value: TermValue, after: set[fx.Node]) -> fx.Node | None:
         """The node that a value is best had from."""
         nodes = [
             n
@@ -225,7 +225,7 @@ class Replacer:
         shaped = [n for n in nodes if value.is_reshape_of(self.reading.value(n))]
         return (as_is or shaped or nodes)[0]
 
-    def _rest(self, root: Root, after: set[fx.Node]) -> list[tuple[fx.Node, Value, float]] | None:
+    def _rest(self, root: Root, after: set[fx.Node]) -> list[tuple[fx.Node, TermValue, float]] | None:
         """What is added to the kernel's result: nodes, how they are read, and factors."""
         if not root.rest:
             return []
@@ -300,7 +300,7 @@ class Replacer:
         """Let go of what a plan leaves behind."""
         self._sweep(node for part in plan.parts for node in part.makers)
 
-    def _operand(self, node: fx.Node | None, value: Value, like: fx.Node) -> fx.Node:
+    def _operand(self, node: fx.Node | None, value: TermValue, like: fx.Node) -> fx.Node:
         if node is not None:
             node = self.turned.get(node, node)
             return self._viewed(node, self.reading.value(node), value, like)
@@ -319,7 +319,7 @@ class Replacer:
         self.reading.nodes[term].insert(0, made)
         return made
 
-    def _viewed(self, node: fx.Node, have: Value, want: Value, like: fx.Node) -> fx.Node:
+    def _viewed(self, node: fx.Node, have: TermValue, want: TermValue, like: fx.Node) -> fx.Node:
         """A node's value, read in another way."""
         if have.access == want.access:
             return node
@@ -328,7 +328,7 @@ class Replacer:
         node = self._buffer(node, have, like)
         return self._read(node, want.access, want.term.sizes, like)
 
-    def _buffer(self, node: fx.Node, have: Value, like: fx.Node) -> fx.Node:
+    def _buffer(self, node: fx.Node, have: TermValue, like: fx.Node) -> fx.Node:
         """The whole buffer of a node's term, in order."""
         order = sorted(range(len(have.shape)), key=lambda d: -have.access.dims[d][1])
         order = [d for d in order if have.access.dims[d][1]] + [
@@ -378,7 +378,7 @@ class Replacer:
             node = self._call(aten.expand.default, (node, shape), like)
         return node
 
-    def _results(self, node: fx.Node, found: Found, like: fx.Node) -> list[fx.Node]:
+    def _results(self, node: fx.Node, found: Occurrence, like: fx.Node) -> list[fx.Node]:
         """The kernel's results, in the order of the roots."""
         if not isinstance(VAL.of(node), tuple):
             return [node]
@@ -404,10 +404,10 @@ class Replacer:
 
     def _summed(
         self,
-        rest: list[tuple[fx.Node, Value, float]],
+        rest: list[tuple[fx.Node, TermValue, float]],
         root: Root,
         result: fx.Node,
-        whole: Value,
+        whole: TermValue,
         like: fx.Node,
     ) -> fx.Node:
         """The sum that a result is a part of, in the dims in which its parts were told apart."""
@@ -454,5 +454,5 @@ class Replacer:
             self.erased.add(node)
 
 
-def _bytes(value: Value) -> int:
+def _bytes(value: TermValue) -> int:
     return value.access.distinct * value.dtype.itemsize

@@ -17,7 +17,7 @@ from torchard.functional.programs.tags import KERNEL, PHASE, SEGMENTS, SOURCE, U
 from torchard.kernels.execution.buffers import is_large
 from torchard.kernels.patterns.gradient import RESULT
 from torchard.kernels.patterns.kernel import KERNELS, Kernel
-from torchard.kernels.patterns.match import Finder, Found
+from torchard.kernels.patterns.match import Finder, Occurrence
 from torchard.kernels.rewriting.fused_loss_grad import Pair
 from torchard.kernels.rewriting.near_misses import Misses
 from torchard.kernels.rewriting.post_passes import in_any_layout, in_order
@@ -35,7 +35,7 @@ _PATIENCE = 20
 class Group:
     """Occurrences that are replaced together: of a kernel, and of its gradients."""
 
-    members: list[tuple[Any, Found]]
+    members: list[tuple[Any, Occurrence]]
     differentiated: bool = False
     plan: Replacement = field(default_factory=lambda: Replacement([]))
 
@@ -92,9 +92,9 @@ class Search:
         found.sort(key=lambda group: (-group.plan.operations, group.plan.after - group.plan.before))
         return found
 
-    def _occurrences(self, kernel: Kernel, partly: bool) -> list[Found]:
+    def _occurrences(self, kernel: Kernel, partly: bool) -> list[Occurrence]:
         """By all of its references, each once."""
-        found: dict[Any, Found] = {}
+        found: dict[Any, Occurrence] = {}
         for pattern in kernel.patterns:
             for one in self.finder.find(pattern, partly=partly):
                 found.setdefault(frozenset(root.term for root in one.roots), one)
@@ -252,7 +252,7 @@ def _large_on_cpu(node: fx.Node) -> bool:
     return isinstance(val, torch.Tensor) and val.device.type == "cpu" and is_large(val)
 
 
-def _is_gradient(gradient: Found, of: Found) -> bool:
+def _is_gradient(gradient: Occurrence, of: Occurrence) -> bool:
     """Whether one is the gradient of the other: of the same inputs and outputs."""
     known = dict(zip(of.pattern.inputs, (value.term for value in of.inputs), strict=True))
     known |= {f"{RESULT}{root.output}": root.value.term for root in of.roots}

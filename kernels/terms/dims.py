@@ -11,7 +11,7 @@ import torch
 from torchard.functional.core.axis_expressions import (
     AxisExpression,
     AxisExpressionError,
-    Operand,
+    OperandExpression,
     parse,
 )
 from torchard.functional.core.errors import PatternError
@@ -134,7 +134,7 @@ def _read(text: AxisExpression, inputs: int) -> Dims:
     if results is None:
         text.fail(len(text.text), "'->' and the outputs are expected here")
     # One array without dims is written as nothing.
-    nothing = (Operand((), None, 0),)
+    nothing = (OperandExpression((), None, 0),)
     operands, results = text.operands or nothing, results or nothing
     if len(operands) != inputs:
         text.fail(operands[min(inputs, len(operands) - 1)], f"{len(operands)} inputs, not {inputs}")
@@ -152,14 +152,14 @@ def _read(text: AxisExpression, inputs: int) -> Dims:
     return Dims(text.text, tuple(given), tuple(made), dtypes, _whole(text, {*sum(given + made, ())}))
 
 
-def _names(text: AxisExpression, operand: Operand) -> Names:
+def _names(text: AxisExpression, operand: OperandExpression) -> Names:
     for dim in operand.dims:
         if len(dim.axes) > 1 or any(a.size is not None and not a.name.isdecimal() for a in dim.axes):
             text.fail(dim, "a dim of a pattern is a name, a number or '...'")
     return tuple(dim.name for dim in operand.dims)
 
 
-def _dtype(text: AxisExpression, operand: Operand) -> torch.dtype:
+def _dtype(text: AxisExpression, operand: OperandExpression) -> torch.dtype:
     if operand.dtype is None:
         return torch.float32
     found = getattr(torch, operand.dtype.text, None)

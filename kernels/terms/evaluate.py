@@ -19,11 +19,11 @@ from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_view
 from torchard.functional.torch_internals.operators import aten, prims
 from torchard.kernels.terms.composites import is_composite, taken_apart
-from torchard.kernels.terms.terms import Store, Value
+from torchard.kernels.terms.terms import Store, TermValue
 
 __all__ = ["EvaluatedCall", "evaluate", "register", "value_of"]
 
-Found = Any  # a Value, a tuple of them, or None
+Found = Any  # a TermValue, a tuple of them, or None
 
 
 class EvaluatedCall:
@@ -56,9 +56,9 @@ class EvaluatedCall:
             return self.args[position]
         return self.kwargs.get(name, default)
 
-    def tensors(self) -> list[Value]:
+    def tensors(self) -> list[TermValue]:
         """All operands, in order."""
-        return [v for v in _leaves((self.args, self.kwargs)) if isinstance(v, Value)]
+        return [v for v in _leaves((self.args, self.kwargs)) if isinstance(v, TermValue)]
 
     def literals(self) -> Hashable:
         """What is said besides operands."""
@@ -77,7 +77,7 @@ def _leaves(value: Any) -> Iterable[Any]:
 
 
 def _frozen(value: Any) -> Hashable:
-    if isinstance(value, Value):
+    if isinstance(value, TermValue):
         return "value"
     if isinstance(value, (tuple, list)):
         return tuple(_frozen(item) for item in value)
@@ -102,7 +102,7 @@ def register(*targets: Any) -> Callable[[EvaluationRule], EvaluationRule]:
 
 def evaluate(
     graph: fx.Graph,
-    inputs: Sequence[Value],
+    inputs: Sequence[TermValue],
     store: Store,
     *,
     sharing: bool = False,
@@ -130,7 +130,7 @@ def evaluate(
 
 
 def _share(store: Store, node: fx.Node, found: Found) -> None:
-    if isinstance(found, Value) and found.term.op == "sum" and _readers(node) > 1:
+    if isinstance(found, TermValue) and found.term.op == "sum" and _readers(node) > 1:
         store.shared.add(found.term)
 
 
@@ -215,7 +215,7 @@ def _composite(store: Store, call: EvaluatedCall) -> Found:
 def _reshape(store: Store, call: EvaluatedCall) -> Found:
     x = call.args[0]
     access = x.access.reshaped(call.shape)
-    return store.copy(x, call.shape) if access is None else Value(x.term, access)
+    return store.copy(x, call.shape) if access is None else TermValue(x.term, access)
 
 
 @register(aten.clone.default, aten.alias.default, aten.contiguous.default, aten.detach.default)
@@ -227,7 +227,7 @@ def _same(store: Store, call: EvaluatedCall) -> Found:
 def _permute(store: Store, call: EvaluatedCall) -> Found:
     x = call.args[0]
     order = [d % len(x.shape) for d in call.args[1]]
-    return Value(x.term, x.access.permuted(order))
+    return TermValue(x.term, x.access.permuted(order))
 
 
 @register(aten.t.default, aten.transpose.int)
@@ -237,19 +237,19 @@ def _transpose(store: Store, call: EvaluatedCall) -> Found:
     a, b = (call.args[1:] if len(call.args) > 1 else (0, 1)) if order[1:] else (0, 0)
     if order:
         order[a], order[b] = order[b], order[a]
-    return Value(x.term, x.access.permuted(order))
+    return TermValue(x.term, x.access.permuted(order))
 
 
 @register(aten.expand.default)
 def _expand(store: Store, call: EvaluatedCall) -> Found:
     x = call.args[0]
-    return Value(x.term, x.access.expanded(call.shape))
+    return TermValue(x.term, x.access.expanded(call.shape))
 
 
 @register(aten.unsqueeze.default)
 def _unsqueeze(store: Store, call: EvaluatedCall) -> Found:
     x, dim = call.args[:2]
-    return Value(x.term, x.access.unsqueezed(dim % (len(x.shape) + 1)))
+    return TermValue(x.term, x.access.unsqueezed(dim % (len(x.shape) + 1)))
 
 
 @register(aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default)
@@ -257,7 +257,7 @@ def _squeeze(store: Store, call: EvaluatedCall) -> Found:
     x = call.args[0]
     dims = call.arg(1, "dim", range(len(x.shape)))
     dims = [dims] if isinstance(dims, int) else dims
-    return Value(x.term, x.access.squeezed([d % max(len(x.shape), 1) for d in dims]))
+    return TermValue(x.term, x.access.squeezed([d % max(len(x.shape), 1) for d in dims]))
 
 
 @register(aten.slice.Tensor)
@@ -267,13 +267,13 @@ def _slice(store: Store, call: EvaluatedCall) -> Found:
     start, stop, step = slice(
         call.arg(2, "start"), call.arg(3, "end"), call.arg(4, "step", 1)
     ).indices(x.shape[dim])
-    return Value(x.term, x.access.sliced(dim, start, stop, step))
+    return TermValue(x.term, x.access.sliced(dim, start, stop, step))
 
 
 @register(aten.select.int)
 def _select(store: Store, call: EvaluatedCall) -> Found:
     x, dim, index = call.args[:3]
-    return Value(x.term, x.access.selected(dim % len(x.shape), index))
+    return TermValue(x.term, x.access.selected(dim % len(x.shape), index))
 
 
 @register(aten.split.Tensor, aten.split_with_sizes.default)
@@ -283,7 +283,7 @@ def _split(store: Store, call: EvaluatedCall) -> Found:
     found, start = [], 0
     for val in call.val:
         stop = start + val.shape[dim]
-        found.append(Value(x.term, x.access.sliced(dim, start, stop)))
+        found.append(TermValue(x.term, x.access.sliced(dim, start, stop)))
         start = stop
     return tuple(found)
 
@@ -292,7 +292,7 @@ def _split(store: Store, call: EvaluatedCall) -> Found:
 def _unbind(store: Store, call: EvaluatedCall) -> Found:
     x = call.args[0]
     dim = call.arg(1, "dim", 0) % len(x.shape)
-    return tuple(Value(x.term, x.access.selected(dim, i)) for i in range(len(call.val)))
+    return tuple(TermValue(x.term, x.access.selected(dim, i)) for i in range(len(call.val)))
 
 
 # -- creation and casts ---------------------------------------------------------------------------
@@ -333,7 +333,7 @@ def _cast(store: Store, call: EvaluatedCall) -> Found:
 
 
 def _as(store: Store, call: EvaluatedCall, part: Any) -> Any:
-    return store.cast(part, call.dtype) if isinstance(part, Value) else part
+    return store.cast(part, call.dtype) if isinstance(part, TermValue) else part
 
 
 def _floats(call: EvaluatedCall) -> bool:
@@ -394,7 +394,7 @@ def _at_least(store: Store, call: EvaluatedCall) -> Found:
     low = call.arg(1, "min", 0 if call.node.target is aten.relu.default else None)
     if low is None or call.arg(2, "max") is not None:
         return NotImplemented
-    if not isinstance(low, Value):
+    if not isinstance(low, TermValue):
         low = store.constant(low, call.shape, call.dtype)
     parts = sorted(
         (_as(store, call, call.args[0]), low), key=lambda v: (v.term.id, v.access.offset)
@@ -405,7 +405,7 @@ def _at_least(store: Store, call: EvaluatedCall) -> Found:
 @register(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 def _where(store: Store, call: EvaluatedCall) -> Found:
     given = [
-        _as(store, call, v) if isinstance(v, Value) else store.constant(v, call.shape, call.dtype)
+        _as(store, call, v) if isinstance(v, TermValue) else store.constant(v, call.shape, call.dtype)
         for v in call.args[1:3]
     ]
     return store.pointwise("where", [call.args[0], *given], (), call.shape, call.dtype)
@@ -414,7 +414,7 @@ def _where(store: Store, call: EvaluatedCall) -> Found:
 @register(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def _masked_fill(store: Store, call: EvaluatedCall) -> Found:
     x, mask, value = call.args[:3]
-    if isinstance(value, Value):
+    if isinstance(value, TermValue):
         value = _as(store, call, value)
     else:
         value = store.constant(value, call.shape, call.dtype)

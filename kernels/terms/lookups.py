@@ -8,7 +8,7 @@ from typing import Any
 
 from torchard.functional.torch_internals.operators import aten
 from torchard.kernels.terms.evaluate import EvaluatedCall, register
-from torchard.kernels.terms.terms import Store, Value
+from torchard.kernels.terms.terms import Store, TermValue
 
 __all__: list[str] = []
 
@@ -26,7 +26,7 @@ def _scatter_add(store: Store, call: EvaluatedCall) -> Any:
 
 
 def _by_rows(
-    store: Store, call: EvaluatedCall, op: str, x: Value, dim: int, more: Sequence[Value]
+    store: Store, call: EvaluatedCall, op: str, x: TermValue, dim: int, more: Sequence[TermValue]
 ) -> Any:
     if not x.shape:
         return NotImplemented
@@ -42,11 +42,11 @@ def _by_rows(
     access = found.access.reshaped(turned)
     assert access is not None  # it lies in order
     back = sorted(range(len(order)), key=order.__getitem__)
-    return Value(found.term, access.permuted(back))
+    return TermValue(found.term, access.permuted(back))
 
 
-def _rows(value: Value, order: Sequence[int]) -> Value | None:
+def _rows(value: TermValue, order: Sequence[int]) -> TermValue | None:
     """Of two dims, the last as it is; None where strides do not do it."""
     turned = value.access.permuted(order)
     access = turned.reshaped([math.prod(turned.shape[:-1]), turned.shape[-1]])
-    return None if access is None else Value(value.term, access)
+    return None if access is None else TermValue(value.term, access)

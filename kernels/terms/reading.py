@@ -14,7 +14,7 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import PHASE, VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.kernels.terms.evaluate import evaluate
-from torchard.kernels.terms.terms import Store, Term, Value, is_multiple, literal
+from torchard.kernels.terms.terms import Store, Term, TermValue, is_multiple, literal
 
 __all__ = ["Reading", "bare", "inside", "operations"]
 
@@ -90,7 +90,7 @@ class Reading:
         self.by_op: dict[Any, list[Term]] = defaultdict(list)
         self.order = {node: i for i, node in enumerate(program.graph.nodes)}
         for node, value in found.items():
-            if isinstance(value, Value) and literal(value) is None:
+            if isinstance(value, TermValue) and literal(value) is None:
                 if value.term not in self.nodes:
                     self.by_op[bare(value.term).op].append(value.term)
                 self.nodes[value.term].append(node)
@@ -127,9 +127,9 @@ class Reading:
                 found.setdefault(term, node)
         return found
 
-    def value(self, node: fx.Node) -> Value:
+    def value(self, node: fx.Node) -> TermValue:
         """Of a node with one result."""
-        found: Value = self.values[node]
+        found: TermValue = self.values[node]
         return found
 
     def may_be(self, term: Term, needed: Sequence[frozenset[Any]]) -> bool:
@@ -166,6 +166,6 @@ class Reading:
                 found[bare(operand)][term] = None
         return {term: list(terms) for term, terms in found.items()}
 
-    def read_as(self, term: Term) -> list[Value]:
+    def read_as(self, term: Term) -> list[TermValue]:
         """How the program's nodes read a term."""
         return list(dict.fromkeys(self.value(node) for node in self.nodes.get(term, ())))

@@ -25,7 +25,7 @@ __all__ = [
     "Operand",
     "Store",
     "Term",
-    "Value",
+    "TermValue",
     "is_multiple",
     "literal",
     "number",
@@ -72,7 +72,7 @@ Operand = tuple[Term, Access]
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class TermValue:
     """A term as a tensor reads it."""
 
     term: Term
@@ -86,7 +86,7 @@ class Value:
     def dtype(self) -> torch.dtype:
         return self.term.dtype
 
-    def is_reshape_of(self, other: Value) -> bool:
+    def is_reshape_of(self, other: TermValue) -> bool:
         """Whether the other's elements in order are this one's in order."""
         return self.term is other.term and (
             self == other or self.access.reshaped(other.shape) == other.access
@@ -146,45 +146,45 @@ class Store:
 
     # -- leaves -------------------------------------------------------------------------------
 
-    def leaf(self, label: Hashable, shape: Sequence[int], dtype: torch.dtype) -> Value:
+    def leaf(self, label: Hashable, shape: Sequence[int], dtype: torch.dtype) -> TermValue:
         """A value nothing is known of."""
         shape = tuple(shape)
-        return Value(self.term("input", dtype, shape, numbers=(label,)), contiguous(shape))
+        return TermValue(self.term("input", dtype, shape, numbers=(label,)), contiguous(shape))
 
-    def constant(self, value: Number, shape: Sequence[int], dtype: torch.dtype) -> Value:
+    def constant(self, value: Number, shape: Sequence[int], dtype: torch.dtype) -> TermValue:
         """One number everywhere."""
         term = self.term("constant", dtype, (), numbers=(number(value, dtype),))
-        return Value(term, Access(()).expanded(tuple(shape)))
+        return TermValue(term, Access(()).expanded(tuple(shape)))
 
     def opaque(
         self,
         op: Any,
-        values: Sequence[Value],
+        values: Sequence[TermValue],
         literals: Hashable,
         shape: Sequence[int],
         dtype: torch.dtype,
-    ) -> Value:
+    ) -> TermValue:
         """An operation of which only equality is known."""
         operands = [(v.term, v.access) for v in values]
-        return Value(self.term(op, dtype, shape, operands, (literals,)), contiguous(shape))
+        return TermValue(self.term(op, dtype, shape, operands, (literals,)), contiguous(shape))
 
     # -- arithmetic ---------------------------------------------------------------------------
 
     def add(
         self,
-        parts: Sequence[tuple[float, Value | Number]],
+        parts: Sequence[tuple[float, TermValue | Number]],
         shape: Sequence[int],
         dtype: torch.dtype,
-    ) -> Value:
+    ) -> TermValue:
         """A sum of multiples, in this shape."""
         constant: float = 0
-        kept: list[tuple[float, Value]] = []
+        kept: list[tuple[float, TermValue]] = []
         for factor, part in parts:
             known = literal(part)
             if known is not None:
                 constant += factor * known
             else:
-                assert isinstance(part, Value)
+                assert isinstance(part, TermValue)
                 kept.append((factor, part))
         if not kept:
             return self.constant(constant, shape, dtype)
@@ -198,12 +198,12 @@ class Store:
 
     def _sum(
         self,
-        parts: Sequence[tuple[float, Value]],
+        parts: Sequence[tuple[float, TermValue]],
         constant: float,
         shape: Sequence[int],
         dtype: torch.dtype,
         flat: bool,
-    ) -> Value:
+    ) -> TermValue:
         nest = Nest(shape, [(v.term, v.access.expanded(shape)) for _, v in parts])
         factors = [factor for factor, _ in parts]
         k = 0
@@ -225,29 +225,29 @@ class Store:
         if len(factors) == 1 and factors[0] == 1 and constant == 0:
             ((term, access),) = form.operands
             if _in_order(term, access) and term.dtype == dtype:
-                return Value(term, form.result)
+                return TermValue(term, form.result)
         numbers = [number(n, dtype) for n in (*factors, constant)]
-        return Value(self.term("sum", dtype, form.sizes, form.operands, numbers), form.result)
+        return TermValue(self.term("sum", dtype, form.sizes, form.operands, numbers), form.result)
 
-    def scale(self, value: Value, factor: float) -> Value:
+    def scale(self, value: TermValue, factor: float) -> TermValue:
         """A multiple."""
         return value if factor == 1 else self.add([(factor, value)], value.shape, value.dtype)
 
     def multiply(
         self,
-        parts: Sequence[tuple[float, Value | Number]],
+        parts: Sequence[tuple[float, TermValue | Number]],
         shape: Sequence[int],
         dtype: torch.dtype,
-    ) -> Value:
+    ) -> TermValue:
         """A product of powers, in this shape."""
         factor: float = 1
-        kept: list[tuple[float, Value]] = []
+        kept: list[tuple[float, TermValue]] = []
         for exponent, part in parts:
             known = literal(part)
             if known is not None:
                 factor *= _power(known, exponent)
                 continue
-            assert isinstance(part, Value)
+            assert isinstance(part, TermValue)
             outer, inner = unscaled(part)
             if outer != 1 and not (outer < 0 and exponent != int(exponent)):
                 factor *= _power(outer, exponent)
@@ -266,11 +266,11 @@ class Store:
 
     def _product(
         self,
-        parts: Sequence[tuple[float, Value]],
+        parts: Sequence[tuple[float, TermValue]],
         shape: Sequence[int],
         dtype: torch.dtype,
         flat: bool,
-    ) -> Value:
+    ) -> TermValue:
         nest = Nest(shape, [(v.term, v.access.expanded(shape)) for _, v in parts])
         exponents = [exponent for exponent, _ in parts]
         k = 0
@@ -286,25 +286,25 @@ class Store:
         if exponents == [1]:
             ((term, access),) = form.operands
             if _in_order(term, access) and term.dtype == dtype:
-                return Value(term, form.result)
+                return TermValue(term, form.result)
         numbers = [number(n, dtype) for n in exponents]
-        return Value(self.term("product", dtype, form.sizes, form.operands, numbers), form.result)
+        return TermValue(self.term("product", dtype, form.sizes, form.operands, numbers), form.result)
 
     # -- other operations over loops ----------------------------------------------------------
 
     def pointwise(
         self,
         op: Any,
-        values: Sequence[Value],
+        values: Sequence[TermValue],
         literals: Hashable,
         shape: Sequence[int],
         dtype: torch.dtype,
-    ) -> Value:
+    ) -> TermValue:
         """An operation on elements."""
         form = Nest(shape, [(v.term, v.access.expanded(shape)) for v in values]).canonical()
-        return Value(self.term(op, dtype, form.sizes, form.operands, (literals,)), form.result)
+        return TermValue(self.term(op, dtype, form.sizes, form.operands, (literals,)), form.result)
 
-    def cast(self, value: Value, dtype: torch.dtype) -> Value:
+    def cast(self, value: TermValue, dtype: torch.dtype) -> TermValue:
         """In another dtype; back from a wider one is where it came from."""
         if value.dtype == dtype:
             return value
@@ -321,30 +321,30 @@ class Store:
         return self.pointwise("cast", [value], None, value.shape, dtype)
 
     def reduce(
-        self, name: str, value: Value, dims: Sequence[int], keepdim: bool, dtype: torch.dtype
-    ) -> Value:
+        self, name: str, value: TermValue, dims: Sequence[int], keepdim: bool, dtype: torch.dtype
+    ) -> TermValue:
         """Over dims: ``sum``, ``amax``, ``amin``, or another name."""
         rank = len(value.shape)
         gone = sorted({d % rank for d in dims}) if rank else []
         kept = [d for d in range(rank) if d not in gone]
         factor, inner = unscaled(value) if name == "sum" else (1.0, value)
         turned = inner.access.permuted([*kept, *gone])
-        form = self._reduced(name, Value(inner.term, turned), len(kept))
+        form = self._reduced(name, TermValue(inner.term, turned), len(kept))
         once = name in _ONCE or name == "sum"
         numbers = () if once else (form.repeats,)
         op = ("reduce", name) if form.reduced or not once else "copy"
         term = self.term(op, dtype, form.sizes, form.operands, numbers, form.reduced)
         if op == "copy":
             term = _itself(term)
-        found = Value(term, form.result)
+        found = TermValue(term, form.result)
         if name == "sum":
             found = self.scale(found, factor * form.repeats)
         access = found.access
         for d in gone if keepdim else ():
             access = access.unsqueezed(d)
-        return Value(found.term, access)
+        return TermValue(found.term, access)
 
-    def _reduced(self, name: str, value: Value, kept: int) -> Canonical:
+    def _reduced(self, name: str, value: TermValue, kept: int) -> Canonical:
         """The nest of a reduction; of one over another of the same name, both at once."""
         nest = Nest(value.shape, [(value.term, value.access)], kept)
         term = value.term
@@ -356,7 +356,7 @@ class Store:
                 nest = Nest(value.shape, [(value.term, value.access)], kept)
         return nest.canonical()
 
-    def dot(self, a: Value, b: Value, dtype: torch.dtype) -> Value:
+    def dot(self, a: TermValue, b: TermValue, dtype: torch.dtype) -> TermValue:
         """[..., m, k] times [..., k, n], equal batch dims."""
         (fa, a), (fb, b) = unscaled(a), unscaled(b)
         *batch, m, k = a.shape
@@ -368,19 +368,19 @@ class Store:
         form = Nest(loops, [(a.term, rows), (b.term, columns)], len(batch) + 2).canonical()
         operands = sorted(form.operands, key=_place)
         term = self.term("dot", dtype, form.sizes, operands, (form.repeats,), form.reduced)
-        return self.scale(Value(term, form.result), fa * fb)
+        return self.scale(TermValue(term, form.result), fa * fb)
 
-    def copy(self, value: Value, shape: Sequence[int]) -> Value:
+    def copy(self, value: TermValue, shape: Sequence[int]) -> TermValue:
         """A value in a shape that its strides do not have."""
         made = self.opaque("copy", [value], (), value.shape, value.dtype)
         access = made.access.reshaped(shape)
         assert access is not None
-        return Value(made.term, access)
+        return TermValue(made.term, access)
 
 
-def literal(part: Value | Number) -> Number | None:
+def literal(part: TermValue | Number) -> Number | None:
     """What a number, or a value that is one number everywhere, is."""
-    if not isinstance(part, Value):
+    if not isinstance(part, TermValue):
         return part
     return part.term.numbers[0] if part.term.op == "constant" else None
 
@@ -389,13 +389,13 @@ def is_multiple(term: Term) -> bool:
     return term.op == "sum" and len(term.operands) == 1 and term.numbers[1] == 0
 
 
-def unscaled(value: Value) -> tuple[float, Value]:
+def unscaled(value: TermValue) -> tuple[float, TermValue]:
     """A factor, and what it is a multiple of."""
     inner = through(value) if is_multiple(value.term) else None
     return (1, value) if inner is None else (value.term.numbers[0], inner)
 
 
-def through(value: Value, k: int = 0, *, within: bool = False) -> Value | None:
+def through(value: TermValue, k: int = 0, *, within: bool = False) -> TermValue | None:
     """The k-th operand of a term over loops, in the dims of a value that reads the term.
 
     Args:
@@ -421,17 +421,17 @@ def through(value: Value, k: int = 0, *, within: bool = False) -> Value | None:
             return None
         dims += found.dims
     dims += access.dims[len(term.sizes) :]
-    return Value(source, Access(tuple(dims), nest.operands[0][1]))
+    return TermValue(source, Access(tuple(dims), nest.operands[0][1]))
 
 
 def _alone(
-    parts: Sequence[tuple[float, Value]], shape: Sequence[int], dtype: torch.dtype
-) -> Value | None:
+    parts: Sequence[tuple[float, TermValue]], shape: Sequence[int], dtype: torch.dtype
+) -> TermValue | None:
     """What a sum or product of one value, once, is: that value, however it is read."""
     (number, value), *more = parts
     if more or number != 1 or value.dtype != dtype:
         return None
-    return Value(value.term, value.access.expanded(shape))
+    return TermValue(value.term, value.access.expanded(shape))
 
 
 def _itself(term: Term) -> Term:

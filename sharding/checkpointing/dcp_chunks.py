@@ -35,7 +35,7 @@ from torchard.sharding.values.place import MeshTensor
 __all__ = ["Reads", "Writes", "entry"]
 
 
-class Run(NamedTuple):
+class IndexRun(NamedTuple):
     """Neighbouring indices of a dim: from ``start`` in the whole, from ``local`` in the shard."""
 
     start: int
@@ -43,10 +43,10 @@ class Run(NamedTuple):
     length: int
 
 
-Box = tuple[Run, ...]  # a run for each dim
+Box = tuple[IndexRun, ...]  # a run for each dim
 
 
-def runs(dim: Dim, at: Coords, sizes: Mapping[str, int]) -> list[Run]:
+def runs(dim: Dim, at: Coords, sizes: Mapping[str, int]) -> list[IndexRun]:
     """The indices of a dim that a coordinate holds, in as few runs as there can be."""
     held, inner = [range(1)], 1
     for sub in reversed(dim):
@@ -57,20 +57,20 @@ def runs(dim: Dim, at: Coords, sizes: Mapping[str, int]) -> list[Run]:
             held = [range(r.start + i * inner, r.stop + i * inner) for i in own for r in held]
         inner *= sub.size
     ends = itertools.accumulate(map(len, held), initial=0)
-    return [Run(r.start, end, len(r)) for r, end in zip(held, ends, strict=False) if len(r)]
+    return [IndexRun(r.start, end, len(r)) for r, end in zip(held, ends, strict=False) if len(r)]
 
 
-def _overlap(held: Iterable[Run], start: int, length: int) -> list[Run]:
+def _overlap(held: Iterable[IndexRun], start: int, length: int) -> list[IndexRun]:
     """What runs have in common with a stretch; their starts are counted from its own."""
     found = []
     for run in held:
         low, high = max(run.start, start), min(run.start + run.length, start + length)
         if low < high:
-            found.append(Run(low - start, low - run.start + run.local, high - low))
+            found.append(IndexRun(low - start, low - run.start + run.local, high - low))
     return found
 
 
-def _shards(value: Any, everywhere: bool = False) -> Iterator[list[list[Run]]]:
+def _shards(value: Any, everywhere: bool = False) -> Iterator[list[list[IndexRun]]]:
     """The runs of each dim for each shard of this process, or for all distinct ones."""
     if isinstance(value, MeshTensor):
         layout, sizes = value.layout, value.mesh.shape
@@ -216,5 +216,5 @@ class Reads(DefaultLoadPlanner):
             for hit, view in copies:
                 inside = zip(hit, read_item.storage_offsets, strict=True)
                 view.copy_(
-                    _cut(tensor, tuple(Run(0, r.start - low, r.length) for r, low in inside))
+                    _cut(tensor, tuple(IndexRun(0, r.start - low, r.length) for r, low in inside))
                 )

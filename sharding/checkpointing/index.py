@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 from torchard.functional import torch_internals as internals
 from torchard.sharding.checkpointing.checkpoint_leaves import StorageError
 
-__all__ = ["INDEX", "Index", "Place", "check_disjoint", "file_of", "read_index"]
+__all__ = ["INDEX", "Index", "ItemLocation", "check_disjoint", "file_of", "read_index"]
 
 INDEX = ".metadata"
 # Pieces that the boxes of one value may cut it into.
@@ -45,10 +45,10 @@ _RECORDS = {
         for system in ("Posix", "Windows")
     ),
 }
-Saved = TensorStorageMetadata | BytesStorageMetadata
+StorageMetadata = TensorStorageMetadata | BytesStorageMetadata
 
 
-class Place(NamedTuple):
+class ItemLocation(NamedTuple):
     """Where the bytes of an item are, and what they are to be run through (names known to DCP)."""
 
     file: str
@@ -60,8 +60,8 @@ class Place(NamedTuple):
 class Index(NamedTuple):
     """What a checkpoint has, by key, and where each box of it is."""
 
-    entries: dict[str, Saved]
-    places: dict[MetadataIndex, Place]
+    entries: dict[str, StorageMetadata]
+    places: dict[MetadataIndex, ItemLocation]
 
 
 class _Record:
@@ -214,7 +214,7 @@ def _size(value: Any, where: str) -> Size:
     return Size([_whole(n, where) for n in value])
 
 
-def _entry(value: Any, where: str) -> Saved:
+def _entry(value: Any, where: str) -> StorageMetadata:
     if isinstance(value, _Record) and type(value).__name__ == "BytesStorageMetadata":
         return BytesStorageMetadata()
     known = _fields(value, "TensorStorageMetadata", where)
@@ -251,12 +251,12 @@ def _key(value: Any, where: str) -> MetadataIndex:
     return MetadataIndex(_text(known.get("fqn"), where), place)
 
 
-def _place(value: Any, where: str) -> Place:
+def _place(value: Any, where: str) -> ItemLocation:
     known = _fields(value, internals.STORAGE_INFO, where)
     transforms: Sequence[Any] = known.get("transform_descriptors") or ()
     if not isinstance(transforms, list | tuple):
         _damaged(where, f"{transforms!r} is no list of transforms")
-    return Place(
+    return ItemLocation(
         _text(known.get("relative_path"), where),
         _whole(known.get("offset"), where),
         _whole(known.get("length"), where),

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torchard.functional import torch_internals as internals
 from torchard.sharding.checkpointing.checkpoint_leaves import StorageError, kind_of
 from torchard.sharding.checkpointing.dcp_chunks import Reads
-from torchard.sharding.checkpointing.index import INDEX, Index, Place, file_of
+from torchard.sharding.checkpointing.index import INDEX, Index, ItemLocation, file_of
 
 __all__ = ["Checksums", "packed", "read_items", "unpacked"]
 
@@ -113,7 +113,7 @@ class Checksums:
             )
         return found
 
-    def check(self, file: BinaryIO, place: Place, what: str) -> None:
+    def check(self, file: BinaryIO, place: ItemLocation, what: str) -> None:
         """Raises:
         StorageError: the bytes there are not those that were written.
         """
@@ -161,7 +161,7 @@ def read_items(path: Path, index: Index, planner: Reads) -> bool:
         StorageError: an item is damaged, or not what the index says.
     """
     checksums, reader = Checksums.read(path), FileSystemReader(path)
-    by_file: dict[str, list[tuple[ReadItem, Place]]] = {}
+    by_file: dict[str, list[tuple[ReadItem, ItemLocation]]] = {}
     for item in planner.items:
         place = index.places.get(item.storage_index)
         if place is None:
@@ -188,7 +188,7 @@ def _read(
     reader: FileSystemReader,
     file: io.BufferedReader,
     item: ReadItem,
-    place: Place,
+    place: ItemLocation,
     planner: Reads,
     what: str,
 ) -> None:

@@ -17,13 +17,13 @@ __all__ = [
     "CollectiveOp",
     "CollectiveVisitor",
     "LocalSlice",
-    "Place",
     "Ppermute",
     "PsumScatter",
+    "SubDim",
 ]
 
 T = TypeVar("T")
-Place = tuple[int, int]  # a dim, and which of its sub-dims
+SubDim = tuple[int, int]  # a dim, and which of its sub-dims
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class AllReduce(CollectiveOp):
 class PsumScatter(CollectiveOp):
     """Every rank gets its part along ``to`` of what an all_reduce gives."""
 
-    to: Place
+    to: SubDim
     reduction: str = "sum"
     kind = "psum_scatter"
 
@@ -86,7 +86,7 @@ class PsumScatter(CollectiveOp):
 class AllGather(CollectiveOp):
     """Every rank gets the ranks' values side by side along ``at``."""
 
-    at: Place
+    at: SubDim
     kind = "all_gather"
 
     def elements(self, before: int, after: int, ranks: int) -> float:
@@ -100,8 +100,8 @@ class AllGather(CollectiveOp):
 class AllToAll(CollectiveOp):
     """Every rank gets its part along ``to`` of each rank's value, side by side along ``at``."""
 
-    at: Place
-    to: Place
+    at: SubDim
+    to: SubDim
     kind = "all_to_all"
 
     def elements(self, before: int, after: int, ranks: int) -> float:
@@ -129,7 +129,7 @@ class Ppermute(CollectiveOp):
 class LocalSlice(CollectiveOp):
     """Every rank keeps its part along ``to`` of the value that all have; nothing is sent."""
 
-    to: Place
+    to: SubDim
     kind, sends = "slice", False
 
     def elements(self, before: int, after: int, ranks: int) -> float:

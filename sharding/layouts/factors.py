@@ -20,15 +20,15 @@ from torchard.functional.core.axis_expressions import (
     AxisExpression,
     AxisExpressionError,
     Clause,
-    Dim,
-    Operand,
+    DimExpression,
+    OperandExpression,
     Word,
     parse,
 )
 
 __all__ = ["Rule", "RuleError", "gathering_rule", "instantiate"]
 
-Shapes = tuple[tuple[int, ...], ...]
+OperandShapes = tuple[tuple[int, ...], ...]
 REDUCTIONS = ("sum", "max", "min")
 Factors = tuple[int, ...]  # the factors of one dim, outermost first
 
@@ -111,7 +111,7 @@ class _Builder:
             self.sizes[known] = size
         return known
 
-    def dim(self, dim: Dim, size: int) -> Factors:
+    def dim(self, dim: DimExpression, size: int) -> Factors:
         if dim.name == "1":
             if size != 1:
                 self.text.fail(dim, f"the dim is {size}, not 1")
@@ -129,11 +129,13 @@ class _Builder:
         each = zip(dim.axes, sizes, strict=True)
         return tuple(self.factor(axis, rest if n is None else n) for axis, n in each)
 
-    def operand(self, operand: Operand, shape: tuple[int, ...]) -> list[Factors]:
+    def operand(self, operand: OperandExpression, shape: tuple[int, ...]) -> list[Factors]:
         aligned = self.aligned(operand, shape)
         return [self.broadcast(d, n) if isinstance(d, int) else self.dim(d, n) for d, n in aligned]
 
-    def aligned(self, operand: Operand, shape: tuple[int, ...]) -> list[tuple[Dim | int, int]]:
+    def aligned(
+        self, operand: OperandExpression, shape: tuple[int, ...]
+    ) -> list[tuple[DimExpression | int, int]]:
         """Each dim and its size; those of an ellipsis are counted from its right."""
         dims, at = operand.dims, operand.ellipsis
         named = len(dims) - (at is not None)
@@ -142,13 +144,13 @@ class _Builder:
             self.text.fail(operand, f"{named} dims for a tensor of rank {len(shape)}")
         if at is None:
             return list(zip(dims, shape, strict=True))
-        spread: tuple[Dim | int, ...] = (*dims[:at], *reversed(range(extra)), *dims[at + 1 :])
+        spread: tuple[DimExpression | int, ...] = (*dims[:at], *reversed(range(extra)), *dims[at + 1 :])
         return list(zip(spread, shape, strict=True))
 
-    def note(self, operand: Operand, shape: tuple[int, ...]) -> None:
+    def note(self, operand: OperandExpression, shape: tuple[int, ...]) -> None:
         """Note the sizes of dims that are one factor each."""
         for dim, size in self.aligned(operand, shape):
-            if isinstance(dim, Dim) and len(dim.axes) == 1 and dim.axes[0].size is None:
+            if isinstance(dim, DimExpression) and len(dim.axes) == 1 and dim.axes[0].size is None:
                 self.alone.setdefault(dim.name, size)
 
     def broadcast(self, position: int, size: int) -> Factors:
@@ -171,7 +173,7 @@ class _Builder:
 
 
 @functools.lru_cache(maxsize=65536)
-def instantiate(text: str, ins: Shapes, outs: Shapes) -> Rule:
+def instantiate(text: str, ins: OperandShapes, outs: OperandShapes) -> Rule:
     """The rule for these operand and result shapes. Raises RuleError where they do not fit."""
     try:
         return _instantiate(parse(text), ins, outs)
@@ -179,14 +181,14 @@ def instantiate(text: str, ins: Shapes, outs: Shapes) -> Rule:
         raise RuleError(f"factor rule {text!r} on {ins} -> {outs}: {error}") from None
 
 
-def _instantiate(text: AxisExpression, ins: Shapes, outs: Shapes) -> Rule:
+def _instantiate(text: AxisExpression, ins: OperandShapes, outs: OperandShapes) -> Rule:
     if text.results is None:
         raise RuleError("needs exactly one '->'")
     for operand in text.arrays:
         if operand.dtype is not None:
             text.fail(operand.dtype, "a factor rule has no dtypes")
     # One operand without dims is spelled as nothing, just as none is.
-    nothing = (Operand((), None, 0),)
+    nothing = (OperandExpression((), None, 0),)
     left, right = text.operands or nothing * min(len(ins), 1), text.results or nothing * min(len(outs), 1)
     if len(left) != len(ins) or len(right) != len(outs):
         raise RuleError(
@@ -336,7 +338,7 @@ def _rule(
 
 
 @functools.lru_cache(maxsize=4096)
-def gathering_rule(ins: Shapes, outs: Shapes) -> Rule:
+def gathering_rule(ins: OperandShapes, outs: OperandShapes) -> Rule:
     """The rule of last resort: nothing may be split."""
     sizes: list[int] = []
 

@@ -21,9 +21,9 @@ from torchard.sharding.layouts.collective_ops import (
     AllToAll,
     CollectiveVisitor,
     LocalSlice,
-    Place,
     Ppermute,
     PsumScatter,
+    SubDim,
 )
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.reshard import ReshardStep
@@ -159,7 +159,7 @@ class _Rank(CollectiveVisitor["_Message | fx.Node"]):
     def back(self, x: fx.Node, dim: int) -> fx.Node:
         return self.call(aten.movedim.int, x, 0, dim) if dim else x
 
-    def sizes(self, layout: Layout, place: Place) -> list[int]:
+    def sizes(self, layout: Layout, place: SubDim) -> list[int]:
         return [len(self.p.range(layout, place, m)) for m in self.p.members(self.at_)]
 
     def at_front(self, dim: int, size: int) -> list[int]:

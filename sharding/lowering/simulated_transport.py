@@ -17,9 +17,9 @@ from torchard.sharding.layouts.collective_ops import (
     AllToAll,
     CollectiveVisitor,
     LocalSlice,
-    Place,
     Ppermute,
     PsumScatter,
+    SubDim,
 )
 from torchard.sharding.layouts.layout import Layout, chunk
 from torchard.sharding.layouts.reshard import ReshardStep
@@ -51,7 +51,7 @@ class Pieces:
         self.low, self.step, self.mesh = low, step, mesh
         self.fused = any(len(d) != 1 for d in step.before.dims)
 
-    def dim(self, place: Place) -> int:
+    def dim(self, place: SubDim) -> int:
         """Where a sub-dim is when every sub-dim is a dim of its own."""
         return sum(len(d) for d in self.step.before.dims[: place[0]]) + place[1]
 
@@ -70,11 +70,11 @@ class Pieces:
         SHAPE.set(x, shape)
         return x
 
-    def range(self, layout: Layout, place: Place, at: Coords) -> range:
+    def range(self, layout: Layout, place: SubDim, at: Coords) -> range:
         sub = layout.dims[place[0]][place[1]]
         return chunk(sub.size, sub.axes, at, self.mesh.shape)
 
-    def cut(self, x: fx.Node, to: Place, at: Coords) -> fx.Node:
+    def cut(self, x: fx.Node, to: SubDim, at: Coords) -> fx.Node:
         """Of a value of a rank's group, the part along ``to`` that a coordinate gets."""
         before, after = self.range(self.step.before, to, at), self.range(self.step.after, to, at)
         return self.slice(x, self.dim(to), after.start - before.start, after.stop - before.start)

@@ -99,12 +99,12 @@ def _ends(node: fx.Node) -> tuple[int, int] | None:
     return (first, last) if step == 1 and first < last and not node.kwargs else None
 
 
-Group = list[tuple[Any, fx.Node]]
+CutGroup = list[tuple[Any, fx.Node]]
 
 
-def _groups(graph: fx.Graph, target: Any, place: Callable[[fx.Node], Any]) -> Iterable[Group]:
+def _groups(graph: fx.Graph, target: Any, place: Callable[[fx.Node], Any]) -> Iterable[CutGroup]:
     """Cuts along the same dim of the same value, with their places, which are not None."""
-    groups: dict[Hashable, Group] = {}
+    groups: dict[Hashable, CutGroup] = {}
     for node in graph.find_nodes(op="call_function", target=target):
         at = place(node)
         if at is not None:
@@ -113,7 +113,7 @@ def _groups(graph: fx.Graph, target: Any, place: Callable[[fx.Node], Any]) -> It
     return groups.values()
 
 
-def _join_rows(graph: fx.Graph, group: Group) -> None:
+def _join_rows(graph: fx.Graph, group: CutGroup) -> None:
     """Most rows of a value: all of them, of which some are taken."""
     node = group[0][1]
     source, dim = node.args[0], _dim_of(node)
@@ -123,7 +123,7 @@ def _join_rows(graph: fx.Graph, group: Group) -> None:
         _take(graph, whole, group)
 
 
-def _join_slices(graph: fx.Graph, group: Group) -> None:
+def _join_slices(graph: fx.Graph, group: CutGroup) -> None:
     """Slices that tile a dim: the pieces it is split into."""
     node = group[0][1]
     source, dim = node.args[0], _dim_of(node)

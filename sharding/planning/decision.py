@@ -19,8 +19,8 @@ __all__ = [
     "CONSTRAINT",
     "DERIVED",
     "PARAMETER",
-    "Decision",
     "Given",
+    "LayoutDecision",
     "work_of",
     "work_per_point",
 ]
@@ -51,7 +51,7 @@ class Given:
 
 
 @dataclass
-class Decision:
+class LayoutDecision:
     """What propagation found.
 
     Attributes:
@@ -78,7 +78,7 @@ class Decision:
 
 
 def work_of(node: fx.Node) -> float:
-    """The work of an operation on one device, as ``Decision.work`` counts it."""
+    """The work of an operation on one device, as ``LayoutDecision.work`` counts it."""
     return points(rule_of(Call.of(node)), (), ()) * work_per_point(node)
 
 

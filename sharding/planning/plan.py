@@ -18,7 +18,7 @@ from torchard.sharding.decompositions.functional_forms import BIASED_PRODUCTS
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.options import atomic, factor_axes
 from torchard.sharding.layouts.tags import CALL, RULE
-from torchard.sharding.planning.decision import Decision, Given, work_of
+from torchard.sharding.planning.decision import Given, LayoutDecision, work_of
 from torchard.sharding.planning.manual_options import local_operations
 from torchard.sharding.planning.propagate import SWEEPS, propagate, take_apart
 from torchard.sharding.rules import Call, rule_of
@@ -57,7 +57,7 @@ class Plan:
 
     graph: fx.Graph
     given: Given
-    decision: Decision
+    decision: LayoutDecision
 
 
 def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:

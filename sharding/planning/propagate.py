@@ -15,7 +15,7 @@ from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.decompositions.decompose import comes_apart
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import atomic, factor_axes, image
-from torchard.sharding.planning.decision import Decision, Given, work_of
+from torchard.sharding.planning.decision import Given, LayoutDecision, work_of
 from torchard.sharding.planning.stakes import Beside, Spread, Stakes
 from torchard.sharding.planning.sweep import Needs, Start, Sweep, TakeApart
 from torchard.sharding.rules import Call, rule_of
@@ -31,8 +31,8 @@ def propagate(
     given: Given,
     sizes: Sizes,
     sweeps: int = SWEEPS,
-    near: Decision | None = None,
-) -> Decision:
+    near: LayoutDecision | None = None,
+) -> LayoutDecision:
     """Decide the layout of every value of a program, in some sweeps at most.
 
     Args:
@@ -40,7 +40,7 @@ def propagate(
     """
     start = Start(_wishes(graph, given, sizes), {}, _output_needs(graph, given))
     spread = _spread(graph, given, sizes, near=near)
-    best: Decision | None = None
+    best: LayoutDecision | None = None
     for _ in range(sweeps):
         sweep = Sweep(graph, given, sizes, start, spread)
         decision = sweep.run()
@@ -107,7 +107,12 @@ def _carry_back(node: fx.Node, wishes: dict[fx.Node, Layout], sizes: Sizes) -> N
 
 
 def _spread(
-    graph: fx.Graph, given: Given, sizes: Sizes, *, apart: bool = False, near: Decision | None = None
+    graph: fx.Graph,
+    given: Given,
+    sizes: Sizes,
+    *,
+    apart: bool = False,
+    near: LayoutDecision | None = None,
 ) -> Spread | None:
     """How to bring back the axes that are to be.
 

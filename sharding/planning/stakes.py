@@ -26,7 +26,7 @@ from torchard.sharding.rules.registry import result_index
 
 __all__ = ["Beside", "Spread", "Stakes"]
 
-Work = Callable[[fx.Node], float]
+WorkOf = Callable[[fx.Node], float]
 Axes = frozenset[str]
 
 
@@ -51,7 +51,7 @@ class Stakes:
         graph: fx.Graph,
         pins: Mapping[fx.Node, Layout],
         sizes: Sizes,
-        work: Work,
+        work: WorkOf,
         comes_apart: Callable[[fx.Node], bool],
     ) -> None:
         self._table, self._work, self._comes_apart = dict(sizes), work, comes_apart
@@ -140,7 +140,7 @@ class Beside:
         graph: fx.Graph,
         pins: Mapping[fx.Node, Layout],
         sizes: Sizes,
-        work: Work,
+        work: WorkOf,
         options: Mapping[fx.Node, Option],
         axes: Axes,
     ) -> None:

@@ -31,8 +31,8 @@ from torchard.sharding.planning.decision import (
     BATCH,
     CONSTRAINT,
     DERIVED,
-    Decision,
     Given,
+    LayoutDecision,
     work_per_point,
 )
 from torchard.sharding.planning.stakes import Spread
@@ -91,11 +91,11 @@ class Sweep:
         self.ranks: dict[fx.Node, dict[str, int]] = {}
         self.had: dict[fx.Node, frozenset[str]] = {}
         self.replaced: set[fx.Node] = set()
-        self.decision = Decision()
+        self.decision = LayoutDecision()
         self.values = output_values(graph)
         self.open: dict[int, Layout] = {}
 
-    def run(self) -> Decision:
+    def run(self) -> LayoutDecision:
         for node in list(self.graph.nodes):
             if node.op == "placeholder":
                 given = self.given.inputs[node]

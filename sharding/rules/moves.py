@@ -25,39 +25,39 @@ from torchard.sharding.manual.manual_collectives import (
 )
 from torchard.sharding.rules.registry import Call, OpRule, find, letters, spell
 
-Dims = list[str]
+DimNames = list[str]
 
 
-def _same(move: Move, dims: Dims) -> tuple[Dims, Dims]:
+def _same(move: Move, dims: DimNames) -> tuple[DimNames, DimNames]:
     return dims, dims
 
 
-def _gathered(move: Any, dims: Dims) -> tuple[Dims, Dims]:
+def _gathered(move: Any, dims: DimNames) -> tuple[DimNames, DimNames]:
     return dims, _parted(dims, move.dim, move.size)
 
 
-def _scattered(move: Any, dims: Dims) -> tuple[Dims, Dims]:
+def _scattered(move: Any, dims: DimNames) -> tuple[DimNames, DimNames]:
     return _parted(dims, move.dim, move.size), dims
 
 
-def _exchanged(move: Exchange, dims: Dims) -> tuple[Dims, Dims]:
+def _exchanged(move: Exchange, dims: DimNames) -> tuple[DimNames, DimNames]:
     return _parted(dims, move.split, move.size), _parted(dims, move.concat, move.size, "j")
 
 
-def _entered(move: Enter, dims: Dims) -> tuple[Dims, Dims]:
+def _entered(move: Enter, dims: DimNames) -> tuple[DimNames, DimNames]:
     return _outside(move, dims), dims
 
 
-def _left(move: Leave, dims: Dims) -> tuple[Dims, Dims]:
+def _left(move: Leave, dims: DimNames) -> tuple[DimNames, DimNames]:
     return dims, _outside(move, dims)
 
 
-def _outside(edge: Enter | Leave, dims: Dims) -> Dims:
+def _outside(edge: Enter | Leave, dims: DimNames) -> DimNames:
     counted = zip(dims, edge.counts, strict=True)
     return [_part(d, n, f"k{i}") for i, (d, n) in enumerate(counted)]
 
 
-def _parted(dims: Dims, dim: int, size: int, rank: str = "k") -> Dims:
+def _parted(dims: DimNames, dim: int, size: int, rank: str = "k") -> DimNames:
     return [_part(d, size if i == dim else 1, rank) for i, d in enumerate(dims)]
 
 
@@ -65,7 +65,7 @@ def _part(dim: str, size: int, rank: str) -> str:
     return dim if size == 1 else f"({rank}={size} {dim})"
 
 
-_DIMS: dict[type[Move], Callable[[Any, Dims], tuple[Dims, Dims]]] = {
+_DIMS: dict[type[Move], Callable[[Any, DimNames], tuple[DimNames, DimNames]]] = {
     Enter: _entered,
     Leave: _left,
     Gather: _gathered,
@@ -87,7 +87,7 @@ def _text(call: Call) -> str:
     return f"{spell(before)} -> {spell(after)}{whole}{linear}"
 
 
-def _ranks(dims: Dims) -> set[str]:
+def _ranks(dims: DimNames) -> set[str]:
     """The ranks in front of what is in their parts."""
     return {dim[1:].partition("=")[0] for dim in dims if dim.startswith("(k")}
 

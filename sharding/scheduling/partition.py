@@ -19,7 +19,7 @@ from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.reshard import cost, plan
 from torchard.sharding.layouts.tags import CALL, GATHERED, RULE
 from torchard.sharding.planning.aliases import is_alias, pull
-from torchard.sharding.planning.decision import Decision, Given
+from torchard.sharding.planning.decision import Given, LayoutDecision
 from torchard.sharding.rules import Call
 from torchard.sharding.rules.registry import result_index
 from torchard.sharding.scheduling.collectives import emit_step
@@ -27,13 +27,13 @@ from torchard.sharding.scheduling.collectives import emit_step
 __all__ = ["partition", "unpartition"]
 
 
-def partition(graph: fx.Graph, given: Given, decision: Decision, sizes: Sizes) -> fx.Graph:
+def partition(graph: fx.Graph, given: Given, decision: LayoutDecision, sizes: Sizes) -> fx.Graph:
     """The SPMD graph. Every node has ``meta["layout"]``, every reshard ``meta["step"]``."""
     return _Partition(graph, given, decision, sizes).run()
 
 
 class _Partition:
-    def __init__(self, graph: fx.Graph, given: Given, decision: Decision, sizes: Sizes) -> None:
+    def __init__(self, graph: fx.Graph, given: Given, decision: LayoutDecision, sizes: Sizes) -> None:
         self.old, self.given, self.decision, self.sizes = graph, given, decision, sizes
         self.new = fx.Graph()
         self.versions: dict[fx.Node, dict[Layout, fx.Node]] = {}

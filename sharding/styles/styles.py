@@ -20,7 +20,7 @@ __all__ = [
     "Style",
 ]
 
-Split = int | P | None
+SplitDim = int | P | None
 Layers = Mapping[str, Layer]
 
 
@@ -30,8 +30,8 @@ class Placing:
 
     path: str
     specs: Mapping[str, P]
-    input_layouts: Split = None
-    output_layouts: Split = None
+    input_layouts: SplitDim = None
+    output_layouts: SplitDim = None
 
 
 @written("Colwise()")
@@ -55,8 +55,8 @@ class Style:
     {'0.weight': P('tp'), '0.bias': P('tp')}
     """
 
-    input_layouts: Split = None
-    output_layouts: Split = None
+    input_layouts: SplitDim = None
+    output_layouts: SplitDim = None
 
     def __post_init__(self) -> None:
         for which in ("input_layouts", "output_layouts"):
@@ -274,8 +274,8 @@ class SequenceParallel(Style):
     {'norm/in': P(None, 'tp'), 'norm/out': P(None, 'tp')}
     """
 
-    input_layouts: Split = 1
-    output_layouts: Split = 1
+    input_layouts: SplitDim = 1
+    output_layouts: SplitDim = 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from torchard.sharding.layouts.options import Option, build
 from torchard.sharding.lowering.lower import Lowering
 from torchard.sharding.lowering.simulated_transport import Lockstep
 from torchard.sharding.lowering.windows import attach_windows
-from torchard.sharding.planning.decision import BATCH, Decision, Given
+from torchard.sharding.planning.decision import BATCH, Given, LayoutDecision
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.scheduling.partition import partition
 from torchard.sharding.testing import contributions
@@ -73,7 +73,7 @@ def one_op(target: Any, sample: Sample) -> OneOp:
 def run_option(op: OneOp, option: Option, mesh: Mesh) -> list[torch.Tensor]:
     """The call run as the option says, its results made whole by the collectives it implies."""
     placeholders = [n for n in op.graph.nodes if n.op == "placeholder"]
-    decision = Decision(option={op.node: option}, raw={op.node: option.outs})
+    decision = LayoutDecision(option={op.node: option}, raw={op.node: option.outs})
     decision.home.update(zip(placeholders, option.ins, strict=True))
     outs = list(op.graph.output_node().args[0])
     decision.home.update(zip(outs, option.outs, strict=True))

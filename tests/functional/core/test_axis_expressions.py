@@ -14,8 +14,8 @@ from torchard.functional.core.axis_expressions import (
     Axis,
     AxisExpression,
     AxisExpressionError,
-    Dim,
-    Operand,
+    DimExpression,
+    OperandExpression,
     parse,
 )
 from torchard.functional.core.errors import PatternError
@@ -54,12 +54,12 @@ def written_axis(axis: Axis) -> str:
     return axis.name if axis.size is None or axis.name.isdecimal() else f"{axis.name}={axis.size}"
 
 
-def written_dim(dim: Dim, text: str) -> str:
+def written_dim(dim: DimExpression, text: str) -> str:
     inside = " ".join(map(written_axis, dim.axes))
     return "..." if dim.is_ellipsis else f"({inside})" if text[dim.at] == "(" else inside
 
 
-def written_operand(operand: Operand, text: str) -> str:
+def written_operand(operand: OperandExpression, text: str) -> str:
     dims = " ".join(written_dim(dim, text) for dim in operand.dims)
     return dims if operand.dtype is None else f"{dims}:{operand.dtype.text}"
 

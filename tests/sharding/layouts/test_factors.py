@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import pytest
 
 from torchard import register_rule
-from torchard.functional.core.axis_expressions import Dim, parse
+from torchard.functional.core.axis_expressions import DimExpression, parse
 from torchard.sharding.layouts.factors import _CLAUSES, Rule, RuleError, instantiate
 
 SIZES = {"h": 4, "1": 1, "r": 3}
@@ -15,11 +16,11 @@ SIZES = {"h": 4, "1": 1, "r": 3}
 
 def documented() -> list[str]:
     """The rules in the docstring of ``register_rule``."""
-    lines = [re.split(r"\s{3,}", line.strip())[0] for line in (register_rule.__doc__ or "").splitlines()]
-    return [line for line in lines if "->" in line and not line.endswith("``.")]
+    lines, _, _ = inspect.cleandoc(register_rule.__doc__ or "").partition("Args:")
+    return re.findall(r"^    (\S.*? -> .*?|-> .*?)\s{3,}", lines, re.MULTILINE)
 
 
-def size(dim: Dim) -> int:
+def size(dim: DimExpression) -> int:
     total = 1
     for axis in dim.axes:
         total *= SIZES.get(axis.name, 2)
