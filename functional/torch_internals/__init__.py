@@ -1,7 +1,9 @@
 """Every private interface of torch's that the project uses, behind names of ours, each with its reason.
 
 Nothing else names one (`test_torch_privates.py`). Where a version of torch lacks one, the docstring says
-what is done instead; otherwise importing this package says which. Here, too: what differs between
+what is done instead; otherwise importing this package says which. `thread_state.py`, `modes.py` and
+`functorch_levels.py` are for where a trace runs, `proxies.py` for what it records, `compilers.py` for
+what runs it, `accessors` for what torch's objects keep to themselves. Here, too: what differs between
 versions (`operators.py`, `versions.py`), and what torch does to fake tensors otherwise than to tensors
 (`zero_tangents.py`, `scalar_operands.py`, `composite_functions.py`).
 """

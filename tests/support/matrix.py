@@ -28,7 +28,7 @@ UNAVAILABLE = 75  # as sysexits.h has it: try again later
 PART = [
     *("torch_versions", "trace", "program", "autodiff", "closures", "writes", "module", "nn", "optim"),
     *("random", "jit", "checkpoint", "residuals", "shard", "shard_map", "dropout", "strides", "fuse"),
-    *("fuse_stacks", "storage", "transformer", "hard_cases", "torch_checkpoint"),
+    *("torch_privates", "fuse_stacks", "storage", "transformer", "hard_cases", "torch_checkpoint"),
 ]
 
 
