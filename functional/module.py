@@ -21,8 +21,8 @@ from torchard.functional.dropout import Keyed
 from torchard.functional.effects.batch_norm_modules import traceable_forward
 from torchard.functional.programs.tags import NAME, SCOPE
 from torchard.functional.trace import name
-from torchard.functional.tracing.pytree_interop import adopt
-from torchard.functional.tracing.trace_state import Room, active, frames_again
+from torchard.functional.tracing.pytree_interop import register_torch_nodes
+from torchard.functional.tracing.trace_state import TraceState, active, in_frames
 
 __all__ = ["Functional", "functionalize"]
 
@@ -127,7 +127,7 @@ class Functional:
         # One copy serves all threads, with one thread's parameters in it at a time.
         with self._lock, Keyed(key), _attributes_kept(self.module):
             out = torch.func.functional_call(self.module, values, args, kwargs, tie_weights=False)
-        adopt(out)
+        register_torch_nodes(out)
         # functional_call writes back what the module has put in the place of what it was given.
         after = {k: values[k] for k in given}
         for k, first in self._ties.items():
@@ -222,13 +222,13 @@ def _tensors(what: str, given: Any, wanted: Any) -> Mapping[str, Tensor]:
     placed = [k for k, value in given.items() if is_placed(value)]
     if not placed:
         return given
-    room = active()
-    if room is None:
+    state = active()
+    if state is None:
         raise TypeError(
             f"{what} has placed values ({placed[0]!r} is one): a module runs under shard, as in "
             "shard(fn, mesh)(params, ...)."
         )
-    return {k: room.lift(value) if is_placed(value) else value for k, value in given.items()}
+    return {k: state.lift(value) if is_placed(value) else value for k, value in given.items()}
 
 
 def _check_names(what: str, given: Mapping[str, Any], wanted: Any) -> None:
@@ -266,20 +266,20 @@ def _scoped(path: str, module: nn.Module, forward: Callable[..., Any]) -> Callab
         return out
 
     def within(*args: Any, **kwargs: Any) -> Any:
-        room = active()
-        if room is None or not path:
+        state = active()
+        if state is None or not path:
             return forward(*args, **kwargs)
-        with frames_again((*room.frames, Frame(path, module=True))):
+        with in_frames((*state.frames, Frame(path, module=True))):
             if named:
-                args, kwargs = _named_argument(room, args, kwargs)
+                args, kwargs = _named_argument(state, args, kwargs)
             out = forward(*args, **kwargs)
-            return _named_result(room, out) if named else out
+            return _named_result(state, out) if named else out
 
     return run
 
 
 def _named_argument(
-    room: Room, args: tuple[Any, ...], kwargs: dict[str, Any]
+    state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     for i, value in enumerate(args):
         if isinstance(value, Tensor):
@@ -291,17 +291,17 @@ def _named_argument(
     return args, kwargs
 
 
-def _named_result(room: Room, out: Any) -> Any:
+def _named_result(state: TraceState, out: Any) -> Any:
     if isinstance(out, Tensor):
-        return name(out if _is_own(room, out) else out.view_as(out), "out")
+        return name(out if _is_own(state, out) else out.view_as(out), "out")
     if type(out) in (tuple, list) and out and isinstance(out[0], Tensor):
-        return type(out)((_named_result(room, out[0]), *out[1:]))
+        return type(out)((_named_result(state, out[0]), *out[1:]))
     return out
 
 
-def _is_own(room: Room, value: Tensor) -> bool:
+def _is_own(state: TraceState, value: Tensor) -> bool:
     """Whether the open module itself made the value, and nobody has named it."""
-    node = internals.proxy_node(room.tracer, internals.base_tensor(value))
+    node = internals.proxy_node(state.tracer, internals.base_tensor(value))
     if node is None or node.op != "call_function":
         return False
-    return SCOPE.get(node) == path_of(room.frames) and not NAME.on(node)
+    return SCOPE.get(node) == path_of(state.frames) and not NAME.on(node)

@@ -68,7 +68,7 @@ def name(value: torch.Tensor, label: str) -> torch.Tensor:
     >>> [(r.what, r.name) for r in ta.saved_residuals(g, torch.ones(3))]
     [('args[0]', None), ('aten.sin', 'hidden')]
     """
-    room = active()
-    if room is not None:
-        room.label(value, label)
+    state = active()
+    if state is not None:
+        state.label(value, label)
     return value

@@ -120,7 +120,7 @@ def check_rule(call: Call, rule: Rule) -> None:
     Raises:
         RuleError: they differ.
     """
-    with internals.clean_room(gradients=False):
+    with internals.clean_thread_state(gradients=False):
         _check(call, rule)
 
 

@@ -1,4 +1,4 @@
-"""What a function or a node gives: one value, or several."""
+"""The outputs of a function or a node: one value, or a sequence of values."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["several", "tensors_of"]
+__all__ = ["outputs_of", "tensors_of"]
 
 
-def several(value: Any) -> list[Any]:
+def outputs_of(value: Any) -> list[Any]:
     """The items of a tuple or list; a value alone is one of one."""
     return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors among them."""
-    return [v for v in several(value) if isinstance(v, torch.Tensor)]
+    return [v for v in outputs_of(value) if isinstance(v, torch.Tensor)]

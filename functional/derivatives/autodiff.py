@@ -31,8 +31,8 @@ def _callable(program: Program) -> Fn:
     A graph does not show where gradients were off or whose backward is the user's own
     (autograd.Function): there the function itself runs again.
     """
-    if program.again is not None:
-        return program.again
+    if program.retrace is not None:
+        return program.retrace
     graph = program.graph
     return lambda inputs: replay(graph, inputs)
 
@@ -67,7 +67,7 @@ def derived_program(
         name=program.name,
         asks=tuple(dict.fromkeys((*program.asks, *found.asks))),
         constants=(*program.constants, *(closure.value for closure in found.closures)),
-        again=fn if found.without_grad else None,
+        retrace=fn if found.without_grad else None,
         forgets_turns=found.forgets_turns,
     )
 
@@ -148,7 +148,7 @@ def _needs_level(program: Program) -> bool:
     Inside a level of torch.func's, which wraps the fakes, torch takes views again by their strides. Not
     everywhere: there it refuses autograd Functions without setup_context, and hooks.
     """
-    return program.again is not None and program.forgets_turns
+    return program.retrace is not None and program.forgets_turns
 
 
 def _in_level(run: Vjp, mask: Sequence[bool]) -> Vjp:

@@ -64,7 +64,7 @@ def interpreted(program: Program, rewrite: ValueRewrite) -> Program:
     count, inputs = split_inputs(program)
     leaves = [leaf for leaf, _ in inputs]
     operations = type(rewrite).call is not ValueRewrite.call
-    if operations and program.again is not None:
+    if operations and program.retrace is not None:
         raise DerivativeError(
             f"{type(rewrite).__name__} replaces operations of {program.name}, whose gradient is not that "
             "of its operations: it switches gradients off inside, or has an autograd.Function. Write "
@@ -74,8 +74,8 @@ def interpreted(program: Program, rewrite: ValueRewrite) -> Program:
     def fn(values: list[torch.Tensor]) -> list[torch.Tensor]:
         given = [rewrite.input(leaf, x) for leaf, x in zip(leaves, values[:count], strict=True)]
         given += values[count:]
-        if program.again is not None:
-            return program.again(given)
+        if program.retrace is not None:
+            return program.retrace(given)
         return replay(program.graph, given, rewrite.call)
 
     made = derived_program(program, fn, inputs, lambda: list(program.outputs))

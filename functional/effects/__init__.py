@@ -10,7 +10,7 @@ or into an index. Nothing is traced again, so nodes keep their tags, and a ``det
 
 A graph does not show all that autograd would do. Where it does not (gradients switched off,
 autograd.Functions, ``detach_``, a write through a detached alias, a write that autograd refuses),
-derivatives run the function itself again (``Program.again``; `grad_dependent_ops.py`).
+derivatives run the function itself again (``Program.retrace``; `grad_dependent_ops.py`).
 
 torch's batch norms write to their arguments, mostly without a word of it in their schemas.
 `batch_norm.py` makes one pure operation of each, and lerps of the running statistics. It also

@@ -60,7 +60,7 @@ class _Emitter:
         VAL.set(made, value)
         return made
 
-    def several(self, target: Any, *args: Any) -> list[Any]:
+    def outputs_of(self, target: Any, *args: Any) -> list[Any]:
         made = self(target, *args)
         return [self(operator.getitem, made, i) for i in range(len(VAL.of(made)))]
 
@@ -69,7 +69,7 @@ def _training(emit: _Emitter, *args: Any) -> list[Any]:
     """The output, and the statistics that its derivative reads; the running ones are written openly."""
     x, weight, bias, *running, momentum, eps = args
     zeros = [emit(aten.zeros_like.default, statistic) for statistic in running]
-    out, mean, invstd, *batch = emit.several(PURE, x, weight, bias, *zeros, True, 1.0, eps)
+    out, mean, invstd, *batch = emit.outputs_of(PURE, x, weight, bias, *zeros, True, 1.0, eps)
     for statistic, new in zip(running, batch, strict=True):
         dtype = _value(statistic).dtype
         if _value(new).dtype != dtype:
@@ -85,7 +85,7 @@ def _forward(emit: _Emitter, *args: Any) -> list[Any]:
     if training and operands[3] is not None:
         found = _training(emit, *operands, momentum, eps)
     else:
-        found = emit.several(aten.native_batch_norm.default, *args)
+        found = emit.outputs_of(aten.native_batch_norm.default, *args)
     return [*found, no_bytes]
 
 
@@ -100,11 +100,11 @@ def _without_update(emit: _Emitter, *args: Any) -> list[Any]:
 def _backward_of_device(emit: _Emitter, *args: Any) -> list[Any]:
     x, grad, weight, *statistics, eps = args[:8]
     rest = (weight, *statistics, True, eps, [True] * 3)
-    return emit.several(aten.native_batch_norm_backward.default, grad, x, *rest)
+    return emit.outputs_of(aten.native_batch_norm_backward.default, grad, x, *rest)
 
 
 def _backward_of_update(emit: _Emitter, *args: Any) -> list[Any]:
-    return emit.several(aten.native_batch_norm_backward.default, *args[:10])
+    return emit.outputs_of(aten.native_batch_norm_backward.default, *args[:10])
 
 
 _KERNELS: dict[Any, Callable[..., list[Any]]] = {

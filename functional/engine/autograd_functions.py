@@ -1,9 +1,9 @@
-"""The autograd Functions through which a Flat is differentiated and vmapped.
+"""The autograd Functions through which a LoweredFunction is differentiated and vmapped.
 
-Three, by what is live around the call. *Plain* (no functorch level) and *Level* (exactly one Grad
-level) run the halves of the joint program; their backward is a Function itself, so that a second
-derivative works. *Again* (any other stack) saves the primals alone, and each of its derivatives is
-a call of a derived Flat: any order, any nesting.
+Three Functions, for different functorch levels around the call. *Plain* (no level) and *Level* (exactly
+one Grad level) run the halves of the joint program; their backward is a Function itself, so that a
+second derivative works. *AnyLevels* (any other stack) saves the primals alone, and each
+of its derivatives is a call of a derived LoweredFunction: any order, any nesting.
 """
 
 from __future__ import annotations
@@ -14,58 +14,59 @@ from typing import Any
 import torch
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.engine.lowered_function import Flat, Halves, width
+from torchard.functional.engine.lowered_function import Halves, LoweredFunction, width
 from torchard.functional.programs.program import Leaf
 from torchard.functional.programs.tags import VAL
-from torchard.functional.tracing.trace_state import current_frames, frames_again
+from torchard.functional.tracing.trace_state import current_frames, in_frames
 
 __all__ = ["call"]
 
 Tensors = Sequence[torch.Tensor]
+Outputs = tuple[list[torch.Tensor], tuple[Leaf, ...]]
 
 
-def call(flat: Flat, parts: Tensors) -> tuple[list[torch.Tensor], tuple[Leaf, ...]]:
-    """Run a Flat on its input parts under whatever is live; the output parts and their leaves."""
-    parts = internals.resolved(parts, flat.complex)
+def call(lowered: LoweredFunction, parts: Tensors) -> Outputs:
+    """Run a lowered function on its input parts, under any transform; return output parts and leaves."""
+    parts = internals.resolved(parts, lowered.complex)
     if internals.autocast_on():
         with internals.autocast_off():
-            return _call(flat, parts)
-    return _call(flat, parts)
+            return _call(lowered, parts)
+    return _call(lowered, parts)
 
 
-def _call(flat: Flat, parts: Tensors) -> tuple[list[torch.Tensor], tuple[Leaf, ...]]:
+def _call(lowered: LoweredFunction, parts: Tensors) -> Outputs:
     if not _fast():
-        return _call_again(flat, parts)
+        return _call_any_levels(lowered, parts)
     if internals.has_transforms():
-        return _call_level(flat, parts)
+        return _call_level(lowered, parts)
     if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
-        return _call_plain(flat, parts)
-    return flat.run(parts), flat.program.outputs
+        return _call_plain(lowered, parts)
+    return lowered.run(parts), lowered.program.outputs
 
 
-def _call_plain(flat: Flat, parts: Tensors) -> tuple[list[torch.Tensor], tuple[Leaf, ...]]:
-    mask = flat.per_input([_follows(part) for part in parts])
+def _call_plain(lowered: LoweredFunction, parts: Tensors) -> Outputs:
+    mask = lowered.per_input([_follows(part) for part in parts])
     if not any(mask):
-        return flat.run(parts), flat.program.outputs
-    halves = flat.halves(mask)
-    return list(_apply(_Plain, flat, mask, halves, *parts)), halves.outputs
+        return lowered.run(parts), lowered.program.outputs
+    halves = lowered.halves(mask)
+    return list(_apply(_Plain, lowered, mask, halves, *parts)), halves.outputs
 
 
 def _follows(part: torch.Tensor) -> bool:
     return part.requires_grad and (part.is_floating_point() or part.is_complex())
 
 
-def _call_level(flat: Flat, parts: Tensors) -> tuple[list[torch.Tensor], tuple[Leaf, ...]]:
-    mask = flat.per_input([internals.needs_grad_at_top(part) for part in parts])
+def _call_level(lowered: LoweredFunction, parts: Tensors) -> Outputs:
+    mask = lowered.per_input([internals.needs_grad_at_top(part) for part in parts])
     if not any(mask):
-        return _call_again(flat, parts)
-    halves = flat.halves(mask)
-    results = _apply(_Level, flat, mask, halves, *parts)
+        return _call_any_levels(lowered, parts)
+    halves = lowered.halves(mask)
+    results = _apply(_Level, lowered, mask, halves, *parts)
     return list(results[: halves.count]), halves.outputs
 
 
-def _call_again(flat: Flat, parts: Tensors) -> tuple[list[torch.Tensor], tuple[Leaf, ...]]:
-    return list(_apply(_Again, flat, *parts)), flat.program.outputs
+def _call_any_levels(lowered: LoweredFunction, parts: Tensors) -> Outputs:
+    return list(_apply(_AnyLevels, lowered, *parts)), lowered.program.outputs
 
 
 def _fast() -> bool:
@@ -76,18 +77,21 @@ def _fast() -> bool:
 
 
 def _distinct(outputs: Tensors, inputs: Tensors) -> list[torch.Tensor]:
-    """autograd keeps books per tensor object: an output is neither an input nor another output."""
+    """The outputs, each a tensor object of its own: autograd keeps its metadata per object."""
     seen = {id(tensor) for tensor in inputs}
-    found = []
+    distinct = []
     for output in outputs:
-        found.append(output.view_as(output) if id(output) in seen else output)
+        distinct.append(output.view_as(output) if id(output) in seen else output)
         seen.add(id(output))
-    return found
+    return distinct
 
 
 def _apart(output: torch.Tensor) -> torch.Tensor:
-    """In memory of its own, each entry: torch writes a tangent into memory laid out as its primal is,
-    and where that is a view asserts that the two are alike already."""
+    """The output in memory of its own, without overlapping entries.
+
+    torch lays out a tangent as its primal is; where the primal is a view, it asserts that the two have
+    the same layout already.
+    """
     repeats = any(n > 1 and not s for n, s in zip(output.shape, output.stride(), strict=True))
     if repeats or internals.is_view(output):
         return output.clone(memory_format=torch.contiguous_format)
@@ -95,15 +99,15 @@ def _apart(output: torch.Tensor) -> torch.Tensor:
 
 
 def _cotangents(ctx: Any, wanted: Sequence[int], grads: Sequence[Any]) -> list[torch.Tensor]:
-    """Those of these output parts, with zeros where there is none."""
-    found = []
+    """The cotangents of the wanted output parts; zeros where autograd has None."""
+    cotangents = []
     for i in wanted:
         shape, dtype, device = ctx.shapes[i]
         grad = grads[i]
         if grad is None:
             grad = torch.zeros(shape, dtype=dtype, device=device)
-        found.append(grad.contiguous())
-    return internals.resolved(found)
+        cotangents.append(grad.contiguous())
+    return internals.resolved(cotangents)
 
 
 def _shapes(outputs: Tensors) -> list[Any]:
@@ -115,8 +119,8 @@ def _pick(halves: Halves, inputs: Tensors, outputs: Tensors, values: Tensors) ->
     return [lists[which][i] for which, i in halves.saved]
 
 
-def _spread(found: Sequence[Any], positions: Sequence[int | None]) -> list[Any]:
-    return [None if i is None else found[i] for i in positions]
+def _spread(values: Sequence[Any], positions: Sequence[int | None]) -> list[Any]:
+    return [None if i is None else values[i] for i in positions]
 
 
 def _apply(function: Any, *args: Any) -> Any:
@@ -128,15 +132,15 @@ class _Plain(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, flat: Flat, mask: tuple[bool, ...], halves: Halves, *parts: torch.Tensor
+        ctx: Any, lowered: LoweredFunction, mask: tuple[bool, ...], halves: Halves, *parts: torch.Tensor
     ) -> Any:
         results = halves.forward(list(parts))
         outputs = _distinct(results[: halves.count], parts)
         residuals = _pick(halves, parts, outputs, results[halves.count :])
-        ctx.flat, ctx.mask, ctx.halves, ctx.count = flat, mask, halves, len(parts)
+        ctx.lowered, ctx.mask, ctx.halves, ctx.count = lowered, mask, halves, len(parts)
         ctx.shapes, ctx.frames = _shapes(outputs), current_frames()
         ctx.save_for_backward(*residuals)
-        # Not saved, since one derivative needs none of them: until then they may be changed in place.
+        # Not saved by autograd: a first derivative does not read them, so they may be changed in place.
         ctx.primals = _Primals(parts)
         ctx.set_materialize_grads(False)
         off = [o for o, d in zip(outputs, halves.differentiable, strict=True) if not d]
@@ -149,16 +153,16 @@ class _Plain(torch.autograd.Function):
         again = torch.is_grad_enabled() or internals.has_transforms()
         saved = [*(ctx.primals.unchanged() if again else ctx.primals.parts), *residuals]
         del residuals
-        # Unless the graph is retained, residuals die as the backward uses them, not when it ends.
+        # Unless the graph is retained, each residual is freed after its last use in the backward.
         ctx.maybe_clear_saved_tensors()
         if internals.saved_were_freed(ctx):
             ctx.primals = None
-        with frames_again(ctx.frames):
+        with in_frames(ctx.frames):
             return (None, None, None, *_backward(ctx, saved, grads))
 
 
 class _Primals:
-    """Inputs as they were, for a derivative of the derivative."""
+    """The inputs and their version counters, for a second derivative."""
 
     def __init__(self, parts: Tensors) -> None:
         self.parts = parts
@@ -196,25 +200,27 @@ def _backward(ctx: Any, saved: list[torch.Tensor], grads: Sequence[Any]) -> list
     primals, residuals = saved[: ctx.count], saved[ctx.count :]
     if not _fast():  # jacrev: vmap over the backward
         tags = tuple(leaf.tag for leaf in halves.outputs)
-        return _pulled(ctx.flat, ctx.mask, tags, primals, cotangents)
-    found = _apply(_Backward, ctx.flat, halves, len(cotangents), *primals, *cotangents, *residuals)
-    return _spread(found, halves.gradients)
+        return _pulled(ctx.lowered, ctx.mask, tags, primals, cotangents)
+    gradients = _apply(_Backward, ctx.lowered, halves, len(cotangents), *primals, *cotangents, *residuals)
+    return _spread(gradients, halves.gradients)
 
 
 class _Level(torch.autograd.Function):
-    """Exactly one Grad level: residuals travel as outputs, which is all setup_context sees."""
+    """Exactly one Grad level: residuals are outputs too, since setup_context sees only those."""
 
     @staticmethod
-    def forward(flat: Flat, mask: tuple[bool, ...], halves: Halves, *parts: torch.Tensor) -> Any:
+    def forward(
+        lowered: LoweredFunction, mask: tuple[bool, ...], halves: Halves, *parts: torch.Tensor
+    ) -> Any:
         results = halves.forward(list(parts))
         return tuple(_distinct(results, parts))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        flat, mask, halves, *parts = inputs
+        lowered, mask, halves, *parts = inputs
         outputs, values = output[: halves.count], output[halves.count :]
         residuals = _pick(halves, parts, outputs, values)
-        ctx.flat, ctx.mask, ctx.halves, ctx.count = flat, mask, halves, len(parts)
+        ctx.lowered, ctx.mask, ctx.halves, ctx.count = lowered, mask, halves, len(parts)
         ctx.shapes, ctx.frames = _shapes(outputs), current_frames()
         ctx.save_for_backward(*parts, *residuals)
         ctx.set_materialize_grads(False)
@@ -224,38 +230,42 @@ class _Level(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         halves: Halves = ctx.halves
-        needs = ctx.flat.per_input(ctx.needs_input_grad[3:])
-        with frames_again(ctx.frames):
+        needs = ctx.lowered.per_input(ctx.needs_input_grad[3:])
+        with in_frames(ctx.frames):
             if all(m or not n for m, n in zip(ctx.mask, needs, strict=True)):
-                found = _backward(ctx, list(ctx.saved_tensors), grads[: halves.count])
+                gradients = _backward(ctx, list(ctx.saved_tensors), grads[: halves.count])
             else:
                 tags = tuple(leaf.tag for leaf in halves.outputs)
                 primals = ctx.saved_tensors[: ctx.count]
                 cotangents = _cotangents(ctx, halves.cotangents, grads)
-                found = _pulled(ctx.flat, needs, tags, primals, cotangents)
-        return (None, None, None, *found)
+                gradients = _pulled(ctx.lowered, needs, tags, primals, cotangents)
+        return (None, None, None, *gradients)
 
 
 def _pulled(
-    flat: Flat, mask: tuple[bool, ...], tags: tuple[Any, ...], primals: Tensors, cotangents: Tensors
+    lowered: LoweredFunction,
+    mask: tuple[bool, ...],
+    tags: tuple[Any, ...],
+    primals: Tensors,
+    cotangents: Tensors,
 ) -> list[Any]:
-    """The gradients by a call of the pullback: one entry per input part."""
+    """Gradients computed by a call of the pullback: one entry per input part."""
     mask = tuple(
-        m and _is_float(node) for m, node in zip(mask, flat.base.placeholders, strict=False)
+        m and _is_float(node) for m, node in zip(mask, lowered.base.placeholders, strict=False)
     )
-    pull = flat.pullback(mask, tags)
+    pull = lowered.pullback(mask, tags)
     if not pull.base.outputs:
         return [None] * len(primals)
     parts, _ = call(pull, [*primals, *cotangents])
-    found: list[Any] = [None] * len(primals)
-    starts = [sum(flat.widths[:i]) for i in range(len(flat.widths))]
+    gradients: list[Any] = [None] * len(primals)
+    starts = [sum(lowered.widths[:i]) for i in range(len(lowered.widths))]
     position = 0
     for leaf in pull.base.outputs:
         assert leaf.of is not None
-        for k in range(flat.widths[leaf.of]):
-            found[starts[leaf.of] + k] = parts[position]
+        for k in range(lowered.widths[leaf.of]):
+            gradients[starts[leaf.of] + k] = parts[position]
             position += 1
-    return found
+    return gradients
 
 
 def _is_float(node: Any) -> bool:
@@ -264,48 +274,48 @@ def _is_float(node: Any) -> bool:
 
 
 class _Backward(torch.autograd.Function):
-    """The backward half, as a function of primals and cotangents (residuals are what it knows)."""
+    """The backward half, as a function of primals and cotangents; residuals are constants of it."""
 
     @staticmethod
-    def forward(flat: Flat, halves: Halves, cotangents: int, *tensors: torch.Tensor) -> Any:
-        count = sum(flat.widths)
+    def forward(lowered: LoweredFunction, halves: Halves, cotangents: int, *tensors: torch.Tensor) -> Any:
+        count = sum(lowered.widths)
         given, residuals = tensors[count : count + cotangents], tensors[count + cotangents :]
-        found = halves.backward([*residuals, *given])
-        return tuple(_distinct(found, tensors))
+        gradients = halves.backward([*residuals, *given])
+        return tuple(_distinct(gradients, tensors))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        flat, halves, cotangents, *tensors = inputs
-        count = sum(flat.widths)
-        ctx.flat, ctx.halves = flat, halves
+        lowered, halves, cotangents, *tensors = inputs
+        count = sum(lowered.widths)
+        ctx.lowered, ctx.halves = lowered, halves
         ctx.count, ctx.cotangents, ctx.total = count, cotangents, len(tensors)
         ctx.save_for_backward(*tensors[: count + cotangents])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         tags = tuple(leaf.tag for leaf in ctx.halves.outputs)
-        # The half gives no gradient for what the outputs do not depend on; nor may this.
-        given = ctx.flat.per_input([position is not None for position in ctx.halves.gradients])
-        pull = ctx.flat.pullback(given, tags)
+        # The half has no gradient for inputs that the outputs do not depend on; nor may its derivative.
+        given = ctx.lowered.per_input([position is not None for position in ctx.halves.gradients])
+        pull = ctx.lowered.pullback(given, tags)
         needs = pull.per_input(ctx.needs_input_grad[3 : 3 + ctx.count + ctx.cotangents])
         cotangents = [grad.contiguous() for grad in grads]
-        found = _pulled(pull, needs, pull.tags, ctx.saved_tensors, cotangents)
+        gradients = _pulled(pull, needs, pull.tags, ctx.saved_tensors, cotangents)
         rest = ctx.total - ctx.count - ctx.cotangents
-        return (None, None, None, *found, *[None] * rest)
+        return (None, None, None, *gradients, *[None] * rest)
 
 
-class _Again(torch.autograd.Function):
-    """Any stack of levels: only primals are saved, every derivative is a derived Flat."""
+class _AnyLevels(torch.autograd.Function):
+    """Any stack of levels: saves primals only; every derivative is a derived LoweredFunction."""
 
     @staticmethod
-    def forward(flat: Flat, *parts: torch.Tensor) -> Any:
-        outputs = _distinct(flat.run(parts), parts)
+    def forward(lowered: LoweredFunction, *parts: torch.Tensor) -> Any:
+        outputs = _distinct(lowered.run(parts), parts)
         return tuple(map(_apart, outputs) if internals.forward_ad_active() else outputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        flat, *parts = inputs
-        ctx.flat, ctx.shapes, ctx.frames = flat, _shapes(output), current_frames()
+        lowered, *parts = inputs
+        ctx.lowered, ctx.shapes, ctx.frames = lowered, _shapes(output), current_frames()
         ctx.save_for_backward(*parts)
         ctx.save_for_forward(*parts)
         ctx.set_materialize_grads(False)
@@ -315,40 +325,40 @@ class _Again(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        flat: Flat = ctx.flat
-        cotangents = _cotangents(ctx, _float_parts(flat), grads)
-        mask = flat.per_input(ctx.needs_input_grad[1:])
-        with frames_again(ctx.frames):
-            return (None, *_pulled(flat, mask, flat.tags, ctx.saved_tensors, cotangents))
+        lowered: LoweredFunction = ctx.lowered
+        cotangents = _cotangents(ctx, _float_parts(lowered), grads)
+        mask = lowered.per_input(ctx.needs_input_grad[1:])
+        with in_frames(ctx.frames):
+            return (None, *_pulled(lowered, mask, lowered.tags, ctx.saved_tensors, cotangents))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        flat: Flat = ctx.flat
+        lowered: LoweredFunction = ctx.lowered
         results: list[Any] = [None] * len(ctx.shapes)
-        floats = _float_parts(flat)
+        floats = _float_parts(lowered)
         if not floats:
             return tuple(results)
         parts = ctx.saved_tensors
-        moved = flat.per_input([tangent is not None for tangent in tangents[1:]])
+        moved = lowered.per_input([tangent is not None for tangent in tangents[1:]])
         given = [
             torch.zeros_like(part) if tangent is None else tangent.contiguous()
-            for part, tangent, m in zip(parts, tangents[1:], flat.per_part(moved), strict=True)
+            for part, tangent, m in zip(parts, tangents[1:], lowered.per_part(moved), strict=True)
             if m
         ]
-        found, _ = call(flat.pushforward(moved, flat.tags), [*parts, *given])
-        for part, tangent in zip(floats, found, strict=True):
+        output_tangents, _ = call(lowered.pushforward(moved, lowered.tags), [*parts, *given])
+        for part, tangent in zip(floats, output_tangents, strict=True):
             results[part] = tangent
         return tuple(results)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, flat: Flat, *parts: torch.Tensor) -> Any:
+    def vmap(info: Any, in_dims: Any, lowered: LoweredFunction, *parts: torch.Tensor) -> Any:
         dims = in_dims[1:]
-        mapped = flat.per_input([dim is not None for dim in dims])
+        mapped = lowered.per_input([dim is not None for dim in dims])
         moved = [
             _in_front(part, dim, info.batch_size) if m else part
-            for part, dim, m in zip(parts, dims, flat.per_part(mapped), strict=True)
+            for part, dim, m in zip(parts, dims, lowered.per_part(mapped), strict=True)
         ]
-        outputs, _ = call(flat.batched(mapped, info.batch_size, flat.tags), moved)
+        outputs, _ = call(lowered.batched(mapped, info.batch_size, lowered.tags), moved)
         return tuple(outputs), (0,) * len(outputs)
 
 
@@ -358,13 +368,13 @@ def _in_front(part: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
     return part.movedim(dim, 0).contiguous()
 
 
-def _float_parts(flat: Flat) -> list[int]:
+def _float_parts(lowered: LoweredFunction) -> list[int]:
     """Indices of the output parts that have a derivative."""
-    found: list[int] = []
+    indices: list[int] = []
     position = 0
-    for leaf, node in zip(flat.program.outputs, flat.base.results, strict=True):
-        w = 1 if flat.inline else width(leaf)
+    for leaf, node in zip(lowered.program.outputs, lowered.base.results, strict=True):
+        w = 1 if lowered.inline else width(leaf)
         if _is_float(node):
-            found += range(position, position + w)
+            indices += range(position, position + w)
         position += w
-    return found
+    return indices

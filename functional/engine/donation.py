@@ -1,4 +1,4 @@
-"""Giving a value up: its memory may be reused, and using it again is an error."""
+"""Donation: the memory of an argument may be reused, and using the argument again is an error."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Donated", "give_up"]
 
 
 class Donated(torch.Tensor):
-    """What a plain tensor becomes when it is donated: every operation on it raises."""
+    """The class of a plain tensor once it is donated: every operation on it raises."""
 
     @classmethod
     def __torch_function__(
@@ -56,7 +56,7 @@ def give_up(
 
 
 def _followed(tensor: torch.Tensor) -> bool:
-    """autograd needs the tensor itself."""
+    """Whether autograd needs the tensor itself."""
     return tensor.requires_grad and torch.is_grad_enabled()
 
 

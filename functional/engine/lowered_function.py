@@ -1,9 +1,8 @@
-"""Flat: a program under a stack of rewrites, called with parts, under any transform.
+"""LoweredFunction: a program and its rewrites, callable with parts under any functorch transform.
 
 Below the user's trees everything is a flat list of tensors: each input and output of a program
-occupies as many as its placement has parts. A Flat lowers its program on first use, keeps what it
-derived (joint halves per mask, pullbacks, pushforwards, batched versions), and picks the autograd
-Function that fits the live transforms.
+occupies as many as its placement has parts. A LoweredFunction lowers its program on first use, and caches
+what is derived from it: joint halves per mask, pullbacks, pushforwards, batched versions.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from torchard.functional.tracing.inner_gradients import note_replayed
 from torchard.functional.tracing.purify import replay
 from torchard.functional.tracing.trace_state import active
 
-__all__ = ["Flat", "Halves", "lower"]
+__all__ = ["Halves", "LoweredFunction", "lower"]
 
 Parts = Sequence[torch.Tensor]
 
@@ -44,9 +43,9 @@ def width(leaf: Leaf) -> int:
 
 
 def lower(program: Program, rewrites: Sequence[Rewrite]) -> Program:
-    """Apply a stack of rewrites, and what it, nested pieces and placed inputs ask for, by stages.
+    """Apply a stack of rewrites, by stage, then remove dead code and run the post-passes.
 
-    Then dead code goes, and the post-passes run.
+    Rewrites that the stack, nested transforms or placed inputs ask for are applied too.
     """
     stack = _in_order(program, rewrites)
     program = replace(program, stack=stack)
@@ -60,7 +59,7 @@ def lower(program: Program, rewrites: Sequence[Rewrite]) -> Program:
 
 
 def _in_order(program: Program, rewrites: Sequence[Rewrite]) -> tuple[Rewrite, ...]:
-    """The rewrites, and those that are asked for and that none of them covers, by their stages."""
+    """The rewrites and those they ask for, unless another covers them, sorted by stage."""
     stack = list(rewrites)
     placed = [leaf.tag.rewrite() for leaf in program.inputs if isinstance(leaf.tag, Placement)]
     asked = [other for rewrite in rewrites for other in rewrite.asks]
@@ -71,10 +70,11 @@ def _in_order(program: Program, rewrites: Sequence[Rewrite]) -> tuple[Rewrite, .
 
 
 def _without_dead_code(program: Program) -> Program:
-    """What nobody reads is not run: a gradient taken inside leaves the forward's last operations.
+    """The program without operations whose results are not used.
 
-    Here, where every rewrite has seen all of the program and no collective is in a bucket yet. The graph
-    is the same on every rank, so all of them leave out the same collectives.
+    A gradient that is taken inside leaves the last operations of its forward unused. They are removed
+    after all rewrites, which may read them, and before post-passes merge collectives. The graph is the
+    same on every rank, so all ranks remove the same collectives.
     """
     needed = needed_by(program.results)
     if all(node in needed for node in program.calls):
@@ -89,15 +89,15 @@ def _without_dead_code(program: Program) -> Program:
 
 @dataclass
 class Halves:
-    """Forward and backward, bound; everything in indices of parts.
+    """The forward and the backward of a joint program, bound. Indices count parts, not leaves.
 
     Attributes:
-        outputs: the leaves of what the user gets.
-        saved: for each residual part, which list it is in (0 inputs, 1 outputs, 2 values), where.
+        outputs: the leaves of the function's outputs.
+        saved: for each residual part, its list (0 inputs, 1 outputs, 2 values) and index there.
         gradients: for each input part, its position in the backward's results, or None.
-        differentiable: for each output part.
+        differentiable: for each output part, whether it has a derivative.
         cotangents: indices of the output parts whose cotangents the backward takes.
-        constants: follow the input parts in the list of inputs.
+        constants: tensors that follow the input parts in the list of inputs.
     """
 
     forward: Callable[..., list[torch.Tensor]]
@@ -111,13 +111,13 @@ class Halves:
     constants: tuple[torch.Tensor, ...] = ()
 
 
-class Flat:
+class LoweredFunction:
     """One program, its rewrites, and everything derived from it.
 
     Args:
-        base: as traced and annotated, over global values.
+        base: the program as traced and annotated, over global values.
         rewrites: the stack, innermost first.
-        inline: replay inside an outer trace of ours instead of running: values stay global.
+        inline: replay the program inside an outer trace instead of running it; values stay global.
     """
 
     def __init__(self, base: Program, rewrites: tuple[Rewrite, ...], inline: bool = False) -> None:
@@ -144,18 +144,18 @@ class Flat:
     @property
     def program(self) -> Program:
         """The forward program after all rewrites."""
-        found: Program = self._once("program", lambda: self._lowered(self.base))
-        return found
+        program: Program = self._once("program", lambda: self._rewritten(self.base))
+        return program
 
     @property
     def run(self) -> Callable[[Parts], list[torch.Tensor]]:
-        """The forward, bound."""
-        found: Callable[[Parts], list[torch.Tensor]] = self._once(
+        """The forward program, bound to a callable on parts."""
+        run: Callable[[Parts], list[torch.Tensor]] = self._once(
             "run", lambda: self._bound(self.program, self.base.constants)
         )
-        return found
+        return run
 
-    def _lowered(self, program: Program) -> Program:
+    def _rewritten(self, program: Program) -> Program:
         if not self.inline:
             return lower(program, self.rewrites)
         for rewrite in self.rewrites:
@@ -165,43 +165,43 @@ class Flat:
     def _bound(
         self, program: Program, constants: Sequence[torch.Tensor]
     ) -> Callable[[Parts], list[torch.Tensor]]:
-        opaque = self.base.again is not None
+        opaque = self.base.retrace is not None
         bound = _Replay(program, opaque) if self.inline else bind(program)
         if not constants:
             return bound
 
         def run(parts: Parts) -> list[torch.Tensor]:
-            if self.inline and (room := active()) is not None:
-                room.constants.update(map(id, constants))
+            if self.inline and (state := active()) is not None:
+                state.constants.update(map(id, constants))
             return bound([*parts, *constants])
 
         return run
 
     def halves(self, mask: tuple[bool, ...]) -> Halves:
         """The joint program for these inputs (not parts), rewritten, split and bound."""
-        found: Halves = self._once(("halves", mask), lambda: self._halves(mask))
-        return found
+        halves: Halves = self._once(("halves", mask), lambda: self._halves(mask))
+        return halves
 
     def joint(self, mask: tuple[bool, ...]) -> Program:
         """The joint program after all rewrites."""
-        found: Program = self._once(("joint", mask), lambda: self._lowered(joint(self.base, mask)))
+        found: Program = self._once(("joint", mask), lambda: self._rewritten(joint(self.base, mask)))
         return found
 
     def _halves(self, mask: tuple[bool, ...]) -> Halves:
         program = self.joint(mask)
-        cut = split(program)
+        halves = split(program)
         outputs = tuple(leaf for leaf in program.outputs if leaf.role != "gradient")
-        follows = program.differentiable
+        differentiable = program.differentiable
         spans = _spans([self._width(leaf) for leaf in outputs])
         floats = [i for i, node in enumerate(self.base.results) if _is_float(VAL.of(node))]
         return Halves(
-            forward=self._bound(cut.forward, program.constants),
-            backward=self._bound(cut.backward, ()),
+            forward=self._bound(halves.forward, program.constants),
+            backward=self._bound(halves.backward, ()),
             outputs=outputs,
             count=spans[-1].stop if spans else 0,
-            saved=self._saved_parts(cut.saved, cut.forward),
-            gradients=self._gradient_parts(cut.backward),
-            differentiable=[f for f, span in zip(follows, spans, strict=True) for _ in span],
+            saved=self._saved_parts(halves.saved, halves.forward),
+            gradients=self._gradient_parts(halves.backward),
+            differentiable=[flag for flag, span in zip(differentiable, spans, strict=True) for _ in span],
             cotangents=[part for i in floats for part in spans[i]],
             constants=program.constants,
         )
@@ -220,75 +220,79 @@ class Flat:
         )
         which = {"input": 0, "output": 1, "value": 2}
         return [
-            (which[one.kind], part) for one in saved for part in tables[which[one.kind]][one.index]
+            (which[residual.kind], part)
+            for residual in saved
+            for part in tables[which[residual.kind]][residual.index]
         ]
 
     def _gradient_parts(self, backward: Program) -> list[int | None]:
         spans = _spans([self._width(leaf) for leaf in backward.outputs])
         by_input = {leaf.of: span for leaf, span in zip(backward.outputs, spans, strict=True)}
-        found: list[int | None] = []
+        positions: list[int | None] = []
         for i, w in enumerate(self.widths):
-            found += list(by_input[i]) if i in by_input else [None] * w
-        return found
+            positions += list(by_input[i]) if i in by_input else [None] * w
+        return positions
 
     # -- derived ------------------------------------------------------------------------------
 
-    def pullback(self, mask: tuple[bool, ...], tags: tuple[Any, ...]) -> Flat:
-        """Of primals and cotangents, the gradients of the inputs that have one."""
+    def pullback(self, mask: tuple[bool, ...], tags: tuple[Any, ...]) -> LoweredFunction:
+        """The function from primals and cotangents to the gradients of the inputs in the mask."""
         return self._derived(("pullback", mask, tags), lambda: pullback(self.base, mask, tags))
 
-    def pushforward(self, mask: tuple[bool, ...], tags: tuple[Any, ...]) -> Flat:
-        """Of primals and tangents, the tangents of the floating outputs."""
+    def pushforward(self, mask: tuple[bool, ...], tags: tuple[Any, ...]) -> LoweredFunction:
+        """The function from primals and tangents to the tangents of the floating outputs."""
         return self._derived(("push", mask, tags), lambda: pushforward(self.base, mask, tags))
 
-    def batched(self, mapped: tuple[bool, ...], size: int, tags: tuple[Any, ...]) -> Flat:
-        """vmap of it."""
+    def batched(self, mapped: tuple[bool, ...], size: int, tags: tuple[Any, ...]) -> LoweredFunction:
+        """The function under vmap."""
         return self._derived(
             ("vmap", mapped, size, tags), lambda: batched(self.base, mapped, size, tags)
         )
 
-    def _derived(self, key: Hashable, make: Callable[[], Program]) -> Flat:
-        found: Flat = self._once(key, lambda: Flat(make(), self.rewrites, self.inline))
-        return found
+    def _derived(self, key: Hashable, make: Callable[[], Program]) -> LoweredFunction:
+        derived: LoweredFunction = self._once(
+            key, lambda: LoweredFunction(make(), self.rewrites, self.inline)
+        )
+        return derived
 
     @property
     def tags(self) -> tuple[Any, ...]:
-        """How the forward holds its outputs."""
+        """The placements of the forward's outputs."""
         if self.inline:
             return tuple(leaf.tag for leaf in self.base.outputs)
         return tuple(leaf.tag for leaf in self.program.outputs)
 
     def per_input(self, flags: Sequence[bool]) -> tuple[bool, ...]:
-        """From one flag per part to one per input."""
+        """Flags per input, from flags per part."""
         return tuple(any(flags[part] for part in span) for span in _spans(self.widths))
 
     def per_part(self, flags: Sequence[bool]) -> list[bool]:
-        """From one flag per input to one per part."""
+        """Flags per part, from flags per input."""
         return [flag for flag, w in zip(flags, self.widths, strict=True) for _ in range(w)]
 
 
 class _Replay:
-    """Runs a program inside an outer trace, node by node, tags and all."""
+    """Runs a program node by node inside an outer trace, and copies its tags."""
 
     def __init__(self, program: Program, opaque: bool) -> None:
         self.program = program
         self.opaque = opaque or any(_is_opaque(node) for node in program.calls)
 
     def __call__(self, parts: Parts) -> list[torch.Tensor]:
-        room = active()
-        if room is not None:
-            room.asks.extend(self.program.asks)
-            # Autograd cannot see through such nodes, but our Functions can: derivatives of the
+        state = active()
+        if state is not None:
+            state.asks.extend(self.program.asks)
+            # Autograd has no derivative of such nodes, but our Functions have: derivatives of the
             # outer function run it again instead of replaying its graph.
-            room.without_grad |= self.opaque
+            state.without_grad |= self.opaque
         values = replay(self.program.graph, list(parts))
-        if room is not None:
-            note_replayed(room, self.program.outputs, parts, values)
+        if state is not None:
+            note_replayed(state, self.program.outputs, parts, values)
         return values
 
 
 def _is_opaque(node: torch.fx.Node) -> bool:
-    """Whether autograd may know no derivative of the node."""
+    """Whether autograd may have no derivative of the node."""
     if KERNEL.on(node):
         return True
     space = getattr(node.target, "namespace", "aten")

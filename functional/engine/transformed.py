@@ -22,7 +22,7 @@ from torchard.functional.core.wrapper import Wrapper
 from torchard.functional.derivatives.value_rewrite import ValueRewrite, interpreted
 from torchard.functional.engine.autograd_functions import call
 from torchard.functional.engine.donation import give_up
-from torchard.functional.engine.lowered_function import Flat
+from torchard.functional.engine.lowered_function import LoweredFunction
 from torchard.functional.guards.environment import Environment
 from torchard.functional.programs.program import Free, Leaf, Program, Rewrite
 from torchard.functional.programs.tags import VAL
@@ -30,7 +30,7 @@ from torchard.functional.reports.lowered import Lowered
 from torchard.functional.tracing.signature import Arguments, paths_of, read
 from torchard.functional.tracing.strided_inputs import check_memory, pass_on, strided_inputs
 from torchard.functional.tracing.trace_call import trace_call
-from torchard.functional.tracing.trace_state import Closure, Room, active, called
+from torchard.functional.tracing.trace_state import Closure, TraceState, active, called
 
 __all__ = ["Transformed"]
 
@@ -39,12 +39,12 @@ AnyRewrite = Rewrite | ValueRewrite
 _RETRACES = 8
 # Signatures used in turn: training and evaluation, whole batches and the last one.
 _ALIVE = 4
-# What following a path may raise once the environment has changed.
+# Errors that reading a path may raise once the environment has changed.
 _MISSING = (KeyError, IndexError, AttributeError, TypeError, ValueError)
 
 
 class Transformed(Wrapper):
-    """A function and the rewrites of its program: what every transform returns.
+    """A function and the rewrites of its program: every transform returns one.
 
     Calling it traces the function once per signature (tree, shapes, dtypes, devices, strides,
     static values, default dtype, autocast), applies the rewrites and runs the result. It can be
@@ -94,10 +94,10 @@ class Transformed(Wrapper):
         self.__module__ = getattr(fn, "__module__", type(self).__module__)
         self.__doc__ = getattr(fn, "__doc__", None)
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
-        # Traced to be looked at. Ranks of a mesh evict the same plans only while they call the same, and
-        # any of them may look at more; so looking neither evicts what is called nor counts as use of it.
-        self._looked: OrderedDict[Hashable, _Entry] = OrderedDict()
-        # The last one called, which is nearly always the next: nothing has to be moved then.
+        # Traced by lower(), not called. Ranks of a mesh must evict the same plans, but may inspect more:
+        # inspecting an entry neither evicts those that are called nor counts as a use of it.
+        self._inspected: OrderedDict[Hashable, _Entry] = OrderedDict()
+        # The last entry called, which is nearly always the next one: it needs no move in the cache.
         self._newest: _Entry | None = None
         self._lock = Lock()
         self._history: deque[tuple[Hashable, list[str]]] = deque(maxlen=_RETRACES)
@@ -108,7 +108,7 @@ class Transformed(Wrapper):
         return f"Transformed({self.__name__}, {list(self.rewrites)})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles trace anew; what has a name in its module is that name, as functions are."""
+        """Pickled by its name where its module has it, as functions are; copies retrace otherwise."""
         if _named(self):
             return self.__qualname__
         return _restored, (type(self), self.fn, self.rewrites, self.cache_size, _own(self))
@@ -123,23 +123,23 @@ class Transformed(Wrapper):
         entry, closures = self._entry(arguments, args, kwargs)
         if entry.strided:
             check_memory(entry.strided, arguments.values, closures)
-        room = active()
-        if room is not None:
-            operands = _lifted(room, arguments, closures)
-            pass_on(entry.strided, operands, room)
+        state = active()
+        if state is not None:
+            operands = _lifted(state, arguments, closures)
+            pass_on(entry.strided, operands, state)
             with called():
-                tensors, leaves = call(entry.inlined, room.together(operands))
+                tensors, leaves = call(entry.inlined, state.together(operands))
             return entry.result(tensors, leaves, True)
         parts = entry.parts(arguments, closures)
         if entry.donated:
             parts = give_up(arguments.leaves, entry.donated, parts, entry.positions)
-        tensors, leaves = call(entry.flat, parts)
+        tensors, leaves = call(entry.lowered, parts)
         return entry.result(tensors, leaves, False)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The rewritten program for these arguments (meta tensors and ShapeDtype too), not run."""
-        flat = self._entry(read(args, kwargs), args, kwargs, looking=True)[0].flat
-        return Lowered.of(flat.program, lambda: flat.joint(_floating(flat.base)))
+        lowered = self._entry(read(args, kwargs), args, kwargs, inspecting=True)[0].lowered
+        return Lowered.of(lowered.program, lambda: lowered.joint(_floating(lowered.base)))
 
     def lower_joint(
         self, *args: Any, argnums: int | Sequence[int] | None = None, **kwargs: Any
@@ -149,10 +149,10 @@ class Transformed(Wrapper):
         Args:
             argnums: positions of the arguments to differentiate; by default all floating ones.
         """
-        entry, _ = self._entry(read(args, kwargs), args, kwargs, looking=True)
+        entry, _ = self._entry(read(args, kwargs), args, kwargs, inspecting=True)
         numbers = (argnums,) if isinstance(argnums, int) else argnums
         starts = None if numbers is None else tuple(f"args[{n}]" for n in numbers)
-        return Lowered.of(entry.flat.joint(_floating(entry.flat.base, starts)))
+        return Lowered.of(entry.lowered.joint(_floating(entry.lowered.base, starts)))
 
     # -- cache --------------------------------------------------------------------------------
 
@@ -161,10 +161,10 @@ class Transformed(Wrapper):
         arguments: Arguments,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        looking: bool = False,
+        inspecting: bool = False,
     ) -> tuple[_Entry, list[Any]]:
         key = self._key(arguments)
-        for cache in (self._entries, self._looked):
+        for cache in (self._entries, self._inspected):
             entry = cache.get(key)
             closures = None if entry is None else entry.closures(self.fn, arguments)
             if entry is not None and closures is not None:
@@ -172,20 +172,20 @@ class Transformed(Wrapper):
         else:
             entry, closures = self._traced(arguments, paths_of(args, kwargs))
             key = self._key(arguments)
-        if not looking:
+        if not inspecting:
             if entry is not self._newest:
                 self._keep(self._entries, key, entry)
                 self._newest = entry if entry.lasting else None
-            if self._looked:
-                self._looked.pop(key, None)
+            if self._inspected:
+                self._inspected.pop(key, None)
         elif self._entries.get(key) is not entry:
-            self._keep(self._looked, key, entry)
+            self._keep(self._inspected, key, entry)
         return entry, closures
 
     def _keep(self, cache: OrderedDict[Hashable, _Entry], key: Hashable, entry: _Entry) -> None:
-        """Put the entry last in a cache, and what has been there longest out.
+        """Make an entry the most recently used of a cache, and evict the least recently used.
 
-        Only the signatures used last keep what the function closed over when they were.
+        Only the most recently used entries keep the tensors that the function closes over.
         """
         if not entry.lasting:
             return
@@ -228,7 +228,7 @@ class Transformed(Wrapper):
 
 
 def _named(transformed: Transformed) -> bool:
-    """Whether it is what its module has under its name (``@checkpoint def f``)."""
+    """Whether its module has it under its name (``@checkpoint def f``)."""
     value: Any = sys.modules.get(transformed.__module__)
     for part in transformed.__qualname__.split("."):
         value = getattr(value, part, None)
@@ -236,7 +236,7 @@ def _named(transformed: Transformed) -> bool:
 
 
 def _own(transformed: Transformed) -> dict[str, Any]:
-    """Attributes that were set on it besides."""
+    """Attributes that a user set on it."""
     fresh = Transformed(transformed.fn, transformed.rewrites)
     return {k: v for k, v in vars(transformed).items() if k not in vars(fresh)}
 
@@ -244,22 +244,22 @@ def _own(transformed: Transformed) -> dict[str, Any]:
 def _restored(
     cls: type[Transformed], fn: Any, rewrites: Any, cache_size: int, own: dict[str, Any]
 ) -> Transformed:
-    made = cls.__new__(cls)
-    Transformed.__init__(made, fn, rewrites, cache_size=cache_size)
-    vars(made).update(own)
-    return made
+    transformed = cls.__new__(cls)
+    Transformed.__init__(transformed, fn, rewrites, cache_size=cache_size)
+    vars(transformed).update(own)
+    return transformed
 
 
 def _call_plainly(transformed: Transformed, args: Any, kwargs: Any) -> Any:
     return transformed(*args, **kwargs)
 
 
-# torch.compile breaks its graph here and calls the transform as it is.
+# torch.compile breaks its graph here and calls the transform eagerly.
 _at_boundary: Any = torch.compiler.disable(_call_plainly)
 
 
 def _floating(program: Program, starts: Sequence[str] | None = None) -> tuple[bool, ...]:
-    """For each input, whether it is a floating argument (one of these)."""
+    """For each input, whether it is a floating argument, under one of these paths if given."""
     return tuple(
         VAL.of(node).is_floating_point()
         and (starts is None or _under(leaf.path, starts))
@@ -269,12 +269,12 @@ def _floating(program: Program, starts: Sequence[str] | None = None) -> tuple[bo
 
 
 def _under(path: str, starts: Sequence[str]) -> bool:
-    """Whether a path leads to an argument, or into it: `args[0]['w']`, `args[1].mean`."""
+    """Whether a path is one of these, or inside of one: `args[0]['w']`, `args[1].mean`."""
     return any(path == start or path.startswith((start + "[", start + ".")) for start in starts)
 
 
 def _retraced(name: str, history: list[tuple[Any, list[str]]]) -> str:
-    """Which leaf took the most values over the last traces."""
+    """The warning, with the leaf that took the most values over the last traces."""
     _, paths = history[-1]
     alike = [key for key, known in history if known == paths]
     changes = []
@@ -299,21 +299,21 @@ def _leaf_text(part: Any) -> str:
     return str(part)
 
 
-def _lifted(room: Room, arguments: Arguments, closures: Sequence[Any]) -> list[torch.Tensor]:
-    """The operands of a call inside a trace: global tensors of that trace."""
-    return [_native(room, value) for value in (*arguments.values, *closures)]
+def _lifted(state: TraceState, arguments: Arguments, closures: Sequence[Any]) -> list[torch.Tensor]:
+    """The operands of a call inside a trace, as global tensors of that trace."""
+    return [_native(state, value) for value in (*arguments.values, *closures)]
 
 
-def _native(room: Room, value: Any) -> torch.Tensor:
+def _native(state: TraceState, value: Any) -> torch.Tensor:
     if isinstance(value, float):
         return torch.scalar_tensor(value, dtype=torch.float64)
-    if isinstance(value, torch.Tensor) and room.native(value):
+    if isinstance(value, torch.Tensor) and state.native(value):
         return value
-    return room.lift(value)
+    return state.lift(value)
 
 
 class _Entry:
-    """What is kept for one signature."""
+    """The cache entry of one signature: its program, and when it may be used."""
 
     def __init__(
         self,
@@ -323,37 +323,37 @@ class _Entry:
         arguments: Arguments,
         paths: list[str],
     ) -> None:
-        self.flat = Flat(base, rewrites)
-        self._inlined: Flat | None = None
+        self.lowered = LoweredFunction(base, rewrites)
+        self._inlined: LoweredFunction | None = None
         self.out_tree = base.out_tree
         self.lifted: tuple[Closure, ...] = base.closures
         self.strided = strided_inputs(base)
         self.environment = _environment(fn, arguments)
-        # The closed-over values, and the state of the environment they are of.
+        # The closed-over values, and the state of the environment when they were read.
         self.last_read: tuple[object, list[Any]] = (None, [])
         self.kinds = [_kind(closure.value) for closure in base.closures]
         starts = [f"args[{n}]" for r in rewrites for n in r.donate_argnums]
         self.donated = [i for i in arguments.traced if _under(paths[i], starts)]
-        ends = accumulate(self.flat.widths, initial=0)
+        ends = accumulate(self.lowered.widths, initial=0)
         self.positions = dict(zip(arguments.traced, ends, strict=False))
 
     @property
-    def inlined(self) -> Flat:
+    def inlined(self) -> LoweredFunction:
         if self._inlined is None:
-            self._inlined = Flat(self.flat.base, self.flat.rewrites, inline=True)
+            self._inlined = LoweredFunction(self.lowered.base, self.lowered.rewrites, inline=True)
         return self._inlined
 
     @cached_property
     def lasting(self) -> bool:
-        """Whether the trace outlives the call: only if every closed-over tensor can be read anew.
+        """Whether the trace may be cached: fn's environment can be guarded, its tensors read again.
 
-        One whose place in fn's environment was not found may be another one next time, and a
-        transform's own tensor (found or not) surely is. Nor may fn read what cannot be looked at.
+        A tensor whose path in fn's environment is unknown may be another one at the next call, and one
+        that a transform made certainly is.
         """
         return self.environment.guardable and all(c.reader is not None for c in self.lifted)
 
     def closures(self, fn: Callable[..., Any], arguments: Arguments) -> list[Any] | None:
-        """The closed-over values as they are now; None if one no longer fits, or fn is another one."""
+        """The current closed-over values; None if one no longer fits, or fn's environment has changed."""
         environment = self.environment
         if not environment.unchanged():
             environment = _environment(fn, arguments)
@@ -372,28 +372,28 @@ class _Entry:
         return values
 
     def let_go(self) -> None:
-        """Keep no closed-over value alive; the next call reads them anew."""
+        """Drop the closed-over values; the next call reads them again."""
         self.last_read = None, []
         self.environment.let_go()
 
     def parts(self, arguments: Arguments, closures: Sequence[Any]) -> list[torch.Tensor]:
         """All input parts in order."""
         leaves = arguments.leaves
-        found: list[torch.Tensor] = []
+        parts: list[torch.Tensor] = []
         for i in arguments.traced:
             leaf = leaves[i]
             if isinstance(leaf, torch.Tensor):
-                found.append(leaf)
+                parts.append(leaf)
             elif isinstance(leaf, float):
-                found.append(torch.scalar_tensor(leaf, dtype=torch.float64))
+                parts.append(torch.scalar_tensor(leaf, dtype=torch.float64))
             else:
-                found.extend(leaf.__torchard_placed__().parts)
+                parts.extend(leaf.__torchard_placed__().parts)
         for value in closures:
             if isinstance(value, torch.Tensor):
-                found.append(value)
+                parts.append(value)
             else:
-                found.extend(value.__torchard_placed__().parts)
-        return found
+                parts.extend(value.__torchard_placed__().parts)
+        return parts
 
     def result(self, parts: Sequence[Any], leaves: Sequence[Leaf], inline: bool) -> Any:
         """The user's tree of results."""
@@ -411,7 +411,7 @@ class _Entry:
         return self.out_tree.build(values)
 
 
-# What of a parameter may change in place, as Module.half() does.
+# The attributes of a parameter that may change in place, as Module.half() does.
 _kind = attrgetter("shape", "dtype")
 _NOWHERE = object()
 
@@ -424,7 +424,7 @@ def _value(closure: Closure, fn: Callable[..., Any]) -> Any:
 
 
 def _environment(fn: Callable[..., Any], arguments: Arguments) -> Environment:
-    """Of the function and the objects it is given that are not traced."""
+    """The environment of the function and of those arguments that are not traced."""
     traced = set(arguments.traced)
     return Environment([fn, *(v for i, v in enumerate(arguments.leaves) if i not in traced)])
 

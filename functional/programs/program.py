@@ -330,7 +330,7 @@ class Program:
         facts: what a rewrite notes for its own post-pass; kept by ``copy()``.
         closures: what the inputs of role ``closure`` stand for (see trace.py).
         constants: values of the last inputs, those of role ``constant``: made while tracing.
-        again: the function itself, to be run again for derivatives, where the graph alone does
+        retrace: the function itself, to be run again for derivatives, where the graph alone does
             not show them (gradients switched off inside, autograd.Function).
         forgets_turns: plain autograd on fakes would go wrong in ``again`` (see effects/mutation.py).
 
@@ -360,7 +360,7 @@ class Program:
     facts: dict[Hashable, Any] = field(default_factory=dict)
     closures: tuple[Any, ...] = ()
     constants: tuple[torch.Tensor, ...] = ()
-    again: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
+    retrace: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
     forgets_turns: bool = False
 
     # -- reading ------------------------------------------------------------------------------

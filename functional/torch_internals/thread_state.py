@@ -30,7 +30,7 @@ from torchard.functional.torch_internals import functorch_levels
 from torchard.functional.torch_internals.accessors.required import require
 from torchard.functional.torch_internals.modes import only_default_device
 
-__all__ = ["clean_room"]
+__all__ = ["clean_thread_state"]
 
 require(torch._C, "_dispatch_tls_local_include_set", "_dispatch_tls_local_exclude_set")
 require(torch._C, "_PreserveDispatchKeyGuard", "_set_grad_enabled")
@@ -60,7 +60,7 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 @contextlib.contextmanager
-def clean_room(gradients: bool = True) -> Iterator[None]:
+def clean_thread_state(gradients: bool = True) -> Iterator[None]:
     """No functorch level, no mode, gradients on (or off): where every trace happens.
 
     Calls come from inside grad, vmap, other tracers and backward passes; what is traced must not

@@ -11,39 +11,39 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.programs.program import Leaf
 from torchard.functional.torch_internals.operators import aten
-from torchard.functional.tracing.trace_state import Room
+from torchard.functional.tracing.trace_state import TraceState
 
 __all__ = ["note", "note_replayed", "primals_of"]
 
 _SAME = (aten.alias.default, aten.detach.default, aten._to_copy.default)
 
 
-def note(room: Room, primals: Sequence[Any], gradients: Sequence[Any]) -> None:
+def note(state: TraceState, primals: Sequence[Any], gradients: Sequence[Any]) -> None:
     """What a derivative gave for some tensors: for those that are inputs, remember whose it is."""
     for primal, gradient in zip(primals, gradients, strict=True):
         if gradient is None or internals.batch_dims(primal) != internals.batch_dims(gradient):
             continue
-        of, node = (_node(room, tensor) for tensor in (primal, gradient))
+        of, node = (_node(state, tensor) for tensor in (primal, gradient))
         if of is not None and of.op == "placeholder" and node is not None:
-            room.gradients[node] = of
+            state.gradients[node] = of
 
 
 def note_replayed(
-    room: Room, outputs: Sequence[Leaf], primals: Sequence[Any], values: Sequence[Any]
+    state: TraceState, outputs: Sequence[Leaf], primals: Sequence[Any], values: Sequence[Any]
 ) -> None:
     """A program ran again in this trace: its gradients are those of what it was given."""
     pairs = [(leaf.of, value) for leaf, value in zip(outputs, values, strict=True)]
     given = [(primals[of], value) for of, value in pairs if of is not None]
-    note(room, [primal for primal, _ in given], [value for _, value in given])
+    note(state, [primal for primal, _ in given], [value for _, value in given])
 
 
-def primals_of(room: Room, outputs: Sequence[fx.Node]) -> list[fx.Node | None]:
+def primals_of(state: TraceState, outputs: Sequence[fx.Node]) -> list[fx.Node | None]:
     """For each output, the input whose gradient it is."""
-    return [room.gradients.get(_same(output)) for output in outputs]
+    return [state.gradients.get(_same(output)) for output in outputs]
 
 
-def _node(room: Room, tensor: torch.Tensor) -> fx.Node | None:
-    node = internals.proxy_node(room.tracer, internals.base_tensor(tensor))
+def _node(state: TraceState, tensor: torch.Tensor) -> fx.Node | None:
+    node = internals.proxy_node(state.tracer, internals.base_tensor(tensor))
     return None if node is None else _same(node)
 
 

@@ -41,22 +41,22 @@ def replay(
             strides mean nothing, if left out.
     """
     call = call or call_pure
-    room, env, values = active(), {}, iter(inputs)
-    before = room.replaying if room else None
+    state, env, values = active(), {}, iter(inputs)
+    before = state.replaying if state else None
     last_use = _last_uses(graph)
     for node in graph.nodes:
         if node.op == "placeholder":
             env[node] = next(values)
-            if room is not None and NAME.on(node):
-                room.label(env[node], NAME.of(node))
+            if state is not None and NAME.on(node):
+                state.label(env[node], NAME.of(node))
         elif node.op == "call_function":
-            env[node] = _replay_node(node, env, room, call)
+            env[node] = _replay_node(node, env, state, call)
         else:
             result = fx.map_arg(node.args[0], env.__getitem__)
         for dead in last_use.get(node, ()):
             env.pop(dead, None)
-    if room:
-        room.replaying = before
+    if state:
+        state.replaying = before
     return list(result)
 
 
@@ -71,23 +71,23 @@ def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _replay_node(
-    node: fx.Node, env: dict[fx.Node, Any], room: Any, call: Callable[..., Any]
+    node: fx.Node, env: dict[fx.Node, Any], state: Any, call: Callable[..., Any]
 ) -> Any:
     args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-    if room is None:
+    if state is None:
         return call(node, args, kwargs)
-    room.replaying = node
-    room.cutting = CUT.on(node)
+    state.replaying = node
+    state.cutting = CUT.on(node)
     try:
         value = call(node, args, kwargs)
     finally:
-        room.replaying, room.cutting = None, False
+        state.replaying, state.cutting = None, False
     if not isinstance(value, torch.Tensor):
         return value
     if node.target is operator.getitem:
-        room.retag(value, node)
+        state.retag(value, node)
     elif NAME.on(node):  # whatever operation it has become
-        room.label(value, NAME.of(node))
+        state.label(value, NAME.of(node))
     return value
 
 

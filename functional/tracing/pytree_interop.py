@@ -10,7 +10,7 @@ import optree
 from torchard.functional.core import tree
 from torchard.functional.torch_internals.accessors import pytree as torch_pytree
 
-__all__ = ["adopt"]
+__all__ = ["register_torch_nodes"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class _Context:
         return hash(repr(self.value))
 
 
-def adopt(value: Any) -> None:
+def register_torch_nodes(value: Any) -> None:
     """Register the types in a tree that torch's pytree knows and optree does not.
 
     HuggingFace's model outputs are such: they register themselves with torch alone.
@@ -32,7 +32,7 @@ def adopt(value: Any) -> None:
         node = torch_pytree.SUPPORTED_NODES.get(type(leaf))
         if node is not None:
             _register(type(leaf), node)
-            adopt(leaf)
+            register_torch_nodes(leaf)
 
 
 def _register(cls: type, node: Any) -> None:

@@ -1,4 +1,4 @@
-"""Recording: run a function of flat tensors on fakes in the clean room, and keep the graph."""
+"""Runs a function of flat tensors on fake tensors, in a clean thread state, and records the graph."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torchard.functional.effects.mutation import forgets_turns
 from torchard.functional.programs.tags import SOURCE, VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.inner_gradients import primals_of
-from torchard.functional.tracing.tensor_lifting import LiftMode
+from torchard.functional.tracing.tensor_lifting import TensorLifting
 from torchard.functional.tracing.torch_checkpoint import taken_as_segments
-from torchard.functional.tracing.trace_state import Closure, Room, entered
+from torchard.functional.tracing.trace_state import Closure, TraceState, entered
 
 __all__ = ["Recording", "record"]
 
@@ -60,29 +60,29 @@ def record(
         PurityError: fn branches on a tensor's value.
     """
     levels = internals.level_kinds()
-    with internals.clean_room(grad_mode):
+    with internals.clean_thread_state(grad_mode):
         fakes = internals.FakeTensorMode(allow_non_fake_inputs=True)
-        room = Room(fakes, levels, grad_mode=grad_mode)
+        state = TraceState(fakes, levels, grad_mode=grad_mode)
         inputs = _fake_inputs(fakes, specs, gradients)
-        recording = internals.proxying(room.tracer, fakes, inputs, room.below_forward_ad)
-        with entered(room), recording:
-            room.last_input = _last_placeholder(room.tracer.graph)
-            outputs = _run(room, fn, inputs)
-            nodes = tuple(_output_node(room, output) for output in outputs)
-        room.tracer.graph.output(nodes)
-        internals.end_fakes(room.tracer, _leaked)
-    closures = [closure for closure, _ in room.closures.values()]
-    forgets = room.turned and forgets_turns(room.tracer.graph)
+        recording = internals.proxying(state.tracer, fakes, inputs, state.below_forward_ad)
+        with entered(state), recording:
+            state.last_input = _last_placeholder(state.tracer.graph)
+            outputs = _run(state, fn, inputs)
+            nodes = tuple(_output_node(state, output) for output in outputs)
+        state.tracer.graph.output(nodes)
+        internals.end_fakes(state.tracer, _leaked)
+    closures = [closure for closure, _ in state.closures.values()]
+    forgets = state.turned and forgets_turns(state.tracer.graph)
     found = Recording(
-        room.tracer.graph,
+        state.tracer.graph,
         len(specs),
         closures,
-        room.asks,
-        room.without_grad,
+        state.asks,
+        state.without_grad,
         forgets,
-        primals_of(room, nodes),
+        primals_of(state, nodes),
     )
-    _lift_attributes(found, room)
+    _lift_attributes(found, state)
     return found
 
 
@@ -143,9 +143,9 @@ def _last_placeholder(graph: fx.Graph) -> fx.Node | None:
     return placeholders[-1] if placeholders else None
 
 
-def _run(room: Room, fn: Callable[..., Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+def _run(state: TraceState, fn: Callable[..., Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     try:
-        with LiftMode(room), taken_as_segments():
+        with TensorLifting(state), taken_as_segments():
             return list(fn(list(inputs)))
     except (
         internals.DataDependentOutputException,
@@ -190,13 +190,13 @@ def _branching(error: BaseException) -> PurityError:
     )
 
 
-def _output_node(room: Room, output: torch.Tensor) -> fx.Node:
-    if not room.native(output):
-        output = room.lift(output)
-    node = internals.proxy_node(room.tracer, output)
+def _output_node(state: TraceState, output: torch.Tensor) -> fx.Node:
+    if not state.native(output):
+        output = state.lift(output)
+    node = internals.proxy_node(state.tracer, output)
     if node is None:
-        with room.fakes:
-            node = internals.proxy_node(room.tracer, aten.alias.default(output))
+        with state.fakes:
+            node = internals.proxy_node(state.tracer, aten.alias.default(output))
     if node is None:
         raise PurityError(
             "an output of the traced function was made outside torch's view; return tensors "
@@ -205,22 +205,22 @@ def _output_node(room: Room, output: torch.Tensor) -> fx.Node:
     return node
 
 
-def _lift_attributes(found: Recording, room: Room) -> None:
+def _lift_attributes(found: Recording, state: TraceState) -> None:
     """Constants the tracer burned in become operands too, those it made itself the last ones."""
     graph = found.graph
     operands: dict[int, fx.Node] = {}
-    nodes = [(node, _is_made(node, room)) for node in graph.find_nodes(op="get_attr")]
+    nodes = [(node, _is_made(node, state)) for node in graph.find_nodes(op="get_attr")]
     for node, made in sorted(nodes, key=lambda pair: pair[1]):
-        value = getattr(room.tracer.root, node.target)
+        value = getattr(state.tracer.root, node.target)
         if isinstance(value, torch.Generator):
             raise _drawn(node)
-        if id(value) in room.stood_in:
+        if id(value) in state.stood_in:
             raise DerivativeError(
                 "a tensor the function closes over is differentiated inside it and outside it; "
                 "pass it as an argument"
             )
         if id(value) not in operands:
-            operand = _placeholder(graph, room, value)
+            operand = _placeholder(graph, state, value)
             operands[id(value)] = operand
             found.closures.append(Closure(value, TensorSpec.of(value), operand, None, made))
         node.replace_all_uses_with(operands[id(value)])
@@ -232,16 +232,16 @@ def _drawn(node: fx.Node) -> PurityError:
     return PurityError(f"{where} {_DRAWN}.")
 
 
-def _is_made(node: fx.Node, room: Room) -> bool:
+def _is_made(node: fx.Node, state: TraceState) -> bool:
     """Whether the constant was made by what is traced, and can never be another."""
-    if id(getattr(room.tracer.root, str(node.target))) in room.constants:
+    if id(getattr(state.tracer.root, str(node.target))) in state.constants:
         return True
     return all(user.target is aten.lift_fresh_copy.default for user in node.users)
 
 
-def _placeholder(graph: fx.Graph, room: Room, value: torch.Tensor) -> fx.Node:
+def _placeholder(graph: fx.Graph, state: TraceState, value: torch.Tensor) -> fx.Node:
     with internals.inserting_after(graph, _last_placeholder(graph)):
         node = graph.placeholder("constant")
-    with internals.clean_room(), room.fakes:
+    with internals.clean_thread_state(), state.fakes:
         VAL.set(node, TensorSpec.of(value).empty())
     return node

@@ -104,7 +104,7 @@ def _formula(op: Any, args: Any, kwargs: Any) -> _Formula | None:
     if op in _known or internals.is_mutable(op):
         return _known.get(op)
     specs = pytree.tree_map_only(torch.Tensor, TensorSpec.of, (args, kwargs))
-    with internals.clean_room(), internals.FakeTensorMode():
+    with internals.clean_thread_state(), internals.FakeTensorMode():
         some, named = pytree.tree_map_only(TensorSpec, _like, specs)
         try:
             outputs = pytree.tree_leaves(op(*some, **named))

@@ -21,7 +21,7 @@ from torchard.functional.effects.mutation import argument, storage_key
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import SOURCE, STRIDED
 from torchard.functional.torch_internals.operators import aten
-from torchard.functional.tracing.trace_state import Room
+from torchard.functional.tracing.trace_state import TraceState
 
 __all__ = ["StridedInput", "check_memory", "pass_on", "strided_inputs"]
 
@@ -73,11 +73,11 @@ def check_memory(reads: Sequence[StridedInput], *values: Sequence[Any]) -> None:
             read.check(given[read.number])
 
 
-def pass_on(reads: Sequence[StridedInput], operands: Sequence[torch.Tensor], room: Room) -> None:
+def pass_on(reads: Sequence[StridedInput], operands: Sequence[torch.Tensor], state: TraceState) -> None:
     """Note on the operands of a call inside a trace how they are read: they may be its inputs."""
     for read in reads:
         if read.number < len(operands):
-            node = internals.proxy_node(room.tracer, internals.base_tensor(operands[read.number]))
+            node = internals.proxy_node(state.tracer, internals.base_tensor(operands[read.number]))
             if node is not None:
                 STRIDED.set(node, (*STRIDED.get(node, ()), (read.source, read.absolute)))
 

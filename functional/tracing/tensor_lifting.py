@@ -18,9 +18,9 @@ from torchard.functional.torch_internals.accessors import pytree as torch_pytree
 from torchard.functional.torch_internals.composite_functions import COMPOSED
 from torchard.functional.tracing import inner_gradients
 from torchard.functional.tracing import registered_derivatives as registered
-from torchard.functional.tracing.trace_state import Room
+from torchard.functional.tracing.trace_state import TraceState
 
-__all__ = ["LiftMode", "is_weak"]
+__all__ = ["TensorLifting", "is_weak"]
 
 # Attributes that say nothing of a tensor's values.
 _METADATA = {
@@ -30,21 +30,21 @@ _METADATA = {
 }
 
 
-class LiftMode(TorchFunctionMode):
+class TensorLifting(TorchFunctionMode):
     """Swaps foreign tensors for operands, and gives Python floats their weak promotion back."""
 
-    def __init__(self, room: Room) -> None:
+    def __init__(self, state: TraceState) -> None:
         super().__init__()
-        self.room = room
+        self.state = state
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if _reads_metadata(func):
             return func(*args, **kwargs)
         if internals.forward_ad_active():
-            self.room.inner_levels = internals.level_kinds()
+            self.state.inner_levels = internals.level_kinds()
         args, kwargs = self._natives(args), self._natives(kwargs)
-        if self.room.turned and func in _PLAIN_GRADIENTS and forgets_turns(self.room.tracer.graph):
+        if self.state.turned and func in _PLAIN_GRADIENTS and forgets_turns(self.state.tracer.graph):
             _check_levels(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
         args, kwargs, weak = _weaken(args, kwargs)
         if _is_detach(func):
@@ -55,21 +55,21 @@ class LiftMode(TorchFunctionMode):
         if func in registered.UNDER_LEVELS and registered.is_live():
             func = registered.UNDER_LEVELS[func]
         if registered.may_have_formula(func):
-            return registered.call(func, args, kwargs, self._where(), lambda: LiftMode(self.room))
+            return registered.call(func, args, kwargs, self._where(), lambda: TensorLifting(self.state))
         out = func(*args, **kwargs)
         if func is torch.autograd.grad:
-            inner_gradients.note(self.room, args[1] if len(args) > 1 else kwargs["inputs"], out)
+            inner_gradients.note(self.state, args[1] if len(args) > 1 else kwargs["inputs"], out)
         if weak and isinstance(out, torch.Tensor) and out.ndim == 0:
             out._torchard_weak = True  # type: ignore[attr-defined]
         return out
 
     def _where(self) -> str:
-        replayed = self.room.replaying
+        replayed = self.state.replaying
         return str(source.of_here() if replayed is None else SOURCE.get(replayed))
 
     def _natives(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return value if self.room.native(value) else self.room.lift(value)
+            return value if self.state.native(value) else self.state.lift(value)
         if isinstance(value, (list, tuple)):
             items = [self._natives(item) for item in value]
             if all(new is old for new, old in zip(items, value, strict=True)):
@@ -78,18 +78,18 @@ class LiftMode(TorchFunctionMode):
         if isinstance(value, dict):
             return {key: self._natives(item) for key, item in value.items()}
         # A placed value that the function closes over.
-        return self.room.lift(value) if is_placed(value) else value
+        return self.state.lift(value) if is_placed(value) else value
 
     def _cut(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.__name__ == "detach_":
-            self.room.without_grad = True  # it leaves no node: derivatives run the function again
+            self.state.without_grad = True  # it leaves no node: derivatives run the function again
             if _only_mapped(args[0]):  # torch refuses, and there is no gradient to stop
                 return args[0]
-        self.room.cutting = True
+        self.state.cutting = True
         try:
             return func(*args, **kwargs)
         finally:
-            self.room.cutting = False
+            self.state.cutting = False
 
     def _data(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``y.data`` is a detach that a tracer may not see; ``y.data = z`` it never sees."""
@@ -208,7 +208,7 @@ def _weaken(args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
 def _operands(tree: Any) -> Any:
     """A tree with what the trace in progress has for its tensors; the tree itself outside of one."""
     for mode in reversed(internals.function_modes()):
-        if isinstance(mode, LiftMode):
+        if isinstance(mode, TensorLifting):
             return torch_pytree.tree_map(mode._natives, tree, is_leaf=is_placed)
     return tree
 

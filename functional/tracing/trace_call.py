@@ -65,7 +65,7 @@ def trace_call(
         asks=tuple(dict.fromkeys(found.asks)),
         closures=tuple(lifted),
         constants=tuple(closure.value for closure in made),
-        again=shape.again(lifted) if found.without_grad else None,
+        retrace=shape.retrace(lifted) if found.without_grad else None,
         forgets_turns=found.forgets_turns,
     )
 
@@ -117,7 +117,7 @@ class _Shape:
         self.result = OutTree(structure, tuple(static), tuple(holes))
         return tensors
 
-    def again(
+    def retrace(
         self, closures: Sequence[Closure]
     ) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
         """The function of its inputs and closures, for tracing derivatives of it."""
@@ -128,11 +128,11 @@ class _Shape:
         autocast = _autocast_state()
 
         def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-            room = active()
-            assert room is not None
+            state = active()
+            assert state is not None
             operands = tensors[count : count + len(closures)]
             values = [closure.now(self.fn) for closure in closures]
-            with _autocast_as(autocast), room.standing_in(closures, values, operands):
+            with _autocast_as(autocast), state.standing_in(closures, values, operands):
                 return self(tensors[:count])
 
         return run

@@ -31,13 +31,13 @@ from torchard.functional.remat.segments import segments_opened
 
 __all__ = [
     "Closure",
-    "Room",
+    "TraceState",
     "active",
     "called",
     "checkpointed",
     "current_frames",
     "entered",
-    "frames_again",
+    "in_frames",
     "scope",
 ]
 
@@ -72,7 +72,7 @@ class Closure:
 
 
 @dataclass
-class Room:
+class TraceState:
     """The state of one trace in progress."""
 
     fakes: internals.FakeTensorMode
@@ -184,7 +184,8 @@ class Room:
         if isinstance(base, internals.FakeTensor) and base.fake_mode is self.fakes:
             return True
         # The tracer burns constants in, as it does this trace's own. Whatever else is wrapped is so by
-        # levels around the trace, or gone ones: those that open inside are given operands (`LiftMode`).
+        # levels around the trace, or by exited ones; levels that open inside are given operands
+        # (`TensorLifting`).
         return id(base) in self.constants
 
     def lift(self, value: Any) -> torch.Tensor:
@@ -241,39 +242,39 @@ def _put_together() -> PurityError:
 
 
 class _Tracer(internals.PythonKeyTracer):
-    def __init__(self, room: Room) -> None:
+    def __init__(self, state: TraceState) -> None:
         super().__init__()
-        self.room = room
+        self.state = state
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
         node = super().create_node(kind, *args, **kwargs)
         if kind == "call_function":
-            self.room.tag(node)
+            self.state.tag(node)
         return node
 
 
-_rooms = threading.local()
+_states = threading.local()
 
 
-def active() -> Room | None:
+def active() -> TraceState | None:
     """The innermost trace of ours that is running in this thread."""
-    stack = getattr(_rooms, "stack", None)
+    stack = getattr(_states, "stack", None)
     return stack[-1] if stack else None
 
 
-lifts(lambda: room.lift if (room := active()) is not None else None)
+lifts(lambda: state.lift if (state := active()) is not None else None)
 
 
 @contextlib.contextmanager
-def entered(room: Room) -> Iterator[None]:
+def entered(state: TraceState) -> Iterator[None]:
     """Make it the active one."""
-    if not hasattr(_rooms, "stack"):
-        _rooms.stack = []
-    _rooms.stack.append(room)
+    if not hasattr(_states, "stack"):
+        _states.stack = []
+    _states.stack.append(state)
     try:
         yield
     finally:
-        _rooms.stack.pop()
+        _states.stack.pop()
 
 
 @checked
@@ -296,42 +297,42 @@ def scope(name: str) -> Iterator[None]:
     >>> [node.meta["scope"] for node in ta.trace(f)(torch.ones(3)).calls]
     ['block/0/act']
     """
-    with frames_again((*current_frames(), Frame(name))):
+    with in_frames((*current_frames(), Frame(name))):
         yield
 
 
 @contextlib.contextmanager
 def called() -> Iterator[None]:
     """A call of a transform inside a trace: what it computes is told apart from its next call."""
-    with frames_again((*current_frames(), Frame())):
+    with in_frames((*current_frames(), Frame())):
         yield
 
 
 @contextlib.contextmanager
 def checkpointed(policy: Any) -> Iterator[None]:
     """What the active trace computes inside is a segment of this policy."""
-    room = active()
-    if room is not None:
-        room.asks.append(RECOMPUTE)
-    with frames_again((*current_frames(), Frame(policy=policy))):
+    state = active()
+    if state is not None:
+        state.asks.append(RECOMPUTE)
+    with in_frames((*current_frames(), Frame(policy=policy))):
         yield
 
 
 def current_frames() -> tuple[Frame, ...]:
     """The frames that are open in the active trace."""
-    room = active()
-    return room.frames if room else ()
+    state = active()
+    return state.frames if state else ()
 
 
 @contextlib.contextmanager
-def frames_again(frames: tuple[Frame, ...]) -> Iterator[None]:
+def in_frames(frames: tuple[Frame, ...]) -> Iterator[None]:
     """Open the frames a forward ran in, for its backward."""
-    room = active()
-    if room is None or not frames:
+    state = active()
+    if state is None or not frames:
         yield
         return
-    before, room.frames = room.frames, frames
+    before, state.frames = state.frames, frames
     try:
         yield
     finally:
-        room.frames = before
+        state.frames = before

@@ -14,7 +14,7 @@ import torch
 
 from torchard.functional.core.bounded import Recent
 from torchard.functional.core.errors import KernelError
-from torchard.functional.core.outputs import several
+from torchard.functional.core.outputs import outputs_of
 from torchard.functional.execution.binding import bind
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
@@ -220,7 +220,7 @@ class Choice(ABC):
     def _check(self, results: Any, tensors: Tensors) -> None:
         """That an implementation returns what its reference does, in shape and dtype."""
         wanted = [VAL.of(node) for node in self.program(tensors).results]
-        have = [_described(r) for r in several(results)]
+        have = [_described(r) for r in outputs_of(results)]
         want = [_described(r) for r in wanted]
         if have != want:
             raise KernelError(

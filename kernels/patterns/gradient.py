@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchard.functional.core.outputs import several
+from torchard.functional.core.outputs import outputs_of
 from torchard.functional.execution.binding import bind
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
@@ -93,7 +93,7 @@ class _Joint:
             for i in self.floating:
                 given[i] = inputs[i].detach().requires_grad_()
             out = self.pattern.fn(*given, **literals)
-        outs = several(out)
+        outs = outputs_of(out)
         outs = [outs[j] for j in self.followed]
         gradients = torch.autograd.grad(
             outs,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.core.outputs import several
+from torchard.functional.core.outputs import outputs_of
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import inherit
@@ -113,9 +113,9 @@ class _Both(Choice):
 
     def _both(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
         count = len(self.forward.found.inputs)
-        results = several(self.forward.reference(*tensors[:count]))
+        results = outputs_of(self.forward.reference(*tensors[:count]))
         read = (tensors[i] if i >= 0 else results[-1 - i] for i in self.positions)
-        return *results, *several(self.backward.reference(*read))
+        return *results, *outputs_of(self.backward.reference(*read))
 
 
 def _complete(found: Occurrence) -> bool:

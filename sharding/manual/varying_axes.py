@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import DerivativeError
 from torchard.functional.programs.tags import PHASE
-from torchard.functional.tracing.trace_state import Room, active
+from torchard.functional.tracing.trace_state import TraceState, active
 from torchard.sharding.manual.manual_collectives import (
     Move,
     Vary,
@@ -89,13 +89,13 @@ _known: weakref.WeakKeyDictionary[Any, dict[fx.Node, Axes]] = weakref.WeakKeyDic
 
 def varying_axes(tensor: torch.Tensor) -> Axes:
     """The axes a tensor of the trace in progress varies over; none for what comes from outside."""
-    room = active()
-    if room is None:
+    state = active()
+    if state is None:
         return _NONE
-    root = internals.proxy_node(room.tracer, internals.base_tensor(tensor))
+    root = internals.proxy_node(state.tracer, internals.base_tensor(tensor))
     if root is None:
         return _NONE
-    known = _known.setdefault(room.tracer, {})
+    known = _known.setdefault(state.tracer, {})
     stack = [root]
     while stack:
         node = stack[-1]
@@ -110,8 +110,8 @@ def varying_axes(tensor: torch.Tensor) -> Axes:
 
 def made_by_backward(tensor: torch.Tensor) -> bool:
     """Whether a tensor of the trace in progress is a gradient, or computed from one."""
-    room = active()
-    root = None if room is None else internals.proxy_node(room.tracer, internals.base_tensor(tensor))
+    state = active()
+    root = None if state is None else internals.proxy_node(state.tracer, internals.base_tensor(tensor))
     stack, seen = [] if root is None else [root], set[fx.Node]()
     while stack:
         node = stack.pop()
@@ -135,26 +135,26 @@ class ManualRegion(TorchFunctionMode):
         mesh: whose ranks the values belong to.
         manual, automatic: the axes along which values are local, and whole.
         device: where new values are made.
-        room: the trace in progress.
+        state: the trace in progress.
     """
 
     def __init__(self, mesh: Mesh, manual: tuple[str, ...], device: torch.device) -> None:
         super().__init__()
         self.mesh, self.manual, self.device = mesh, manual, device
         self.automatic = tuple(a for a in mesh.axes if a not in manual)
-        self.room: Room | None = active()
+        self.state: TraceState | None = active()
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Make it the current one, and bring together what its operations mix."""
-        assert self.room is not None
-        before, together = getattr(_regions, "current", None), self.room.together
-        _regions.current, self.room.together = self, self._made_alike
+        assert self.state is not None
+        before, together = getattr(_regions, "current", None), self.state.together
+        _regions.current, self.state.together = self, self._made_alike
         try:
             with self:
                 yield
         finally:
-            _regions.current, self.room.together = before, together
+            _regions.current, self.state.together = before, together
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -235,7 +235,7 @@ def current(who: str) -> ManualRegion:
     region: ManualRegion | None = getattr(_regions, "current", None)
     if region is None:
         raise MeshError(f"{who} is called outside shard_map; it speaks of ranks, and has none here.")
-    if region.room is not active():
+    if region.state is not active():
         raise MeshError(
             f"{who} is called in a function that another transform (jit, ...) traces inside "
             "shard_map; put the transform around the shard_map instead."
@@ -253,8 +253,8 @@ def in_region() -> bool:
 
 def native(x: torch.Tensor) -> torch.Tensor:
     """A tensor of the trace in progress: closed-over ones become operands, and keep gradients."""
-    room = active()
-    return x if room is None or room.native(x) else room.lift(x)
+    state = active()
+    return x if state is None or state.native(x) else state.lift(x)
 
 
 def apply(move: Move, x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.core.outputs import several
+from torchard.functional.core.outputs import outputs_of
 from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.tags import VAL
@@ -65,7 +65,7 @@ def composed(call: Call) -> Rule | None:
     reference = call.target.reference
 
     def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        return several(reference(*inputs))
+        return outputs_of(reference(*inputs))
 
     found = purify(record(run, [TensorSpec.of(VAL.of(n)) for n in call.operands]), ())
     return None if found.closures else _Composition(found.graph).rule()

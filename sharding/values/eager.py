@@ -36,8 +36,8 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
         PlacementError: it writes in place, its result is no tensor, or its shape is in the data.
         MeshError: the values are on several meshes.
     """
-    name, room = _name_of(func), active()
-    if room is None and func in _SPECIAL:
+    name, state = _name_of(func), active()
+    if state is None and func in _SPECIAL:
         return _SPECIAL[func](*args, **kwargs)
     if _writes(name) or kwargs.get("out") is not None:
         if args and not is_placed(args[0]):
@@ -49,8 +49,8 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
             f"{name} writes in place, and a MeshTensor is a value that never changes: take the result "
             "(x = x + 1, x = torch.where(mask, new, x)), or write in a function under shard."
         )
-    if room is not None:  # a value that a traced function closes over
-        args, kwargs = _placed_mapped(room.lift, (tuple(args), kwargs))
+    if state is not None:  # a value that a traced function closes over
+        args, kwargs = _placed_mapped(state.lift, (tuple(args), kwargs))
         return func(*args, **kwargs)
     _check_one_mesh(name, (args, kwargs))
     if internals.dispatch_is_excluded():

@@ -305,9 +305,9 @@ class MeshTensor(Operators):
 
     def detach(self) -> MeshTensor:
         """The same value, which no gradient flows through."""
-        room = active()
-        if room is not None:
-            return room.lift(self).detach()  # type: ignore[return-value]
+        state = active()
+        if state is not None:
+            return state.lift(self).detach()  # type: ignore[return-value]
         held, parts = self._read()[3:]
         return MeshTensor(held, [part.detach() for part in parts])
 
@@ -368,9 +368,9 @@ _WHOLE = _Whole()
 
 
 def _flatten(value: MeshTensor) -> tuple[tuple[torch.Tensor, ...], Held | _Whole]:
-    room = active()
-    if room is not None:
-        return (room.lift(value),), _WHOLE
+    state = active()
+    if state is not None:
+        return (state.lift(value),), _WHOLE
     if value._dead:
         value._read()  # raises
     return value.parts, value._held

@@ -155,7 +155,7 @@ def test_a_private_name_is_seen(code: str) -> None:
     [
         "torch.compiler.reset()",
         "aten._softmax.default",
-        "self.room.__dict__",
+        "self.state.__dict__",
         "record._replace(name='x')",
         "value._torchard_weak = True",
         "from torchard.functional.torch_internals import schema",
