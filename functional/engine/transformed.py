@@ -137,17 +137,42 @@ class Transformed(Wrapper):
         return entry.result(tensors, leaves, False)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
-        """The rewritten program for these arguments (meta tensors and ShapeDtype too), not run."""
+        """The rewritten program for these arguments, which is not run.
+
+        Args:
+            args: arguments; tensors on ``meta`` and `ShapeDtype` will do.
+            kwargs: keyword arguments.
+
+        Returns:
+            The program, with its reports.
+
+        >>> import torch, torchard as ta
+        >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+        >>> f = ta.shard(lambda x: x.sum(), mesh, in_specs=(ta.P("tp"),))
+        >>> print(f.lower(ta.ShapeDtype((1000, 1000))).collectives[0])
+        all_reduce(tp) [] float32
+        """
         lowered = self._entry(read(args, kwargs), args, kwargs, inspecting=True)[0].lowered
         return Lowered.of(lowered.program, lambda: lowered.joint(_floating(lowered.base)))
 
     def lower_joint(
         self, *args: Any, argnums: int | Sequence[int] | None = None, **kwargs: Any
     ) -> Lowered:
-        """The rewritten joint program: outputs and the gradients of floating inputs.
+        """The rewritten joint program: outputs, and gradients of floating inputs.
 
         Args:
+            args: arguments; tensors on ``meta`` and `ShapeDtype` will do.
             argnums: positions of the arguments to differentiate; by default all floating ones.
+            kwargs: keyword arguments.
+
+        Returns:
+            The program, with its reports.
+
+        >>> import torch, torchard as ta
+        >>> f = ta.checkpoint(lambda w, x: (x @ w).sum())
+        >>> joint = f.lower_joint(ta.ShapeDtype((4, 4)), ta.ShapeDtype((2, 4)), argnums=0)
+        >>> [(leaf.path, leaf.role) for leaf in joint.outputs]
+        [('out', 'output'), ('gradient of args[0]', 'gradient')]
         """
         entry, _ = self._entry(read(args, kwargs), args, kwargs, inspecting=True)
         numbers = (argnums,) if isinstance(argnums, int) else argnums

@@ -265,8 +265,6 @@ save_collectives = Policy(
 )
 """Save the results of collectives, so that the backward does not communicate again; recompute the rest.
 
-Source: Korthikanti et al., arXiv:2205.05198, section 5, for what should not be recomputed.
-
 >>> import torch, torchard as ta
 >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
 >>> x = ta.place(torch.ones(2, 4), mesh, ta.P(None, "tp"))

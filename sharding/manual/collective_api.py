@@ -146,7 +146,8 @@ def psum(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
         The sum, with the shape of ``x``, on each of these ranks; invariant over ``axes``.
 
     Raises:
-        MeshError: ``x`` is invariant over an axis already, or the mesh has no such axis.
+        MeshError: ``x`` is invariant over an axis already, the mesh has no such manual axis, or there
+            is no `shard_map` around.
 
     Source: ``jax.lax.psum``.
 
@@ -236,14 +237,14 @@ def pvary(x: torch.Tensor, axes: AxisNames) -> torch.Tensor:
     and varying values do this by themselves.
 
     Args:
-        x: a value that is invariant over ``axes``.
+        x: a value; along axes that it varies over already, nothing changes.
         axes: an axis, or a tuple of axes.
 
     Returns:
         ``x``, varying.
 
     Raises:
-        MeshError: ``x`` varies over an axis already, or the mesh has no such axis.
+        MeshError: the mesh has no such manual axis, or there is no `shard_map` around.
 
     Source: ``jax.lax.pvary``.
 
@@ -278,7 +279,7 @@ def all_gather(
         ``[..., k, n, ...]``, or ``[..., k * n, ...]`` if ``tiled``.
 
     Raises:
-        MeshError: ``x`` is invariant over an axis already, or the mesh has no such axis.
+        MeshError: the mesh has no such manual axis, or there is no `shard_map` around.
 
     Source: ``jax.lax.all_gather``.
 
@@ -313,7 +314,8 @@ def psum_scatter(
         ``[..., n, ...]`` if ``tiled``, else ``x`` without ``dim``.
 
     Raises:
-        MeshError: the dim does not divide into k parts (not tiled: is not k), or as for `psum`.
+        MeshError: the dim does not divide into k parts (not tiled: is not k), the mesh has no
+            such manual axis, or there is no `shard_map` around.
 
     Source: ``jax.lax.psum_scatter``.
 
@@ -363,7 +365,8 @@ def all_to_all(
         The parts that this rank receives.
 
     Raises:
-        MeshError: the split dim does not divide into k parts (not tiled: is not k), or as for `psum`.
+        MeshError: the split dim does not divide into k parts (not tiled: is not k), the mesh has no
+            such manual axis, or there is no `shard_map` around.
 
     Source: ``jax.lax.all_to_all``.
 
@@ -401,7 +404,8 @@ def ppermute(x: torch.Tensor, axes: AxisNames, perm: Sequence[tuple[int, int]]) 
         The value that this rank receives; zeros if nothing is sent to it.
 
     Raises:
-        MeshError: a position does not exist, or sends or receives twice; or as for `psum`.
+        MeshError: a position does not exist, or sends or receives twice; the mesh has no such manual
+            axis, or there is no `shard_map` around.
 
     Source: ``jax.lax.ppermute``.
 
@@ -436,7 +440,7 @@ def axis_index(axes: AxisNames, *, device: torch.device | str | None = None) -> 
         A 0-d int64 tensor that varies over ``axes``.
 
     Raises:
-        MeshError: the mesh has no such axis, or it is not a manual one.
+        MeshError: the mesh has no such manual axis, or there is no `shard_map` around.
 
     Source: ``jax.lax.axis_index``.
 
@@ -462,7 +466,7 @@ def axis_size(axes: AxisNames) -> int:
         An int.
 
     Raises:
-        MeshError: the mesh has no such axis, or it is not a manual one.
+        MeshError: the mesh has no such manual axis, or there is no `shard_map` around.
 
     Source: ``jax.lax.axis_size``.
 

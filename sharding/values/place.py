@@ -123,9 +123,9 @@ class MeshTensor(Operators):
 
     It is a pytree node around the *distinct* shards of this process: one under process groups, all
     distinct ones on a virtual mesh, never copies. Leafwise gradients and norms therefore count a value
-    once. It is immutable. Outside a transform, each operation on it runs as a small program of its own,
-    forward and under autograd, and every rank must call it; results without dims are plain tensors.
-    Several operations belong under `shard`, which plans them together.
+    once. Its values never change in place. Outside a transform, each operation on it runs as a small
+    program of its own, forward and under autograd, and every rank must call it; results without dims
+    are plain tensors. Several operations belong under `shard`, which plans them together.
 
     Args:
         held: mesh and layout (internal).
@@ -167,17 +167,29 @@ class MeshTensor(Operators):
     def from_local(
         cls, part: torch.Tensor, mesh: Mesh, spec: P, *, shape: Sequence[int] | None = None
     ) -> MeshTensor:
-        """This rank's shard of a value, as data loaded rank by rank.
+        """A value of which this rank has one shard, such as data that is loaded rank by rank.
 
         Args:
-            part: the shard.
-            mesh, spec: where it belongs.
-            shape: of the whole; by default the ranks tell each other their shards' (one small
-                exchange, so every rank must call).
+            part: this rank's shard.
+            mesh: a mesh of processes.
+            spec: how the value is split.
+            shape: of the whole value. By default the ranks exchange the shapes of their shards, so
+                every rank must call.
+
+        Returns:
+            A MeshTensor.
 
         Raises:
-            PlacementError: the mesh is virtual (use ``from_shards``), or the shard's shape is not
-                what the spec gives this rank.
+            PlacementError: the mesh is virtual (use ``from_shards``), or the shard's shape is not what
+                the spec gives this rank.
+
+        >>> # torchrun --nproc-per-node 2
+        >>> import torch, torch.distributed as dist, torchard as ta
+        >>> dist.init_process_group("gloo")
+        >>> mesh = ta.Mesh({"dp": 2})
+        >>> x = ta.MeshTensor.from_local(torch.full((2,), float(dist.get_rank())), mesh, ta.P("dp"))
+        >>> x.full()
+        tensor([0., 0., 1., 1.])
         """
         if mesh.virtual:
             raise PlacementError(
@@ -193,7 +205,26 @@ class MeshTensor(Operators):
     def from_shards(
         cls, parts: Sequence[torch.Tensor], mesh: Mesh, spec: P, *, shape: Sequence[int]
     ) -> MeshTensor:
-        """A value from this process's distinct shards, in the order of their coordinates."""
+        """A value from the distinct shards of this process.
+
+        Args:
+            parts: the shards, in the order of their coordinates; one under process groups.
+            mesh: the mesh.
+            spec: how the value is split.
+            shape: of the whole value.
+
+        Returns:
+            A MeshTensor.
+
+        Raises:
+            PlacementError: the number or the shapes of the shards do not fit the spec.
+
+        >>> import torch, torchard as ta
+        >>> mesh = ta.Mesh({"dp": 2}, virtual=True)
+        >>> x = ta.MeshTensor.from_shards([torch.zeros(2), torch.ones(1)], mesh, ta.P("dp"), shape=(3,))
+        >>> x.full()
+        tensor([0., 0., 1.])
+        """
         held = Held.of(mesh, layout_of(spec, shape, mesh))
         if len(parts) != held.width:
             raise PlacementError(
