@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torchard.functional.core.arguments import checked
 from torchard.sharding.layouts.layout import Layout, Sub
 from torchard.sharding.values.mesh import Mesh
-from torchard.sharding.values.place import Held, MeshTensor, PlacementError
+from torchard.sharding.values.place import MeshPlacement, MeshTensor, PlacementError
 
 __all__ = ["from_dtensor", "to_dtensor"]
 
@@ -95,7 +95,7 @@ def from_dtensor(value: DTensor, mesh: Mesh | None = None) -> MeshTensor:
         elif not isinstance(placement, Replicate):
             raise PlacementError(f"{placement} has no counterpart in a spec; redistribute it first")
     dims = tuple((Sub(n, a),) for n, a in zip(value.shape, axes, strict=True))
-    return MeshTensor(Held.of(mesh, Layout(dims)), [value.to_local()])
+    return MeshTensor(MeshPlacement.of(mesh, Layout(dims)), [value.to_local()])
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from torchard.sharding.shard import Shard
 from torchard.sharding.values.axis_rules import AxisRules, resolved
 from torchard.sharding.values.constrain import constrain
 from torchard.sharding.values.mesh import Mesh
-from torchard.sharding.values.place import METHODS, Held, MeshTensor, PlacementError
+from torchard.sharding.values.place import METHODS, MeshPlacement, MeshTensor, PlacementError
 from torchard.sharding.values.spec import P, SpecError, layout_of
 from torchard.sharding.values.spectree import broadcast
 from torchard.sharding.values.store_allgather import exchange
@@ -114,7 +114,7 @@ def _placed(leaf: Any, mesh: Mesh, spec: P, path: str) -> Any:
     layout = layout_of(spec, leaf.shape, mesh, path)
     if active() is not None:
         return constrain(leaf, spec)  # inside a trace every value is whole, wherever it lives
-    held = Held.of(mesh, layout)
+    held = MeshPlacement.of(mesh, layout)
     if layout.is_replicated:
         return MeshTensor(held, [leaf.clone()])
     if leaf.requires_grad or internals.has_transforms():
@@ -168,7 +168,7 @@ def redistribute(value: MeshTensor, spec: P) -> MeshTensor:
     moved = _mover(value.mesh, spec, value._read()[:4])(value)
     if isinstance(moved, MeshTensor):
         return moved
-    return MeshTensor(Held.of(value.mesh, layout), [moved])
+    return MeshTensor(MeshPlacement.of(value.mesh, layout), [moved])
 
 
 def _agree(value: MeshTensor, what: str) -> None:

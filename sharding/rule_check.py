@@ -23,7 +23,7 @@ from torchard.sharding.layouts.factors import Rule, RuleError
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.options import Option, build
 from torchard.sharding.lowering.lower import Lowering
-from torchard.sharding.lowering.simulated_transport import Lockstep
+from torchard.sharding.lowering.simulated_transport import SimulatedTransport
 from torchard.sharding.lowering.windows import attach_windows
 from torchard.sharding.planning.decision import BATCH, Given, LayoutDecision
 from torchard.sharding.rules import registry
@@ -236,7 +236,7 @@ class _Alone:
         given = Given(dict(inputs), decision.outputs)
         spmd = partition(self.graph, given, decision, mesh.sizes)
         attach_windows(spmd, mesh)
-        local = Lowering(spmd, mesh, mesh.all_coords(), Lockstep()).run()
+        local = Lowering(spmd, mesh, mesh.all_coords(), SimulatedTransport()).run()
         return compiled(local)(list(self.inputs))  # which it empties
 
     def in_two(self, group: frozenset[int]) -> list[torch.Tensor]:

@@ -20,11 +20,11 @@ from torchard.sharding.lowering.windows import attach_windows
 from torchard.sharding.planning.canonicalize import prepare
 from torchard.sharding.planning.constraints import (
     SpecHint,
+    constrain_named,
+    constraint_layouts,
+    constraint_rank,
+    insert_constraint,
     matches,
-    pin,
-    pin_named,
-    pin_rank,
-    pinned_layouts,
     where_of,
 )
 from torchard.sharding.planning.decision import BATCH, DERIVED, PARAMETER, Given
@@ -36,9 +36,9 @@ from torchard.sharding.scheduling.partition import partition, unpartition
 from torchard.sharding.scheduling.precision import check_reduce_dtype, reduce_widely
 from torchard.sharding.scheduling.schedule import Schedule, schedule
 from torchard.sharding.values.axis_rules import AxisRules, Rules, resolved
-from torchard.sharding.values.constrain import number_of, pinned_spec
+from torchard.sharding.values.constrain import constraint_spec, number_of
 from torchard.sharding.values.mesh import Mesh, MeshError, default_device
-from torchard.sharding.values.place import METHODS, Held
+from torchard.sharding.values.place import METHODS, MeshPlacement
 from torchard.sharding.values.spec import P, SpecError, layout_of
 from torchard.sharding.values.spectree import specs_of_arguments, specs_of_results
 
@@ -106,10 +106,12 @@ def shard(
     check_reduce_dtype(reduce_dtype)
     in_specs = resolved(in_specs, rules, mesh, "in_specs")
     out_specs = resolved(out_specs, rules, mesh, "out_specs")
-    pins = tuple((constrain_at or {}).items())
+    constraints = tuple((constrain_at or {}).items())
     known = None if rules is None else Rules.of(rules, mesh)
     how = schedule or Schedule()
-    own = Shard(mesh, in_specs, out_specs, pins, check_replicated, fn, known, reduce_dtype, how)
+    own = Shard(
+        mesh, in_specs, out_specs, constraints, check_replicated, fn, known, reduce_dtype, how
+    )
     return Transformed(fn, (own,))
 
 
@@ -121,7 +123,7 @@ class Shard(Rewrite):
         mesh: Mesh,
         in_specs: Any = None,
         out_specs: Any = None,
-        pins: tuple[tuple[str, P], ...] = (),
+        constraints: tuple[tuple[str, P], ...] = (),
         check_replicated: bool = True,
         fn: Callable[..., Any] | None = None,
         rules: Rules | None = None,
@@ -131,13 +133,14 @@ class Shard(Rewrite):
         self.mesh, self.in_specs, self.out_specs = mesh, in_specs, out_specs
         self.reduce_dtype, self.schedule = reduce_dtype, schedule or Schedule()
         self.warned: set[str] = set()
-        self.pins, self.check_replicated, self.fn, self.rules = pins, check_replicated, fn, rules
+        self.constraints, self.check_replicated = constraints, check_replicated
+        self.fn, self.rules = fn, rules
 
     def _key(self) -> tuple[Any, ...]:
         specs = (self.in_specs, self.out_specs)
         given = tuple(None if s is None else id(s) for s in specs)
         how = (self.check_replicated, self.rules, self.reduce_dtype, self.schedule)
-        return self.mesh, given, self.pins, how
+        return self.mesh, given, self.constraints, how
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Shard) and self._key() == other._key()
@@ -159,14 +162,14 @@ class Shard(Rewrite):
 
     def wants(self, node: fx.Node) -> bool:
         """Whether ``constrain_at`` means a value."""
-        return NAME.on(node) and any(matches(node, pattern) for pattern, _ in self.pins)
+        return NAME.on(node) and any(matches(node, pattern) for pattern, _ in self.constraints)
 
     # -- before: what the user said, leaf by leaf ----------------------------------------------
 
     def annotate(self, program: Program) -> Program:
         """Check the specs against the function's own trees and leave them on the leaves."""
         for leaf in program.inputs:
-            if isinstance(leaf.tag, Held):
+            if isinstance(leaf.tag, MeshPlacement):
                 _check_mesh(leaf, self.mesh)
         _check_devices(program, self.mesh)
         given = specs_of_arguments(program, self.in_specs, self.fn)
@@ -202,9 +205,9 @@ class Shard(Rewrite):
         """The SPMD program."""
         graph = unpartition(program.graph)
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        self._pin_inputs(graph, program, placeholders)
-        pin_named(graph, self.pins)
-        self._resolve_pins(graph)
+        self._constrain_inputs(graph, program, placeholders)
+        constrain_named(graph, self.constraints)
+        self._resolve_constraints(graph)
         prepare(graph)
         made = choose(graph, self._given(program, graph), self.mesh)
         warn_of_idle_axes(made, self.mesh, program.name, self.warned)
@@ -251,10 +254,10 @@ class Shard(Rewrite):
         copied = program.copy()
         graph = copied.graph
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        self._pin_inputs(graph, copied, placeholders)
-        self._pin_outputs(graph, copied)
-        pin_named(graph, self.pins)
-        self._resolve_pins(graph)
+        self._constrain_inputs(graph, copied, placeholders)
+        self._constrain_outputs(graph, copied)
+        constrain_named(graph, self.constraints)
+        self._resolve_constraints(graph)
         plain = tuple(
             replace(leaf, tag=None) if leaf.tag is FREE else leaf for leaf in copied.outputs
         )
@@ -266,7 +269,7 @@ class Shard(Rewrite):
         )
         return replace(copied, outputs=plain, asks=(*copied.asks, own))
 
-    def _pin_inputs(
+    def _constrain_inputs(
         self, graph: fx.Graph, program: Program, placeholders: Sequence[fx.Node]
     ) -> None:
         last = placeholders[-1] if placeholders else None
@@ -276,9 +279,9 @@ class Shard(Rewrite):
                     continue
                 assert last is not None
                 with graph.inserting_after(last):
-                    pin(graph, node, leaf.hint, leaf.path, soft=True)
+                    insert_constraint(graph, node, leaf.hint, leaf.path, soft=True)
 
-    def _pin_outputs(self, graph: fx.Graph, program: Program) -> None:
+    def _constrain_outputs(self, graph: fx.Graph, program: Program) -> None:
         out = graph.output_node()
         values = list(out.args[0])  # type: ignore[arg-type]
         last = graph.find_nodes(op="placeholder")[-1:]
@@ -287,15 +290,15 @@ class Shard(Rewrite):
             if isinstance(leaf.hint, SpecHint) and isinstance(value, fx.Node):
                 # Ahead of all that reads the value: what is computed of a result reads the result.
                 with graph.inserting_after(last[0] if value.op == "placeholder" else value):
-                    values[i] = pin(graph, value, leaf.hint, leaf.path, soft=False)
+                    values[i] = insert_constraint(graph, value, leaf.hint, leaf.path, soft=False)
         out.args = (tuple(values),)
 
-    def _resolve_pins(self, graph: fx.Graph) -> None:
+    def _resolve_constraints(self, graph: fx.Graph) -> None:
         """Axes for what ``constrain`` named, here and not in what is around this shard."""
         if self.rules is None:
             return
         for node in graph.nodes:
-            spec = pinned_spec(node)
+            spec = constraint_spec(node)
             if spec is not None:
                 spec = self.rules.spec(spec, where_of(node))
                 node.args = (node.args[0], number_of(spec))
@@ -326,9 +329,9 @@ class Shard(Rewrite):
             for i, (leaf, value) in enumerate(zip(program.outputs, results, strict=True))  # type: ignore[arg-type]
         )
         check_local(graph, program, self.mesh)
-        pins = pinned_layouts(graph, self.mesh)
-        ranks = {n: pin_rank(n, inputs) for n in pins}
-        return Given(inputs, outputs, pins, ranks, local_operations(graph))
+        constraints = constraint_layouts(graph, self.mesh)
+        ranks = {n: constraint_rank(n, inputs) for n in constraints}
+        return Given(inputs, outputs, constraints, ranks, local_operations(graph))
 
     def _wanted_layout(
         self,
@@ -343,7 +346,7 @@ class Shard(Rewrite):
         if not isinstance(value, fx.Node):
             return Layout.replicated(())
         shape = tuple(VAL.of(value).shape)
-        if isinstance(leaf.tag, Held):
+        if isinstance(leaf.tag, MeshPlacement):
             return leaf.tag.layout(shape)
         if leaf.tag is None or not shape:
             return Layout.replicated(shape)
@@ -356,7 +359,7 @@ class Shard(Rewrite):
             if given.tag is None and isinstance(given.hint, SpecHint):  # plain, and split by in_specs
                 layout = self._layout_of_hint(given, source)
             # A step's new parameter stays whole where the old one was placed so.
-            meant = not layout.is_replicated or (stepped and isinstance(given.tag, Held))
+            meant = not layout.is_replicated or (stepped and isinstance(given.tag, MeshPlacement))
             return layout if meant and may_leave_as(value, layout, self.mesh.sizes) else None
         return None
 
@@ -365,7 +368,7 @@ class Shard(Rewrite):
         done = []
         for leaf, value, layout in zip(program.outputs, program.results, layouts, strict=True):
             if leaf.tag is FREE:
-                held = Held.of(self.mesh, layout)
+                held = MeshPlacement.of(self.mesh, layout)
                 plain = not layout.dims
                 if not plain and isinstance(leaf.hint, SpecHint) and leaf.hint.spec.is_replicated:
                     # The new value of what is placed so stays placed.
@@ -377,7 +380,7 @@ class Shard(Rewrite):
 
 
 def _check_mesh(leaf: Leaf, mesh: Mesh) -> None:
-    assert isinstance(leaf.tag, Held)
+    assert isinstance(leaf.tag, MeshPlacement)
     if leaf.tag.mesh != mesh:
         raise MeshError(
             f"{leaf.path} is on {leaf.tag.mesh}, but the enclosing shard runs on {mesh}. Place it on "
@@ -404,7 +407,7 @@ def _check_devices(program: Program, mesh: Mesh) -> None:
 
 def _tag_layout(leaf: Leaf, node: fx.Node) -> Layout:
     shape = tuple(VAL.of(node).shape)
-    return leaf.tag.layout(shape) if isinstance(leaf.tag, Held) else Layout.replicated(shape)
+    return leaf.tag.layout(shape) if isinstance(leaf.tag, MeshPlacement) else Layout.replicated(shape)
 
 
 METHODS.rewrite = Shard

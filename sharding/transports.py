@@ -1,22 +1,23 @@
-"""What moves values between ranks, for authors of transports: ``Mesh(axes, transport=...)``.
+"""The public names for writing a transport, which moves values between ranks: `Mesh(axes, transport=)`.
 
 A `Transport` is given a reshard step, the local values of the coordinates that this process runs, and the
-graph to which it adds its operations. `Lockstep` has all ranks in one process, `Wire` this rank of a
-process group; deriving from one of them and overriding ``step`` is the least that can be done.
+graph to which it appends operations. `SimulatedTransport` runs all ranks in one process;
+`ProcessGroupTransport` runs this process's rank of a process group. The smallest transport of your own
+derives from one of them and overrides ``step``.
 """
 
 from torchard.sharding.layouts.collective_ops import CollectiveOp, CollectiveVisitor
 from torchard.sharding.lowering.lower import Fetch, Lowering, Transport, Value
-from torchard.sharding.lowering.process_group_transport import Wire
-from torchard.sharding.lowering.simulated_transport import Lockstep
+from torchard.sharding.lowering.process_group_transport import ProcessGroupTransport
+from torchard.sharding.lowering.simulated_transport import SimulatedTransport
 
 __all__ = [
     "CollectiveOp",
     "CollectiveVisitor",
     "Fetch",
-    "Lockstep",
     "Lowering",
+    "ProcessGroupTransport",
+    "SimulatedTransport",
     "Transport",
     "Value",
-    "Wire",
 ]

@@ -128,7 +128,7 @@ class Transformed(Wrapper):
             operands = _lifted(state, arguments, closures)
             pass_on(entry.strided, operands, state)
             with called():
-                tensors, leaves = call(entry.inlined, state.together(operands))
+                tensors, leaves = call(entry.inlined, state.align_operands(operands))
             return entry.result(tensors, leaves, True)
         parts = entry.parts(arguments, closures)
         if entry.donated:

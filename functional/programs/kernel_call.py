@@ -31,7 +31,7 @@ class Fused:
         reference: the operations it stands for.
         choose: for these tensors, what runs it; asked once per shapes, dtypes, devices and strides.
         rule: a factor rule for these shapes of operands and results; None: it comes apart.
-        together: its results may be views of one piece of memory.
+        shared_storage: its results may be views of one buffer.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Fused:
     reference: Run
     choose: Callable[[Sequence[torch.Tensor]], Run]
     rule: Callable[[OperandShapes, OperandShapes], str | None]
-    together: bool = False
+    shared_storage: bool = False
     chosen: dict[Hashable, Run] = field(default_factory=dict)
 
     @property

@@ -96,8 +96,8 @@ class TraceState:
     stood_in: set[int] = field(default_factory=set)
     # What programs that run in this trace have made while they were traced.
     constants: set[int] = field(default_factory=set)
-    # What the operands of a nested transform go through, ahead of its autograd Function.
-    together: Callable[[list[torch.Tensor]], list[torch.Tensor]] = list
+    # Applied to the operands of a nested transform before its autograd Function.
+    align_operands: Callable[[list[torch.Tensor]], list[torch.Tensor]] = list
 
     def __post_init__(self) -> None:
         self.tracer = _Tracer(self)

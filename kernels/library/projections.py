@@ -92,7 +92,7 @@ def _kernel(name: str, reference: Callable[..., Tensors], outputs: str, biased: 
     weights = tuple(f"w{o[0]}" for o in names)
     return register_kernel(
         Kernel(
-            name, (reference,), dims, {"any": run}, {"any": vjp}, weights=weights, together=True
+            name, (reference,), dims, {"any": run}, {"any": vjp}, weights=weights, shared_storage=True
         )
     )
 

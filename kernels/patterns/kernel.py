@@ -47,7 +47,7 @@ class Kernel:
             the cotangents, which return the outputs, then the gradients. They run where a program has
             both, and the cotangents do not depend on the outputs, as those of a loss.
         by_time: on a CPU, also time the compiled reference, and run the faster one.
-        together: results of an implementation may be views of one buffer.
+        shared_storage: results of an implementation may be views of one buffer.
 
     Raises:
         PatternError: ``dims`` and ``references`` do not agree.
@@ -72,7 +72,7 @@ class Kernel:
     vjp: Literal["reference"] | Implementations | None = "reference"
     joint: Implementations = field(default_factory=dict, kw_only=True)
     by_time: bool = field(default=False, kw_only=True)
-    together: bool = field(default=False, kw_only=True)
+    shared_storage: bool = field(default=False, kw_only=True)
     tolerance: Annotated[float, AtLeast(0)] = 2.0
     weights: tuple[str, ...] = ()
     of: Kernel | None = None
@@ -107,7 +107,7 @@ class Kernel:
             self.tolerance,
             of=self,
             by_time=self.by_time,
-            together=self.together,
+            shared_storage=self.shared_storage,
         )
 
     @property

@@ -114,4 +114,4 @@ def _beside(node: fx.Node) -> bool:
     if node.target is not operator.getitem:
         return False
     target = node.all_input_nodes[0].target
-    return isinstance(target, Fused) and target.together
+    return isinstance(target, Fused) and target.shared_storage

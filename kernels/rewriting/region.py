@@ -31,7 +31,7 @@ def fused_of(
     numels = [value.access.numel for value in found.inputs]
     region.way.data = region.label(reading.device.type, numels)
     made = Fused(
-        kernel.name, region.key, region.reference, region.choose, region.rule, kernel.together
+        kernel.name, region.key, region.reference, region.choose, region.rule, kernel.shared_storage
     )
     return made, region.way
 

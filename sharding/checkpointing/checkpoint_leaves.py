@@ -17,7 +17,7 @@ from torchard.functional.core import tree as trees
 from torchard.functional.core.placed import is_placed
 from torchard.functional.tracing.signature import ShapeDtype
 from torchard.sharding.values.mesh import Mesh, default_device
-from torchard.sharding.values.place import Held, MeshTensor
+from torchard.sharding.values.place import MeshPlacement, MeshTensor
 from torchard.sharding.values.spec import P, layout_of
 
 __all__ = [
@@ -186,9 +186,9 @@ def empty(leaf: CheckpointLeaf, mesh: Mesh | None, spec: P | None) -> Checkpoint
         return leaf
     device = torch.device(value.device)
     if spec is not None and mesh is not None:
-        held = Held.of(mesh, layout_of(spec, value.shape, mesh, leaf.label))
+        held = MeshPlacement.of(mesh, layout_of(spec, value.shape, mesh, leaf.label))
     elif isinstance(value, MeshTensor):
-        held = Held.of(value.mesh, value.layout.reduced())
+        held = MeshPlacement.of(value.mesh, value.layout.reduced())
     else:
         device = torch.device("cpu") if device.type == "meta" else device
         return leaf._replace(value=torch.empty(value.shape, dtype=value.dtype, device=device))

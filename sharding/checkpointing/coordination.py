@@ -1,4 +1,4 @@
-"""What ranks do together when a tree is stored: each its part, and if one fails, all of them do."""
+"""Coordination of ranks that save or load a tree: who writes what; a failure on one rank fails all."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torchard.sharding.values.mesh import Mesh
 from torchard.sharding.values.place import MeshTensor
 from torchard.sharding.values.store_allgather import ExchangeError, OutOfStep, exchange
 
-__all__ = ["check_same", "common_mesh", "owned", "together"]
+__all__ = ["check_same", "common_mesh", "owned", "run_on_all_ranks"]
 
 
 _SLOWER = "Either it died, or its disk is that much slower: then pass a larger timeout."
 
 
 def common_mesh(values: Sequence[Any]) -> Mesh | None:
-    """The mesh over which ranks speak, or None where this process has everything."""
+    """The mesh whose ranks coordinate, or None where this process holds every value."""
     meshes = list({v.mesh: None for v in values if isinstance(v, MeshTensor)})
     if len({tuple(sorted(mesh.identity[2])) for mesh in meshes}) > 1:
         raise StorageError(
@@ -32,10 +32,10 @@ def common_mesh(values: Sequence[Any]) -> Mesh | None:
     return None if not meshes or meshes[0].virtual else meshes[0]
 
 
-def together(
+def run_on_all_ranks(
     mesh: Mesh | None, doing: str, fn: Callable[[], Any], timeout: float | None = None
 ) -> list[Any]:
-    """What fn returns, by rank; where it fails on one rank it is an error on all.
+    """Run ``fn`` on every rank and return all results by rank; a failure on one rank raises on all.
 
     Raises:
         StorageError: fn failed somewhere, or a rank is not done within ``timeout`` seconds.

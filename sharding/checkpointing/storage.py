@@ -32,7 +32,12 @@ from torchard.sharding.checkpointing.checkpoint_leaves import (
     empty,
     leaves_of,
 )
-from torchard.sharding.checkpointing.coordination import check_same, common_mesh, owned, together
+from torchard.sharding.checkpointing.coordination import (
+    check_same,
+    common_mesh,
+    owned,
+    run_on_all_ranks,
+)
 from torchard.sharding.checkpointing.dcp_chunks import Reads, Writes, entry
 from torchard.sharding.checkpointing.index import check_disjoint, read_index
 from torchard.sharding.checkpointing.items import Checksums, packed, read_items, unpacked
@@ -86,15 +91,19 @@ def save(
     mesh = common_mesh([leaf.value for leaf in leaves])
     rank = 0 if mesh is None or mesh.coords is None else mesh.rank_of(mesh.coords)
     plan = f"planning to save {target}"
-    digests = together(mesh, plan, lambda: _prepared(target, leaves, rank))
+    digests = run_on_all_ranks(mesh, plan, lambda: _prepared(target, leaves, rank))
     check_same(mesh, leaves, digests)
     if mesh is not None and check_replicated:
         agree_on_values(mesh, "save", {leaf.label: leaf.value for leaf in leaves})
     writer, part = FileSystemWriter(_unfinished(target)), f"writing its part of {target}"
     try:
-        written = together(mesh, part, lambda: _write(writer, owned(leaves, mesh), rank), timeout)
+        written = run_on_all_ranks(
+            mesh, part, lambda: _write(writer, owned(leaves, mesh), rank), timeout
+        )
         index = f"writing the index of {target}"
-        together(mesh, index, lambda: _finish(writer, leaves, written, target, rank), timeout)
+        run_on_all_ranks(
+            mesh, index, lambda: _finish(writer, leaves, written, target, rank), timeout
+        )
     except StorageError:
         if rank == 0:
             shutil.rmtree(_unfinished(target), ignore_errors=True)
@@ -155,7 +164,7 @@ def load(
     common = common_mesh([room.value for room in rooms])
     objects: dict[str, Any] = {}
     what = f"loading {source}"
-    checked = together(common, what, lambda: _read(source, rooms, partial, objects), timeout)
+    checked = run_on_all_ranks(common, what, lambda: _read(source, rooms, partial, objects), timeout)
     if not all(checked):
         warnings.warn(_UNCHECKED.format(source), StorageWarning, stacklevel=3)
     return structure.unflatten([objects.get(room.key, room.value) for room in rooms])

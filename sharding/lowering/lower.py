@@ -62,7 +62,7 @@ class Transport(Protocol):
     ) -> dict[Key, Value]:
         """The values after a step, by key of ``step.after``."""
 
-    def together(
+    def bucket(
         self, low: Lowering, moves: Sequence[tuple[ReshardStep, dict[Key, Value], torch.Tensor]]
     ) -> list[dict[Key, Value]]:
         """The values after each of the steps of one bucket."""
@@ -257,7 +257,7 @@ class Lowering:
         # The plan lists a bucket once, on its first member, which a split may have left elsewhere.
         listed = (COLLECTIVE.of(m) for m in members if COLLECTIVE.on(m))
         self.record = next(listed, None) or record_of(*moves[0][::2], members[0], self.mesh.sizes)
-        self.env.update(zip(members, self.transport.together(self, moves), strict=True))
+        self.env.update(zip(members, self.transport.bucket(self, moves), strict=True))
 
     def _have(self, node: fx.Node) -> None:
         if node not in self.env:

@@ -33,10 +33,10 @@ from torchard.sharding.lowering.fetch import fetch
 from torchard.sharding.lowering.lower import Fetch, Key, Lowering, Value
 from torchard.sharding.lowering.simulated_transport import Coords, Pieces
 
-__all__ = ["Wire"]
+__all__ = ["ProcessGroupTransport"]
 
 
-class Wire:
+class ProcessGroupTransport:
     """One rank: collectives are torch's functional ones over the mesh's process groups."""
 
     late = True
@@ -53,7 +53,7 @@ class Wire:
         low.in_flight.append(rank.later(lambda: message.unpack(rank.channel.wait(sent))))
         return {step.after.key(at): low.in_flight[-1]}
 
-    def together(
+    def bucket(
         self, low: Lowering, moves: Sequence[tuple[ReshardStep, dict[Key, Value], torch.Tensor]]
     ) -> list[dict[Key, Value]]:
         (at,) = low.coords

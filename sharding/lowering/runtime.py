@@ -22,11 +22,11 @@ from torchard.sharding.lowering.call_order import CallOrder, one_call_at_a_time
 from torchard.sharding.lowering.lower import Lowering
 from torchard.sharding.lowering.peephole import dense_rows, fold_views, reduce_in_place
 from torchard.sharding.lowering.plan_consistency import agreed, signature_of
-from torchard.sharding.lowering.process_group_transport import Wire
-from torchard.sharding.lowering.simulated_transport import Lockstep
+from torchard.sharding.lowering.process_group_transport import ProcessGroupTransport
+from torchard.sharding.lowering.simulated_transport import SimulatedTransport
 from torchard.sharding.lowering.work import mesh_work
 from torchard.sharding.values.mesh import Mesh
-from torchard.sharding.values.place import Held
+from torchard.sharding.values.place import MeshPlacement
 
 __all__ = ["Distributed", "Simulated", "runtime_of"]
 
@@ -42,7 +42,7 @@ class Simulated(Runtime):
         return fx.GraphModule(torch.nn.Module(), self._graph(program))
 
     def _graph(self, program: Program) -> fx.Graph:
-        transport = self.mesh.transport or Lockstep()
+        transport = self.mesh.transport or SimulatedTransport()
         return _local(Lowering(program.graph, self.mesh, self.mesh.all_coords(), transport))
 
     def bind(self, program: Program) -> Bound:
@@ -50,7 +50,7 @@ class Simulated(Runtime):
 
     def residual_tag(self, node: fx.Node) -> Placement:
         """How a value of the program is held between its halves."""
-        return Held.of(self.mesh, LAYOUT.of(node))
+        return MeshPlacement.of(self.mesh, LAYOUT.of(node))
 
     def bytes_of(self, node: fx.Node, item: int = 0) -> int:
         """What one rank holds of a value."""
@@ -74,7 +74,7 @@ class Distributed(Runtime):
 
     def _graph(self, program: Program) -> fx.Graph:
         assert self.mesh.coords is not None
-        transport = self.mesh.transport or Wire()
+        transport = self.mesh.transport or ProcessGroupTransport()
         return _local(Lowering(program.graph, self.mesh, [self.mesh.coords], transport))
 
     def bind(self, program: Program) -> Bound:
@@ -84,7 +84,7 @@ class Distributed(Runtime):
 
     def residual_tag(self, node: fx.Node) -> Placement:
         """How a value of the program is held between its halves."""
-        return Held.of(self.mesh, LAYOUT.of(node))
+        return MeshPlacement.of(self.mesh, LAYOUT.of(node))
 
     def bytes_of(self, node: fx.Node, item: int = 0) -> int:
         """What the rank that has most holds of a value."""

@@ -27,7 +27,7 @@ from torchard.sharding.lowering.lower import Fetch, Key, Lowering, Value
 from torchard.sharding.rules.blocks import take
 from torchard.sharding.values.mesh import Mesh
 
-__all__ = ["Lockstep", "Pieces", "members"]
+__all__ = ["Pieces", "SimulatedTransport", "members"]
 
 Coords = dict[str, int]
 
@@ -92,7 +92,7 @@ class Pieces:
         )
 
 
-class Lockstep:
+class SimulatedTransport:
     """All ranks in one process: collectives are tensor operations on the ranks' values."""
 
     late = False
@@ -109,7 +109,7 @@ class Lockstep:
             for at in low.distinct([step.after])
         }
 
-    def together(
+    def bucket(
         self, low: Lowering, moves: Sequence[tuple[ReshardStep, dict[Key, Value], torch.Tensor]]
     ) -> list[dict[Key, Value]]:
         """One after another: here nothing is gained by sending them at once."""

@@ -146,15 +146,15 @@ class ManualRegion(TorchFunctionMode):
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Make it the current one, and bring together what its operations mix."""
+        """Make this the current region, in which operands that vary over different axes are aligned."""
         assert self.state is not None
-        before, together = getattr(_regions, "current", None), self.state.together
-        _regions.current, self.state.together = self, self._made_alike
+        before, align = getattr(_regions, "current", None), self.state.align_operands
+        _regions.current, self.state.align_operands = self, self._align
         try:
             with self:
                 yield
         finally:
-            _regions.current, self.state.together = before, together
+            _regions.current, self.state.align_operands = before, align
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -175,7 +175,7 @@ class ManualRegion(TorchFunctionMode):
         return out
 
 
-    def _made_alike(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def _align(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         made = _made_varying(tensors, self.manual)
         return [made.get(id(t), t) for t in tensors]
 

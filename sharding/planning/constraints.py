@@ -1,4 +1,4 @@
-"""Pins: what the user said of a leaf, and constraints as nodes of a graph."""
+"""Constraints on layouts: the spec that the user gave a leaf, and nodes of a graph that fix a layout."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.tags import SOFT
 from torchard.sharding.manual.varying_axes import varying_in_graph
 from torchard.sharding.planning.decision import CONSTRAINT
-from torchard.sharding.values.constrain import number_of, pinned_spec
+from torchard.sharding.values.constrain import constraint_spec, number_of
 from torchard.sharding.values.mesh import Mesh
 from torchard.sharding.values.spec import P, SpecError, layout_of
 
-__all__ = ["SpecHint", "pin", "pin_named", "pin_rank", "pinned_layouts", "where_of"]
+__all__ = [
+    "SpecHint",
+    "constrain_named",
+    "constraint_layouts",
+    "constraint_rank",
+    "insert_constraint",
+    "where_of",
+]
 
 
 @dataclass(frozen=True)
@@ -39,55 +46,63 @@ class SpecHint:
         return inner
 
 
-def pin(graph: fx.Graph, node: fx.Node, hint: SpecHint, path: str, soft: bool) -> fx.Node:
-    """A constraint on a node, which its users then see in its place. Soft: it is an input's own."""
+def insert_constraint(
+    graph: fx.Graph, node: fx.Node, hint: SpecHint, path: str, soft: bool
+) -> fx.Node:
+    """Insert a constraint after a node and redirect the node's users to it.
+
+    Args:
+        soft: the spec is an input's own, so an input that is returned unchanged is not constrained.
+    """
     number = number_of(hint.spec.led(hint.lead))
-    made = graph.call_function(torch.ops.torchard.constrain.default, (node, number))
-    inherit(made, node)  # and not its name, by which it would be pinned again
-    put(made, {VAL: VAL.of(node), SOFT: soft})
-    SOURCE.setdefault(made, path)
-    # An input that is returned as it came stays as it is.
+    constrained = graph.call_function(torch.ops.torchard.constrain.default, (node, number))
+    inherit(constrained, node)  # but not its name, which would be matched and constrained again
+    put(constrained, {VAL: VAL.of(node), SOFT: soft})
+    SOURCE.setdefault(constrained, path)
+    # An input that is returned unchanged keeps its layout.
     node.replace_all_uses_with(
-        made, lambda user: user is not made and not (soft and user.op == "output")
+        constrained, lambda user: user is not constrained and not (soft and user.op == "output")
     )
-    return made
+    return constrained
 
 
-def pin_named(graph: fx.Graph, pins: Sequence[tuple[str, P]]) -> None:
-    """Constraints on values by their names: each pattern over ``scope/name``, and its spec.
+def constrain_named(graph: fx.Graph, constraints: Sequence[tuple[str, P]]) -> None:
+    """Constrain values by name, given pairs of a pattern over ``scope/name`` and a spec.
 
     Raises:
         SpecError: a pattern matches nothing.
     """
-    for pattern, spec in pins:
-        found = [n for n in graph.nodes if NAME.on(n) and matches(n, pattern)]
-        if not found:
+    for pattern, spec in constraints:
+        matching = [n for n in graph.nodes if NAME.on(n) and matches(n, pattern)]
+        if not matching:
             names = sorted({_label(n) for n in graph.nodes if NAME.on(n)})
             raise SpecError(
                 f"constrain_at[{pattern!r}] matches no named value; there are "
                 f"{', '.join(names) or 'none: label one with name(x, ...)'}."
             )
-        for node in found:
+        for node in matching:
             with graph.inserting_after(node):
-                pin(graph, node, SpecHint(spec), f"constrain_at[{pattern!r}]", soft=False)
+                insert_constraint(
+                    graph, node, SpecHint(spec), f"constrain_at[{pattern!r}]", soft=False
+                )
 
 
-def pin_rank(node: fx.Node, inputs: Mapping[fx.Node, tuple[Layout, int] | int]) -> int:
-    """An input's own spec ranks as the input does."""
+def constraint_rank(node: fx.Node, inputs: Mapping[fx.Node, tuple[Layout, int] | int]) -> int:
+    """The precedence of a constraint; an input's own spec has the input's."""
     given = inputs.get(node.all_input_nodes[0])
     return given[1] if SOFT.get(node) and isinstance(given, tuple) else CONSTRAINT
 
 
-def pinned_layouts(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Layout]:
-    """The layouts that constraints give their nodes; what varies in manual mode varies still."""
+def constraint_layouts(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Layout]:
+    """The layout each constraint node asks for; values that vary along manual axes still do."""
     varying = varying_in_graph(graph)
-    found: dict[fx.Node, Layout] = {}
+    layouts: dict[fx.Node, Layout] = {}
     for node in graph.nodes:
-        spec = pinned_spec(node)
+        spec = constraint_spec(node)
         if spec is not None:
             layout = layout_of(spec, tuple(VAL.of(node).shape), mesh, where_of(node))
-            found[node] = layout.varying_over(varying[node])
-    return found
+            layouts[node] = layout.varying_over(varying[node])
+    return layouts
 
 
 def where_of(node: fx.Node) -> str:

@@ -1,4 +1,4 @@
-"""What propagation is given, what it decides, and what a decision costs."""
+"""The inputs of propagation, the decision it returns, and the cost of a decision."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ _WORK_PER_BYTE = 32.0
 
 @dataclass(frozen=True)
 class Given:
-    """What is fixed from outside.
+    """Constraints of one propagation that are fixed from outside.
 
     Attributes:
         inputs: the layout and rank of each placeholder; of a cotangent, the index of its output.
         outputs: the layout each output must have; None leaves it open.
-        pins: the layouts that constraints give their nodes.
-        ranks: of the shards that pins make.
-        local: operations on local values (manual mode), and what of them is not to be chosen.
-        spread: axes to be brought back wherever they were lost (``stakes.py``).
+        constraints: the layout of each constraint node.
+        ranks: the precedence of the shards that each constraint introduces.
+        local: operations on local values (manual mode), and which of their options are excluded.
+        spread: axes to restore wherever propagation would drop them (``stakes.py``).
     """
 
     inputs: dict[fx.Node, tuple[Layout, int] | int]
     outputs: tuple[Layout | None, ...]
-    pins: dict[fx.Node, Layout] = field(default_factory=dict)
+    constraints: dict[fx.Node, Layout] = field(default_factory=dict)
     ranks: dict[fx.Node, int] = field(default_factory=dict)
     local: dict[fx.Node, ManualConstraint] = field(default_factory=dict)
     spread: frozenset[str] = frozenset()
@@ -52,16 +52,17 @@ class Given:
 
 @dataclass
 class LayoutDecision:
-    """What propagation found.
+    """The result of propagation.
 
     Attributes:
-        option: for every operation.
-        raw: the layouts of its results as computed.
+        option: the option chosen for every operation.
+        raw: the layouts of each operation's results as computed.
         home: the layout of each value where its consumers find it (``raw``, its pending sums
             resolved if several want them).
         outputs: the layout of each output.
-        bytes: on the wire per rank.
-        work: multiplications of products, and elements that all else touches, on the busiest rank.
+        bytes: bytes sent per rank.
+        work: multiplications of products plus elements touched by all other operations, on the
+            busiest rank.
     """
 
     option: dict[fx.Node, Option] = field(default_factory=dict)
@@ -73,7 +74,7 @@ class LayoutDecision:
 
     @property
     def total(self) -> float:
-        """What plans are compared by, in bytes."""
+        """The cost by which plans are compared, in bytes."""
         return self.bytes + self.work / _WORK_PER_BYTE
 
 
@@ -83,7 +84,7 @@ def work_of(node: fx.Node) -> float:
 
 
 def work_per_point(node: fx.Node) -> float:
-    """Work per point: multiplications of a product, where others touch their largest tensor once."""
+    """Work per point: a product's multiplications; other operations touch their largest tensor once."""
     weight = WEIGHT.get(node)
     if weight is None:
         work = flops(node) / (2 if is_product(node) else 1)

@@ -28,7 +28,7 @@ from torchard.sharding.layouts.options import Option, options
 from torchard.sharding.manual.manual_collectives import Enter, Leave, Move, manual_around, move_of
 from torchard.sharding.manual.varying_axes import manual_in_graph, varying_in_graph
 from torchard.sharding.rules import Call
-from torchard.sharding.values.constrain import pinned_spec
+from torchard.sharding.values.constrain import constraint_spec
 from torchard.sharding.values.mesh import Mesh, MeshError
 
 __all__ = ["ManualConstraint", "check_local", "local_operations", "may_leave_as"]
@@ -170,7 +170,7 @@ def check_local(graph: fx.Graph, program: Program, mesh: Mesh) -> None:
     manual = manual_in_graph(graph, varying)
     mapped = getattr(program.runtime, "mesh", mesh)
     for node in graph.nodes:
-        spec = pinned_spec(node)
+        spec = constraint_spec(node)
         if spec is not None and (named := manual[node].intersection(spec.axes)):
             raise MeshError(_constrained(node, min(named)))
         if mapped != mesh and (varying[node] or move_of(node) is not None):

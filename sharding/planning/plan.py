@@ -114,7 +114,7 @@ def _unsplit(plan: Plan, mesh: Mesh) -> tuple[dict[str, float], float]:
     Not other work: beside tensor parallelism norms are computed by every rank, as in Megatron-LM.
     """
     placed = [given[0] for given in plan.given.inputs.values() if not isinstance(given, int)]
-    axes = {a for layout in (*placed, *plan.given.pins.values()) for a in layout.split_axes}
+    axes = {a for layout in (*placed, *plan.given.constraints.values()) for a in layout.split_axes}
     lost, total = dict.fromkeys(axes, 0.0), 0.0
     for node, option in plan.decision.option.items():
         if is_product(node):
@@ -284,7 +284,7 @@ def _given_in(given: Given, env: dict[fx.Node, fx.Node], graph: fx.Graph) -> Giv
     return replace(
         given,
         inputs={env[n]: v for n, v in given.inputs.items()},
-        pins={env[n]: v for n, v in given.pins.items()},
+        constraints={env[n]: v for n, v in given.constraints.items()},
         ranks={env[n]: v for n, v in given.ranks.items()},
         local=local_operations(graph),
     )

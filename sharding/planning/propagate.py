@@ -79,9 +79,9 @@ def _wishes(graph: fx.Graph, given: Given, sizes: Sizes) -> dict[fx.Node, Layout
     for node in reversed(graph.nodes):
         if node.op != "call_function":
             continue
-        if node in given.pins:
+        if node in given.constraints:
             (source,) = node.all_input_nodes
-            wishes.setdefault(source, given.pins[node])
+            wishes.setdefault(source, given.constraints[node])
         elif node in wishes and node.target is operator.getitem:
             (source,) = node.all_input_nodes
             if Call.of(source).outs[result_index(node)] == Call.of(source).outs[0]:
@@ -123,5 +123,5 @@ def _spread(
     if not given.spread:
         return None
     if near is not None:
-        return Beside(graph, given.pins, sizes, work_of, near.option, given.spread)
-    return Stakes(graph, given.pins, sizes, work_of, comes_apart if apart else lambda _: False)
+        return Beside(graph, given.constraints, sizes, work_of, near.option, given.spread)
+    return Stakes(graph, given.constraints, sizes, work_of, comes_apart if apart else lambda _: False)

@@ -41,7 +41,7 @@ class Stakes:
     """For every value and dim, the work of the heaviest path that a split of the dim is carried along.
 
     Args:
-        pins: where a layout is fixed; dims that it does not split end there.
+        constraints: where a layout is fixed; dims that it does not split end there.
         work: of an operation.
         comes_apart: whether an operation's whole dims may be split all the same.
     """
@@ -49,7 +49,7 @@ class Stakes:
     def __init__(
         self,
         graph: fx.Graph,
-        pins: Mapping[fx.Node, Layout],
+        constraints: Mapping[fx.Node, Layout],
         sizes: Sizes,
         work: WorkOf,
         comes_apart: Callable[[fx.Node], bool],
@@ -58,7 +58,7 @@ class Stakes:
         self._known: dict[fx.Node, list[list[float]]] = {}  # by result and dim
         for node in reversed(graph.nodes):
             if node.op == "call_function":
-                self._read(node, pins.get(node))
+                self._read(node, constraints.get(node))
 
     def layout(self, node: fx.Node, axes: Axes) -> Layout | None:
         shapes = Call.of(node).outs
@@ -88,11 +88,11 @@ class Stakes:
         own = self._of(node, result)
         own[:] = map(max, own, to)
 
-    def _read(self, node: fx.Node, pin: Layout | None) -> None:
+    def _read(self, node: fx.Node, constraint: Layout | None) -> None:
         if node.target is operator.getitem:
             self._raise(node.all_input_nodes[0], result_index(node), self._of(node))
-        elif pin is not None:
-            split = [any(s.axes for s in dim) for dim in pin.dims]
+        elif constraint is not None:
+            split = [any(s.axes for s in dim) for dim in constraint.dims]
             kept = [s if on else 0.0 for s, on in zip(self._of(node), split, strict=True)]
             self._raise(node.all_input_nodes[0], 0, kept)
         else:
@@ -138,7 +138,7 @@ class Beside:
     def __init__(
         self,
         graph: fx.Graph,
-        pins: Mapping[fx.Node, Layout],
+        constraints: Mapping[fx.Node, Layout],
         sizes: Sizes,
         work: WorkOf,
         options: Mapping[fx.Node, Option],
@@ -152,8 +152,8 @@ class Beside:
             if node.target is operator.getitem:
                 if (node, 0) in self._known:
                     self._want(node.all_input_nodes[0], result_index(node), *self._known[node, 0])
-            elif node in pins:
-                self._want(node.all_input_nodes[0], 0, 0.0, pins[node])
+            elif node in constraints:
+                self._want(node.all_input_nodes[0], 0, 0.0, constraints[node])
             else:
                 self._carry(node, options[node], work(node))
 

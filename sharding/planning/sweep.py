@@ -150,8 +150,8 @@ class Sweep:
         if node.target is operator.getitem:
             self.had[node] = self.had.get(node.all_input_nodes[0], frozenset())
             self._getitem(node)
-        elif node in self.given.pins:
-            self._pin(node)
+        elif node in self.given.constraints:
+            self._constrain(node)
         else:
             self._choose(node)
 
@@ -164,12 +164,12 @@ class Sweep:
         ranks = {a: r for a, r in self.ranks[source].items() if a in raw.split_axes}
         self._resolve(node, raw, ranks)
 
-    def _pin(self, node: fx.Node) -> None:
-        layout = self.given.pins[node]
+    def _constrain(self, node: fx.Node) -> None:
+        layout = self.given.constraints[node]
         (source,) = node.all_input_nodes
         self._take(source, layout, node)
         rank = self.given.ranks.get(node, CONSTRAINT)
-        # A batch that is pinned as it was split remains one: no parameter goes before it.
+        # A batch constrained to its own split remains a batch: no parameter takes precedence over it.
         home, had = self.home(source), self.ranks[source]
         batch = {a for a in had if had[a] == BATCH and home.dim_of(a) == layout.dim_of(a)}
         self._settle(node, layout, {a: BATCH if a in batch else rank for a in layout.split_axes})

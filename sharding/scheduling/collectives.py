@@ -29,7 +29,7 @@ from torchard.sharding.layouts.collective_ops import (
 from torchard.sharding.layouts.layout import Sizes
 from torchard.sharding.layouts.reshard import ReshardStep
 from torchard.sharding.rules import lookup
-from torchard.sharding.values.constrain import pinned_spec
+from torchard.sharding.values.constrain import constraint_spec
 
 __all__ = ["STEPS", "Collective", "emit_step", "op_of", "record_of", "table"]
 
@@ -184,7 +184,7 @@ def record_of(
 def _note(near: fx.Node) -> str:
     if near.op != "call_function" or not VAL.on(near) or not near.all_input_nodes:
         return ""
-    if pinned_spec(near) is not None or near.target is operator.getitem:
+    if constraint_spec(near) is not None or near.target is operator.getitem:
         return ""
     gathered = lookup(near.target) is None and not STEP.on(near)
     return f"{near.target} has no factor rule, so its operands are gathered" if gathered else ""

@@ -66,9 +66,9 @@ class _Partition:
         self.versions[node] = {home: copied}
 
     def _node(self, node: fx.Node) -> None:
-        if node in self.given.pins:
+        if node in self.given.constraints:
             (source,) = node.all_input_nodes
-            pinned = self.given.pins[node]
+            pinned = self.given.constraints[node]
             self.versions[node] = {pinned: self._fetch(source, pinned, node)}
         elif node.target is operator.getitem:
             self._getitem(node)

@@ -95,7 +95,7 @@ def parallelize(
         raise SpecError("\n".join(errors))
     if fsdp:
         claims.split_further(_axes(fsdp), layers)
-    return _specs_like(names, claims.specs), dict(claims.pins)
+    return _specs_like(names, claims.specs), dict(claims.constraints)
 
 
 def _axes(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -145,7 +145,7 @@ class _Claims:
     ) -> None:
         self.mesh, self.axis, self.batch, self.rules = mesh, axis, batch, rules
         self.specs: dict[str, P] = {}
-        self.pins: dict[str, P] = {}
+        self.constraints: dict[str, P] = {}
         self._by: dict[str, str] = {}
 
     def add(self, by: str, placing: Placing, layers: Mapping[str, Layer]) -> None:
@@ -159,7 +159,7 @@ class _Claims:
             if split is not None:
                 _check_inside(layer, split)
                 label = f"{placing.path}/{which}"
-                self._claim(self.pins, label, self._pin(self._known(split, label)), by)
+                self._claim(self.constraints, label, self._constrain(self._known(split, label)), by)
 
     def split_further(self, axes: tuple[str, ...], layers: Mapping[str, Layer]) -> None:
         """Every parameter over these axes too, in the first dim that is whole so far."""
@@ -181,7 +181,7 @@ class _Claims:
     def _known(self, specs: Any, where: str) -> Any:
         return resolved(specs, self.rules, self.mesh, where)
 
-    def _pin(self, split: int | P) -> P:
+    def _constrain(self, split: int | P) -> P:
         if isinstance(split, P):
             return P(self.batch) if split.is_replicated and self.batch else split
         if split == 0:

@@ -1,4 +1,4 @@
-"""constrain: pin a value's layout inside a function that knows nothing else of meshes."""
+"""`constrain`: fix the layout of a value inside a function that otherwise does not mention meshes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchard.functional.core.arguments import checked
 from torchard.functional.core.locks import Lock
 from torchard.sharding.values.spec import P, SpecError
 
-__all__ = ["constrain", "number_of", "pinned_spec"]
+__all__ = ["constrain", "constraint_spec", "number_of"]
 
 _SPECS: list[P] = []
 _NUMBERS: dict[P, int] = {}
@@ -34,7 +34,7 @@ torch.library.register_fake("torchard::constrain", _fake, lib=_library)
 
 
 def number_of(spec: P) -> int:
-    """Specs travel through graphs as numbers."""
+    """The number that stands for a spec in a graph, whose arguments are plain values."""
     with _lock:
         if spec not in _NUMBERS:
             _NUMBERS[spec] = len(_SPECS)
@@ -42,8 +42,8 @@ def number_of(spec: P) -> int:
         return _NUMBERS[spec]
 
 
-def pinned_spec(node: fx.Node) -> P | None:
-    """The spec a graph node pins its operand to, or None for other nodes."""
+def constraint_spec(node: fx.Node) -> P | None:
+    """The spec of a constraint node; None for other nodes."""
     if node.op != "call_function" or node.target is not torch.ops.torchard.constrain.default:
         return None
     number = node.args[1]

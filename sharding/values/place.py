@@ -21,7 +21,7 @@ from torchard.sharding.values.operators import Operators
 from torchard.sharding.values.spec import P, layout_of, spec_of
 from torchard.sharding.values.store_allgather import exchange
 
-__all__ = ["METHODS", "Held", "MeshTensor", "PlacementError"]
+__all__ = ["METHODS", "MeshPlacement", "MeshTensor", "PlacementError"]
 
 
 class Methods:
@@ -41,10 +41,10 @@ METHODS = Methods()
 
 
 @dataclass(frozen=True)
-class Held:
-    """How a global value is held: on which mesh, split how.
+class MeshPlacement:
+    """The placement of a global value: its mesh and the axes that split each dim.
 
-    ``lead`` counts leading dims that were added by vmap and whose size is not known here.
+    ``lead`` counts leading dims that vmap added, whose sizes are not known here.
     """
 
     mesh: Mesh
@@ -64,9 +64,9 @@ class Held:
         return f"{spec_of(Layout(self.dims))} on {self.mesh}{pending}"
 
     @staticmethod
-    def of(mesh: Mesh, layout: Layout) -> Held:
+    def of(mesh: Mesh, layout: Layout) -> MeshPlacement:
         """The placement of a value with this layout."""
-        return Held(mesh, layout.dims, layout.pending)
+        return MeshPlacement(mesh, layout.dims, layout.pending)
 
     @functools.cached_property
     def _axes(self) -> tuple[str, ...]:
@@ -83,9 +83,9 @@ class Held:
             n *= self.mesh.shape[axis]
         return n
 
-    def batched(self) -> Held:
+    def batched(self) -> MeshPlacement:
         """With a new unsplit leading dim."""
-        return Held(self.mesh, self.dims, self.pending, self.lead + 1)
+        return MeshPlacement(self.mesh, self.dims, self.pending, self.lead + 1)
 
     def layout(self, shape: Sequence[int]) -> Layout:
         """The layout of a value of this (global) shape."""
@@ -156,7 +156,7 @@ class MeshTensor(Operators):
 
     __slots__ = ("_dead", "_facts", "_held", "parts")
 
-    def __init__(self, held: Held, parts: Sequence[torch.Tensor]) -> None:
+    def __init__(self, held: MeshPlacement, parts: Sequence[torch.Tensor]) -> None:
         self._held = held
         self.parts = tuple(parts)
         self._facts: Facts | None = None
@@ -225,7 +225,7 @@ class MeshTensor(Operators):
         >>> x.full()
         tensor([0., 0., 1.])
         """
-        held = Held.of(mesh, layout_of(spec, shape, mesh))
+        held = MeshPlacement.of(mesh, layout_of(spec, shape, mesh))
         if len(parts) != held.width:
             raise PlacementError(
                 f"a value with spec {spec} on {mesh} has {held.width} distinct shards in this "
@@ -398,7 +398,7 @@ class _Whole:
 _WHOLE = _Whole()
 
 
-def _flatten(value: MeshTensor) -> tuple[tuple[torch.Tensor, ...], Held | _Whole]:
+def _flatten(value: MeshTensor) -> tuple[tuple[torch.Tensor, ...], MeshPlacement | _Whole]:
     state = active()
     if state is not None:
         return (state.lift(value),), _WHOLE
@@ -407,7 +407,7 @@ def _flatten(value: MeshTensor) -> tuple[tuple[torch.Tensor, ...], Held | _Whole
     return value.parts, value._held
 
 
-def _unflatten(held: Held | _Whole, parts: Sequence[torch.Tensor]) -> MeshTensor | torch.Tensor:
+def _unflatten(held: MeshPlacement | _Whole, parts: Sequence[torch.Tensor]) -> MeshTensor | torch.Tensor:
     return parts[0] if isinstance(held, _Whole) else MeshTensor(held, parts)
 
 

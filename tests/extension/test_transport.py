@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from torchard import Mesh, P, shard
-from torchard.sharding.transports import Lockstep, Value
+from torchard.sharding.transports import SimulatedTransport, Value
 
 
-class HalfBytes(Lockstep):
+class HalfBytes(SimulatedTransport):
     def __init__(self) -> None:
         self.kinds: list[str] = []
 

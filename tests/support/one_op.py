@@ -17,7 +17,7 @@ from torchard.sharding.layouts.factors import Rule
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.options import Option, build
 from torchard.sharding.lowering.lower import Lowering
-from torchard.sharding.lowering.simulated_transport import Lockstep
+from torchard.sharding.lowering.simulated_transport import SimulatedTransport
 from torchard.sharding.lowering.windows import attach_windows
 from torchard.sharding.planning.decision import BATCH, Given, LayoutDecision
 from torchard.sharding.rules import Call, rule_of
@@ -81,7 +81,7 @@ def run_option(op: OneOp, option: Option, mesh: Mesh) -> list[torch.Tensor]:
     inputs = {n: (layout, BATCH) for n, layout in zip(placeholders, option.ins, strict=True)}
     spmd = partition(op.graph, Given(inputs, decision.outputs), decision, mesh.sizes)
     attach_windows(spmd, mesh)
-    local = Lowering(spmd, mesh, mesh.all_coords(), Lockstep()).run()
+    local = Lowering(spmd, mesh, mesh.all_coords(), SimulatedTransport()).run()
     parts = [
         part
         for value, layout in zip(op.inputs, option.ins, strict=True)

@@ -25,7 +25,7 @@ from torchard import Mesh
 from torchard.functional.programs.program import Program
 from torchard.sharding.layouts.reshard import ReshardStep
 from torchard.sharding.lowering.lower import Fetch, Key, Lowering, Value
-from torchard.sharding.lowering.simulated_transport import Lockstep
+from torchard.sharding.lowering.simulated_transport import SimulatedTransport
 from torchard.sharding.scheduling.partition import unpartition
 
 aten = torch.ops.aten
@@ -125,12 +125,12 @@ class Alone:
         self, low: Lowering, step: ReshardStep, values: dict[Key, Value], val: torch.Tensor
     ) -> dict[Key, Value]:
         if not step.collective.sends:
-            return Lockstep().step(low, step, values, val)
+            return SimulatedTransport().step(low, step, values, val)
         (at,) = low.coords
         shape = low.local_shape(step.after, at)
         return {step.after.key(at): Value(low.emit.call(arrived, shape, val.dtype))}
 
-    def together(self, low: Lowering, moves: Sequence[Move]) -> list[dict[Key, Value]]:
+    def bucket(self, low: Lowering, moves: Sequence[Move]) -> list[dict[Key, Value]]:
         return [self.step(low, *move) for move in moves]
 
     def fetch(

@@ -16,7 +16,7 @@ from torchard.sharding import Mesh
 from torchard.sharding.layouts.layout import Layout, Sub, chunk, merge, refine
 from torchard.sharding.layouts.reshard import ReshardStep, cost, plan
 from torchard.sharding.lowering.lower import Lowering
-from torchard.sharding.lowering.simulated_transport import Lockstep
+from torchard.sharding.lowering.simulated_transport import SimulatedTransport
 from torchard.sharding.scheduling.collectives import emit_step
 from torchard.sharding.testing import contributions, layouts, meshes, shard_at, whole_of
 
@@ -93,7 +93,7 @@ def moved(x: torch.Tensor, before: Layout, after: Layout, mesh: Mesh) -> list[to
         value = emit_step(graph, value, step, node, mesh.sizes)
     assert value.meta["layout"] == after
     graph.output((value,))
-    local = Lowering(graph, mesh, mesh.all_coords(), Lockstep()).run()
+    local = Lowering(graph, mesh, mesh.all_coords(), SimulatedTransport()).run()
     return compiled(local)(contributions(x, before, mesh))
 
 
