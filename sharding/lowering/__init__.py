@@ -1,21 +1,21 @@
-"""From a planned program to what each rank runs.
+"""Lowering: from a planned program to the graph that each rank runs.
 
 `runtime.py` has two runtimes: ``Simulated`` lowers every coordinate of a virtual mesh into one
-graph, ``Distributed`` lowers this rank's own, with functional collectives issued early and waited
-for at the first use of the result. A value is computed once per *distinct* coordinate, so what is
-replicated costs once. A rank whose shard is empty runs no kernel, has the identity of the
-reduction, and takes part in every collective. gloo's maximum drops NaN, so maxima and minima of
-floats travel as order-preserving integers; dtypes that transports lack travel as those they have
-(`carriers.py`).
+graph; ``Distributed`` lowers this rank's own, with functional collectives issued early and waited
+for at the first use of the result. A value is computed once per *distinct* coordinate, so
+replicated values are computed once. A rank whose shard is empty runs no kernel: its result is the
+identity of the reduction, and it takes part in every collective. gloo's maximum drops NaN, so
+maxima and minima of floats are sent as order-preserving integers; values of dtypes that a backend
+does not support are sent as a dtype that it does (`carriers.py`).
 
 Before the first call of a plan, ranks compare a digest of it, and checksums of plain inputs,
 closures and constants, through the process group's store with a timeout (`plan_consistency.py`).
-Collectives match by their order alone, so before each call of a plan that sends anything the ranks
-of each of its groups compare which plan it is, from which thread, and how many calls have failed
-(`call_order.py`): half a kilobyte in log2(n) rounds, about what the smallest all_reduce costs. One
-thread of a process runs plans at a time. Groups of a mesh wait no longer than the default group.
+Collectives are matched by order alone. So before each call of a plan that communicates, the ranks
+of each of its groups compare the plan, the calling thread and the number of failed calls
+(`call_order.py`): half a kilobyte in log2(n) rounds, about the cost of the smallest all_reduce. One
+thread of a process runs plans at a time. Groups of a mesh time out no later than the default group.
 
-A line of generated code is one operation, so the line of a traceback tells which one raised, and
-its tags what to say: a note, or, for a call in which other processes take part, a
-``CollectiveError``.
+Each line of generated code is one operation, so the line of a traceback identifies the operation
+that raised. Its tags supply the message: a note, or, for a call in which other processes take part,
+a ``CollectiveError``.
 """

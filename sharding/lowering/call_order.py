@@ -1,13 +1,13 @@
-"""The order of calls: before a plan sends anything, its ranks check that they all make the same call.
+"""Call order: before a plan communicates, its ranks check that they all make the same call.
 
-Collectives are matched by their order alone. Ranks that call two plans of the same shapes in different
-orders would add up each other's values, and nothing would be raised. What a call sends follows from its
-plan, so it is enough to compare calls: which plan, from which thread, after how many calls that failed.
-When that is done nothing has been sent yet, so all ranks can raise the same error, and go on.
+Collectives are matched by order alone. Ranks that called two plans of equal shapes in different orders
+would silently add up each other's values. The plan determines what a call sends, so it is enough to
+compare calls: the plan, the thread, and the number of earlier calls that failed. The check precedes all
+communication, so every rank can raise the same error and continue.
 
-A rank tells its call to the one 1, 2, 4, … further on in its group (a dissemination barrier: Hensgen,
-Finkel and Manber 1988): after log2(n) rounds all have heard of a call that differs. It travels between
-hosts, over gloo, whatever carries the plan's own collectives, so no device waits for it.
+In round k a rank sends its call to the rank 2**k further on in its group (a dissemination barrier:
+Hensgen, Finkel and Manber 1988): after log2(n) rounds every rank has heard of a call that differs.
+Messages go over gloo between hosts, whatever the backend of the plan's collectives, so no device waits.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from torchard.sharding.values.store_allgather import thread_name
 
 __all__ = ["CallOrder", "PlanMismatch", "one_call_at_a_time"]
 
-# Bytes in which a rank tells its call; longer texts are cut off.
+# The bytes of a message that describes a call; longer texts are truncated.
 _LENGTH = 512
-# A rank, and 1, and the call that it was heard to make; or that nobody was heard to make another one.
+# A rank, 1, and a call of its that differs; or zeros while no call that differs has been heard of.
 _NOBODY = bytes(8 + _LENGTH)
 
 
@@ -63,14 +63,14 @@ class PlanMismatch(RuntimeError):
 
 
 class PlanCall(NamedTuple):
-    """What all ranks of a group must have in common when a plan runs.
+    """The description of a call, which must be equal on all ranks of a group.
 
     Attributes:
-        number: of the plan, in the order in which ranks agreed on plans; 0 for a new one.
-        failures: how many calls failed in this group after ranks had agreed to make them.
-        thread: the name of the thread. Two threads run in any order, and not in the same one on all
-            ranks; nothing else tells their calls of one plan apart.
-        text: the plan, for people.
+        number: the plan's number, in the order in which ranks agreed on plans; 0 for a new plan.
+        failures: the number of calls that failed in this group after ranks had agreed to make them.
+        thread: the name of the thread. Two threads may run in different orders on different ranks;
+            nothing else distinguishes their calls of one plan.
+        text: the plan as text, for messages.
     """
 
     number: int
@@ -92,29 +92,29 @@ class PlanCall(NamedTuple):
 
 
 class Circle:
-    """The ranks of one process group, and how they reach each other between hosts."""
+    """The ranks of one process group, and their connections over gloo."""
 
     def __init__(self, backend: Any, ranks: tuple[int, ...], peers: tuple[int, ...]) -> None:
         self.backend, self.ranks, self.peers = backend, ranks, peers
         self.failures = 0
-        # Which ranks it is of, and, in what is left, which round.
+        # A tag: the ranks of the group and, in the remaining bits, the round.
         tag = zlib.crc32(repr(ranks).encode()) & 0x7FFFFFE0
         rounds = (len(ranks) - 1).bit_length()
         self.rounds = [_Round(self, tag + i, 1 << i) for i in range(rounds)]
         self._mine, self._other = b"", _NOBODY
 
     def begin(self, told: bytes) -> None:
-        """Be ready to hear in all rounds: then nobody waits to be asked."""
+        """Post the receives of all rounds, so that no sender waits for one."""
         self._mine, self._other = told, _NOBODY
         for each in self.rounds:
             each.listen()
 
     def tell(self, number: int) -> None:
-        """Tell the rank further on what this one has heard."""
+        """Send this rank's call, and a different one it has heard of, in one round."""
         self.rounds[number].tell(self._mine + self._other)
 
     def hear(self, number: int, patience: datetime.timedelta) -> None:
-        """Remember a call that differs, heard of at first or second hand."""
+        """Receive in one round, and remember a call that differs, the sender's own or one it heard of."""
         rank, mine, other = self.rounds[number].hear(patience)
         if mine != self._mine:
             self._other = (rank + 1).to_bytes(8, "little") + mine
@@ -122,19 +122,19 @@ class Circle:
             self._other = other
 
     def end(self, patience: datetime.timedelta) -> None:
-        """Be sure that all have heard it."""
+        """Wait until all sends have completed."""
         for each in self.rounds:
             each.sending.wait(patience)
 
     @property
     def other(self) -> tuple[int, PlanCall] | None:
-        """A rank that makes another call, and which."""
+        """A rank that makes a different call, and that call; None if there is none."""
         rank = int.from_bytes(self._other[:8], "little")
         return (rank - 1, PlanCall.heard(self._other[8:])) if rank else None
 
 
 class _Round:
-    """This rank tells the one so much further on, and hears from the one so much behind."""
+    """One round: this rank sends ``distance`` ranks ahead and receives from as far behind."""
 
     def __init__(self, circle: Circle, tag: int, distance: int) -> None:
         own, size = circle.ranks.index(dist.get_rank()), len(circle.ranks)
@@ -142,7 +142,7 @@ class _Round:
         self.backend, self.tag, self.rank = circle.backend, tag, circle.ranks[source]
         self.to, self.source = circle.peers[(own + distance) % size], circle.peers[source]
         self._sent, self._heard = (torch.zeros(2 * _LENGTH + 8, dtype=torch.uint8) for _ in "ab")
-        # Used without torch: whatever modes are live around the call, these are plain bytes.
+        # Accessed as plain bytes, without torch, whatever modes are active around the call.
         bytes_of: Any = memoryview
         self._told, self._read = bytes_of(self._sent.numpy()), bytes_of(self._heard.numpy())
         self.sending: Any = None
@@ -156,14 +156,14 @@ class _Round:
         self.sending = self.backend.send([self._sent], self.to, self.tag)
 
     def hear(self, patience: datetime.timedelta) -> tuple[int, bytes, bytes]:
-        """From whom, its call, and another that it has heard of."""
+        """The sender's rank, its call, and a different call that it has heard of."""
         self._receiving.wait(patience)
         return self.rank, bytes(self._read[:_LENGTH]), bytes(self._read[_LENGTH:])
 
 
 @functools.cache
 def _circle(host: Any, ranks: tuple[int, ...]) -> Circle:
-    """One for the same ranks, whichever meshes and groups they are in."""
+    """The circle of these ranks, shared by all meshes and groups that consist of them."""
     backend = internals.backend_of(host, "cpu")
     return Circle(backend, ranks, tuple(dist.get_group_rank(host, rank) for rank in ranks))
 
@@ -172,10 +172,10 @@ class CallOrder:
     """Compares the calls of one plan with those that other ranks make.
 
     Args:
-        local: the graph of this rank, whose collectives say which groups it takes part in.
+        local: this rank's graph, whose collectives name the groups it takes part in.
 
     Attributes:
-        number: what ranks that agreed on the plan call it; 0 before.
+        number: the number of the plan, once ranks have agreed on it; 0 before.
     """
 
     def __init__(self, mesh: Mesh, program: Program, local: fx.Graph, signature: str) -> None:
@@ -194,19 +194,19 @@ class CallOrder:
 
     @property
     def needed(self) -> bool:
-        """Whether the plan sends anything."""
+        """Whether the plan communicates."""
         return bool(self._circles)
 
     def compare(self) -> None:
-        """Every rank of the plan's groups must call this before it runs the plan.
+        """Compare this call with the other ranks'; every rank of the plan's groups must take part.
 
         Raises:
-            PlanMismatch: they make different calls; all of a group raise it, and nothing was sent.
-            CollectiveError: a rank has ended, or does not come.
+            PlanMismatch: ranks make different calls. All ranks of a group raise it; nothing was sent.
+            CollectiveError: a rank has exited, or does not arrive in time.
         """
         mine = {circle: self._call(circle) for circle in self._circles}
         patience = self.mesh.patience
-        if not self.number:  # others may still be planning, for which ranks wait as the mesh says
+        if not self.number:  # others may still be planning, for up to the mesh's timeout
             patience = max(patience, datetime.timedelta(seconds=self.mesh.timeout))
         try:
             for at, call in mine.items():
@@ -226,7 +226,7 @@ class CallOrder:
                 raise PlanMismatch(_different(dist.get_rank(), call, *circle.other))
 
     def failed(self) -> None:
-        """The call that was compared has not come to its end here."""
+        """Record that the call that was compared has failed on this rank."""
         for circle in self._circles:
             circle.failures += 1
 
@@ -254,12 +254,12 @@ def _different(rank: int, mine: PlanCall, other: int, theirs: PlanCall) -> str:
             "Every rank must make the same calls in the same order, with arguments of the same shapes, "
             "dtypes, specs and static values, and the same checkpoint policies."
         )
-    what = f"rank {rank} calls {calls[0]}, while rank {other} calls {calls[1]}"
-    return f"{what}. Nothing was sent. {remedy}"
+    calls_differ = f"rank {rank} calls {calls[0]}, while rank {other} calls {calls[1]}"
+    return f"{calls_differ}. Nothing was sent. {remedy}"
 
 
 class _OneAtATime:
-    """Lets one thread of this process run plans; says whether the call is within another one."""
+    """A lock that lets one thread at a time run plans; entering returns whether the call is nested."""
 
     def __init__(self) -> None:
         self._lock, self._depth = threading.RLock(), 0

@@ -1,8 +1,8 @@
-"""What values travel as: transports carry some dtypes only, and gloo's maximum drops NaN.
+"""Conversion to dtypes that collectives support, and back. gloo's maximum also drops NaN.
 
-Dtypes that neither gloo nor NCCL carries travel as integers that they do: as one of the same bits where
-there is one, else as a wider one, in which sums wrap as they would in their own, and order is the same.
-(A float of the same size would not do: a compiler may take it through a wider one, which changes NaNs.)
+Dtypes that neither gloo nor NCCL supports are sent as integers: of the same bits where such an integer is
+supported, else of a wider type, in which sums wrap and compare as in the original. (Floats of the same
+size do not work: a compiler may convert them through a wider type, which changes NaNs.)
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Carrier", "exchanging", "moving", "reducing"]
 EmitCall = Callable[..., fx.Node]
 Map = Callable[[fx.Node], fx.Node]
 
-# Same bits.
+# Integers of the same bits.
 _AS_BITS = {
     torch.uint32: torch.int32,
     torch.uint64: torch.int64,
@@ -31,12 +31,12 @@ _AS_BITS = {
     torch.float8_e5m2fnuz: torch.uint8,
 }
 _WIDER = {torch.bool: torch.uint8, torch.int16: torch.int32, torch.uint16: torch.int32}
-# Sums of bools count, more than 255 of them, too; half of uint32 is out of order in int32.
+# Sums of bools may exceed 255; the upper half of uint32 compares wrongly as int32.
 _REDUCED_IN = {**_WIDER, torch.bool: torch.int32, torch.uint32: torch.int64}
 
 
 class Carrier(NamedTuple):
-    """How a value is sent, what has arrived made a value of it again, and elements sent for each."""
+    """How to encode a value, how to decode it, and how many elements are sent for each of its own."""
 
     encode: Map
     decode: Map
@@ -57,7 +57,7 @@ def _in(call: EmitCall, dtype: torch.dtype, wider: torch.dtype | None) -> Carrie
 
 
 def exchanging(call: EmitCall, dtype: torch.dtype) -> Carrier:
-    """For flat values that arrive as they were sent: complex ones, too, which gloo does not exchange."""
+    """The carrier for an all_to_all of flat values; gloo does not exchange complex values."""
     if not dtype.is_complex:
         return moving(call, dtype)
     return Carrier(
@@ -68,7 +68,7 @@ def exchanging(call: EmitCall, dtype: torch.dtype) -> Carrier:
 
 
 def moving(call: EmitCall, dtype: torch.dtype) -> Carrier:
-    """For what arrives as it was sent."""
+    """The carrier for values that arrive unchanged."""
     bits = _AS_BITS.get(dtype)
     if bits is None:
         return _in(call, dtype, _WIDER.get(dtype))
@@ -78,21 +78,21 @@ def moving(call: EmitCall, dtype: torch.dtype) -> Carrier:
 
 
 def reducing(call: EmitCall, dtype: torch.dtype, op: str) -> Carrier:
-    """For sums, maxima and minima over ranks."""
+    """The carrier for sums, maxima and minima over ranks."""
     if op != "sum" and dtype.is_floating_point:
         return _ordered(call, dtype, op)
     return _in(call, dtype, _REDUCED_IN.get(dtype))
 
 
 def _ordered(call: EmitCall, dtype: torch.dtype, op: str) -> Carrier:
-    """Floats as integers of the same order, with one NaN above (or, for a minimum, below) all numbers."""
+    """Floats as integers of the same order, NaN above all numbers (for a minimum, below them)."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     bits = torch.int64 if wide == torch.float64 else torch.int32
     info = torch.iinfo(bits)
     nan = info.max if op == "max" else info.min + 1
 
     def order(x: fx.Node) -> fx.Node:
-        """Two's complement order of sign-magnitude bits; its own inverse."""
+        """Map between sign-magnitude and two's complement order; its own inverse."""
         flipped = call(aten.bitwise_xor.Scalar, x, info.max)
         return call(aten.where.self, call(aten.lt.Scalar, x, 0), flipped, x)
 

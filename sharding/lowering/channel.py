@@ -1,6 +1,6 @@
-"""One collective of a rank's local graph: the call that issues it and the call that waits for it.
+"""One collective in a rank's local graph: the call that issues it and the call that waits for it.
 
-Both say what they are, in tags: when one of them raises, the message names the collective of the plan.
+Both are tagged with the plan's collective, so that an error raised by either names it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchard.sharding.values.mesh import Mesh
 
 __all__ = ["Channel"]
 
-# How many ranks a message lists.
+# The number of ranks that a message lists.
 _LISTED = 8
 
 
@@ -47,7 +47,7 @@ class Channel:
 
 
 def _peers(mesh: Mesh, axes: Sequence[str]) -> str:
-    """Who takes part, as a sentence."""
+    """A sentence that names the participating ranks and the timeout."""
     assert mesh.device_mesh is not None
     group = mesh.group(axes)
     ranks = [str(rank) for rank in dist.get_process_group_ranks(group)]

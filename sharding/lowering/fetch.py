@@ -1,4 +1,4 @@
-"""Fetching pieces of other ranks' blocks: one all_to_all, whose parts are lists of pieces."""
+"""Fetching pieces of other ranks' blocks by one all_to_all, whose splits are lists of pieces."""
 
 from __future__ import annotations
 
@@ -18,45 +18,45 @@ from torchard.sharding.rules.blocks import Piece, take
 __all__ = ["fetch"]
 
 
-def fetch(low: Lowering, what: Fetch, block: fx.Node) -> Callable[[], list[fx.Node]]:
-    """Issue the exchange of this rank; gives back what waits for the pieces it wants, in order."""
-    return _Exchange(low, what, block).begun()
+def fetch(low: Lowering, request: Fetch, block: fx.Node) -> Callable[[], list[fx.Node]]:
+    """Issue the exchange; return a function that waits for the pieces this rank wants, in order."""
+    return _Exchange(low, request, block).begun()
 
 
 class _Exchange:
-    def __init__(self, low: Lowering, what: Fetch, block: fx.Node) -> None:
-        self.low, self.what, self.block = low, what, block
+    def __init__(self, low: Lowering, request: Fetch, block: fx.Node) -> None:
+        self.low, self.request, self.block = low, request, block
         (at,) = low.coords
-        layout: Layout = what.layout
+        layout: Layout = request.layout
         self.shape = list(low.local_shape(layout, at))
-        self.here = low.position(at, what.axes)
-        self.channel = Channel(low, what.axes)
+        self.here = low.position(at, request.axes)
+        self.channel = Channel(low, request.axes)
 
-    def cut(self, piece: Piece) -> fx.Node:
-        taken: fx.Node = take(self.low.emit.call, self.block, self.what.dim, piece)
+    def slice(self, piece: Piece) -> fx.Node:
+        taken: fx.Node = take(self.low.emit.call, self.block, self.request.dim, piece)
         return taken
 
     def begun(self) -> Callable[[], list[fx.Node]]:
-        mine = [p for p in self.what.wanted[self.here] if p.block is not None]
-        if all(p.block in (None, r) for r, parts in enumerate(self.what.wanted) for p in parts):
-            return lambda: [self.cut(p) for p in mine]
+        mine = [p for p in self.request.wanted[self.here] if p.block is not None]
+        if all(p.block in (None, r) for r, parts in enumerate(self.request.wanted) for p in parts):
+            return lambda: [self.slice(p) for p in mine]
         arrive = self._exchanged()
 
         def found() -> list[fx.Node]:
             arrived = arrive()
             return [
-                self.cut(p) if p.block == self.here else next(arrived[p.block or 0]) for p in mine
+                self.slice(p) if p.block == self.here else next(arrived[p.block or 0]) for p in mine
             ]
 
         return found
 
     def _exchanged(self) -> Callable[[], list[Iterator[fx.Node]]]:
-        """Send what is asked of this rank; gives back what waits for the pieces, by their rank."""
+        """Send the pieces that others want; return a function that waits for those from each rank."""
         low, call = self.low, self.low.emit.call
-        asked = [self._between(self.here, parts, r) for r, parts in enumerate(self.what.wanted)]
-        taken = [self._between(r, self.what.wanted[self.here], self.here) for r in range(len(asked))]
-        sent = self._flat([self.cut(p) for parts in asked for p in parts])
-        carrier = exchanging(call, self.what.val.dtype)
+        asked = [self._between(self.here, parts, r) for r, parts in enumerate(self.request.wanted)]
+        taken = [self._between(r, self.request.wanted[self.here], self.here) for r in range(len(asked))]
+        sent = self._flat([self.slice(p) for parts in asked for p in parts])
+        carrier = exchanging(call, self.request.val.dtype)
         sizes = [
             [carrier.each * sum(self._elements(parts)) for parts in each] for each in (taken, asked)
         ]
@@ -77,18 +77,18 @@ class _Exchange:
         return arrive
 
     def _between(self, source: int, parts: Sequence[Piece], target: int) -> list[Piece]:
-        """The pieces of one rank's block among those another wants."""
+        """The pieces of one rank's block among those that another wants."""
         return [p for p in parts if p.block == source != target]
 
     def _flat(self, values: list[fx.Node]) -> fx.Node:
-        call, val = self.low.emit.call, self.what.val
+        call, val = self.low.emit.call, self.request.val
         if not values:
             return call(aten.full.default, [0], 0, dtype=val.dtype, device=val.device)
         return call(aten.cat.default, [self.low.emit.view(x, [-1]) for x in values], 0)
 
     def _shape_of(self, piece: Piece) -> list[int]:
         shape = list(self.shape)
-        shape[self.what.dim + 1] = piece.size
+        shape[self.request.dim + 1] = piece.size
         return shape
 
     def _elements(self, parts: Sequence[Piece]) -> list[int]:

@@ -1,8 +1,8 @@
-"""Lowering: an SPMD program becomes the flat graph of what some coordinates really do.
+"""Lowering of an SPMD program to a flat graph of the operations that given coordinates run.
 
-The virtual runtime lowers every coordinate into one graph, the process-group runtime its own alone. A
-value is held once per *distinct* coordinate: what is replicated over an axis is computed once for all
-of it. How a step moves data is the transport's business; everything here is local arithmetic.
+The virtual runtime lowers all coordinates into one graph; the process-group runtime lowers its own. A
+value is held once per *distinct* coordinate: a value replicated over an axis is computed once for the
+whole axis. The transport decides how a reshard step moves data; everything here is local arithmetic.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Key = tuple[int, ...]
 
 
 class Value:
-    """A local value, or one that a collective in flight will give: forced at its first use."""
+    """A local value, or the result of a collective in flight, which is awaited at its first use."""
 
     __slots__ = ("_node", "_wait")
 
@@ -52,7 +52,7 @@ class Transport(Protocol):
     """Moves data between coordinates.
 
     Attributes:
-        late: whether results arrive later than they are asked for.
+        late: whether collectives are asynchronous.
     """
 
     late: bool
@@ -65,17 +65,17 @@ class Transport(Protocol):
     def bucket(
         self, low: Lowering, moves: Sequence[tuple[ReshardStep, dict[Key, Value], torch.Tensor]]
     ) -> list[dict[Key, Value]]:
-        """The values after each of the steps of one bucket."""
+        """The values after each step of a bucket: steps that are sent as one collective."""
 
     def fetch(
         self, low: Lowering, what: Fetch, values: dict[Key, Value]
     ) -> dict[Key, Callable[[], list[fx.Node]]]:
-        """For each coordinate, what gives (waiting, if it must) the pieces its rank wants."""
+        """For each coordinate, a function that waits for, and returns, the pieces its rank wants."""
 
 
 @dataclass(frozen=True)
 class Fetch:
-    """What each rank wants of the blocks along a dim: pieces, by the rank's place along ``axes``."""
+    """The pieces of blocks along a dim that each rank wants, by the rank's index along ``axes``."""
 
     layout: Layout
     dim: int
@@ -106,7 +106,7 @@ class Emitter:
 
 
 class _Local:
-    """What a rule's emitter sees of one coordinate."""
+    """The local arguments, shapes and ranges of one coordinate, which a rule's emitter is given."""
 
     def __init__(
         self, low: Lowering, call: Call, coords: Coords, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -154,7 +154,7 @@ class Lowering:
         self.spmd, self.mesh, self.coords, self.transport = graph, mesh, coords, transport
         self.graph = fx.Graph()
         self.emit = Emitter(self.graph)
-        # What the plan calls the collective that is being lowered.
+        # The plan's record of the collective being lowered.
         self.record: Any = None
         self.env: dict[fx.Node, dict[Key, Value]] = {}
         self.numbers = itertools.count()
@@ -166,7 +166,7 @@ class Lowering:
                 self.buckets.setdefault(BUCKET.of(node), []).append(node)
 
     def run(self) -> fx.Graph:
-        """The local graph: parts of all inputs, in order, to parts of all outputs."""
+        """The local graph, from the parts of all inputs, in order, to the parts of all outputs."""
         for node in self.spmd.nodes:
             if node in self.env:
                 continue
@@ -177,8 +177,8 @@ class Lowering:
                 self._node(node)
             elif node.op == "output":
                 parts = tuple(self._outputs(node))
-                # Nobody drops a collective: others count on it, even if this rank's shard is empty
-                # and nothing here reads the result.
+                # No collective may be dropped: other ranks wait for it, even if this rank's shard is
+                # empty and its result unused.
                 for value in self.in_flight:
                     value.get()
                 self.graph.output(parts)
@@ -189,12 +189,12 @@ class Lowering:
         self.record = COLLECTIVE.get(node)
 
     def tag_collective(self) -> None:
-        """What is emitted for this node from here on is the collective, played in one process."""
+        """Tag what is emitted for this node from here on as its collective, simulated in one process."""
         if self.record is not None:
             self.emit.tags = {**self.emit.tags, COLLECTIVE: self.record}
 
     def distinct(self, layouts: Sequence[Layout]) -> list[Coords]:
-        """One of our coordinates for each distinct key over the axes of these layouts."""
+        """One of the lowered coordinates for each distinct key over the axes of these layouts."""
         axes = sorted({a for layout in layouts for a in layout.axes})
         first: dict[Key, Coords] = {}
         for at in self.coords:
@@ -202,14 +202,14 @@ class Lowering:
         return list(first.values())
 
     def position(self, at: Coords, axes: Sequence[str]) -> int:
-        """A coordinate's place along some axes, the first outermost."""
+        """The index of a coordinate along some axes, the first axis outermost."""
         place = 0
         for axis in axes:
             place = place * self.mesh.shape[axis] + at[axis]
         return place
 
     def tagged(self, finish: Callable[[], Any]) -> Callable[[], Any]:
-        """Wait under the tags of now, not of whoever uses the result first."""
+        """Wrap ``finish`` to run under the current tags, not those of the result's first use."""
         tags = dict(self.emit.tags)
 
         def wait() -> Any:
@@ -228,9 +228,9 @@ class Lowering:
         layout: Layout = LAYOUT.of(node)
         parts: dict[Key, Value] = {}
         for at in self.distinct([layout]):
-            made = self.graph.placeholder(f"part{next(self.numbers)}")
-            put(made, self.emit.tags)
-            parts[layout.key(at)] = Value(made)
+            part = self.graph.placeholder(f"part{next(self.numbers)}")
+            put(part, self.emit.tags)
+            parts[layout.key(at)] = Value(part)
         self.env[node] = parts
 
     def _outputs(self, node: fx.Node) -> list[Any]:
@@ -247,14 +247,14 @@ class Lowering:
         return parts
 
     def _bucket(self, members: Sequence[fx.Node]) -> None:
-        """Steps that are moved together; a split may have left their operands for later."""
+        """Lower a bucket's steps at once, after their operands, which a split may have moved behind."""
         for node in members:
             self._have(node.all_input_nodes[0])
         moves = [
             (STEP.of(m), self.env[m.all_input_nodes[0]], VAL.of(m)) for m in members
         ]
         self._tag(members[0])
-        # The plan lists a bucket once, on its first member, which a split may have left elsewhere.
+        # The plan records a bucket on its first member only, which a split may have put in another graph.
         listed = (COLLECTIVE.of(m) for m in members if COLLECTIVE.on(m))
         self.record = next(listed, None) or record_of(*moves[0][::2], members[0], self.mesh.sizes)
         self.env.update(zip(members, self.transport.bucket(self, moves), strict=True))
@@ -270,9 +270,9 @@ class Lowering:
         if TURN.on(node):
             self._keep_step(node)
         self._wait_for(self.buckets.get(AFTER.get(node), ()))
-        together = self.buckets.get(BUCKET.get(node), ())
-        if len(together) > 1:
-            self._bucket(together)
+        bucket = self.buckets.get(BUCKET.get(node), ())
+        if len(bucket) > 1:
+            self._bucket(bucket)
         elif STEP.on(node):
             (source,) = node.all_input_nodes
             val = VAL.of(node)
@@ -285,7 +285,7 @@ class Lowering:
             self._operation(node)
 
     def _keep_step(self, node: fx.Node) -> None:
-        """Wait for gradients scattered two layers ago: until then, what was sent is held as well."""
+        """Wait for gradients scattered two layers ago, since their send buffers are held until then."""
         if STEP.on(node):
             self.scattered.append(node)
             return
@@ -343,15 +343,15 @@ class Lowering:
         kwargs = {k: swap(v) for k, v in node.kwargs.items()}
         rule = lookup(node.target)
         if rule is not None and rule.emit is not None and not GATHERED.get(node):
-            made = rule.emit(call, _Local(self, call, at, args, kwargs))
+            result = rule.emit(call, _Local(self, call, at, args, kwargs))
         else:
-            made = self.emit.call(node.target, *args, **kwargs)
-        if len(outs) == 1 and isinstance(made, fx.Node):
-            SHAPE.set(made, self.local_shape(outs[0], at))
-        return made
+            result = self.emit.call(node.target, *args, **kwargs)
+        if len(outs) == 1 and isinstance(result, fx.Node):
+            SHAPE.set(result, self.local_shape(outs[0], at))
+        return result
 
     def _empty(self, node: fx.Node, call: Call, outs: tuple[Layout, ...], at: Coords) -> Any:
-        """A rank with nothing to compute runs no kernel (some crash): it has the identity."""
+        """The identity, where a rank has nothing to compute: some kernels crash on empty shards."""
         split = any(o.split_axes for o in outs) or any(
             LAYOUT.of(o).split_axes for o in call.operands
         )
@@ -364,13 +364,13 @@ class Lowering:
         op = self._empty_reduction(call, at)
         if op is None:
             return None
-        made = [
+        identities = [
             self.emit.full(s, identity(op, v.dtype), v) for s, v in zip(shapes, vals, strict=True)
         ]
-        return _spread(node, made)
+        return _spread(node, identities)
 
     def _empty_reduction(self, call: Call, at: Coords) -> str | None:
-        """The combiner of a factor of which this coordinate has no element."""
+        """The reduction over a factor of which this coordinate has no element; None if there is none."""
         rule = rule_of(call)
         for operand, dims in zip(call.operands, rule.ins, strict=True):
             layout: Layout = LAYOUT.of(operand)
@@ -393,11 +393,11 @@ def _results(node: fx.Node) -> list[torch.Tensor]:
     return [v for v in values if isinstance(v, torch.Tensor)]
 
 
-def _spread(node: fx.Node, made: list[Any]) -> Any:
-    """The result; several at their places among those that are None, be it but one of them."""
+def _spread(node: fx.Node, values: list[Any]) -> Any:
+    """One values, or a tuple of several with None where the operation returns None."""
     if not isinstance(VAL.of(node), (tuple, list)):
-        return made[0]
-    rest = iter(made)
+        return values[0]
+    rest = iter(values)
     return tuple(next(rest) if isinstance(v, torch.Tensor) else None for v in VAL.of(node))
 
 

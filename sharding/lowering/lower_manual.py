@@ -1,8 +1,9 @@
-"""What the moves of manual mode lower to: their collectives, between layouts made for them.
+"""Lowering of shard_map's collectives (`Move`) to reshard steps.
 
-A program with a ``shard_map`` inside is an SPMD program like any other: the split into halves keeps local
-residuals, and both runtimes lower local operations coordinate by coordinate. Only the moves are new.
-What they are over is said by sub-dims of their own, outside of what the other axes split.
+A program with a ``shard_map`` inside is an SPMD program like any other: the split into forward and
+backward keeps local residuals, and both runtimes lower local operations coordinate by coordinate. Only
+the moves need lowerings of their own. The axes of a move are expressed as sub-dims of their own, outside
+of those that the other axes split.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = ["attach_moves"]
 
 
 def attach_moves(graph: fx.Graph, mesh: Mesh) -> None:
-    """Say on each node of an SPMD graph that is a move how it is lowered, and what it sends."""
+    """Tag each move of an SPMD graph with its lowering and its collective."""
     for node in graph.nodes:
         if node.op != "call_function":
             continue
@@ -50,7 +51,7 @@ def attach_moves(graph: fx.Graph, mesh: Mesh) -> None:
 
 
 def _step(move: Move, node: fx.Node, mesh: Mesh) -> ReshardStep | None:
-    """What is moved; None where only the meaning of a value changes."""
+    """The reshard step of a move; None where a move communicates nothing."""
     collective = move.collective
     if collective is None:
         return None
@@ -63,7 +64,7 @@ def _step(move: Move, node: fx.Node, mesh: Mesh) -> ReshardStep | None:
 
 
 class _Operand(CollectiveVisitor[tuple[Layout, Layout]]):
-    """Layouts before and after a collective, of a value whose layout along other axes is known."""
+    """The layouts of an operand before and after a collective, given its layout along the other axes."""
 
     def __init__(self, layout: Layout, axes: tuple[str, ...], sizes: Sizes) -> None:
         self.dims, self.axes, self.sizes = layout.dims, axes, sizes
@@ -83,7 +84,7 @@ class _Operand(CollectiveVisitor[tuple[Layout, Layout]]):
         return self._layout({dim: split}), self._layout({dim: whole})
 
     def all_to_all(self, op: AllToAll) -> tuple[Layout, Layout]:
-        """The ranks are a sub-dim in front of one dim, the parts one in front of another or behind."""
+        """The ranks are the outer sub-dim of one dim; the parts are a sub-dim of the split dim."""
         (concat, _), (split, _) = op.at, op.to
         ranks, parts, part = Sub(self.ranks, self.axes), Sub(self.ranks), self._part(split)
         if split == concat:
@@ -103,27 +104,27 @@ class _Operand(CollectiveVisitor[tuple[Layout, Layout]]):
         return self._layout(whole), self._layout(split)
 
     def _layout(self, dims: Mapping[int, Dim], pending: str | None = None) -> Layout:
-        """The value's layout but for some dims, and pending over the collective's axes."""
-        made = tuple(dims.get(i, dim) for i, dim in enumerate(self.dims))
+        """The operand's layout with some dims replaced, and pending over the collective's axes."""
+        replaced = tuple(dims.get(i, dim) for i, dim in enumerate(self.dims))
         added = () if pending is None else tuple((axis, pending) for axis in self.axes)
-        return Layout(made, (*self.rest, *added))
+        return Layout(replaced, (*self.rest, *added))
 
     def _parted(self, dim: int) -> tuple[dict[int, Dim], dict[int, Dim]]:
-        """A dim as parts that each rank has all of, and of which each has one."""
+        """A dim divided into parts: before (each rank has all) and after (each rank has one)."""
         part = self._part(dim)
         return {dim: self._beside((), part)}, {dim: self._beside(self.axes, part)}
 
     def _part(self, dim: int) -> Dim:
-        """What a dim is within each of the equal parts that a move makes of it."""
+        """The sub-dims within each of the equal parts into which a move divides a dim."""
         size = math.prod(s.size for s in self.dims[dim])
         if not size:
             return (Sub(0, tuple(a for s in self.dims[dim] for a in s.axes)),)
-        cut = refine(self.dims[dim], (self.ranks, size // self.ranks), self.sizes)
-        assert cut is not None, "a move's rule keeps the parts whole"
-        return cut[1]
+        refined = refine(self.dims[dim], (self.ranks, size // self.ranks), self.sizes)
+        assert refined is not None, "a move's rule keeps the parts whole"
+        return refined[1]
 
     def _beside(self, axes: tuple[str, ...], part: Dim) -> Dim:
-        """Parts side by side, one on each rank along some axes or all on each; one dim if it can be."""
+        """A dim of concatenated parts, one per rank along ``axes``; a single sub-dim where possible."""
         if len(part) == 1 and not part[0].axes:
             return (Sub(self.ranks * part[0].size, axes),)
         return (Sub(self.ranks, axes), *part)
@@ -133,7 +134,7 @@ class _Operand(CollectiveVisitor[tuple[Layout, Layout]]):
 
 
 class _Lowered:
-    """How a move is lowered: its step, between the operand's layout and the result's."""
+    """The lowering of a move: its reshard step, between the layouts of the operand and the result."""
 
     def __init__(self, step: ReshardStep | None) -> None:
         self.step = step
@@ -142,29 +143,29 @@ class _Lowered:
         (source,) = node.all_input_nodes
         have, values = LAYOUT.of(source), low.env[source]
         if self.step is not None:
-            values = _told_apart(low, values, have, self.step.before)
+            values = _rekeyed(low, values, have, self.step.before)
             values = low.transport.step(low, self.step, values, VAL.of(source))
             have = self.step.after
-        return _told_apart(low, values, have, LAYOUT.of(node))
+        return _rekeyed(low, values, have, LAYOUT.of(node))
 
     def __repr__(self) -> str:
         return "" if self.step is None else self.step.kind
 
 
-def _told_apart(
+def _rekeyed(
     low: Lowering, values: dict[Key, Value], have: Layout, want: Layout
 ) -> dict[Key, Value]:
-    """The same local values, by the coordinates that another layout tells apart."""
+    """The same local values, keyed by the axes of another layout."""
     return {want.key(at): values[have.key(at)] for at in low.distinct([want])}
 
 
 def _lower_index(low: Lowering, node: fx.Node) -> dict[Key, Value]:
     layout: Layout = LAYOUT.of(node)
     axes: Any = node.args[1]
-    found = {}
+    indices = {}
     for at in low.distinct([layout]):
         position = 0
         for a in axes:
             position = position * low.mesh.shape[a] + at[a]
-        found[layout.key(at)] = Value(low.emit.full([], position, VAL.of(node)))
-    return found
+        indices[layout.key(at)] = Value(low.emit.full([], position, VAL.of(node)))
+    return indices

@@ -1,8 +1,8 @@
-"""Tidying a local graph: views of views become one, collectives work in place where they may, and
-kernels get the strides they take for granted.
+"""Peephole optimisations of a local graph: views of views become one, collectives run in place where
+possible, and kernels get the strides they require.
 
-All of it is exact. What autograd and un-flattening leave behind (``t(t(x))``, reshapes back and forth)
-costs a microsecond each, which is what small layers take to compute.
+All rewrites are exact. Each redundant view that autograd and reshapes of sub-dims leave behind
+(``t(t(x))``) costs a microsecond, as much as a small layer.
 """
 
 from __future__ import annotations
@@ -20,10 +20,7 @@ __all__ = ["dense_rows", "fold_views", "reduce_in_place"]
 
 
 def fold_views(graph: fx.Graph) -> None:
-    """Reshapes of reshapes, double transposes, and reshapes to the shape there is, are dropped.
-
-    Nodes whose shape is known say so in ``meta["shape"]``.
-    """
+    """Drop reshapes of reshapes, double transposes, and reshapes to the same shape, where it is known."""
     for node in list(graph.nodes):
         if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
             continue
@@ -36,7 +33,7 @@ def fold_views(graph: fx.Graph) -> None:
 
 
 def _must_stay(node: fx.Node) -> bool:
-    """A collective that this rank has no use for is one that the others wait for."""
+    """Whether a node must be kept: other ranks wait for a collective whose result is unused here."""
     return node.op in ("placeholder", "output") or "c10d" in getattr(node.target, "namespace", "")
 
 
@@ -50,14 +47,14 @@ def _fold_reshape(node: fx.Node, source: fx.Node) -> None:
         node.replace_all_uses_with(source)
 
 
-# Operations whose result is theirs alone: nobody else sees the memory, and it is contiguous.
+# Operations whose result is contiguous and aliases no other tensor.
 _FRESH: frozenset[Any] = frozenset(
     {aten.mm.default, aten.bmm.default, aten.sum.dim_IntList, aten.sum.default, aten.addmm.default}
 )
 
 
 def reduce_in_place(graph: fx.Graph) -> None:
-    """An all_reduce of a value that nothing else reads needs no copy of it."""
+    """Run an all_reduce in place where nothing else reads its operand."""
     for node in list(graph.nodes):
         if node.target is not c10d.all_reduce.default:
             continue
@@ -72,7 +69,7 @@ def reduce_in_place(graph: fx.Graph) -> None:
                 node.target = c10d.all_reduce_.default
 
 
-# Kernels that read whole rows and do not look at the last stride: torch checks it before it picks one.
+# Kernels that assume a last stride of 1, which torch checks before it picks one of them.
 _READ_ROWS = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
@@ -81,10 +78,10 @@ _READ_ROWS = (
 
 
 def dense_rows(graph: fx.Graph) -> None:
-    """Operands of kernels that read rows are copied where their rows are not dense.
+    """Copy operands whose rows are not dense, for kernels that require it.
 
-    Torch picked the kernel for the strides of the traced values; those of a shard, which was gathered
-    or placed, may be others.
+    Torch picked the kernel for the strides of the traced values; the strides of a shard that was
+    gathered or placed may differ.
     """
     for node in list(graph.nodes):
         name = getattr(node.target, "__name__", "")

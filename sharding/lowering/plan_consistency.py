@@ -1,8 +1,8 @@
-"""Agreement: before a new plan runs, all ranks check that they planned the same thing.
+"""Plan consistency: before a new plan runs, all ranks check that they have the same plan.
 
-Ranks that planned differently would issue different collectives and hang. Each writes a digest of its
-plan, and checksums of the values it holds in common with others, to the process group's store, and reads
-the others' with a timeout; so a rank that alone retraced is a message, not a hang.
+Ranks whose plans differ would issue different collectives and hang. Each rank writes a digest of its
+plan, and checksums of its replicated values, to the process group's store, and reads those of the others
+with a timeout; so a rank that alone retraced is an error, not a hang.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class ReplicaMismatch(ValueError):
 def agreed(
     mesh: Mesh, program: Program, check_replicated: bool, parts: Sequence[torch.Tensor]
 ) -> int:
-    """Check, together with all ranks, that they planned the same, and hold the same replicas.
+    """Check that all ranks have the same plan and equal replicated values.
 
     Args:
-        parts: of the first call.
+        parts: the arguments of the first call.
 
     Returns:
-        The number of the plan: the same on all ranks, and no other plan's on any of them.
+        The number of the plan: the same on all ranks, and unique among the plans of each.
 
     Raises:
-        PlanMismatch: a rank planned something else, or nothing; says what.
+        PlanMismatch: a rank has a different plan, or made none.
         ReplicaMismatch: ranks passed different values.
     """
     global _last_number
@@ -81,7 +81,7 @@ _NOTHING_NEW = (
     "Either that rank died, or is busy, or its arguments differ (shapes, dtypes, static values), so that "
     "it had nothing new to plan."
 )
-# Of the plan that this rank agreed on last.
+# The number of the plan that this rank agreed on last.
 _last_number = 0
 
 
@@ -98,7 +98,7 @@ def _told(mesh: Mesh, mine: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _difference(mesh: Mesh, calls: list[str], plans: list[str], lines: list[str]) -> str:
-    """What two ranks planned, and where the plans part; they tell the others."""
+    """A message that says where the plans of two ranks diverge; those two send it to all."""
     assert mesh.device_mesh is not None
     other = next(i for i, plan in enumerate(plans) if plan != plans[0])
     ranks: list[int] = mesh.device_mesh.mesh.flatten().tolist()
@@ -131,8 +131,8 @@ def agree_on_values(mesh: Mesh, verb: str, values: dict[str, Any]) -> None:
     """Check that all ranks hold the same tensors under the same names.
 
     Raises:
-        ReplicaMismatch: they do not; names the first that differs.
-        ExchangeError: a rank did not come within ``mesh.timeout`` seconds.
+        ReplicaMismatch: a tensor differs between ranks; names the first.
+        ExchangeError: a rank did not arrive within ``mesh.timeout`` seconds.
     """
     if mesh.virtual or mesh.size == 1:
         return
@@ -143,12 +143,12 @@ def agree_on_values(mesh: Mesh, verb: str, values: dict[str, Any]) -> None:
 
 
 def _is_whole(value: Any) -> bool:
-    """A plain tensor with values of its own (a transform's has none to compare)."""
+    """Whether a value is a plain tensor, not a transform's, which has no values to compare."""
     return type(value) in (torch.Tensor, torch.nn.Parameter) and not internals.is_wrapped(value)
 
 
 def plan_lines(program: Program) -> list[str]:
-    """Everything that decides what the ranks do together, an operation a line."""
+    """Everything that determines a plan's communication, one operation per line."""
     lines = []
     for node in program.graph.nodes:
         target = getattr(node.target, "__name__", str(node.target))
@@ -161,7 +161,7 @@ def plan_lines(program: Program) -> list[str]:
 
 
 def signature_of(program: Program) -> str:
-    """The inputs of a program: their paths, dtypes and shapes, the first of them."""
+    """The paths, dtypes and shapes of a program's first inputs, as text."""
     vals = [VAL.of(n) for n in program.placeholders]
     texts = [
         f"{leaf.path}: {str(v.dtype).removeprefix('torch.')}{list(v.shape)}"
@@ -171,9 +171,9 @@ def signature_of(program: Program) -> str:
 
 
 def _common_values(program: Program, parts: Sequence[torch.Tensor]) -> dict[str, str]:
-    """Checksums of what is one value everywhere: plain inputs, given or closed over, and constants.
+    """Checksums of replicated values: inputs without a placement, closures and constants.
 
-    Placed inputs take several parts in a simulation only; here every input is one.
+    Every input is one part here; only a simulated mesh has several parts for a placed input.
     """
     sums = {}
     for leaf, part in zip(program.inputs, parts, strict=True):
@@ -183,7 +183,7 @@ def _common_values(program: Program, parts: Sequence[torch.Tensor]) -> dict[str,
 
 
 def checksum(value: torch.Tensor) -> str:
-    """A digest of a tensor's bytes, whatever transforms are live around it."""
+    """A digest of a tensor's bytes, computed outside of any active transform."""
     with internals.no_modes():
         data = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(data.tobytes(), digest_size=12).hexdigest()

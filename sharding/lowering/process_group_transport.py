@@ -37,7 +37,7 @@ __all__ = ["ProcessGroupTransport"]
 
 
 class ProcessGroupTransport:
-    """One rank: collectives are torch's functional ones over the mesh's process groups."""
+    """Transport of one rank by torch's functional collectives over the mesh's process groups."""
 
     late = True
 
@@ -58,7 +58,7 @@ class ProcessGroupTransport:
     ) -> list[dict[Key, Value]]:
         (at,) = low.coords
         ranks = [_Rank(Pieces(low, step, low.mesh), values, at, val) for step, values, val in moves]
-        finish = _together(ranks[0], [rank.p.step.collective.accept(rank) for rank in ranks])
+        finish = _merged(ranks[0], [rank.p.step.collective.accept(rank) for rank in ranks])
         done: list[dict[Key, Value]] = []
         for i, rank in enumerate(ranks):
             low.in_flight.append(rank.later(functools.partial(finish, i)))
@@ -75,14 +75,14 @@ class ProcessGroupTransport:
 
 @dataclass(frozen=True)
 class _Message:
-    """What one collective sends of one value.
+    """The message that one collective sends for one value.
 
     Attributes:
-        buffer: what is sent.
-        send: issues it.
-        unpack: makes the result of what has arrived.
-        shape: the buffer's, if it may go together with others, one after the other.
-        copies: how many of it arrive.
+        buffer: the values to send.
+        send: issues the collective on a buffer.
+        unpack: computes the result from the received buffer.
+        shape: the shape of the buffer; None if it cannot be concatenated with others.
+        copies: the number of buffers of this size that are received.
     """
 
     buffer: fx.Node
@@ -92,30 +92,30 @@ class _Message:
     copies: int = 1
 
 
-def _together(rank: _Rank, messages: Sequence[_Message | fx.Node]) -> Callable[[int], fx.Node]:
-    """One all_reduce or all_gather of several values; gives back what takes the i-th result out."""
+def _merged(rank: _Rank, messages: Sequence[_Message | fx.Node]) -> Callable[[int], fx.Node]:
+    """Issue one collective for several values; return a function that gives the i-th result."""
     call, view = rank.call, rank.p.low.emit.view
     parts = [(m, m.shape) for m in messages if isinstance(m, _Message) and m.shape is not None]
-    assert len(parts) == len(messages), "only what is sent in one piece goes together"
+    assert len(parts) == len(messages), "only messages of one contiguous buffer can be merged"
     widths = [math.prod(shape) for _, shape in parts]
     flat = [view(part.buffer, [n]) for (part, _), n in zip(parts, widths, strict=True)]
     first, _ = parts[0]
     sent = first.send(call(aten.cat.default, flat, 0))
     done: list[fx.Node] = []
 
-    def taken(run: fx.Node, part: _Message, shape: Sequence[int]) -> fx.Node:
+    def unpacked(run: fx.Node, part: _Message, shape: Sequence[int]) -> fx.Node:
         arrived = list(shape)
         if part.copies > 1:
             arrived[0] *= part.copies
         return part.unpack(view(run, arrived))
 
     def finish(i: int) -> fx.Node:
-        """All at the first use: most are copied, and what they arrived in is free when all are."""
+        """Unpack all results at the first use, so that the buffer they arrived in can be freed."""
         if not done:
             arrived = view(rank.channel.wait(sent), [first.copies, sum(widths)])
             runs = call(aten.split_with_sizes.default, arrived, widths, 1)
             done.extend(
-                taken(call(operator.getitem, runs, j), *part) for j, part in enumerate(parts)
+                unpacked(call(operator.getitem, runs, j), *part) for j, part in enumerate(parts)
             )
         return done[i]
 
@@ -123,7 +123,7 @@ def _together(rank: _Rank, messages: Sequence[_Message | fx.Node]) -> Callable[[
 
 
 class _Rank(CollectiveVisitor["_Message | fx.Node"]):
-    """What this rank sends of one value by one collective; of a slice, the part that it keeps."""
+    """This rank's message in a collective on one value; for a local slice, the slice itself."""
 
     def __init__(self, p: Pieces, values: dict[Key, Value], at: Coords, val: torch.Tensor) -> None:
         self.p, self.values, self.at_, self.val = p, values, at, val
@@ -135,23 +135,23 @@ class _Rank(CollectiveVisitor["_Message | fx.Node"]):
 
     @functools.cached_property
     def x(self) -> fx.Node:
-        """The value, with every sub-dim as a dim."""
+        """The local value before the step, with every sub-dim as a dim."""
         return self.p.open(self.values[self.p.step.before.key(self.at_)].get(), self.at_)
 
     @functools.cached_property
     def before(self) -> list[int]:
-        """Its shape."""
+        """The shape of `x`."""
         return self.p.shape(self.p.step.before, self.at_)
 
     def later(self, finish: Callable[[], fx.Node]) -> Value:
-        """The value that there will be."""
+        """The value that ``finish`` will compute when it is first used."""
         return Value(wait=self.p.low.tagged(lambda: self.p.close(finish(), self.at_)))
 
     def contiguous(self, x: fx.Node) -> fx.Node:
         return self.call(aten.contiguous.default, x)
 
     def front(self, x: fx.Node, dim: int) -> fx.Node:
-        """A dim moved to the front, contiguous: what collectives on dim 0 need."""
+        """Move a dim to the front, contiguous, as collectives along dim 0 require."""
         if dim:
             x = self.call(aten.movedim.int, x, dim, 0)
         return self.contiguous(x)
@@ -163,18 +163,18 @@ class _Rank(CollectiveVisitor["_Message | fx.Node"]):
         return [len(self.p.range(layout, place, m)) for m in self.p.members(self.at_)]
 
     def at_front(self, dim: int, size: int) -> list[int]:
-        """The local shape with a dim moved to the front, where it has another size."""
+        """The local shape with a dim moved to the front and resized to ``size``."""
         return [size, *self.before[:dim], *self.before[dim + 1 :]]
 
     def padded(self, x: fx.Node, size: int, widest: int) -> fx.Node:
-        """A part along dim 0, brought to the widest's size."""
+        """Pad dim 0 of a shard to the size of the largest shard."""
         if size == widest:
             return x
         pad = [0] * (2 * len(self.before) - 1) + [widest - size]
         return self.call(aten.constant_pad_nd.default, x, pad)
 
     def slice(self, op: LocalSlice) -> fx.Node:
-        return self.p.cut(self.x, op.to, self.at_)
+        return self.p.shard(self.x, op.to, self.at_)
 
     # -- reductions -------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class _Rank(CollectiveVisitor["_Message | fx.Node"]):
         return _Message(carrier.encode(flat), send, unpack)
 
     def ppermute(self, op: Ppermute) -> _Message:
-        """As an exchange in which most parts are empty; every rank takes part."""
+        """Issue an all_to_all in which most splits are empty; every rank of the group takes part."""
         count, group = math.prod(self.before), self.p.members(self.at_)
         own = group.index(self.at_)
         carrier = exchanging(self.call, self.val.dtype)

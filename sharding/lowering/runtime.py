@@ -1,4 +1,4 @@
-"""Runtimes: what runs an SPMD program, on this process's ranks.
+"""Runtimes, which run an SPMD program on the ranks of this process.
 
 A program names mesh axes, never process groups. ``Simulated`` lowers all coordinates of a virtual mesh
 into one graph; ``Distributed`` lowers this rank's own over the mesh's process groups.

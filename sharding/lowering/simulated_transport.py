@@ -1,4 +1,4 @@
-"""Transport in one process: every rank's values are in one graph, and tensor operations move them."""
+"""Transport within one process: the values of all ranks are in one graph; tensor operations move them."""
 
 from __future__ import annotations
 
@@ -39,31 +39,31 @@ _FOLD = {
 
 
 def members(mesh: Mesh, axes: Sequence[str], at: Coords) -> list[Coords]:
-    """The coordinates that differ from one along some axes only, the first axis outermost."""
+    """The coordinates that differ from ``at`` along ``axes`` only, the first axis outermost."""
     ranges = (range(mesh.shape[a]) for a in axes)
     return [at | dict(zip(axes, index, strict=True)) for index in itertools.product(*ranges)]
 
 
 class Pieces:
-    """Local arithmetic on a step's values at one coordinate, with every sub-dim as a dim."""
+    """Local operations on the values of a reshard step, which has a dim for every sub-dim."""
 
     def __init__(self, low: Lowering, step: ReshardStep, mesh: Mesh) -> None:
         self.low, self.step, self.mesh = low, step, mesh
         self.fused = any(len(d) != 1 for d in step.before.dims)
 
     def dim(self, place: SubDim) -> int:
-        """Where a sub-dim is when every sub-dim is a dim of its own."""
+        """The position of a sub-dim when every sub-dim is a dim."""
         return sum(len(d) for d in self.step.before.dims[: place[0]]) + place[1]
 
     def shape(self, layout: Layout, at: Coords) -> list[int]:
         return [n for dim in layout.local_subs(at, self.mesh.shape) for n in dim]
 
     def open(self, x: fx.Node, at: Coords) -> fx.Node:
-        """One dim per sub-dim."""
+        """View a local value with one dim per sub-dim."""
         return self.low.emit.view(x, self.shape(self.step.before, at)) if self.fused else x
 
     def close(self, x: fx.Node, at: Coords) -> fx.Node:
-        """The dims of the value again."""
+        """View a result with the dims of the value; undoes `open`."""
         shape = self.low.local_shape(self.step.after, at)
         if self.fused:
             return self.low.emit.view(x, shape)
@@ -74,8 +74,8 @@ class Pieces:
         sub = layout.dims[place[0]][place[1]]
         return chunk(sub.size, sub.axes, at, self.mesh.shape)
 
-    def cut(self, x: fx.Node, to: SubDim, at: Coords) -> fx.Node:
-        """Of a value of a rank's group, the part along ``to`` that a coordinate gets."""
+    def shard(self, x: fx.Node, to: SubDim, at: Coords) -> fx.Node:
+        """Slice a group member's value along ``to``, to the shard that a coordinate receives."""
         before, after = self.range(self.step.before, to, at), self.range(self.step.after, to, at)
         return self.slice(x, self.dim(to), after.start - before.start, after.stop - before.start)
 
@@ -104,7 +104,7 @@ class SimulatedTransport:
         pieces = Pieces(low, step, low.mesh)
         return {
             step.after.key(at): Value(
-                pieces.close(step.collective.accept(_Arriving(pieces, values, at)), at)
+                pieces.close(step.collective.accept(_Received(pieces, values, at)), at)
             )
             for at in low.distinct([step.after])
         }
@@ -112,16 +112,16 @@ class SimulatedTransport:
     def bucket(
         self, low: Lowering, moves: Sequence[tuple[ReshardStep, dict[Key, Value], torch.Tensor]]
     ) -> list[dict[Key, Value]]:
-        """One after another: here nothing is gained by sending them at once."""
+        """Run the steps one after another: within one process nothing is gained by merging them."""
         return [self.step(low, step, values, val) for step, values, val in moves]
 
     def fetch(
         self, low: Lowering, what: Fetch, values: dict[Key, Value]
     ) -> dict[Key, Callable[[], list[fx.Node]]]:
-        """Every block is here."""
+        """Slice the wanted pieces directly: every block is in this process."""
         low.tag_collective()
 
-        def found(at: Coords) -> list[fx.Node]:
+        def pieces_at(at: Coords) -> list[fx.Node]:
             group = [what.layout.key(m) for m in members(low.mesh, what.axes, at)]
             return [
                 take(low.emit.call, values[group[piece.block]].get(), what.dim, piece)
@@ -130,11 +130,11 @@ class SimulatedTransport:
             ]
 
         places = low.distinct([what.layout])
-        return {what.layout.key(at): functools.partial(found, at) for at in places}
+        return {what.layout.key(at): functools.partial(pieces_at, at) for at in places}
 
 
-class _Arriving(CollectiveVisitor[fx.Node]):
-    """What arrives at one coordinate, of the values that the ranks of its group have."""
+class _Received(CollectiveVisitor[fx.Node]):
+    """The result of a collective at one coordinate, computed from the values of its group."""
 
     def __init__(self, p: Pieces, values: dict[Key, Value], at: Coords) -> None:
         self.p, self.values, self.at = p, values, at
@@ -156,14 +156,14 @@ class _Arriving(CollectiveVisitor[fx.Node]):
         return self._fold(self._parts(), op.reduction)
 
     def psum_scatter(self, op: PsumScatter) -> fx.Node:
-        return self._fold([self.p.cut(x, op.to, self.at) for x in self._parts()], op.reduction)
+        return self._fold([self.p.shard(x, op.to, self.at) for x in self._parts()], op.reduction)
 
     def all_gather(self, op: AllGather) -> fx.Node:
         return self.p.cat(self._parts(), self.p.dim(op.at))
 
     def all_to_all(self, op: AllToAll) -> fx.Node:
-        cut = [self.p.cut(x, op.to, self.at) for x in self._parts()]
-        return self.p.cat(cut, self.p.dim(op.at))
+        shards = [self.p.shard(x, op.to, self.at) for x in self._parts()]
+        return self.p.cat(shards, self.p.dim(op.at))
 
     def ppermute(self, op: Ppermute) -> fx.Node:
         group = self.p.members(self.at)
@@ -173,4 +173,4 @@ class _Arriving(CollectiveVisitor[fx.Node]):
         return self._of(group[sender])
 
     def slice(self, op: LocalSlice) -> fx.Node:
-        return self.p.cut(self.p.open(self._of(self.at), self.at), op.to, self.at)
+        return self.p.shard(self.p.open(self._of(self.at), self.at), op.to, self.at)

@@ -1,7 +1,7 @@
-"""How windows of a split dim are lowered: each rank fetches the elements it does not have.
+"""Lowering of windows along a split dim: each rank fetches the elements of its windows it does not hold.
 
-The exchange is one all_to_all in which most parts are empty. A window of what a rank already has, as
-that of an aligned cut, sends nothing, and every rank knows so.
+The exchange is one all_to_all in which most splits are empty. If every rank already holds its windows,
+as for an aligned slice, nothing is sent; every rank can tell from the plan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NOTE = "neighbours' elements"
 
 
 def attach_windows(graph: fx.Graph, mesh: Mesh) -> None:
-    """Say on each node of an SPMD graph that makes windows of split blocks what it sends."""
+    """Tag each window of split blocks in an SPMD graph with its lowering and its collective."""
     for node in graph.nodes:
         window = window_of(node) if node.op == "call_function" else None
         if window is None:
@@ -69,7 +69,7 @@ def _record(
 
 @dataclass(frozen=True)
 class _Lowered:
-    """The lowering of one node; ``each`` is the size of a block."""
+    """The lowering of one window; ``each`` is the size of a block."""
 
     window: Window
     axes: tuple[str, ...]
@@ -79,11 +79,11 @@ class _Lowered:
         (source,) = node.all_input_nodes
         layout: Layout = LAYOUT.of(source)
         parts = pieces(self.window, self.each)
-        what = Fetch(layout, self.window.dim, self.axes, parts, VAL.of(source))
-        taken = low.transport.fetch(low, what, low.env[source])
+        request = Fetch(layout, self.window.dim, self.axes, parts, VAL.of(source))
+        taken = low.transport.fetch(low, request, low.env[source])
         done: dict[Key, Value] = {}
         for at in low.distinct([layout]):
-            wait = functools.partial(self._made, low, what, at, taken[layout.key(at)])
+            wait = functools.partial(self._assembled, low, request, at, taken[layout.key(at)])
             done[layout.key(at)] = Value(wait=low.tagged(wait))
         if not low.transport.late:
             for value in done.values():
@@ -92,12 +92,12 @@ class _Lowered:
             low.in_flight.extend(done.values())
         return done
 
-    def _made(
-        self, low: Lowering, what: Fetch, at: dict[str, int], arrived: Callable[[], list[fx.Node]]
+    def _assembled(
+        self, low: Lowering, request: Fetch, at: dict[str, int], arrived: Callable[[], list[fx.Node]]
     ) -> Any:
-        shape = low.local_shape(what.layout, at)
-        own = what.wanted[low.position(at, self.axes)]
-        return assemble(low.emit.call, arrived(), shape, what.val, self.window, own)
+        shape = low.local_shape(request.layout, at)
+        own = request.wanted[low.position(at, self.axes)]
+        return assemble(low.emit.call, arrived(), shape, request.val, self.window, own)
 
     def __repr__(self) -> str:
         return "windows"

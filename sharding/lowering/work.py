@@ -1,4 +1,4 @@
-"""How a plan splits the work: what the busiest rank computes, and which axes split it.
+"""The work of a plan: what the busiest rank computes, and which axes split it.
 
 Counted on the SPMD program, from layouts: an operation's local shapes are those of the largest shards.
 """
@@ -28,10 +28,10 @@ __all__ = ["mesh_work"]
 
 @dataclass(frozen=True)
 class _Operation:
-    """One operation: as a whole, and on the busiest rank.
+    """One operation, with its global shapes and with those of the busiest rank.
 
     Attributes:
-        copies: how often it runs as a whole: once for each rank that has a value of its own.
+        copies: the number of distinct global operations: one per coordinate along manual axes.
         split: the axes along which ranks compute different parts.
     """
 
@@ -64,7 +64,7 @@ def _part(each: Sequence[int], operations: Sequence[_Operation], axis: str) -> f
 
 
 def _operations(graph: fx.Graph, mesh: Mesh) -> Iterator[_Operation]:
-    """Those that compute; not collectives, nor what blocks and windows move."""
+    """The operations that compute; without collectives and moves of blocks and windows."""
     local = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -88,7 +88,7 @@ def _layouts(node: fx.Node) -> tuple[Layout, ...]:
 
 
 def _local_value(node: fx.Node, mesh: Mesh) -> Any:
-    """What has the shapes of the largest shards."""
+    """A node's value with the shapes of the largest shards, on the meta device."""
     layouts = iter(_layouts(node))
 
     def local(value: Any) -> Any:
