@@ -1,29 +1,29 @@
-"""Which layout each value of a program gets.
+"""Planning: the choice of a layout for each value of a program.
 
-`canonicalize.py` drops operands that only lend a dtype and shares equal views; `propagate.py` and
-`sweep.py` choose an option for each operation, and nothing outside knows how, so that a solver
-could take their place.
+`canonicalize.py` drops operands that are read only for their dtype and shares equal views.
+`propagate.py` and `sweep.py` choose an option for each operation; nothing else depends on how, so a
+solver could replace them.
 
 Options are compared in this order: parallelism lost; a constraint downstream missed; shards moved,
-by the rank of what they stem from (batch input, parameter, constraint, derived); bytes on the wire,
-onward to what consumers asked for; size of the result. Bytes alone are degenerate: they gather
-token ids and small weights and replicate all compute.
+by the rank of their origin (batch input, parameter, constraint, derived); bytes sent, including
+those from the result to the layouts that consumers want; size of the result. Minimising bytes alone
+degenerates: it gathers token ids and small weights and replicates all computation.
 
 - A shard is not moved if the wanted version is available already, so the backward of a linear
   reuses the gathered input.
-- A constraint is carried back through pointwise operations to the contraction that makes the value.
+- A constraint is carried back through pointwise operations to the contraction that computes the value.
 - A pending sum flows along single-use edges and is resolved at a fork, once, into the layout that
-  suits its consumers (all_reduce or psum_scatter).
-- A reshard of a view is made on its base, where every alias shares it (`aliases.py`).
-- Sweeps repeat with the layouts that consumers asked for as further options; the cheapest sweep is
-  kept.
+  suits its consumers (by an all_reduce or a psum_scatter).
+- A reshard of a view is applied to its base, so that all aliases share it (`aliases.py`).
+- Sweeps are repeated with the layouts that consumers wanted as additional options; the cheapest
+  sweep is kept.
 - A cotangent takes the layout of its output, which the forward part of the same joint program has
-  settled by then.
+  resolved by then.
 
-An operation sees only its own loss: gathering the input of one norm looks cheap, and every rank
-then computes all that follows. So plans are compared as wholes, by bytes on the wire plus the
-busiest rank's work (`decision.py`). Operations come apart *within* a sweep, each as soon as it
-would lose an axis, so a network of any depth takes one sweep. If an axis that was asked for does
-not split the products, it is brought back wherever values are whole (`stakes.py`): to where the
-activations beside are split, or to the dim with most work behind it.
+These comparisons are local: gathering the input of one norm looks cheap, but every rank then
+computes everything that follows. So whole plans are compared too, by bytes sent plus the busiest
+rank's work (`decision.py`). Operations are decomposed *within* a sweep, each as soon as it would lose
+an axis, so a network of any depth takes one sweep. If an axis that the user split something over
+splits no products, it is restored where values are whole (`stakes.py`): on the dim along which the
+neighbouring activations are split, or the dim with the most work depending on it.
 """

@@ -1,4 +1,4 @@
-"""Which nodes of a graph only rename a value, and what that means for layouts."""
+"""Nodes of a graph that are aliases of their operand, and the layouts of base and alias."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["is_alias", "pull"]
 
 
 def is_alias(node: fx.Node) -> bool:
-    """A bijective view of its operand, or one result of several."""
+    """Whether a node is a bijective view of its operand, or one result of several."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
@@ -33,10 +33,10 @@ def pull(node: fx.Node, layout: Layout, sizes: Sizes) -> Layout | None:
 @functools.lru_cache(maxsize=65536)
 def _pulled(rule: Rule, layout: Layout, sizes: Sizes) -> Layout | None:
     rule = atomic(rule, [], [layout], sizes)
-    found = factor_axes(rule, rule.outs[0], layout, sizes)
-    if any(f in rule.whole or f in rule.index for f in found):
+    axes_of = factor_axes(rule, rule.outs[0], layout, sizes)
+    if any(f in rule.whole or f in rule.index for f in axes_of):
         return None
-    axes = [found.get(f, ()) for f in range(len(rule.sizes))]
+    axes = [axes_of.get(f, ()) for f in range(len(rule.sizes))]
     if image(rule.outs[0], rule, axes, layout.pending, sizes) != layout:
         return None
     return image(rule.ins[0], rule, axes, layout.pending, sizes)

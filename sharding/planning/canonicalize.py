@@ -1,9 +1,9 @@
-"""What a traced program goes through before its layouts are chosen.
+"""Canonicalisation of a traced program before its layouts are chosen.
 
-Creation lets go of the tensor it was modelled on (``zeros_like`` of a sharded value must not move it),
-and so does filling. Pieces of memory become views of tensors (``strided.py``), rows and slices of one
-value are seen together (``cuts.py``), sums are written so that they are reduced once (``sums.py``) or
-from the end, equal views become one (so that a reshard of their base is shared), and dead nodes go.
+Creation and filling no longer depend on a tensor that only lends its shape (``zeros_like`` of a sharded
+value must not move it). Strided regions of memory become views (``strided.py``), rows and slices of one
+value are grouped (``cuts.py``), sums are rewritten so that they are reduced once (``sums.py``) or from
+the end, equal views are merged (so that a reshard of their base is shared), and dead code is eliminated.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _CONSTANTS: dict[Any, float | int | None] = {
 }
 
 
-# Filled with a tensor's value: of what is filled they need the shape alone.
+# Operations that fill with a tensor's value: only the shape of the filled tensor is needed.
 _COPIES = (aten.fill.Tensor, aten.copy.default)
 
 
 def prepare(graph: fx.Graph) -> fx.Graph:
-    """The graph, changed in place."""
+    """Canonicalise a graph in place, and return it."""
     _lift_numbers(graph)
     unstride(graph)
     for node in list(graph.nodes):
@@ -65,9 +65,9 @@ def prepare(graph: fx.Graph) -> fx.Graph:
 
 
 def _lift_numbers(graph: fx.Graph) -> None:
-    """A number where an operation takes a tensor, and has no other, becomes one: ``conj(1 + 2j)``.
+    """Turn a number into a tensor where it is an operation's only operand: ``conj(1 + 2j)``.
 
-    Derivatives by a factor that is a number leave such calls, and no rule is for one without operands.
+    Derivatives of products with a number leave such calls; no factor rule covers a call without operands.
     """
     for node in list(graph.nodes):
         if not isinstance(node.target, internals.OpOverload) or node.all_input_nodes:
@@ -76,24 +76,24 @@ def _lift_numbers(graph: fx.Graph) -> None:
             number = node.args[k]
             if str(given.type) == "Tensor" and isinstance(number, (bool, int, float, complex)):
                 val = torch.tensor(number)
-                if isinstance(number, (float, complex)):  # in which autograd has them
+                if isinstance(number, (float, complex)):  # the dtype autograd gives them
                     val = val.to(torch.complex128 if isinstance(number, complex) else torch.float64)
                 kind = {"dtype": val.dtype, "device": VAL.of(node).device}
                 with graph.inserting_before(node):
-                    made = graph.call_function(aten.full.default, ([], number), kind)
-                inherit(made, node)
-                VAL.set(made, VAL.of(node).new_empty([], dtype=val.dtype))
-                node.update_arg(k, made)
+                    full = graph.call_function(aten.full.default, ([], number), kind)
+                inherit(full, node)
+                VAL.set(full, VAL.of(node).new_empty([], dtype=val.dtype))
+                node.update_arg(k, full)
 
 
 def _value(node: fx.Node) -> Any:
-    """What a constant is filled with."""
+    """The value that a constant is filled with."""
     known = _CONSTANTS[node.target]
     return known if known is not None else node.args[2 if node.target is aten.new_full.default else 1]
 
 
 def _is_empty_cut(node: fx.Node) -> bool:
-    """A slice that keeps nothing, or the gradient of one: for neither need anything be gathered."""
+    """Whether a node is an empty slice, or the gradient of one; neither needs its operand gathered."""
     if node.target is aten.slice.Tensor:
         return 0 in VAL.of(node).shape
     source = node.args[0] if node.target is aten.slice_backward.default else None
@@ -101,21 +101,21 @@ def _is_empty_cut(node: fx.Node) -> bool:
 
 
 def _release(graph: fx.Graph, node: fx.Node, value: Any) -> None:
-    """``zeros_like(x)`` as ``full``: of x it needs only what is known while planning."""
+    """Rewrite ``zeros_like(x)`` as ``full``, since the shape and dtype of x are known."""
     val = VAL.of(node)
     with graph.inserting_before(node):
-        made = graph.call_function(
+        full = graph.call_function(
             aten.full.default,
             (list(val.shape), value),
             {"dtype": val.dtype, "device": val.device},
         )
-    inherit(made, node, "value")
-    node.replace_all_uses_with(made)
+    inherit(full, node, "value")
+    node.replace_all_uses_with(full)
     graph.erase_node(node)
 
 
 def _spread(graph: fx.Graph, node: fx.Node) -> None:
-    """``fill(x, value)`` as the value in the shape and dtype of x."""
+    """Rewrite ``fill(x, value)`` as the value, expanded to the shape and dtype of x."""
     val, value = VAL.of(node), node.args[1]
     steps: list[tuple[Any, list[Any], dict[str, Any]]] = [
         (aten.expand.default, [list(val.shape)], {})

@@ -1,8 +1,8 @@
-"""Rows and slices of one value, seen together.
+"""Grouping of the rows and slices that are taken of one value.
 
-All rows of a value are cheapest together, a few of them one by one, and pieces that make up a whole are
-exchanged at once. So a program says ``unbind`` where most rows are read, ``select`` where few are,
-``split`` where slices tile a dim, and ``slice`` where some of the pieces are not needed.
+Most rows of a value are cheapest taken at once, a few one by one; slices that tile a dim are exchanged at
+once. So programs are rewritten: ``unbind`` where most rows are read, ``select`` where few are, ``split``
+where slices tile a dim, and ``slice`` where some of the slices are not needed.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["gather_cuts"]
 
 
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
-# Nodes that differ in these alone may become one.
+# Tags in which nodes may differ and still be merged.
 _WHERE = (SOURCE, SCOPE)
 
 
 def gather_cuts(graph: fx.Graph) -> None:
-    """Rewrite them in place."""
+    """Group rows and slices of each value; changes the graph in place."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is aten.unbind.int:
             _only_read(graph, node, _row, most=len(VAL.of(node)) // 2)
@@ -40,7 +40,7 @@ def gather_cuts(graph: fx.Graph) -> None:
         _join_slices(graph, group)
 
 
-# -- results of which few are read -----------------------------------------------------------------
+# -- operations with few results read -----------------------------------------------------------------
 
 Cut = tuple[Any, tuple[Any, ...]]  # an operation and its arguments, after the value
 
@@ -58,19 +58,19 @@ def _slice(node: fx.Node, position: int) -> Cut:
 
 
 def _only_read(graph: fx.Graph, node: fx.Node, cut: Callable[..., Cut], most: int) -> None:
-    """Cut out one by one what is read of several results, if no more than ``most`` are."""
+    """Take the results that are read one by one, if there are no more than ``most`` of them."""
     positions = {user.args[1] for user in node.users}
     if any(u.target is not operator.getitem for u in node.users) or len(positions) > most:
         return
     for user in list(node.users):
         target, args = cut(node, user.args[1])
-        made = _insert(graph, user, target, (node.args[0], *args), VAL.of(user))
-        user.replace_all_uses_with(made)
+        inserted = _insert(graph, user, target, (node.args[0], *args), VAL.of(user))
+        user.replace_all_uses_with(inserted)
         graph.erase_node(user)
     graph.erase_node(node)
 
 
-# -- cuts that belong together ---------------------------------------------------------------------
+# -- slices of one value ---------------------------------------------------------------------
 
 
 def _dim_of(node: fx.Node, at: int = 1) -> int:
@@ -89,7 +89,7 @@ def _rows(node: fx.Node) -> int | None:
 
 
 def _ends(node: fx.Node) -> tuple[int, int] | None:
-    """Start and stop of a slice without steps; None of others."""
+    """The start and stop of a slice with step 1; None for other nodes."""
     source = node.args[0]
     assert isinstance(source, fx.Node)
     args: list[Any] = [*node.args, *[None, 0, None, None, 1][len(node.args) :]]
@@ -103,7 +103,7 @@ CutGroup = list[tuple[Any, fx.Node]]
 
 
 def _groups(graph: fx.Graph, target: Any, place: Callable[[fx.Node], Any]) -> Iterable[CutGroup]:
-    """Cuts along the same dim of the same value, with their places, which are not None."""
+    """Groups of selections along the same dim of the same value, with their positions."""
     groups: dict[Hashable, CutGroup] = {}
     for node in graph.find_nodes(op="call_function", target=target):
         at = place(node)
@@ -114,7 +114,7 @@ def _groups(graph: fx.Graph, target: Any, place: Callable[[fx.Node], Any]) -> It
 
 
 def _join_rows(graph: fx.Graph, group: CutGroup) -> None:
-    """Most rows of a value: all of them, of which some are taken."""
+    """Replace selections of most rows of a value by one unbind."""
     node = group[0][1]
     source, dim = node.args[0], _dim_of(node)
     val: torch.Tensor = VAL.of(source)  # type: ignore[arg-type]
@@ -124,12 +124,12 @@ def _join_rows(graph: fx.Graph, group: CutGroup) -> None:
 
 
 def _join_slices(graph: fx.Graph, group: CutGroup) -> None:
-    """Slices that tile a dim: the pieces it is split into."""
+    """Replace slices that tile a dim by one split."""
     node = group[0][1]
     source, dim = node.args[0], _dim_of(node)
     val: torch.Tensor = VAL.of(source)  # type: ignore[arg-type]
     cuts = sorted({at for at, _ in group})
-    tiles = all(one[1] == other[0] for one, other in itertools.pairwise(cuts))
+    tiles = all(left[1] == right[0] for left, right in itertools.pairwise(cuts))
     if len(cuts) < 2 or not tiles or (cuts[0][0], cuts[-1][1]) != (0, val.shape[dim]):
         return
     sizes = [stop - start for start, stop in cuts]
@@ -140,16 +140,16 @@ def _join_slices(graph: fx.Graph, group: CutGroup) -> None:
 
 def _take(graph: fx.Graph, whole: fx.Node, group: Sequence[tuple[int, fx.Node]]) -> None:
     for position, node in group:
-        made = _insert(graph, node, operator.getitem, (whole, position), VAL.of(node))
-        node.replace_all_uses_with(made)
+        inserted = _insert(graph, node, operator.getitem, (whole, position), VAL.of(node))
+        node.replace_all_uses_with(inserted)
         graph.erase_node(node)
 
 
 def _insert(graph: fx.Graph, at: fx.Node, target: Any, args: tuple[Any, ...], val: Any) -> fx.Node:
-    """A node in front of another, and with its tags; a label stays with the value that has it."""
+    """Insert a node before another, with its tags except labels, which stay with their value."""
     with graph.inserting_before(at):
-        made = graph.call_function(target, args)
+        inserted = graph.call_function(target, args)
     several = target is aten.unbind.int or target in _SPLITS
-    inherit(made, at, "place" if several else "value")
-    VAL.set(made, val)
-    return made
+    inherit(inserted, at, "place" if several else "value")
+    VAL.set(inserted, val)
+    return inserted

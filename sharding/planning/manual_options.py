@@ -1,11 +1,11 @@
-"""Operations on local values: which part of their layouts is settled, and which is to be chosen.
+"""Options of operations on local values, whose layouts along manual axes are fixed.
 
-A local value that varies over an axis is *pending* over it, in a way no reduction completes: every
-coordinate along the axis has its own. That is a fact of the graph. Along the other axes a local value is
-a global one, and its operations have the options that their rules give them. So an option of a local
-operation is one along the axes that are not manual, with what varies added to its operands and results;
-where all axes are manual, one is left. Between global and local values, at the edges of the region, the
-manual axes that split a dim are outside of whatever else does.
+A local value that varies over an axis is *pending* over it in a way that no reduction completes: every
+coordinate along the axis has its own value. The graph determines this; it is not chosen. Along the other
+axes a local value is a global one, and its operations have the options that their rules give. So an
+option of a local operation is an option along the axes that are not manual, with the varying axes added
+to its operands and results; where all axes are manual, one option remains. At the edges of the region,
+between global and local values, manual axes that split a dim are the outermost axes of that dim.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ Axes = frozenset[str]
 
 @dataclass(frozen=True)
 class ManualConstraint:
-    """What is settled of one operation.
+    """The layouts of one operation that are fixed along manual axes.
 
     Attributes:
         ins: the axes over which each operand varies.
-        out: those over which the results do.
-        manual: axes along which nothing is to be chosen: they split no factor, and no pending sum of
-            theirs passes.
-        move: the operation, if it is one of manual mode's own.
+        out: the axes over which the results vary.
+        manual: the manual axes, which split no factor and pass no pending sum.
+        move: the operation, if it is one of shard_map's collectives.
     """
 
     ins: tuple[Axes, ...]
@@ -56,27 +55,27 @@ class ManualConstraint:
     def options(
         self, rule: Rule, ins: Sequence[Layout], wished: Sequence[Layout], sizes: Sizes
     ) -> tuple[Option, ...]:
-        """As ``options.options``, for operands and results of which some part is settled."""
+        """The options of the operation, as ``options.options``, under this constraint."""
         return _options(self, rule, tuple(ins), tuple(wished), sizes)
 
 
 def local_operations(graph: fx.Graph) -> dict[fx.Node, ManualConstraint]:
-    """Every operation of a graph on local values, or that makes or ends them."""
+    """The constraint of every operation of a graph that takes or returns local values."""
     varying = varying_in_graph(graph)
     manual = manual_in_graph(graph, varying)
-    found: dict[fx.Node, ManualConstraint] = {}
+    constraints: dict[fx.Node, ManualConstraint] = {}
     for node in graph.nodes:
         move = move_of(node)
         if node.op != "call_function" or node.target is operator.getitem:
             continue
         if move is not None or varying[node]:
-            found[node] = ManualConstraint(
+            constraints[node] = ManualConstraint(
                 ins=tuple(varying[operand] for operand in Call.of(node).operands),
                 out=varying[node],
                 manual=manual[node] | manual_around(node),
                 move=move,
             )
-    return found
+    return constraints
 
 
 # -- options --------------------------------------------------------------------------------------
@@ -89,15 +88,15 @@ def _options(
     if local.move is not None:
         wished = (*wished, _as_before(local.manual, ins[0], rule, sizes))
     free = [o for o in options(rule, ins, wished, sizes) if not local.manual & _used(o)]
-    return tuple(_settled(local, option, sizes) for option in free)
+    return tuple(_with_varying(local, option, sizes) for option in free)
 
 
 def _used(option: Option) -> Axes:
     return frozenset(a for axes in option.axes for a in axes) | {a for a, _ in option.passed}
 
 
-def _settled(local: ManualConstraint, option: Option, sizes: Sizes) -> Option:
-    """An option along the other axes, with what varies; at an edge, with what is split by hand."""
+def _with_varying(local: ManualConstraint, option: Option, sizes: Sizes) -> Option:
+    """An option along the other axes, with varying axes added, and at an edge, manual splits."""
     ins = [layout.varying_over(axes) for layout, axes in zip(option.ins, local.ins, strict=True)]
     outs = [layout.varying_over(local.out) for layout in option.outs]
     if isinstance(local.move, Enter):
@@ -108,7 +107,7 @@ def _settled(local: ManualConstraint, option: Option, sizes: Sizes) -> Option:
 
 
 def _outside(edge: Enter | Leave, inside: Layout, sizes: Sizes) -> Layout:
-    """The layout of the global value at an edge, of which ranks have ``inside``."""
+    """The layout of the global value at an edge, given the local layout ``inside``."""
     table = dict(sizes)
 
     def joined(dim: Dim, entry: str) -> Dim:
@@ -121,9 +120,9 @@ def _outside(edge: Enter | Leave, inside: Layout, sizes: Sizes) -> Layout:
 
 
 def may_leave_as(node: fx.Node, layout: Layout, sizes: Sizes) -> bool:
-    """Whether the result of a shard_map can have a layout, whose manual part its spec has settled.
+    """Whether the result of a shard_map can have a layout, given the manual axes of its out_spec.
 
-    Any other value can have any.
+    Any other value can have any layout.
     """
     edge = move_of(node)
     if not isinstance(edge, Leave):
@@ -132,16 +131,16 @@ def may_leave_as(node: fx.Node, layout: Layout, sizes: Sizes) -> bool:
     shards = zip(layout.dims, edge.counts, shape, strict=True)
     cut = [refine(dim, (parts, n), sizes) for dim, parts, n in shards]
     inside = [c[1] for c in cut if c is not None]
-    settled = any(s.axes and set(s.axes) & set(edge.manual) for dim in inside for s in dim)
-    whole = len(inside) == len(cut) and not settled
+    split_by_spec = any(s.axes and set(s.axes) & set(edge.manual) for dim in inside for s in dim)
+    whole = len(inside) == len(cut) and not split_by_spec
     return whole and _outside(edge, Layout(tuple(inside)), sizes) == layout
 
 
 def _as_before(manual: Axes, operand: Layout, rule: Rule, sizes: Sizes) -> Layout:
-    """A wish for the result of a move: its dims split, inside the ranks' parts, as the operand's were.
+    """A preferred layout of a move's result: dims split, within each rank's part, like the operand's.
 
-    The operand's own layout does not suggest it where the other axes split the parts from one another,
-    or are outside of manual ones. An exchange mends that, and a gather would lose the split.
+    The operand's own layout does not suggest this where the other axes separate the parts, or are
+    outside of the manual axes. An all_to_all repairs that; a gather would lose the split.
     """
     table = dict(sizes)
 
@@ -158,7 +157,7 @@ def _as_before(manual: Axes, operand: Layout, rule: Rule, sizes: Sizes) -> Layou
 
 
 def check_local(graph: fx.Graph, program: Program, mesh: Mesh) -> None:
-    """What only the whole program shows to be wrong.
+    """Check what can be checked on the whole program only.
 
     Raises:
         DerivativeError: a gradient varies over ranks while its value does not.

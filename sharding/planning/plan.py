@@ -1,4 +1,4 @@
-"""The plan of one program: propagate, decompose where that pays, propagate again."""
+"""The plan of one program: propagate, decompose operations where that is cheaper, propagate again."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class IdleAxisWarning(UserWarning):
     True
     >>> print(caught[0].message)
     f: axis 'tp' splits 0.0% of the products, though something is split over it: 4 ranks compute
-    the same. Split a batch, or what the products are made of, over it; .lower(...).work and
+    the same. Split a batch, or what the products are decomposed of, over it; .lower(...).work and
     .collectives show where it is lost.
     """
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A global graph and where everything in it lives."""
+    """A global graph and the layout of every value in it."""
 
     graph: fx.Graph
     given: Given
@@ -63,8 +63,8 @@ class Plan:
 def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
     """The cheapest plan found.
 
-    Where axes that something is split over are lost to much of the work, two plans more are made that
-    bring them back: to where the plan splits what is beside, and to the dims with most at stake.
+    Where axes in use do not split much of the work, two more plans are computed that restore them: on
+    the dims along which the plan splits neighbouring values, and on the dims with most work at stake.
     """
     plan = _cheapest(graph, given, mesh)
     lost = _lost(plan, mesh)
@@ -79,19 +79,19 @@ def _total(plan: Plan) -> float:
 
 
 def _lost(plan: Plan, mesh: Mesh) -> frozenset[str]:
-    """Axes that something is split over, and some of the products are not."""
+    """Axes that split an input or a constraint but not all of the products."""
     lost, total = _unsplit(plan, mesh)
     return frozenset(axis for axis in lost if lost[axis] > _LITTLE * total)
 
 
 def warn_of_idle_axes(plan: Plan, mesh: Mesh, name: str, already: set[str]) -> None:
-    """Warn, once for an axis, where something is split over it and next to none of the products.
+    """Warn once about each axis that splits an input or a constraint but almost none of the products.
 
-    Small programs may do as they like: their ranks wait longer for each other than they compute.
+    Small programs are exempt: their ranks spend more time on communication than on computation.
 
     Args:
-        name: of the function.
-        already: axes that were warned of.
+        name: the name of the function.
+        already: the axes that have been warned about.
     """
     lost, total = _unsplit(plan, mesh)
     for axis in sorted(lost.keys() - already):
@@ -108,10 +108,10 @@ def warn_of_idle_axes(plan: Plan, mesh: Mesh, name: str, already: set[str]) -> N
 
 
 def _unsplit(plan: Plan, mesh: Mesh) -> tuple[dict[str, float], float]:
-    """For axes that split an input or that a constraint asks for, the work of products that they do
-    not split; and that of all products.
+    """For each axis that splits an input or a constraint, the work of the products it does not split;
+    and the work of all products.
 
-    Not other work: beside tensor parallelism norms are computed by every rank, as in Megatron-LM.
+    Other work does not count: under tensor parallelism every rank computes norms, as in Megatron-LM.
     """
     placed = [given[0] for given in plan.given.inputs.values() if not isinstance(given, int)]
     axes = {a for layout in (*placed, *plan.given.constraints.values()) for a in layout.split_axes}
@@ -126,18 +126,18 @@ def _unsplit(plan: Plan, mesh: Mesh) -> tuple[dict[str, float], float]:
 
 
 def _brought_back(plan: Plan, axes: frozenset[str], mesh: Mesh) -> Plan:
-    """A plan with lost axes brought back to where it splits what is beside."""
+    """A plan with lost axes restored on the dims along which it splits neighbouring values."""
     given = replace(plan.given, spread=axes)
     decision = propagate(plan.graph, given, mesh.sizes, near=plan.decision)
     return _explore(Plan(plan.graph, given, decision), mesh, frozenset())
 
 
 def _cheapest(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
-    """The cheapest plan under which operations come apart or do not.
+    """The cheapest plan over choices of operations to decompose.
 
-    All that can are tried together; if that does not pay, without one kind of them at a time.
+    First all candidates are decomposed; if that is not cheaper, all but one kind of them at a time.
     """
-    whole = _settled(graph, given, mesh)
+    whole = _with_separate_bias(graph, given, mesh)
     kinds = dict.fromkeys(_kind(node) for node in _torn(whole, mesh))
     if not (kinds or given.spread):
         return whole
@@ -151,10 +151,10 @@ def _cheapest(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
 
 
 def _apart(plan: Plan, mesh: Mesh, kept_whole: frozenset[str]) -> Plan:
-    """The plan, or a cheaper one whose operations come apart, some kinds of them excepted.
+    """The plan, or a cheaper one with operations decomposed, except kinds in ``kept_whole``.
 
-    They come apart within one sweep: each sees the layouts that the pieces in front of it leave. Taken
-    apart one after another, all but the first would be judged behind an operation that gathers.
+    They are decomposed within one sweep, so that each sees the layouts that earlier decompositions
+    leave. Decomposed one at a time, all but the first would be judged after an operation that gathers.
     """
     graph, env = copy_graph(plan.graph)
     given = _given_in(plan.given, env, graph)
@@ -169,49 +169,49 @@ def _apart(plan: Plan, mesh: Mesh, kept_whole: frozenset[str]) -> Plan:
 
     take_apart(graph, given, mesh.sizes, taken)
     graph.eliminate_dead_code()
-    made = _settled(graph, replace(given, local=local_operations(graph)), mesh)
-    return min(plan, _explore(made, mesh, kept_whole), key=_total)
+    decomposed = _with_separate_bias(graph, replace(given, local=local_operations(graph)), mesh)
+    return min(plan, _explore(decomposed, mesh, kept_whole), key=_total)
 
 
 def _explore(plan: Plan, mesh: Mesh, kept_whole: frozenset[str]) -> Plan:
-    """The plan, or a cheaper one in which more comes apart, some kinds of operations excepted.
+    """The plan, or a cheaper one with more operations decomposed, except kinds in ``kept_whole``.
 
-    Later sweeps may split what the first has not.
+    Later sweeps may split values that the first sweep did not.
     """
     best = plan
     for _ in range(_ROUNDS):
         torn = [node for node in _torn(plan, mesh) if _kind(node) not in kept_whole]
-        made = _taken_apart(plan, torn, mesh) if torn else None
-        if made is None:
+        decomposed = _taken_apart(plan, torn, mesh) if torn else None
+        if decomposed is None:
             break
-        plan = _settled(*made, mesh)
+        plan = _with_separate_bias(*decomposed, mesh)
         if plan.decision.total < best.decision.total:
             best = plan
     return best
 
 
 def _kind(node: fx.Node) -> str:
-    """A forward and its backward are one kind."""
+    """The kind of an operation; a forward and its backward are of one kind."""
     schema = internals.schema_or_none(node.target)
     text = str(node.target) if schema is None else str(schema.name)
     return text.split("::")[-1].replace("_backward", "").replace("_forward", "").strip("_")
 
 
-def _settled(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
-    """The plan of a graph whose products leave their bias for afterwards where contractions are split.
+def _with_separate_bias(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
+    """The plan of a graph in which products with a split contraction add their bias separately.
 
-    Not a matter of price: together the two hide the option to split the contraction, and the work.
-    One sweep finds most of them; the rest of the sweeps are for what the graph has become.
+    This is done whatever it costs: a fused bias hides the option to split the contraction, and its
+    work. One sweep finds most such products; further sweeps are made on the rewritten graph.
     """
     sweeps = 1 if any(n.target in BIASED_PRODUCTS for n in graph.nodes) else SWEEPS
     plan = Plan(graph, given, propagate(graph, given, mesh.sizes, sweeps))
     for _ in range(_ROUNDS):
         torn = [node for node in _torn(plan, mesh) if node.target in BIASED_PRODUCTS]
-        made = _taken_apart(plan, torn, mesh, by_blocks=False) if torn else None
-        if made is None and sweeps == SWEEPS:
+        decomposed = _taken_apart(plan, torn, mesh, by_blocks=False) if torn else None
+        if decomposed is None and sweeps == SWEEPS:
             break
-        sweeps = SWEEPS if made is None else 1
-        graph, given = made or (plan.graph, plan.given)
+        sweeps = SWEEPS if decomposed is None else 1
+        graph, given = decomposed or (plan.graph, plan.given)
         plan = Plan(graph, given, propagate(graph, given, mesh.sizes, sweeps))
     if sweeps < SWEEPS:
         plan = replace(plan, decision=propagate(plan.graph, plan.given, mesh.sizes))
@@ -219,9 +219,8 @@ def _settled(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
 
 
 def _torn(plan: Plan, mesh: Mesh) -> list[fx.Node]:
-    """Operations that must gather an operand: a dim they need whole is split, or cut elsewhere.
-
-    And those whose result is, since it lies in pieces that its users do not take.
+    """Operations that must gather an operand, because a dim that they need whole is split, or their
+    result, because its split within a dim does not suit its users.
     """
     home = plan.decision.home
     return [
@@ -230,13 +229,13 @@ def _torn(plan: Plan, mesh: Mesh) -> list[fx.Node]:
         if comes_apart(node)
         and (
             _loses(node, [home[o] for o in Call.of(node).operands], mesh)
-            or (rule_of(Call.of(node)).whole and _in_other_pieces(plan, node))
+            or (rule_of(Call.of(node)).whole and _is_split_differently(plan, node))
         )
     ]
 
 
 def _loses(node: fx.Node, homes: Sequence[Layout], mesh: Mesh) -> bool:
-    """Whether an axis splits what the operation needs whole."""
+    """Whether an axis splits a dim that the operation needs whole."""
     rule = rule_of(Call.of(node))
     if not rule.whole:
         return False
@@ -249,10 +248,10 @@ def _loses(node: fx.Node, homes: Sequence[Layout], mesh: Mesh) -> bool:
     return False
 
 
-def _in_other_pieces(plan: Plan, node: fx.Node) -> bool:
-    """Whether a result is split inside a dim, as that of a cat of split operands is, and moved."""
-    made = plan.decision.raw[node][0]
-    if all(len(dim) == 1 for dim in made.dims):
+def _is_split_differently(plan: Plan, node: fx.Node) -> bool:
+    """Whether a result is split within a dim, like a cat of split operands, and then resharded."""
+    computed = plan.decision.raw[node][0]
+    if all(len(dim) == 1 for dim in computed.dims):
         return False
     outputs = zip(output_values(plan.graph), plan.decision.outputs, strict=True)
     taken = [layout for value, layout in outputs if value is node]
@@ -260,13 +259,13 @@ def _in_other_pieces(plan: Plan, node: fx.Node) -> bool:
         if user in plan.decision.option:
             operands = zip(Call.of(user).operands, plan.decision.option[user].ins, strict=True)
             taken += [layout for operand, layout in operands if operand is node]
-    return any(layout.dims != made.dims for layout in taken)
+    return any(layout.dims != computed.dims for layout in taken)
 
 
 def _taken_apart(
     plan: Plan, torn: list[fx.Node], mesh: Mesh, *, by_blocks: bool = True
 ) -> tuple[fx.Graph, Given] | None:
-    """A copy of the graph with these operations decomposed, and what is given there."""
+    """A copy of the graph with these operations decomposed, and the constraints on the copy."""
     graph, env = copy_graph(plan.graph)
     home = plan.decision.home
     parts = {
@@ -280,7 +279,7 @@ def _taken_apart(
 
 
 def _given_in(given: Given, env: dict[fx.Node, fx.Node], graph: fx.Graph) -> Given:
-    """What is given, of the nodes of a copy."""
+    """The given constraints, transferred to the nodes of a copy."""
     return replace(
         given,
         inputs={env[n]: v for n, v in given.inputs.items()},
@@ -291,7 +290,7 @@ def _given_in(given: Given, env: dict[fx.Node, fx.Node], graph: fx.Graph) -> Giv
 
 
 def _parts(homes: Sequence[Layout], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-    """How many ranks split each dim of some operands; those split inside count as whole."""
+    """The number of shards of each dim of some operands; a dim split inside counts as whole."""
     return tuple(
         tuple(
             math.prod(mesh.shape[a] for a in dim[0].axes) if len(dim) == 1 else 1
@@ -302,7 +301,7 @@ def _parts(homes: Sequence[Layout], mesh: Mesh) -> tuple[tuple[int, ...], ...]:
 
 
 def copy_graph(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy, and where each node went."""
+    """A copy of a graph, and the map from its nodes to the copy's."""
     new = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

@@ -1,7 +1,8 @@
 """Propagation: which axis splits which factor of every operation of a joint program.
 
-Sweeps (``sweep.py``) repeat with the layouts that consumers asked for as further options for their
-producers, and the cheapest sweep is kept. Nothing outside of these two files knows how a choice is made.
+Sweeps (``sweep.py``) are repeated with the layouts that consumers wanted as additional options for their
+producers, and the cheapest sweep is kept. Nothing outside of these two files depends on how choices are
+made.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ def propagate(
     sweeps: int = SWEEPS,
     near: LayoutDecision | None = None,
 ) -> LayoutDecision:
-    """Decide the layout of every value of a program, in some sweeps at most.
+    """Decide the layout of every value of a program, in a bounded number of sweeps.
 
     Args:
-        near: a decision, into which axes that were lost are to be brought back.
+        near: a decision in which lost axes are to be restored.
     """
     start = Start(_wishes(graph, given, sizes), {}, _output_needs(graph, given))
     spread = _spread(graph, given, sizes, near=near)
@@ -54,11 +55,11 @@ def propagate(
 
 
 def take_apart(graph: fx.Graph, given: Given, sizes: Sizes, taken: TakeApart) -> None:
-    """Replace operations by their pieces, in one sweep, so that what follows sees the pieces' layouts.
+    """Decompose operations within one sweep, so that later operations see the resulting layouts.
 
     Args:
-        taken: replaces a node, of whose operands it is given the layouts, and returns its pieces; none:
-            it stays whole.
+        taken: decomposes a node, given the layouts of its operands, and returns the new nodes; none if
+            the node is kept.
     """
     start = Start(_wishes(graph, given, sizes), {}, _output_needs(graph, given))
     Sweep(graph, given, sizes, start, _spread(graph, given, sizes, apart=True), taken).run()
@@ -74,7 +75,7 @@ def _output_needs(graph: fx.Graph, given: Given) -> Needs:
 
 
 def _wishes(graph: fx.Graph, given: Given, sizes: Sizes) -> dict[fx.Node, Layout]:
-    """What constraints ask of the values they are made of, carried back to the last reduction."""
+    """The layouts that constraints want, carried back through elementwise operations to a reduction."""
     wishes: dict[fx.Node, Layout] = {}
     for node in reversed(graph.nodes):
         if node.op != "call_function":
@@ -94,15 +95,15 @@ def _wishes(graph: fx.Graph, given: Given, sizes: Sizes) -> dict[fx.Node, Layout
 def _carry_back(node: fx.Node, wishes: dict[fx.Node, Layout], sizes: Sizes) -> None:
     call = Call.of(node)
     rule = rule_of(call)
-    rows = node.target is aten.unbind.int  # made of whole dims alone, each like the others
+    rows = node.target is aten.unbind.int  # rows have whole dims only, all alike
     if not rows and (len(call.outs) != 1 or rule.combine or rule.whole):
         return
     rule = atomic(rule, [], [wishes[node]], sizes)
-    found = factor_axes(rule, rule.outs[0], wishes[node], sizes)
-    axes = [found.get(f, ()) for f in range(len(rule.sizes))]
+    axes_of = factor_axes(rule, rule.outs[0], wishes[node], sizes)
+    axes = [axes_of.get(f, ()) for f in range(len(rule.sizes))]
     for operand, dims in zip(call.operands, rule.ins, strict=True):
         on = {f for d in dims for f in d}
-        if all(f in on for f in found):
+        if all(f in on for f in axes_of):
             wishes.setdefault(operand, image(dims, rule, axes, (), sizes))
 
 
@@ -114,11 +115,11 @@ def _spread(
     apart: bool = False,
     near: LayoutDecision | None = None,
 ) -> Spread | None:
-    """How to bring back the axes that are to be.
+    """The strategy that restores lost axes.
 
     Args:
-        apart: what can come apart is going to.
-        near: they are brought back to where this decision splits what is beside.
+        apart: whether operations that can be decomposed will be.
+        near: a decision; axes are restored on the dims along which it splits neighbouring values.
     """
     if not given.spread:
         return None

@@ -1,13 +1,13 @@
-"""Where to bring back an axis that was lost.
+"""Strategies for restoring a lost axis: which dim to split over it again.
 
-An axis that an operation loses is lost to all that follows, unless it is brought back: where a sum over
-it is complete, or a dim had to be gathered, values are whole, and a split of any other dim costs nothing.
-Two ways to say which dim it is:
+An axis that an operation loses is lost to all that follows, unless it is restored: after a sum over it is
+complete, or a dim had to be gathered, values are whole, and splitting another dim is free. Two strategies
+choose the dim:
 
-- `Stakes`: the one with most at stake, which only the rest of the program says, so it is read from the
-  end. A dim is worth the work of the operations that carry it on, along the heaviest path.
-- `Beside`: the one along which a plan already splits what the value meets further on (the activations
-  that a gradient meets), carried back to it.
+- `Stakes`: the dim with most work at stake. Only the rest of the program determines that, so it is
+  computed from the end: the work of the operations that carry the dim on, along the heaviest path.
+- `Beside`: the dim along which a plan already splits a later operand of the same operation (the
+  activations that a gradient is multiplied with), carried back to the value.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Axes = frozenset[str]
 
 
 class Spread(Protocol):
-    """A way to bring axes back."""
+    """A strategy for restoring axes."""
 
     def layout(self, node: fx.Node, axes: Axes) -> Layout | None:
-        """A layout of a node's first result along some of these axes; None if it is worth none."""
+        """A layout of a node's first result, split over some of these axes; None if none is worth it."""
 
 
 class Stakes:
@@ -42,8 +42,8 @@ class Stakes:
 
     Args:
         constraints: where a layout is fixed; dims that it does not split end there.
-        work: of an operation.
-        comes_apart: whether an operation's whole dims may be split all the same.
+        work: the work of an operation.
+        comes_apart: whether an operation's whole dims can be split by decomposing it.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class Stakes:
                 outer = _outer(rule, factors)
                 if outer is not None:
                     carried[outer] = max(carried.get(outer, 0.0), stake)
-        for one, other in rule.ties:
-            carried[one] = carried[other] = max(carried.get(one, 0.0), carried.get(other, 0.0))
+        for dim, blocks in rule.ties:
+            carried[dim] = carried[blocks] = max(carried.get(dim, 0.0), carried.get(blocks, 0.0))
         for operand, dims in zip(call.operands, rule.ins, strict=True):
             worth = [0.0] * len(dims)
             for d, factors in enumerate(dims):
@@ -117,7 +117,7 @@ class Stakes:
                     continue
                 behind = carried.get(outer, 0.0)
                 if outer in rule.whole and outer not in carried and len(self._of(node)) == len(dims):
-                    behind = self._of(node)[d]  # what a window's dim becomes
+                    behind = self._of(node)[d]  # the dim that a window's dim becomes
                 worth[d] = work + behind
             self._raise(operand, 0, worth)
 
@@ -128,11 +128,11 @@ def _outer(rule: Rule, factors: Factors) -> int | None:
 
 
 class Beside:
-    """For every value, how a plan splits the heaviest operation it goes into, along lost axes alone.
+    """For every value, the layout in which a plan splits its heaviest use, along lost axes only.
 
     Args:
-        options: how the plan runs each operation.
-        axes: those to be brought back.
+        options: the option of each operation in the plan.
+        axes: the axes to restore.
     """
 
     def __init__(
@@ -177,16 +177,16 @@ class Beside:
             return
         weight, want = self._known[node, 0]
         rule = atomic(rule, [], [want], self._sizes)
-        found = factor_axes(rule, rule.outs[0], want, self._sizes)
+        axes_of = factor_axes(rule, rule.outs[0], want, self._sizes)
         for dim, blocks in rule.ties:
-            found |= {f: found[g] for f, g in ((dim, blocks), (blocks, dim)) if g in found}
-        axes = [found.get(f, ()) if f not in rule.whole else () for f in range(len(rule.sizes))]
+            axes_of |= {f: axes_of[g] for f, g in ((dim, blocks), (blocks, dim)) if g in axes_of}
+        axes = [axes_of.get(f, ()) if f not in rule.whole else () for f in range(len(rule.sizes))]
         for operand, dims in zip(call.operands, rule.ins, strict=True):
             self._want(operand, 0, weight + work, image(dims, rule, axes, (), self._sizes))
 
 
 def _along(layout: Layout, axes: Axes, sizes: Sizes) -> Layout:
-    """A layout along some axes only."""
+    """A layout restricted to some axes."""
     return Layout(
         tuple(
             merge([Sub(s.size, tuple(a for a in s.axes if a in axes)) for s in dim], sizes)

@@ -1,8 +1,8 @@
-"""``as_strided`` and its reverse, written as the views that they are.
+"""Rewriting of ``as_strided`` and ``as_strided_scatter`` to views that can be split over ranks.
 
-Writes in place reach a program as pieces of a tensor's memory. Of a tensor that is dense in memory such a
-piece is rows, a slice or a diagonal of each dim, or is left as it was. Memory cannot be split over ranks;
-rows, slices and diagonals can.
+Writes in place appear in a program as strided regions of a tensor's memory. Memory cannot be split over
+ranks; rows, slices and diagonals can. If the tensor is dense, a region is usually a row, a slice or a
+diagonal along each dim; regions that are not are left as they are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Emit = Callable[..., fx.Node]
 
 @dataclass(frozen=True)
 class _View:
-    """One of a chain of views, and how a result of it is written back: ``scatter(x, part, *args)``."""
+    """One view of a chain, and the operation that writes it back: ``scatter(x, part, *args)``."""
 
     read: Any
     scatter: Any
@@ -34,7 +34,7 @@ class _View:
 
 
 def unstride(graph: fx.Graph) -> None:
-    """Replace every such node whose views are found. The graph is changed in place."""
+    """Replace every strided node that is a chain of views. The graph is changed in place."""
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -73,7 +73,7 @@ def _read(emit: Emit, node: fx.Node, views: Sequence[_View], order: list[int]) -
 
 
 def _scatter(emit: Emit, node: fx.Node, views: Sequence[_View], order: list[int]) -> fx.Node:
-    """The part goes back through the same views, the last of them first."""
+    """Scatter the part back through the same views, in reverse order."""
     source, part = node.args[:2]
     values: list[Any] = [source]
     for view in views[:-1]:
@@ -87,9 +87,9 @@ def _scatter(emit: Emit, node: fx.Node, views: Sequence[_View], order: list[int]
 def _views(
     base: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None
 ) -> tuple[list[_View], list[int]] | None:
-    """The views that lead to a piece of memory, and the order of its dims; None if there are none.
+    """The views that select a region of memory, and the order of its dims; None if there are none.
 
-    Dims of one element are left aside: whatever their stride, they are reshaped in and out.
+    Dims of size 1 are ignored: whatever their stride, they are added and removed by reshapes.
     """
     if not base.numel() or 1 in base.shape or 1 in size or 0 in size or len(size) > base.ndim:
         return None
@@ -106,7 +106,7 @@ def _views(
 
 
 def _dims_of(base: torch.Tensor, dims: Sequence[int], step: int) -> dict[int, int] | None:
-    """How far one step in memory goes along each dim: along one, or by one along each of two."""
+    """The increment of each dim's index per step in memory: one dim, or a diagonal of two."""
     along = {}
     for d in dims:
         if step >= base.stride(d):

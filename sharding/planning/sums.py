@@ -1,8 +1,8 @@
-"""Sums, written so that what is still to be reduced over ranks is reduced once.
+"""Rewriting of sums so that pending terms are reduced over ranks once.
 
-A sum that begins with zeros is the sum of the rest: zeros are the same on every rank, and would make
-every term be reduced before it is added. And gradients of cuts are summed before they are padded with
-zeros: a piece that is used often has one gradient, as small as itself.
+A leading zero term is dropped: zeros are replicated, so every pending term would be reduced before it is
+added to them. Gradients of slices are summed before they are padded with zeros: a slice that is used
+several times then has one gradient, of its own size.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchard.functional.torch_internals.operators import aten
 __all__ = ["fold_sums"]
 
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
-# Linear in their first argument, which they only put in its place.
+# Operations that embed their first argument in zeros.
 _PADDED = (
     aten.diagonal_backward.default,
     aten.select_backward.default,
@@ -36,7 +36,7 @@ _VIEWS = (
 
 
 def fold_sums(graph: fx.Graph) -> None:
-    """Rewrite them in place."""
+    """Rewrite the sums of a graph in place."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _SUMS and not node.kwargs:
             rest = _without_zero(node)
@@ -53,7 +53,7 @@ def _replace(graph: fx.Graph, node: fx.Node, rest: fx.Node) -> None:
 
 
 def _without_zero(node: fx.Node) -> fx.Node | None:
-    """The term that a sum of two is, if the other is zero and the term lacks neither shape nor dtype."""
+    """The other term of a sum with zero, if it has the sum's shape and dtype."""
     one, other = node.args
     terms = [(one, other)] if node.target is aten.sub.Tensor else [(one, other), (other, one)]
     for term, zero in terms:
@@ -73,7 +73,7 @@ def _is_zero(node: fx.Node) -> bool:
 
 
 def _pad_once(graph: fx.Graph, node: fx.Node) -> None:
-    """Of two that are padded alike, and views of them: the sum, padded."""
+    """Rewrite a sum of two terms that are padded alike as the padded sum."""
     one, other = node.args
     if not isinstance(one, fx.Node) or not isinstance(other, fx.Node) or one is other:
         return
@@ -99,7 +99,7 @@ def _pad_once(graph: fx.Graph, node: fx.Node) -> None:
 
 
 def _key(node: fx.Node) -> Hashable:
-    """What two calls that pad alike have in common: all but what they pad, and its shape and dtype."""
+    """A key that is equal for calls that pad alike, whose operands have one shape and dtype."""
     if node.op != "call_function" or not node.args or not isinstance(node.args[0], fx.Node):
         return node
     val = VAL.of(node.args[0])

@@ -1,15 +1,15 @@
-"""One sweep of propagation: every operation, in order, takes the best of its options (``options.py``).
+"""One sweep of propagation: for each operation, in order, choose the best option (``options.py``).
 
-They are compared in this order:
+Options are compared in this order:
 
-1. parallelism lost: an axis along which an operand is split, and the operation no longer;
+1. parallelism lost: an axis splits an operand but not the operation;
 2. a constraint downstream that would be missed;
-3. shards moved, by the rank of what they stem from: batch inputs before parameters before constraints
-   before derived values. A shard that is at hand in the wanted layout already is not moved;
-4. bytes on the wire, from the cheapest version of each operand to the layouts consumers asked for;
+3. shards moved, by the rank of their origin: batch inputs before parameters before constraints before
+   derived values. A shard that is already available in the wanted layout is not moved;
+4. bytes sent, from the cheapest version of each operand to the layouts that consumers want;
 5. elements of the local results.
 
-Bytes alone are degenerate: they gather token ids and small weights and replicate all compute.
+Minimising bytes alone degenerates: it gathers token ids and small weights and replicates all computation.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from torchard.sharding.rules.registry import result_index
 
 __all__ = ["Needs", "Start", "Sweep", "TakeApart"]
 
-Needs = dict[fx.Node, dict[fx.Node, Layout]]  # in which layout each user of a value takes it
+Needs = dict[fx.Node, dict[fx.Node, Layout]]  # the layout in which each user takes a value
 TakeApart = Callable[[fx.Node, Sequence[Layout]], list[fx.Node]]
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a sweep knows of those before it.
+    """The results of earlier sweeps.
 
     Attributes:
-        wishes: what constraints ask of values in front of them.
-        asked: layouts in which consumers took values, in any sweep.
-        needs: in the last one.
+        wishes: the layouts that constraints want of earlier values.
+        asked: the layouts in which consumers took values, in any sweep.
+        needs: the layouts in which they took them in the last sweep.
     """
 
     wishes: dict[fx.Node, Layout]
@@ -60,7 +60,7 @@ class Start:
     needs: Needs
 
     def after(self, needs: Needs) -> Start:
-        """The same after a further sweep."""
+        """The results including one more sweep."""
         asked = self.asked
         for node, by_user in needs.items():
             asked.setdefault(node, {}).update(dict.fromkeys(by_user.values()))
@@ -100,7 +100,7 @@ class Sweep:
             if node.op == "placeholder":
                 given = self.given.inputs[node]
                 if not isinstance(given, int):
-                    self._settle(node, given[0], {a: given[1] for a in given[0].split_axes})
+                    self._record(node, given[0], {a: given[1] for a in given[0].split_axes})
             elif node.op == "call_function":
                 self._visit(node)
         out = output_node(self.graph)
@@ -112,7 +112,7 @@ class Sweep:
         return self.decision
 
     def home(self, node: fx.Node) -> Layout:
-        """The layout a value has; of a cotangent, what its output got."""
+        """The layout of a value; for a cotangent, the layout of its output."""
         known = self.decision.home.get(node)
         if known is not None:
             return known
@@ -121,11 +121,11 @@ class Sweep:
         layout = self._output(tied)
         source = self.values[tied]
         ranks = self.ranks.get(source, {}) if isinstance(source, fx.Node) else {}
-        self._settle(node, layout, {a: ranks.get(a, DERIVED) for a in layout.split_axes})
+        self._record(node, layout, {a: ranks.get(a, DERIVED) for a in layout.split_axes})
         return layout
 
     def _output(self, i: int) -> Layout:
-        """The layout of an output: as asked, else as found, without pending sums."""
+        """The layout of an output: the required one, else the value's, without pending sums."""
         if i not in self.open:
             asked, value = self.given.outputs[i], self.values[i]
             if asked is None:
@@ -137,7 +137,7 @@ class Sweep:
             self.open[i] = asked
         return self.open[i]
 
-    def _settle(self, node: fx.Node, layout: Layout, ranks: dict[str, int]) -> None:
+    def _record(self, node: fx.Node, layout: Layout, ranks: dict[str, int]) -> None:
         self.decision.home[node] = layout
         self.versions[node] = {layout: None}
         self.ranks[node] = ranks
@@ -172,7 +172,7 @@ class Sweep:
         # A batch constrained to its own split remains a batch: no parameter takes precedence over it.
         home, had = self.home(source), self.ranks[source]
         batch = {a for a in had if had[a] == BATCH and home.dim_of(a) == layout.dim_of(a)}
-        self._settle(node, layout, {a: BATCH if a in batch else rank for a in layout.split_axes})
+        self._record(node, layout, {a: BATCH if a in batch else rank for a in layout.split_axes})
 
     def _choose(self, node: fx.Node) -> None:
         call = Call.of(node)
@@ -206,9 +206,9 @@ class Sweep:
     def _brought_back(
         self, node: fx.Node, call: Call, homes: Sequence[Layout]
     ) -> list[Layout]:
-        """A layout with axes that the operands had and have no longer, if they are to be brought back.
+        """A layout with the axes that the operands have lost, if those are to be restored.
 
-        What is made here, and parameters that nobody split, had none: they are had as asked.
+        Constants and unsplit parameters had no axes; they can be had in any layout.
         """
         if self.spread is None:
             return []
@@ -220,10 +220,10 @@ class Sweep:
     def _remember(
         self, node: fx.Node, call: Call, homes: Sequence[Layout], option: Option
     ) -> None:
-        """Which axes a result's operands had, split or lost.
+        """Record the axes of a result's operands, whether they still split it or are lost.
 
-        A contraction of what is split on both sides (a batch in a weight's gradient, hidden units
-        between two split weights) is what an axis is for: completed, it is not lost.
+        An axis that splits a contraction on both sides (the batch in a weight's gradient, hidden units
+        between two split weights) has served its purpose: once summed over, it is not lost.
         """
         split = [home.split_axes for home in homes]
         had = frozenset[str]().union(*(self.had.get(operand, ()) for operand in call.operands), *split)
@@ -231,7 +231,7 @@ class Sweep:
         self.had[node] = had - {a for a in reduced if sum(a in axes for axes in split) > 1}
 
     def _comes_apart(self, node: fx.Node, homes: Sequence[Layout]) -> bool:
-        """Take a node apart where its operands' layouts ask for it; its pieces are visited next."""
+        """Decompose a node where its operands' layouts require it; the new nodes are visited next."""
         assert self.take_apart is not None
         items = [user for user in node.users if user.target is operator.getitem]
         pieces = self.take_apart(node, homes)
@@ -251,13 +251,13 @@ class Sweep:
             if option.ins == tuple(homes) and option.cost(self.sizes).volume == least:
                 lost, missed, moved, wire, _ = self._key(node, call, homes, option)
                 if lost == 1 and not (missed or any(moved) or wire):
-                    return option  # as everything stands, nothing can be better
+                    return option  # no shard is moved: nothing can be better
         return min(candidates, key=lambda option: self._key(node, call, homes, option))
 
     def _ranks_of(
         self, call: Call, homes: Sequence[Layout], option: Option
     ) -> dict[str, int]:
-        """A shard of the result has the best rank among the operands' shards that survive in it."""
+        """The rank of each shard of a result: the best rank among the operands' shards it comes from."""
         ranks: dict[str, int] = {}
         for axis in {a for out in option.outs for a in out.split_axes}:
             ranks[axis] = min(
@@ -279,9 +279,9 @@ class Sweep:
         moved = [0] * (DERIVED + 1)
         wire = 0.0
         for operand, home, layout in zip(call.operands, homes, option.ins, strict=True):
-            price = self._price(operand, layout)
-            wire += price
-            if price > 0:
+            cost = self._cost(operand, layout)
+            wire += cost
+            if cost > 0:
                 for axis in home.split_axes:
                     if home.dim_of(axis) != layout.dim_of(axis):
                         moved[self.ranks[operand].get(axis, DERIVED)] += 1
@@ -289,12 +289,12 @@ class Sweep:
         return lost, self._missed(node, option), tuple(moved), wire, known.volume
 
     def _exchanged(self, call: Call, option: Option) -> float:
-        """Bytes that the operation itself moves."""
+        """The bytes that the operation itself sends."""
         moved = option.cost(self.sizes).exchanged
         return float(moved * _itemsize(call.operands[0], 0)) if moved else 0.0
 
     def _missed(self, node: fx.Node, option: Option) -> int:
-        """Axes that a wished layout splits, and this option splits otherwise."""
+        """The number of axes that a wanted layout splits and this option splits differently."""
         wish = self.wishes.get(node)
         if wish is None or not option.outs:
             return 0
@@ -304,7 +304,7 @@ class Sweep:
         )
 
     def _onward(self, node: fx.Node, option: Option) -> float:
-        """Bytes from the results to what consumers asked for; a pending sum costs a scatter."""
+        """The bytes from the results to the wanted layouts; a pending sum costs a psum_scatter."""
         total = 0.0
         wanted = dict.fromkeys(self.needed.get(node, {}).values())
         for i, out in enumerate(option.outs):
@@ -324,9 +324,9 @@ class Sweep:
     # -- values ---------------------------------------------------------------------------------
 
     def _resolve(self, node: fx.Node, raw: Layout, ranks: dict[str, int]) -> None:
-        """A pending value that several want is reduced once, into the layout that suits them."""
+        """Reduce a pending value with several users once, into the layout that suits them best."""
         if isinstance(VAL.of(node), (tuple, list)) or not raw.awaited or _uses(node) == 1:
-            self._settle(node, raw, ranks)
+            self._record(node, raw, ranks)
             return
         wanted = dict.fromkeys(w.reduced() for w in self.needed.get(node, {}).values())
         whole = raw.reduced()
@@ -339,15 +339,15 @@ class Sweep:
         )
         self.decision.bytes += cost(raw, best, self.sizes) * _itemsize(node, 0)
         kept = {a: r for a, r in ranks.items() if best.dim_of(a) == raw.dim_of(a)}
-        self._settle(node, best, {a: kept.get(a, DERIVED) for a in best.split_axes})
+        self._record(node, best, {a: kept.get(a, DERIVED) for a in best.split_axes})
 
-    def _price(self, node: fx.Node, want: Layout) -> float:
-        """Bytes on the wire to have a value in a layout, from the cheapest version there is."""
+    def _cost(self, node: fx.Node, want: Layout) -> float:
+        """The bytes to reshard a value to a layout from its cheapest available version."""
         if want in self.versions[node]:
             return 0.0
         base = self._base(node, want)
         if base is not None:
-            return self._price(*base)
+            return self._cost(*base)
         return min(
             cost(have, want, self.sizes)
             for have in self.versions[node]
@@ -355,7 +355,7 @@ class Sweep:
         ) * _itemsize(node, 0)
 
     def _base(self, node: fx.Node, want: Layout) -> tuple[fx.Node, Layout] | None:
-        """Where to move a view instead: at its base, so that every alias shares the move."""
+        """A view's base and its layout, if the base can be resharded instead, for all its aliases."""
         if not is_alias(node) or node.target is operator.getitem:
             return None
         base = node.all_input_nodes[0]
@@ -365,12 +365,12 @@ class Sweep:
         return base, layout
 
     def _take(self, node: fx.Node, want: Layout, user: fx.Node) -> None:
-        """Use a value in a layout: remember the need, pay for the move, keep the version."""
+        """Use a value in a layout: record the need, add the cost of the reshard, keep the version."""
         self.home(node)
         self.needs.setdefault(node, {})[user] = want
         if want in self.versions[node]:
             return
-        self.decision.bytes += self._price(node, want)
+        self.decision.bytes += self._cost(node, want)
         self._keep(node, want, user)
 
     def _keep(self, node: fx.Node, want: Layout, user: fx.Node) -> None:
@@ -389,5 +389,5 @@ def _itemsize(node: fx.Node, result: int) -> int:
 
 
 def _uses(node: fx.Node) -> int:
-    """How many operations use a value, counted through its aliases."""
+    """The number of operations that use a value, directly or through aliases."""
     return sum(_uses(user) if is_alias(user) else 1 for user in node.users)

@@ -1,4 +1,4 @@
-"""Which outputs are updates or gradients of inputs: new parameters, optimizer state, their slopes."""
+"""Outputs that are updates or gradients of inputs: new parameters, optimizer state, gradients."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["after_backward", "source_of", "updated_inputs"]
 
 
 def updated_inputs(graph: fx.Graph, outputs: Sequence[Leaf]) -> dict[int, fx.Node]:
-    """For each output made elementwise from one same-shaped input, or its gradient: that input.
+    """For each output that is an input's elementwise update or its gradient, that input.
 
-    Where several inputs qualify (parameter and momentum), the first reached from the output does:
+    Where several inputs qualify (parameter and momentum), the first reached from the output is taken:
     their specs agree in any sensible program.
     """
     inputs = graph.find_nodes(op="placeholder")
@@ -38,7 +38,7 @@ def updated_inputs(graph: fx.Graph, outputs: Sequence[Leaf]) -> dict[int, fx.Nod
 
 
 def after_backward(graph: fx.Graph) -> set[fx.Node]:
-    """What is made of gradients: by a step of an optimizer, new parameters and its state."""
+    """The nodes computed from gradients after the backward: an optimizer step's updates."""
     found: set[fx.Node] = set()
     for node in graph.nodes:
         if PHASE.get(node) == "backward" or not found.isdisjoint(node.all_input_nodes):
@@ -51,7 +51,7 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 
 
 def source_of(output: fx.Node) -> fx.Node | None:
-    """The input that a value is, or is made elementwise from, of its shape; None if there is none."""
+    """The input of its shape that a value is, or is computed elementwise from; None if there is none."""
     shape = _shape(output)
     stack, seen = [output], {output}
     while stack:
@@ -70,7 +70,7 @@ def source_of(output: fx.Node) -> fx.Node | None:
 
 
 def _follows(operand: fx.Node, node: fx.Node) -> bool:
-    """Whether a value and what it is made of are elementwise the same; at an edge, as global values."""
+    """Whether an operand and a node correspond elementwise, at an edge as global values."""
     val = VAL.get(operand)
     return is_edge(node) or (isinstance(val, torch.Tensor) and tuple(val.shape) == _shape(node))
 

@@ -1,8 +1,8 @@
-"""Buckets: collectives that can wait for one another cross the network as one call.
+"""Buckets: merging collectives that can wait for one another into one call.
 
-Chosen on the SPMD graph, so every rank merges the same ones. Members of a bucket stay steps of their own,
-the identity on global values; they carry the same ``meta["bucket"]``, stand side by side, and a transport
-may move them together. After PyTorch's DistributedDataParallel (Li et al. 2020, §3.2.3).
+Buckets are chosen on the SPMD graph, so every rank merges the same collectives. Members of a bucket are
+still separate steps, each the identity on global values; they share a tag, are adjacent, and are given to
+the transport at once. After PyTorch's DistributedDataParallel (Li et al. 2020, §3.2.3).
 """
 
 from __future__ import annotations
@@ -24,36 +24,36 @@ from torchard.sharding.scheduling.collectives import Collective, op_of
 
 __all__ = ["Bucket", "first_use", "merge", "merge_reductions", "positions"]
 
-_LEAST_BYTES = 25 * 2**20  # a bucket smaller than this would gain nothing from being cut
+_LEAST_BYTES = 25 * 2**20  # splitting a smaller bucket gains nothing
 _MOST_CALLS = 4
 
 
 @dataclass(eq=False, frozen=True)
 class Bucket:
-    """What the members of one bucket have in common; compared by identity."""
+    """The tag that the members of one bucket share; compared by identity."""
 
     members: int
 
 
 def merge_reductions(graph: fx.Graph, limit: int | None = None) -> None:
-    """Merge all_reduces whose results nobody needs before the last of them can be made.
+    """Merge all_reduces none of whose results is used before the last of them can be issued.
 
-    Gradients are; an activation, needed at once, never waits for another, nor does one that is made
-    again. A bucket sends no more than `limit` bytes, unless a single value does; by default large
-    programs make four calls per kind of value, so that most of the traffic runs beside the backward.
+    This holds for gradients; an activation, used at once, never waits for another, nor does one that is
+    recomputed. A bucket sends at most `limit` bytes, unless a single value is larger; by default large
+    programs make four calls per kind of value, so that most communication overlaps with the backward.
     """
     kinds: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:
         if (key := _kind(node)) is not None:
             kinds.setdefault(key, []).append(node)
-    for found in kinds.values():
-        for members in list(_windows(graph, found, limit)):
+    for reductions in kinds.values():
+        for members in list(_windows(graph, reductions, limit)):
             if len(members) > 1:
                 merge(members, members[-1])
 
 
 def _kind(node: fx.Node) -> object | None:
-    """What members of a bucket must have in common; None for what is never merged."""
+    """The key that members of a bucket must share; None for steps that are never merged."""
     op = op_of(node)
     if node.op != "call_function" or not isinstance(op, AllReduce) or op.reduction != "sum":
         return None
@@ -64,14 +64,14 @@ def _kind(node: fx.Node) -> object | None:
 
 
 def _windows(
-    graph: fx.Graph, found: Sequence[fx.Node], limit: int | None
+    graph: fx.Graph, steps: Sequence[fx.Node], limit: int | None
 ) -> Iterator[list[fx.Node]]:
-    """Runs of collectives, in order: each is ready before the first result of its run is used."""
+    """Groups of consecutive collectives, each ready before the first result of its group is used."""
     at = positions(graph)
-    uses = [first_use(node, at) for node in found]
-    # The last has nobody to wait for: others may wait for it.
-    ready = [*(at[node] for node in found[1:]), 0]
-    patient = [(n, use) for n, use, after in zip(found, uses, ready, strict=True) if use >= after]
+    uses = [first_use(node, at) for node in steps]
+    # The last one waits for no other, but others may wait for it.
+    ready = [*(at[node] for node in steps[1:]), 0]
+    patient = [(n, use) for n, use, after in zip(steps, uses, ready, strict=True) if use >= after]
     if limit is None:
         limit = max(_LEAST_BYTES, math.ceil(sum(_bytes(n) for n, _ in patient) / _MOST_CALLS))
     run: list[fx.Node] = []
@@ -91,14 +91,14 @@ def _bytes(node: fx.Node) -> int:
 
 
 def positions(graph: fx.Graph) -> dict[fx.Node, float]:
-    """Where each node stands; what is returned is not needed before the end."""
+    """The position of each node; outputs are not used before the end."""
     at: dict[fx.Node, float] = {node: i for i, node in enumerate(graph.nodes)}
     at[graph.output_node()] = math.inf
     return at
 
 
 def first_use(node: fx.Node, at: dict[fx.Node, float]) -> float:
-    """The first position at which more than the name of a value is needed."""
+    """The first position at which a value, and not only an alias of it, is used."""
     return min(
         (first_use(user, at) if is_alias(user) else at[user] for user in node.users),
         default=math.inf,
@@ -106,7 +106,7 @@ def first_use(node: fx.Node, at: dict[fx.Node, float]) -> float:
 
 
 def merge(members: Sequence[fx.Node], anchor: fx.Node) -> None:
-    """Make one bucket of steps, placed at the anchor, one of them."""
+    """Make a bucket of some steps, and move them to the position of one of them, the anchor."""
     bucket = Bucket(len(members))
     for node in members:
         BUCKET.set(node, bucket)
@@ -116,23 +116,23 @@ def merge(members: Sequence[fx.Node], anchor: fx.Node) -> None:
 
 
 def _record(members: Sequence[fx.Node]) -> None:
-    """The plan lists the bucket once, where its first member stands."""
+    """Record the bucket as one collective of the plan, on its first member."""
     records: list[Collective] = list(map(COLLECTIVE.of, members))
     for node in members:
         forget(node, COLLECTIVE)
     first = records[0]
-    together = replace(
+    merged = replace(
         first,
         shape=(sum(math.prod(r.shape) for r in records),),
         bytes=sum(r.bytes for r in records),
         scope=_common([r.scope for r in records]),
         note=f"{len(records)} merged",
     )
-    COLLECTIVE.set(members[0], together)
+    COLLECTIVE.set(members[0], merged)
 
 
 def _common(scopes: Sequence[str]) -> str:
-    """The innermost scope that all of these are in; if there is none, the first and how many more."""
+    """The innermost scope common to all; if there is none, the first scope and the number of others."""
     parts = zip(*(scope.split("/") for scope in scopes), strict=False)
     shared = itertools.takewhile(lambda each: len({*each}) == 1, parts)
     distinct = sorted({*scopes}, key=scopes.index)

@@ -1,7 +1,7 @@
-"""The steps of a reshard as nodes of a program, and what of them crosses the network.
+"""Reshard steps as nodes of a program, and the records of their communication.
 
-On the global values that a Program speaks of, every step is the identity: only where the value lives
-changes. A runtime lowers the nodes to what each rank really does.
+On the global values of a Program every step is the identity: only the layout of the value changes. A
+runtime lowers the nodes to the operations of each rank.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ def all_reduce(x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> torch.T
 
 
 def psum_scatter(x: torch.Tensor, axes: Sequence[str], op: str = "sum") -> torch.Tensor:
-    """Complete a pending reduction: every rank gets its part of the result."""
+    """Complete a pending reduction: every rank gets its shard of the result."""
     return x
 
 
 def all_gather(x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-    """Bring the parts of a split dim together on every rank."""
+    """Gather the shards of a split dim on every rank."""
     return x
 
 
 def all_to_all(x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-    """Split another dim than before."""
+    """Move a split from one dim to another."""
     return x
 
 
 def take_slice(x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
-    """Keep this rank's part of a replicated dim; nothing is sent."""
+    """Keep this rank's shard of a replicated dim; nothing is sent."""
     return x
 
 
@@ -75,12 +75,12 @@ class Collective(Record):
     Attributes:
         kind: all_reduce, psum_scatter, all_gather or all_to_all.
         axes: the mesh axes it runs over.
-        shape: of the largest local tensor that goes in, in elements.
-        dtype: of its elements.
-        bytes: that a rank sends (and receives) under the ring algorithm, uneven parts padded.
-        op: sum, max or min, where it reduces.
-        source, scope, phase: of the operation that needed it.
-        note: why, where it could surprise: an operation without a factor rule is gathered.
+        shape: the shape of the largest local operand.
+        dtype: the dtype of the operand.
+        bytes: the bytes that a rank sends (and receives) under the ring algorithm, uneven shards padded.
+        op: the reduction (sum, max or min), if any.
+        source, scope, phase: those of the operation that needs the result.
+        note: the reason, where it may surprise, as for operands gathered for lack of a factor rule.
     """
 
     kind: str
@@ -112,7 +112,7 @@ class Collective(Record):
 
     @property
     def title(self) -> str:
-        """``psum_scatter over dp, block/0 backward``: what messages and traces call it."""
+        """The title in messages and traces: ``psum_scatter over dp, block/0 backward``."""
         return f"{self.called} over {'·'.join(self.axes)}, {f'{self.scope} {self.phase}'.strip()}"
 
     @property
@@ -133,22 +133,22 @@ def _dtype(dtype: torch.dtype) -> str:
 def emit_step(
     graph: fx.Graph, value: fx.Node, step: ReshardStep, near: fx.Node, sizes: Sizes
 ) -> fx.Node:
-    """Append a step to a program's graph; its tags say which operation needed it."""
+    """Append a step to a program's graph, tagged with the operation that needs it."""
     args: dict[str, Any] = {"axes": step.axes}
     if step.reduction is not None:
         args["op"] = step.reduction
     node = graph.call_function(STEPS[type(step.collective)], (value,), args)
-    # A reduction completes what its producer began; anything else serves the consumer.
-    told = near if SOURCE.get(near) and step.reduction is None else value
-    inherit(node, told)
+    # A reduction is attributed to the producer of its operand, any other step to the consumer.
+    owner = near if SOURCE.get(near) and step.reduction is None else value
+    inherit(node, owner)
     put(node, {VAL: VAL.of(value), LAYOUT: step.after.normal(sizes), STEP: step})
     if step.collective.sends:
-        COLLECTIVE.set(node, record_of(step, VAL.of(value), told, sizes, _note(near)))
+        COLLECTIVE.set(node, record_of(step, VAL.of(value), owner, sizes, _note(near)))
     return node
 
 
 def op_of(node: fx.Node) -> CollectiveOp | None:
-    """The collective that a node of a program is, if it is a step of a reshard."""
+    """The collective of a node that is a reshard step; None for other nodes."""
     step: ReshardStep | None = STEP.get(node)
     return None if step is None else step.collective
 
@@ -156,7 +156,7 @@ def op_of(node: fx.Node) -> CollectiveOp | None:
 def record_of(
     step: ReshardStep, val: torch.Tensor, near: fx.Node, sizes: Sizes, note: str = ""
 ) -> Collective:
-    """What a step sends, as the plan lists it: where the node is that it is made for."""
+    """The plan's record of a step, attributed to the node that it serves."""
     table_ = dict(sizes)
     shape = []
     for dim in step.before.dims:

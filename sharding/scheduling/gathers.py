@@ -1,9 +1,9 @@
 """Gathers of split parameters: one per layer and pass, ahead of use, and again in the backward.
 
 A parameter that is split over the batch's axis (ZeRO, Rajbhandari et al. 2020, §5.3; FSDP, Zhao et al.
-2023, §3) is whole only while a layer uses it. The gradient needs it again; keeping it would undo the
-split, so the backward gathers anew. The parameters of one layer cross the network together, and what
-they are gathered into is there before it is needed, but only so many layers before.
+2023, §3) is gathered only while a layer uses it. The backward needs it again; keeping it would defeat the
+split, so the backward gathers it again. The parameters of one layer are gathered by one call, a fixed
+number of layers before they are used.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ __all__ = ["gather_again", "gather_by_layer", "layer_of"]
 
 
 def layer_of(path: str) -> str:
-    """The layer a parameter belongs to: its path up to the last number, else without its name."""
+    """The layer of a parameter: its path up to the last number, else without its last component."""
     numbered = re.match(r"(.*(?:\[\d+\]|\.\d+(?=[.'\"])))", path)
     return numbered[1] if numbered and numbered.end() < len(path) else path.rpartition("[")[0]
 
 
 def gather_again(graph: fx.Graph, parameters: Iterable[fx.Node], axes: Iterable[str]) -> None:
-    """Gathers over the batch's axes that forward and backward share become two.
+    """Duplicate gathers over the batch's axes that forward and backward share.
 
-    Another axis (the sequence's, gathered for a split weight) is the user's to re-gather.
+    Gathers over other axes (the sequence's, for a split weight) are repeated only by the user's policy.
     """
     cotangents, batch, at = _after_cotangents(graph), set(axes), positions(graph)
     for node in list(_gathers(graph, set(parameters))):
@@ -45,12 +45,12 @@ def gather_again(graph: fx.Graph, parameters: Iterable[fx.Node], axes: Iterable[
         late = [u for u in _chain_users(node) if u in cotangents]
         if len(late) < len(_chain_users(node)):
             copies: dict[fx.Node, fx.Node] = {}
-            for user in sorted(late, key=at.__getitem__):  # the first to stand there gets it made
+            for user in sorted(late, key=at.__getitem__):  # the copy is inserted before the first user
                 _swap_inputs(user, node, copies)
 
 
 def _after_cotangents(graph: fx.Graph) -> set[fx.Node]:
-    """What the backward computes."""
+    """The nodes that depend on a cotangent."""
     return {n for n in graph.nodes if n.op == "call_function" and PHASE.get(n) == "backward"}
 
 
@@ -61,30 +61,30 @@ def _gathers(graph: fx.Graph, parameters: set[fx.Node]) -> Iterator[fx.Node]:
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """The value of which a node is but another view, or another layout, or a shard."""
+    """The value that a node is a view, a reshard or a shard of."""
     while node.op == "call_function" and (is_alias(node) or is_edge(node) or STEP.on(node)):
         node = node.all_input_nodes[0]
     return node
 
 
 def _chain_users(node: fx.Node) -> list[fx.Node]:
-    """Who uses a value, directly or as a view."""
-    found: list[fx.Node] = []
+    """The users of a value, directly or through views."""
+    users: list[fx.Node] = []
     for user in node.users:
-        found.extend(_chain_users(user) if is_alias(user) else [user])
-    return found
+        users.extend(_chain_users(user) if is_alias(user) else [user])
+    return users
 
 
 def _swap_inputs(user: fx.Node, gather: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
-    """Let a node of the backward use its own copy of a gather and of the views on it."""
+    """Let a node of the backward use a copy of a gather and of its views."""
 
     def copied(node: fx.Node) -> fx.Node:
         if node is not gather and not (is_alias(node) and _is_view_of(node, gather)):
             return node
         if node not in copies:
-            made = user.graph.node_copy(node, copied)
-            tag_version(made, node)
-            copies[node] = made
+            copy = user.graph.node_copy(node, copied)
+            tag_version(copy, node)
+            copies[node] = copy
         return copies[node]
 
     with user.graph.inserting_before(user):
@@ -101,10 +101,10 @@ def _is_view_of(node: fx.Node, base: fx.Node) -> bool:
 
 
 def gather_by_layer(graph: fx.Graph, layers: Mapping[fx.Node, str], ahead: int) -> None:
-    """Merge the gathers of each layer's parameters, and issue them so many layers ahead of their use.
+    """Merge the gathers of each layer's parameters, and issue them ``ahead`` layers before their use.
 
-    The scatters of gradients keep step: those of a layer have arrived when the layer after the next
-    begins, so that gradients which wait to be reduced do not pile up.
+    Scatters of gradients are throttled: those of a layer have completed when the layer after the next
+    begins, so that unreduced gradients do not accumulate.
     """
     kinds: dict[tuple[Any, ...], dict[str, list[fx.Node]]] = {}
     for node in _gathers(graph, set(layers)):
@@ -121,9 +121,9 @@ def gather_by_layer(graph: fx.Graph, layers: Mapping[fx.Node, str], ahead: int) 
 
 
 def _place(graph: fx.Graph, buckets: list[list[fx.Node]], ahead: int) -> list[fx.Node]:
-    """Issue each bucket right before the first use of the one so many before it; the first uses.
+    """Issue each bucket before the first use of the bucket ``ahead`` of it; return the first uses.
 
-    That one is taken out of what it arrived in first (``after``), so that the two are not there at once.
+    The earlier bucket is unpacked first (``after``), so that the two receive buffers are never both held.
     """
     at = positions(graph)
     users = [min((u for n in b for u in n.users), key=at.__getitem__) for b in buckets]
@@ -141,7 +141,7 @@ def _place(graph: fx.Graph, buckets: list[list[fx.Node]], ahead: int) -> list[fx
 
 
 def _number_turns(graph: fx.Graph, begins: set[fx.Node]) -> None:
-    """Count the layers that the backward has begun: their first uses and the scatters have the number."""
+    """Number the layers of the backward, in tags on their first uses and on the scatters."""
     turn = 0
     for node in graph.nodes:
         if node in begins:

@@ -1,7 +1,7 @@
-"""Partition: a global program becomes an SPMD program, still one graph over global shapes.
+"""Partition of a global program into an SPMD program, which is still one graph over global shapes.
 
-What propagation decided is written down: every node says its layout, and reshards stand between the
-nodes as steps that are the identity on global values. So an SPMD program can be read, rewritten again,
+The decision of propagation is written into the graph: every node is tagged with its layout, and reshards
+are steps between nodes that are the identity on global values. So an SPMD program can be read, rewritten,
 and turned back into the global program it came from (``unpartition``) by dropping those steps.
 """
 
@@ -28,7 +28,7 @@ __all__ = ["partition", "unpartition"]
 
 
 def partition(graph: fx.Graph, given: Given, decision: LayoutDecision, sizes: Sizes) -> fx.Graph:
-    """The SPMD graph. Every node has ``meta["layout"]``, every reshard ``meta["step"]``."""
+    """The SPMD graph, in which every node is tagged with its layout and every reshard with its step."""
     return _Partition(graph, given, decision, sizes).run()
 
 
@@ -81,10 +81,10 @@ class _Partition:
         if not hasattr(VAL.get(node), "shape"):
             return
         raw = self.decision.raw[source][result_index(node)]
-        made = self.new.call_function(operator.getitem, (self.tuples[source], node.args[1]))
-        inherit(made, node, "call")
-        LAYOUT.set(made, raw)
-        self._publish(node, raw, made)
+        computed = self.new.call_function(operator.getitem, (self.tuples[source], node.args[1]))
+        inherit(computed, node, "call")
+        LAYOUT.set(computed, raw)
+        self._publish(node, raw, computed)
 
     def _operation(self, node: fx.Node) -> None:
         option = self.decision.option[node]
@@ -92,12 +92,12 @@ class _Partition:
         operands = [
             self._fetch(o, layout, node) for o, layout in zip(call.operands, option.ins, strict=True)
         ]
-        made = self._copy(node, operands, option.outs)
-        GATHERED.set(made, option.rule.gathered and bool(call.ins))
+        computed = self._copy(node, operands, option.outs)
+        GATHERED.set(computed, option.rule.gathered and bool(call.ins))
         if isinstance(VAL.of(node), (tuple, list)):
-            self.tuples[node] = made
+            self.tuples[node] = computed
         else:
-            self._publish(node, option.outs[0], made)
+            self._publish(node, option.outs[0], computed)
 
     def _copy(self, node: fx.Node, operands: list[fx.Node], outs: tuple[Layout, ...]) -> fx.Node:
         position = iter(operands)
@@ -111,15 +111,15 @@ class _Partition:
 
         args = tuple(swap(a) for a in node.args)
         kwargs = {k: swap(v) for k, v in node.kwargs.items()}
-        made = self.new.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        computed = self.new.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         layout = outs[0] if not isinstance(VAL.of(node), (tuple, list)) else outs
-        inherit(made, node, "call")
-        LAYOUT.set(made, layout)
-        return made
+        inherit(computed, node, "call")
+        LAYOUT.set(computed, layout)
+        return computed
 
-    def _publish(self, node: fx.Node, raw: Layout, made: fx.Node) -> None:
-        """A value as computed becomes the value as found, its pending sums resolved if they must."""
-        self.versions[node] = {raw: made}
+    def _publish(self, node: fx.Node, raw: Layout, computed: fx.Node) -> None:
+        """Publish a computed value to its users, with pending sums resolved where the plan says so."""
+        self.versions[node] = {raw: computed}
         home = self.decision.home[node]
         if home != raw:
             self._move(node, raw, home, node)
@@ -137,14 +137,14 @@ class _Partition:
         return self._move(node, best, want, user)
 
     def _view_again(self, node: fx.Node, want: Layout, user: fx.Node) -> fx.Node | None:
-        """A reshard of a view is made on its base, where every alias shares it."""
+        """Reshard a view by resharding its base, for all its aliases, and repeating the view."""
         base = node.all_input_nodes[0]
         layout = pull(node, want, self.sizes)
         if layout is None or not set(layout.pending) <= set(self.decision.home[base].pending):
             return None
-        made = self._copy(node, [self._fetch(base, layout, user)], (want,))
-        self.versions[node][want] = made
-        return made
+        computed = self._copy(node, [self._fetch(base, layout, user)], (want,))
+        self.versions[node][want] = computed
+        return computed
 
     def _move(self, node: fx.Node, have: Layout, want: Layout, user: fx.Node) -> fx.Node:
         value = self.versions[node][have]
@@ -155,7 +155,7 @@ class _Partition:
 
 
 def unpartition(graph: fx.Graph) -> fx.Graph:
-    """The global graph an SPMD graph stands for: its steps dropped, its layouts forgotten."""
+    """The global graph of an SPMD graph, without its steps and layouts."""
     new = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

@@ -1,10 +1,10 @@
-"""In which precision partial sums cross the network (``reduce_dtype=``).
+"""The precision in which partial sums are reduced over ranks (``reduce_dtype=``).
 
-A sum over ranks of bf16 is rounded once more for each rank: the partial products are, and then their
-sums. With a wider dtype the sums and products that end in a reduction are made in it as well, and so is
-what was one operation with them, so that it is rounded once, as one device rounds it. (Products on a CPU
-only: elsewhere one in another dtype than its operands' would be slow; there partial results are widened
-after they were rounded.)
+A bf16 sum over ranks is rounded more often than on one device: the partial products are rounded, then
+each partial sum. With a wider dtype the sums and products that end in a reduction are computed in it as
+well, and so are operations fused with them, so that the result is rounded once, as on one device.
+(Products on a CPU only: elsewhere a product in another dtype than its operands' is slow, so partial
+results are widened after rounding.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchard.sharding.scheduling.collectives import Collective, op_of
 
 __all__ = ["check_reduce_dtype", "reduce_widely"]
 
-_SUMS = (aten.sum.dim_IntList, aten.sum.default)  # which take the dtype of their result
+_SUMS = (aten.sum.dim_IntList, aten.sum.default)  # they take the dtype of their result
 _PRODUCTS = (aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default)
 _FINISHES = (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor)
 
@@ -38,7 +38,7 @@ def check_reduce_dtype(dtype: torch.dtype | None) -> None:
 
 
 def reduce_widely(graph: fx.Graph, dtype: torch.dtype) -> None:
-    """Make the sums over ranks of narrower floats in ``dtype``; in place, on an SPMD graph."""
+    """Compute sums of narrower floats over ranks in ``dtype``; changes an SPMD graph in place."""
     for node in list(graph.nodes):
         op = op_of(node)
         if op is not None and op.reduction == "sum" and _is_narrower(VAL.of(node), dtype):
@@ -53,7 +53,7 @@ def _widen(graph: fx.Graph, step: fx.Node, dtype: torch.dtype) -> None:
     (source,) = step.all_input_nodes
     narrow: torch.dtype = VAL.of(step).dtype
     whole = PART_OF.get(source)
-    wide = _made_wide(graph, source, dtype) if len(source.users) == 1 else None
+    wide = _widened(graph, source, dtype) if len(source.users) == 1 else None
     if wide is None:
         with graph.inserting_before(step):
             wide = _cast(graph, source, dtype)
@@ -75,7 +75,7 @@ def _widen(graph: fx.Graph, step: fx.Node, dtype: torch.dtype) -> None:
 
 
 def _finished(graph: fx.Graph, value: fx.Node, whole: int | None, dtype: torch.dtype) -> fx.Node:
-    """What was one operation with the sum (a bias, a mean's division) is in the wider dtype, too."""
+    """Also compute what was fused with the sum (a bias, a mean's division) in the wider dtype."""
     while len(value.users) == 1:
         (user,) = value.users
         if whole is None or user.target not in _FINISHES or PART_OF.get(user) != whole:
@@ -89,32 +89,32 @@ def _finished(graph: fx.Graph, value: fx.Node, whole: int | None, dtype: torch.d
     return value
 
 
-def _made_wide(graph: fx.Graph, source: fx.Node, dtype: torch.dtype) -> fx.Node | None:
-    """A sum or product that is for the reduction alone, made again in a wider dtype, if that is free."""
+def _widened(graph: fx.Graph, source: fx.Node, dtype: torch.dtype) -> fx.Node | None:
+    """A sum or product used by the reduction only, recomputed in a wider dtype where that is free."""
     with graph.inserting_before(source):
         if source.target in _SUMS:
             kwargs = {**source.kwargs, "dtype": dtype}
-            return _made(graph, source.target, source.args, kwargs, source, dtype)
+            return _emit(graph, source.target, source.args, kwargs, source, dtype)
         if source.target in _FINISHES and len(source.all_input_nodes) == 1:
             (before,) = source.all_input_nodes
             same = len(before.users) == 1 and PART_OF.get(before) == PART_OF.get(source, -1)
-            wide = _made_wide(graph, before, dtype) if same else None
+            wide = _widened(graph, before, dtype) if same else None
             if wide is None:
                 return None
             args = tuple(wide if a is before else a for a in source.args)
-            return _made(graph, source.target, args, source.kwargs, source, dtype)
+            return _emit(graph, source.target, args, source.kwargs, source, dtype)
         if source.target not in _PRODUCTS or VAL.of(source).device.type != "cpu":
             return None
         cast = {operand: _cast(graph, operand, dtype) for operand in source.all_input_nodes}
         args = tuple(cast[operand] for operand in source.args)  # type: ignore[index]
-        return _made(graph, source.target, args, {}, source, dtype)
+        return _emit(graph, source.target, args, {}, source, dtype)
 
 
 def _cast(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    return _made(graph, aten._to_copy.default, (x,), {"dtype": dtype}, x, dtype)
+    return _emit(graph, aten._to_copy.default, (x,), {"dtype": dtype}, x, dtype)
 
 
-def _made(
+def _emit(
     graph: fx.Graph,
     target: Any,
     args: tuple[Any, ...],
@@ -122,7 +122,7 @@ def _made(
     like: fx.Node,
     dtype: torch.dtype,
 ) -> fx.Node:
-    made = graph.call_function(target, args, kwargs)
-    inherit(made, like)
-    put(made, {VAL: VAL.of(like).to(dtype), LAYOUT: LAYOUT.of(like)})
-    return made
+    node = graph.call_function(target, args, kwargs)
+    inherit(node, like)
+    put(node, {VAL: VAL.of(like).to(dtype), LAYOUT: LAYOUT.of(like)})
+    return node

@@ -1,11 +1,11 @@
-"""When collectives are issued: as soon as what they send is there.
+"""The schedule of collectives: each is issued as soon as its operand is available.
 
-The order is chosen on the SPMD graph, so it is the same on every rank. A collective that makes nothing
-larger (a reduction, an exchange) is issued right after its operand, ahead of work that does not need it,
-and waited for where it is used: the all_reduce of an activation's gradient runs beside the weight's
-matmul. Views of what arrives wait with it, and so do updates: every gradient may have been reduced by
-then, in one call. Gathers stay where they are needed, since an early one holds
-memory; those of parameters are ``gathers.py``'s, what is merged ``bucket.py``'s.
+The order is chosen on the SPMD graph, so it is the same on every rank. A collective whose result is no
+larger than its operand (a reduction, an all_to_all) is issued right after its operand, ahead of
+independent work, and awaited at its first use: the all_reduce of an activation's gradient overlaps with
+the weight's matmul. Views of a result are moved down to its first use, and updates to the end, so that
+all gradients can be reduced in one call. Gathers stay where they are needed, since an early one holds
+memory; gathers of parameters are placed by ``gathers.py``, and merging is done by ``bucket.py``.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Schedule:
 def schedule(
     program: Program, how: Schedule, layers: Mapping[fx.Node, str], batch: Iterable[str]
 ) -> None:
-    """Put the collectives of an SPMD program where they run.
+    """Move the collectives of an SPMD program to where they are issued, and merge them.
 
     `layers` names the layer of each parameter, `batch` the axes that split the batch.
     """
@@ -85,7 +85,7 @@ def schedule(
     gather_again(graph, layers, batch)
     issue_early(graph)
     update_last(program)
-    wait_late(graph)  # after what moves users: all views of what a merged call brings are behind it
+    wait_late(graph)  # after moving users: all views of a merged result must follow it
     merge_reductions(graph, how.bucket_bytes)
     gather_by_layer(graph, layers, how.prefetch)
 
@@ -93,7 +93,7 @@ def schedule(
 def issue_early(graph: fx.Graph) -> None:
     """Move collectives, and the views they send, up to their operands.
 
-    One that is made again stays: its operand may have been kept since the forward.
+    A recomputed one is not moved: its operand may have been kept since the forward.
     """
     for node in list(graph.nodes):
         if not isinstance(op_of(node), _EARLY) or RECOMPUTE.get(node):
@@ -114,23 +114,23 @@ def _last_placeholder(graph: fx.Graph) -> fx.Node:
 
 
 def wait_late(graph: fx.Graph) -> None:
-    """Move views of what a collective brings down to where they are used; those that are not, go."""
+    """Move views of a collective's result down to their first use, and erase unused ones."""
     for node in reversed(list(graph.nodes)):
         if not is_alias(node) or not _arrives(node):
             continue
         if not node.users:
             graph.erase_node(node)
         else:
-            min(node.users).prepend(node)  # nodes compare by where they are, those that moved too
+            min(node.users).prepend(node)  # nodes compare by their current positions
 
 
 def update_last(program: Program) -> None:
-    """Move what makes new parameters of gradients, and nothing else, to the end, one after another.
+    """Move nodes that only compute new parameters from gradients to the end, one parameter at a time.
 
-    Gradients are then reduced before the first update: SGD's rate is multiplied onto a gradient that
-    still is pending, so that each reduction would stand between its own gradient and update. And each
-    update is whole before the next begins, wherever propagation's order left its pieces: what it needs
-    on the way is that of one parameter, and what it replaces may be freed.
+    All gradients can then be reduced before the first update; otherwise each reduction would be between
+    its gradient and its update, since SGD multiplies a gradient that is still pending by the rate. And
+    each update is complete before the next begins, so that temporaries are those of one parameter, and
+    the replaced parameter can be freed.
     """
     results = program.graph.output_node()
     late = _only_updates(program)
@@ -141,7 +141,7 @@ def update_last(program: Program) -> None:
 
 
 def _only_updates(program: Program) -> set[fx.Node]:
-    """What leads to updated inputs only, and belongs to the optimizer or waits for an all_reduce."""
+    """Nodes used by updated inputs only that belong to the optimizer or depend on an all_reduce."""
     graph = program.graph
     results = graph.output_node()
     ends = {program.results[i] for i in updated_inputs(graph, program.outputs)}
@@ -149,7 +149,7 @@ def _only_updates(program: Program) -> set[fx.Node]:
     for node in graph.nodes:
         if any(_is_sum(source) or source in arrived for source in node.all_input_nodes):
             arrived.add(node)
-    late: set[fx.Node] = set()  # nothing that is late has a user that is not
+    late: set[fx.Node] = set()  # all users of a late node are late
     for node in reversed(graph.nodes):
         kept = node.op != "call_function" or STEP.on(node)
         waits = node in arrived or PHASE.get(node) != "backward"
@@ -159,16 +159,16 @@ def _only_updates(program: Program) -> set[fx.Node]:
 
 
 def _ends_of(value: Any, late: set[fx.Node]) -> list[fx.Node]:
-    """What of the late nodes a result needs, operands first."""
-    found: dict[fx.Node, None] = {}
+    """The late nodes that a result depends on, operands first."""
+    needed: dict[fx.Node, None] = {}
     stack = [value] if value in late else []
     while stack:
         node = stack[-1]
-        missing = [n for n in node.all_input_nodes if n in late and n not in found]
+        missing = [n for n in node.all_input_nodes if n in late and n not in needed]
         stack.extend(reversed(missing))
         if not missing:
-            found[stack.pop()] = None
-    return list(found)
+            needed[stack.pop()] = None
+    return list(needed)
 
 
 def _is_sum(node: fx.Node) -> bool:
