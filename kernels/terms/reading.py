@@ -13,6 +13,7 @@ from torch import fx
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import PHASE, VAL
 from torchard.functional.torch_internals.operators import aten
+from torchard.kernels.terms import lookups  # noqa: F401  (its rules)
 from torchard.kernels.terms.evaluate import evaluate
 from torchard.kernels.terms.terms import Store, Term, TermValue, is_multiple, literal
 

@@ -26,6 +26,12 @@ from torchard.functional.programs.tags import APART, USE, VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.purify import purify
 from torchard.functional.tracing.record import record
+from torchard.sharding.decompositions import (  # noqa: F401  (their entries)
+    batch_norm,
+    images,
+    pools,
+    resample,
+)
 from torchard.sharding.decompositions.functional_forms import DECOMPOSITIONS
 from torchard.sharding.decompositions.neighbours import NEIGHBOURS, Parts
 from torchard.sharding.layouts.tags import CALL, PART_OF

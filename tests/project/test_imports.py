@@ -15,6 +15,8 @@ from paths import ROOT
 
 # What each room may import besides itself.
 BELOW = {"functional": set(), "sharding": {"functional"}, "kernels": {"functional"}}
+# Imported by those who want them: public modules, and kernels that need Triton.
+ON_DEMAND = ("torchard.kernels.triton", "torchard.sharding.testing", "torchard.sharding.transports")
 Graph = dict[str, set[str]]
 
 
@@ -69,6 +71,21 @@ def test_there_is_no_cycle(graph: Graph) -> None:
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
     assert set(order) >= set(graph)
+
+
+def test_importing_the_library_loads_every_module() -> None:
+    """What nothing imports registers nothing: rules and decompositions are entered by imports."""
+    graph = _module_graph()
+    entries = [m for path in (ROOT / "src" / "torchard").glob("*.py") for m in _imported(path)]
+    loaded: set[str] = set()
+    waiting = [m for m in entries if m in MODULES]
+    while waiting:
+        module = waiting.pop()
+        if module not in loaded:
+            loaded.add(module)
+            waiting += graph[module]
+            waiting += [m for m in [module.rpartition(".")[0]] if m in MODULES]
+    assert set(MODULES) - loaded == {m for m in MODULES if m.startswith(ON_DEMAND)}
 
 
 def test_rooms_import_one_way() -> None:
