@@ -1,7 +1,7 @@
 """Derivatives of programs, as programs: joint, pullback, pushforward, batched.
 
-Each traces the program again with a derivative around it, so that a rewrite sees it in one graph.
-The leaves are inherited: a gradient is held as its primal, a cotangent as its output.
+Each retraces the program with a derivative around it, so that a rewrite sees both in one graph.
+Placements are inherited: a gradient has that of its primal, a cotangent that of its output.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ Vjp = Callable[[list[torch.Tensor]], tuple[list[Any], list[Any]]]
 def _callable(program: Program) -> Fn:
     """The program as a function of all its inputs.
 
-    A graph does not show where gradients were off or whose backward is the user's own
-    (autograd.Function): there the function itself runs again.
+    A graph does not show where gradients were off, or autograd.Functions with a backward of the user's:
+    there the function itself runs again.
     """
     if program.retrace is not None:
         return program.retrace
@@ -52,44 +52,44 @@ def derived_program(
     outputs: Callable[[], list[Leaf]],
     gradients: Sequence[bool] = (),
 ) -> Program:
-    """The program of fn; constants of the old program stay its last inputs."""
+    """The program of fn; the constants of the old program remain its last inputs."""
     count = len(program.inputs) - len(program.constants)
     constants = list(zip(program.inputs, specs_of(program.graph), strict=True))[count:]
     inputs = [*inputs, *constants]
     specs = [spec for _, spec in inputs]
     with internals.autocast_off():
-        found = purify(record(fn, specs, gradients=gradients), [leaf.path for leaf, _ in inputs])
-    fresh = [Leaf(f"constant {i}", role="constant") for i, _ in enumerate(found.closures)]
+        recording = purify(record(fn, specs, gradients=gradients), [leaf.path for leaf, _ in inputs])
+    fresh = [Leaf(f"constant {i}", role="constant") for i, _ in enumerate(recording.closures)]
     return Program(
-        graph=found.graph,
+        graph=recording.graph,
         inputs=(*(leaf for leaf, _ in inputs), *fresh),
         outputs=tuple(outputs()),
         name=program.name,
-        asks=tuple(dict.fromkeys((*program.asks, *found.asks))),
-        constants=(*program.constants, *(closure.value for closure in found.closures)),
-        retrace=fn if found.without_grad else None,
-        forgets_turns=found.forgets_turns,
+        asks=tuple(dict.fromkeys((*program.asks, *recording.asks))),
+        constants=(*program.constants, *(closure.value for closure in recording.closures)),
+        retrace=fn if recording.without_grad else None,
+        forgets_turns=recording.forgets_turns,
     )
 
 
 def split_inputs(program: Program) -> tuple[int, list[tuple[Leaf, TensorSpec]]]:
-    """How many inputs are passed (the rest are constants), and those."""
+    """The number of inputs that are not constants, and these inputs."""
     count = len(program.inputs) - len(program.constants)
     return count, list(zip(program.inputs, specs_of(program.graph), strict=True))[:count]
 
 
 def _cotangents(program: Program, tags: Sequence[Any] | None) -> list[tuple[Leaf, TensorSpec]]:
-    found = []
+    cotangents = []
     for i, (leaf, spec) in enumerate(zip(program.outputs, _out_specs(program), strict=True)):
         if not _is_float(spec):
             continue
         tag, of = (leaf.tag, i) if tags is None else (tags[i], None)
         cotangent = Leaf(f"cotangent of {leaf.path}", tag, "cotangent", of, leaf.hint)
-        found.append((cotangent, contiguous(spec.shape, spec.dtype, spec.device)))
-    return found
+        cotangents.append((cotangent, contiguous(spec.shape, spec.dtype, spec.device)))
+    return cotangents
 
 
-def _gradient_leaves(program: Program, mask: Sequence[bool], found: Sequence[bool]) -> list[Leaf]:
+def _gradient_leaves(program: Program, mask: Sequence[bool], present: Sequence[bool]) -> list[Leaf]:
     wanted = [i for i, w in enumerate(mask) if w]
     return [
         replace(
@@ -98,14 +98,18 @@ def _gradient_leaves(program: Program, mask: Sequence[bool], found: Sequence[boo
             role="gradient",
             of=i,
         )
-        for i, has in zip(wanted, found, strict=True)
+        for i, has in zip(wanted, present, strict=True)
         if has
     ]
 
 
 class _Vjp(NamedTuple):
-    """Outputs and gradients of inputs and cotangents; after it ran, which gradients there are, and
-    which outputs follow the inputs."""
+    """A function from inputs and cotangents to outputs and gradients.
+
+    Attributes:
+        present: once it ran, which of the wanted gradients exist.
+        follows: once it ran, which outputs depend on the inputs of the mask.
+    """
 
     run: Vjp
     present: list[bool]
@@ -143,16 +147,16 @@ def _vjp(program: Program, mask: Sequence[bool], count: int, cotangents: int) ->
 
 
 def _needs_level(program: Program) -> bool:
-    """Whether plain autograd on fakes would go wrong where the function runs again.
+    """Whether plain autograd on fakes would be wrong where the function runs again.
 
-    Inside a level of torch.func's, which wraps the fakes, torch takes views again by their strides. Not
-    everywhere: there it refuses autograd Functions without setup_context, and hooks.
+    Inside a level of torch.func, which wraps the fakes, torch replays views by their strides. A level is
+    not used everywhere, since torch.func refuses autograd Functions without setup_context, and hooks.
     """
     return program.retrace is not None and program.forgets_turns
 
 
 def _in_level(run: Vjp, mask: Sequence[bool]) -> Vjp:
-    """The same gradients, taken inside a level of torch.func's."""
+    """The same gradients, taken inside a level of torch.func."""
 
     def inside(inputs: list[torch.Tensor]) -> tuple[list[Any], list[Any]]:
         with internals.gradient_level(inputs, mask) as (wrapped, out):
@@ -163,7 +167,7 @@ def _in_level(run: Vjp, mask: Sequence[bool]) -> Vjp:
 
 
 def _as_function(program: Program) -> Program:
-    """What to differentiate: roles inside a derived program mean nothing for the next one."""
+    """The program without the roles of its own derivation, to be differentiated again."""
     inputs = tuple(
         replace(leaf, role="primal", of=None) if leaf.role in ("cotangent", "tangent") else leaf
         for leaf in program.inputs
@@ -206,10 +210,10 @@ def joint(program: Program, mask: Sequence[bool]) -> Program:
 
 
 def pullback(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> Program:
-    """The gradients alone, of primals and cotangents: itself differentiable.
+    """The function from primals and cotangents to gradients; it is itself differentiable.
 
     Args:
-        tags: how the outputs are held, and so their cotangents.
+        tags: the placements of the outputs, and so of their cotangents.
     """
     program = _as_function(program)
     count, primals = split_inputs(program)
@@ -219,7 +223,7 @@ def pullback(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> Pro
     def fn(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         given, rest = inputs[:count], inputs[count:]
         constants = rest[len(cotangents) :]
-        f, at = _of_some(program, given, wanted, constants)
+        f, at = _restricted(program, given, wanted, constants)
         # Not autograd.grad: this function may itself be run again under a transform.
         vjp: Any = torch.func.vjp(f, *at)[1]
         return list(vjp(tuple(rest[: len(cotangents)])))
@@ -232,13 +236,13 @@ def pullback(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> Pro
     )
 
 
-def _of_some(
+def _restricted(
     program: Program,
     given: Sequence[torch.Tensor],
     wanted: Sequence[int],
     constants: Sequence[torch.Tensor],
 ) -> tuple[Callable[..., tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
-    """The floating outputs as a function of some inputs, and the point."""
+    """The floating outputs as a function of some inputs, and the values of these inputs."""
     f = _callable(program)
     floats = [i for i, spec in enumerate(_out_specs(program)) if _is_float(spec)]
 
@@ -253,7 +257,7 @@ def _of_some(
 
 
 def pushforward(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> Program:
-    """The tangents of the floating outputs, of primals and the tangents of the mask's inputs."""
+    """The function from primals and tangents of the mask's inputs to tangents of floating outputs."""
     program = _as_function(program)
     count, primals = split_inputs(program)
     wanted = [i for i, w in enumerate(mask) if w]
@@ -270,7 +274,7 @@ def pushforward(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> 
         given, rest = inputs[:count], inputs[count:]
         constants = rest[len(wanted) :]
 
-        moved, at = _of_some(program, given, wanted, constants)
+        moved, at = _restricted(program, given, wanted, constants)
         return list(torch.func.jvp(moved, at, tuple(rest[: len(wanted)]))[1])
 
     return derived_program(

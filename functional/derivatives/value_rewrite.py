@@ -78,6 +78,6 @@ def interpreted(program: Program, rewrite: ValueRewrite) -> Program:
             return program.retrace(given)
         return replay(program.graph, given, rewrite.call)
 
-    made = derived_program(program, fn, inputs, lambda: list(program.outputs))
+    derived = derived_program(program, fn, inputs, lambda: list(program.outputs))
     trees = {"in_tree": program.in_tree, "out_tree": program.out_tree}
-    return replace(made, **trees, closures=program.closures)
+    return replace(derived, **trees, closures=program.closures)

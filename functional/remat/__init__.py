@@ -1,26 +1,26 @@
-"""What a backward keeps of its forward, recomputes or offloads.
+"""Which values of its forward a backward keeps, recomputes or offloads.
 
-Checkpointing is *marks first, versions last*. `checkpoint` only marks nodes with the **segments**
-they are in (a call of the function, an entry of a scope, or all of it), those of the backward too.
-Marks survive replay, sharding and decomposition. When every other rewrite has run, a backward node
-that reads a value of the forward is given the **version** its policy means: the value itself, the
-same operation once more on versions of its operands right before the first use, or a copy that
-waited on the host (`recompute.py`, `rematerialise.py`). So policies see collectives and fused
-kernels, every order of transforms is the same program, and a program with its gradients inside
-needs no mechanism of its own.
+Checkpointing marks nodes first and recomputes last. `checkpoint` only marks nodes, those of the
+backward included, with the **segments** they are in: a call of the function, an entry of a scope, or
+the whole function. Marks survive replay, sharding and decomposition. When every other rewrite has
+run, a backward node that reads a value of the forward is given the **version** that the policy
+asks for: the value itself, a recomputation (the same operation on versions of its operands, right
+before the first use), or a copy from host memory (`recompute.py`, `rematerialise.py`). So policies
+see collectives and fused kernels, every order of transforms gives the same program, and a program
+whose gradients are taken inside needs no mechanism of its own.
 
 A use reads the recomputed value only inside segments that enclose both the use and the definition.
-That is all there is to nesting, and to what a segment hands on: a use from outside shares no
-segment and reads the value itself.
+Nesting follows from this rule, and so do the outputs of a segment: a use outside shares no segment
+with the definition and reads the value itself.
 
-A *pass* tells forward from backward: 0 for the forward, 1 for gradients taken inside, 2 for what
-the cotangents of a joint program lead to, and whatever only that needs. An edge to a later pass is
-a residual.
+A *pass* tells forward from backward: 0 for the forward, 1 for gradients taken inside, 2 for the
+operations that depend on the cotangents of a joint program, and those that only they need. An edge
+to a later pass is a residual.
 
-`liveness.py` knows what is alive when, to the byte: the generated code frees after the last use. A
-budget (`budget.py`, `remat_ilp.py`) is an integer program with coarse time, since each value is
-recomputed at most once; choices under falling bounds are carried out and simulated, and the best in
-peak and FLOPs are the envelope. Compilers would merge a version with the value it is a version of,
-or make all versions at once: a barrier (`barrier.py`), an opaque copy of the smallest operand,
-keeps them apart in compiled graphs.
+`liveness.py` computes which storages are alive at each operation, to the byte: the generated code
+frees a value after its last use. A budget (`budget.py`, `remat_ilp.py`) is an integer program over
+coarse time steps, since each value is recomputed at most once; its solutions under falling bounds
+are applied and simulated, and those that are best in peak and FLOPs are the envelope. Compilers would
+merge a recomputation with the original value, or recompute everything at the start of the backward: a
+barrier (`barrier.py`), an opaque copy of the smallest operand, prevents that in compiled graphs.
 """

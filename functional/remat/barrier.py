@@ -1,12 +1,12 @@
-"""A barrier keeps a compiler from making early what is to be made again late.
+"""Barriers, which keep a compiler from undoing recomputation.
 
-A compiler sees that a version of a value is the same computation as the value itself, and shares them; or
-that nothing stands in the way of making all versions when the backward begins. Either way the operations
-are counted right and the memory is lost. What a version starts from therefore goes through an opaque
-operation that waits for what the backward has made last.
+To a compiler a recomputation is a common subexpression of the original value, so it merges the two; or it
+moves all recomputations to the start of the backward. Either way the memory is not saved. An operand of
+each recomputation therefore passes through an opaque operation, which depends on the value that the
+backward computed last.
 
-The operation copies: an output that lies in its operand's storage is not allowed of one that compilers
-take as it is. It is put on the smallest operand, which mostly is a bias or the weight of a norm.
+The operation copies its operand, since the output of a custom operator must not alias an input. It is put
+on the smallest operand, mostly a bias or the weight of a norm.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ torch.library.register_fake("torchard::barrier", _fake, lib=LIBRARY)
 
 
 def insert_barriers(graph: fx.Graph) -> None:
-    """Let what is made again (``recompute``) wait for the backward's last value ahead of it."""
+    """Make every recomputation wait for the value that the backward computes right before it."""
     last: fx.Node | None = None
-    waits: dict[fx.Node, fx.Node] = {}  # of a version, what it waited for
+    waits: dict[fx.Node, fx.Node] = {}  # from a recomputation to the value it waits for
     passed: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
     for node in list(graph.nodes):
         operands = node.all_input_nodes
@@ -57,11 +57,11 @@ def insert_barriers(graph: fx.Graph) -> None:
             smallest = min(operands, key=_elements)
             if (smallest, last) not in passed:
                 with graph.inserting_before(node):
-                    made = graph.call_function(
+                    barrier = graph.call_function(
                         torch.ops.torchard.barrier.default, (smallest, last)
                     )
-                inherit(made, smallest, "value")
-                passed[smallest, last] = made
+                inherit(barrier, smallest, "value")
+                passed[smallest, last] = barrier
             node.replace_input_with(smallest, passed[smallest, last])
             waits[node] = last
 
@@ -71,7 +71,7 @@ def _is_tensor(node: fx.Node) -> bool:
 
 
 def _elements(node: fx.Node) -> float:
-    """Of a tensor; a graph that was lowered for a mesh knows local shapes only, and not of all."""
+    """The size of a tensor, inf if unknown: a graph lowered for a mesh has only some local shapes."""
     value = VAL.get(node)
     if isinstance(value, Tensor):
         return value.numel()

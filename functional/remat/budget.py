@@ -1,10 +1,11 @@
-"""A bound on peak memory: which values to keep, so that as little as possible is made again.
+"""A bound on peak memory: which values to keep, so that as few FLOPs as possible are recomputed.
 
 The choice is an integer program over the joint program (remat_ilp.py), after Checkmate (Jain et al.
-2020), but with each value made again at most once, so that time may be coarse. Its peak is an estimate,
-and peaks are not monotone in what is kept; so it is solved for falling bounds, each solution's program is
-made and its peak simulated, and what no other beats in both peak and FLOPs is the *envelope*. A budget
-takes the cheapest of its points that fits: less memory never costs fewer FLOPs, nor a higher peak.
+2020), but with each value recomputed at most once, so that time steps may be coarse. Its peak is an
+estimate, and the true peak is not monotone in the set of kept values. So it is solved for falling bounds,
+each solution's program is built and its peak simulated, and the Pareto front in peak and FLOPs is the
+*envelope*. A budget takes the cheapest point of the envelope that fits, so a smaller budget never gives
+fewer FLOPs or a higher peak.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ from torchard.functional.remat.segments import Segment, segments_of
 
 __all__ = ["Point", "envelope", "kept_within_budget"]
 
-_STEPS = 16  # of an envelope, but
-_SMALL = 16  # the envelope of no more values than this has every point
-_REMEMBERED = 32  # envelopes, each of another program
-_BUCKETS = 24  # of the backward, or as many as it has operations
+_STEPS = 16  # bounds that are tried for an envelope, but
+_SMALL = 16  # with no more values than this, every bound is tried
+_REMEMBERED = 32  # cached envelopes
+_BUCKETS = 24  # buckets of the backward, or as many as it has operations if fewer
 
-# With the policies that the digest knows by their id, which nobody else may have meanwhile.
+# With the policies whose ids are in the digest: kept alive, so that no other object gets their ids.
 _envelopes: dict[Hashable, tuple[list[tuple[int, int, list[int]]], set[Policy]]] = {}
 _lock = Lock()
 
@@ -47,8 +48,8 @@ class Point:
 
     Attributes:
         peak: bytes, simulated.
-        flops: of what is made again.
-        kept: the values that are not.
+        flops: FLOPs of recomputation.
+        kept: the values that are kept.
     """
 
     peak: int
@@ -60,7 +61,7 @@ def kept_within_budget(program: Program, last: tuple[Rewrite, ...] = ()) -> froz
     """The values that the budgets of a program's segments keep.
 
     Args:
-        last: rewrites that will finish the program, which may change its peak.
+        last: the post-passes of the program, which may change its peak.
 
     Raises:
         CheckpointError: more than one budget, or one below the least peak.
@@ -90,7 +91,7 @@ def kept_within_budget(program: Program, last: tuple[Rewrite, ...] = ()) -> froz
     fitting = [point for point in points if point.peak <= bound]
     if not fitting:
         raise CheckpointError(
-            f"checkpoint({program.name}, policy={budget}): the least peak that can be had is "
+            f"checkpoint({program.name}, policy={budget}): the least peak that can be reached is "
             f"{least:,} bytes ({most:,} with everything saved). Ask for that at least, or make the batch "
             "smaller."
         )
@@ -114,7 +115,7 @@ def envelope(program: Program, last: tuple[Rewrite, ...] = ()) -> list[Point]:
 
 
 def _fingerprint(program: Program) -> str:
-    """Equal for programs with the same envelope: another budget for the same function finds it again."""
+    """A cache key: equal for programs with the same envelope, whatever the budget."""
     digest = hashlib.sha256()
     numbers: dict[Segment, int] = {}
     size = bytes_in(program)
@@ -123,7 +124,7 @@ def _fingerprint(program: Program) -> str:
     digest.update(repr((donated, leaves)).encode())
     for node in program.graph.nodes:
         inside = [
-            # Two entries of a scope have one path.
+            # Numbered, since two entries of a scope have the same path.
             (
                 numbers.setdefault(segment, len(numbers)),
                 "budget" if isinstance(segment.policy, Budget) else id(segment.policy),
@@ -140,17 +141,17 @@ def _fingerprint(program: Program) -> str:
 
 def _envelope(program: Program, last: tuple[Rewrite, ...]) -> list[Point]:
     operations, problem = _problem(program)
-    choices = [*_by_heart(operations, problem), *_solutions(problem)]
-    found = {tried(program, _results(operations[v] for v in kept), last) for kept in choices}
+    choices = [*_heuristic_choices(operations, problem), *_solutions(problem)]
+    points = {tried(program, _results(operations[v] for v in kept), last) for kept in choices}
     best: list[Point] = []
-    for point in sorted(found, key=lambda p: (p.peak, p.flops)):
+    for point in sorted(points, key=lambda p: (p.peak, p.flops)):
         if not best or point.flops < best[-1].flops:
             best.append(point)
     return best
 
 
 def _results(operations: Iterable[fx.Node]) -> frozenset[fx.Node]:
-    """The values that operations make: of tuples, the items."""
+    """The results of operations; for tuples, their items."""
     return frozenset(
         value
         for node in operations
@@ -158,42 +159,42 @@ def _results(operations: Iterable[fx.Node]) -> frozenset[fx.Node]:
     )
 
 
-def _by_heart(operations: Sequence[fx.Node], problem: Problem) -> Iterator[Sequence[int]]:
-    """Everything; what scopes hand on, for each depth of scopes; and that with all products read."""
+def _heuristic_choices(operations: Sequence[fx.Node], problem: Problem) -> Iterator[Sequence[int]]:
+    """Everything; for each depth, the outputs of its scopes; and those with all dots that are read."""
     yield range(len(operations))
     frames = [FRAMES.get(node, ()) for node in operations]
     products = {v for v, node in enumerate(operations) if problem.reads[v] and op_name(node) in DOTS}
     for depth in range(max(map(len, frames), default=0) + 1):
-        handed_on = {
+        scope_outputs = {
             u
             for v, sources in enumerate(problem.sources)
             for u in sources
             if frames[u][:depth] != frames[v][:depth]
         }
-        yield from (sorted(handed_on), sorted(handed_on | products))
+        yield from (sorted(scope_outputs), sorted(scope_outputs | products))
 
 
 def tried(program: Program, kept: frozenset[fx.Node], last: tuple[Rewrite, ...] = ()) -> Point:
-    """What a choice comes to."""
-    made = rematerialise(program, kept)
-    again = sum(flops(node) for node in made.calls if RECOMPUTE.get(node))
-    return Point(liveness(finished(made, last)).peak, again, kept)
+    """The peak and FLOPs of keeping these values."""
+    rewritten = rematerialise(program, kept)
+    recomputed = sum(flops(node) for node in rewritten.calls if RECOMPUTE.get(node))
+    return Point(liveness(finished(rewritten, last)).peak, recomputed, kept)
 
 
 def _solutions(problem: Problem) -> Iterator[Sequence[int]]:
-    """What to keep under falling bounds, until nothing fits."""
+    """The values to keep under falling bounds, until nothing fits."""
     small = len(problem.sizes) <= _SMALL
     step = 0 if small else (problem.most - problem.least) / _STEPS
     for passing in (True, False) if small else (True,):
         posed = replace(problem, passing=passing)
         bound = float(problem.most)
-        while problem.sizes and (found := solve(posed, bound)) is not None:
-            yield found.kept
-            bound = min(found.estimate, bound - step) - 1
+        while problem.sizes and (solution := solve(posed, bound)) is not None:
+            yield solution.kept
+            bound = min(solution.estimate, bound - step) - 1
 
 
 def _problem(program: Program) -> tuple[list[fx.Node], Problem]:
-    """The operations on whose results a budget decides, and what is to be decided."""
+    """The operations on whose results a budget decides, and the integer program's data."""
     passes, live = passes_of(program), liveness(program)
     late_needs = needed_by(node for node in live.order if passes[node])
     operations = [n for n in program.calls if not passes[n] and n in late_needs and _is_choice(n)]
@@ -217,7 +218,7 @@ def _problem(program: Program) -> tuple[list[fx.Node], Problem]:
                 sources[number[reader]].append(v)
             else:
                 reads[v].add(bucket[reader])
-            if not _together(operations[v], reader):  # it is handed on, and kept
+            if not _share_budget(operations[v], reader):  # an output of its segment: kept
                 forced.add(v)
     held = live.held(without=operations)
     base, before = [0] * buckets, [0] * buckets
@@ -225,7 +226,7 @@ def _problem(program: Program) -> tuple[list[fx.Node], Problem]:
         k = bucket[live.order[at]]
         base[k] = max(base[k], held[at])
         before[k] = max(before[k], held[at] - _size(live, live.order[at]))
-    sizes = [sum(live.size[storage] for storage in found) for found in results]
+    sizes = [sum(live.size[storage] for storage in storages) for storages in results]
     costs = [flops(node) for node in operations]
     ahead = _ahead(live, operations, passes, held)
     return operations, Problem(costs, sizes, sources, reads, forced, base, before, ahead)
@@ -234,42 +235,42 @@ def _problem(program: Program) -> tuple[list[fx.Node], Problem]:
 def _ahead(
     live: Liveness, operations: Sequence[fx.Node], passes: dict[fx.Node, int], held: Sequence[int]
 ) -> list[tuple[int, list[int]]]:
-    """For runs of the forward: what is alive in them anyway, and what before them only if it is kept."""
+    """For each bucket of the forward: bytes alive anyway, and earlier operations alive only if kept."""
     early = list(itertools.takewhile(lambda at: not passes[live.order[at]], range(len(live.order))))
     if not early:
         return []
     number = {node: v for v, node in enumerate(operations)}
     begun = {number[node]: at for at, node in enumerate(live.order) if node in number}
-    ended = dict(begun)  # when the forward has read the last of it
+    ended = dict(begun)  # the forward's last read
     for at in early:
         for source in live.order[at].all_input_nodes:
             if (v := number.get(storage_key(source)[0])) is not None:
                 ended[v] = max(ended[v], at)
     count = min(_BUCKETS if len(operations) > _SMALL else len(early), len(early))
-    found = []
+    buckets = []
     for run in (early[len(early) * k // count : len(early) * (k + 1) // count] for k in range(count)):
         anyway = [
             held[at] + sum(_size(live, operations[v]) for v in begun if begun[v] <= at <= ended[v])
             for at in run
         ]
         at = run[anyway.index(max(anyway))]
-        found.append((max(anyway), [v for v in begun if ended[v] < at]))
-    return found
+        buckets.append((max(anyway), [v for v in begun if ended[v] < at]))
+    return buckets
 
 
 def _size(live: Liveness, node: fx.Node) -> int:
-    """Of all results of an operation."""
+    """The bytes of all results of an operation."""
     items = len(VAL.of(node)) if is_tuple(node) else 1
     return sum(live.size.get((node, i), 0) for i in range(items))
 
 
 def _is_choice(node: fx.Node) -> bool:
-    """Whether a budget decides on its results: in its segment, with storages of their own."""
+    """Whether a budget decides on its results: they are in its segment, in storages of their own."""
     budgeted = any(isinstance(segment.policy, Budget) for segment in segments_of(node))
     return budgeted and storage_key(node)[0] is node
 
 
-def _together(one: fx.Node, other: fx.Node) -> bool:
-    """Whether both are in one segment with the budget."""
+def _share_budget(one: fx.Node, other: fx.Node) -> bool:
+    """Whether both are in a common segment with the budget."""
     both = set(segments_of(one)) & set(segments_of(other))
     return any(isinstance(segment.policy, Budget) for segment in both)

@@ -1,8 +1,8 @@
-"""Liveness: what a program holds while it runs, counted on the graph, each storage once.
+"""Liveness: the memory that a program holds at each operation, computed on its graph.
 
-The generated code drops every value after its last use (codegen.py), so what is alive at an operation is
-known without running it: what has been made and is still to be read, the result of the operation among
-it, arguments that the caller keeps, and what is returned.
+The generated code drops every value after its last use (codegen.py), so the storages that are alive at an
+operation are known without running it: those that are still to be read, the operation's own result,
+arguments, which the caller keeps, and results of the program. Each storage is counted once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torchard.functional.remat.split import halves_of
 
 __all__ = ["Liveness", "Storage", "bytes_in", "liveness", "order_of", "storage_key"]
 
-# A value with a storage of its own: a node, and which of its results.
+# A storage: the node that allocates it, and the index among its results.
 Storage = tuple[fx.Node, int]
 
 
@@ -31,9 +31,10 @@ class Liveness:
     """When each storage is alive.
 
     Attributes:
-        order: the operations, as they run.
-        made, last: of each storage, the places in the order where it is made (-1: before) and last read.
-        size: of each storage, in bytes.
+        order: the operations, in execution order.
+        made, last: for each storage, the positions in the order where it is allocated (-1 for inputs)
+            and last read.
+        size: for each storage, its bytes.
     """
 
     order: list[fx.Node]
@@ -42,7 +43,7 @@ class Liveness:
     size: dict[Storage, int] = field(default_factory=dict)
 
     def held(self, without: Iterable[fx.Node] = ()) -> list[int]:
-        """Bytes alive at each operation, its result among them; some values not counted."""
+        """Bytes alive at each operation, including its result, without those of some nodes."""
         skipped = set(without)
         change = [0] * (len(self.order) + 2)
         for storage, begin in self.made.items():
@@ -50,11 +51,11 @@ class Liveness:
                 continue
             change[max(begin, 0)] += self.size[storage]
             change[self.last[storage] + 1] -= self.size[storage]
-        found, now = [], 0
-        for step in change[: max(len(self.order), 1)]:
-            now += step
-            found.append(now)
-        return found
+        held, total = [], 0
+        for delta in change[: max(len(self.order), 1)]:
+            total += delta
+            held.append(total)
+        return held
 
     @property
     def peak(self) -> int:
@@ -63,7 +64,7 @@ class Liveness:
 
 
 def order_of(program: Program) -> list[fx.Node]:
-    """The operations of a program as they run; of a joint program, those of its halves."""
+    """The operations of a program in execution order; of a joint program, forward then backward."""
     if any(leaf.role == "cotangent" for leaf in program.inputs):
         forward, backward = halves_of(program)
         return [*forward, *backward]
@@ -71,32 +72,32 @@ def order_of(program: Program) -> list[fx.Node]:
 
 
 def liveness(program: Program) -> Liveness:
-    """What a program holds; of a joint program, its forward and then its backward.
+    """The liveness of a program; of a joint program, that of its forward followed by its backward.
 
-    Over a mesh, sizes are those of the rank that holds most, and buffers of collectives do not count.
+    Over a mesh, sizes are those on the rank that holds most; buffers of collectives are not counted.
     """
     size = bytes_in(program)
-    found = Liveness(order_of(program))
-    end = len(found.order)
+    live = Liveness(order_of(program))
+    end = len(live.order)
     donated = _donated(program)
     for leaf, node in zip(program.inputs, program.placeholders, strict=True):
         storage = node, 0
-        found.made[storage], found.size[storage] = -1, size(node, 0)
-        found.last[storage] = 0 if leaf.path.startswith(donated) else end
-    for at, node in enumerate(found.order):
-        for storage in _made_by(node):
-            if storage not in found.made:
-                found.made[storage], found.size[storage] = at, size(*storage)
-                found.last[storage] = at
+        live.made[storage], live.size[storage] = -1, size(node, 0)
+        live.last[storage] = 0 if leaf.path.startswith(donated) else end
+    for at, node in enumerate(live.order):
+        for storage in _allocated_by(node):
+            if storage not in live.made:
+                live.made[storage], live.size[storage] = at, size(*storage)
+                live.last[storage] = at
         for storage in _read_by(node):
-            found.last[storage] = max(found.last[storage], at)
+            live.last[storage] = max(live.last[storage], at)
     for value in program.results:
         if isinstance(value, fx.Node):
-            found.last[storage_key(value)] = end
-    return found
+            live.last[storage_key(value)] = end
+    return live
 
 
-def _made_by(node: fx.Node) -> Sequence[Storage]:
+def _allocated_by(node: fx.Node) -> Sequence[Storage]:
     """The storages an operation allocates."""
     if storage_key(node)[0] is not node:
         return []
@@ -107,14 +108,14 @@ def _made_by(node: fx.Node) -> Sequence[Storage]:
 
 
 def _read_by(node: fx.Node) -> Iterable[Storage]:
-    """What must be alive for a node; a tuple is, with all its items, until the last is taken out."""
+    """The storages a node needs; a getitem needs all of its tuple, whose items are freed together."""
     if node.target is operator.getitem:
-        return _made_by(node.all_input_nodes[0]) or [storage_key(node)]
+        return _allocated_by(node.all_input_nodes[0]) or [storage_key(node)]
     return map(storage_key, node.all_input_nodes)
 
 
 def storage_key(node: fx.Node) -> Storage:
-    """Where a value lies: the node, and which of its results."""
+    """The storage of a value: the node that allocates it, and the index among its results."""
     root = storage_of(node)
     if root.target is operator.getitem:
         whole, item = root.args
@@ -124,7 +125,7 @@ def storage_key(node: fx.Node) -> Storage:
 
 
 def _donated(program: Program) -> tuple[str, ...]:
-    """What dies at its last use; arguments that a gradient is asked of are kept for it."""
+    """Path prefixes of donated arguments; none in a joint program, whose backward may read them."""
     if any(leaf.role == "cotangent" for leaf in program.inputs):
         return ()
     numbers = () if program.compiler is None else program.compiler.donate_argnums
@@ -132,5 +133,5 @@ def _donated(program: Program) -> tuple[str, ...]:
 
 
 def bytes_in(program: Program) -> Callable[[fx.Node, int], int]:
-    """How many bytes a value of a program takes, or one result of several."""
+    """A function for the bytes of a result of a node, by the program's runtime."""
     return bytes_of if program.runtime is None else program.runtime.bytes_of

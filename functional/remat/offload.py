@@ -1,4 +1,4 @@
-"""Values that wait in host memory between forward and backward: two operations, and where they stand."""
+"""Offloading to host memory between forward and backward: two operations, and their placement."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def _offload(x: Tensor) -> Tensor:
-    """x, copied to the host: to pinned memory, while the device goes on."""
+    """A copy of x on the host: in pinned memory, asynchronously, from a CUDA device."""
     if x.device.type != "cuda":
         return x.to("cpu", copy=True)
     host = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, pin_memory=True)
@@ -41,7 +41,7 @@ def _offload(x: Tensor) -> Tensor:
 
 
 def _reload(x: Tensor, device: torch.device) -> Tensor:
-    """x, copied back. On the stream that took it away, so never before it has arrived."""
+    """A copy of x on the device, on the stream of the first copy, so that it comes after it."""
     if device.type != "cuda":
         return x.to(device, copy=True)
     stream, current = _stream(device), torch.cuda.current_stream(device)
@@ -67,31 +67,31 @@ torch.library.register_fake("torchard::reload", _reload_fake, lib=LIBRARY)
 
 
 def offload_after(node: fx.Node) -> fx.Node:
-    """The node that takes a value to the host, made right after it if there is none yet."""
+    """The node that copies a value to the host, added right after the value if there is none yet."""
     target = torch.ops.torchard.offload.default
     for user in node.users:
         if user.target is target:
             return user
     with internals.inserting_after(node.graph, node):
-        made = node.graph.call_function(target, (node,))
-    _tag(made, node, target, VAL.of(node))
-    OFFLOAD.set(made, True)
-    return made
+        copy = node.graph.call_function(target, (node,))
+    _tag(copy, node, target, VAL.of(node))
+    OFFLOAD.set(copy, True)
+    return copy
 
 
 def reload_before(reader: fx.Node, offloaded: fx.Node) -> fx.Node:
-    """A node that brings a value back, right before who reads it."""
+    """A node that copies a value back, right before its reader."""
     target, device = torch.ops.torchard.reload.default, VAL.of(offloaded.all_input_nodes[0]).device
     with reader.graph.inserting_before(reader):
-        made = reader.graph.call_function(target, (offloaded, device))
-    _tag(made, offloaded, target, VAL.of(offloaded), device)
-    put(made, {PHASE: "backward", RECOMPUTE: True})
-    return made
+        copy = reader.graph.call_function(target, (offloaded, device))
+    _tag(copy, offloaded, target, VAL.of(offloaded), device)
+    put(copy, {PHASE: "backward", RECOMPUTE: True})
+    return copy
 
 
-def _tag(made: fx.Node, like: fx.Node, target: Any, *args: Any) -> None:
-    """Say of the copy what holds of the value, but for its device."""
+def _tag(copy: fx.Node, original: fx.Node, target: Any, *args: Any) -> None:
+    """Give a copy the tags of the original, and its own value."""
     with internals.no_modes(), args[0].fake_mode:
         val = target(*args)
-    inherit(made, like, "value")
-    VAL.set(made, val)
+    inherit(copy, original, "value")
+    VAL.set(copy, val)

@@ -1,15 +1,15 @@
-"""Policies: which values the backward keeps, which it makes again, which wait in host memory.
+"""Policies: which values a backward keeps, recomputes, or offloads to host memory.
 
 A policy is a plain function ``(op, shapes, scope, name)`` of one value of the forward:
 
-- ``op``, what makes it: ``"aten.mm"``, ``"torchard.random_bits"``, ``"collective.all_reduce"``, or the
+- ``op``: the operation, ``"aten.mm"``, ``"torchard.random_bits"``, ``"collective.all_reduce"``, or the
   name of a fused kernel;
-- ``shapes``, of the operands and of the result: ``shapes.operands``, ``shapes.result``;
-- ``scope``, ``"block/3"``, or ``""``;
-- ``name``, the label that `torchard.name` gave the value, or None.
+- ``shapes``: the shapes of the operands and of the result, ``shapes.operands`` and ``shapes.result``;
+- ``scope``: its scope, ``"block/3"``, or ``""``;
+- ``name``: the label that `torchard.name` gave the value, or None.
 
-It returns "save", "recompute" or "offload", or True for "save" and False for "recompute". Those of this
-module, and what ``&`` and ``|`` make of any two, are `Policy` objects.
+It returns "save", "recompute" or "offload", or True for "save" and False for "recompute". The policies of
+this module, and combinations by ``&`` and ``|``, are `Policy` objects.
 
 After jax.checkpoint_policies, and Megatron-LM's selective recomputation (Korthikanti et al. 2022, §5).
 """
@@ -50,7 +50,7 @@ Decision = Literal["recompute", "offload", "save"]
 >>> policies.as_policy(keep_blocks)("aten.mm", policies.Shapes(((2, 3), (3, 4)), (2, 4)), "head", None)
 'recompute'
 """
-# From the least that is kept on the device to the most: `&` takes the lesser, `|` the greater.
+# By device memory, ascending: `&` takes the minimum of two decisions, `|` the maximum.
 _ORDER: tuple[Decision, ...] = ("recompute", "offload", "save")
 
 COLLECTIVE_PREFIX = "collective."
@@ -121,7 +121,7 @@ class Policy:
         return decision
 
     def over(self, op: str, shapes: Shapes, scope: str, names: Sequence[str | None]) -> Decision:
-        """The decision on a value with several labels: the most that is kept by any of them."""
+        """The decision on a value with several labels, by ``choose``."""
         found = (_ORDER.index(self(op, shapes, scope, name)) for name in names)
         return _ORDER[self.choose(found)]
 
@@ -142,7 +142,7 @@ class Policy:
 
     def __reduce__(self) -> Any:
         if globals().get(self.text) is self:
-            return self.text  # one of this module: itself again
+            return self.text  # a policy of this module is pickled by name
         return Policy, (self.decide, self.text, self.labels, self.choose)
 
 
@@ -188,7 +188,7 @@ def _combined(one: Any, other: Any, choose: Callable[..., int], sign: str) -> Po
 
 
 class _Both(Policy):
-    """What two policies say, the lesser of it or the greater."""
+    """The minimum or maximum of the decisions of two policies."""
 
     def __init__(self, a: Policy, b: Policy, choose: Callable[..., int], sign: str) -> None:
         def decide(op: str, shapes: Shapes, scope: str, name: str | None) -> Decision:
@@ -205,7 +205,7 @@ class _Both(Policy):
         return _ORDER[self.choose(ranks)]
 
 
-# -- what makes it ----------------------------------------------------------------------------------
+# -- by operation -----------------------------------------------------------------------------------
 
 _MATRIX_PRODUCTS = frozenset({"aten.mm", "aten.addmm", "aten._scaled_mm", "aten.mv", "aten.addmv"})
 _BATCHED = frozenset({"aten.bmm", "aten.baddbmm"})
@@ -274,7 +274,7 @@ save_collectives = Policy(
 """
 
 
-# -- what it is called ------------------------------------------------------------------------------
+# -- by label --------------------------------------------------------------------------------------
 
 
 def _listed(verb: str, names: Sequence[str]) -> str:
@@ -359,7 +359,7 @@ def offload_names(*names: str) -> Policy:
     return Policy(_OfNames(names, "offload", "recompute"), text, names)
 
 
-# -- how much of it ---------------------------------------------------------------------------------
+# -- by peak memory ----------------------------------------------------------------------------------
 
 
 class Budget(Policy):
@@ -423,7 +423,7 @@ def budget(*, fraction: float | None = None, bytes: int | None = None) -> Budget
         raise ValueError("budget(...) takes a fraction or bytes, and not both: budget(fraction=0.5).")
     if fraction is not None and not 0 <= fraction <= 1:
         raise ValueError(
-            f"budget(fraction={fraction}): 0 is the least peak that can be had, 1 that of saving "
+            f"budget(fraction={fraction}): 0 is the least peak that can be reached, 1 that of saving "
             "everything."
         )
     return Budget(fraction, bytes)

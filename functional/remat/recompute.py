@@ -1,4 +1,4 @@
-"""The rewrite that carries out what checkpoints have marked, after every other one has run."""
+"""The rewrite that applies the policies of checkpointed segments, after every other rewrite."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["RECOMPUTE", "Recompute"]
 
 @dataclass(frozen=True)
 class Recompute(Rewrite):
-    """Gives each value that a backward reads the version that the policies of its segments mean.
+    """Applies policies: backward nodes read saved, recomputed or offloaded values.
 
-    `checkpoint` asks for it. It comes after all others, so that policies see collectives and kernels
-    whatever the order of the stack, and before their post-passes, which see what is recomputed too.
+    `checkpoint` asks for it. It runs after all others, so that policies see collectives and kernels
+    whatever the order of the stack, and before the post-passes, which see recomputed operations too.
     """
 
     stage = 2
@@ -25,7 +25,7 @@ class Recompute(Rewrite):
         return rematerialise(program, kept_within_budget(program, finishing(program.stack)))
 
     def inline(self, program: Program) -> Program:
-        """Inside another trace segments stay marked until that one is lowered."""
+        """Inside another trace, nodes stay marked until that trace is lowered."""
         return program
 
 

@@ -1,19 +1,19 @@
-"""The integer program behind a budget: what to keep, so that the least is made again.
+"""The integer program behind a budget: which values to keep, so that the fewest FLOPs are recomputed.
 
-Time is cut into buckets, runs of the forward and runs of the backward. The results of an operation v of
-the forward are kept (s_v = 1) or made again: e_vk says that they have been by bucket k of the backward.
-What is kept is alive until its last reader; x_vk says that it still is in bucket k, when the backward has
-read it for the last time, since a version is made of it then or later. What is made again is alive until
-the backward reads it last, and in the bucket in which it is made.
+Time is divided into buckets of consecutive operations of the forward and of the backward. The results of
+an operation v of the forward are kept (s_v = 1) or recomputed: e_vk says that they have been by bucket k
+of the backward. Kept values are alive until their last reader; x_vk says that v still is in bucket k,
+after the backward's own last read, because a recomputation reads it then or later. Recomputed values are
+alive until the backward's last read, and in the bucket in which they are recomputed.
 
-    minimise   the FLOPs of what is made again
+    minimise   the FLOPs of recomputation
     such that  s_v + e_vk >= 1              if the backward reads v in bucket k
-               s_u + e_uk >= e_vk           if making v reads u
+               s_u + e_uk >= e_vk           if recomputing v reads u
                e_vk >= e_v(k-1)
                x_uk >= s_u + e_vK - e_v(k-1) - 1
-               base_k + bytes of what is alive in k <= bound
+               base_k + bytes alive in bucket k <= bound
 
-Solved by HiGHS through scipy, without a limit of time, so that every rank finds the same.
+Solved by HiGHS through scipy, without a time limit, so that every rank finds the same solution.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ import numpy as np
 
 __all__ = ["Problem", "Solution", "solve"]
 
-_GAP = 0.02  # how far from the best a solution may be, by its FLOPs
-_NODES = 50  # of the search tree
+_GAP = 0.02  # the relative optimality gap, in FLOPs
+_NODES = 50  # the most nodes of the search tree
 
-# One inequality: coefficients by variable, and what their sum is at least.
+# One inequality: coefficients by variable, and the lower bound of their sum.
 ConstraintRow = tuple[dict[int, float], float]
 
 
 @dataclass(frozen=True)
 class Solution:
-    """Which operations' results are kept, and what the program takes for the peak."""
+    """The operations whose results are kept, and the peak that the integer program estimates."""
 
     kept: list[int]
     estimate: float
@@ -44,21 +44,21 @@ class Solution:
 
 @dataclass
 class Problem:
-    """What there is to choose from; operations are numbers, in the order they run in.
+    """The operations to choose from, by number, in execution order.
 
     Attributes:
-        costs: of each operation, the FLOPs of running it again.
-        sizes: of each, the bytes of its results.
-        sources: of each, the operations whose results it reads.
-        reads: of each, the buckets in which the backward reads its results.
-        forced: operations that are never run again.
-        base: of each bucket of the backward, the most bytes that are alive besides.
-        before: the same, but for what the operations of the bucket make themselves: what is alive when
-            versions are made for them.
+        costs: for each operation, the FLOPs of recomputing it.
+        sizes: for each operation, the bytes of its results.
+        sources: for each operation, the operations whose results it reads.
+        reads: for each operation, the buckets in which the backward reads its results.
+        forced: operations that are never recomputed.
+        base: for each bucket of the backward, the most bytes that other values take.
+        before: the same without the results of the bucket's own operations: the bytes alive while
+            values are recomputed for them.
         ahead: for each bucket of the forward, the most bytes that are alive in it whatever is kept, and
-            the operations before it whose results are alive only if they are.
-        passing: whether to count what only other versions read. All of a bucket's are counted as if they
-            were alive at once, which may be too much.
+            the earlier operations whose results are alive in it only if they are kept.
+        passing: whether to count values that only other recomputations read. All of a bucket's are
+            counted as alive at once, which may overestimate.
     """
 
     costs: list[int]
@@ -73,22 +73,22 @@ class Problem:
 
     @property
     def least(self) -> int:
-        """No peak is lower."""
+        """A lower bound of the peak."""
         return int(self.fixed.max())
 
     @property
     def most(self) -> int:
-        """No peak is higher."""
+        """An upper bound of the peak."""
         return self.least + sum(self.sizes)
 
     @cached_property
     def until(self) -> list[int]:
-        """Of each operation, the bucket in which the backward reads its results last; -1 for never."""
+        """For each operation, the last bucket in which the backward reads its results; -1 if none."""
         return [max(reads, default=-1) for reads in self.reads]
 
     @cached_property
     def spans(self) -> list[range]:
-        """Of each operation, the buckets in which its results may be read, by versions too."""
+        """For each operation, the buckets in which its results may be read, also by recomputations."""
         first = [min(reads, default=len(self.base)) for reads in self.reads]
         last = list(self.until)
         for v in reversed(range(len(self.sizes))):
@@ -98,12 +98,12 @@ class Problem:
 
     @cached_property
     def made(self) -> list[dict[int, int]]:
-        """Of each operation, the variable e_vk by bucket k; those before them are s_v."""
+        """For each operation, the variable e_vk by bucket k; the variables before these are s_v."""
         return _columns(len(self.sizes), self.spans)
 
     @cached_property
     def lingering(self) -> list[dict[int, int]]:
-        """Of each operation, the variable x_vk by bucket k."""
+        """For each operation, the variable x_vk by bucket k."""
         start = len(self.sizes) + sum(map(len, self.spans))
         return _columns(
             start,
@@ -115,7 +115,7 @@ class Problem:
         return len(self.sizes) + sum(map(len, (*self.made, *self.lingering)))
 
     def rules(self) -> Iterator[ConstraintRow]:
-        """All inequalities but those of memory."""
+        """All inequalities except the bounds on memory."""
         e = self.made
         for v, span in enumerate(self.spans):
             for k in self.reads[v]:
@@ -131,7 +131,7 @@ class Problem:
                         yield {x: 1.0, u: -1.0, e[v][span[-1]]: -1.0, **earlier}, -1.0
 
     def alive(self) -> Iterator[dict[int, float]]:
-        """The bytes that each variable adds: in the forward, in the backward, while versions are made."""
+        """The bytes each variable adds: in the forward, in the backward, during recomputation."""
         for _, kept in self.ahead:
             yield {v: self.sizes[v] for v in kept}
         read: list[dict[int, float]] = [{} for _ in self.base]
@@ -143,7 +143,7 @@ class Problem:
             for k, variable in here:
                 read[k][variable] = made[k][variable] = size
             for k in self.spans[v]:
-                if self.passing and k > last:  # made, read by another version and gone
+                if self.passing and k > last:  # recomputed for another recomputation, then freed
                     made[k][e[k]] = size
                     if k - 1 in e:
                         made[k][e[k - 1]] = -size
@@ -151,12 +151,12 @@ class Problem:
 
     @cached_property
     def fixed(self) -> np.ndarray[Any, Any]:
-        """For each of these, the bytes that are alive whatever is chosen."""
+        """For each row of `alive`, the bytes that are alive whatever is kept."""
         return np.array([*(size for size, _ in self.ahead), *self.base, *self.before])
 
     @cached_property
     def matrices(self) -> tuple[Any, np.ndarray[Any, Any], Any]:
-        """The rules as a sparse matrix and its right side, and the matrix of bytes."""
+        """The rules as a sparse matrix and its right-hand side, and the matrix of bytes."""
         rows = list(self.rules())
         right = np.array([bound for _, bound in rows])
         return self._sparse([row for row, _ in rows]), right, self._sparse(list(self.alive()))
@@ -170,16 +170,16 @@ class Problem:
 
 
 def _columns(start: int, spans: Sequence[range]) -> list[dict[int, int]]:
-    """Numbers for variables, one for each bucket of each span."""
-    found = []
+    """Consecutive variable numbers, one for each bucket of each span."""
+    columns = []
     for span in spans:
-        found.append({k: start + i for i, k in enumerate(span)})
+        columns.append({k: start + i for i, k in enumerate(span)})
         start += len(span)
-    return found
+    return columns
 
 
 def solve(problem: Problem, bound: float) -> Solution | None:
-    """What to keep under a bound on the peak, in bytes; None if nothing fits.
+    """The values to keep under a bound on the peak, in bytes; None if none of them fits.
 
     Raises:
         ModuleNotFoundError: scipy is not installed.
@@ -192,27 +192,27 @@ def solve(problem: Problem, bound: float) -> Solution | None:
         ) from error
     count = len(problem.sizes)
     rules, right, alive = problem.matrices
-    unit = max(problem.least, 1)  # numbers near one
-    room = (bound - problem.fixed) / unit
+    unit = max(problem.least, 1)  # scales coefficients to about one
+    available = (bound - problem.fixed) / unit
     cost = np.zeros(problem.variables)
-    cost[:count] = 1e-7 * np.array(problem.sizes) / unit  # of equals, what keeps less
-    for v, made in enumerate(problem.made):
-        if made:
-            cost[max(made.values())] += problem.costs[v] / max(max(problem.costs), 1)
+    cost[:count] = 1e-7 * np.array(problem.sizes) / unit  # breaks ties in favour of keeping less
+    for v, recomputed in enumerate(problem.made):
+        if recomputed:
+            cost[max(recomputed.values())] += problem.costs[v] / max(max(problem.costs), 1)
     upper = np.ones(problem.variables)
     for v in problem.forced:
         upper[list(problem.made[v].values())] = 0
-    found = milp(
+    result = milp(
         cost,
         integrality=np.ones(problem.variables),
         bounds=Bounds(0, upper),
         constraints=[
             LinearConstraint(rules, right, np.inf),
-            LinearConstraint(alive / unit, -np.inf, room),
+            LinearConstraint(alive / unit, -np.inf, available),
         ],
         options={"mip_rel_gap": _GAP, "node_limit": _NODES},
     )
-    if found.x is None:
+    if result.x is None:
         return None
-    held = alive @ np.round(found.x) + problem.fixed
-    return Solution([v for v in range(count) if found.x[v] > 0.5], float(held.max()))
+    held = alive @ np.round(result.x) + problem.fixed
+    return Solution([v for v in range(count) if result.x[v] > 0.5], float(held.max()))

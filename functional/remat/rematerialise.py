@@ -1,14 +1,14 @@
-"""Rematerialise: carry out what the policies of checkpointed segments say, in the graph.
+"""Rematerialisation: apply the policies of checkpointed segments to the graph.
 
-A backward that reads a value of the forward keeps it. Where the policy of a segment they share says
-otherwise, the backward reads a *version* of the value instead: the same operation once more, on versions
-of its operands, right before the first use. Everything is in the one graph, so that whoever reads the
-program sees it, and a split has nothing to decide.
+By default a value of the forward that a backward reads is saved. Where the policy of a segment that
+encloses both says otherwise, the backward reads a *version* of the value instead: the same operation on
+versions of its operands, right before the first use. The graph has all versions, so that reports and
+other rewrites see them, and a split has nothing to decide.
 
-Segments nest. A node in segments s1 ⊃ s2 has up to three versions: its own; the one that the backward of
-s1 makes again, which keeps what s2 would; and the one that the backward of s2 makes of that. A reader
-sees as deep as the segments it shares with the value. So a value that is read outside of its segment is
-kept, whatever the policy: it is what the segment hands on.
+Segments nest. A node in segments s1 ⊃ s2 has up to three versions: the original; the one recomputed in
+the backward of s1, which saves the values that s2 saves; and the one recomputed from that in the backward
+of s2. A use reads the recomputed value only inside segments that enclose both the use and the definition.
+So a value that is read outside of its segment, an output of the segment, is saved whatever the policy.
 """
 
 from __future__ import annotations
@@ -49,51 +49,51 @@ from torchard.functional.remat.segments import Segment, segments_of
 __all__ = ["passes_of", "rematerialise", "tag_version"]
 
 Segments = tuple[Segment, ...]
-# A node, how many of its segments have been entered again, and in which pass.
+# A node, how many of its segments are recomputed (0: the original), and in which pass.
 Version = tuple[fx.Node, int, int]
 
 
 def rematerialise(program: Program, kept: Set[fx.Node] = frozenset()) -> Program:
-    """The program with every version that its backward needs; the tags of segments stay.
+    """The program with every version that its backward needs; nodes keep their segments.
 
     Args:
-        kept: what segments with a budget keep (budget.py).
+        kept: the values that segments with a budget keep (budget.py).
 
     Raises:
-        CheckpointError: a policy returns what is no decision.
+        CheckpointError: a policy returns something other than a decision.
     """
     if not any(segments_of(node) for node in program.graph.nodes):
         return program
-    made = program.copy()
-    same = dict(zip(program.graph.nodes, made.graph.nodes, strict=True))
-    _Versions(made.graph, passes_of(made), {same[node] for node in kept}).run()
-    sweep(made.graph)
-    return made
+    rewritten = program.copy()
+    copies = dict(zip(program.graph.nodes, rewritten.graph.nodes, strict=True))
+    _Versions(rewritten.graph, passes_of(rewritten), {copies[node] for node in kept}).run()
+    sweep(rewritten.graph)
+    return rewritten
 
 
 def passes_of(program: Program) -> dict[fx.Node, int]:
-    """For each node, the pass it runs in: 0 forward, 1 a backward inside, 2 the one of the cotangents.
+    """The pass of each node: 0 for the forward, 1 for gradients taken inside, 2 for the cotangents'.
 
-    What no output needs runs in the backward that does, but for what takes values to the host. An item
-    of a tuple is there as soon as the tuple is.
+    Nodes that no output needs are in the pass of the cotangents, except offloads. An item of a tuple is
+    in the pass of the tuple.
     """
     outputs = [
         value
         for leaf, value in zip(program.outputs, program.results, strict=True)
         if leaf.role != "gradient"
     ]
-    found: dict[fx.Node, int] = {}
+    passes: dict[fx.Node, int] = {}
     for leaf, node in zip(program.inputs, program.placeholders, strict=True):
-        found[node] = 2 if leaf.role == "cotangent" else 0
-    joint = 2 in found.values()
+        passes[node] = 2 if leaf.role == "cotangent" else 0
+    joint = 2 in passes.values()
     forward = needed_by([*outputs, *taken_away(program)])
     for node in program.calls:
         if node.target is operator.getitem:
-            found[node] = found[node.all_input_nodes[0]]
+            passes[node] = passes[node.all_input_nodes[0]]
             continue
         late = joint and node not in forward
-        found[node] = 2 if late else int(PHASE.get(node) == "backward")
-    return found
+        passes[node] = 2 if late else int(PHASE.get(node) == "backward")
+    return passes
 
 
 @dataclass
@@ -102,7 +102,7 @@ class _Versions:
     passes: dict[fx.Node, int]
     budgeted: Set[fx.Node]
     made: dict[Version, fx.Node] = field(default_factory=dict)
-    # Of what was made here, the node it is a version of.
+    # From a version to the original node.
     origin: dict[fx.Node, fx.Node] = field(default_factory=dict)
     decided: dict[tuple[fx.Node, Policy], Decision] = field(default_factory=dict)
 
@@ -112,35 +112,35 @@ class _Versions:
                 self._serve(node)
 
     def _serve(self, reader: fx.Node) -> None:
-        """Give a node of a backward the versions it is meant to read."""
+        """Replace the operands of a backward node by the versions it should read."""
         now = self.passes[reader]
         for source in reader.all_input_nodes:
             if self.passes[source] < now:
                 version = self._version(source, segments_of(reader), now)
                 if version[1]:
-                    self._have(version, reader)
+                    self._ensure(version, reader)
                 read = self._read(source, segments_of(reader), now)
                 if read is not source:
                     reader.replace_input_with(source, read)
 
     def _version(self, node: fx.Node, reader: Segments, now: int) -> Version:
-        """Which version of a value a reader in these segments sees."""
+        """The version of a value that a reader in these segments reads."""
         if node.op == "placeholder":
             return node, 0, now
         mine = segments_of(node)
         shared = _shared(mine, reader)
         base = base_of(node)
-        if base is not None:  # a view is where its base is
+        if base is not None:  # a view has the version of its base
             return node, self._version(base, mine[:shared], now)[1], now
         if is_tuple(node):
             return node, shared, now
         deep = (i for i in range(shared, 0, -1) if self._decision(node, mine[i - 1]) != "save")
         return node, next(deep, 0), now
 
-    # -- making ---------------------------------------------------------------------------------
+    # -- recomputing ----------------------------------------------------------------------------
 
-    def _have(self, version: Version, reader: fx.Node) -> None:
-        """Make a version, and what it needs, ahead of its first reader if there is none yet."""
+    def _ensure(self, version: Version, reader: fx.Node) -> None:
+        """Add a version and the versions it needs, ahead of the first reader, unless they exist."""
         stack = [version]
         while stack:
             missing = [v for v in self._needs(stack[-1]) if v[1] and v not in self.made]
@@ -192,7 +192,7 @@ class _Versions:
         self.made[version] = made
 
     def _read(self, node: fx.Node, reader: Segments, now: int) -> fx.Node:
-        """What a reader in these segments reads, which has been made."""
+        """The node that a reader in these segments reads; its version exists already."""
         version = self._version(node, reader, now)
         if version[1]:
             return self.made[version]
@@ -211,23 +211,23 @@ class _Versions:
         return self.decided[key]
 
     def _note(self, node: fx.Node, reader: Segments) -> None:
-        """Why the backward reads the forward's own."""
+        """Tag a value with the reason why the backward reads the original."""
         root = storage_of(node)
         mine = segments_of(root)
         shared = _shared(mine, reader)
         if shared:
             why = f"{mine[shared - 1].policy} keeps it"
         elif mine:
-            why = f"{mine[0]} hands it on"
+            why = f"output of {mine[0]}"
         elif reader:
-            why = f"{reader[0]} starts from it"
+            why = f"input of {reader[0]}"
         else:
             why = "not in a checkpoint"
         WHY.setdefault(root, why)
 
 
 def decide(node: fx.Node, policy: Policy) -> Decision:
-    """What a policy says of a value: by its label, or the labels of its views."""
+    """The decision of a policy on a value, by its label or the labels of its views."""
     whole = node.all_input_nodes[0] if node.target is operator.getitem else node
     op = op_name(node)
     if KERNEL.on(whole):
@@ -241,7 +241,7 @@ def decide(node: fx.Node, policy: Policy) -> Decision:
 
 
 def _shared(one: Segments, other: Segments) -> int:
-    """How many outer segments are the same."""
+    """How many of the outermost segments are the same."""
     count = 0
     for a, b in zip(one, other, strict=False):
         if a != b:
@@ -254,10 +254,10 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(VAL.get(node), torch.Tensor)
 
 
-def tag_version(made: fx.Node, node: fx.Node, depth: int = 0) -> None:
-    """Tag a version of a node: it is outside of that one's first segments, and in the backward."""
-    inherit(made, node, "call")
-    put(made, {PHASE: "backward", RECOMPUTE: True, SEGMENTS: segments_of(node)[depth:]})
+def tag_version(version: fx.Node, node: fx.Node, depth: int = 0) -> None:
+    """Tag a version of a node: it is in the backward, and only in the segments after the first ones."""
+    inherit(version, node, "call")
+    put(version, {PHASE: "backward", RECOMPUTE: True, SEGMENTS: segments_of(node)[depth:]})
     record = COLLECTIVE.get(node)
     if record is not None:
-        COLLECTIVE.set(made, record.in_backward())
+        COLLECTIVE.set(version, record.in_backward())

@@ -1,9 +1,9 @@
-"""Segments: the parts of a function whose values a checkpoint decides on.
+"""Segments: the parts of a function to whose values a checkpoint's policy applies.
 
-A segment is one entry of a scope, one call of a checkpointed function, or all of a program. Its nodes,
-those of its backward among them, carry it as a tag until everything else has been done to the program;
-what becomes of its values is decided then (rematerialise.py), so that a policy sees collectives and fused
-kernels whichever way the transforms were stacked.
+A segment is one entry of a scope, one call of a checkpointed function, or a whole program. Its nodes,
+those of its backward included, carry it as a tag until every other rewrite has run. Only then are its
+policies applied (rematerialise.py), so that they see collectives and fused kernels in every order of the
+transforms.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Where = ScopePattern | Sequence[ScopePattern]
 
 @dataclass(frozen=True)
 class Segment:
-    """What decides, and the frames in which it does."""
+    """A policy, and the frames that the segment is in."""
 
     policy: Policy
     frames: tuple[Frame, ...] = ()
 
     def inside(self, frames: tuple[Frame, ...]) -> Segment:
-        """The same segment of a program that runs in these frames."""
+        """The same segment, of a program that runs inside these frames."""
         return replace(self, frames=(*frames, *self.frames))
 
     def __str__(self) -> str:
@@ -43,8 +43,8 @@ class Segment:
 
 def segments_of(node: fx.Node) -> tuple[Segment, ...]:
     """The segments a node is in, outermost first."""
-    found: tuple[Segment, ...] = SEGMENTS.get(node, ())
-    return found
+    segments: tuple[Segment, ...] = SEGMENTS.get(node, ())
+    return segments
 
 
 def segments_opened(frames: tuple[Frame, ...]) -> tuple[Segment, ...]:
@@ -57,47 +57,47 @@ def segments_opened(frames: tuple[Frame, ...]) -> tuple[Segment, ...]:
 
 
 def mark(program: Program, policy: Policy, where: Sequence[ScopePattern] | None) -> Program:
-    """The program with its nodes in a segment more: one for each scope that is meant, or one in all."""
+    """The program with new segments: one per scope that the patterns select, or one in all if None."""
     program = program.copy()
-    meant = None if where is None else chooser(where)
+    selected = None if where is None else chooser(where)
     for node in program.calls:
-        frames = _entry(node, meant)
+        frames = _entry(node, selected)
         if frames is not None:
             mine, outer = Segment(policy, frames), segments_of(node)
-            # It is around those that begin in it, and inside of the calls it is in itself.
+            # Inside of segments with fewer frames, around the others.
             at = sum(len(other.frames) < len(frames) for other in outer)
             SEGMENTS.set(node, (*outer[:at], mine, *outer[at:]))
     return program
 
 
 def chooser(patterns: Sequence[ScopePattern]) -> Callable[[str], bool]:
-    """A test of a scope's path: whether any of these means it."""
+    """A predicate on the path of a scope: whether any of these patterns selects it."""
 
-    def meant(path: str) -> bool:
+    def selected(path: str) -> bool:
         return any(
             bool(p(path)) if callable(p) else fnmatch.fnmatchcase(path, p) for p in patterns
         )
 
-    return meant
+    return selected
 
 
-def _entry(node: fx.Node, meant: Callable[[str], Any] | None) -> tuple[Frame, ...] | None:
-    """The frames of the outermost scope around a node that is meant."""
-    if meant is None:
+def _entry(node: fx.Node, selected: Callable[[str], Any] | None) -> tuple[Frame, ...] | None:
+    """The frames of the outermost selected scope around a node; None if there is none."""
+    if selected is None:
         return ()
     frames: tuple[Frame, ...] = FRAMES.get(node, ())
     for i, frame in enumerate(frames, 1):
-        if frame.name and meant(path_of(frames[:i])):
+        if frame.name and selected(path_of(frames[:i])):
             return frames[:i]
     return None
 
 
 def scopes_in(program: Program) -> list[str]:
-    """Every scope of a program, in order."""
-    found: dict[str, None] = {}
+    """The paths of all scopes of a program, in order."""
+    paths: dict[str, None] = {}
     for node in program.calls:
         frames = FRAMES.get(node, ())
         for i, frame in enumerate(frames, 1):
             if frame.name:
-                found[path_of(frames[:i])] = None
-    return list(found)
+                paths[path_of(frames[:i])] = None
+    return list(paths)

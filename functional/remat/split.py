@@ -1,7 +1,8 @@
-"""One joint program into a forward and a backward that share residuals.
+"""Splits a joint program into a forward and a backward that share residuals.
 
-The saved set decides everything: the backward recomputes the least closure of what it needs and
-what is not saved, each value as late as its first use (early recompute raises the peak by a third).
+The set of saved values decides everything: the backward recomputes the values it needs that are neither
+saved nor derived from saved ones, each right before its first use (recomputing them early raises the peak
+by a third).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ __all__ = ["Saved", "Split", "halves_of", "split"]
 
 @dataclass(frozen=True)
 class Saved:
-    """Where one residual is found after the forward: an input, an output, or an extra output."""
+    """The location of a residual after the forward: an input, an output, or an extra output."""
 
     kind: Literal["input", "output", "value"]
     index: int
@@ -46,7 +47,7 @@ class Split:
 
 @dataclass
 class _Cut:
-    """Which nodes may be saved, and how each value the backward asks for is had."""
+    """The partition of a joint program's nodes: which may be saved, which depend on cotangents."""
 
     program: Program
     tainted: set[fx.Node] = field(default_factory=set)
@@ -70,20 +71,20 @@ class _Cut:
                 raise ValueError(f"output {node} depends on a cotangent; it cannot be split off")
 
     def saveable(self, node: fx.Node) -> bool:
-        """Whether the forward has the value and it is worth keeping rather than making again."""
+        """Whether the forward computes the value and saving it is better than recomputing it."""
         if node.op == "placeholder":
             return node not in self.tainted
         if _is_item(node):
             whole = _whole(node)
-            return self._computed(whole) and not is_view(whole) and not _again(node)
+            return self._computed(whole) and not is_view(whole) and not _is_recomputed(node)
         return self._computed(node) and not is_view(node) and not is_tuple(node)
 
     def _computed(self, node: fx.Node) -> bool:
-        return node in self.forward and not _again(node)
+        return node in self.forward and not _is_recomputed(node)
 
 
-def _again(node: fx.Node) -> bool:
-    return bool(RECOMPUTE.get(node)) or (_is_item(node) and _again(_whole(node)))
+def _is_recomputed(node: fx.Node) -> bool:
+    return bool(RECOMPUTE.get(node)) or (_is_item(node) and _is_recomputed(_whole(node)))
 
 
 def _is_item(node: fx.Node) -> bool:
@@ -97,10 +98,9 @@ def _whole(item: fx.Node) -> fx.Node:
 
 
 def _backward_nodes(cut: _Cut) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The residuals, and what the backward computes, in the order it does.
+    """The residuals, and the nodes that the backward computes, in execution order.
 
-    Nodes that depend on a cotangent keep their order; the others come right before their first
-    use.
+    Nodes that depend on a cotangent keep their order; the others come right before their first use.
     """
     residuals: dict[fx.Node, None] = {}
     done: dict[fx.Node, None] = {}
@@ -141,11 +141,11 @@ def _missing(
 
 
 def split(program: Program) -> Split:
-    """Cut a joint program (possibly rewritten) into its halves.
+    """Split a joint program (possibly rewritten) into its halves.
 
-    A node tagged ``recompute`` is never a residual; what the backward needs of it is computed
-    again from what is saved. Views are made again from their base, so that residuals are
-    storages. Values that only the backward uses are computed there.
+    A node tagged ``recompute`` is never a residual; the backward recomputes it from saved values. Views
+    are recomputed from their base, so that each residual has its own storage. Values that only the
+    backward uses are computed there.
 
     Raises:
         ValueError: an output depends on a cotangent.
@@ -162,7 +162,7 @@ def split(program: Program) -> Split:
 
 
 def halves_of(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The operations of a joint program's forward and of its backward, as they run after a split."""
+    """The operations of a joint program's forward and backward, in execution order after a split."""
     cut = _Cut(program)
     residuals, nodes = _backward_nodes(cut)
     wanted = needed_by([*cut.outputs, *residuals])
@@ -252,7 +252,7 @@ def _backward(
 
 
 def residual_bytes(program: Split) -> int:
-    """Bytes the backward keeps alive, inputs and outputs included, each storage once."""
+    """Bytes of the residuals, inputs and outputs included; each storage is counted once."""
     seen: dict[int, int] = {}
     for node in program.backward.placeholders[: len(program.saved)]:
         value = VAL.of(node)

@@ -1,4 +1,4 @@
-"""Gradients that a traced function takes inside: which input each belongs to, by autograd's own word."""
+"""Gradients that a traced function takes inside: which input of the trace each belongs to."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SAME = (aten.alias.default, aten.detach.default, aten._to_copy.default)
 
 
 def note(state: TraceState, primals: Sequence[Any], gradients: Sequence[Any]) -> None:
-    """What a derivative gave for some tensors: for those that are inputs, remember whose it is."""
+    """Record, for gradients with respect to inputs of the trace, which input each belongs to."""
     for primal, gradient in zip(primals, gradients, strict=True):
         if gradient is None or internals.batch_dims(primal) != internals.batch_dims(gradient):
             continue
@@ -31,14 +31,14 @@ def note(state: TraceState, primals: Sequence[Any], gradients: Sequence[Any]) ->
 def note_replayed(
     state: TraceState, outputs: Sequence[Leaf], primals: Sequence[Any], values: Sequence[Any]
 ) -> None:
-    """A program ran again in this trace: its gradients are those of what it was given."""
+    """The same, for the gradients among the outputs of a program that was replayed in this trace."""
     pairs = [(leaf.of, value) for leaf, value in zip(outputs, values, strict=True)]
     given = [(primals[of], value) for of, value in pairs if of is not None]
     note(state, [primal for primal, _ in given], [value for _, value in given])
 
 
 def primals_of(state: TraceState, outputs: Sequence[fx.Node]) -> list[fx.Node | None]:
-    """For each output, the input whose gradient it is."""
+    """For each output, the input whose gradient it is; None if it is none."""
     return [state.gradients.get(_same(output)) for output in outputs]
 
 
@@ -48,7 +48,7 @@ def _node(state: TraceState, tensor: torch.Tensor) -> fx.Node | None:
 
 
 def _same(node: fx.Node) -> fx.Node:
-    """What a node is, but for its dtype and its derivative."""
+    """The node behind aliases, detaches and conversions of dtype."""
     while node.target in _SAME:
         node = node.all_input_nodes[0]
     return node

@@ -1,4 +1,4 @@
-"""From a recording to a pure graph: no mutation, no randomness, no bookkeeping, nothing dead."""
+"""From a recording to a pure graph: without mutation, randomness, bookkeeping and dead code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["call_pure", "purify", "replay", "specs_of"]
 
 
 def specs_of(graph: fx.Graph) -> list[TensorSpec]:
-    """What the placeholders stand for."""
+    """The specs of a graph's placeholders."""
     nodes = graph.find_nodes(op="placeholder")
     return [TensorSpec.of(VAL.of(n), weak=WEAK.get(n, False)) for n in nodes]
 
@@ -34,11 +34,11 @@ def specs_of(graph: fx.Graph) -> list[TensorSpec]:
 def replay(
     graph: fx.Graph, inputs: Sequence[torch.Tensor], call: Callable[..., Any] | None = None
 ) -> list[Any]:
-    """Run a graph node by node; under a trace of ours every new node gets the old one's tags.
+    """Run a graph node by node; inside a trace, every new node gets the tags of the old one.
 
     Args:
-        call: how a node is run, given the node, its args and its kwargs; as in a pure graph, where
-            strides mean nothing, if left out.
+        call: runs a node, given its args and kwargs. The default, `call_pure`, is for pure graphs, where
+            strides do not matter.
     """
     call = call or call_pure
     state, env, values = active(), {}, iter(inputs)
@@ -86,13 +86,13 @@ def _replay_node(
         return value
     if node.target is operator.getitem:
         state.retag(value, node)
-    elif NAME.on(node):  # whatever operation it has become
+    elif NAME.on(node):  # a label, whichever operation computes the value now
         state.label(value, NAME.of(node))
     return value
 
 
 def call_pure(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Nothing is written, so a view may be a copy: vmap lays values out in its own way."""
+    """Run a node of a pure graph: as nothing is written, a view may be a copy (vmap changes strides)."""
     if node.target in batch_norm.CALLS:
         return batch_norm.CALLS[node.target](node, *args, **kwargs)
     target: Any = aten.reshape.default if node.target is aten.view.default else node.target
@@ -106,34 +106,34 @@ def call_pure(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def _with_one_row(x: torch.Tensor, row: torch.Tensor, dim: int, index: int) -> torch.Tensor:
-    """select_scatter. torch's own under vmap has the row's gradient once for every row of x."""
+    """select_scatter. Under vmap, torch's own repeats the row's gradient for every row of x."""
     dim, index = dim % x.ndim, index % x.shape[dim]
     return torch.slice_scatter(x, row.unsqueeze(dim), dim, index, index + 1)
 
 
-# Layouts of so many dims, to which vmap adds one.
+# Memory formats for a fixed number of dims, to which vmap adds one.
 _BY_RANK = (torch.channels_last, torch.channels_last_3d)
 
 
-def purify(found: Recording, paths: Sequence[str]) -> Recording:
+def purify(recording: Recording, paths: Sequence[str]) -> Recording:
     """The same recording with a pure graph.
 
     Raises:
         PurityError: an argument is mutated, or a random number is drawn from torch's global state.
     """
     with internals.no_modes():  # a trace around this one would take the values for its operands
-        _check_random(found.graph)
-        batch_norm.take_apart(found.graph)
-        _strip_detaches(found.graph)
-        _check_mutation(found.graph, paths)
-        found.without_grad |= functionalize_writes(found.graph)
-        _strip_copies(found.graph)
-        _inline_scalars(found)
-        sweep(found.graph)
-        _drop_unused(found)
-        batch_norm.settle(found.graph)
-        _check_pure(found.graph)
-    return found
+        _check_random(recording.graph)
+        batch_norm.take_apart(recording.graph)
+        _strip_detaches(recording.graph)
+        _check_mutation(recording.graph, paths)
+        recording.without_grad |= functionalize_writes(recording.graph)
+        _strip_copies(recording.graph)
+        _inline_scalars(recording)
+        sweep(recording.graph)
+        _drop_unused(recording)
+        batch_norm.settle(recording.graph)
+        _check_pure(recording.graph)
+    return recording
 
 
 # -- randomness and mutation ----------------------------------------------------------------------
@@ -153,7 +153,7 @@ def _check_random(graph: fx.Graph) -> None:
 
 
 def _without_dropout(node: fx.Node) -> bool:
-    """Attention is tagged random for a dropout that is mostly off."""
+    """Whether the operation's dropout, for which torch tags attention as random, is off."""
     target: Any = node.target
     names = [argument.name for argument in internals.schema(target).arguments]
     given = dict(zip(names, node.args, strict=False)) | node.kwargs
@@ -175,7 +175,7 @@ def _check_mutation(graph: fx.Graph, paths: Sequence[str]) -> None:
 
 
 def _check_pure(graph: fx.Graph) -> None:
-    """No operation that writes may be left: run elsewhere, or twice, it would mean another thing."""
+    """Refuse operations that still write: reordered or run twice, they would give other results."""
     for node in graph.nodes:
         if written_nodes(node):
             raise PurityError(
@@ -188,9 +188,9 @@ def _check_pure(graph: fx.Graph) -> None:
 
 
 def _strip_detaches(graph: fx.Graph) -> None:
-    """Autograd detaches what it saves; kept, such a node would cut the gradient of a gradient.
+    """Remove the detaches that autograd inserts: they would stop second derivatives.
 
-    Only the user's own detach (tagged ``cut``) means that.
+    The user's own detach (tagged ``cut``) stays.
     """
     for node in list(graph.nodes):
         plain = node.target is aten.detach.default and not CUT.on(node)
@@ -200,21 +200,21 @@ def _strip_detaches(graph: fx.Graph) -> None:
 
 
 def _strip_copies(graph: fx.Graph) -> None:
-    """Copies of constants protect them from writes, of which there are none any more."""
+    """Remove copies of constants: they protect them from writes, and none are left."""
     for node in graph.find_nodes(op="call_function", target=aten.lift_fresh_copy.default):
         if node.args[0].op == "placeholder":
             node.replace_all_uses_with(node.args[0])
 
 
-def _inline_scalars(found: Recording) -> None:
-    """``torch.tensor(2.0)`` in the traced function is a number, not an operand."""
-    for closure in found.closures:
+def _inline_scalars(recording: Recording) -> None:
+    """Replace operands made by ``torch.tensor(2.0)`` inside the function by numbers."""
+    for closure in recording.closures:
         known = closure.made and not isinstance(closure.value, internals.FakeTensor)
         if not (known and closure.spec.shape == ()):
             continue
         value = closure.value.item()
-        with found.graph.inserting_before(_first_op(found.graph)):
-            full = found.graph.call_function(
+        with recording.graph.inserting_before(_first_op(recording.graph)):
+            full = recording.graph.call_function(
                 aten.full.default,
                 ([], value),
                 {"dtype": closure.spec.dtype, "device": closure.spec.device},
@@ -228,11 +228,11 @@ def _first_op(graph: fx.Graph) -> fx.Node:
     return first
 
 
-def _drop_unused(found: Recording) -> None:
+def _drop_unused(recording: Recording) -> None:
     kept = []
-    for closure in found.closures:
+    for closure in recording.closures:
         if closure.node.users:
             kept.append(closure)
         else:
-            found.graph.erase_node(closure.node)
-    found.closures[:] = kept
+            recording.graph.erase_node(closure.node)
+    recording.closures[:] = kept

@@ -1,4 +1,4 @@
-"""Results of other libraries: what torch's pytree can take apart, ours can too."""
+"""Results of other libraries: node types known to torch's pytree are registered with optree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["register_torch_nodes"]
 
 @dataclass(frozen=True)
 class _Context:
-    """torch's word for what is static of a node; it need not be hashable there, here it must."""
+    """The static part of a node in torch's pytree, made hashable: optree requires it, torch does not."""
 
     value: Any
 
@@ -26,7 +26,7 @@ class _Context:
 def register_torch_nodes(value: Any) -> None:
     """Register the types in a tree that torch's pytree knows and optree does not.
 
-    HuggingFace's model outputs are such: they register themselves with torch alone.
+    HuggingFace's model outputs, for example, register with torch only.
     """
     for leaf in tree.leaves(value):
         node = torch_pytree.SUPPORTED_NODES.get(type(leaf))

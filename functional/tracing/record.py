@@ -26,12 +26,12 @@ __all__ = ["Recording", "record"]
 
 @dataclass
 class Recording:
-    """What a trace left behind; `graph` has its closures' placeholders after its inputs'.
+    """The result of a trace; in `graph`, placeholders of closures follow those of inputs.
 
     Attributes:
-        without_grad: the graph alone does not show its derivatives.
+        without_grad: whether the graph alone does not determine its derivatives.
         forgets_turns: see `mutation.forgets_turns`.
-        primals: for each output, the input whose gradient, taken inside, it is.
+        primals: for each output that is a gradient taken inside, the input it belongs to; else None.
     """
 
     graph: fx.Graph
@@ -50,11 +50,11 @@ def record(
     gradients: Sequence[bool] = (),
     grad_mode: bool = True,
 ) -> Recording:
-    """Run fn on fakes of these specs and keep the graph; the order of outputs is fn's.
+    """Record the graph of fn on fake tensors of these specs; its outputs are in fn's order.
 
     Args:
         gradients: inputs that require grad inside (for derivatives taken by plain autograd).
-        grad_mode: what fn is told of torch's grad mode; off, no derivative of the recording is right.
+        grad_mode: torch's grad mode inside fn. If off, no derivative of the tracing is right.
 
     Raises:
         PurityError: fn branches on a tensor's value.
@@ -64,8 +64,8 @@ def record(
         fakes = internals.FakeTensorMode(allow_non_fake_inputs=True)
         state = TraceState(fakes, levels, grad_mode=grad_mode)
         inputs = _fake_inputs(fakes, specs, gradients)
-        recording = internals.proxying(state.tracer, fakes, inputs, state.below_forward_ad)
-        with entered(state), recording:
+        tracing = internals.proxying(state.tracer, fakes, inputs, state.below_forward_ad)
+        with entered(state), tracing:
             state.last_input = _last_placeholder(state.tracer.graph)
             outputs = _run(state, fn, inputs)
             nodes = tuple(_output_node(state, output) for output in outputs)
@@ -73,7 +73,7 @@ def record(
         internals.end_fakes(state.tracer, _leaked)
     closures = [closure for closure, _ in state.closures.values()]
     forgets = state.turned and forgets_turns(state.tracer.graph)
-    found = Recording(
+    recording = Recording(
         state.tracer.graph,
         len(specs),
         closures,
@@ -82,8 +82,8 @@ def record(
         forgets,
         primals_of(state, nodes),
     )
-    _lift_attributes(found, state)
-    return found
+    _lift_attributes(recording, state)
+    return recording
 
 
 def _fake_inputs(
@@ -100,7 +100,7 @@ def _fake_inputs(
     return inputs
 
 
-# What torch says where C++ code reads a value from a tensor that has none.
+# Parts of torch's messages where C++ code reads a value from a tensor that has none.
 _READS_A_VALUE = (
     *("get value out of a tracing tensor", "its data is not allocated yet"),
     ".numpy() is not supported for tensor subclasses",
@@ -109,7 +109,7 @@ _DRAWN = (
     "draws random numbers from a torch.Generator: its state would not move on when the trace is used "
     "again. Pass a key and use torchard.random, or draw outside and pass the tensor"
 )
-# What it says of other things that cannot be traced, and what can be done instead.
+# Parts of torch's messages for other things that cannot be traced, and what to do instead.
 _INSTEAD = {
     "does not require grad": (
         "takes a gradient by torch.autograd of what the function was given, which records nothing while "
@@ -129,7 +129,7 @@ _INSTEAD = {
         "meets an error inside of torch's own differentiation while it is traced. It is known of writes "
         "to views of detached or stopped tensors, and through as_strided: write to a clone instead",
     ),
-    # torch 2.11 stops at it; later the tracer keeps it as an attribute
+    # torch 2.11 raises; from 2.12 on the tracer keeps the generator as an attribute
     internals.GENERATOR_IN_ERRORS: _DRAWN,
     internals.CONTROL_FLOW_IN_ERRORS: (
         "uses control flow of torch.compile's (torch.cond, while_loop, scan, map). Write torch.where for "
@@ -170,20 +170,20 @@ def _run(state: TraceState, fn: Callable[..., Any], inputs: list[torch.Tensor]) 
 
 
 def _leaked(node: fx.Node) -> UnexpectedTracerError:
-    what = SOURCE.get(node) if node.op == "call_function" else "the function's arguments"
+    origin = SOURCE.get(node) if node.op == "call_function" else "the function's arguments"
     return UnexpectedTracerError(
-        f"a tensor that stands for a value while a function is traced ({node.target}, made at {what}) is "
-        "used after the trace. It has no value: a traced function must not keep tensors (in a list, an "
-        "attribute, a cache). Return it, or compute it outside the transform."
+        f"a tensor that stands for a value while a function is traced ({node.target}, made at {origin}) "
+        "is used after the trace. It has no value: a traced function must not keep tensors (in a list, "
+        "an attribute, a cache). Return it, or compute it outside the transform."
     )
 
 
 def _branching(error: BaseException) -> PurityError:
     where = source.of_error(error) or source.of_here() or "a line that could not be found"
     op = getattr(error, "func", None)
-    how = f" (by {op})" if op is not None else ""
+    operation = f" (by {op})" if op is not None else ""
     return PurityError(
-        f"{where} needs the value of a tensor while the function is traced{how}: branching, "
+        f"{where} needs the value of a tensor while the function is traced{operation}: branching, "
         "item(), bool(), float() and shapes that depend on values are not part of a pure "
         "function. Use torch.where for the branch, pass the number as an int, bool or string "
         "argument (those are static), or do it outside the transform."
@@ -205,9 +205,9 @@ def _output_node(state: TraceState, output: torch.Tensor) -> fx.Node:
     return node
 
 
-def _lift_attributes(found: Recording, state: TraceState) -> None:
-    """Constants the tracer burned in become operands too, those it made itself the last ones."""
-    graph = found.graph
+def _lift_attributes(recording: Recording, state: TraceState) -> None:
+    """Turn constants that the tracer baked in into operands; those made inside come last."""
+    graph = recording.graph
     operands: dict[int, fx.Node] = {}
     nodes = [(node, _is_made(node, state)) for node in graph.find_nodes(op="get_attr")]
     for node, made in sorted(nodes, key=lambda pair: pair[1]):
@@ -222,7 +222,7 @@ def _lift_attributes(found: Recording, state: TraceState) -> None:
         if id(value) not in operands:
             operand = _placeholder(graph, state, value)
             operands[id(value)] = operand
-            found.closures.append(Closure(value, TensorSpec.of(value), operand, None, made))
+            recording.closures.append(Closure(value, TensorSpec.of(value), operand, None, made))
         node.replace_all_uses_with(operands[id(value)])
         graph.erase_node(node)
 
@@ -233,7 +233,7 @@ def _drawn(node: fx.Node) -> PurityError:
 
 
 def _is_made(node: fx.Node, state: TraceState) -> bool:
-    """Whether the constant was made by what is traced, and can never be another."""
+    """Whether the traced function made the constant itself, so that it can never change."""
     if id(getattr(state.tracer.root, str(node.target))) in state.constants:
         return True
     return all(user.target is aten.lift_fresh_copy.default for user in node.users)

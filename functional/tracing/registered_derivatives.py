@@ -1,8 +1,8 @@
-"""Derivatives that are registered for operators in Python, given to torch.func.
+"""Derivatives of operators that are registered in Python, made available to torch.func.
 
 torch wraps them (``torch.library.register_autograd``) in an autograd Function that torch.func refuses,
-and that forward mode passes by: the tangent is zero, without a word. So while a function is traced under
-a level of torch.func, such an operator is called through a Function that torch.func takes.
+and that forward mode ignores: the tangent is silently zero. So while a function is traced under a level
+of torch.func, such an operator is called through a Function that torch.func accepts.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from torchard.functional.torch_internals.operators import COLLECTIVES
 
 __all__ = ["UNDER_LEVELS", "call", "is_live", "may_have_formula"]
 
-# Of these none is registered in Python.
+# Namespaces without operators whose derivative is registered in Python.
 _WITHOUT = frozenset(("aten", "prim", "prims", "profiler", "torchard", COLLECTIVES))
 
 
 def may_have_formula(op: Any) -> bool:
-    """Whether a call under the levels that are live may need `call`."""
+    """Whether an operator must be run by `call` under the live levels."""
     if not isinstance(op, (internals.OpOverload, internals.OpOverloadPacket)):
         return False
     space = internals.qualified_name(op).partition("::")[0]
@@ -41,9 +41,9 @@ def is_live() -> bool:
 
 
 def _whole_cross_entropy(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """torch computes it in chunks by operators whose formula cannot be differentiated."""
-    found: torch.Tensor = F.linear_cross_entropy(*args, **{**kwargs, "options": None})
-    return found
+    """F.linear_cross_entropy without chunks, whose registered derivative cannot be differentiated."""
+    loss: torch.Tensor = F.linear_cross_entropy(*args, **{**kwargs, "options": None})
+    return loss
 
 
 # torch's own functions that call such operators, and what to call while a level is live.
@@ -53,13 +53,13 @@ if hasattr(F, "linear_cross_entropy"):
 
 
 def call(
-    op: Any, args: Any, kwargs: Any, where: str, again: Callable[[], AbstractContextManager[Any]]
+    op: Any, args: Any, kwargs: Any, where: str, mode: Callable[[], AbstractContextManager[Any]]
 ) -> Any:
     """Call an operator so that torch.func finds the derivative that is registered for it.
 
     Args:
         where: the line that calls it.
-        again: what the formula of its derivative runs in, as this call does.
+        mode: makes the mode that the call runs in; the registered derivative runs in it too.
     """
     op = internals.overload(op, args, kwargs)
     formula = _formula(op, args, kwargs) if _is_differentiated(args, kwargs) else None
@@ -68,7 +68,7 @@ def call(
     args, kwargs = _complete(op, args, kwargs)
     leaves, structure = pytree.tree_flatten((args, kwargs))
     widths = tuple(len(pytree.tree_leaves(arg)) for arg in args)
-    run = _Call(op, *formula, where, again, structure, widths)
+    run = _Call(op, *formula, where, mode, structure, widths)
     function: Any = _Registered
     return pytree.tree_unflatten(function.apply(run, *leaves), run.results)
 
@@ -82,7 +82,7 @@ def _is_differentiated(args: Any, kwargs: Any) -> bool:
 
 
 def _complete(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """All arguments by place, and those that have names only."""
+    """All arguments with their defaults, as positional ones and keyword-only ones."""
     parameters = internals.schema(op).arguments
     given = dict(zip((p.name for p in parameters), args, strict=False)) | kwargs
     full = [(p, given.get(p.name, p.default_value)) for p in parameters]
@@ -97,9 +97,9 @@ _known: dict[Any, _Formula] = {}
 
 
 def _formula(op: Any, args: Any, kwargs: Any) -> _Formula | None:
-    """The functions registered for an operator: its backward, and what keeps values for that.
+    """The functions registered for an operator: its backward and its setup_context.
 
-    Nothing lists them. The node that autograd makes of a call knows them, of tensors like these.
+    torch has no table of them. The autograd node of a call holds them, so fake tensors are passed.
     """
     if op in _known or internals.is_mutable(op):
         return _known.get(op)
@@ -108,13 +108,13 @@ def _formula(op: Any, args: Any, kwargs: Any) -> _Formula | None:
         some, named = pytree.tree_map_only(TensorSpec, _like, specs)
         try:
             outputs = pytree.tree_leaves(op(*some, **named))
-        except Exception:  # as the call itself will
+        except Exception:  # the call itself will raise it
             return None
     for output in outputs:
-        found = internals.registered_formula(getattr(output, "grad_fn", None))
-        if found is not None:
-            _known[op] = found
-            return found
+        formula = internals.registered_formula(getattr(output, "grad_fn", None))
+        if formula is not None:
+            _known[op] = formula
+            return formula
     return None
 
 
@@ -125,19 +125,19 @@ def _like(spec: TensorSpec) -> torch.Tensor:
 
 @dataclass
 class _Call:
-    """What there is to a call besides tensors; ``widths``: how many leaves each argument by place is."""
+    """The static part of a call; ``widths``: how many leaves each positional argument has."""
 
     op: Any
     backward: Any
     setup_context: Any
     where: str
-    again: Callable[[], AbstractContextManager[Any]]
+    mode: Callable[[], AbstractContextManager[Any]]
     structure: Any
     widths: tuple[int, ...]
     results: Any = field(default=None)
 
     def gradients(self, ctx: Any, grads: Sequence[Any]) -> Sequence[Any]:
-        """By the formula; one for each argument.
+        """Run the registered backward; one gradient for each argument.
 
         Raises:
             DerivativeError: there is none, or it cannot be run where it is differentiated in turn.
@@ -148,8 +148,8 @@ class _Call:
                 "torch.library.register_autograd, or detach() what it is given."
             )
         try:
-            with self.again():
-                found = self.backward(ctx, *grads)
+            with self.mode():
+                gradients = self.backward(ctx, *grads)
         except DerivativeError:
             raise
         except Exception as error:
@@ -158,19 +158,19 @@ class _Call:
                 f"torch.func, which differentiates it in turn: {str(error).rstrip('.')}. Write the "
                 "derivative with operations that have one, or use other operations here."
             ) from error
-        return found if isinstance(found, tuple) else (found,)
+        return gradients if isinstance(gradients, tuple) else (gradients,)
 
     def per_leaf(self, gradients: Sequence[Any], leaves: int) -> list[Any]:
-        """One for each leaf. None for a list is None for all of it, and the last ones may be left out."""
-        found: list[Any] = []
+        """Gradients per leaf. None for a list stands for all its items; trailing ones may be missing."""
+        expanded: list[Any] = []
         for gradient, width in zip(gradients, self.widths, strict=False):
             given = pytree.tree_leaves(gradient)
-            found += given if len(given) == width else [None] * width
-        return found + [None] * (leaves - len(found))
+            expanded += given if len(given) == width else [None] * width
+        return expanded + [None] * (leaves - len(expanded))
 
 
 class _Registered(torch.autograd.Function):
-    """An operator with the derivative that is registered for it."""
+    """An operator with its registered derivative."""
 
     generate_vmap_rule = True
 
@@ -197,10 +197,10 @@ class _Registered(torch.autograd.Function):
         needs = ctx.needs_input_grad
         ctx.needs_input_grad = pytree.tree_unflatten(needs[1:], run.structure)[0]
         try:
-            found = run.gradients(ctx, results if isinstance(results, tuple) else (results,))
+            gradients = run.gradients(ctx, results if isinstance(results, tuple) else (results,))
         finally:
             ctx.needs_input_grad = needs
-        return None, *run.per_leaf(found, len(needs) - 1)
+        return None, *run.per_leaf(gradients, len(needs) - 1)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:

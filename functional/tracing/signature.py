@@ -1,4 +1,4 @@
-"""Reading the arguments of a call: what is traced, what is static, and the key of both."""
+"""The arguments of a call: traced operands, static leaves, and the cache key of both."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class ShapeDtype:
 
 @dataclass
 class Arguments:
-    """A call's leaves, sorted: ``operands`` are traced, the rest is part of ``key``.
+    """The leaves of a call: some are traced as operands, the others are part of ``key``.
 
     Attributes:
         key: equal for calls that may share a trace.
-        structure: of ``(args, kwargs)``.
+        structure: the tree structure of ``(args, kwargs)``.
         leaves: all leaves, in order.
         traced: indices of the operands among the leaves.
         placed: whether any operand is a placed object.
@@ -75,7 +75,7 @@ class Arguments:
 
 
 def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Flatten and sort a call's arguments.
+    """Flatten the arguments of a call, and tell operands from static leaves.
 
     Raises:
         StaticArgumentError: a leaf is a sparse tensor, or neither tensor nor float nor hashable;
@@ -123,7 +123,7 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 
 def _surroundings() -> Hashable:
-    """The global state a trace depends on."""
+    """The global state that a trace depends on: default dtype, autocast, default device."""
     auto: tuple[Any, ...] = ()
     if internals.autocast_on():
         kinds = ("cpu", "cuda")
@@ -132,14 +132,14 @@ def _surroundings() -> Hashable:
 
 
 def paths_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Where each leaf is: ``args[0]['w1']``, or ``scale`` for a keyword."""
+    """The path of each leaf: ``args[0]['w1']``, or ``scale`` for a keyword."""
     call: Any = (args, kwargs)
     accessors = optree.tree_accessors(call, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE)
-    found = []
+    paths = []
     for accessor in accessors:
         first, rest = accessor[0].entry, accessor[1:]
-        found.append(rest.codify("args" if first == 0 else "kwargs"))
-    return found
+        paths.append(rest.codify("args" if first == 0 else "kwargs"))
+    return paths
 
 
 def _unhashable(args: Any, kwargs: Any, leaves: Sequence[Any]) -> StaticArgumentError:
@@ -161,7 +161,7 @@ def _unhashable(args: Any, kwargs: Any, leaves: Sequence[Any]) -> StaticArgument
 
 
 def _check_holds_no_tensor(leaf: Any, args: Any, kwargs: Any, i: int) -> None:
-    """A frozen dataclass is hashable, tensors and all, but each new one would be a new trace."""
+    """Refuse a frozen dataclass with tensors: it is hashable, but each new one would be a new trace."""
     values = (getattr(leaf, field.name, None) for field in dataclasses.fields(leaf))
     if any(isinstance(value, torch.Tensor) or is_placed(value) for value in values):
         raise _unregistered(leaf, paths_of(args, kwargs)[i])
@@ -182,7 +182,7 @@ def _sparse(leaf: torch.Tensor, path: str) -> StaticArgumentError:
 
 
 def specs_of_arguments(arguments: Arguments) -> list[TensorSpec]:
-    """A Spec for each traced leaf."""
+    """The spec of each traced leaf."""
     batched = internals.VMAP in internals.level_kinds()
     return [_spec(arguments.leaves[i], batched) for i in arguments.traced]
 

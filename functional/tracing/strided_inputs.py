@@ -1,8 +1,8 @@
-"""``as_strided`` of what a function is given: what it reads depends on how that lies in memory.
+"""``as_strided`` of a function's inputs: which elements it reads depends on the memory layout.
 
-A trace knows the strides of its inputs, not where in its storage one begins. Under vmap it does not even
-know the strides: a transform is given samples whose elements lie side by side, wherever torch has them.
-So a program that reads an input by strides is right for inputs that lie as they did in the trace.
+A trace knows the strides of its inputs, not their storage offsets. Under vmap it does not know the
+strides either: a transform is given contiguous samples, whatever the strides of torch's. So a program
+that reads an input by strides is right only for inputs with the memory layout of the trace.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class StridedInput:
     """An input whose memory a line of the function reads by strides.
 
     Attributes:
-        absolute: from an offset into its storage, not from the input's own first element.
+        absolute: whether offsets count from the start of the storage, not from the input's first element.
     """
 
     number: int
@@ -42,13 +42,13 @@ class StridedInput:
     absolute: bool
 
     def check(self, value: Any) -> None:
-        """Hold a value of this input against what its trace takes for granted.
+        """Check that a value of this input has the memory layout that its trace assumes.
 
         Raises:
-            PurityError: it lies otherwise, so the program would read other elements than the function.
+            PurityError: it has another, so the program would read other elements than the function.
         """
         if not isinstance(value, torch.Tensor):
-            return  # a float, or a placed value, which is contiguous to whoever reads the whole of it
+            return  # a float, or a placed value, whose global value is contiguous
         start = internals.base_tensor(value).storage_offset()
         if self.absolute and start:
             raise PurityError(
@@ -66,7 +66,7 @@ class StridedInput:
 
 
 def check_memory(reads: Sequence[StridedInput], *values: Sequence[Any]) -> None:
-    """Check all values of a call: arguments, then what is closed over."""
+    """Check all values of a call: arguments, then closed-over tensors."""
     given = list(chain(*values))
     for read in reads:
         if read.number < len(given):  # the rest are constants, which the trace made
@@ -74,7 +74,7 @@ def check_memory(reads: Sequence[StridedInput], *values: Sequence[Any]) -> None:
 
 
 def pass_on(reads: Sequence[StridedInput], operands: Sequence[torch.Tensor], state: TraceState) -> None:
-    """Note on the operands of a call inside a trace how they are read: they may be its inputs."""
+    """Tag the operands of a call inside a trace with these reads: they may be inputs of that trace."""
     for read in reads:
         if read.number < len(operands):
             node = internals.proxy_node(state.tracer, internals.base_tensor(operands[read.number]))
@@ -83,20 +83,20 @@ def pass_on(reads: Sequence[StridedInput], operands: Sequence[torch.Tensor], sta
 
 
 def strided_inputs(program: Program) -> list[StridedInput]:
-    """The inputs whose memory is read by strides, by the program itself or by what it calls."""
-    found = list(_reads(program.graph))
-    if not found:
+    """The inputs whose memory the program, or a transform it calls, reads by strides."""
+    reads = list(_reads(program.graph))
+    if not reads:
         return []
     numbers = {storage_key(node): i for i, node in enumerate(program.placeholders)}
     return [
         StridedInput(numbers[key], program.inputs[numbers[key]].path, source, absolute)
-        for key, source, absolute in found
+        for key, source, absolute in reads
         if key in numbers
     ]
 
 
 def _reads(graph: fx.Graph) -> Iterator[tuple[int | None, str, bool]]:
-    """Which memory is read, by which line, and whether from an offset into its storage."""
+    """For each read by strides: the storage, the source line, and whether offsets are absolute."""
     for node in graph.nodes:
         if node.target in _STRIDED:
             absolute = argument(node, "storage_offset") is not None

@@ -1,4 +1,4 @@
-"""What a traced function may touch: foreign tensors become operands, floats stay weak."""
+"""A mode around traced functions: foreign tensors become operands, Python floats promote weakly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torchard.functional.tracing.trace_state import TraceState
 
 __all__ = ["TensorLifting", "is_weak"]
 
-# Attributes that say nothing of a tensor's values.
+# Attributes that do not depend on a tensor's values.
 _METADATA = {
     *("shape", "dtype", "device", "ndim", "layout", "names", "itemsize", "nbytes"),
     *("requires_grad", "is_leaf", "grad_fn", "grad", internals.VERSION),
@@ -31,7 +31,7 @@ _METADATA = {
 
 
 class TensorLifting(TorchFunctionMode):
-    """Swaps foreign tensors for operands, and gives Python floats their weak promotion back."""
+    """Replaces foreign tensors by operands, and promotes traced Python floats as Python does."""
 
     def __init__(self, state: TraceState) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class TensorLifting(TorchFunctionMode):
     def _cut(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.__name__ == "detach_":
             self.state.without_grad = True  # it leaves no node: derivatives run the function again
-            if _only_mapped(args[0]):  # torch refuses, and there is no gradient to stop
+            if _only_mapped(args[0]):  # torch raises, and there is no gradient to stop
                 return args[0]
         self.state.cutting = True
         try:
@@ -92,7 +92,7 @@ class TensorLifting(TorchFunctionMode):
             self.state.cutting = False
 
     def _data(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """``y.data`` is a detach that a tracer may not see; ``y.data = z`` it never sees."""
+        """``y.data``, as a detach: a tracer may not see it, and never sees ``y.data = z``."""
         if func.__name__ == "__set__":
             raise PurityError(
                 f"{source.of_here()} assigns to the .data of a tensor, which no trace can see. Go on "
@@ -104,7 +104,7 @@ class TensorLifting(TorchFunctionMode):
 
 
 def _one_hot(ids: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
-    """torch reads the largest id to check it, unless it sees that there is none: not through a level."""
+    """F.one_hot without its check of the largest id, which reads a value under functorch levels."""
     if num_classes <= 0:
         return F.one_hot(ids, num_classes)
     classes = torch.arange(num_classes, device=ids.device)
@@ -112,14 +112,14 @@ def _one_hot(ids: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
 
 
 def _assign(into: torch.Tensor, index: Any, value: Any) -> None:
-    """``x[mask] = 0``: under vmap torch counts where a mask is set, which one number does not need."""
+    """``x[mask] = 0`` without counting where the mask is set, as torch does under vmap."""
     if _fills(into, index, value):
-        into.masked_fill_(_as_wide(index, into), value)
+        into.masked_fill_(_with_rank_of(index, into), value)
     else:
         into[index] = value
 
 
-# Composite operations that read values they need not, and what to run while tracing.
+# Composite operations that read values without need, and replacements to trace.
 _WITHOUT_READING: dict[Any, Any] = {F.one_hot: _one_hot, torch.Tensor.__setitem__: _assign, **COMPOSED}
 
 
@@ -127,7 +127,7 @@ _PLAIN_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.b
 
 
 def _check_levels(outputs: Any) -> None:
-    """Refuse plain autograd on fakes where it forgets turns."""
+    """Refuse plain autograd on fakes where it loses in-place changes of dims (`forgets_turns`)."""
     outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
     if not all(isinstance(x, torch.Tensor) and internals.in_gradient_level(x) for x in outputs):
         raise PurityError(
@@ -155,13 +155,13 @@ def _only_mapped(tensor: torch.Tensor) -> bool:
 
 
 def _fills(into: Any, index: Any, value: Any) -> bool:
-    """Whether an assignment writes one number wherever a mask is set: no index need be counted."""
+    """Whether an assignment writes one number wherever a mask is set, so that it is a masked_fill."""
     mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.ndim > 0
     number = isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.ndim == 0)
     return mask and number and index.shape == into.shape[: index.ndim]
 
 
-def _as_wide(mask: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+def _with_rank_of(mask: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     return mask.reshape(*mask.shape, *[1] * (into.ndim - mask.ndim))
 
 
@@ -182,8 +182,8 @@ def is_weak(value: Any) -> bool:
 def _weaken(args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
     """A traced Python float must promote like one, not like the float64 tensor that carries it.
 
-    Against a tensor with dimensions a 0-d tensor already does; against integers and other 0-d
-    tensors it would win. Says whether all operands were floats: then so is the result.
+    torch promotes a 0-d tensor weakly against a tensor with dims, but not against integers and other
+    0-d tensors. The last result says whether all operands were Python floats: then the result is one.
     """
     tensors = _tensors(args, kwargs)
     weak = [tensor for tensor in tensors if is_weak(tensor)]
@@ -206,12 +206,12 @@ def _weaken(args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
 
 
 def _operands(tree: Any) -> Any:
-    """A tree with what the trace in progress has for its tensors; the tree itself outside of one."""
+    """A tree with its tensors replaced by operands of the trace in progress, if there is one."""
     for mode in reversed(internals.function_modes()):
         if isinstance(mode, TensorLifting):
             return torch_pytree.tree_map(mode._natives, tree, is_leaf=is_placed)
     return tree
 
 
-# A derivative inside of a function, straight of tensors that it closes over, placed ones too.
+# For derivatives inside a function with respect to tensors it closes over, placed ones included.
 internals.before_reading(_operands)

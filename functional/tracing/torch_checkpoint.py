@@ -1,9 +1,9 @@
 """torch.utils.checkpoint inside a traced function: its calls are segments, as our own checkpoint's are.
 
-torch runs the function again by hooks for what autograd saves. A trace has no such hooks: what is made
-again is decided on the program. So while one of ours is traced, torch's checkpoint runs the function once
-and says where: private names of torch's are replaced for as long as a trace runs. A thread that traces
-nothing gets torch's own.
+torch recomputes through hooks on the tensors that autograd saves. A trace has no such hooks: what is
+recomputed is decided on the program. So while a function is traced, torch's checkpoint runs its function
+once and marks a segment. Private functions of torch are replaced for the duration of a trace; a thread
+that is not tracing calls torch's own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _theirs = internals.CHECKPOINT_FUNCTIONS
 
 
 def _segments(theirs: Any) -> Callable[..., Generator[None]]:
-    """In the place of a generator of ``use_reentrant=False``, around whose one yield torch calls."""
+    """A replacement for a generator function of ``use_reentrant=False``, which yields once."""
     parameters = inspect.signature(theirs)
 
     def segment(*args: Any, **kwargs: Any) -> Generator[None]:
@@ -50,7 +50,7 @@ def _segments(theirs: Any) -> Callable[..., Generator[None]]:
 
 
 class _Reentrant:
-    """In the place of the autograd Function of ``use_reentrant=True``."""
+    """A replacement for the autograd Function of ``use_reentrant=True``."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
@@ -68,7 +68,7 @@ _ours = {
 
 @contextlib.contextmanager
 def taken_as_segments() -> Iterator[None]:
-    """Around a trace."""
+    """A context for a trace, in which torch's checkpoint marks segments."""
     global _traces
     with _lock:
         _traces += 1

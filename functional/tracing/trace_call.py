@@ -1,4 +1,4 @@
-"""One call of a function, traced: its Program."""
+"""Tracing one call of a function to a Program."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ __all__ = ["OutTree", "trace_call"]
 def trace_call(
     fn: Callable[..., Any], arguments: Arguments, paths: Sequence[str], *, grad_mode: bool = True
 ) -> Program:
-    """The Program of one call, its arguments read already.
+    """The Program of one call with these arguments.
 
     Args:
-        grad_mode: whether fn finds torch's gradients enabled.
+        grad_mode: torch's grad mode inside fn.
     """
-    shape = _Shape(fn, arguments)
+    flat_fn = _FlatFunction(fn, arguments)
     specs = specs_of_arguments(arguments)
     names = [paths[i] for i in arguments.traced]
-    found = purify(record(shape, specs, grad_mode=grad_mode), names)
-    lifted = [closure for closure in found.closures if not closure.made]
-    made = [closure for closure in found.closures if closure.made]
+    recording = purify(record(flat_fn, specs, grad_mode=grad_mode), names)
+    lifted = [closure for closure in recording.closures if not closure.made]
+    made = [closure for closure in recording.closures if closure.made]
     for closure in lifted:
         closure.reader = reader_of(fn, closure.value)
     inputs = [
@@ -47,26 +47,26 @@ def trace_call(
         *(Leaf(_path_to(closure), closure.tag, "closure") for closure in lifted),
         *(Leaf(f"constant {i}", role="constant") for i, _ in enumerate(made)),
     ]
-    placeholders = found.graph.find_nodes(op="placeholder")
+    placeholders = recording.graph.find_nodes(op="placeholder")
     places = {node: i for i, node in enumerate(placeholders)}
     for node, spec in zip(placeholders, specs, strict=False):
         if spec.weak:
             WEAK.set(node, True)
     return Program(
-        graph=found.graph,
+        graph=recording.graph,
         inputs=tuple(inputs),
         outputs=tuple(
             Leaf(path, FREE, "output", None if primal is None else places.get(primal))
-            for path, primal in zip(shape.paths, found.primals, strict=True)
+            for path, primal in zip(flat_fn.paths, recording.primals, strict=True)
         ),
         in_tree=arguments.structure,
-        out_tree=shape.result,
+        out_tree=flat_fn.result,
         name=getattr(fn, "__name__", type(fn).__name__),
-        asks=tuple(dict.fromkeys(found.asks)),
+        asks=tuple(dict.fromkeys(recording.asks)),
         closures=tuple(lifted),
         constants=tuple(closure.value for closure in made),
-        retrace=shape.retrace(lifted) if found.without_grad else None,
-        forgets_turns=found.forgets_turns,
+        retrace=flat_fn.retrace(lifted) if recording.without_grad else None,
+        forgets_turns=recording.forgets_turns,
     )
 
 
@@ -75,14 +75,16 @@ def _tag(leaf: Any) -> Any:
 
 
 def _path_to(closure: Closure) -> str:
-    """``closure 'p['w1']'`` for messages and plans."""
+    """The path of a closure, for messages and plans: ``closure 'p['w1']'``."""
     return "closure" if closure.reader is None else f"closure '{closure.reader}'"
 
 
-class _Shape:
-    """fn on flat tensors; remembers the shape of what it returned.
+class _FlatFunction:
+    """fn as a function of flat tensors, which records the tree of its result.
 
-    ``result`` is (structure, leaves), the leaves with ``_TENSOR`` where a tensor was.
+    Attributes:
+        result: the tree of the last result, with holes for tensors; None before the first call.
+        paths: the path of each tensor in it.
     """
 
     def __init__(self, fn: Callable[..., Any], arguments: Arguments) -> None:
@@ -120,10 +122,10 @@ class _Shape:
     def retrace(
         self, closures: Sequence[Closure]
     ) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
-        """The function of its inputs and closures, for tracing derivatives of it."""
+        """fn as a function of its inputs and closures, to trace derivatives of it."""
         traced = frozenset(self.arguments.traced)
         static = [None if i in traced else leaf for i, leaf in enumerate(self.arguments.leaves)]
-        self.arguments = replace(self.arguments, leaves=static)  # kept longer than the call's tensors
+        self.arguments = replace(self.arguments, leaves=static)  # outlives the call's tensors
         count = len(traced)
         autocast = _autocast_state()
 
@@ -155,7 +157,7 @@ def _autocast_as(state: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
 
 
 class OutTree:
-    """The tree of a function's result: tensors go into the holes, static leaves stay."""
+    """The tree of a function's result: static leaves, and holes for tensors."""
 
     def __init__(self, structure: Any, static: tuple[Any, ...], holes: tuple[int, ...]) -> None:
         self.structure = structure
@@ -163,7 +165,7 @@ class OutTree:
         self.holes = holes
 
     def build(self, tensors: Sequence[Any]) -> Any:
-        """The result with these values in its holes."""
+        """The tree with these values in its holes."""
         if len(tensors) == len(self.static):
             return self.structure.unflatten(tensors)
         leaves = list(self.static)

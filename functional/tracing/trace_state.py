@@ -1,7 +1,7 @@
-"""The state of a trace in progress: what is lifted, and what is written on the nodes.
+"""The state of a trace in progress: its closures, and the tags of its nodes.
 
-What is known of a node while it is made (source line, scope, phase, and the tags of the node that
-is being replayed) is written on it here; afterwards it could not be told any more.
+Nodes are tagged as they are created, with what is only known then: source line, scope, phase, and the
+tags of the node that is being replayed.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ __all__ = [
 
 @dataclass
 class Closure:
-    """A tensor the function uses without being given it; it becomes a hidden operand.
+    """A tensor that the function closes over; it becomes a hidden operand of the program.
 
     Attributes:
-        value: the tensor, or the placed object; None once it has been let go of.
+        value: the tensor, or the placed object; None once it has been dropped.
         tag: its Placement, if it is a placed object.
-        made: the trace made it itself (``torch.tensor([1, 2])``): it can never change.
+        made: whether the function makes it (``torch.tensor([1, 2])``), so that it can never change.
         node: its placeholder.
-        reader: gets it from the function's environment; None if it was not found there.
+        reader: reads it from the function's environment; None if it was not found there.
     """
 
     value: Any
@@ -62,11 +62,11 @@ class Closure:
     reader: Callable[[Any], Any] | None = None
 
     def now(self, fn: Any) -> Any:
-        """What the function closes over today, in this one's place."""
+        """The value that the function closes over now, under the same path."""
         return self.value if self.reader is None else self.reader(fn)
 
     def let_go(self) -> None:
-        """Keep nothing alive that can be read anew: a cached trace outlives many such values."""
+        """Drop a value that can be read again: a cached trace outlives many such values."""
         if self.reader is not None:
             self.value = None
 
@@ -88,13 +88,13 @@ class TraceState:
     last_input: fx.Node | None = None
     origins: dict[int, Tags] = field(default_factory=dict)
     numbered: int = 0
-    # Gradients that are taken inside, of which input each is (inner_gradients.py).
+    # From gradients that are taken inside to the inputs they belong to (inner_gradients.py).
     gradients: dict[fx.Node, fx.Node] = field(default_factory=dict)
     cutting: bool = False
-    # Where the operation stands that runs; functorch hides them from kernels.
+    # The functorch levels around the running operation, which functorch hides from kernels.
     inner_levels: Sequence[Any] = ()
     stood_in: set[int] = field(default_factory=set)
-    # What programs that run in this trace have made while they were traced.
+    # Ids of constants of the programs that are replayed in this trace.
     constants: set[int] = field(default_factory=set)
     # Applied to the operands of a nested transform before its autograd Function.
     align_operands: Callable[[list[torch.Tensor]], list[torch.Tensor]] = list
@@ -107,7 +107,7 @@ class TraceState:
     # -- tags ---------------------------------------------------------------------------------
 
     def tag(self, node: fx.Node) -> None:
-        """Write on a node what is known while it is made."""
+        """Tag a new node with what is known now."""
         tags = self._replayed_tags(node) if self.replaying else self._fresh_tags()
         if self.cutting:
             CUT.set(node, True)
@@ -118,7 +118,7 @@ class TraceState:
         self._remember(tags)
 
     def retag(self, tensor: torch.Tensor, old: fx.Node) -> None:
-        """Give the node behind a tensor the old node's tags (for items of a tuple)."""
+        """Copy the old node's tags to the node behind a tensor (for items of a tuple)."""
         base = internals.base_tensor(tensor)
         node = internals.proxy_node(self.tracer, base)
         if node is not None and node.op == "call_function":
@@ -126,7 +126,7 @@ class TraceState:
                 tag.setdefault(node, value)
 
     def label(self, tensor: torch.Tensor, label: str) -> None:
-        """Name the node behind a tensor."""
+        """Label the node behind a tensor."""
         node = internals.proxy_node(self.tracer, internals.base_tensor(tensor))
         if node is not None:
             NAME.set(node, label)
@@ -143,7 +143,7 @@ class TraceState:
         return {SOURCE: source.of_here(), PHASE: "forward", **self._place(())}
 
     def _place(self, inner: tuple[Frame, ...]) -> dict[Tag[Any], Any]:
-        """The tags of what runs in the open frames, and in these inside of them."""
+        """The tags of an operation in the open frames and these inner ones."""
         frames = (*self.frames, *inner)
         tags: Tags = {
             FRAMES: frames,
@@ -156,7 +156,7 @@ class TraceState:
         replayed = self.replaying
         assert replayed is not None
         tags = inherited_tags(replayed, "call" if node.target == replayed.target else "place")
-        tags.pop(VAL, None)  # it has its own
+        tags.pop(VAL, None)  # the new node has its own
         if self._backward() or PHASE not in tags:
             tags[PHASE] = "backward" if self._backward() else "forward"
         segments = tuple(segment.inside(self.frames) for segment in tags.get(SEGMENTS, ()))
@@ -166,26 +166,25 @@ class TraceState:
         return {**tags, **place}
 
     def _remember(self, tags: Tags) -> None:
-        """Autograd nodes made since the last graph node belong to this one."""
+        """Assign the autograd nodes created since the last graph node to this one."""
         upto = internals.autograd_sequence()
         for number in range(self.numbered, upto):
             self.origins[number] = tags
         self.numbered = upto
 
     def below_forward_ad(self) -> contextlib.AbstractContextManager[None]:
-        """Around kernels: see torch_internals."""
+        """A context for kernels; see torch_internals."""
         return internals.below_forward_ad([*self.outer_levels, *self.inner_levels])
 
     # -- closures -----------------------------------------------------------------------------
 
     def native(self, tensor: torch.Tensor) -> bool:
-        """Whether this trace made the tensor, or what levels wrap in it."""
+        """Whether this trace made the tensor, or the one that functorch levels wrap in it."""
         base = internals.base_tensor(tensor)
         if isinstance(base, internals.FakeTensor) and base.fake_mode is self.fakes:
             return True
-        # The tracer burns constants in, as it does this trace's own. Whatever else is wrapped is so by
-        # levels around the trace, or by exited ones; levels that open inside are given operands
-        # (`TensorLifting`).
+        # The tracer bakes these constants in, as it does this trace's own. Any other wrapped tensor is
+        # of a level around the trace or of an exited one: levels inside only see operands.
         return id(base) in self.constants
 
     def lift(self, value: Any) -> torch.Tensor:
@@ -204,17 +203,17 @@ class TraceState:
     def standing_in(
         self, closures: Sequence[Closure], values: Sequence[Any], tensors: Sequence[torch.Tensor]
     ) -> Iterator[None]:
-        """Run the function again with these tensors for the values that it closes over now."""
+        """A context to run the function again, with these tensors in place of the closed-over values."""
         before = dict(self.closures)
         for closure, value, tensor in zip(closures, values, tensors, strict=True):
             self.closures[id(value)] = closure, tensor
-            if not closure.made:  # what the function makes itself is nobody's to differentiate
+            if not closure.made:  # a constant of the function: nobody differentiates it
                 self.stood_in.add(id(value))
-        mine = set(map(id, values))
+        stand_ins = set(map(id, values))
         try:
             yield
         finally:
-            fresh = {k: v for k, v in self.closures.items() if k not in mine | self.stood_in}
+            fresh = {k: v for k, v in self.closures.items() if k not in stand_ins | self.stood_in}
             self.closures = {**before, **fresh}
 
     def _operand(self, value: Any) -> tuple[Closure, torch.Tensor]:
@@ -225,7 +224,7 @@ class TraceState:
         else:
             shape, dtype, device, tag, parts = value.__torchard_placed__()
             if any(map(self.native, parts)):
-                raise _put_together()
+                raise _placed_from_shards()
             spec = contiguous(shape, dtype, device)
         with internals.no_modes(), self.fakes:
             fake = spec.empty()
@@ -234,7 +233,7 @@ class TraceState:
         return Closure(value, spec, node, tag), fake
 
 
-def _put_together() -> PurityError:
+def _placed_from_shards() -> PurityError:
     return PurityError(
         f"{source.of_here()} makes a placed tensor of shards that the traced function computes. It is "
         "written for whole arrays: return them and place the result, or use shard_map."
@@ -267,7 +266,7 @@ lifts(lambda: state.lift if (state := active()) is not None else None)
 
 @contextlib.contextmanager
 def entered(state: TraceState) -> Iterator[None]:
-    """Make it the active one."""
+    """A context in which this trace is the active one."""
     if not hasattr(_states, "stack"):
         _states.stack = []
     _states.stack.append(state)
@@ -303,14 +302,14 @@ def scope(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def called() -> Iterator[None]:
-    """A call of a transform inside a trace: what it computes is told apart from its next call."""
+    """A context for one call of a transform inside a trace, which tells it from the next call."""
     with in_frames((*current_frames(), Frame())):
         yield
 
 
 @contextlib.contextmanager
 def checkpointed(policy: Any) -> Iterator[None]:
-    """What the active trace computes inside is a segment of this policy."""
+    """A context whose operations, in the active trace, are a segment with this policy."""
     state = active()
     if state is not None:
         state.asks.append(RECOMPUTE)
@@ -326,7 +325,7 @@ def current_frames() -> tuple[Frame, ...]:
 
 @contextlib.contextmanager
 def in_frames(frames: tuple[Frame, ...]) -> Iterator[None]:
-    """Open the frames a forward ran in, for its backward."""
+    """A context with these frames open, such as those of a forward for its backward."""
     state = active()
     if state is None or not frames:
         yield

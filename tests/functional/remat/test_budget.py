@@ -185,7 +185,7 @@ def test_budgets_of_one_rank(form: str) -> None:
         peaks.append(lowered(policies.budget(bytes=bound)).peak)
         assert peaks[-1] <= bound
     assert peaks == sorted(peaks, reverse=True)
-    with pytest.raises(CheckpointError, match=f"had is {least.peak:,} bytes"):
+    with pytest.raises(CheckpointError, match=f"reached is {least.peak:,} bytes"):
         lowered(policies.budget(bytes=least.peak - 1))
 
 
@@ -193,7 +193,7 @@ def test_budgets_of_one_rank(form: str) -> None:
 
 
 def test_too_small_a_budget_names_the_least() -> None:
-    with pytest.raises(CheckpointError, match=r"least peak that can be had is [\d,]+ bytes"):
+    with pytest.raises(CheckpointError, match=r"least peak that can be reached is [\d,]+ bytes"):
         checkpoint(gpt, policy=policies.budget(bytes=1000)).lower_joint(PARAMS, BATCH)
 
 

@@ -72,7 +72,7 @@ def mlp_residuals(policy: str, pre: str | None, hidden: str | None) -> list[Row]
             values.append(tensor(pre, "pre", ROWS * HIDDEN, at, offloads if moved else why))
         if hidden:
             values.append(tensor(hidden, "hidden", ROWS * HIDDEN, at, why))
-        values.append(tensor("aten.add", "stream", ROWS * WIDTH, at, f"{at} hands it on"))
+        values.append(tensor("aten.add", "stream", ROWS * WIDTH, at, f"output of {at}"))
     return [*weights, argument("args[1]", ROWS * WIDTH), *values]
 
 
@@ -243,7 +243,7 @@ def gpt_residuals(policy: str, chosen: set[str]) -> list[Row]:
     found.append(argument("args[0]['embedding']", 256 * W))
     found += [argument(f"args[0]['norm'][{part!r}]", W) for part in ("b", "w")]
     found.append(("argument", "args[1]", None, 8 * BATCH * (SIZE.context + 1), "", "an argument"))
-    start = "block/0 starts from it"
+    start = "input of block/0"
     found.append(tensor("aten.add", "stream", TOKENS * W, "embedding", start))
     for i in range(SIZE.layers):
         at = f"block/{i}"
@@ -254,7 +254,7 @@ def gpt_residuals(policy: str, chosen: set[str]) -> list[Row]:
                 )
             elif value in read:
                 found.append(tensor(op, label, elements, at, f"{policy} keeps it"))
-        found.append(tensor("aten.add", "stream", TOKENS * W, at, f"{at} hands it on"))
+        found.append(tensor("aten.add", "stream", TOKENS * W, at, f"output of {at}"))
     outside = "not in a checkpoint"
     found += [tensor(NORM, None, n, "head", outside) for n in (TOKENS * W, TOKENS, TOKENS)]
     found.append(("value", "aten.clone", None, 8 * TOKENS, "loss", outside))  # the targets
