@@ -17,6 +17,7 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.execution.codegen import compiled
+from torchard.functional.programs.graphs import with_operands
 from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.factors import Rule, RuleError
@@ -201,16 +202,9 @@ class _Alone:
         return nodes
 
     def _value(self, inputs: list[torch.Tensor]) -> Any:
-        given = iter(inputs)
-
-        def swap(value: Any) -> Any:
-            if isinstance(value, fx.Node):
-                return next(given)
-            return [swap(v) for v in value] if isinstance(value, (tuple, list)) else value
-
-        args = [swap(a) for a in self.node.args]
+        args, kwargs = with_operands(self.node, inputs)
         target: Any = self.node.target
-        return target(*args, **{k: swap(v) for k, v in self.node.kwargs.items()})
+        return target(*args, **kwargs)
 
     def apply(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         value = self._value(inputs)

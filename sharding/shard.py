@@ -279,7 +279,7 @@ class Shard(Rewrite):
                     continue
                 assert last is not None
                 with graph.inserting_after(last):
-                    insert_constraint(graph, node, leaf.hint, leaf.path, soft=True)
+                    insert_constraint(node, leaf.hint, leaf.path, soft=True)
 
     def _constrain_outputs(self, graph: fx.Graph, program: Program) -> None:
         out = graph.output_node()
@@ -290,7 +290,7 @@ class Shard(Rewrite):
             if isinstance(leaf.hint, SpecHint) and isinstance(value, fx.Node):
                 # Ahead of all that reads the value: what is computed of a result reads the result.
                 with graph.inserting_after(last[0] if value.op == "placeholder" else value):
-                    values[i] = insert_constraint(graph, value, leaf.hint, leaf.path, soft=False)
+                    values[i] = insert_constraint(value, leaf.hint, leaf.path, soft=False)
         out.args = (tuple(values),)
 
     def _resolve_constraints(self, graph: fx.Graph) -> None:

@@ -14,7 +14,6 @@ computed in the open wherever another derivative is taken.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +22,8 @@ from torch import Tensor, fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import PurityError
-from torchard.functional.programs.tagging import inherit, stand_for
+from torchard.functional.programs.graphs import Inserter
+from torchard.functional.programs.tagging import stand_for
 from torchard.functional.programs.tags import SOURCE, VAL
 from torchard.functional.torch_internals.operators import aten, prims
 
@@ -44,28 +44,7 @@ Values = tuple[Tensor, ...]
 # -- kernels that write, taken apart -----------------------------------------------------------------
 
 
-class _Emitter:
-    """Adds operations ahead of a node, which stand in its line and scope."""
-
-    def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
-        self.graph, self.node = graph, node
-
-    def __call__(self, target: Any, *args: Any) -> Any:
-        values = fx.map_arg(args, VAL.of)
-        with internals.no_modes(), torch.no_grad():
-            value = target(*values)
-        with self.graph.inserting_before(self.node):
-            made = self.graph.call_function(target, args)
-        inherit(made, self.node)
-        VAL.set(made, value)
-        return made
-
-    def outputs_of(self, target: Any, *args: Any) -> list[Any]:
-        made = self(target, *args)
-        return [self(operator.getitem, made, i) for i in range(len(VAL.of(made)))]
-
-
-def _training(emit: _Emitter, *args: Any) -> list[Any]:
+def _training(emit: Inserter, *args: Any) -> list[Any]:
     """The output, and the statistics that its derivative reads; the running ones are written openly."""
     x, weight, bias, *running, momentum, eps = args
     zeros = [emit(aten.zeros_like.default, statistic) for statistic in running]
@@ -78,7 +57,7 @@ def _training(emit: _Emitter, *args: Any) -> list[Any]:
     return [out, mean, invstd]
 
 
-def _forward(emit: _Emitter, *args: Any) -> list[Any]:
+def _forward(emit: Inserter, *args: Any) -> list[Any]:
     """Of any device's kernel; some hand bytes to their own backward, which is replaced as well."""
     *operands, training, momentum, eps = args
     no_bytes = emit(aten.new_empty.default, operands[0], [0])
@@ -89,21 +68,21 @@ def _forward(emit: _Emitter, *args: Any) -> list[Any]:
     return [*found, no_bytes]
 
 
-def _with_update(emit: _Emitter, *args: Any) -> list[Any]:
+def _with_update(emit: Inserter, *args: Any) -> list[Any]:
     return _forward(emit, *args[:5], True, *args[5:])
 
 
-def _without_update(emit: _Emitter, *args: Any) -> list[Any]:
+def _without_update(emit: Inserter, *args: Any) -> list[Any]:
     return _forward(emit, *args[:5], False, *args[5:])
 
 
-def _backward_of_device(emit: _Emitter, *args: Any) -> list[Any]:
+def _backward_of_device(emit: Inserter, *args: Any) -> list[Any]:
     x, grad, weight, *statistics, eps = args[:8]
     rest = (weight, *statistics, True, eps, [True] * 3)
     return emit.outputs_of(aten.native_batch_norm_backward.default, grad, x, *rest)
 
 
-def _backward_of_update(emit: _Emitter, *args: Any) -> list[Any]:
+def _backward_of_update(emit: Inserter, *args: Any) -> list[Any]:
     return emit.outputs_of(aten.native_batch_norm_backward.default, *args[:10])
 
 
@@ -139,7 +118,7 @@ def take_apart(graph: fx.Graph) -> None:
             )
         writes = node.target is aten.native_batch_norm.default and node.args[5] and node.args[3]
         if node.target in _KERNELS and (writes or node.target is not aten.native_batch_norm.default):
-            results = _KERNELS[node.target](_Emitter(graph, node), *node.args)
+            results = _KERNELS[node.target](Inserter(node), *node.args)
             for item in list(node.users):
                 stand_for(results[item.args[1]], item)
                 item.replace_all_uses_with(results[item.args[1]])

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.programs.tagging import inherit
+from torchard.functional.programs.graphs import Inserter
 from torchard.functional.programs.tags import CUT, VAL
 from torchard.functional.torch_internals.operators import aten
 
@@ -56,23 +56,8 @@ class ViewStep:
     cut: bool = False
 
 
-class NodeInserter:
-    """Adds nodes to a graph ahead of a node, with the values and tags they need."""
-
-    def __init__(self, graph: fx.Graph, reader: fx.Node) -> None:
-        self.graph = graph
-        self.reader = reader
-
-    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A call, made on account of the reader."""
-        with self.graph.inserting_before(self.reader):
-            node = self.graph.call_function(target, args, kwargs)
-        values = fx.map_arg((node.args, node.kwargs), VAL.of)
-        with internals.no_modes(), torch.no_grad():
-            val = target(*values[0], **values[1])
-        inherit(node, self.reader)
-        VAL.set(node, val)
-        return node
+class NodeInserter(Inserter):
+    """Inserts views, and the copies they may need, before a node."""
 
     def viewable(self, value: Any, target: Any, gaps: bool) -> Any:
         """What a view is taken of: without the gaps of the recorded one, a copy, which has any shape."""

@@ -145,7 +145,7 @@ class _Functionalization:
 
     def _read(self, node: fx.Node) -> None:
         """Let a node read the latest values."""
-        emit = NodeInserter(self.graph, node)
+        emit = NodeInserter(node)
         node.args, node.kwargs = self._latest_of(emit, (node.args, node.kwargs))
 
     def _latest_of(self, emit: NodeInserter, arguments: Any) -> Any:
@@ -184,14 +184,14 @@ class _Functionalization:
             self.aliases[node] = self._strided(node, parent, val)
             return
         self._read(node)
-        value: Any = NodeInserter(self.graph, node).viewable(node.args[0], node.target, memory.gaps)
+        value: Any = NodeInserter(node).viewable(node.args[0], node.target, memory.gaps)
         node.args = (value, *node.args[1:])
         step = ViewStep(node.target, node.args[1:], tuple(node.kwargs.items()), CUT.on(node))
         self.aliases[node] = _Alias(memory, val, node, memory.version, parent, step)
 
     def _view(self, reader: fx.Node, parent: _Alias, step: ViewStep) -> _Alias:
         """A further view."""
-        emit = NodeInserter(self.graph, reader)
+        emit = NodeInserter(reader)
         value = emit.view(self._latest(emit, parent), step)
         memory = parent.memory
         return _Alias(memory, VAL.of(value), value, memory.version, parent, step)
@@ -239,7 +239,7 @@ class _Functionalization:
         try:
             if parent.parent is not None and not covers_memory(parent.val):
                 raise NotImplementedError("a view of another dtype")
-            steps = list(strided_steps(NodeInserter(self.graph, reader), parent.val, val))
+            steps = list(strided_steps(NodeInserter(reader), parent.val, val))
         except NotImplementedError as error:
             raise PurityError(
                 f"{SOURCE.get(reader)} reads or writes memory by strides ({error}) that is "
@@ -265,7 +265,7 @@ class _Functionalization:
             self.aliases[node] = self._view(node, self.aliases[node.all_input_nodes[0]], step)
             return
         _check_overlap(node)
-        emit = NodeInserter(self.graph, node)
+        emit = NodeInserter(node)
         if node.target in _OVERWRITES:
             made, values = None, [self._overwritten(emit, node)]
         else:

@@ -2,14 +2,86 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
+from torchard.functional import torch_internals as internals
+from torchard.functional.programs.tagging import Same, inherit, stand_for
 from torchard.functional.programs.tags import VAL
 
-__all__ = ["bytes_of", "output_node", "output_values", "sweep"]
+__all__ = [
+    "Inserter",
+    "add_call",
+    "bytes_of",
+    "output_node",
+    "output_values",
+    "substitute",
+    "sweep",
+    "with_operands",
+]
+
+
+def add_call(
+    like: fx.Node,
+    target: Any,
+    *args: Any,
+    graph: fx.Graph | None = None,
+    val: Any = None,
+    same: Same = "place",
+    **kwargs: Any,
+) -> fx.Node:
+    """Add a call at the graph's insertion point, with tags inherited from a node, and its value.
+
+    Args:
+        like: the node whose tags it inherits.
+        graph: where it is added; the graph of ``like`` if omitted.
+        val: its value; if omitted, ``target`` is run on the values of its operands.
+        same: what the two nodes have in common (`inherit`). A value that is inherited is not computed.
+    """
+    made = (graph or like.graph).call_function(target, args, kwargs)
+    if val is None and same == "place":
+        given, named = fx.map_arg((args, kwargs), VAL.of)
+        with internals.no_modes(), torch.no_grad():
+            val = target(*given, **named)
+    inherit(made, like, same)
+    if val is not None:
+        VAL.set(made, val)
+    return made
+
+
+class Inserter:
+    """Inserts calls before a node, with tags inherited from it: ``insert(target, *args, **kwargs)``."""
+
+    def __init__(self, node: fx.Node) -> None:
+        self.node = node
+
+    def __call__(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert a call; see `add_call`."""
+        with self.node.graph.inserting_before(self.node):
+            return add_call(self.node, target, *args, **kwargs)
+
+    def outputs_of(self, target: Any, *args: Any) -> list[fx.Node]:
+        """Insert a call with several results; returns its items."""
+        made = self(target, *args)
+        return [self(operator.getitem, made, i) for i in range(len(VAL.of(made)))]
+
+
+def substitute(node: fx.Node, new: fx.Node) -> None:
+    """Replace a node by another one with the same value, which keeps the labels of both, and erase it."""
+    stand_for(new, node)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
+
+
+def with_operands(node: fx.Node, operands: Iterable[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The args and kwargs of a call with its operands replaced by these, in order."""
+    given = iter(operands)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(given))
+    return args, kwargs
 
 
 def output_node(graph: fx.Graph) -> fx.Node:

@@ -17,7 +17,7 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from torchard.functional.programs.tagging import inherit
+from torchard.functional.programs.graphs import add_call
 from torchard.functional.programs.tags import PHASE, RECOMPUTE, SHAPE, VAL
 from torchard.functional.programs.views import is_view
 
@@ -57,11 +57,9 @@ def insert_barriers(graph: fx.Graph) -> None:
             smallest = min(operands, key=_elements)
             if (smallest, last) not in passed:
                 with graph.inserting_before(node):
-                    barrier = graph.call_function(
-                        torch.ops.torchard.barrier.default, (smallest, last)
+                    passed[smallest, last] = add_call(
+                        smallest, torch.ops.torchard.barrier.default, smallest, last, same="value"
                     )
-                inherit(barrier, smallest, "value")
-                passed[smallest, last] = barrier
             node.replace_input_with(smallest, passed[smallest, last])
             waits[node] = last
 

@@ -14,12 +14,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
 
 from torchard.functional.core.outputs import outputs_of
+from torchard.functional.programs.graphs import Inserter, substitute
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.program import Program
-from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.trace import trace
@@ -132,10 +131,5 @@ def let_go_of_losses(program: Program) -> None:
         val = VAL.of(node)
         if val.ndim:
             continue
-        with program.graph.inserting_before(node):
-            ones: fx.Node = program.graph.call_function(
-                aten.ones.default, ([],), {"dtype": val.dtype, "device": val.device}
-            )
-        inherit(ones, node, "value")
-        node.replace_all_uses_with(ones)
-        program.graph.erase_node(node)
+        kind = {"dtype": val.dtype, "device": val.device}
+        substitute(node, Inserter(node)(aten.ones.default, [], same="value", **kind))

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.programs.graphs import add_call
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.program import Program
-from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_view, storage_of
 from torchard.functional.torch_internals.operators import aten
@@ -79,12 +79,9 @@ def _laid_out(user: fx.Node, operand: Any) -> None:
 
 def _copied(node: fx.Node) -> fx.Node:
     """In memory of its own, in order."""
-    made: fx.Node = node.graph.call_function(
-        aten.clone.default, (node,), {"memory_format": torch.contiguous_format}
-    )
-    inherit(made, node)  # and not its name, which stays with what is copied
-    VAL.set(made, VAL.of(node))
-    return made
+    # Not its name, which stays with what is copied.
+    order = torch.contiguous_format
+    return add_call(node, aten.clone.default, node, val=VAL.of(node), memory_format=order)
 
 
 def each_its_own(before: Program, program: Program) -> None:

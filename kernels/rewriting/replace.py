@@ -10,12 +10,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
 from torch import fx
 
-from torchard.functional import torch_internals as internals
+from torchard.functional.programs.graphs import add_call
 from torchard.functional.programs.kernel_call import Fused
-from torchard.functional.programs.tagging import Tags, inherit, put, stand_for
+from torchard.functional.programs.tagging import Tags, put, stand_for
 from torchard.functional.programs.tags import SEGMENTS, VAL
 from torchard.functional.programs.views import is_view
 from torchard.functional.torch_internals.operators import aten
@@ -433,12 +432,7 @@ class Replacer:
         kwargs: dict[str, Any] | None = None,
     ) -> fx.Node:
         """A new node, in the place of another one."""
-        made = self.graph.call_function(target, args, kwargs)
-        vals, extra = fx.map_arg((args, kwargs or {}), VAL.of)
-        with internals.no_modes(), torch.no_grad():
-            val = target(*vals, **extra)
-        inherit(made, like)
-        VAL.set(made, val)
+        made = add_call(like, target, *args, **kwargs or {})
         self.order[made] = self.order[like] - 0.5
         return made
 

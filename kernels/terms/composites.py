@@ -15,6 +15,7 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core.bounded import Recent
 from torchard.functional.core.outputs import tensors_of
 from torchard.functional.core.tensor_spec import TensorSpec
+from torchard.functional.programs.graphs import with_operands
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.purify import purify
@@ -134,8 +135,7 @@ def _trace(node: fx.Node, specs: list[TensorSpec]) -> fx.Graph | None:
         return None
 
     def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        given = iter(inputs)
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: next(given))
+        args, kwargs = with_operands(node, inputs)
         return tensors_of(way(*args, **kwargs))
 
     found = purify(record(run, specs), ())

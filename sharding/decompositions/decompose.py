@@ -19,7 +19,7 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import PurityError
 from torchard.functional.core.tensor_spec import TensorSpec
-from torchard.functional.programs.graphs import output_values
+from torchard.functional.programs.graphs import output_values, with_operands
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.tagging import Tag, forget, inherit, put, stand_for
 from torchard.functional.programs.tags import APART, USE, VAL
@@ -90,17 +90,8 @@ def _trace(
     rule: Callable[..., Any], node: fx.Node, operands: tuple[fx.Node, ...]
 ) -> fx.Graph | None:
     def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        given = iter(inputs)
-
-        def swap(value: Any) -> Any:
-            if isinstance(value, fx.Node):
-                return next(given)
-            if isinstance(value, (tuple, list)):
-                return [swap(v) for v in value]
-            return value
-
-        args = [swap(a) for a in node.args]
-        out = rule(*args, **{k: swap(v) for k, v in node.kwargs.items()})
+        args, kwargs = with_operands(node, inputs)
+        out = rule(*args, **kwargs)
         if out is NotImplemented:
             return []  # some of torch's table decline some calls
         values = out if isinstance(out, (tuple, list)) else [out]

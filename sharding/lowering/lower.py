@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
+from torchard.functional.programs.graphs import with_operands
 from torchard.functional.programs.tagging import Tags, inherited_tags, put
 from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, SHAPE, STEP, VAL
 from torchard.functional.torch_internals.operators import aten
@@ -332,15 +333,8 @@ class Lowering:
         if empty is not None:
             return empty
 
-        def swap(value: Any) -> Any:
-            if isinstance(value, fx.Node):
-                return self.env[value][LAYOUT.of(value).key(at)].get()
-            if isinstance(value, (tuple, list)):
-                return [swap(v) for v in value]
-            return value
-
-        args = tuple(swap(a) for a in node.args)
-        kwargs = {k: swap(v) for k, v in node.kwargs.items()}
+        here = [self.env[o][LAYOUT.of(o).key(at)].get() for o in call.operands]
+        args, kwargs = with_operands(node, here)
         rule = lookup(node.target)
         if rule is not None and rule.emit is not None and not GATHERED.get(node):
             result = rule.emit(call, _Local(self, call, at, args, kwargs))

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.programs.tagging import inherit, stand_for
+from torchard.functional.programs.graphs import Inserter, substitute
 from torchard.functional.programs.tags import RECOMPUTE, VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.planning.cuts import gather_cuts
@@ -51,11 +51,11 @@ def prepare(graph: fx.Graph) -> fx.Graph:
     unstride(graph)
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target in _CONSTANTS:
-            _release(graph, node, _value(node))
+            _release(node, _value(node))
         elif _is_empty_cut(node):
-            _release(graph, node, 0)
+            _release(node, 0)
         elif node.target in _COPIES:
-            _spread(graph, node)
+            _spread(node)
     fold_sums(graph)
     gather_cuts(graph)
     fold_flips(graph)
@@ -79,10 +79,8 @@ def _lift_numbers(graph: fx.Graph) -> None:
                 if isinstance(number, (float, complex)):  # the dtype autograd gives them
                     val = val.to(torch.complex128 if isinstance(number, complex) else torch.float64)
                 kind = {"dtype": val.dtype, "device": VAL.of(node).device}
-                with graph.inserting_before(node):
-                    full = graph.call_function(aten.full.default, ([], number), kind)
-                inherit(full, node)
-                VAL.set(full, VAL.of(node).new_empty([], dtype=val.dtype))
+                empty = VAL.of(node).new_empty([], dtype=val.dtype)
+                full = Inserter(node)(aten.full.default, [], number, val=empty, **kind)
                 node.update_arg(k, full)
 
 
@@ -100,37 +98,20 @@ def _is_empty_cut(node: fx.Node) -> bool:
     return isinstance(source, fx.Node) and 0 in VAL.of(source).shape
 
 
-def _release(graph: fx.Graph, node: fx.Node, value: Any) -> None:
+def _release(node: fx.Node, value: Any) -> None:
     """Rewrite ``zeros_like(x)`` as ``full``, since the shape and dtype of x are known."""
     val = VAL.of(node)
-    with graph.inserting_before(node):
-        full = graph.call_function(
-            aten.full.default,
-            (list(val.shape), value),
-            {"dtype": val.dtype, "device": val.device},
-        )
-    inherit(full, node, "value")
-    node.replace_all_uses_with(full)
-    graph.erase_node(node)
+    kind = {"dtype": val.dtype, "device": val.device}
+    substitute(node, Inserter(node)(aten.full.default, list(val.shape), value, same="value", **kind))
 
 
-def _spread(graph: fx.Graph, node: fx.Node) -> None:
+def _spread(node: fx.Node) -> None:
     """Rewrite ``fill(x, value)`` as the value, expanded to the shape and dtype of x."""
-    val, value = VAL.of(node), node.args[1]
-    steps: list[tuple[Any, list[Any], dict[str, Any]]] = [
-        (aten.expand.default, [list(val.shape)], {})
-    ]
-    if VAL.of(value).dtype != val.dtype:  # type: ignore[arg-type]
-        steps.insert(0, (aten._to_copy.default, [], {"dtype": val.dtype}))
-    with graph.inserting_before(node):
-        for target, args, kwargs in steps:
-            before = VAL.of(value)  # type: ignore[arg-type]
-            value = graph.call_function(target, (value, *args), kwargs)
-            inherit(value, node)
-            VAL.set(value, target(before, *args, **kwargs))
-    stand_for(value, node)  # type: ignore[arg-type]
-    node.replace_all_uses_with(value)  # type: ignore[arg-type]
-    graph.erase_node(node)
+    val, value, insert = VAL.of(node), node.args[1], Inserter(node)
+    assert isinstance(value, fx.Node)
+    if VAL.of(value).dtype != val.dtype:
+        value = insert(aten._to_copy.default, value, dtype=val.dtype)
+    substitute(node, insert(aten.expand.default, value, list(val.shape)))
 
 
 def _share_views(graph: fx.Graph) -> None:
@@ -141,9 +122,7 @@ def _share_views(graph: fx.Graph) -> None:
             continue
         first = known.setdefault(key, node)
         if first is not node:
-            stand_for(first, node)
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
+            substitute(node, first)
 
 
 def _view_key(node: fx.Node) -> Hashable | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from torchard.functional.programs.tagging import inherit, put
+from torchard.functional.programs.graphs import add_call
 from torchard.functional.programs.tags import NAME, SCOPE, SOURCE, VAL
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.tags import SOFT
@@ -46,18 +46,17 @@ class SpecHint:
         return inner
 
 
-def insert_constraint(
-    graph: fx.Graph, node: fx.Node, hint: SpecHint, path: str, soft: bool
-) -> fx.Node:
-    """Insert a constraint after a node and redirect the node's users to it.
+def insert_constraint(node: fx.Node, hint: SpecHint, path: str, soft: bool) -> fx.Node:
+    """Insert a constraint at the insertion point of a node's graph and redirect the node's users to it.
 
     Args:
         soft: the spec is an input's own, so an input that is returned unchanged is not constrained.
     """
     number = number_of(hint.spec.led(hint.lead))
-    constrained = graph.call_function(torch.ops.torchard.constrain.default, (node, number))
-    inherit(constrained, node)  # but not its name, which would be matched and constrained again
-    put(constrained, {VAL: VAL.of(node), SOFT: soft})
+    target = torch.ops.torchard.constrain.default
+    # It does not have the node's name, which would be matched and constrained again.
+    constrained = add_call(node, target, node, number, val=VAL.of(node))
+    SOFT.set(constrained, soft)
     SOURCE.setdefault(constrained, path)
     # An input that is returned unchanged keeps its layout.
     node.replace_all_uses_with(
@@ -82,9 +81,7 @@ def constrain_named(graph: fx.Graph, constraints: Sequence[tuple[str, P]]) -> No
             )
         for node in matching:
             with graph.inserting_after(node):
-                insert_constraint(
-                    graph, node, SpecHint(spec), f"constrain_at[{pattern!r}]", soft=False
-                )
+                insert_constraint(node, SpecHint(spec), f"constrain_at[{pattern!r}]", soft=False)
 
 
 def constraint_rank(node: fx.Node, inputs: Mapping[fx.Node, tuple[Layout, int] | int]) -> int:

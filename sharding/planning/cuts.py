@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.programs.tagging import inherit, inherited_tags
+from torchard.functional.programs.graphs import Inserter, substitute
+from torchard.functional.programs.tagging import inherited_tags
 from torchard.functional.programs.tags import SCOPE, SOURCE, VAL
 from torchard.functional.torch_internals.operators import aten
 
@@ -64,9 +65,7 @@ def _only_read(graph: fx.Graph, node: fx.Node, cut: Callable[..., Cut], most: in
         return
     for user in list(node.users):
         target, args = cut(node, user.args[1])
-        inserted = _insert(graph, user, target, (node.args[0], *args), VAL.of(user))
-        user.replace_all_uses_with(inserted)
-        graph.erase_node(user)
+        substitute(user, _insert(user, target, (node.args[0], *args), VAL.of(user)))
     graph.erase_node(node)
 
 
@@ -119,8 +118,8 @@ def _join_rows(graph: fx.Graph, group: CutGroup) -> None:
     source, dim = node.args[0], _dim_of(node)
     val: torch.Tensor = VAL.of(source)  # type: ignore[arg-type]
     if 2 * len({at for at, _ in group}) > val.shape[dim] > 1:
-        whole = _insert(graph, node, aten.unbind.int, (source, dim), tuple(val.unbind(dim)))
-        _take(graph, whole, group)
+        whole = _insert(node, aten.unbind.int, (source, dim), tuple(val.unbind(dim)))
+        _take(whole, group)
 
 
 def _join_slices(graph: fx.Graph, group: CutGroup) -> None:
@@ -134,22 +133,16 @@ def _join_slices(graph: fx.Graph, group: CutGroup) -> None:
         return
     sizes = [stop - start for start, stop in cuts]
     args = (source, sizes, dim)
-    whole = _insert(graph, node, aten.split_with_sizes.default, args, tuple(val.split(sizes, dim)))
-    _take(graph, whole, [(cuts.index(at), cut) for at, cut in group])
+    whole = _insert(node, aten.split_with_sizes.default, args, tuple(val.split(sizes, dim)))
+    _take(whole, [(cuts.index(at), cut) for at, cut in group])
 
 
-def _take(graph: fx.Graph, whole: fx.Node, group: Sequence[tuple[int, fx.Node]]) -> None:
+def _take(whole: fx.Node, group: Sequence[tuple[int, fx.Node]]) -> None:
     for position, node in group:
-        inserted = _insert(graph, node, operator.getitem, (whole, position), VAL.of(node))
-        node.replace_all_uses_with(inserted)
-        graph.erase_node(node)
+        substitute(node, _insert(node, operator.getitem, (whole, position), VAL.of(node)))
 
 
-def _insert(graph: fx.Graph, at: fx.Node, target: Any, args: tuple[Any, ...], val: Any) -> fx.Node:
+def _insert(at: fx.Node, target: Any, args: tuple[Any, ...], val: Any) -> fx.Node:
     """Insert a node before another, with its tags except labels, which stay with their value."""
-    with graph.inserting_before(at):
-        inserted = graph.call_function(target, args)
     several = target is aten.unbind.int or target in _SPLITS
-    inherit(inserted, at, "place" if several else "value")
-    VAL.set(inserted, val)
-    return inserted
+    return Inserter(at)(target, *args, val=val, same="place" if several else "value")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.programs.tagging import inherit, stand_for
+from torchard.functional.programs.graphs import Inserter, substitute
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 
@@ -39,30 +39,19 @@ def unstride(graph: fx.Graph) -> None:
         if node.op != "call_function":
             continue
         if node.target is aten.as_strided.default:
-            _replace(graph, node, node.args[1:], _read)
+            _replace(node, node.args[1:], _read)
         elif node.target is aten.as_strided_scatter.default:
-            _replace(graph, node, node.args[2:], _scatter)
+            _replace(node, node.args[2:], _scatter)
 
 
-def _replace(graph: fx.Graph, node: fx.Node, where: Sequence[Any], write: Callable[..., Any]) -> None:
+def _replace(node: fx.Node, where: Sequence[Any], write: Callable[..., Any]) -> None:
     base: torch.Tensor = VAL.of(node.all_input_nodes[0])
     size, stride, *offset = where
     views = _views(base, size, stride, offset[0] if offset else None)
     if views is None:
         return
 
-    def emit(target: Any, *args: Any) -> fx.Node:
-        values = [VAL.of(a) if isinstance(a, fx.Node) else a for a in args]
-        made = graph.call_function(target, args)
-        inherit(made, node)
-        VAL.set(made, target(*values))
-        return made
-
-    with graph.inserting_before(node):
-        made = write(emit, node, *views)
-    stand_for(made, node)
-    node.replace_all_uses_with(made)
-    graph.erase_node(node)
+    substitute(node, write(Inserter(node), node, *views))
 
 
 def _read(emit: Emit, node: fx.Node, views: Sequence[_View], order: list[int]) -> fx.Node:

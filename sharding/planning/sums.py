@@ -11,7 +11,7 @@ from collections.abc import Hashable
 
 from torch import fx
 
-from torchard.functional.programs.tagging import inherit, stand_for
+from torchard.functional.programs.graphs import Inserter, substitute
 from torchard.functional.programs.tags import NAME, VAL
 from torchard.functional.torch_internals.operators import aten
 
@@ -43,13 +43,7 @@ def fold_sums(graph: fx.Graph) -> None:
             if rest is None:
                 _pad_once(graph, node)
             else:
-                _replace(graph, node, rest)
-
-
-def _replace(graph: fx.Graph, node: fx.Node, rest: fx.Node) -> None:
-    stand_for(rest, node)
-    node.replace_all_uses_with(rest)
-    graph.erase_node(node)
+                substitute(node, rest)
 
 
 def _without_zero(node: fx.Node) -> fx.Node | None:
@@ -85,14 +79,9 @@ def _pad_once(graph: fx.Graph, node: fx.Node) -> None:
     if not padded or labels or _key(one) != _key(other) or len(one.users) + len(other.users) > 2:
         return
     first, second = one.all_input_nodes[0], other.all_input_nodes[0]
-    with graph.inserting_before(node):
-        total = graph.call_function(node.target, (first, second))  # type: ignore[arg-type]
-        inherit(total, node)
-        VAL.set(total, VAL.of(first))
-        whole = graph.call_function(one.target, (total, *one.args[1:]))  # type: ignore[arg-type]
-        inherit(whole, node)
-        VAL.set(whole, VAL.of(node))
-    _replace(graph, node, whole)
+    insert = Inserter(node)
+    total = insert(node.target, first, second, val=VAL.of(first))
+    substitute(node, insert(one.target, total, *one.args[1:], val=VAL.of(node)))
     graph.erase_node(one)
     graph.erase_node(other)
     _pad_once(graph, total)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.programs.tagging import inherit
+from torchard.functional.programs.graphs import Inserter, substitute
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.registry import Call, letters, register_rule, spell
@@ -42,11 +42,7 @@ def fold_flips(graph: fx.Graph) -> None:
         found = _summed_from(node)
         if found is None or VAL.of(found[0]).dtype != VAL.of(node).dtype:
             continue  # sums of integers are wider
-        with graph.inserting_before(node):
-            made = graph.call_function(SUMS_FROM, found)
-        inherit(made, node, "value")
-        node.replace_all_uses_with(made)
-        graph.erase_node(node)
+        substitute(node, Inserter(node)(SUMS_FROM, *found, same="value"))
 
 
 def _summed_from(node: fx.Node) -> tuple[fx.Node, int] | None:

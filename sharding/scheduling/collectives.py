@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.programs.graphs import add_call
 from torchard.functional.programs.records import Record
-from torchard.functional.programs.tagging import inherit, put
+from torchard.functional.programs.tagging import put
 from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, PHASE, SCOPE, SOURCE, STEP, VAL
 from torchard.sharding.layouts.collective_ops import (
     AllGather,
@@ -137,11 +138,11 @@ def emit_step(
     args: dict[str, Any] = {"axes": step.axes}
     if step.reduction is not None:
         args["op"] = step.reduction
-    node = graph.call_function(STEPS[type(step.collective)], (value,), args)
     # A reduction is attributed to the producer of its operand, any other step to the consumer.
     owner = near if SOURCE.get(near) and step.reduction is None else value
-    inherit(node, owner)
-    put(node, {VAL: VAL.of(value), LAYOUT: step.after.normal(sizes), STEP: step})
+    target = STEPS[type(step.collective)]
+    node = add_call(owner, target, value, graph=graph, val=VAL.of(value), **args)
+    put(node, {LAYOUT: step.after.normal(sizes), STEP: step})
     if step.collective.sends:
         COLLECTIVE.set(node, record_of(step, VAL.of(value), owner, sizes, _note(near)))
     return node

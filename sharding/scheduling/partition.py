@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from torchard.functional.programs.graphs import output_node, output_values
+from torchard.functional.programs.graphs import add_call, output_node, output_values, with_operands
 from torchard.functional.programs.tagging import forget, inherit
 from torchard.functional.programs.tags import LAYOUT, STEP, VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
@@ -81,9 +81,7 @@ class _Partition:
         if not hasattr(VAL.get(node), "shape"):
             return
         raw = self.decision.raw[source][result_index(node)]
-        computed = self.new.call_function(operator.getitem, (self.tuples[source], node.args[1]))
-        inherit(computed, node, "call")
-        LAYOUT.set(computed, raw)
+        computed = self._call(node, raw, (self.tuples[source], node.args[1]), {})
         self._publish(node, raw, computed)
 
     def _operation(self, node: fx.Node) -> None:
@@ -100,20 +98,14 @@ class _Partition:
             self._publish(node, option.outs[0], computed)
 
     def _copy(self, node: fx.Node, operands: list[fx.Node], outs: tuple[Layout, ...]) -> fx.Node:
-        position = iter(operands)
-
-        def swap(value: Any) -> Any:
-            if isinstance(value, fx.Node):
-                return next(position)
-            if isinstance(value, (tuple, list)):
-                return [swap(v) for v in value] if isinstance(value, list) else tuple(map(swap, value))
-            return value
-
-        args = tuple(swap(a) for a in node.args)
-        kwargs = {k: swap(v) for k, v in node.kwargs.items()}
-        computed = self.new.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        args, kwargs = with_operands(node, operands)
         layout = outs[0] if not isinstance(VAL.of(node), (tuple, list)) else outs
-        inherit(computed, node, "call")
+        return self._call(node, layout, args, kwargs)
+
+    def _call(
+        self, node: fx.Node, layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> fx.Node:
+        computed = add_call(node, node.target, *args, graph=self.new, same="call", **kwargs)
         LAYOUT.set(computed, layout)
         return computed
 

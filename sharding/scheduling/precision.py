@@ -9,13 +9,14 @@ results are widened after rounding.)
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from torchard.functional.programs.tagging import inherit, put
+from torchard.functional.programs.graphs import add_call
 from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.tags import PART_OF
@@ -56,7 +57,7 @@ def _widen(graph: fx.Graph, step: fx.Node, dtype: torch.dtype) -> None:
     wide = _widened(graph, source, dtype) if len(source.users) == 1 else None
     if wide is None:
         with graph.inserting_before(step):
-            wide = _cast(graph, source, dtype)
+            wide = _cast(source, dtype)
     step.replace_input_with(source, wide)
     VAL.set(step, VAL.of(wide))
     collective: Collective = COLLECTIVE.of(step)
@@ -65,7 +66,7 @@ def _widen(graph: fx.Graph, step: fx.Node, dtype: torch.dtype) -> None:
     last = _finished(graph, step, whole, dtype)
     users = list(last.users)
     with graph.inserting_after(last):
-        back = _cast(graph, last, narrow)
+        back = _cast(last, narrow)
     for user in users:
         user.replace_input_with(last, back)
     while not source.users:
@@ -83,7 +84,7 @@ def _finished(graph: fx.Graph, value: fx.Node, whole: int | None, dtype: torch.d
         with graph.inserting_before(user):
             for operand in user.all_input_nodes:
                 if operand is not value:
-                    user.replace_input_with(operand, _cast(graph, operand, dtype))
+                    user.replace_input_with(operand, _cast(operand, dtype))
         VAL.set(user, VAL.of(user).to(dtype))
         value = user
     return value
@@ -94,7 +95,7 @@ def _widened(graph: fx.Graph, source: fx.Node, dtype: torch.dtype) -> fx.Node | 
     with graph.inserting_before(source):
         if source.target in _SUMS:
             kwargs = {**source.kwargs, "dtype": dtype}
-            return _emit(graph, source.target, source.args, kwargs, source, dtype)
+            return _emit(source.target, source.args, kwargs, source, dtype)
         if source.target in _FINISHES and len(source.all_input_nodes) == 1:
             (before,) = source.all_input_nodes
             same = len(before.users) == 1 and PART_OF.get(before) == PART_OF.get(source, -1)
@@ -102,27 +103,21 @@ def _widened(graph: fx.Graph, source: fx.Node, dtype: torch.dtype) -> fx.Node | 
             if wide is None:
                 return None
             args = tuple(wide if a is before else a for a in source.args)
-            return _emit(graph, source.target, args, source.kwargs, source, dtype)
+            return _emit(source.target, args, source.kwargs, source, dtype)
         if source.target not in _PRODUCTS or VAL.of(source).device.type != "cpu":
             return None
-        cast = {operand: _cast(graph, operand, dtype) for operand in source.all_input_nodes}
+        cast = {operand: _cast(operand, dtype) for operand in source.all_input_nodes}
         args = tuple(cast[operand] for operand in source.args)  # type: ignore[index]
-        return _emit(graph, source.target, args, {}, source, dtype)
+        return _emit(source.target, args, {}, source, dtype)
 
 
-def _cast(graph: fx.Graph, x: fx.Node, dtype: torch.dtype) -> fx.Node:
-    return _emit(graph, aten._to_copy.default, (x,), {"dtype": dtype}, x, dtype)
+def _cast(x: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return _emit(aten._to_copy.default, (x,), {"dtype": dtype}, x, dtype)
 
 
 def _emit(
-    graph: fx.Graph,
-    target: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    like: fx.Node,
-    dtype: torch.dtype,
+    target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], like: fx.Node, dtype: torch.dtype
 ) -> fx.Node:
-    node = graph.call_function(target, args, kwargs)
-    inherit(node, like)
-    put(node, {VAL: VAL.of(like).to(dtype), LAYOUT: LAYOUT.of(like)})
+    node = add_call(like, target, *args, val=VAL.of(like).to(dtype), **kwargs)
+    LAYOUT.set(node, LAYOUT.of(like))
     return node
