@@ -137,9 +137,16 @@ class _Functionalization:
                 self._alias(node)
             elif not self._gives_views(node):
                 self._read(node)
+            self._hand_over_label(node)
         for node in reversed(list(self.graph.nodes)):
             if node.op == "call_function" and not node.users:
                 self.graph.erase_node(node)
+
+    def _hand_over_label(self, node: fx.Node) -> None:
+        """What a node is now read as has its label, if it is another node."""
+        alias = self.aliases.get(node)
+        if NAME.on(node) and alias is not None and alias.value is not node:
+            stand_for(self._latest(NodeInserter(node), alias), node)
 
     # -- reading ------------------------------------------------------------------------------
 
