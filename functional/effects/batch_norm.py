@@ -1,14 +1,14 @@
-"""Batch norm as a function of values: what torch's kernels write is returned.
+"""Batch norm as a pure function, which returns the statistics that torch's kernels write.
 
-They write new running statistics into their arguments, and most of their schemas do not say so. In a
-program each is one operation, `PURE`, given zeros and a momentum of one: what it "writes" is the
-batch's own mean and (unbiased) variance, in the pass over the input that it makes anyway. Those carry
-no gradient, in torch and here. The running statistics are lerps towards them, in place as the kernel's
-were: from there on they are writes like any other.
+torch's kernels write new running statistics into their arguments, and most of their schemas do not say
+so. In a program each becomes one operation, `PURE`, with running statistics of zero and a momentum of
+one: it then returns the batch's own mean and (unbiased) variance, from the same pass over the input. They
+have no gradient, as in torch. The running statistics become in-place lerps towards them, which are
+functionalised as any other writes.
 
-What derivatives read (``mean`` and ``invstd``) are functions of the input, but torch's formulas take
-them for constants. That is right for one derivative, and for two if both are backward; here they are
-computed in the open wherever another derivative is taken.
+The saved statistics that derivatives read (``mean`` and ``invstd``) are functions of the input, but
+torch's formulas treat them as constants. That is right for one derivative, and for two if both are
+reverse-mode; for all others batch norm is decomposed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ __all__ = [
     "PURE",
     "composed",
     "composed_backward",
-    "settle",
-    "take_apart",
+    "correct_kernels",
+    "decompose_kernels",
 ]
 
 PURE = aten._native_batch_norm_legit_functional.default
@@ -41,11 +41,11 @@ PURE = aten._native_batch_norm_legit_functional.default
 Values = tuple[Tensor, ...]
 
 
-# -- kernels that write, taken apart -----------------------------------------------------------------
+# -- kernels that write, decomposed -----------------------------------------------------------------
 
 
 def _training(emit: Inserter, *args: Any) -> list[Any]:
-    """The output, and the statistics that its derivative reads; the running ones are written openly."""
+    """The output and saved statistics; the running statistics are updated by in-place lerps."""
     x, weight, bias, *running, momentum, eps = args
     zeros = [emit(aten.zeros_like.default, statistic) for statistic in running]
     out, mean, invstd, *batch = emit.outputs_of(PURE, x, weight, bias, *zeros, True, 1.0, eps)
@@ -58,14 +58,14 @@ def _training(emit: Inserter, *args: Any) -> list[Any]:
 
 
 def _forward(emit: Inserter, *args: Any) -> list[Any]:
-    """Of any device's kernel; some hand bytes to their own backward, which is replaced as well."""
+    """The results of any device's kernel; its reserved bytes are empty, as its backward is replaced."""
     *operands, training, momentum, eps = args
     no_bytes = emit(aten.new_empty.default, operands[0], [0])
     if training and operands[3] is not None:
-        found = _training(emit, *operands, momentum, eps)
+        results = _training(emit, *operands, momentum, eps)
     else:
-        found = emit.outputs_of(aten.native_batch_norm.default, *args)
-    return [*found, no_bytes]
+        results = emit.outputs_of(aten.native_batch_norm.default, *args)
+    return [*results, no_bytes]
 
 
 def _with_update(emit: Inserter, *args: Any) -> list[Any]:
@@ -104,11 +104,11 @@ _UNSUPPORTED = (
 )
 
 
-def take_apart(graph: fx.Graph) -> None:
-    """Every kernel of batch norm becomes one that writes nothing, and writes that say that they are.
+def decompose_kernels(graph: fx.Graph) -> None:
+    """Replace every kernel of batch norm by one that writes nothing, and explicit in-place updates.
 
     Raises:
-        PurityError: a part of a batch norm, which writes and does not say so, is called by itself.
+        PurityError: a part of batch norm whose writes are not in its schema is called on its own.
     """
     for node in list(graph.nodes):
         if node.target in _UNSUPPORTED:
@@ -126,20 +126,20 @@ def take_apart(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def settle(graph: fx.Graph) -> None:
-    """Of each kernel, only operands that it reads, and results as it gives them on a device.
+def correct_kernels(graph: fx.Graph) -> None:
+    """Drop operands that a kernel does not read, and give its results the dtypes that it returns.
 
-    torch traces the shapes of these kernels by formulas that differ from them.
+    torch's shape functions for these kernels differ from the kernels.
     """
     for node in graph.nodes:
         if node.target in (PURE, aten.native_batch_norm.default) and node.args[5]:
-            _settle_forward(node)
+            _correct_forward(node)
         elif node.target is aten.native_batch_norm_backward.default:
-            _settle_backward(node)
+            _correct_backward(node)
 
 
-def _settle_forward(node: fx.Node) -> None:
-    """Traced in half precision, what is returned may have another dtype than the kernel gives it."""
+def _correct_forward(node: fx.Node) -> None:
+    """Correct the dtypes of results: for half precision, torch's shape function may be wrong."""
     args: tuple[Any, ...] = fx.map_arg(node.args, _value)
     x, weight, _, running_mean, running_var, *_ = args
     saved = _statistics_dtype(x, weight, running_mean)
@@ -148,21 +148,21 @@ def _settle_forward(node: fx.Node) -> None:
     values = VAL.of(node)
     with internals.no_modes(), torch.no_grad():
         VAL.set(node, tuple(v.to(k) for v, k in zip(values, kinds, strict=True)))
-    _settle_items(node)
+    _correct_items(node)
 
 
-def _settle_backward(node: fx.Node) -> None:
-    """A gradient in training reads the batch's statistics, one in evaluation the running ones."""
+def _correct_backward(node: fx.Node) -> None:
+    """Keep the statistics that are read: the batch's in training, the running ones in evaluation."""
     args: tuple[Any, ...] = node.args
     values, running, batch, (training, eps, mask) = args[:3], args[3:5], args[5:7], args[7:]
     read = (None, None, *batch) if training else (*running, None, None)
     node.args = (*values, *read, training, eps, mask)
     gradients = zip(VAL.of(node), mask, strict=True)
     VAL.set(node, tuple(value if wanted else None for value, wanted in gradients))
-    _settle_items(node)
+    _correct_items(node)
 
 
-def _settle_items(node: fx.Node) -> None:
+def _correct_items(node: fx.Node) -> None:
     for user in list(node.users):
         VAL.set(user, VAL.of(node)[user.args[1]])
 
@@ -171,32 +171,32 @@ def _value(node: fx.Node) -> Any:
     return VAL.of(node)
 
 
-# -- derivatives and vmap: how these are called when a program is run again ---------------------------
+# -- derivatives and vmap: how a replay calls these operations -----------------------------------------
 
 
 def _call(node: fx.Node, *args: Any) -> Values:
-    """A kernel of batch norm, or what it computes where a derivative needs to see it."""
+    """Call a kernel of batch norm, or its decomposition where a further derivative needs it."""
     if node.target is PURE and internals.mapped_at_top(args):
         return _mapped(*args)
     if internals.forward_ad_active() or _follows(args[3:5]):
-        return _in_the_open(*args)
+        return _decomposed(*args)
     target: Any = node.target
-    found: Values = target(*args)
+    results: Values = target(*args)
     if args[5] and _follows(args[:1]) and _statistics_are_read(node):
         _, mean, invstd, *_ = composed(*args)
-        found = (found[0], mean, invstd, *found[3:])
-    return found
+        results = (results[0], mean, invstd, *results[3:])
+    return results
 
 
 def _call_backward(node: fx.Node, *args: Any) -> Sequence[Any]:
-    """The gradient of a gradient, of any order: of statistics that are functions of the input."""
+    """Call the backward, or its decomposition where statistics are functions of the input."""
     if internals.forward_ad_active() or _follows(args[3:7]):
         return composed_backward(*args)
-    if not args[7] and internals.mapped_at_top(args):  # torch's rule looks at what is not read
+    if not args[7] and internals.mapped_at_top(args):  # torch's rule inspects operands that are not read
         args = (*args[:5], *[args[1].new_empty(0)] * 2, *args[7:])
     target: Any = node.target
-    found: Sequence[Any] = target(*args)
-    return found
+    gradients: Sequence[Any] = target(*args)
+    return gradients
 
 
 CALLS: dict[Any, Callable[..., Sequence[Any]]] = {
@@ -207,7 +207,7 @@ CALLS: dict[Any, Callable[..., Sequence[Any]]] = {
 
 
 def _follows(values: Sequence[Any]) -> bool:
-    """Whether a backward follows one of these values."""
+    """Whether one of these values requires grad."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
@@ -216,28 +216,28 @@ def _statistics_are_read(node: fx.Node) -> bool:
     return any(user.args[1] in (1, 2) and user.users for user in node.users)
 
 
-def _in_the_open(*args: Any) -> Values:
+def _decomposed(*args: Any) -> Values:
     out, mean, invstd, *batch = composed(*args)
     return out, mean, invstd, *(value.detach() for value in batch)
 
 
 def _mapped(*args: Any) -> Values:
-    """vmap: copies of a batch norm are one with more channels (torch would run them one by one)."""
+    """The batching rule: a batch norm with more channels (torch's own would loop over the batch)."""
     x, vectors, rest = args[0], args[1:5], args[5:]
 
     def fold(size: int, x: Tensor, *vectors: Tensor | None) -> Values:
-        """Each [size, ...]; copies go ahead of channels."""
+        """Operands are [size, ...]; the batch is folded into the channels."""
         n, channels, *area = x.shape[1:]
         wide = x.transpose(0, 1).reshape(n, size * channels, *area)
-        found = PURE(wide, *(v if v is None else v.reshape(-1) for v in vectors), *rest)
-        out, *stats = found
-        apart = out.reshape(n, size, channels, *area).transpose(0, 1)
-        return apart, *(s.reshape(size, channels) for s in stats)
+        results = PURE(wide, *(v if v is None else v.reshape(-1) for v in vectors), *rest)
+        out, *stats = results
+        unfolded = out.reshape(n, size, channels, *area).transpose(0, 1)
+        return unfolded, *(s.reshape(size, channels) for s in stats)
 
     return internals.below_vmap(fold, (x, *vectors))
 
 
-# -- in operations, each with derivatives of any order -------------------------------------------------
+# -- decompositions, which have derivatives of any order ------------------------------------------------
 
 
 def composed(
@@ -250,7 +250,7 @@ def composed(
     momentum: float,
     eps: float,
 ) -> Values:
-    """What ``PURE(...)`` returns, whose momentum is one in training.
+    """The results of ``PURE(...)``, by decomposition; in training its momentum is one.
 
     Args:
         x: [n, channels, ...]; vectors are [channels].
@@ -286,7 +286,7 @@ def composed_backward(
     eps: float,
     mask: Sequence[bool],
 ) -> Sequence[Any]:
-    """What ``native_batch_norm_backward`` returns, [n, channels, ...], [channels], [channels]."""
+    """The results of ``native_batch_norm_backward``: [n, channels, ...], [channels], [channels]."""
     if not training:
         assert running_mean is not None and running_var is not None
         mean, invstd = running_mean, torch.rsqrt(_wide(running_var) + eps)
@@ -300,8 +300,8 @@ def composed_backward(
         dx = g - _image(centre / n, x) - normed * _image(slope / n, x)
     dx = dx * scale if weight is None else dx * scale * _image(weight, x)
     like = x if weight is None else weight
-    found = dx.to(x.dtype), slope.to(like.dtype), centre.to(like.dtype)
-    return tuple(value if wanted else None for value, wanted in zip(found, mask, strict=True))
+    gradients = dx.to(x.dtype), slope.to(like.dtype), centre.to(like.dtype)
+    return tuple(value if wanted else None for value, wanted in zip(gradients, mask, strict=True))
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -309,17 +309,17 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _statistics_dtype(x: Tensor, *others: Tensor | None) -> torch.dtype:
-    """On a CPU that of the parameters; other devices keep them in what they compute in."""
+    """The dtype of statistics: on a CPU that of the parameters, elsewhere that of the computation."""
     if x.device.type != "cpu":
         return _wide(x).dtype
     return next((v.dtype for v in others if v is not None), x.dtype)
 
 
 def _image(vector: Tensor, x: Tensor) -> Tensor:
-    """[channels], such that it broadcasts to [n, channels, ...]."""
+    """A vector [channels], reshaped to broadcast to [n, channels, ...]."""
     return _wide(vector).reshape(-1, *[1] * (x.ndim - 2))
 
 
 def _others(x: Tensor) -> list[int]:
-    """All dims but that of channels."""
+    """All dims except the channels."""
     return [0, *range(2, x.ndim)]

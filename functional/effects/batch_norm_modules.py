@@ -1,4 +1,4 @@
-"""torch.nn's batch norms as a trace can follow them: averages of a count, and whole batches."""
+"""Traceable forwards of torch.nn's batch norms: with cumulative averages, and SyncBatchNorm."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ __all__ = ["traceable_forward"]
 
 
 def traceable_forward(part: nn.Module) -> Callable[..., Any]:
-    """The module's own forward, but for two that a trace cannot follow.
+    """The module's forward, or a traceable one for two kinds that torch's own cannot be traced for.
 
     With ``momentum=None`` torch reads the number of batches as a Python float. `SyncBatchNorm` calls
-    collectives by itself; a function of whole arrays has the whole batch already.
+    collectives itself, but a function of global arrays has the whole batch already.
     """
     forward = type(part).forward
     averages = forward is nn.BatchNorm1d.forward and getattr(part, "momentum", 0.0) is None

@@ -1,7 +1,7 @@
-"""Kernels that torch picks by whether a gradient is asked for; while tracing, none is.
+"""Kernels that torch selects by whether an operand requires grad, which none does while tracing.
 
-Some of those have no derivative, or (worse) one of zeros: for derivatives the function runs again, with
-gradients asked for, and torch picks what it would have picked.
+Some of the kernels selected then have no derivative, or, worse, one of zeros. For derivatives the
+function runs again, with operands that require grad, and torch selects the right kernels.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torchard.functional.programs.tags import CUT, VAL
 
 __all__ = ["may_follow", "without_gradient"]
 
-# Never differentiable as picked.
+# Kernels that are never differentiable.
 _ALWAYS = frozenset(
     f"{name}.default"
     for name in (
@@ -22,10 +22,10 @@ _ALWAYS = frozenset(
         "_linear_cross_entropy_batch_chunked_no_reduction",
     )
 )
-# Picked where this argument asks for no gradient: it has none here.
+# Kernels selected where this argument does not require grad: they have no gradient for it.
 _ARGUMENT = {"_scaled_dot_product_flash_attention_for_cpu.default": "attn_mask"}
 
-# Values that depend on no operand's value.
+# Operations whose results do not depend on the values of operands.
 _LIKE = frozenset(
     f"{name}.default"
     for name in (
@@ -36,7 +36,7 @@ _LIKE = frozenset(
 
 
 def without_gradient(node: fx.Node) -> bool:
-    """Whether torch may have picked this operation for want of a gradient."""
+    """Whether torch may have selected this kernel because no operand requires grad."""
     name = getattr(node.target, "__name__", "")
     if name in _ALWAYS:
         return True
@@ -45,7 +45,7 @@ def without_gradient(node: fx.Node) -> bool:
 
 
 def may_follow(node: fx.Node) -> bool:
-    """Whether a gradient could be asked for: some floating input leads here by way of floats."""
+    """Whether a value may depend on a floating input through floating values only."""
     seen, stack = set[fx.Node](), [node]
     while stack:
         node = stack.pop()

@@ -1,4 +1,4 @@
-"""Which operations write to their arguments, and which operation returns what one writes."""
+"""Operations that write to their arguments, and their functional twins."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def written_nodes(node: fx.Node) -> list[fx.Node]:
     """The nodes this one mutates."""
     if node.op != "call_function":
         return []
-    found: list[fx.Node] = []
+    nodes: list[fx.Node] = []
     for name in written_arguments(node.target):
-        fx.map_arg(argument(node, name), found.append)
-    return found
+        fx.map_arg(argument(node, name), nodes.append)
+    return nodes
 
 
 def storage_key(node: fx.Node) -> int | None:
-    """Which memory a node's value lies in."""
+    """The storage of a node's value, as a number."""
     value = VAL.get(node)
     return internals.storage_id(value) if isinstance(value, torch.Tensor) else None
 
@@ -51,9 +51,9 @@ def storage_key(node: fx.Node) -> int | None:
 def forgets_turns(graph: fx.Graph) -> bool:
     """Whether plain autograd on fakes gives wrong gradients of what was recorded.
 
-    After a write autograd takes each view of the memory again: of tensors by its strides, of fakes by the
-    functions that made it, less those that gave a tensor other dims in place. So it goes wrong after a
-    write to memory of which a view was turned, and where a tensor was turned that has views.
+    After a write autograd regenerates each view of the memory: views of tensors by their strides, views
+    of fakes by replaying the functions that made them, except changes of dims in place ("turns"). So it
+    is wrong after a write to memory of which a view was turned, and where a tensor with views was turned.
     """
     seen, views, viewed, pending = set[int](), set[fx.Node](), set[int](), set[int]()
     for node in graph.nodes:
@@ -61,7 +61,7 @@ def forgets_turns(graph: fx.Graph) -> bool:
         if key is None or node.op != "call_function":
             continue
         written = written_nodes(node)
-        if any(storage_key(one) in pending for one in written):
+        if any(storage_key(target) in pending for target in written):
             return True
         if written and turns_in_place(node.target):
             if written[0] in views:
@@ -76,13 +76,13 @@ def forgets_turns(graph: fx.Graph) -> bool:
 
 
 def turns_in_place(target: Any) -> bool:
-    """Whether an operation gives its argument other dims in place (``unsqueeze_``)."""
+    """Whether an operation changes the dims of its argument in place (``unsqueeze_``)."""
     turns = torch.Tag.inplace_view in getattr(target, "tags", ())
     return turns and getattr(target, "__name__", "") != "detach_.default"
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """What a node gives for a parameter of its operation."""
+    """The argument of a node for a parameter of its operation."""
     target: Any = node.target
     for i, parameter in enumerate(internals.schema(target).arguments):
         if parameter.name == name:
@@ -92,7 +92,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 @functools.cache
 def functional_twin(target: Any) -> Any:
-    """The operation that returns what this one writes, found by its arguments; None if torch has none."""
+    """The operation with the same arguments that returns what this one writes; None if torch has none."""
     schema = internals.schema(target)
     outs = {a.name for a in schema.arguments if a.is_out}
     given = [(a.name, str(a.type)) for a in schema.arguments if a.name not in outs]
@@ -119,10 +119,9 @@ def argument_names(target: Any) -> list[str]:
 
 
 def overlap(read: torch.Tensor, written: torch.Tensor) -> bool:
-    """Whether a tensor has elements of another one, but not the same in the same places.
+    """Whether two tensors of one storage share elements, other than the same ones at the same indices.
 
-    Both lie in one storage. Tensors of different dtypes do not count: torch converts what it reads
-    before it writes.
+    Tensors of different dtypes do not count: torch converts the operand before it writes.
     """
     if read.dtype != written.dtype:
         return False
@@ -140,6 +139,6 @@ def _places(x: torch.Tensor) -> tuple[int, list[tuple[int, int]]]:
 
 
 def _end(x: torch.Tensor) -> int:
-    """One behind the last of a tensor's elements in its storage."""
+    """The end of a tensor's elements in its storage, exclusive."""
     reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     return int(x.storage_offset()) + reach + 1

@@ -1,8 +1,8 @@
-"""Views, backwards: what a write through a view does to the value that it views.
+"""Inverses of views: the new value of a tensor after a write through a view of it.
 
 A view is a step: an operation on one value and further arguments. `written_back` is the inverse of a
-step, as a pure operation whose derivatives torch has right; `strided_steps` finds the steps that a view
-given by strides alone (``as_strided``) is made of.
+step, by pure operations whose derivatives are right in torch; `strided_steps` decomposes a view given by
+its strides (``as_strided``) into steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
     "written_back",
 ]
 
-# Views that show every element in its place.
+# Views with the shape of their operand.
 ELEMENTWISE = (
     aten.alias.default,
     aten.detach.default,
@@ -40,7 +40,7 @@ ELEMENTWISE = (
     aten._conj.default,
     aten._neg_view.default,
 )
-# Views of another dtype: strides count other elements.
+# Views of another dtype, whose strides count other elements.
 RETYPES = (aten.view.dtype, aten.view_as_real.default, aten.view_as_complex.default)
 # Views of the same elements in the same logical order, in another shape.
 _SHAPES = frozenset({"view", "_unsafe_view", "reshape", "_reshape_alias", "unsqueeze", "squeeze"})
@@ -60,13 +60,13 @@ class NodeInserter(Inserter):
     """Inserts views, and the copies they may need, before a node."""
 
     def viewable(self, value: Any, target: Any, gaps: bool) -> Any:
-        """What a view is taken of: without the gaps of the recorded one, a copy, which has any shape."""
+        """The operand of a view: a contiguous copy where the recorded memory has gaps."""
         if not gaps or target is not aten.view.default:
             return value
         return self(aten.clone.default, value, memory_format=torch.contiguous_format)
 
     def view(self, value: fx.Node, step: ViewStep) -> fx.Node:
-        """A step taken."""
+        """Insert a step."""
         node = self(step.target, value, *step.args, **dict(step.kwargs))
         if step.cut:
             CUT.set(node, True)
@@ -77,7 +77,7 @@ class NodeInserter(Inserter):
 
 
 def _strides(val: torch.Tensor) -> list[int]:
-    """The strides that matter."""
+    """The strides of the dims with more than one element."""
     return [s for s, size in zip(val.stride(), val.shape, strict=True) if size > 1]
 
 
@@ -91,7 +91,7 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 def laid_out_as(emit: NodeInserter, value: fx.Node, want: torch.Tensor) -> fx.Node:
-    """The value with the strides of another, dense: views of that one are views of this."""
+    """The value, dense, with the strides of another: views of that are views of this."""
     have = VAL.of(value)
     if have.is_conj() or have.is_neg():
         value = emit(aten.clone.default, value)
@@ -106,7 +106,7 @@ def laid_out_as(emit: NodeInserter, value: fx.Node, want: torch.Tensor) -> fx.No
 
 
 def is_dense(val: torch.Tensor) -> bool:
-    """Whether nothing lies between its elements."""
+    """Whether there are no gaps between its elements."""
     count = 1
     for dim in reversed(_memory_order(val)):
         if val.shape[dim] > 1 and val.stride(dim) != count:
@@ -142,7 +142,7 @@ def _viewable(val: torch.Tensor, shape: Sequence[int]) -> bool:
 
 
 def written_back(emit: NodeInserter, step: ViewStep, into: fx.Node, value: fx.Node) -> fx.Node:
-    """What ``into`` is once ``value`` was written to the view that the step takes of it.
+    """The value of ``into`` after ``value`` was written to its view by this step.
 
     Raises:
         NotImplementedError: no inverse of the step is known.
@@ -194,7 +194,7 @@ def _slice(emit: NodeInserter, step: ViewStep, into: fx.Node, value: fx.Node) ->
 
 
 def _bounds(step: ViewStep, val: torch.Tensor) -> tuple[int, int, int, int]:
-    """dim, start, stop and step of a slice, all in range: vmap of a slice does no clamping."""
+    """The dim, start, stop and step of a slice, all in range: under vmap torch does not clamp them."""
     given = dict(zip(("dim", "start", "end", "step"), step.args, strict=False)) | dict(step.kwargs)
     dim = given.get("dim", 0) % val.ndim
     ends = slice(given.get("start"), given.get("end"), given.get("step", 1))
@@ -217,7 +217,7 @@ _EMBEDS = {"slice": aten.slice_backward.default, "select": aten.select_backward.
 
 
 def _scattered(emit: NodeInserter, kind: str, into: fx.Node, value: fx.Node, where: Any) -> fx.Node:
-    """A part of a value replaced; torch differentiates these scatters of real values only."""
+    """A slice or row of a value replaced; torch differentiates these scatters for real dtypes only."""
     want = VAL.of(into)
     if not want.is_complex():
         return emit(_SCATTERS[kind], into, value, *where)
@@ -277,7 +277,7 @@ def strided_steps(emit: NodeInserter, val: torch.Tensor, view: torch.Tensor) -> 
 
 
 def _by_dims(val: torch.Tensor, view: torch.Tensor, start: int) -> list[ViewStep] | None:
-    """Diagonals, slices, selections and a permutation, if each dim runs along one of the value."""
+    """Diagonals, slices and a permutation, if each dim runs along one of the value's; else None."""
     kind = val.ndim, view.ndim, start
     if kind == (2, 1, 0) and (*view.shape, *view.stride()) == (min(val.shape), sum(val.stride())):
         return [ViewStep(aten.diagonal.default)]
@@ -310,7 +310,7 @@ def _along(
             return None
         if (starts[e], stop, stride) != (0, val.shape[e], 1):
             steps.append(ViewStep(aten.slice.Tensor, (e, starts[e], stop, stride)))
-    # Dims of size 1 first, then in the order of the view's.
+    # Dims of size 1 first, then those of the view, in its order.
     dims = sorted(range(val.ndim), key=lambda e: along.get(e, -1))
     if dims != list(range(val.ndim)):
         steps.append(ViewStep(aten.permute.default, (dims,)))
@@ -318,7 +318,7 @@ def _along(
 
 
 def _packed(view: torch.Tensor, start: int) -> list[ViewStep] | None:
-    """A slice of the flat memory, laid out by dims: with a step for one dim, else without gaps."""
+    """Steps of a slice of the flat memory, reshaped: strided for one dim, else contiguous; or None."""
     numel = view.numel()
     order = _memory_order(view)
     if view.ndim == 1:
@@ -336,17 +336,17 @@ def _packed(view: torch.Tensor, start: int) -> list[ViewStep] | None:
 
 
 def _addresses(emit: NodeInserter, view: torch.Tensor, start: int) -> fx.Node:
-    """Where in memory each element of the view is."""
+    """The memory offset of each element of the view."""
     kind = {"dtype": torch.int64, "device": view.device}
-    found = emit(aten.full.default, list(view.shape), start, **kind)
+    offsets = emit(aten.full.default, list(view.shape), start, **kind)
     for d, (size, stride) in enumerate(zip(view.shape, view.stride(), strict=True)):
         if size > 1 and stride:
             run = emit(aten.arange.start_step, 0, size * stride, stride, **kind)
             run = emit(aten.view.default, run, [size if e == d else 1 for e in range(view.ndim)])
-            found = emit(aten.add.Tensor, found, run)
-    return found
+            offsets = emit(aten.add.Tensor, offsets, run)
+    return offsets
 
 
 def covers_memory(val: torch.Tensor) -> bool:
-    """Whether the value is all of its storage."""
+    """Whether the value fills its storage."""
     return math.prod(val.shape) * val.element_size() == val.untyped_storage().nbytes()

@@ -1,9 +1,9 @@
-"""Writes in place become values, in the graph: every reader of memory reads its latest value.
+"""Functionalisation: in-place writes become values, and every read of memory reads its latest value.
 
-Memory that is written to has one value at any time, that of its root: the operation that made it. A
-view of it is a step from another view or the root; it is taken again when it is read after a write. A
-write through a view replaces the root's value by what `written_back` makes of it. Nothing is traced
-again, so every node keeps its tags, and a stop of gradients (``cut``) stays where the user put it.
+Memory that is written to has one current value, that of its root: the operation that allocated it. A view
+of it is a step from another view or the root; it is recomputed when it is read after a write. A write
+through a view replaces the root's value by that of `written_back`. Nothing is retraced, so every node
+keeps its tags, and a stop of gradients (``cut``) stays where the user put it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["functionalize_writes"]
 
-# Writes after which nothing is left of what was there.
+# Writes that overwrite the whole tensor.
 _OVERWRITES = (
     aten.copy_.default,
     aten.fill_.Scalar,
@@ -58,9 +58,12 @@ _OVERWRITES = (
 
 
 class _Memory:
-    """What is written to: how often it was, and whether autograd did not see one of the writes.
+    """A storage that is written to.
 
-    ``gaps``: the root was recorded with memory between its elements, which no later value has.
+    Attributes:
+        version: the number of writes so far.
+        evaded: whether autograd did not see one of them.
+        gaps: whether the root was recorded with memory between its elements; no later value has any.
     """
 
     def __init__(self, gaps: bool) -> None:
@@ -71,7 +74,7 @@ class _Memory:
 
 @dataclass(eq=False)
 class _Alias:
-    """The root of a memory, or a view of another alias; ``value`` is right at ``version``."""
+    """The root of a memory, or a view of another alias; ``value`` is current at ``version``."""
 
     memory: _Memory
     val: torch.Tensor
@@ -79,7 +82,7 @@ class _Alias:
     version: int
     parent: _Alias | None = None
     step: ViewStep | None = None
-    several: bool = False  # one of several views of one call: autograd refuses writes to those
+    multi_view: bool = False  # one of several views of one call: autograd refuses writes to those
 
     @property
     def stopped(self) -> bool:
@@ -91,16 +94,16 @@ class _Alias:
     @property
     def refused(self) -> bool:
         """Whether autograd refuses writes through this alias."""
-        return self.several or (self.parent is not None and self.parent.refused)
+        return self.multi_view or (self.parent is not None and self.parent.refused)
 
 
 def functionalize_writes(graph: fx.Graph) -> bool:
     """Rewrite a recorded graph in place so that no operation of it mutates anything.
 
     Returns:
-        Whether autograd would do otherwise than the graph shows: something was written that it does not
-        see (through ``y.detach()`` or ``y.data``), so that the gradient passes as if it were not, or
-        that it refuses (one of the views of ``y.split(2)``).
+        Whether autograd would differ from the graph: because it does not see a write (through
+        ``y.detach()`` or ``y.data``), so that its gradient ignores it, or because it refuses one (to one
+        of the views of ``y.split(2)``).
 
     Raises:
         PurityError: an operation writes and has no pure form.
@@ -116,11 +119,11 @@ class _Functionalization:
         self.evades = False
         self.aliases: dict[fx.Node, _Alias] = {}
         self.roots: dict[int, _Alias] = {}
-        self.settled: set[fx.Node] = set()  # items of what a write returned
+        self.replaced_items: set[fx.Node] = set()  # items of what a write returned
         given = {storage_key(node) for node in graph.find_nodes(op="placeholder")}
         strided = graph.find_nodes(op="call_function", target=aten.as_strided.default)
         self.tracked = {storage_key(n) for node in graph.nodes for n in written_nodes(node)}
-        # Nor is memory read by strides: the value may lie in another way when the program runs.
+        # Memory that is read by strides is tracked too: its layout may differ when the program runs.
         self.tracked |= {storage_key(node) for node in strided} - given
 
     def run(self) -> None:
@@ -151,7 +154,7 @@ class _Functionalization:
     # -- reading ------------------------------------------------------------------------------
 
     def _read(self, node: fx.Node) -> None:
-        """Let a node read the latest values."""
+        """Make a node read the latest values."""
         emit = NodeInserter(node)
         node.args, node.kwargs = self._latest_of(emit, (node.args, node.kwargs))
 
@@ -174,7 +177,7 @@ class _Functionalization:
     # -- views --------------------------------------------------------------------------------
 
     def _alias(self, node: fx.Node) -> None:
-        """What lies in written memory: the root, if nothing did before, or a view."""
+        """Register a node in written memory: as its root, if it is the first, or as a view."""
         key = storage_key(node)
         assert key is not None
         val = VAL.of(node)
@@ -197,14 +200,14 @@ class _Functionalization:
         self.aliases[node] = _Alias(memory, val, node, memory.version, parent, step)
 
     def _view(self, reader: fx.Node, parent: _Alias, step: ViewStep) -> _Alias:
-        """A further view."""
+        """A new view of an alias, inserted ahead of a reader."""
         emit = NodeInserter(reader)
         value = emit.view(self._latest(emit, parent), step)
         memory = parent.memory
         return _Alias(memory, VAL.of(value), value, memory.version, parent, step)
 
     def _gives_views(self, node: fx.Node) -> bool:
-        """Whether it takes several views of written memory; they are taken one by one instead."""
+        """Whether a node returns several views of written memory; they become one node each."""
         source = node.args[0] if node.args else None
         views = getattr(node.target, "is_view", False) and source in self.aliases
         return views and isinstance(VAL.get(node), (tuple, list))
@@ -212,7 +215,7 @@ class _Functionalization:
     def _item(self, node: fx.Node) -> None:
         whole, index = node.args
         assert isinstance(whole, fx.Node)
-        if node in self.settled:
+        if node in self.replaced_items:
             return
         if self._gives_views(whole):
             self.aliases[node] = self._part(node, whole, index)
@@ -220,7 +223,7 @@ class _Functionalization:
             self._alias(node)
 
     def _part(self, node: fx.Node, whole: fx.Node, index: Any) -> _Alias:
-        """One of the views that split or unbind give."""
+        """One of the views that split or unbind return."""
         parent = self.aliases[whole.all_input_nodes[0]]
         given = dict(zip(argument_names(whole.target), whole.args, strict=False)) | whole.kwargs
         dim = given.get("dim", 0)
@@ -231,11 +234,11 @@ class _Functionalization:
             start = sum(sizes[:index])
             step = ViewStep(aten.slice.Tensor, (dim, start, start + sizes[index]))
         part = self._view(node, parent, step)
-        part.several = True
+        part.multi_view = True
         return part
 
     def _strided(self, reader: fx.Node, parent: _Alias, val: torch.Tensor) -> _Alias:
-        """A view that is known by its strides over the memory of an alias."""
+        """A view given by its strides over the memory of an alias."""
         outer: list[ViewStep] = []
         while parent.parent is not None and parent.step is not None:
             if parent.step.target in RETYPES:
@@ -267,24 +270,24 @@ class _Functionalization:
                 f"{SOURCE.get(node)} writes in place by {node.target}, which has no form that "
                 "returns new values; use an operation without the underscore."
             )
-        if turns:  # nothing is written: the tensor has other dims, or no gradient, from now on
+        if turns:  # no element is written: the tensor has other dims, or no gradient, from now on
             step = ViewStep(twin, node.args[1:], tuple(node.kwargs.items()), CUT.on(node))
             self.aliases[node] = self._view(node, self.aliases[node.all_input_nodes[0]], step)
             return
         _check_overlap(node)
         emit = NodeInserter(node)
         if node.target in _OVERWRITES:
-            made, values = None, [self._overwritten(emit, node)]
+            call, values = None, [self._overwritten(emit, node)]
         else:
-            made = self._computed(emit, node, twin)
-            values = _written_values(emit, node, made)
+            call = self._computed(emit, node, twin)
+            values = _written_values(emit, node, call)
         targets = written_nodes(node)
         for target, value in zip(targets, values, strict=True):
             self._store(emit, node, self.aliases[target], value)
-        self._settle(emit, node, made, targets)
+        self._replace_results(emit, node, call, targets)
 
     def _overwritten(self, emit: NodeInserter, node: fx.Node) -> fx.Node:
-        """``into.copy_(source)`` and ``fill_``: the source, in the shape and dtype of what was there."""
+        """The value after ``copy_`` or ``fill_``: the source, in the shape and dtype of the target."""
         into, *given = node.args
         assert isinstance(into, fx.Node)
         want = VAL.of(into)
@@ -297,21 +300,21 @@ class _Functionalization:
         have = VAL.of(value)
         if (have.dtype, have.device) != (want.dtype, want.device):
             value = emit(aten._to_copy.default, value, dtype=want.dtype, device=want.device)
-        if NAME.on(node):  # the label of the copy is not one of the source
+        if NAME.on(node):  # the copy's label does not belong to the source
             value = emit(aten.clone.default, value)
             stand_for(value, node)
         return value
 
     def _computed(self, emit: NodeInserter, node: fx.Node, twin: Any) -> fx.Node:
-        """The call that returns what this one writes."""
+        """A call of the functional twin, which returns what this node writes."""
         taken = argument_names(twin)
         args, kwargs = self._latest_of(emit, (node.args, node.kwargs))
-        made = emit(twin, *args, **{key: value for key, value in kwargs.items() if key in taken})
-        stand_for(made, node)
-        return made
+        call = emit(twin, *args, **{key: value for key, value in kwargs.items() if key in taken})
+        stand_for(call, node)
+        return call
 
     def _store(self, emit: NodeInserter, node: fx.Node, alias: _Alias, value: fx.Node) -> None:
-        """A new value of an alias; its root, and so whatever else views it, has it from now on."""
+        """Set the value of an alias: compute the new value of its root, which every view then reads."""
         have, want = VAL.of(value), alias.val
         if have.shape != want.shape:
             raise PurityError(
@@ -332,24 +335,24 @@ class _Functionalization:
             except NotImplementedError:
                 alias = self._strided(node, parent, alias.val)
         if node.target in _OVERWRITES and not may_follow(value):
-            # Nothing depends on an input any more; to autograd it does, with a gradient of zero.
+            # The value no longer depends on an input; for autograd it does, with a gradient of zero.
             self.evades |= may_follow(alias.value)
         memory.version += 1
         alias.value, alias.version = laid_out_as(emit, value, alias.val), memory.version
 
-    def _settle(
-        self, emit: NodeInserter, node: fx.Node, made: fx.Node | None, targets: list[fx.Node]
+    def _replace_results(
+        self, emit: NodeInserter, node: fx.Node, call: fx.Node | None, targets: list[fx.Node]
     ) -> None:
-        """What the write returns: what was written to, or something new besides."""
+        """Replace the results of a write: by the alias that was written to, or by those of its twin."""
         vals = VAL.get(node)
         by_storage = {storage_key(target): self.aliases[target] for target in targets}
 
         def result(val: Any, index: int | None) -> _Alias | fx.Node | None:
             if isinstance(val, torch.Tensor) and internals.storage_id(val) in by_storage:
                 return by_storage[internals.storage_id(val)]
-            if made is None or index is None:
-                return made
-            return emit(operator.getitem, made, index)
+            if call is None or index is None:
+                return call
+            return emit(operator.getitem, call, index)
 
         if not isinstance(vals, (tuple, list)):
             self._stands_for(node, result(vals, None))
@@ -358,7 +361,7 @@ class _Functionalization:
             if item.target is operator.getitem:
                 index: Any = item.args[1]
                 self._stands_for(item, result(vals[index], index))
-                self.settled.add(item)
+                self.replaced_items.add(item)
 
     def _stands_for(self, node: fx.Node, result: _Alias | fx.Node | None) -> None:
         if isinstance(result, _Alias):
@@ -368,9 +371,9 @@ class _Functionalization:
 
 
 def _check_overlap(node: fx.Node) -> None:
-    """Refuse what reads memory that it writes to in another order: torch's result depends on its loops.
+    """Refuse an operation whose operand partly overlaps its output: the result depends on torch's loops.
 
-    Where torch sees it, it refuses as well ("refer to a single memory location").
+    torch refuses it as well where it notices it ("refer to a single memory location").
     """
     written = written_nodes(node)
     for target in written:
@@ -379,30 +382,30 @@ def _check_overlap(node: fx.Node) -> None:
             if overlap(VAL.of(operand), VAL.of(target)):
                 raise PurityError(
                     f"{SOURCE.get(node)} reads memory that it writes to, from other places "
-                    f"({node.target}): what torch makes of that depends on the order of its loops. Read "
+                    f"({node.target}): what torch computes there depends on the order of its loops. Read "
                     "a copy: y[1:] = y[:-1].clone()."
                 )
 
 
 def _is_step(node: fx.Node) -> bool:
-    """Whether the view depends on the value it views alone, not on the memory around it."""
+    """Whether a view depends on its operand's value only, not on the memory around it."""
     target: Any = node.target
     return bool(is_view(node)) and target is not aten.as_strided.default
 
 
-def _written_values(emit: NodeInserter, node: fx.Node, made: fx.Node) -> list[fx.Node]:
-    """Of the results of a functional twin, those that stand for what is written, one per node."""
+def _written_values(emit: NodeInserter, node: fx.Node, call: fx.Node) -> list[fx.Node]:
+    """The results of a functional twin that replace what is written, one per written node."""
     names = written_arguments(node.target)
-    target: Any = made.target
+    target: Any = call.target
     returns = len(internals.schema(target).returns)
-    found: list[fx.Node] = []
+    values: list[fx.Node] = []
     for i, name in enumerate(names):
         given = argument(node, name)
-        value = made
+        value = call
         if returns > 1:
-            value = emit(operator.getitem, made, returns - len(names) + i)
+            value = emit(operator.getitem, call, returns - len(names) + i)
         if isinstance(given, (list, tuple)):
-            found += [emit(operator.getitem, value, k) for k in range(len(given))]
+            values += [emit(operator.getitem, value, k) for k in range(len(given))]
         elif given is not None:
-            found.append(value)
-    return found
+            values.append(value)
+    return values

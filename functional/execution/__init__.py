@@ -1,1 +1,1 @@
-"""From a program to code that runs, and what is said when it fails or is profiled."""
+"""From a program to code that runs; its errors and its profiler ranges."""

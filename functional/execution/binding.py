@@ -1,4 +1,4 @@
-"""From a program to something that runs."""
+"""Binding: from a program to a callable."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["bind"]
 
 
 def bind(program: Program) -> Bound:
-    """A callable on all parts of all inputs, constants included, to all parts of all outputs.
+    """A callable from all parts of all inputs, constants included, to all parts of all outputs.
 
-    It may empty the list it is given, so that what dies inside is freed; a tuple is left alone.
+    It may empty a list that it is given, so that inputs are freed after their last use, but not a tuple.
     """
     if program.compiler is not None:
         return program.compiler.bind(program)

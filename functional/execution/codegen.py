@@ -13,7 +13,7 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.execution.failures import failed
-from torchard.functional.execution.profiler_ranges import Regions, paths_of
+from torchard.functional.execution.profiler_ranges import OpenRanges, paths_of
 from torchard.functional.programs.labels import Label, label_of
 
 __all__ = ["compiled"]
@@ -26,13 +26,13 @@ Line = tuple[str, Label | None]
 def compiled(graph: fx.Graph, name: str = "program") -> Callable[..., list[torch.Tensor]]:
     """A function from the values of the placeholders to the list of the outputs.
 
-    Every value is dropped after its last use. A list of inputs is emptied for the same reason; a
-    tuple is left alone. What an operation raises says which it was: a line is one operation, so the
-    line of the traceback tells, and nothing is done for it before something is raised. While a
-    profiler is active, another version runs, which tells it the program's scopes and collectives.
+    Every value is dropped after its last use. A list of inputs is emptied for the same reason, but not a
+    tuple. An error names the operation that raised it: each line is one operation, so the line number in
+    the traceback identifies it, at no cost until something is raised. While a profiler is active, another
+    version runs, which marks the program's scopes and collectives.
 
     Args:
-        name: of the program, for messages.
+        name: the program's name, for messages.
     """
     names: dict[str, Any] = {}
     body = list(_body(graph, names))
@@ -44,30 +44,30 @@ def compiled(graph: fx.Graph, name: str = "program") -> Callable[..., list[torch
 
 
 class _Named:
-    """The same program telling a profiler where it is; made when one is there for the first time."""
+    """The same program with profiler ranges, generated when a profiler is first active."""
 
     def __init__(self, body: Sequence[Line], names: dict[str, Any], name: str) -> None:
         self.body, self.names, self.name = body, names, name
-        self.made: Callable[..., list[torch.Tensor]] | None = None
+        self.ranged: Callable[..., list[torch.Tensor]] | None = None
 
     def __call__(self, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if self.made is None:
-            self.made = self._make()
-        return self.made(args)
+        if self.ranged is None:
+            self.ranged = self._make()
+        return self.ranged(args)
 
     def _make(self) -> Callable[..., list[torch.Tensor]]:
         paths = paths_of([label for _, label in self.body if label is not None], self.name)
         numbers = {path: i for i, path in enumerate(dict.fromkeys(paths))}
         body: list[Line] = []
-        now, upcoming = None, iter(paths)
+        current, upcoming = None, iter(paths)
         for text, label in self.body:
-            if label is not None and (path := next(upcoming)) != now:
+            if label is not None and (path := next(upcoming)) != current:
                 body.append((f"at({numbers[path]})", None))
-                now = path
+                current = path
             body.append((text, label))
-        names = {**self.names, "regions": functools.partial(Regions, list(numbers))}
+        names = {**self.names, "ranges": functools.partial(OpenRanges, list(numbers))}
         ending = ["    finally:", "        at.close()"]
-        return _function(["at = regions()"], body, names, self.name, ending)[0]
+        return _function(["at = ranges()"], body, names, self.name, ending)[0]
 
 
 def _function(
@@ -77,27 +77,27 @@ def _function(
     name: str,
     ending: Sequence[str] = (),
 ) -> tuple[Callable[..., list[torch.Tensor]], str]:
-    """A function of these lines, which say what they were if they raise, and its source."""
+    """A function of these lines, whose errors name their operation, and its source."""
     lines: list[Line] = [("def program(args):", None)]
     lines += [(f"    {text}", None) for text in (*beginning, "try:")]
     lines += [(f"        {text}", label) for text, label in body]
-    # Whatever is raised says which line it was, and goes on.
+    # Every error is annotated with its operation, and reraised.
     lines += [("    except Exception as error:", None), ("        failed(error)", None)]
     lines += [(text, None) for text in ("        raise", *ending)]
     labels = [label for _, label in lines]
 
-    def told(error: Exception) -> None:
+    def annotate_error(error: Exception) -> None:
         assert error.__traceback__ is not None
         failed(error, labels[error.__traceback__.tb_lineno - 1], name)
 
     source = "".join(f"{text}\n" for text, _ in lines)
-    names["failed"] = told
+    names["failed"] = annotate_error
     exec(compile(source, "<torchard program>", "exec"), names)
     return names["program"], source
 
 
 def _body(graph: fx.Graph, names: dict[str, Any]) -> Iterator[Line]:
-    """The lines of a graph, each with the label of its operation; fills the names they use."""
+    """The lines of a graph, each with the label of its operation; adds the names they use."""
     variables = {node: f"v{i}" for i, node in enumerate(graph.nodes)}
     dead = _dead_after(graph)
     inputs = [variables[node] for node in graph.nodes if node.op == "placeholder"]

@@ -1,7 +1,7 @@
-"""What is said when an operation of a program raises: where in the user's code it belongs.
+"""Errors of a program's operations, with the user's source line.
 
-A collective fails for reasons that lie with other processes, so it gets an error of its own. Everything
-else is raised as it is, with a note.
+A collective fails because of other processes, so it raises an error of its own. Any other error is raised
+unchanged, with a note.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _DOING = {
     "issue": "this rank began it",
     "wait": "this rank waited for its result",
 }
-# Of the collectives of a compiled program, how many a message lists.
+# How many collectives of a compiled program a message lists.
 _LISTED = 6
 
 
 def failed(error: Exception, label: Label | None, name: str) -> None:
-    """Say what raised: add a note to the error, or replace it where a collective did.
+    """Add a note to an operation's error, or raise a CollectiveError in its place.
 
     Args:
-        label: of the operation; None for an error outside of all.
-        name: of the program.
+        label: the label of the operation; None for an error outside of all operations.
+        name: the name of the program.
 
     Raises:
-        CollectiveError: the operation is one in which other processes take part.
+        CollectiveError: other processes take part in the operation.
     """
     if label is None:
         return
@@ -47,7 +47,7 @@ def failed(error: Exception, label: Label | None, name: str) -> None:
         error.add_note(f"while {name} ran {', '.join([label.op, *filter(None, where)])}")
         return
     record = label.collective
-    assert record is not None  # `stage` stands on the calls of collectives alone
+    assert record is not None  # only calls of collectives have a stage
     what = [record.title + (f" ({record.payload})" if record.payload else ""), *where[1:]]
     raise CollectiveError(
         f"{', '.join(filter(None, what))}: failed while {_DOING[label.stage]} in {name}: "
@@ -57,9 +57,9 @@ def failed(error: Exception, label: Label | None, name: str) -> None:
 
 
 def compiled_failed(error: Exception, name: str, backend: str, records: Sequence[Any]) -> None:
-    """The same for code that a compiler made, whose lines are not known to be anyone's.
+    """The same for compiled code, whose lines do not correspond to operations.
 
-    Which collective it was cannot be told; that it was one can, by the code that the error came through.
+    The traceback shows whether a collective failed, but not which.
     """
     lines = [frame.line or "" for frame in traceback.extract_tb(error.__traceback__)]
     call = next((line for line in reversed(lines) if COLLECTIVES in line), None)

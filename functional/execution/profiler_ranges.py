@@ -1,4 +1,4 @@
-"""What a profiler is shown while a program runs: its scopes and its collectives, by the plan's names."""
+"""Profiler ranges of a running program: its scopes and its collectives, by the plan's names."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from torch.profiler import record_function
 from torchard.functional import torch_internals as internals
 from torchard.functional.programs.labels import Label
 
-__all__ = ["Path", "Regions", "paths_of"]
+__all__ = ["OpenRanges", "Path", "paths_of"]
 
 
 @dataclass(frozen=True)
 class ProfilerRange:
-    """A stretch of the trace; the key tells neighbours of one name apart."""
+    """A range in a profile; the key distinguishes adjacent ranges with the same name."""
 
     name: str
     key: int = 0
 
 
-# The regions that an operation is in, outermost first.
+# The ranges that an operation is in, outermost first.
 Path = tuple[ProfilerRange, ...]
 
 
 def paths_of(labels: Sequence[Label], name: str) -> list[Path]:
-    """Where each operation of a program belongs.
+    """The path of ranges of each operation of a program.
 
-    Scopes are nested in those around them that have operations of their own, or are numbered: layers. A
-    collective is inside whatever runs while it is issued, or waited for; that is not always the scope
-    that needs it, which its name tells.
+    A scope is nested in the enclosing scopes that have operations of their own, or are numbered (layers).
+    A collective is in the scope that runs while it is issued or waited for, which is not always the scope
+    that needs it; its name has that.
     """
     scopes = {label.scope for label in labels}
     around: Path = (ProfilerRange(name),)
@@ -56,26 +56,26 @@ def _scopes(label: Label, scopes: set[str]) -> list[ProfilerRange]:
 
 
 def _collective(label: Label, number: int) -> ProfilerRange:
-    """One call where others take part, and where they are played in this process, all its operations."""
-    assert label.collective is not None  # `stage` stands on the calls of collectives alone
+    """The range of a collective: one call, or all its operations where ranks are simulated."""
+    assert label.collective is not None  # only calls of collectives have a stage
     title = label.collective.title
     if not label.stage:
         return ProfilerRange(title, id(label.collective))
     return ProfilerRange(f"wait for {title}" if label.stage == "wait" else title, number)
 
 
-class Regions:
-    """The regions that are open in one call of a program."""
+class OpenRanges:
+    """The ranges that are open in one call of a program."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = paths
         self.path: Path = ()
         self.open: list[Any] = []
-        # A mode (a tracer, a counter) would take the marks for operations of the program.
+        # A mode (a tracer, a counter) would treat the marks as operations of the program.
         self.quiet = internals.has_modes()
 
     def __call__(self, number: int) -> None:
-        """Go to a path: leave what it is not in, enter what it is in besides."""
+        """Go to a path: close the ranges that are not in it, and open those that are not open."""
         if self.quiet:
             return
         path, shared = self.paths[number], 0
@@ -84,12 +84,12 @@ class Regions:
                 break
             shared += 1
         self._leave(shared)
-        for region in path[shared:]:
-            self.open.append(record_function(region.name).__enter__())
+        for opened in path[shared:]:
+            self.open.append(record_function(opened.name).__enter__())
         self.path = path
 
     def close(self) -> None:
-        """Leave all."""
+        """Close all ranges."""
         self._leave(0)
 
     def _leave(self, depth: int) -> None:

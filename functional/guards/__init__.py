@@ -1,9 +1,9 @@
-"""What a function reads without being given it, and whether that has changed since it was traced.
+"""Guards: the environment that a function reads, and whether it has changed since the trace.
 
-A trace holds for one state of everything the function reads. `closures.py` finds the tensors it
-closes over: each call reads them afresh, and a trace with a tensor that cannot be found again is
-not cached. `environment.py` guards the rest (settings, structure, functions; `reachable.py` walks
-them, `referenced_names.py` reads code objects): a cached trace is used while every slot holds the
-very object it did, one pass in C over cells, entries and attributes, or, failing that, while what
-is reached compares equal.
+A trace is valid for one state of everything the function reads. `closures.py` finds the tensors that
+the function closes over: each call reads them again, and a trace with a tensor whose path is unknown is
+not cached. `environment.py` guards the rest: settings, structure and functions, which `reachable.py`
+walks, with the names in code objects from `referenced_names.py`. A cached trace is used while every
+slot (cell, entry or attribute) holds the same object, which is one pass in C, or else while everything
+reachable compares equal.
 """

@@ -1,4 +1,4 @@
-"""Where a function finds the tensors it closes over, so that each call reads them afresh."""
+"""Paths to the tensors that a function closes over, so that each call reads them again."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from torchard.functional.guards.reachable import SETTINGS
 
 __all__ = ["Reader", "reader_of"]
 
-# A path is followed at every call; an environment as large as a module tree is searched once.
+# Bounds of the search: a path is followed at every call, and searched once per trace.
 _DEPTH, _OBJECTS = 8, 20_000
 
 AccessStep = tuple[str, Callable[[Any], Any]]
 
 
 class Reader:
-    """How to get from a function to one tensor it uses: a description and the steps."""
+    """A path from a function to a tensor it uses: accessors, with a description of each."""
 
     def __init__(self, steps: tuple[AccessStep, ...]) -> None:
         self.steps = steps
 
     def __str__(self) -> str:
-        """For messages and plans: ``p['w1']``."""
+        """The path as Python, for messages and plans: ``p['w1']``."""
         texts = [text for text, _ in self.steps if text]
         return "".join(
             text if i == 0 or text.startswith(("[", ".")) else f".{text}"
@@ -90,7 +90,7 @@ def _of_function(fn: types.FunctionType) -> Iterator[tuple[AccessStep, Any]]:
 
 
 def _of_module(module: types.ModuleType, key: str, names: set[str]) -> Iterator[tuple[AccessStep, Any]]:
-    """The tensors of a module that the function may name."""
+    """The tensors in a module that the function's code may name."""
     for name in names & vars(module).keys():
         item = vars(module)[name]
         if isinstance(item, torch.Tensor) or is_placed(item):
@@ -102,12 +102,12 @@ def _through(key: str, name: str) -> Callable[[Any], Any]:
 
 
 def _global_names(code: types.CodeType) -> set[str]:
-    """Names a function may look up globally, also from functions defined inside it."""
-    found = set(code.co_names)
+    """Global names in a function's code, functions defined inside it included."""
+    names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            found |= _global_names(constant)
-    return found
+            names |= _global_names(constant)
+    return names
 
 
 def _children(value: Any) -> Iterator[tuple[AccessStep, Any]]:
@@ -138,7 +138,7 @@ def _children(value: Any) -> Iterator[tuple[AccessStep, Any]]:
 
 
 def _of_object(value: Any) -> Iterator[tuple[AccessStep, Any]]:
-    """What an instance holds, in its dict, in slots, or through its class."""
+    """The attributes of an instance: in its dict, in slots, or of its class."""
     held = getattr(value, "__dict__", {})
     for key, item in list(held.items()):
         yield (f".{key}", _attribute(key)), item
@@ -158,7 +158,7 @@ def _slots(cls: type) -> tuple[str, ...]:
 
 
 def _of_class(cls: type, owner: Any) -> Iterator[tuple[AccessStep, Any]]:
-    """Data on a class of the user's and its bases: not methods, not descriptors."""
+    """The data attributes of a class of the user's and its bases, without methods and descriptors."""
     seen: set[str] = set()
     for base in cls.__mro__:
         if not _is_users(base):
@@ -194,8 +194,8 @@ def _walk(fn: Any) -> Iterator[tuple[tuple[AccessStep, ...], Any]]:
 
 
 def reader_of(fn: Any, value: Any) -> Reader | None:
-    """How fn gets at this very object; None if it cannot be found from its environment."""
-    for steps, found in _walk(fn):
-        if found is value:
+    """The path from fn to this object; None if there is none in its environment."""
+    for steps, reached in _walk(fn):
+        if reached is value:
             return Reader(steps)
     return None

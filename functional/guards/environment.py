@@ -1,10 +1,10 @@
-"""What a function reads without being given it, as it was when it was traced.
+"""The environment of a function: everything it reads besides its arguments, when it was traced.
 
-A trace has all of it baked in, tensors aside: numbers, which functions are called, how many entries a
-list has. A cached trace is good while none of that has changed. Two questions say whether it has. The
-quick one, at every call: is each slot that was read (a closure cell, an entry, an attribute, a global
-name) the very object it was? The thorough one, only if not: is what the function reaches now of the same
-structure, with equal numbers and tensors of the same shapes?
+Except for tensors, all of it is baked into a trace: numbers, the functions that are called, lengths of
+lists. A cached trace is valid while none of that has changed. There are two checks. The quick one, at
+every call: does each slot that was read (a closure cell, an entry, an attribute, a global name) hold the
+same object? The thorough one, only if not: does everything reachable have the same structure, with equal
+numbers and tensors of the same shapes?
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _contents = attrgetter("cell_contents")
 
 
 class Environment:
-    """All that is reached from a function and its static arguments.
+    """Everything reachable from a function and its static arguments.
 
     Attributes:
-        structure: equal for environments that a trace cannot tell apart.
-        guardable: whether all of it can be looked at without changing it (an iterator cannot).
-        reads_grad_mode: whether it may ask for torch's grad mode.
+        structure: equal for environments with the same trace.
+        guardable: whether all of it can be inspected without changing it (an iterator cannot).
+        reads_grad_mode: whether its code may read torch's grad mode.
     """
 
     def __init__(self, roots: Sequence[Any]) -> None:
@@ -36,7 +36,7 @@ class Environment:
         self.structure = walk.structure
         self.guardable = walk.guardable
         self.reads_grad_mode = "is_grad_enabled" in walk.met.names
-        # Their ids are in the structure.
+        # Kept alive: their ids are in the structure.
         self._kept = [value for value in walk.kept if not is_value(value)]
         self._reached = {id(value) for value in walk.kept if is_value(value)}
         slots = walk.slots
@@ -48,7 +48,7 @@ class Environment:
         self._sizes = [*map(len, self._sized)]
 
     def _read(self) -> list[Any]:
-        """What is in every slot."""
+        """The objects in all slots."""
         read = [*map(_contents, self._cells)]
         for pick, owner in self._picks:
             read += pick(owner)
@@ -56,20 +56,20 @@ class Environment:
         return read
 
     def let_go(self) -> None:
-        """Keep no tensor alive: of those in slots, what they were like is enough to go on."""
+        """Drop the tensors in slots, and keep their ids and kinds for later checks."""
         self._now = [_past(value) if is_value(value) else value for value in self._now]
 
     def reaches(self, tensor: Any) -> bool:
-        """Whether the tensor was found, so that nothing has taken its place while slots are unchanged."""
+        """Whether the tensor was reached, so that it is the same while slots are unchanged."""
         return id(tensor) in self._reached
 
     @property
     def state(self) -> object:
-        """The same object while no slot has another one."""
+        """An object that is replaced whenever the object in a slot is."""
         return self._now
 
     def unchanged(self) -> bool:
-        """Whether every slot has the very object it had."""
+        """Whether every slot holds the same object, or a tensor of the same kind as before."""
         try:
             if any(self._empty):
                 return False
@@ -88,7 +88,7 @@ class Environment:
                 self._now = read
             return self._same_contents()
         except (KeyError, AttributeError, ValueError, TypeError, RuntimeError):
-            return False  # something is missing, or changes while it is read
+            return False  # something is missing, or changes during the check
 
     def _same_contents(self) -> bool:
         if self._sets and not all(map(eq, *zip(*self._sets, strict=True))):
@@ -96,13 +96,13 @@ class Environment:
         return not self._arrays or all(now.tobytes() == then for now, then in self._arrays)
 
     def agrees(self, other: Environment) -> bool:
-        """Whether a trace made in the one is right in the other."""
+        """Whether a trace of one environment is valid in the other."""
         return self.structure == other.structure
 
 
 @dataclass(frozen=True, slots=True)
 class _Past:
-    """What a tensor, or a placed value, was like."""
+    """The id and kind of a tensor or placed value that was dropped."""
 
     id: int
     kind: Any
@@ -113,9 +113,9 @@ def _past(value: Any) -> _Past:
 
 
 def _replaced(then: Sequence[Any], now: Sequence[Any]) -> dict[int, int] | None:
-    """From ids of values to ids of what has taken their place, if that makes no difference to a trace.
+    """The ids of replaced values and of their replacements; None if a trace is not valid for these.
 
-    It does not if each was a tensor, or placed, and has become another one of the same kind, one for one,
+    It is valid if tensors and placed values alone were replaced, one to one, by others of the same kind,
     as updates of weights do.
     """
     into: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Everything a function can reach: what it is made of, and the slots it lies in."""
+"""Everything reachable from a function: its structure, and the slots that hold it."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from torchard.functional.guards.referenced_names import (
 
 __all__ = ["SETTINGS", "Slots", "Walk", "is_value", "kind_of", "reachable"]
 
-# Compared by value.
+# Types that are compared by value.
 SETTINGS = (
     *(bool, int, float, complex, str, bytes, range, slice, type(None), type(...)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, np.number),
 )
 
-# What is reached beyond this is not guarded.
+# How many objects are guarded at most.
 _OBJECTS = 20_000
-# Numbers in arrays are compared with a copy.
+# Arrays up to this size are compared with a copy.
 _ARRAY_BYTES = 1 << 16
 
 _of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -55,7 +55,7 @@ def kind_of(value: Any) -> Any:
 
 
 class Slots:
-    """Where objects are kept, sorted by how they are read."""
+    """The slots that hold objects, by how they are read."""
 
     def __init__(self) -> None:
         self.empty: list[Any] = []
@@ -68,13 +68,13 @@ class Slots:
         self.arrays: list[tuple[Any, bytes]] = []
 
     def pick(self, owner: Any, names: Sequence[str], by: Callable[..., Any]) -> None:
-        """Some entries or attributes of an object."""
+        """Add some entries or attributes of an object."""
         if names:
-            # Of one name alone, the getter would not give a tuple.
+            # A getter of one name would not return a tuple.
             self.picks.append((by(*names, names[0]), owner))
 
     def whole(self, mapping: dict[Any, Any]) -> None:
-        """All entries of a dict."""
+        """Add all entries of a dict."""
         if mapping:
             self.keyed.append(mapping)
             self.values.append(dict.values(mapping))
@@ -82,7 +82,7 @@ class Slots:
             self.empty.append(mapping)
 
     def sequence(self, values: Any) -> None:
-        """All items of a list."""
+        """Add all items of a list."""
         if values:
             self.sized.append(values)
             self.values.append(values)
@@ -91,7 +91,7 @@ class Slots:
 
 
 def reachable(roots: Sequence[Any]) -> Walk:
-    """A walk that knows every name that the code it reaches uses."""
+    """A walk with all names in the code that it reaches."""
     code = Code()
     while True:
         walk = Walk(code)
@@ -105,8 +105,8 @@ class Walk:
     """One pass over everything reachable, breadth first, each object once.
 
     Args:
-        code: what the functions that are reached name; attributes of the user's objects that none of
-            them names are passed over.
+        code: names in the functions that are reached; attributes of the user's objects that are not
+            among them are skipped.
     """
 
     def __init__(self, code: Code) -> None:
@@ -119,15 +119,15 @@ class Walk:
         self._numbers: dict[int, int] = {}
 
     def run(self, roots: Sequence[Any]) -> None:
-        """Visit all that these lead to."""
+        """Visit everything reachable from the roots."""
         self.structure.append(tuple(map(self.token, roots)))
-        for value in self.kept:  # grows meanwhile
+        for value in self.kept:  # grows during the loop
             if len(self.structure) > _OBJECTS:
                 break
             self.structure.append(self._visit(value))
 
     def token(self, value: Any) -> Any:
-        """What stands for a value in the structure: a setting itself, or the number of an object."""
+        """A value's token in the structure: a setting itself, or the number of an object."""
         if isinstance(value, SETTINGS) and not isinstance(value, enum.Enum):
             return type(value), value
         number = self._numbers.get(id(value))
@@ -173,7 +173,7 @@ class Walk:
         return self.token(value)
 
     def _globals(self, names: dict[str, Any], code: Code) -> Any:
-        """The global values a function names; of a dict it only takes items from, those items."""
+        """The global values that a function names; of a dict that it only indexes, the items."""
         known = [key for key in sorted(code.globals) if key in names]
         self.slots.pick(names, known, itemgetter)
         tokens = []
@@ -244,7 +244,7 @@ class Walk:
         return "iterator", id(value)
 
     def _object(self, value: Any) -> Any:
-        """An instance: what it holds and what its class adds, as far as it is named."""
+        """The named attributes of an instance and of its class."""
         if _is_opaque(type(value)) or not (hasattr(value, "__dict__") or _slots_of(type(value))):
             return "opaque", id(value)
         return "object", self.token(type(value)), self._attributes(value)
@@ -277,7 +277,7 @@ class Walk:
         return is_library_class(cls)
 
     def _class(self, cls: type) -> Any:
-        """A class of the user's: the data and functions in it that are named."""
+        """The named data and functions of a class of the user's."""
         tokens: list[Any] = []
         for base in cls.__mro__:
             if is_users_class(base):
@@ -304,7 +304,7 @@ _VISITS: tuple[tuple[Any, Callable[[Walk, Any], Any]], ...] = (
 
 
 def _is_opaque(cls: type) -> bool:
-    """Whether instances are what they are: torch's own, this library's, and what has no attributes."""
+    """Whether instances are compared by identity: torch's, this library's, enums and files."""
     if issubclass(cls, torch.nn.Module):
         return False
     return cls.__module__.partition(".")[0] in ("torch", "torchard") or issubclass(

@@ -1,4 +1,4 @@
-"""What code names: global values, attributes, items. It bounds what a function can read."""
+"""The names in code: globals, attributes, items. They bound what a function can read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchard.functional.core import user_lines as source
 
 __all__ = ["Code", "code_of", "functions_of_class", "is_library_class", "is_users_class"]
 
-# With any of these, attributes may be read that are not named.
+# Functions that may read attributes whose names are not in the code.
 _REFLECTION = frozenset(
     (
         *("getattr", "vars", "__dict__", "attrgetter", "asdict", "astuple", "fields", "dir"),
@@ -27,12 +27,12 @@ _REFLECTION = frozenset(
 
 @dataclass(frozen=True)
 class Code:
-    """What one or several functions name.
+    """The names in one or several functions.
 
     Attributes:
-        names: attributes, and strings and numbers they might look up.
+        names: attributes, and strings that may be looked up.
         globals: global names.
-        items: for a global name of which nothing but items under constant keys are used, those keys.
+        items: for a global name that is only used for items with constant keys, these keys.
     """
 
     names: frozenset[Any] = frozenset()
@@ -44,13 +44,13 @@ class Code:
 
     @property
     def reflects(self) -> bool:
-        """Whether attributes may be read that are not named."""
+        """Whether attributes may be read whose names are not in the code."""
         return not _REFLECTION.isdisjoint(self.names)
 
 
 @functools.lru_cache(4096)
 def code_of(code: types.CodeType) -> Code:
-    """What this code, and code inside of it, names."""
+    """The names in a code object and in those nested in it."""
     names: set[Any] = set()
     globals_: set[str] = set()
     items: dict[str, set[Any]] = {}
@@ -79,7 +79,7 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
 
 
 def _item_key(following: list[dis.Instruction]) -> tuple[Any] | None:
-    """The constant under which the next two instructions take an item."""
+    """The constant key with which the next two instructions take an item, as a tuple; or None."""
     if len(following) < 2:
         return None
     constant, take = following
@@ -92,7 +92,7 @@ def _item_key(following: list[dis.Instruction]) -> tuple[Any] | None:
 
 
 def functions_of_class(cls: type, code: Code) -> list[tuple[str, Any]]:
-    """What a class of the user's holds that the code may use: attributes by name, and operators."""
+    """The attributes of a class of the user's that the code may use: named ones, and operators."""
     held = []
     for key, item in sorted(vars(cls).items()):
         operator = key.startswith("__") and key not in _NOT_OPERATORS
@@ -105,7 +105,7 @@ def functions_of_class(cls: type, code: Code) -> list[tuple[str, Any]]:
     return held
 
 
-# Of a class, but not run by a function that uses an instance; or other than they seem.
+# Attributes of classes that are no operators: not run by functions that use an instance.
 _NOT_OPERATORS = frozenset(
     (
         *("__init__", "__new__", "__del__", "__repr__", "__hash__", "__setattr__", "__delattr__"),
@@ -119,7 +119,7 @@ _NOT_OPERATORS = frozenset(
 
 
 def _function_in(item: Any) -> Any:
-    """The function behind what a class holds for a name."""
+    """The function behind an attribute of a class."""
     if isinstance(item, property):
         return item.fget
     if isinstance(item, (staticmethod, classmethod)):
@@ -143,7 +143,7 @@ def is_users_class(cls: Any) -> bool:
 
 @functools.lru_cache(4096)
 def is_library_class(cls: Any) -> bool:
-    """Whether code of an installed package, which is not read here, knows what instances hold."""
+    """Whether a base is of an installed package, whose code is not read and may use any attribute."""
     return any(
         base not in _BARE
         and not is_users_class(base)

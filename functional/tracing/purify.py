@@ -123,7 +123,7 @@ def purify(recording: Recording, paths: Sequence[str]) -> Recording:
     """
     with internals.no_modes():  # a trace around this one would take the values for its operands
         _check_random(recording.graph)
-        batch_norm.take_apart(recording.graph)
+        batch_norm.decompose_kernels(recording.graph)
         _strip_detaches(recording.graph)
         _check_mutation(recording.graph, paths)
         recording.without_grad |= functionalize_writes(recording.graph)
@@ -131,7 +131,7 @@ def purify(recording: Recording, paths: Sequence[str]) -> Recording:
         _inline_scalars(recording)
         sweep(recording.graph)
         _drop_unused(recording)
-        batch_norm.settle(recording.graph)
+        batch_norm.correct_kernels(recording.graph)
         _check_pure(recording.graph)
     return recording
 
