@@ -271,7 +271,7 @@ def _scoped(path: str, module: nn.Module, forward: Callable[..., Any]) -> Callab
             return forward(*args, **kwargs)
         with in_frames((*state.frames, Frame(path, module=True))):
             if named:
-                args, kwargs = _named_argument(state, args, kwargs)
+                args, kwargs = _named_argument(args, kwargs)
             out = forward(*args, **kwargs)
             return _named_result(state, out) if named else out
 
@@ -279,7 +279,7 @@ def _scoped(path: str, module: nn.Module, forward: Callable[..., Any]) -> Callab
 
 
 def _named_argument(
-    state: TraceState, args: tuple[Any, ...], kwargs: dict[str, Any]
+    args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     for i, value in enumerate(args):
         if isinstance(value, Tensor):

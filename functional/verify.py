@@ -10,7 +10,6 @@ import torch
 
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import AtLeast, checked
-from torchard.functional.core.placed import is_placed
 from torchard.functional.tracing.signature import paths_of
 
 __all__ = ["TOLERANCE", "Report", "Row", "verify"]
@@ -114,9 +113,9 @@ def verify(
     out                  float32     5.00e-01   0.00e+00   1.00e-05  <-- differs
     gradient of args[0]  float32     5.00e-01   ...        1.00e-05  <-- differs
     """
-    whole = tree.map(_whole, _leafwise(args))
-    exact = _run(reference, _map_floats(lambda t: t.to(_wide(t.dtype)), whole), grads)
-    eager = _run(reference, whole, grads)
+    gathered = tree.map(_whole, tree.whole(args))
+    exact = _run(reference, _map_floats(lambda t: t.to(_wide(t.dtype)), gathered), grads)
+    eager = _run(reference, gathered, grads)
     ours = _run(fn, args, grads)
     report = Report(
         _compare(path, ours.of(path), exact.of(path), eager.of(path), tolerance)
@@ -146,19 +145,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64
 
 
-def _leafwise(value: Any) -> Any:
-    """The tree with placed values as whole tensors."""
-    import optree
-
-    return optree.tree_map(
-        lambda x: x.full() if is_placed(x) else x,
-        value,
-        is_leaf=is_placed,
-        none_is_leaf=True,
-        namespace=tree.NAMESPACE,
-    )
-
-
 def _whole(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
@@ -180,16 +166,16 @@ def _run(fn: Callable[..., Any], args: Any, grads: bool) -> _Values:
         ]
     args = tree.unflatten(structure, leaves)
     with torch.enable_grad() if grads else torch.no_grad():
-        output = _leafwise(fn(*args))
+        output = tree.whole(fn(*args))
     named = dict(zip(tree.paths(output, "out"), tree.leaves(output), strict=True))
     values = {path: _whole(leaf) for path, leaf in named.items()}
     if grads:
-        values |= _gradients(list(named.values()), args, leaves, structure)
+        values |= _gradients(list(named.values()), leaves, structure)
     return _Values(values, tree.structure(output))
 
 
 def _gradients(
-    outputs: list[Any], args: Any, leaves: list[Any], structure: Any
+    outputs: list[Any], leaves: list[Any], structure: Any
 ) -> dict[str, torch.Tensor]:
     followed = [out for out in outputs if _is_float(out) and out.requires_grad]
     wanted = [leaf for leaf in leaves if _is_float(leaf)]
@@ -202,7 +188,7 @@ def _gradients(
     values = torch.autograd.grad(followed, wanted, cotangents, allow_unused=True)
     by_leaf = iter(values)
     filled = [_or_zeros(next(by_leaf), leaf) if _is_float(leaf) else None for leaf in leaves]
-    gradients = _leafwise(tree.unflatten(structure, filled))
+    gradients = tree.whole(tree.unflatten(structure, filled))
     paths = paths_of(gradients, {})
     flat = tree.leaves(gradients)
     return {

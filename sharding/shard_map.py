@@ -26,7 +26,7 @@ from torchard.sharding.manual.varying_axes import ManualRegion, apply, in_region
 from torchard.sharding.shard import Shard
 from torchard.sharding.values.mesh import Mesh, MeshError, default_device
 from torchard.sharding.values.spec import P, SpecError, layout_of
-from torchard.sharding.values.spectree import broadcast
+from torchard.sharding.values.spectree import as_arguments, broadcast
 
 __all__ = ["shard_map"]
 
@@ -147,7 +147,7 @@ class _Local(Wrapper):
     def _entered(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        specs = broadcast(_as_arguments(self.in_specs, args), args, "in_specs", "args")
+        specs = broadcast(as_arguments(self.in_specs, args), args, "in_specs", "args")
         leaves, structure = tree.flatten(args)
         paths = paths_of(args, {})
         _check_all("in_specs", leaves, specs, paths, self.edges)
@@ -167,15 +167,6 @@ class _Local(Wrapper):
             for x, spec in zip(leaves, specs, strict=True)
         ]
         return tree.unflatten(structure, whole)
-
-
-def _as_arguments(in_specs: Any, args: tuple[Any, ...]) -> Any:
-    """A list is as good as a tuple; one tree for the one argument there is stands for itself."""
-    if isinstance(in_specs, list):
-        return tuple(in_specs)
-    if len(args) == 1 and not isinstance(in_specs, (tuple, P)):
-        return (in_specs,)
-    return in_specs
 
 
 # -- edges ----------------------------------------------------------------------------------------

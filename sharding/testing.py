@@ -18,12 +18,10 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-import optree
 import torch
 from hypothesis import strategies as st
 
 from torchard.functional.core import tree
-from torchard.functional.core.placed import is_placed
 from torchard.sharding.layouts.layout import Coords, Dim, Layout, Sub, chunk
 from torchard.sharding.redistribute import place
 from torchard.sharding.shard import shard
@@ -405,12 +403,12 @@ def _evaluated(fn: Callable[..., Any], args: Any, grads: bool) -> dict[str, torc
         leaves = [x.detach().clone().requires_grad_() if _floats(x) else x for x in leaves]
     given = tree.unflatten(structure, leaves)
     with torch.set_grad_enabled(grads):
-        out = _whole(fn(*given))
+        out = tree.whole(fn(*given))
         results = {f"result {i}": x for i, x in enumerate(tree.leaves(out)) if _tensor(x)}
         found = {name: value.detach() for name, value in results.items()}
         if grads:
             filled = _gradients(list(results.values()), leaves)
-            whole = _whole(tree.unflatten(structure, filled))
+            whole = tree.whole(tree.unflatten(structure, filled))
             found |= {f"gradient {i}": g for i, g in enumerate(tree.leaves(whole)) if _tensor(g)}
     return found
 
@@ -440,16 +438,6 @@ def _tensor(x: Any) -> bool:
 
 def _floats(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
-
-
-def _whole(value: Any) -> Any:
-    return optree.tree_map(
-        lambda x: x.full() if is_placed(x) else x,
-        value,
-        is_leaf=is_placed,
-        none_is_leaf=True,
-        namespace=tree.NAMESPACE,
-    )
 
 
 def _error(name: str, have: torch.Tensor, want: torch.Tensor, where: str) -> float:

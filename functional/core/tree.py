@@ -42,6 +42,7 @@ __all__ = [
     "register_dataclass",
     "structure",
     "unflatten",
+    "whole",
 ]
 
 NAMESPACE = "torchard"
@@ -405,6 +406,17 @@ def combine(*parts: Any) -> Any:
         first,
         *parts,
         is_leaf=lambda x: x is _NOTHING,
+        none_is_leaf=True,
+        namespace=NAMESPACE,
+    )
+
+
+def whole(value: Any) -> Any:
+    """A tree with placed values gathered to whole tensors."""
+    return optree.tree_map(
+        lambda x: x.full() if is_placed(x) else x,
+        value,
+        is_leaf=is_placed,
         none_is_leaf=True,
         namespace=NAMESPACE,
     )

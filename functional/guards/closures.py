@@ -132,7 +132,7 @@ def _children(value: Any) -> Iterator[tuple[AccessStep, Any]]:
         for i, item in enumerate(value):
             yield (f"[{i}]", _item(i)), item
     elif isinstance(value, type):
-        yield from _of_class(value, value)
+        yield from _of_class(value)
     elif not isinstance(value, types.ModuleType):
         yield from _of_object(value)
 
@@ -146,7 +146,7 @@ def _of_object(value: Any) -> Iterator[tuple[AccessStep, Any]]:
         for key in _slots(cls):
             if hasattr(value, key):
                 yield (f".{key}", _attribute(key)), getattr(value, key)
-    for step, item in _of_class(type(value), value):
+    for step, item in _of_class(type(value)):
         if step[0][1:] not in held:
             yield step, item
 
@@ -157,7 +157,7 @@ def _slots(cls: type) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith("__"))
 
 
-def _of_class(cls: type, owner: Any) -> Iterator[tuple[AccessStep, Any]]:
+def _of_class(cls: type) -> Iterator[tuple[AccessStep, Any]]:
     """The data attributes of a class of the user's and its bases, without methods and descriptors."""
     seen: set[str] = set()
     for base in cls.__mro__:

@@ -11,13 +11,11 @@ import operator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import torch
 from torch import fx
 
-from torchard.functional import torch_internals as internals
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tagging import inherit
-from torchard.functional.programs.tags import RECOMPUTE, RESIDUAL, VAL
+from torchard.functional.programs.tags import RECOMPUTE, RESIDUAL
 from torchard.functional.programs.views import is_tuple, is_view, needed_by, taken_away
 
 __all__ = ["Saved", "Split", "halves_of", "split"]
@@ -249,13 +247,3 @@ def _backward(
         facts=dict(program.facts),
         constants=(),
     )
-
-
-def residual_bytes(program: Split) -> int:
-    """Bytes of the residuals, inputs and outputs included; each storage is counted once."""
-    seen: dict[int, int] = {}
-    for node in program.backward.placeholders[: len(program.saved)]:
-        value = VAL.of(node)
-        if isinstance(value, torch.Tensor):
-            seen[internals.storage_id(value)] = value.untyped_storage().nbytes()
-    return sum(seen.values())

@@ -29,7 +29,7 @@ from torchard.sharding.decompositions.neighbours import (
 from torchard.sharding.rules.blocks import unblocks
 
 
-def _made(n: int, kernel: int, stride: int, padding: int, reach: int, ceil: bool) -> int:
+def _made(n: int, stride: int, padding: int, reach: int, ceil: bool) -> int:
     """The size of what a pool makes of n."""
     made = (n + 2 * padding - reach + (stride - 1 if ceil else 0)) // stride + 1
     return made - 1 if ceil and (made - 1) * stride >= n + padding else made
@@ -63,7 +63,7 @@ def _max_pool(
     kernel, padding, dilation = (spread(v, 2) for v in (kernel, padding, dilation))
     stride = spread(stride, 2) if stride else kernel
     reach = dilation[i] * (kernel[i] - 1) + 1
-    made = _made(x.shape[dim], kernel[i], stride[i], padding[i], reach, ceil)
+    made = _made(x.shape[dim], stride[i], padding[i], reach, ceil)
     if not worthwhile(made, count):
         return NotImplemented
     seen = strided(x, dim, count, made, stride[i], -padding[i], reach, _lowest(x.dtype))
@@ -140,7 +140,7 @@ def _avg_pool(
     i = dim - 2
     kernel, padding = spread(kernel, 2), spread(padding, 2)
     stride = spread(stride, 2) if stride else kernel
-    made = _made(x.shape[dim], kernel[i], stride[i], padding[i], kernel[i], ceil)
+    made = _made(x.shape[dim], stride[i], padding[i], kernel[i], ceil)
     if not worthwhile(made, count) or not _averages_evenly(padding[i], ceil, counts_padding):
         return NotImplemented
     seen = fold(strided(x, dim, count, made, stride[i], -padding[i], kernel[i]), dim)

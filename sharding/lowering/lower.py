@@ -29,7 +29,7 @@ from torchard.sharding.rules.blocks import Piece
 from torchard.sharding.scheduling.collectives import record_of
 from torchard.sharding.values.mesh import Mesh
 
-__all__ = ["Emitter", "Fetch", "Lowering", "Transport", "Value", "placed_layouts"]
+__all__ = ["Emitter", "Fetch", "Lowering", "Transport", "Value"]
 
 Coords = dict[str, int]
 Key = tuple[int, ...]
@@ -139,11 +139,6 @@ def result_layouts(node: fx.Node) -> tuple[Layout, ...]:
     """The layouts of a node's tensors."""
     layout = LAYOUT.of(node)
     return layout if isinstance(layout, tuple) else (layout,)
-
-
-def placed_layouts(graph: fx.Graph) -> list[Layout]:
-    """The layouts of a graph's inputs."""
-    return [LAYOUT.of(n) for n in graph.nodes if n.op == "placeholder"]
 
 
 class Lowering:

@@ -6,6 +6,7 @@ into one graph; ``Distributed`` lowers this rank's own over the mesh's process g
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,55 +33,18 @@ __all__ = ["Distributed", "Simulated", "runtime_of"]
 
 
 @dataclass(frozen=True)
-class Simulated(Runtime):
-    """Every rank of a virtual mesh, in lockstep, in this process."""
+class _OnMesh(Runtime):
+    """What the runtimes of a mesh have in common."""
 
     mesh: Mesh
 
-    def graph(self, program: Program) -> fx.GraphModule:
-        """What runs: from all parts of all inputs to all parts of all outputs."""
-        return fx.GraphModule(torch.nn.Module(), self._graph(program))
-
+    @abstractmethod
     def _graph(self, program: Program) -> fx.Graph:
-        transport = self.mesh.transport or SimulatedTransport()
-        return _local(Lowering(program.graph, self.mesh, self.mesh.all_coords(), transport))
-
-    def bind(self, program: Program) -> Bound:
-        return compiled(self._graph(program), program.name)
-
-    def residual_tag(self, node: fx.Node) -> Placement:
-        """How a value of the program is held between its halves."""
-        return MeshPlacement.of(self.mesh, LAYOUT.of(node))
-
-    def bytes_of(self, node: fx.Node, item: int = 0) -> int:
-        """What one rank holds of a value."""
-        return _local_bytes(node, item, self.mesh)
-
-    def work(self, program: Program) -> Work:
-        """How the plan splits the work."""
-        return mesh_work(program, self.mesh)
-
-
-@dataclass(frozen=True)
-class Distributed(Runtime):
-    """This process's rank of a mesh over process groups."""
-
-    mesh: Mesh
-    check_replicated: bool = True
+        """What this process runs: from all parts of all inputs to all parts of all outputs."""
 
     def graph(self, program: Program) -> fx.GraphModule:
-        """What this rank runs."""
+        """What this process runs, for a compiler."""
         return fx.GraphModule(torch.nn.Module(), self._graph(program))
-
-    def _graph(self, program: Program) -> fx.Graph:
-        assert self.mesh.coords is not None
-        transport = self.mesh.transport or ProcessGroupTransport()
-        return _local(Lowering(program.graph, self.mesh, [self.mesh.coords], transport))
-
-    def bind(self, program: Program) -> Bound:
-        graph = self._graph(program)
-        reduce_in_place(graph)
-        return self.guard(program, compiled(graph, program.name), graph)
 
     def residual_tag(self, node: fx.Node) -> Placement:
         """How a value of the program is held between its halves."""
@@ -93,6 +57,35 @@ class Distributed(Runtime):
     def work(self, program: Program) -> Work:
         """How the plan splits the work."""
         return mesh_work(program, self.mesh)
+
+
+@dataclass(frozen=True)
+class Simulated(_OnMesh):
+    """Every rank of a virtual mesh, in lockstep, in this process."""
+
+    def _graph(self, program: Program) -> fx.Graph:
+        transport = self.mesh.transport or SimulatedTransport()
+        return _local(Lowering(program.graph, self.mesh, self.mesh.all_coords(), transport))
+
+    def bind(self, program: Program) -> Bound:
+        return compiled(self._graph(program), program.name)
+
+
+@dataclass(frozen=True)
+class Distributed(_OnMesh):
+    """This process's rank of a mesh over process groups."""
+
+    check_replicated: bool = True
+
+    def _graph(self, program: Program) -> fx.Graph:
+        assert self.mesh.coords is not None
+        transport = self.mesh.transport or ProcessGroupTransport()
+        return _local(Lowering(program.graph, self.mesh, [self.mesh.coords], transport))
+
+    def bind(self, program: Program) -> Bound:
+        graph = self._graph(program)
+        reduce_in_place(graph)
+        return self.guard(program, compiled(graph, program.name), graph)
 
     def guard(self, program: Program, bound: Bound, graph: fx.Graph) -> Bound:
         """Before each call ranks check that they all make it, and before the first that they may.

@@ -36,9 +36,9 @@ def gather_cuts(graph: fx.Graph) -> None:
         elif node.op == "call_function" and node.target in _SPLITS:
             _only_read(graph, node, _slice, most=len(VAL.of(node)) - 1)
     for group in _groups(graph, aten.select.int, _rows):
-        _join_rows(graph, group)
+        _join_rows(group)
     for group in _groups(graph, aten.slice.Tensor, _ends):
-        _join_slices(graph, group)
+        _join_slices(group)
 
 
 # -- operations with few results read -----------------------------------------------------------------
@@ -112,7 +112,7 @@ def _groups(graph: fx.Graph, target: Any, place: Callable[[fx.Node], Any]) -> It
     return groups.values()
 
 
-def _join_rows(graph: fx.Graph, group: CutGroup) -> None:
+def _join_rows(group: CutGroup) -> None:
     """Replace selections of most rows of a value by one unbind."""
     node = group[0][1]
     source, dim = node.args[0], _dim_of(node)
@@ -122,7 +122,7 @@ def _join_rows(graph: fx.Graph, group: CutGroup) -> None:
         _take(whole, group)
 
 
-def _join_slices(graph: fx.Graph, group: CutGroup) -> None:
+def _join_slices(group: CutGroup) -> None:
     """Replace slices that tile a dim by one split."""
     node = group[0][1]
     source, dim = node.args[0], _dim_of(node)

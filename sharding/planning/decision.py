@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from torchard.functional.programs.flops import flops, is_product
+from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.iteration_space import points
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.options import Option
 from torchard.sharding.layouts.tags import WEIGHT
 from torchard.sharding.planning.manual_options import ManualConstraint
 from torchard.sharding.rules import Call, rule_of
+from torchard.sharding.rules.registry import result_index
 
 __all__ = [
     "BATCH",
@@ -71,6 +73,12 @@ class LayoutDecision:
     outputs: tuple[Layout, ...] = ()
     bytes: float = 0.0
     work: float = 0.0
+
+    def raw_item(self, node: fx.Node) -> Layout | None:
+        """The layout of the result that a ``getitem`` takes, as computed; None if it is no tensor."""
+        if not hasattr(VAL.get(node), "shape"):
+            return None
+        return self.raw[node.all_input_nodes[0]][result_index(node)]
 
     @property
     def total(self) -> float:

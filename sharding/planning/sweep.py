@@ -37,7 +37,6 @@ from torchard.sharding.planning.decision import (
 )
 from torchard.sharding.planning.stakes import Spread
 from torchard.sharding.rules import Call, rule_of
-from torchard.sharding.rules.registry import result_index
 
 __all__ = ["Needs", "Start", "Sweep", "TakeApart"]
 
@@ -156,13 +155,11 @@ class Sweep:
             self._choose(node)
 
     def _getitem(self, node: fx.Node) -> None:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        if not hasattr(VAL.get(node), "shape"):
-            return
-        raw = self.decision.raw[source][result_index(node)]
-        ranks = {a: r for a, r in self.ranks[source].items() if a in raw.split_axes}
-        self._resolve(node, raw, ranks)
+        raw = self.decision.raw_item(node)
+        if raw is not None:
+            source = self.ranks[node.all_input_nodes[0]]
+            ranks = {a: r for a, r in source.items() if a in raw.split_axes}
+            self._resolve(node, raw, ranks)
 
     def _constrain(self, node: fx.Node) -> None:
         layout = self.given.constraints[node]

@@ -109,13 +109,13 @@ register_rule(
 )
 
 
-def _write(call: Call, found: _Diagonal) -> tuple[str, str, str]:
+def _write(found: _Diagonal) -> tuple[str, str, str]:
     matrix, diagonal, places = found.text()
     return matrix, diagonal, f" | index {spell(places)} | run {spell(places)}{found.whole()}"
 
 
 def _read_backward(call: Call) -> str:
-    matrix, diagonal, clauses = _write(call, _Diagonal.of(call, call.outs[0], 2))
+    matrix, diagonal, clauses = _write(_Diagonal.of(call, call.outs[0], 2))
     return f"{diagonal} -> {matrix} | linear 0{clauses}"
 
 
@@ -154,7 +154,7 @@ def _emit_scatter(call: Call, local: Local) -> Any:
 
 
 def _embed(call: Call) -> str:
-    matrix, diagonal, clauses = _write(call, _embedded(call))
+    matrix, diagonal, clauses = _write(_embedded(call))
     return f"{diagonal} -> {matrix} | linear 0{clauses}"
 
 

@@ -21,7 +21,6 @@ from torchard.sharding.layouts.tags import CALL, GATHERED, RULE
 from torchard.sharding.planning.aliases import is_alias, pull
 from torchard.sharding.planning.decision import Given, LayoutDecision
 from torchard.sharding.rules import Call
-from torchard.sharding.rules.registry import result_index
 from torchard.sharding.scheduling.collectives import emit_step
 
 __all__ = ["partition", "unpartition"]
@@ -76,13 +75,10 @@ class _Partition:
             self._operation(node)
 
     def _getitem(self, node: fx.Node) -> None:
-        source = node.args[0]
-        assert isinstance(source, fx.Node)
-        if not hasattr(VAL.get(node), "shape"):
-            return
-        raw = self.decision.raw[source][result_index(node)]
-        computed = self._call(node, raw, (self.tuples[source], node.args[1]), {})
-        self._publish(node, raw, computed)
+        raw = self.decision.raw_item(node)
+        if raw is not None:
+            whole = self.tuples[node.all_input_nodes[0]]
+            self._publish(node, raw, self._call(node, raw, (whole, node.args[1]), {}))
 
     def _operation(self, node: fx.Node) -> None:
         option = self.decision.option[node]

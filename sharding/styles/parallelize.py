@@ -85,7 +85,7 @@ def parallelize(
     claims, errors = _Claims(mesh, axis, batch, rules), list[str]()
     for pattern, style in plan.items():
         try:
-            _check_style(pattern, style)
+            _check_style(style)
             for layer in _matched(pattern, layers):
                 for placing in style.placings(layer, layers, axis):
                     claims.add(f"plan[{pattern!r}]", placing, layers)
@@ -102,7 +102,7 @@ def _axes(given: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given or ())
 
 
-def _check_style(pattern: str, style: Any) -> None:
+def _check_style(style: Any) -> None:
     if isinstance(style, type) and issubclass(style, Style):
         raise SpecError(f"{style.__name__} is a class; write {style.__name__}().")
     if not isinstance(style, Style):

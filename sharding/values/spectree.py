@@ -13,7 +13,7 @@ from torchard.functional.programs.program import Program
 from torchard.functional.tracing.signature import paths_of
 from torchard.sharding.values.spec import P, SpecError
 
-__all__ = ["broadcast", "specs_of_arguments", "specs_of_results"]
+__all__ = ["as_arguments", "broadcast", "specs_of_arguments", "specs_of_results"]
 
 
 class _Slot:
@@ -37,7 +37,7 @@ def specs_of_arguments(
     if isinstance(in_specs, Mapping) and not _is_the_argument(in_specs, args, names, kwargs):
         specs = _by_name(in_specs, args, kwargs, names)
     else:
-        specs = broadcast(_as_arguments(in_specs, args), args, "in_specs", "args")
+        specs = broadcast(as_arguments(in_specs, args), args, "in_specs", "args")
         specs += [None] * len(tree.leaves(kwargs))
     traced = {leaf.path for leaf in program.inputs}
     found = {p: s for p, s in zip(paths, specs, strict=True) if s is not None}
@@ -50,7 +50,7 @@ def specs_of_arguments(
     return {p: s for p, s in found.items() if p in traced}
 
 
-def _as_arguments(in_specs: Any, args: tuple[Any, ...]) -> Any:
+def as_arguments(in_specs: Any, args: tuple[Any, ...]) -> Any:
     """A list is as good as a tuple; one spec for the one argument there is stands for itself."""
     if isinstance(in_specs, list):
         return tuple(in_specs)
