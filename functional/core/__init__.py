@@ -1,1 +1,1 @@
-"""Errors, checks of arguments, trees, and other things that know nothing of programs."""
+"""Errors, checks of arguments, pytrees, and other parts that do not depend on programs."""

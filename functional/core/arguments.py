@@ -1,8 +1,7 @@
-"""Holding callers to a function's annotations.
+"""Checks of arguments against a function's annotations.
 
-``@checked`` reads what a public function says of its parameters and refuses what is not that, before
-anything happens: the error names the function, the argument, what was passed, and how what is wanted is
-written.
+``@checked`` checks the arguments of a public function before it runs. The error names the function, the
+argument and the value, and shows how a valid value is written.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ Result = TypeVar("Result")
 
 
 class AtLeast(float):
-    """Of a number: ``Annotated[int, AtLeast(1)]``."""
+    """A lower bound of a number: ``Annotated[int, AtLeast(1)]``."""
 
 
 class CheckedInside:
-    """Of what the function refuses itself, and says more about: ``Annotated[Where, CheckedInside]``."""
+    """Marks a parameter that the function checks itself: ``Annotated[Where, CheckedInside]``."""
 
 
 def checked(fn: Callable[Params, Result]) -> Callable[Params, Result]:
-    """fn, whose arguments are what its annotations say.
+    """fn with its arguments checked against its annotations.
 
     Raises (when called):
         TypeError: an argument is of another type.
-        ValueError: a number is NaN or out of its range, a text none of the choices.
+        ValueError: a number is NaN or out of range, or a string is none of the choices.
     """
     who = fn.__qualname__.removesuffix(".__init__")
 
@@ -61,14 +60,14 @@ def checked(fn: Callable[Params, Result]) -> Callable[Params, Result]:
 
 
 def check_fields(record: Any) -> None:
-    """For a dataclass's ``__post_init__``: its fields are what their annotations say."""
+    """Check the fields of a dataclass against their annotations, for its ``__post_init__``."""
     kind: Any = type(record)
     values = ((name, name, getattr(record, name)) for name in record.__dataclass_fields__)
     _check(kind.__name__, _hints(kind), values)
 
 
 def _taking_a_function(who: str, signature: inspect.Signature) -> str:
-    """What to write, of a transform: other libraries' are called in other ways."""
+    """A hint for transforms, which are called differently in other libraries; else empty."""
     if next(iter(signature.parameters), "") != "fn":
         return ""
     return (
@@ -90,7 +89,7 @@ def _hints(fn: Any) -> dict[str, Any]:
 def _one_by_one(
     signature: inspect.Signature, given: dict[str, Any]
 ) -> Iterator[tuple[str, str, Any]]:
-    """(parameter, as one would write the place, value)."""
+    """Triples of parameter name, place as one would write it, and value."""
     for name, value in given.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
@@ -114,7 +113,7 @@ def _check(who: str, hints: dict[str, Any], values: Iterable[tuple[str, str, Any
 
 
 def _misfit(value: Any, hint: Any, path: str) -> str | None:
-    """The innermost thing that is not what it should be, in words; None if all is well."""
+    """The innermost value that does not match its hint, in words; None if all do."""
     if isinstance(hint, TypeVar):
         hint = hint.__bound__ or Any
     if hint is Any:
@@ -161,23 +160,23 @@ def _is_container(origin: Any) -> bool:
 
 
 def _is_a(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type, what is in it aside."""
+    """Whether a value is of a type, ignoring its contents."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return any(_is_a(value, option) for option in inner)
     if origin is typing.Literal:
         return isinstance(value, tuple({type(choice) for choice in inner}))
     kind = origin or hint
-    if kind is collections.abc.Callable:  # a class of modules lacks its instance
+    if kind is collections.abc.Callable:  # a module class was probably meant to be an instance
         return callable(value) and not _is_module_class(value)
     if kind in (int, float):
         number = numbers.Integral if kind is int else numbers.Real
         symbolic = (torch.SymInt, torch.SymFloat)
         return isinstance(value, (number, *symbolic)) and not isinstance(value, bool)
-    if kind is torch.Tensor:  # a placed value is as good
+    if kind is torch.Tensor:  # or a placed value
         return isinstance(value, torch.Tensor) or is_placed(value)
     if isinstance(value, str) and _is_container(kind) and kind is not str:
-        return False  # its letters are meant by nobody
+        return False  # a string is not meant as a sequence of letters
     return kind is Any or not isinstance(kind, type) or isinstance(value, kind)
 
 
@@ -229,17 +228,17 @@ _EXAMPLES: dict[type, str] = {}
 
 
 def written(example: str) -> Callable[[type[Result]], type[Result]]:
-    """Say how a value of a class is written, for the errors of functions that want one."""
+    """Register an example of a value of a class, for error messages."""
 
-    def said(cls: type[Result]) -> type[Result]:
+    def register(cls: type[Result]) -> type[Result]:
         _EXAMPLES[cls] = example
         return cls
 
-    return said
+    return register
 
 
 def _wanted(hint: Any) -> str:
-    """What an annotation asks for; see `written`."""
+    """An annotation in words; see `written`."""
     hint = getattr(hint, "__bound__", None) or hint
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:

@@ -7,8 +7,8 @@
     axis       := name ["=" number] | number           a number is an axis of that size
     clause     := name {name | number | "..." | ".0"}  ".0" is the last dim of an ellipsis, ".1" the next
 
-This is the grammar alone. What a dim, a clause or an ellipsis means is said by those who read one, and
-what they do not take they refuse, with the place in the text.
+This module has the grammar only. Its callers define what a dim, a clause or an ellipsis means, and refuse
+those they do not support, with the position in the text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TOKEN = re.compile(
 
 
 class AxisExpressionError(ValueError):
-    """What is wrong with an axis expression, and where: the message has a line that points there."""
+    """An invalid axis expression. A line of the message points at the position."""
 
     def __init__(self, text: str, at: int, reason: str) -> None:
         lines = (text, " " * at + "^") if "\n" not in text else (text,)
@@ -45,7 +45,7 @@ class AxisExpressionError(ValueError):
 
 @dataclass(frozen=True)
 class Word:
-    """A name, a number or a mark, and where it stands in the text."""
+    """A name, a number or a mark, and its position in the text."""
 
     text: str
     at: int
@@ -57,7 +57,7 @@ class Word:
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis: its name, and its size where the text has it."""
+    """An axis: its name, and its size if given."""
 
     name: str
     size: int | None
@@ -77,13 +77,13 @@ class DimExpression:
 
     @property
     def name(self) -> str:
-        """As it was written, without brackets and sizes."""
+        """The dim as written, without brackets and sizes."""
         return " ".join(axis.name for axis in self.axes) or "..."
 
 
 @dataclass(frozen=True)
 class OperandExpression:
-    """The dims of one array, at most one of them an ellipsis, and its dtype where the text has it."""
+    """The dims of one array, at most one of them an ellipsis, and its dtype if given."""
 
     dims: tuple[DimExpression, ...]
     dtype: Word | None
@@ -91,7 +91,7 @@ class OperandExpression:
 
     @property
     def ellipsis(self) -> int | None:
-        """Which of its dims is an ellipsis."""
+        """The index of the dim that is an ellipsis; None if there is none."""
         return next((i for i, dim in enumerate(self.dims) if dim.is_ellipsis), None)
 
 
@@ -118,7 +118,7 @@ class AxisExpression:
         return (*self.operands, *(self.results or ()))
 
     def axes(self) -> Iterator[Axis]:
-        """All axes, from left to right, each as often as it is written."""
+        """All axes from left to right, with repetitions."""
         return (axis for array in self.arrays for dim in array.dims for axis in dim.axes)
 
     def fail(self, place: Word | Axis | DimExpression | OperandExpression | int, reason: str) -> NoReturn:
@@ -128,16 +128,16 @@ class AxisExpression:
 
 @functools.cache
 def parse(text: str) -> AxisExpression:
-    """The parts of an axis expression.
+    """Parse an axis expression.
 
     Raises:
-        AxisExpressionError: it is none; points at the first place that does not fit.
+        AxisExpressionError: it is invalid; points at the first error.
     """
     return _Parser(text).expression()
 
 
 class _Parser:
-    """Takes words from the left; ``next`` is the one that comes next, empty at the end."""
+    """A recursive-descent parser; ``next`` is the next word, empty at the end."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -169,7 +169,7 @@ class _Parser:
         return word
 
     def took(self, mark: str) -> bool:
-        """Whether a mark comes next, which then is taken."""
+        """Take a mark if it comes next; whether it did."""
         return self.next.text == mark and bool(self.take())
 
     def name(self, wanted: str) -> Word:
@@ -189,12 +189,12 @@ class _Parser:
         return AxisExpression(self.text, operands, results, tuple(clauses))
 
     def operands(self) -> tuple[OperandExpression, ...]:
-        """None, if there is nothing; an operand without dims is nothing, too, beside a comma."""
-        found = [self.operand()]
+        """The operands between commas; an operand may have no dims, but a lone one then is none."""
+        read = [self.operand()]
         while self.took(","):
-            found.append(self.operand())
-        alone = len(found) == 1 and not found[0].dims and found[0].dtype is None
-        return () if alone else tuple(found)
+            read.append(self.operand())
+        alone = len(read) == 1 and not read[0].dims and read[0].dtype is None
+        return () if alone else tuple(read)
 
     def operand(self) -> OperandExpression:
         at, dims = self.next.at, list[DimExpression]()

@@ -1,6 +1,6 @@
-"""A bounded memory of what was made, shared by threads; the least recently used goes first.
+"""A bounded, thread-safe LRU cache, whose values are computed from more than their key.
 
-`functools.lru_cache` would do where the key says all that making takes.
+Where the key determines the value, use `functools.lru_cache`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ V = TypeVar("V")
 
 
 class Recent(Generic[V]):
-    """Values by key, at most ``size`` of them."""
+    """An LRU cache of at most ``size`` values."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -31,7 +31,7 @@ class Recent(Generic[V]):
             self._values.clear()
 
     def get(self, key: Hashable, make: Callable[[], V]) -> V:
-        """The value of a key, made now if it is not there; two threads may both make it."""
+        """The value of a key, computed now if it is not cached; two threads may both compute it."""
         with self._lock:
             if key in self._values:
                 self._values.move_to_end(key)

@@ -1,4 +1,4 @@
-"""What can go wrong with a function that should be pure, and while its program runs."""
+"""Errors and warnings of the package."""
 
 from __future__ import annotations
 

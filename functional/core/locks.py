@@ -1,4 +1,4 @@
-"""Locks that are of this process: a copy, a pickle or the child of a fork gets a free one."""
+"""Locks that can be copied, pickled and forked: the copy, or that of the child, is free."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["Lock"]
 
 
 class Lock:
-    """A re-entrant lock.
+    """A re-entrant lock that can be copied, pickled and forked.
 
-    What holds a lock cannot be copied or pickled, and the child of a fork inherits locks that threads of
-    its parent hold for ever: neither is so of this one.
+    An object with a lock of threading's cannot be copied or pickled, and in the child of a fork, locks
+    held by other threads of the parent are never released.
     """
 
     __slots__ = ("__weakref__", "_lock")
@@ -30,7 +30,7 @@ class Lock:
         self._lock.release()
 
     def is_held(self) -> bool:
-        """Whether this thread has it."""
+        """Whether this thread holds the lock."""
         held = _release(self._lock)
         if held:
             self._lock.acquire()
@@ -40,9 +40,9 @@ class Lock:
         return Lock, ()
 
     def after_fork(self) -> None:
-        """In the child: nobody else is left who could hold it; who forked may, and goes on to."""
+        """In the child of a fork: release the lock, unless the forking thread itself held it."""
         depth = 0
-        # Only its owner can release it.
+        # Only the owner can release it.
         while _release(self._lock):
             depth += 1
         self._lock = threading.RLock()

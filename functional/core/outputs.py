@@ -10,10 +10,10 @@ __all__ = ["outputs_of", "tensors_of"]
 
 
 def outputs_of(value: Any) -> list[Any]:
-    """The items of a tuple or list; a value alone is one of one."""
+    """The items of a tuple or list; a list of one for any other value."""
     return list(value) if isinstance(value, (tuple, list)) else [value]
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
-    """The tensors among them."""
+    """The tensors among the outputs."""
     return [v for v in outputs_of(value) if isinstance(v, torch.Tensor)]

@@ -13,10 +13,10 @@ Lift = Callable[[Any], torch.Tensor]
 
 
 class Facts(NamedTuple):
-    """What a placed object says of its value; all but its parts, ``[:4]``, is what a trace depends on.
+    """The description of a placed object; a trace depends on ``[:4]``, all except the parts.
 
     Attributes:
-        shape, dtype, device: of the global value.
+        shape, dtype, device: those of the global value.
         placement: how it is held, a `Placement` (program.py).
         parts: the tensors that hold it.
     """
@@ -29,17 +29,17 @@ class Facts(NamedTuple):
 
 
 class Placed(Protocol):
-    """A leaf that stands for one global value. Its class is asked for these methods, never the object."""
+    """A leaf that stands for one global value. These methods are looked up on its class only."""
 
     def __torchard_placed__(self) -> Facts:
-        """What it holds, and how."""
+        """The value's facts and parts."""
 
     def __torchard_donate__(self) -> None:
-        """Let go of the parts: the call that was given them holds them alone."""
+        """Drop the parts: the call that was given them is their only owner."""
 
 
 class _PlacedTypes(dict[type, bool]):
-    """Asked for every node of every call's arguments, so each type is looked into once."""
+    """A cache: every node of every call's arguments is tested, but each type inspected once."""
 
     def __missing__(self, kind: type) -> bool:
         found = self[kind] = hasattr(kind, "__torchard_placed__")
@@ -58,10 +58,10 @@ _lifting: list[Callable[[], Lift | None]] = []
 
 
 def lifts(current: Callable[[], Lift | None]) -> None:
-    """Say how a trace in progress turns a placed object into its operand; said once, by who traces."""
+    """Register the function that returns how a trace in progress lifts placed objects. Called once."""
     _lifting[:] = [current]
 
 
 def lift_in_trace() -> Lift | None:
-    """What gives the operand of a placed object in the trace in progress; None outside of one."""
+    """The function from a placed object to its operand in the trace in progress; None outside of one."""
     return _lifting[0]() if _lifting else None

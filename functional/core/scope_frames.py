@@ -1,8 +1,7 @@
-"""Frames: where in a traced function a node was made. An entry of a scope, or a call of a transform
-or of a checkpoint of torch's.
+"""Frames: the entries of scopes, and calls of transforms and torch's checkpoint, that a node is in.
 
-A scope has a name, which a loop may open many times; each entry is a frame of its own. Frames are
-compared by identity, so that they tell one entry from the next wherever a node is copied to.
+A loop may enter a scope of one name many times; each entry is a frame of its own. Frames are compared by
+identity, so that entries remain distinct wherever a node is copied to.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ __all__ = ["Frame", "path_of"]
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Frame:
-    """One entry.
+    """One entry of a scope, or one call.
 
     Attributes:
-        name: of the scope; empty for a call.
-        module: whether it is the path of a module, which has the names of the modules around it.
-        policy: of a checkpoint that begins here, what its backward keeps.
+        name: the scope's name; empty for a call.
+        module: whether the name is the path of a module, which includes those of enclosing modules.
+        policy: the policy of a checkpoint that begins here, if one does.
     """
 
     name: str = ""

@@ -1,4 +1,4 @@
-"""What a placeholder stands for."""
+"""The specs of tensors that placeholders stand for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["TensorSpec", "contiguous"]
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The tensor a placeholder stands for: shape, strides, dtype, device; weak for a float."""
+    """The shape, strides, dtype and device of a placeholder's tensor; weak for a Python float."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -26,7 +26,7 @@ class TensorSpec:
         return TensorSpec(shape, tuple(tensor.stride()), tensor.dtype, tensor.device, weak)
 
     def empty(self) -> torch.Tensor:
-        """A tensor like it (a fake one under a fake mode)."""
+        """An uninitialised tensor of this spec (a fake one under a fake mode)."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
 

@@ -1,7 +1,7 @@
 """Pytrees as this library sees them: optree's, None a leaf, namespace "torchard".
 
-Only here are optree's defaults overruled. A type registered here is also a node of torch's own
-pytree, so that torch's transforms see into it. Dicts are ordered by key, not by insertion.
+optree's defaults are overridden in this module only. A type registered here is also a node of torch's
+own pytree, so that torch's transforms traverse it. Dicts are ordered by key, not by insertion.
 
 ::
 
@@ -12,7 +12,7 @@ pytree, so that torch's transforms see into it. Dicts are ordered by key, not by
         steps: Tensor                                       # integers
         act: str = field(default="gelu", metadata={"static": True})
 
-    trained, rest = tree.partition(params)                  # floating tensors, and what is left
+    trained, rest = tree.partition(params)                  # floating tensors, and the other leaves
     grads = torch.func.grad(lambda t: loss(tree.combine(t, rest), x))(trained)
 """
 
@@ -223,8 +223,8 @@ def paths(tree: Any, root: str = "") -> list[str]:
     >>> tree.paths({"w": [1, 2], "b": None}, "params")
     ["params['b']", "params['w'][0]", "params['w'][1]"]
     """
-    found = optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
-    return [accessor.codify(root) for accessor in found]
+    accessors = optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
+    return [accessor.codify(root) for accessor in accessors]
 
 
 @checked
@@ -262,7 +262,7 @@ def register(
     torch_pytree.register_pytree_node(
         cls, torch_flatten, lambda children, static: unflatten(static, list(children))
     )
-    restore: Any = unflatten  # optree's type wants every node to be a Collection
+    restore: Any = unflatten  # optree's annotation requires nodes to be Collections
     optree.register_pytree_node(
         cls, flatten, restore, path_entry_type=entry, namespace=NAMESPACE
     )
@@ -309,7 +309,7 @@ def register_dataclass(cls: Class) -> Class:
         return [getattr(node, name) for name in moving], static, moving
 
     def unflatten(static: Any, children: Sequence[Any]) -> Any:
-        # Not by the constructor: leaves may be anything while a tree is mapped.
+        # Without the constructor: leaves may be of any type while a tree is mapped.
         node: Any = object.__new__(cls)
         for name, value in zip((*fixed, *moving), (*static, *children), strict=True):
             object.__setattr__(node, name, value)
@@ -323,7 +323,7 @@ def register_dataclass(cls: Class) -> Class:
 
 
 class _Nothing:
-    """Where a leaf was that is in another part: a node without leaves."""
+    """The place of a leaf that is in another part: a node without leaves."""
 
     def __repr__(self) -> str:
         return "..."

@@ -1,4 +1,4 @@
-"""Which line of the user's made this: frames of torch and of this library are skipped."""
+"""Source lines of the user: frames of torch and of this library are skipped."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ __all__ = ["is_installed", "is_installed_module", "is_user", "of_error", "of_her
 
 def _library_folders() -> tuple[str, ...]:
     functional = Path(os.path.abspath(__file__)).parent.parent
-    rooms = [
-        os.path.join(root.parent, room)
+    sources = [
+        os.path.join(root.parent, package)
         for root in (functional, functional.resolve())
-        for room in ("functional", "sharding", "kernels")
+        for package in ("functional", "sharding", "kernels")
     ]
     packages = [os.path.abspath(path) for module in (torch, optree) for path in module.__path__]
-    return tuple(folder + os.sep for folder in rooms + packages)
+    return tuple(folder + os.sep for folder in sources + packages)
 
 
 _FOLDERS = _library_folders()
-# What is typed at a prompt has no file: Python's own (from 3.13 on by number), IPython's, doctest's.
+# Code typed at a prompt has no file: Python's (numbered from 3.13 on), IPython's, doctest's.
 _TYPED = ("<stdin", "<python-input", "<ipython", "<string", "<doctest")
 _is_user: dict[CodeType, bool] = {}
 
 
 def is_user(code: CodeType) -> bool:
-    """Whether code is neither torch's, this library's nor generated."""
+    """Whether code is neither torch's, nor this library's, nor generated."""
     known = _is_user.get(code)
     if known is None:
         name = code.co_filename
@@ -44,7 +44,7 @@ def is_user(code: CodeType) -> bool:
     return known
 
 
-# The standard library, and what is installed beside it.
+# The standard library and installed packages.
 _INSTALLED = tuple(
     os.path.abspath(path) + os.sep
     for key, path in sysconfig.get_paths().items()
@@ -53,12 +53,12 @@ _INSTALLED = tuple(
 
 
 def is_installed(code: CodeType) -> bool:
-    """Whether code is in the standard library or an installed package: not what its user works on."""
+    """Whether code is in the standard library or an installed package, which users do not edit."""
     return os.path.abspath(code.co_filename).startswith(_INSTALLED)
 
 
 def is_installed_module(module: ModuleType) -> bool:
-    """The same of a module; what has no file, and is not where a program starts, is built in."""
+    """The same for a module; one without a file is builtin, unless it is the main module."""
     path = getattr(module, "__file__", None)
     if module.__name__.partition(".")[0] in ("torch", "torchard"):
         return True
@@ -72,7 +72,7 @@ def _written(code: CodeType, line: int) -> str:
 
 
 def of_here() -> str | None:
-    """The innermost line of the user's on this thread's stack."""
+    """The innermost line of the user's code on this thread's stack; None if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_user(frame.f_code):
@@ -82,9 +82,9 @@ def of_here() -> str | None:
 
 
 def of_error(error: BaseException) -> str | None:
-    """The innermost line of the user's that this error passed through."""
-    found = None
+    """The innermost line of the user's code in an error's traceback; None if there is none."""
+    line_text = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         if is_user(frame.f_code):
-            found = _written(frame.f_code, line)
-    return found
+            line_text = _written(frame.f_code, line)
+    return line_text

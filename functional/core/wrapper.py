@@ -1,4 +1,4 @@
-"""What transforms return: a callable around the function that was transformed."""
+"""The base class of what transforms return."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ __all__ = ["Wrapper"]
 
 
 class Wrapper:
-    """A callable around ``fn``; what that closes over and reads is what a trace of it depends on.
+    """A callable around ``fn``; a trace of it depends on what ``fn`` closes over and reads.
 
     Attributes:
         fn: the function.
-        rewrites: what is done to its program, which a trace depends on too.
+        rewrites: the rewrites of its program, which a trace depends on too.
     """
 
     fn: Callable[..., Any]

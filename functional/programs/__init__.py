@@ -1,1 +1,1 @@
-"""A program: its graph and leaves, the contracts of what rewrites and runs it, what its nodes mean."""
+"""Programs: graph and leaves, the contracts of rewrites and runtimes, tags and labels of nodes."""

@@ -1,4 +1,4 @@
-"""Floating point operations of a node: as torch's counter has them, and of all the rest by elements."""
+"""FLOPs of a node: by torch's counter where it has a formula, else one per element."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchard.functional.programs.views import is_view
 
 __all__ = ["DOTS", "flops", "is_product", "op_name"]
 
-# torch's counter knows attention on accelerators only, and no product of a vector.
+# torch's counter has no formulas for attention on CPUs and for products with vectors.
 _FORMULAS: dict[str, Any] = {
     **{str(packet): formula for packet, formula in flop_registry.items()},
     "aten.mv": lambda a, x, **_: 2 * a.numel(),
@@ -33,7 +33,7 @@ _FORMULAS: dict[str, Any] = {
 
 
 def _of_heads(query: torch.Tensor, x: torch.Tensor) -> tuple[int, ...]:
-    """The shape of keys or values with a head for each of the queries', which may share them."""
+    """The shape of keys or values with as many heads as the queries, which may share them."""
     return (x.shape[0], query.shape[1], *x.shape[2:])
 
 
@@ -62,12 +62,12 @@ def op_name(node: fx.Node) -> str:
 
 
 def is_product(node: fx.Node) -> bool:
-    """Whether an operation is one of those whose multiplications torch counts."""
+    """Whether torch counts the multiplications of an operation."""
     return node.target is not operator.getitem and op_name(node) in DOTS
 
 
 def flops(node: fx.Node) -> int:
-    """Of one call: two per multiplication and addition of a product, one per element of anything else.
+    """FLOPs of a call: two per multiplication of a product, one per element of anything else.
 
     Views and items of tuples cost nothing.
     """

@@ -1,4 +1,4 @@
-"""Reading and editing graphs: what any pass over an fx graph needs."""
+"""Helpers for passes over fx graphs."""
 
 from __future__ import annotations
 
@@ -91,25 +91,25 @@ def output_node(graph: fx.Graph) -> fx.Node:
 
 
 def output_values(graph: fx.Graph) -> tuple[Any, ...]:
-    """What the graph returns."""
+    """The values that a graph returns."""
     values = output_node(graph).args[0]
     return tuple(values) if isinstance(values, (tuple, list)) else (values,)
 
 
 def sweep(graph: fx.Graph) -> None:
-    """Dead code elimination: on a pure graph, whatever nobody uses."""
+    """Eliminate dead code of a pure graph."""
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users:
             graph.erase_node(node)
 
 
 def bytes_of(node: fx.Node, item: int = 0) -> int:
-    """The bytes of a node's value, or of one result of several; those of its storage for an input."""
+    """The bytes of a node's value, or of one item of a tuple; for an input, those of its storage."""
     val: Any = VAL.get(node)
     if isinstance(val, (tuple, list)):
         val = val[item]
     if not isinstance(val, torch.Tensor):
         return 0
-    if node.op == "placeholder":  # may be a view of more, or of less
+    if node.op == "placeholder":  # a view may be larger or smaller than its storage
         return val.untyped_storage().nbytes()
     return val.numel() * val.element_size()

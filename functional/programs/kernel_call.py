@@ -1,8 +1,8 @@
-"""Fused: what a node calls that stands for several operations.
+"""Fused: the target of a node that stands for several operations.
 
-A neutral contract between those who fuse and those who rewrite or run what has been fused: whoever
-needs the operations (a tracer, a partitioner with a split dim that must be whole) asks for the
-``reference``; whoever splits it asks for its ``rule``.
+It is the contract between passes that fuse operations and passes that rewrite or run fused ones. A pass
+that needs the operations (a tracer, a partitioner for a split dim that must be whole) uses the
+``reference``; a partitioner uses its ``rule``.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ OperandShapes = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Fused:
-    """A call of a kernel; equal where the key is.
+    """A call of a kernel; equal if the keys are.
 
     Attributes:
-        name: of the kernel.
-        key: what it does: two calls with equal keys are the same.
+        name: the kernel's name.
+        key: identifies what it computes: calls with equal keys are interchangeable.
         reference: the operations it stands for.
-        choose: for these tensors, what runs it; asked once per shapes, dtypes, devices and strides.
-        rule: a factor rule for these shapes of operands and results; None: it comes apart.
+        choose: selects the implementation for tensors, once per shapes, dtypes, devices and strides.
+        rule: the factor rule for these shapes of operands and results; None: it must be decomposed.
         shared_storage: its results may be views of one buffer.
     """
 
@@ -58,8 +58,8 @@ class Fused:
         return self.name
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        # Who traces wants to see operations; torch.func knows no derivative of a kernel; and
-        # tensors of other kinds (fakes) have no memory.
+        # A tracer needs to see the operations, torch.func has no derivative of a kernel, and other kinds
+        # of tensors (fakes) have no memory.
         plain = all(type(t) is torch.Tensor or type(t) is torch.nn.Parameter for t in tensors)
         if not plain or internals.has_modes() or internals.has_transforms():
             return self.reference(*tensors)

@@ -1,4 +1,4 @@
-"""What each line of generated code is for: the tags of its node, kept without the graph."""
+"""Labels of lines of generated code: the tags of their nodes, without the graph."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Label", "label_of"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Label:
-    """Of one operation; the tags are those of tags.py, empty where there is none."""
+    """The tags (tags.py) of one operation, empty where there are none."""
 
     op: str
     source: str
@@ -26,7 +26,7 @@ class Label:
 
     @property
     def place(self) -> str:
-        """``"block/0 backward"``; only the phase where nothing is labelled."""
+        """The scope and phase, ``"block/0 backward"``; only the phase outside of scopes."""
         return f"{self.scope} {self.phase}".strip()
 
 

@@ -1,7 +1,7 @@
-"""Program: one traced pure function, and the contracts of what rewrites and runs it.
+"""Program: one traced pure function, and the contracts of rewrites and runtimes.
 
-A Program is a flat ATen FX graph over *global* values. What other rooms know of a value travels on
-the graph as neutral tags (tagging.py, tags.py), so that this file knows neither meshes nor kernels.
+A Program is a flat ATen FX graph over *global* values. Other packages attach information to values as
+tags (tagging.py, tags.py), so that this module depends on neither meshes nor kernels.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Placement(Protocol):
 
     @property
     def width(self) -> int:
-        """How many tensors of this process hold the value."""
+        """The number of tensors in this process that hold the value."""
 
     def batched(self) -> Placement:
         """The placement of the same value with a new, unsplit dimension in front (vmap)."""
@@ -87,7 +87,7 @@ class Placement(Protocol):
         """The user's object around these tensors."""
 
     def rewrite(self) -> Rewrite:
-        """What must rewrite a program with such a value if no transform of the stack does."""
+        """The rewrite that a program with such a value needs, if no transform of the stack covers it."""
 
 
 class Hint(Protocol):
@@ -204,15 +204,15 @@ class Rewrite(ABC):
         return self(program)
 
     def finish(self, program: Program) -> Program:
-        """A post-pass, run when every rewrite has been; it may change the program in place."""
+        """A post-pass, run after all rewrites; it may change the program in place."""
         return program
 
     def covers(self, other: Rewrite) -> bool:
-        """Whether what another rewrite asks for is done when this one has run."""
+        """Whether this rewrite does what another one would, which then need not run."""
         return self == other
 
     def wants(self, node: fx.Node) -> bool:
-        """Whether a labelled value must still be one when this rewrite runs."""
+        """Whether a labelled value must survive until this rewrite runs."""
         return False
 
 
@@ -259,27 +259,27 @@ class Runtime(ABC):
         """A callable on all parts of all inputs, in order, to all parts of all outputs."""
 
     def graph(self, program: Program) -> fx.GraphModule | None:
-        """What this process runs, for a compiler; None if it cannot be written as a graph."""
+        """The graph that this process runs, for a compiler; None if there is no such graph."""
         return None
 
     def guard(self, program: Program, bound: Bound, graph: fx.Graph) -> Bound:
-        """The callable with what has to be checked or agreed on before each call.
+        """The callable with the checks and agreements that each call needs first.
 
         Args:
-            graph: what this process runs.
+            graph: the graph that this process runs.
         """
         return bound
 
     def residual_tag(self, node: fx.Node) -> Placement | None:
-        """How a value of the program is held between its forward and its backward."""
+        """The placement of a residual between the forward and the backward."""
         return None
 
     def bytes_of(self, node: fx.Node, item: int = 0) -> int:
-        """Bytes of a value, or of one result of several, on the device that holds most of it."""
+        """Bytes of a value, or of one item of a tuple, on the device that holds most of it."""
         return bytes_of(node, item)
 
     def work(self, program: Program) -> Work | None:
-        """How the plan splits the work; None if there is but one device."""
+        """How the plan splits the work; None on a single device."""
         return None
 
 
@@ -332,7 +332,7 @@ class Program:
         constants: values of the last inputs, those of role ``constant``: made while tracing.
         retrace: the function itself, to be run again for derivatives, where the graph alone does
             not show them (gradients switched off inside, autograd.Function).
-        forgets_turns: plain autograd on fakes would go wrong in ``again`` (see effects/mutation.py).
+        forgets_turns: plain autograd on fakes would be wrong in ``retrace`` (see effects/mutation.py).
 
     >>> import torch, torchard as ta
     >>> from torchard.transforms import Program
@@ -377,7 +377,7 @@ class Program:
         return tuple(values)
 
     def extend(self, name: str, val: torch.Tensor) -> fx.Node:
-        """A further placeholder behind the others, in a copy that will only be bound: it has no leaf."""
+        """Add a placeholder without a leaf behind the others, in a copy that will only be bound."""
         with self.graph.inserting_after(self.placeholders[-1]):
             node = self.graph.placeholder(name)
         VAL.set(node, val)
@@ -390,23 +390,23 @@ class Program:
 
     @property
     def collectives(self) -> Records:
-        """What crosses the network, in order: the ``collective`` tags."""
+        """The collectives, in order: the ``collective`` tags."""
         return Records(COLLECTIVE.of(node) for node in self.calls if COLLECTIVE.on(node))
 
     @property
     def kernels(self) -> Records:
-        """The fused kernels, in order: the ``use`` tags; those that came apart again say so.
+        """The fused kernels, in order: the ``use`` tags, and those that were decomposed again.
 
-        ``.missed``: what is nearly one, or could not become one, each with the reason.
+        ``.missed``: near misses, and matches that could not be replaced, each with the reason.
         """
         apart = {id(APART.of(n)): APART.of(n) for n in self.calls if APART.on(n)}
         uses = [*(USE.of(n) for n in self.calls if USE.on(n)), *apart.values()]
-        return Records(uses, lambda: [one for found in self.misses for one in found()])
+        return Records(uses, lambda: [miss for misses in self.misses for miss in misses()])
 
-    # -- making -------------------------------------------------------------------------------
+    # -- copying ------------------------------------------------------------------------------
 
     def copy(self) -> Program:
-        """A program whose graph and tags may be changed without changing this one."""
+        """A copy whose graph and tags may be changed without changing this one."""
         graph = fx.Graph()
         env: dict[fx.Node, fx.Node] = {}
         for node in self.graph.nodes:

@@ -1,4 +1,4 @@
-"""Records: what is noted of a node, or reported of a program, to be read by people."""
+"""Records: human-readable descriptions of nodes, and the lines of a program's reports."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Record:
 
     @property
     def payload(self) -> str:
-        """What is sent, for errors; empty if nothing is."""
+        """What it sends, for errors; empty if nothing."""
         return ""
 
     def in_backward(self) -> Record:
@@ -42,7 +42,7 @@ class Record:
 
     @classmethod
     def table(cls, records: Sequence[Any]) -> str:
-        """Several of them."""
+        """Several records as text."""
         return "\n".join(map(str, records))
 
 

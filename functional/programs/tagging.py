@@ -1,19 +1,19 @@
-"""Tags: all that is ever noted on the nodes of a graph, and what becomes of it when a node does.
+"""Tags: typed metadata of the nodes of a graph, and the rules by which new nodes inherit it.
 
-What one room must know of a value of another travels on the graph as tags. Every key of ``fx.Node.meta``
-is declared once, in tags.py or in the ``tags.py`` of the room that alone uses it, and is read and written
-by its declaration; a transform from outside declares its own. No file but this touches ``node.meta``.
+Passes and packages exchange information about values as tags on the graph. Every key of ``fx.Node.meta``
+is declared once, in tags.py, or in the ``tags.py`` of the only package that uses it, and is read and
+written through its declaration; a user's transform declares its own. No other file uses ``node.meta``.
 
-An operation is taken to another trace, a value is copied, a node is replaced by others. Which of its tags
-still hold there is part of each declaration, and :func:`inherit` gives them to what was made:
+Operations are replayed in another trace, values copied, nodes replaced. Each declaration says which of
+the new nodes inherit the tag, and :func:`inherit` copies it to them:
 
 =========== ======================================================================================
-``follows`` what has the tag as well
+``follows`` the new nodes that inherit the tag
 =========== ======================================================================================
-``node``    nothing: it is of this node in this graph
-``call``    the same operation made again: replayed in a trace, recomputed, planned for a mesh
-``value``   that, and what else holds the same value: a copy that waits on the host
-``place``   that, and any operation that takes the node's place, or is made on its account
+``node``    none: it belongs to this node in this graph
+``call``    the same operation: replayed in a trace, recomputed, planned for a mesh
+``value``   that, and other nodes with the same value, such as an offloaded copy
+``place``   that, and any operation that replaces the node, or is inserted because of it
 =========== ======================================================================================
 """
 
@@ -97,10 +97,10 @@ class Tag(Generic[T]):
         return f"tag {self.name!r}"
 
     def of(self, node: fx.Node) -> T:
-        """The value on a node that has one.
+        """The value on a node that has the tag.
 
         Raises:
-            TagError: it has none.
+            TagError: the node does not have it.
         """
         try:
             value: T = node.meta[self.name]
@@ -117,15 +117,15 @@ class Tag(Generic[T]):
         return node.meta.get(self.name, default)
 
     def on(self, node: fx.Node) -> bool:
-        """Whether a node has the tag, whatever it says."""
+        """Whether a node has the tag, whatever its value."""
         return self.name in node.meta
 
     def set(self, node: fx.Node, value: T) -> None:
-        """Write it on a node."""
+        """Set the tag of a node."""
         node.meta[self.name] = value
 
     def setdefault(self, node: fx.Node, value: T) -> None:
-        """Write it on a node that has none."""
+        """Set the tag of a node that does not have it."""
         node.meta.setdefault(self.name, value)
 
     def _missing(self, node: fx.Node) -> str:
@@ -149,7 +149,7 @@ _FOLLOWED: dict[Same, tuple[Follows, ...]] = {
     "value": ("value", "place"),
     "place": ("place",),
 }
-# The names of what something has of a node with which it has the call, the value or the place in common.
+# The names of the tags that a node inherits from one with the same call, value or place.
 _SHARED: dict[Same, list[str]] = {same: [] for same in _FOLLOWED}
 
 
@@ -192,16 +192,16 @@ def declare(
         raise TagError(
             f"the tag {name!r} is declared already, at {known.where}: {known.meaning}. Take another name."
         )
-    made: Tag[Any] = Tag(name, meaning, written_by, read_by, follows, _caller())
-    TAGS[name] = made
+    tag: Tag[Any] = Tag(name, meaning, written_by, read_by, follows, _caller())
+    TAGS[name] = tag
     for same, followed in _FOLLOWED.items():
         if follows in followed:
             _SHARED[same].append(name)
-    return made
+    return tag
 
 
 def _caller() -> str:
-    """The line outside of this file, and of what checks arguments, that runs it."""
+    """The innermost line outside of this file and of the checks of arguments."""
     frame = sys._getframe(1)
     while frame.f_back and frame.f_code.co_filename in (__file__, checked.__code__.co_filename):
         frame = frame.f_back
@@ -253,9 +253,9 @@ def inherit(node: fx.Node, like: fx.Node, same: Same = "place") -> None:
 
 
 def stand_for(node: fx.Node, old: fx.Node) -> None:
-    """A node holds from now on what another held: what was said of the value is said of it.
+    """Copy the tags of a value from a node to the one that replaces it.
 
-    So a label is not lost with the node that had it. What is said of the new one already stays.
+    So a label is not lost with its node. Tags that the new node has already are kept.
     """
     for name in _SHARED["value"]:
         if TAGS[name].follows == "value" and name in old.meta:
@@ -263,19 +263,19 @@ def stand_for(node: fx.Node, old: fx.Node) -> None:
 
 
 def put(node: fx.Node, tags: Tags) -> None:
-    """Write several tags on a node."""
+    """Set several tags of a node."""
     for tag, value in tags.items():
         node.meta[tag.name] = value
 
 
 def forget(node: fx.Node, *tags: Tag[Any]) -> None:
-    """Take several tags off a node, if they are there."""
+    """Remove several tags of a node, if it has them."""
     for tag in tags:
         node.meta.pop(tag.name, None)
 
 
 def strip(graph: fx.Graph) -> None:
-    """Take all but torch's own tags off a graph: a compiler reads other things from some of our names."""
+    """Remove all tags except torch's: compilers give some of our names another meaning."""
     ours = [name for name, tag in TAGS.items() if tag.written_by != TORCH]
     for node in graph.nodes:
         for name in ours:

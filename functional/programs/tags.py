@@ -1,4 +1,4 @@
-"""The tags that more than one room knows, and those of functional; how they are used is in tagging.py."""
+"""The tags that several packages use, and those of functional; see tagging.py for how they are used."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ PHASE: Tag[str] = declare(
 )
 RECOMPUTE: Tag[bool] = declare(
     "recompute",
-    "made again for the backward; no split may save it",
+    "recomputed for the backward; no split may save it",
     written_by="remat/offload, remat/rematerialise",
     read_by="many",
     follows="place",
 )
 
-# -- what is known of it while it is traced --------------------------------------------------------
+# -- known while it is traced ----------------------------------------------------------------------
 
 NAME: Tag[str] = declare(
     "name",
@@ -108,20 +108,20 @@ CUT: Tag[bool] = declare(
 )
 STRIDED: Tag[tuple[tuple[str, bool], ...]] = declare(
     "strided",
-    "of an input, the lines that read its memory by strides, and whether from its offset",
+    "the lines that read an input's memory by strides, and whether by offsets into its storage",
     written_by="tracing/strided_inputs",
     read_by="tracing/strided_inputs",
     follows="value",
 )
 WEAK: Tag[bool] = declare(
     "weak",
-    "of an input, that it was a Python float, which does not promote",
+    "the input is a Python float, which promotes weakly",
     written_by="tracing/trace_call",
     read_by="tracing/purify",
     follows="value",
 )
 
-# -- what checkpoints and splits did ---------------------------------------------------------------
+# -- written by checkpoints and splits -------------------------------------------------------------
 
 RESIDUAL: Tag[bool] = declare(
     "residual",
@@ -131,19 +131,19 @@ RESIDUAL: Tag[bool] = declare(
 )
 WHY: Tag[str] = declare(
     "why",
-    "why the backward finds the value kept",
+    "why the backward reads the saved value",
     written_by="remat/rematerialise",
     read_by="reports/residuals",
 )
 OFFLOAD: Tag[bool] = declare(
     "offload",
-    "it takes the value to the host, for the backward",
+    "it copies the value to the host, for the backward",
     written_by="remat/offload",
     read_by="programs/views, reports/text",
     follows="call",
 )
 
-# -- what other rooms say, and this one prints or decides by -----------------------------------------
+# -- written by other packages, printed or read here -------------------------------------------------
 
 KERNEL: Tag[str] = declare(
     "kernel",
@@ -154,14 +154,14 @@ KERNEL: Tag[str] = declare(
 )
 USE: Tag[Any] = declare(
     "use",
-    "a record of what the kernel took the place of",
+    "a record of the operations that the kernel replaced",
     written_by="rewriting/search",
     read_by="decompositions/decompose, programs/program",
     follows="call",
 )
 APART: Tag[Any] = declare(
     "apart",
-    "such a record, on what has come of a kernel that was taken apart again",
+    "such a record, on the operations of a kernel that was decomposed again",
     written_by="decompositions/decompose",
     read_by="programs/program",
     follows="place",
@@ -197,14 +197,14 @@ STAGE: Tag[str] = declare(
 )
 PEERS: Tag[str] = declare(
     "peers",
-    "there, a sentence on who takes part",
+    "in a lowered graph, a sentence that names the ranks that take part",
     written_by="lowering/channel",
     read_by="programs/labels",
     follows="call",
 )
 SHAPE: Tag[tuple[int, ...]] = declare(
     "shape",
-    "there, the local shape, where it is known",
+    "in a lowered graph, the local shape, where it is known",
     written_by="lowering/lower, lowering/peephole, lowering/simulated_transport",
     read_by="lowering/peephole, remat/barrier",
     follows="value",

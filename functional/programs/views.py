@@ -1,4 +1,4 @@
-"""Which nodes of a pure graph lie in the storage of another, and which are needed for which."""
+"""Storages and dependencies in a pure graph: views and their bases, and the ancestors of a value."""
 
 from __future__ import annotations
 
@@ -12,38 +12,38 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import NAME, OFFLOAD, RECOMPUTE, VAL
 from torchard.functional.torch_internals.operators import aten
 
-__all__ = ["base_of", "is_tuple", "is_view", "labels_of", "needed_by", "storage_of", "taken_away"]
+__all__ = ["base_of", "forward_offloads", "is_tuple", "is_view", "labels_of", "needed_by", "storage_of"]
 
-# Not marked as one, since it may be taken of a temporary only; in a pure graph nobody can tell.
+# A view that torch does not mark as one, as it is for temporaries only; a pure graph has no others.
 _UNMARKED = (aten._unsafe_view.default,)
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the node's value, or each of a tuple, lies in its operand: free to make again."""
+    """Whether the node's value, or each item of a tuple, is a view of its operand: free to recompute."""
     return bool(getattr(node.target, "is_view", False)) or node.target in _UNMARKED
 
 
 def is_tuple(node: fx.Node) -> bool:
-    """Whether a node has several results; getitem takes them out."""
+    """Whether a node returns a tuple, whose items are getitem nodes."""
     return isinstance(VAL.get(node), (tuple, list))
 
 
 def base_of(node: fx.Node) -> fx.Node | None:
-    """What a view, or an item of a tuple of views, lies in; None for a value of its own."""
+    """The base of a view, or of an item of a tuple of views; None if it is no view."""
     if node.target is operator.getitem:
         node = node.all_input_nodes[0]
     return node.all_input_nodes[0] if is_view(node) else None
 
 
 def storage_of(node: fx.Node) -> fx.Node:
-    """The value whose storage a node lies in: itself, unless it is a view."""
+    """The node that allocates the storage of a node's value: itself, unless it is a view."""
     while (base := base_of(node)) is not None:
         node = base
     return node
 
 
 def labels_of(node: fx.Node) -> list[str]:
-    """The labels of a value and of all that lies in its storage, those nearest to it first."""
+    """The labels of a value and of its views, in breadth-first order."""
     aliases = [node]
     for alias in aliases:
         aliases += [user for user in alias.users if user is not node and storage_of(user) is node]
@@ -51,17 +51,17 @@ def labels_of(node: fx.Node) -> list[str]:
 
 
 def needed_by(roots: Iterable[Any]) -> set[fx.Node]:
-    """Everything these depend on, themselves included; what is no node is passed over."""
+    """The nodes that these depend on, themselves included; other objects are ignored."""
     stack = [node for node in roots if isinstance(node, fx.Node)]
-    found = set(stack)
+    ancestors = set(stack)
     while stack:
         for source in stack.pop().all_input_nodes:
-            if source not in found:
-                found.add(source)
+            if source not in ancestors:
+                ancestors.add(source)
                 stack.append(source)
-    return found
+    return ancestors
 
 
-def taken_away(program: Program) -> list[fx.Node]:
-    """What the forward copies to the host; a backward may copy there what it has made again."""
+def forward_offloads(program: Program) -> list[fx.Node]:
+    """The offloads of the forward, without those of values that a backward recomputes."""
     return [n for n in program.calls if OFFLOAD.on(n) and not RECOMPUTE.get(n)]

@@ -36,11 +36,11 @@ from torchard.functional.programs.tags import (
 )
 from torchard.functional.programs.views import (
     base_of,
+    forward_offloads,
     is_tuple,
     labels_of,
     needed_by,
     storage_of,
-    taken_away,
 )
 from torchard.functional.remat.offload import offload_after, reload_before
 from torchard.functional.remat.policies import COLLECTIVE_PREFIX, Budget, Decision, Policy, Shapes
@@ -86,7 +86,7 @@ def passes_of(program: Program) -> dict[fx.Node, int]:
     for leaf, node in zip(program.inputs, program.placeholders, strict=True):
         passes[node] = 2 if leaf.role == "cotangent" else 0
     joint = 2 in passes.values()
-    forward = needed_by([*outputs, *taken_away(program)])
+    forward = needed_by([*outputs, *forward_offloads(program)])
     for node in program.calls:
         if node.target is operator.getitem:
             passes[node] = passes[node.all_input_nodes[0]]

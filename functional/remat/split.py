@@ -16,7 +16,7 @@ from torch import fx
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import RECOMPUTE, RESIDUAL
-from torchard.functional.programs.views import is_tuple, is_view, needed_by, taken_away
+from torchard.functional.programs.views import forward_offloads, is_tuple, is_view, needed_by
 
 __all__ = ["Saved", "Split", "halves_of", "split"]
 
@@ -57,7 +57,7 @@ class _Cut:
         results = list(zip(self.program.outputs, self.program.results, strict=True))
         self.outputs = [node for leaf, node in results if leaf.role != "gradient"]
         self.gradients = [node for leaf, node in results if leaf.role == "gradient"]
-        self.forward = needed_by([*self.outputs, *taken_away(self.program)])
+        self.forward = needed_by([*self.outputs, *forward_offloads(self.program)])
         for leaf, node in zip(self.program.inputs, self.program.placeholders, strict=True):
             if leaf.role == "cotangent":
                 self.tainted.add(node)

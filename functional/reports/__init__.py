@@ -1,1 +1,1 @@
-"""What can be said of a program: text, pictures, residuals, work, peaks."""
+"""Reports of a program: text, pictures, residuals, work, peak memory."""

@@ -1,7 +1,7 @@
-"""A program as a picture: layers as boxes, what flows between them on the arrows, collectives marked.
+"""Draws a program: layers as boxes, values between them as arrows, collectives marked.
 
-The forward runs down the left column, the backward up the right one, so that a layer and its backward
-stand side by side and residuals cross from one to the other.
+The forward goes down the left column, the backward up the right one, so that a layer is beside its
+backward, and residuals cross from one to the other.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from torchard.functional.reports.text import value_text
 
 __all__ = ["ScopeBox", "draw", "layers_of"]
 
-# Inches: of a box, of a line of text, between boxes, beside the columns.
+# In inches: the width of a box, the height of a line, the gap between boxes, the margin.
 _WIDTH, _ROW, _GAP, _SIDE = 4.6, 0.2, 0.5, 0.9
 
 
 @dataclass
 class ScopeBox:
-    """One box.
+    """One box of the picture.
 
     Attributes:
-        name: the scope, "inputs" or "outputs" for what has none.
+        name: the scope; "inputs" or "outputs" for operations without one.
         phase: "forward" or "backward".
         nodes: its operations.
-        feeds: for every layer that reads from it, the values read.
+        feeds: for every box that reads from it, by index, the values read.
     """
 
     name: str
@@ -45,18 +45,18 @@ class ScopeBox:
 
     @property
     def lines(self) -> list[str]:
-        """What the box says: operations, then collectives of a kind with their bytes."""
-        found: Counter[str] = Counter()
+        """The lines in the box: operations, then each kind of collective with its bytes."""
+        counts: Counter[str] = Counter()
         sent: Counter[str] = Counter()
         for node in self.nodes:
             record = COLLECTIVE.get(node)
             if record is not None:
                 key = f"{record.kind}({'·'.join(record.axes)})"
-                found[key] += 1
+                counts[key] += 1
                 sent[key] += record.bytes
         steps = sum(STEP.on(node) for node in self.nodes)
         head = [f"{len(self.nodes) - steps} operations"]
-        return head + [f"{n} × {key}  {_bytes(sent[key])}" for key, n in found.items()]
+        return head + [f"{n} × {key}  {_bytes(sent[key])}" for key, n in counts.items()]
 
 
 def _bytes(n: float) -> str:
@@ -68,28 +68,28 @@ def _bytes(n: float) -> str:
 
 
 def _name(scope: str | None) -> str:
-    """The scope of a layer: up to its number, or its first part."""
+    """The name of a layer: its scope up to the first number, or else the first part."""
     parts = (scope or "").split("/")
     numbered = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
     return "/".join(parts[: numbered + 1])
 
 
 def layers_of(program: Program) -> list[ScopeBox]:
-    """The boxes of a program, in order, and what flows between them."""
-    found: dict[tuple[str, str], ScopeBox] = {}
-    of: dict[fx.Node, int] = {}
+    """The boxes of a program, in order, and the values between them."""
+    boxes: dict[tuple[str, str], ScopeBox] = {}
+    box_of: dict[fx.Node, int] = {}
     for node in program.calls:
         phase = PHASE.get(node) or "forward"
         name = _name(SCOPE.get(node))
         if not name:
-            later = any(p == phase and n not in ("inputs", "outputs") for n, p in found)
+            later = any(p == phase and n not in ("inputs", "outputs") for n, p in boxes)
             name = "outputs" if later == (phase == "forward") else "inputs"
-        found.setdefault((name, phase), ScopeBox(name, phase)).nodes.append(node)
-    layers = list(found.values())
+        boxes.setdefault((name, phase), ScopeBox(name, phase)).nodes.append(node)
+    layers = list(boxes.values())
     for i, layer in enumerate(layers):
-        of.update(dict.fromkeys(layer.nodes, i))
-    for node, i in of.items():
-        for user in {of[user] for user in node.users if user in of and of[user] != i}:
+        box_of.update(dict.fromkeys(layer.nodes, i))
+    for node, i in box_of.items():
+        for user in {box_of[user] for user in node.users if user in box_of and box_of[user] != i}:
             layers[i].feeds.setdefault(user, []).append(node)
     return layers
 
@@ -137,7 +137,7 @@ Place = tuple[float, float, float]  # left, bottom, height
 
 
 def _places(layers: list[ScopeBox]) -> list[Place]:
-    """The forward from the top down; each layer of the backward beside its forward, or below all."""
+    """Positions: the forward from the top down, each backward box beside its forward, or below all."""
     places: list[Place | None] = [None] * len(layers)
     left: dict[str, Place] = {}
     y = 0.0
@@ -176,25 +176,25 @@ def _box(axes: Any, layer: ScopeBox, place: Place) -> None:
 def _arrow(
     axes: Any, layers: list[ScopeBox], places: list[Place], i: int, j: int, values: list[fx.Node]
 ) -> None:
-    """What one layer gives another; the largest value is written out."""
-    one, other = places[i], places[j]
+    """An arrow from one layer to another, labelled with the largest value."""
+    source, target = places[i], places[j]
     same = layers[i].phase == layers[j].phase
     style = {"arrowstyle": "->", "color": "#777777", "lw": 1.0 if same else 0.5}
     if same:
-        near = abs(one[1] - other[1]) <= max(one[2], other[2]) + _GAP + 0.01
-        down = one[1] > other[1]
-        x = one[0] + _WIDTH / 2
-        start = (x, one[1] if down else one[1] + one[2])
-        end = (x, other[1] + other[2] if down else other[1])
+        near = abs(source[1] - target[1]) <= max(source[2], target[2]) + _GAP + 0.01
+        down = source[1] > target[1]
+        x = source[0] + _WIDTH / 2
+        start = (x, source[1] if down else source[1] + source[2])
+        end = (x, target[1] + target[2] if down else target[1])
         if not near:  # beside the boxes between
-            side = one[0] if down else one[0] + _WIDTH
+            side = source[0] if down else source[0] + _WIDTH
             style |= {"connectionstyle": "arc3,rad=0.2", "lw": 0.5}
-            start, end = (side, one[1] + one[2] / 2), (side, other[1] + other[2] / 2)
+            start, end = (side, source[1] + source[2] / 2), (side, target[1] + target[2] / 2)
     else:
-        left, right = sorted((one, other))
+        left, right = sorted((source, target))
         start = (left[0] + _WIDTH, left[1] + left[2] / 2)
         end = (right[0], right[1] + right[2] / 2)
-        start, end = (start, end) if one == left else (end, start)
+        start, end = (start, end) if source == left else (end, start)
     axes.annotate("", xy=end, xytext=start, arrowprops=style)
     if same and near:
         axes.text(start[0] + 0.1, (start[1] + end[1]) / 2, _flow(values), va="center", fontsize=7)

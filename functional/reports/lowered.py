@@ -1,4 +1,4 @@
-"""Lowered: a program as `trace` and ``f.lower(...)`` show it, with every report there is of one."""
+"""Lowered: a program as `trace` and ``f.lower(...)`` return it, with all reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Lowered"]
 
 @dataclass
 class Lowered(Program):
-    """A Program and its reports, which look at it and change nothing. Its ``str`` is its code.
+    """A Program with reports, which do not change it. Its ``str`` is its code.
 
     Attributes:
         joint: makes the program of its outputs and gradients, if it has no backward of its own.
@@ -39,37 +39,37 @@ class Lowered(Program):
 
     @staticmethod
     def of(program: Program, joint: Callable[[], Program] | None = None) -> Lowered:
-        """The same program, its graph and facts shared."""
+        """The same program with reports; graph and facts are shared."""
         shared = {field.name: getattr(program, field.name) for field in fields(Program)}
         return Lowered(**shared, joint=joint)
 
     @property
     def residuals(self) -> Residuals:
-        """What the backward reads of the forward: of the gradients taken inside, else of its own."""
+        """The residuals of gradients taken inside, or else of the program's own gradient."""
         return residuals_of(self, self.joint)
 
     @property
     def peak(self) -> int:
-        """The most bytes that are alive at once while it runs, arguments and results among them.
+        """Peak memory in bytes, arguments and results included.
 
-        Of a joint program, during its forward and then its backward. Over a mesh, on the rank that
-        holds most, buffers of collectives not counted.
+        For a joint program, during its forward and then its backward. Over a mesh, on the rank that holds
+        most, without buffers of collectives.
         """
         return liveness(self).peak
 
     @property
     def work(self) -> Work:
-        """FLOPs and bytes of one device and of the busiest rank, and how much each axis splits."""
+        """FLOPs and bytes on one device and on the busiest rank, and how much each axis splits."""
         return work_of(self)
 
     def __str__(self) -> str:
         return program_text(self)
 
     def draw(self, path: str | os.PathLike[str]) -> Path:
-        """Draw the program: layers, what flows between them, collectives with their bytes.
+        """Draw the program: layers, the values between them, collectives with their bytes.
 
         Args:
-            path: of the file, whose suffix (svg, pdf, png) is the format.
+            path: the file, whose suffix (svg, pdf, png) is the format.
 
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
@@ -77,8 +77,9 @@ class Lowered(Program):
         return draw(self, path)
 
     def bind(self) -> Bound:
-        """A callable on all parts of all inputs, constants included, to all parts of all outputs.
+        """A callable from all parts of all inputs, constants included, to all parts of all outputs.
 
-        It may empty the list it is given, so that what dies inside is freed; a tuple is left alone.
+        It may empty a list that it is given, so that inputs are freed after their last use, but not a
+        tuple.
         """
         return bind(self)

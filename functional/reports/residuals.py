@@ -1,4 +1,4 @@
-"""Residuals: what a backward reads of the forward, and why it was kept."""
+"""Residuals: the values of the forward that a backward reads, and why each was saved."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["Residual", "Residuals", "residuals_of"]
 
 @dataclass(frozen=True)
 class Residual:
-    """A value of the forward that is alive until a backward has read it.
+    """A value of the forward that is kept for a backward.
 
     Attributes:
         kind: ``"argument"``, ``"output"`` or ``"value"``.
-        what: an argument's or output's path, or the operation.
-        name: the label it, or a view of it, was given.
-        shape, dtype: of the whole value.
-        bytes: of one device's part of it.
-        device: where it waits: ``"cpu"`` if it was offloaded.
+        what: the path of an argument or output, or the operation.
+        name: the label of the value or of a view of it.
+        shape, dtype: those of the global value.
+        bytes: the bytes on one device.
+        device: where it is kept: ``"cpu"`` if it was offloaded.
     """
 
     kind: str
@@ -50,16 +50,17 @@ class Residuals(Records):
 
     @property
     def bytes(self) -> int:
-        """Of all that are not arguments, which their owner keeps anyway."""
-        return sum(one.bytes for one in self if one.kind != "argument")
+        """The total bytes, without arguments, which the caller keeps anyway."""
+        return sum(residual.bytes for residual in self if residual.kind != "argument")
 
     def __str__(self) -> str:
         rows = [("kind", "what", "name", "value", "bytes", "device", "scope", "source", "why")]
-        for one in self:
-            value = value_text(torch.empty(one.shape, dtype=one.dtype, device="meta"))
-            size = f"{one.bytes:,}"
-            told = (one.name or "", value, size, one.device, one.scope, one.source, one.why)
-            rows.append((one.kind, one.what, *told))
+        for residual in self:
+            value = value_text(torch.empty(residual.shape, dtype=residual.dtype, device="meta"))
+            size = f"{residual.bytes:,}"
+            where = residual.scope, residual.source, residual.why
+            what = residual.kind, residual.what, residual.name or ""
+            rows.append((*what, value, size, residual.device, *where))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(
@@ -68,14 +69,14 @@ class Residuals(Records):
             ).rstrip()
             for row in rows
         ]
-        kept = sum(one.kind != "argument" for one in self)
+        kept = sum(residual.kind != "argument" for residual in self)
         return "\n".join([*lines, f"{kept} values, {self.bytes:,} bytes, and the arguments"])
 
 
 def residuals_of(program: Program, joint: Callable[[], Program] | None = None) -> Residuals:
-    """The values that an earlier pass of a program makes and a later one reads, each storage once.
+    """The values that an earlier pass of a program computes and a later one reads, each storage once.
 
-    Of a program without a backward, those of its gradient by all its floating arguments.
+    For a program without a backward, those of its gradient by all floating arguments.
     """
     passes = passes_of(program)
     if not any(passes.values()):
@@ -88,7 +89,7 @@ def residuals_of(program: Program, joint: Callable[[], Program] | None = None) -
                 if passes[root] < passes[node]:
                     read[root] = None
     paths = {n: leaf.path for leaf, n in zip(program.inputs, program.placeholders, strict=True)}
-    made = {
+    outputs = {
         n: leaf.path
         for leaf, n in zip(program.outputs, program.results, strict=True)
         if leaf.role != "gradient" and isinstance(n, fx.Node)
@@ -96,7 +97,7 @@ def residuals_of(program: Program, joint: Callable[[], Program] | None = None) -
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     size = bytes_in(program)
     return Residuals(
-        _residual(node, paths, made, size(node, 0)) for node in sorted(read, key=order.__getitem__)
+        _residual(node, paths, outputs, size(node, 0)) for node in sorted(read, key=order.__getitem__)
     )
 
 

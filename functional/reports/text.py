@@ -38,14 +38,14 @@ _DTYPES = {
 
 
 def dtype_text(dtype: torch.dtype) -> str:
-    """f32, bf16, i64, bool."""
+    """A dtype in short: f32, bf16, i64, bool."""
     name = str(dtype).removeprefix("torch.")
     letters = name.rstrip("0123456789")
     return _DTYPES.get(letters, letters) + name[len(letters) :]
 
 
 def value_text(value: Any) -> str:
-    """f32[8, 4], and in parentheses for several."""
+    """A value in short: f32[8, 4]; several are in parentheses."""
     if isinstance(value, torch.Tensor):
         return f"{dtype_text(value.dtype)}{list(value.shape)}"
     if isinstance(value, (list, tuple)):
@@ -98,7 +98,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def program_text(program: Program) -> str:
-    """Name, operation, shape, then source line and tags of every node."""
+    """A line for every node: its name, operation, shape, source line and tags."""
     leaves, rows = iter(program.inputs), []
     for node in program.graph.nodes:
         shown = value_text(VAL.get(node))

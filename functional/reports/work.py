@@ -1,4 +1,4 @@
-"""What a program computes: on one device, and on the busiest rank of a mesh."""
+"""The work of a program: on one device, and on the busiest rank of a mesh."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def work_of(program: Program) -> Work:
 
 
 def bytes_touched(node: fx.Node) -> int:
-    """Bytes of an operation's operands and results; none of a view or an item of a tuple."""
+    """Bytes of an operation's operands and results; 0 for a view or an item of a tuple."""
     if node.op != "call_function" or node.target is operator.getitem or is_view(node):
         return 0
     values = [VAL.get(n) for n in node.all_input_nodes]

@@ -1,6 +1,6 @@
-"""Every private interface of torch's that the project uses, behind names of ours, each with its reason.
+"""Every private interface of torch that the project uses, behind public names, each with its reason.
 
-Nothing else names one (`test_torch_privates.py`). Where a version of torch lacks one, the docstring says
+No other code uses one (`test_torch_privates.py`). Where a version of torch lacks one, the docstring says
 what is done instead; otherwise importing this package says which. `thread_state.py`, `modes.py` and
 `functorch_levels.py` are for where a trace runs, `proxies.py` for what it records, `compilers.py` for
 what runs it, `accessors` for what torch's objects keep to themselves. Here, too: what differs between

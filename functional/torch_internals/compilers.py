@@ -1,4 +1,4 @@
-"""A flat graph through a backend of torch.compile."""
+"""Compiling flat graphs by backends of torch.compile."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ __all__ = ["compile_graph", "resolved"]
 def compile_graph(
     module: fx.GraphModule, inputs: Sequence[torch.Tensor], backend: str
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    """A flat graph through a backend of torch.compile, called with one list of inputs.
+    """Compile a flat graph by a backend of torch.compile, to a function of one list of inputs.
 
-    torch.compile itself would trace the flat graph again and check guards at every call; what the
-    graph depends on is in our own key. Inductor frees inputs as they die if it may empty the list
-    they come in, which it does for graphs in a GmWrapper.
+    torch.compile itself would retrace the flat graph and check guards at every call; our own cache key
+    has everything the graph depends on. Inductor frees inputs after their last use if it may empty the
+    list they are in, which it does for graphs in a GmWrapper.
     """
     with one_at_a_time, thread_state_kept():
         return _compiled(module, resolved(inputs), backend)
@@ -33,7 +33,7 @@ def compile_graph(
 def _compiled(
     module: fx.GraphModule, inputs: list[torch.Tensor], backend: str
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
-    # Here, when a graph is compiled: importing it takes seconds.
+    # Imported here: it takes seconds.
     with needed():
         from torch._dynamo.utils import GmWrapper
 
@@ -61,12 +61,13 @@ def _backend(name: str) -> Callable[..., Any]:
 
 
 def resolved(tensors: Sequence[torch.Tensor], conjugates: bool = True) -> list[torch.Tensor]:
-    """The same list, with every sign and conjugation carried out in memory.
-
-    ``conjugates``: whether one of them may be complex; it is asked at every call.
+    """The same list, with lazy negation and conjugation materialised.
 
     torch marks `z.conj()`, and `z.conj().imag`, by a bit. A trace is of tensors without it, and compilers
-    read the memory behind it as it is (torch 2.13: a wrong sign).
+    read the memory without regard to it (torch 2.13: a wrong sign).
+
+    Args:
+        conjugates: whether a tensor may be complex, to save the check at every call.
     """
     given = tensors if isinstance(tensors, list) else list(tensors)
     if any(map(torch.Tensor.is_neg, given)) or (
@@ -78,10 +79,11 @@ def resolved(tensors: Sequence[torch.Tensor], conjugates: bool = True) -> list[t
 
 @contextlib.contextmanager
 def _of_static_shapes(inputs: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Fakes of these inputs, in a tracing context such as torch.compile has.
+    """Fakes of these inputs, in a tracing context as torch.compile has it.
 
-    Inductor looks into its cache of compiled graphs, which other processes share, only where a context
-    has a shape environment; and with one, sizes of real tensors would become symbols.
+    Inductor uses its cache of compiled graphs, which is shared with other processes, only in a context
+    with a shape environment; and with one, sizes of real tensors would become symbols, so it is given
+    fakes.
     """
     fakes = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with tracing(TracingContext(fakes)):

@@ -1,4 +1,4 @@
-"""Functions of torch that look at values, but only to warn: the same of operations that do not."""
+"""Replacements for functions of torch that read values, but only to validate them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _cov(
     fweights: torch.Tensor | None = None,
     aweights: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """torch.cov; weights are not checked for being positive."""
+    """torch.cov, without the check that weights are positive."""
     if input.ndim > 2:
         raise RuntimeError(f"cov(): expected input to have two or fewer dimensions but got {input.ndim}")
     rows = input if input.ndim == 2 else input.reshape(1, -1)
@@ -48,14 +48,14 @@ def _product(fweights: torch.Tensor | None, aweights: torch.Tensor | None) -> to
 def _norm_factor(
     total: torch.Tensor, weights: torch.Tensor, aweights: torch.Tensor | None, correction: int
 ) -> torch.Tensor:
-    """What the sum of products is divided by, not below zero."""
+    """The divisor of the sum of products, at least zero."""
     if aweights is None or correction == 0:
         return (total - correction).clamp(min=0)
     return (total - correction * (weights * aweights).sum() / total).clamp(min=0)
 
 
 def _corrcoef(input: torch.Tensor) -> torch.Tensor:
-    """torch.corrcoef: covariances over standard deviations."""
+    """torch.corrcoef: covariances divided by standard deviations."""
     covariance = _cov(input)
     if covariance.ndim == 0:
         return covariance / covariance
@@ -74,7 +74,7 @@ def _gaussian_nll_loss(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> torch.Tensor:
-    """torch's, which looks for negative variances: here they are raised to eps, as small ones are."""
+    """F.gaussian_nll_loss without its check for negative variances: they are clamped to eps."""
     if not isinstance(var, torch.Tensor):
         var = input.new_full(input.shape, var)
     elif var.shape == input.shape[:-1]:
@@ -83,7 +83,7 @@ def _gaussian_nll_loss(
         raise ValueError("var is of incorrect size")
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(reduction + " is not valid")
-    # What is raised has its gradient all the same: torch raises it where gradients are off.
+    # Clamped variances keep their gradient: torch clamps them under no_grad.
     var = torch.where(var < eps, var - var.detach() + eps, var)
     loss = 0.5 * (var.log() + (input - target) ** 2 / var)
     if full:
@@ -92,7 +92,7 @@ def _gaussian_nll_loss(
 
 
 def _one_dim_is_1(shape: torch.Size, of: torch.Size) -> bool:
-    """Whether they are equal, but for one dim at most."""
+    """Whether the shapes are equal, except for at most one dim, which is 1."""
     if len(shape) != len(of):
         return False
     other = [n for n, m in zip(shape, of, strict=True) if n != m]

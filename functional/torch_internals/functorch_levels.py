@@ -1,6 +1,6 @@
-"""The levels of torch.func, and that of forward mode: which are live, what they own, what is below them.
+"""The levels of torch.func and of forward mode: which are live, and which tensors they wrap.
 
-torch.func is public, its levels are not: a transform cannot be written in Python without them.
+torch.func is public, its levels are not, but a transform in Python needs them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def level_kinds() -> list[Any]:
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether a functorch level owns this tensor."""
+    """Whether a functorch level wraps this tensor."""
     return functorch_c.is_functorch_wrapped_tensor(tensor)
 
 
@@ -77,13 +77,13 @@ def base_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def batch_dims(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """The levels of vmap that a tensor is mapped by, and which dim of what is inside."""
-    found = []
+    """For each vmap that maps a tensor, its level and the batch dim of the tensor it wraps."""
+    dims = []
     while functorch_c.is_functorch_wrapped_tensor(tensor):
         if functorch_c.is_batchedtensor(tensor):
-            found.append((functorch_c.maybe_get_level(tensor), functorch_c.maybe_get_bdim(tensor)))
+            dims.append((functorch_c.maybe_get_level(tensor), functorch_c.maybe_get_bdim(tensor)))
         tensor = functorch_c.get_unwrapped(tensor)
-    return found
+    return dims
 
 
 def mapped_at_top(values: Sequence[Any]) -> bool:
@@ -106,10 +106,10 @@ def needs_grad_at_top(tensor: torch.Tensor) -> bool:
 def gradient_level(
     tensors: Sequence[torch.Tensor], mask: Sequence[bool]
 ) -> Iterator[tuple[list[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]]:
-    """A level of torch.func's gradients, as its vjp opens.
+    """A Grad level of torch.func, as its vjp opens one.
 
     Yields:
-        These tensors in it, those of the mask followed, and what takes a tensor out of it.
+        The tensors wrapped in it, those of the mask requiring grad, and a function that unwraps a tensor.
     """
     with eager_transforms.grad_increment_nesting() as level:
         inside = [functorch_c._wrap_for_grad(tensor, level) for tensor in tensors]
@@ -120,7 +120,7 @@ def gradient_level(
 
 
 def in_gradient_level(tensor: torch.Tensor) -> bool:
-    """Whether a level of torch.func's gradients owns it, or what other levels wrap in it."""
+    """Whether a Grad level wraps the tensor, or a tensor inside of other wrappers."""
     while functorch_c.is_functorch_wrapped_tensor(tensor):
         if functorch_c.is_gradtrackingtensor(tensor):
             return True
@@ -131,9 +131,10 @@ def in_gradient_level(tensor: torch.Tensor) -> bool:
 def below_vmap(
     run: Callable[..., Sequence[torch.Tensor]], operands: Sequence[torch.Tensor | None]
 ) -> tuple[torch.Tensor, ...]:
-    """A batching rule: run(size, *operands), each [size, ...] as its results are, one level below.
+    """Apply a batching rule below the innermost vmap: run(size, *operands); all tensors are [size, ...].
 
-    torch takes rules in Python for custom operators and autograd Functions, not for its own operators.
+    torch accepts batching rules in Python for custom operators and autograd Functions, not for its own
+    operators.
     """
     interpreter: Any = retrieve_current_functorch_interpreter()
     level, size = interpreter.level(), interpreter.batch_size()
@@ -151,11 +152,11 @@ def below_vmap(
 
 
 def before_reading(operands: Callable[[Any], Any]) -> None:
-    """Have torch.func read ``operands(tree)`` in the place of each tree that it is given.
+    """Make torch.func read ``operands(tree)`` instead of each tree that it is given.
 
-    It wraps the leaves without asking any mode: of a node of ours it takes the children, and a tensor of
-    a level around a trace, which is hidden from it, would be wrapped in another first one, on which torch
-    asserts. So it does, too, where another version reads trees by another name.
+    It wraps leaves without calling any mode: it would flatten our placed objects, and wrap tensors of
+    levels around a trace, which are hidden, in a second first level, on which torch asserts. It still
+    does in versions of torch that read trees by functions with other names.
     """
     for module in (eager_transforms, vmaps):
         for name, at in (("tree_flatten", 0), ("tree_map", 1), ("tree_map_only", 2)):
@@ -175,7 +176,7 @@ def _reading(read: Callable[..., Any], at: int, operands: Callable[[Any], Any]) 
     return reading
 
 
-# -- forward mode, whose level is the process's --------------------------------------------------
+# -- forward mode, whose level is process-wide ---------------------------------------------------
 
 
 def forward_ad_active() -> bool:
@@ -184,7 +185,7 @@ def forward_ad_active() -> bool:
 
 
 def is_only_thread() -> bool:
-    """Forward-mode levels are the process's: with other threads about, who can say who opened one?"""
+    """Whether no other thread can have opened the forward-mode level, which is process-wide."""
     return threading.active_count() == 1
 
 
@@ -192,8 +193,8 @@ def is_only_thread() -> bool:
 def nested_forward_ad() -> Iterator[None]:
     """Let a jvp inside share the forward-mode level that is open around the trace, if one is.
 
-    torch has one level for the process. functorch opens it for the outermost jvp, by its own count, in
-    which levels that `forward_ad.dual_level` has opened are missing.
+    torch has one level per process. functorch opens it for the outermost jvp by its own counter, which
+    ignores levels opened by `forward_ad.dual_level`.
     """
     shared = int(forward_ad_active())
     eager_transforms.JVP_NESTING += shared
@@ -205,10 +206,10 @@ def nested_forward_ad() -> Iterator[None]:
 
 @contextlib.contextmanager
 def below_forward_ad(levels: Sequence[Any]) -> Iterator[None]:
-    """In a kernel no tensor has a tangent, but printing one would look for it, and fail.
+    """A context for kernels without a forward-mode level: inside, printing a tensor would fail.
 
-    torch prints operands where it resolves an overload by trying (`aten.lerp(...)` in kernels
-    for meta tensors).
+    No tensor has a tangent in a kernel, but printing looks for one, and torch prints operands where it
+    resolves overloads by trial (`aten.lerp(...)` in kernels for meta tensors).
 
     Args:
         levels: the functorch levels around this thread's trace.
@@ -225,5 +226,5 @@ def below_forward_ad(levels: Sequence[Any]) -> Iterator[None]:
 
 
 def _forward_ad_ours(levels: Sequence[Any]) -> bool:
-    """Whether forward mode's level, which is the process's, is open, and surely by this thread."""
+    """Whether a forward-mode level is open, and was certainly opened by this thread."""
     return forward_ad_active() and (JVP in levels or JVP in level_kinds() or is_only_thread())

@@ -1,6 +1,6 @@
-"""torch's modes, and what else stands between a call and its kernel: autocast, excluded keys.
+"""torch's modes, autocast and excluded dispatch keys.
 
-A mode can be entered publicly. Nothing public says which there are, or takes them away for a while.
+Modes can be entered publicly, but no public interface lists the active ones or disables them for a while.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def function_modes() -> list[Any]:
 
 
 def default_device() -> torch.device | None:
-    """Where `torch.device(...)` as a context, or set_default_device, puts new tensors; None: nowhere."""
+    """The device that `torch.device(...)` as a context, or set_default_device, sets; else None."""
     if not torch._C._len_torch_function_stack():
         return None
     modes = _get_current_function_mode_stack()
@@ -51,7 +51,7 @@ def default_device() -> torch.device | None:
 
 @contextlib.contextmanager
 def only_default_device() -> Iterator[None]:
-    """Pop every TorchFunctionMode but the default device, which is part of what fn means."""
+    """Pop every TorchFunctionMode except the default device, which affects fn's results."""
     popped = [_pop_mode() for _ in range(torch._C._len_torch_function_stack())]
     devices = [mode for mode in reversed(popped) if isinstance(mode, DeviceContext)]
     for mode in devices:
@@ -67,7 +67,7 @@ def only_default_device() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_modes() -> Iterator[None]:
-    """No mode of any kind, no functorch level: what is done inside leaves no node."""
+    """A context without modes and functorch levels: operations inside are not recorded."""
     with (
         temporarily_clear_interpreter_stack(),
         _disable_current_modes(),
@@ -78,21 +78,21 @@ def no_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_function_modes() -> Iterator[None]:
-    """Ask a tensor for its metadata without a TorchFunctionMode hearing of it."""
+    """A context to read a tensor's metadata without calling any TorchFunctionMode."""
     with torch._C.DisableTorchFunction():
         yield
 
 
 def has_modes() -> bool:
-    """Whether a dispatch mode (a tracer, a fake mode) watches every operation."""
+    """Whether a dispatch mode (a tracer, a fake mode) is active."""
     return bool(torch._C._len_torch_dispatch_stack())
 
 
 def dispatch_is_excluded() -> bool:
-    """Whether torch runs Python code where operations cannot be traced, as `torch.tensor` does.
+    """Whether torch is running Python code where operations cannot be traced, as `torch.tensor` does.
 
-    It asks the items of a sequence for theirs with the Python key excluded: what a fake tensor is
-    given there goes to the real kernels, on memory that was never written.
+    It reads the items of sequences with the Python key excluded: operations on fake tensors there run
+    real kernels on uninitialised memory.
     """
     excluded: bool = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python)
     return excluded
@@ -105,6 +105,6 @@ def autocast_on() -> bool:
 
 @contextlib.contextmanager
 def autocast_off() -> Iterator[None]:
-    """A traced program has its casts written out; autocast must not add more."""
+    """A context without autocast: a traced program has explicit casts."""
     with torch._C._DisableAutocast():
         yield

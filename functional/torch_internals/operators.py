@@ -1,8 +1,8 @@
-"""torch's operators, looked up so that one that this version of torch lacks is no error.
+"""torch's operators, looked up so that one that this version of torch lacks is not an error.
 
 Versions of torch add and remove overloads. Tables (factor rules, formulas, decompositions) name
-those of every supported version; an operator that is not there is an `Absent`, which no program
-holds, so its entry is never used.
+those of every supported version; an operator that torch lacks is an `Absent`, which is in no program,
+so its entry is never used.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ _missing: dict[str, Absent] = {}
 
 
 def missing() -> tuple[str, ...]:
-    """The names of the operators that were looked up so far and are not there."""
+    """The names of operators that were looked up so far and that torch lacks."""
     return tuple(sorted(_missing))
 
 
 class _Packet:
-    """All overloads of one operator; called, it picks one as torch does."""
+    """All overloads of one operator; a call selects one as torch does."""
 
     def __init__(self, space: str, name: str) -> None:
         self._name = f"{space}.{name}"
         self._torch = getattr(getattr(torch.ops, space), name, None)
 
     def __getattr__(self, overload: str) -> Any:
-        if overload.startswith("__"):  # asked by copy, pickle, inspect: not an operator's name
+        if overload.startswith("__"):  # from copy, pickle, inspect: not an operator's name
             raise AttributeError(overload)
         target = getattr(self._torch, overload, None)
         if target is None:
             name = f"{self._name}.{overload}"
             target = _missing.setdefault(name, Absent(name))
-        self.__dict__[overload] = target  # the next lookup does not come here
+        self.__dict__[overload] = target  # cached: the next lookup does not call this
         return target
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,6 +76,6 @@ class _Namespace:
 
 aten: Any = _Namespace("aten")
 prims: Any = _Namespace("prims")
-# Collectives on tensors, which no public module calls by these names; compiled code has them, too.
+# Functional collectives; no public module has these operators. Compiled code contains this name.
 COLLECTIVES = "_c10d_functional"
 c10d: Any = _Namespace(COLLECTIVES)

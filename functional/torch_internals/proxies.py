@@ -1,6 +1,6 @@
-"""Fake tensors, and the recording of what happens to them.
+"""Fake tensors, and recording operations on them.
 
-make_fx is public in part, and records whole functions: it takes no operands while it runs.
+make_fx is partly public, but records whole functions: operands cannot be added while it runs.
 """
 
 from __future__ import annotations
@@ -53,9 +53,10 @@ __all__ = [
     "track",
 ]
 
-# Where torch logs what it raises of fakes.
+# The logger of torch's errors about fake tensors.
 FAKES_LOG = FakeTensor.__module__
-# What its errors say of what cannot be recorded. Where another version has other words, they stand alone.
+# Parts of torch's errors for things that cannot be recorded. If another version words them differently,
+# its errors are raised unchanged.
 GENERATOR_IN_ERRORS = "torch._C.Generator"
 CONTROL_FLOW_IN_ERRORS = "torch._dynamo.exc"
 
@@ -63,12 +64,13 @@ _MEMORY_OF_A_PRIMAL = aten._new_zeros_with_same_feature_meta.default
 
 
 class _Proxying(ProxyTorchDispatchMode):
-    """Records, and mends what torch does to fakes otherwise than to tensors.
+    """Records operations, and corrects what torch does differently for fake tensors.
 
-    C++ takes a fake tensor to be on meta, and there it copies tangents that are laid out otherwise than
-    their primals; outside of the trace those would be tensors without values. What it copies them into
-    has the primal's whole memory, around it too; the cache of fake results remembers shape and strides
-    alone, and a view of such a tangent is not laid out as that of its primal, on which torch asserts.
+    C++ treats a fake tensor as one on meta. There it copies tangents whose strides differ from their
+    primal's, and the copies would be meta tensors in the trace; they are put on the trace's device. The
+    copy has the memory of the primal's whole storage. The cache of fake results knows shape and strides
+    only, so views of such a tangent would differ from those of its primal, on which torch asserts; it is
+    disabled.
     """
 
     def __init__(
@@ -114,10 +116,10 @@ def proxying(
     inputs: Sequence[torch.Tensor],
     below: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Iterator[None]:
-    """Record what happens to these fake tensors as nodes of ``tracer.graph``; kernels run in `below()`.
+    """Record operations on these fake tensors as nodes of ``tracer.graph``; kernels run in `below()`.
 
-    make_fx itself goes through ``fx.Tracer.trace``, which patches nn.Module for the whole process
-    and leaves no place for an own tracer.
+    make_fx itself calls ``fx.Tracer.trace``, which patches nn.Module for the whole process and does not
+    accept another tracer.
     """
     tracer.graph = fx.Graph(tracer_cls=type(tracer))
     tracer.root = torch.nn.Module()
@@ -134,7 +136,7 @@ def proxying(
 def track(
     tracer: PythonKeyTracer, tensor: torch.Tensor, name: str, after: fx.Node | None
 ) -> fx.Node:
-    """A placeholder for this fake tensor, after another one or (None) ahead of everything."""
+    """Add a placeholder for this fake tensor, after a node or (None) at the start."""
     with no_modes(), inserting_after(tracer.graph, after):
         proxy = tracer.create_proxy("placeholder", name, (), {})
         track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
@@ -144,14 +146,14 @@ def track(
 def inserting_after(
     graph: fx.Graph, node: fx.Node | None
 ) -> contextlib.AbstractContextManager[None]:
-    """Insert after a node or (None) ahead of everything, where fx would append."""
+    """Insert after a node or (None) at the start, where fx would append."""
     first = next(iter(graph.nodes), None)
     ahead = node is None and first is not None
     return graph.inserting_before(first) if ahead else graph.inserting_after(node)
 
 
 class _Over:
-    """Stands in for the mode of a fake tensor whose trace is over: computing with it is an error."""
+    """The fake mode of a tensor whose trace is over: using the tensor raises an error."""
 
     in_kernel_invocation = False
 
@@ -166,7 +168,7 @@ class _Over:
 
 
 def end_fakes(tracer: PythonKeyTracer, error: Callable[[fx.Node], Exception]) -> None:
-    """Let tensors of the trace that are still alive raise an error wherever they are used."""
+    """Make tensors of the trace that are still alive raise an error when used."""
     for tensor, slot in list(tracer.tensor_tracker.items()):
         if isinstance(tensor, FakeTensor):
             over: Any = _Over(functools.partial(error, slot.proxy.node))
@@ -174,13 +176,13 @@ def end_fakes(tracer: PythonKeyTracer, error: Callable[[fx.Node], Exception]) ->
 
 
 def ended(tensor: torch.Tensor) -> Exception | None:
-    """The error of a tensor whose trace is over."""
+    """The error of a tensor whose trace is over; None for any other."""
     base = base_tensor(tensor)
     mode = getattr(base, "fake_mode", None)
     return mode.error() if isinstance(mode, _Over) else None
 
 
 def proxy_node(tracer: PythonKeyTracer, tensor: torch.Tensor) -> fx.Node | None:
-    """The node that made this fake tensor."""
+    """The node of this fake tensor; None if it has none."""
     slot = get_proxy_slot(tensor, tracer, None, lambda x: x)
     return None if slot is None else slot.proxy.node

@@ -1,9 +1,9 @@
-"""Python numbers in the place of tensors, while a function is traced.
+"""Python numbers as tensor operands, while a function is traced.
 
-torch hands a number that C++ had wrapped as a tensor back to a tracer as a Python number: the 1 of
-``x + 1``, which is right, and also what became of it on the way, as in ``_to_copy(1)`` or
-``expand(1, [5])`` under vmap. Most operations do not take that again, and one with no tensor among its
-operands says nothing of a device or a shape. There the number becomes a tensor.
+torch passes a number that C++ wrapped as a tensor to a tracer as a Python number: the 1 of ``x + 1``,
+which is right, but also numbers derived from it, as in ``_to_copy(1)`` or ``expand(1, [5])`` under vmap.
+Most operations do not accept a number there, and without a tensor operand the device and shape are
+unknown. So such numbers become tensors.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchard.functional.torch_internals.operators import aten
 __all__ = ["as_tensors"]
 
 
-# Those that torch reads a number for as it reads `x + 1`: the dtype is the tensor's.
+# Operations for which torch promotes a number weakly, as in `x + 1`: the dtype is the tensor's.
 _WEAK = {
     *("add", "sub", "mul", "div", "true_divide", "floor_divide"),
     *("add_", "sub_", "mul_", "div_", "true_divide_", "floor_divide_"),
@@ -29,7 +29,7 @@ _DTYPES = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: to
 
 
 def as_tensors(call: Callable[..., Any], func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The operands, with 0-d tensors for numbers that are not an operand the operation reads weakly.
+    """The operands with 0-d tensors for numbers, except those that the operation promotes weakly.
 
     Args:
         call: runs an operation and records it.
@@ -37,11 +37,11 @@ def as_tensors(call: Callable[..., Any], func: Any, args: tuple[Any, ...]) -> tu
     places = [i for i in _tensor_places(func) if i < len(args) and type(args[i]) in _DTYPES]
     if not places or (_reads_weakly(func) and any(isinstance(a, torch.Tensor) for a in args)):
         return args
-    made = list(args)
+    converted = list(args)
     for i in places:
         dtype = _DTYPES[type(args[i])]
-        made[i] = call(aten.full.default, [], args[i], dtype=dtype, device=torch.device("cpu"))
-    return tuple(made)
+        converted[i] = call(aten.full.default, [], args[i], dtype=dtype, device=torch.device("cpu"))
+    return tuple(converted)
 
 
 @cache

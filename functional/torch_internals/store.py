@@ -1,4 +1,4 @@
-"""The process group's store, asked with a limit."""
+"""Requests to the process group's store, with a time limit."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 __all__ = ["StoreError", "ask"]
 
-# Seconds by which the store may be late with an answer, even with that there is none.
+# Seconds by which the store's answer, a timeout included, may be late.
 _GRACE = 2.0
-# Stores that did not answer.
+# Stores that did not answer: they are not asked again.
 _silent: list[Any] = []
 
 
@@ -22,16 +22,17 @@ class StoreError(RuntimeError):
 
 
 def ask(store: Any, question: Callable[[], Any], seconds: float, what: str) -> Any:
-    """What the store answers within some seconds; a store that was silent, or gone, is not asked again.
+    """The store's answer within some seconds; a store that did not answer is not asked again.
 
-    Its own timeout is no limit where its host is cut off: what waited then asks the host to forget the
-    question, and waits for that answer as long as TCP does (torch 2.13). So another thread does.
+    The store's own timeout does not hold if its host is unreachable: the client then cancels the request
+    at the host, and waits for the reply as long as TCP does (torch 2.13). So the request runs in a
+    thread.
 
     Args:
-        what: it is asked about, for the error.
+        what: the subject of the request, for the error.
 
     Raises:
-        StoreError: it does not answer.
+        StoreError: the store does not answer.
     """
     if store in _silent:
         raise _unanswered(what)
@@ -40,14 +41,14 @@ def ask(store: Any, question: Callable[[], Any], seconds: float, what: str) -> A
     def put() -> None:
         try:
             answers.put((question(), None))
-        except Exception as error:  # raised by who waits for the answer
+        except Exception as error:  # raised in the calling thread
             answers.put((None, error))
 
     threading.Thread(target=put, name="store", daemon=True).start()
     try:
         answer, error = answers.get(timeout=seconds + _GRACE)
     except queue.Empty:
-        _silent.append(store)  # the thread has it locked
+        _silent.append(store)  # the thread holds its lock
         raise _unanswered(what) from None
     if isinstance(error, dist.DistNetworkError) and "timeout" not in str(error).lower():
         _silent.append(store)

@@ -1,6 +1,6 @@
-"""What torch keeps for a thread, taken away for a trace and put back as it was, whatever happens inside.
+"""torch's thread-local state: cleared for a trace, and restored whatever happens inside.
 
-Public contexts set some of it, one thing each; none tells all of it, or mends what an error left.
+Public contexts set single parts of it; none reads all of it, or restores it after an error.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ one_at_a_time = Lock()
 
 
 def _after_fork() -> None:
-    """In the child: unless it was forked by a trace, no trace is in progress."""
+    """In the child of a fork: no trace is in progress, unless a trace forked it."""
     if not one_at_a_time.is_held():
         torch.compiler._is_compiling_flag = False
 
@@ -61,10 +61,10 @@ os.register_at_fork(after_in_child=_after_fork)
 
 @contextlib.contextmanager
 def clean_thread_state(gradients: bool = True) -> Iterator[None]:
-    """No functorch level, no mode, gradients on (or off): where every trace happens.
+    """A context for traces: no functorch level, no mode, gradients on (or off).
 
-    Calls come from inside grad, vmap, other tracers and backward passes; what is traced must not
-    depend on which. (`_DisableFuncTorch` only hides the levels and breaks functorch inside.)
+    Calls come from inside grad, vmap, other tracers and backward passes, and the trace must not depend on
+    that. (`_DisableFuncTorch` only hides the levels and breaks functorch inside.)
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(thread_state_kept())
@@ -77,14 +77,14 @@ def clean_thread_state(gradients: bool = True) -> Iterator[None]:
         stack.enter_context(_compiling_flag())
         stack.enter_context(functorch_levels.nested_forward_ad())
         stack.enter_context(_no_saved_tensor_hooks())
-        # Once more in here: the contexts above put back what they took from an undisturbed state.
+        # Again, inside the contexts above: they must exit from the state in which they were entered.
         stack.enter_context(thread_state_kept())
         yield
 
 
 @contextlib.contextmanager
 def _compiling_flag() -> Iterator[None]:
-    """As torch.export does: libraries take their traceable branches while it is set."""
+    """Set the flag of torch.compiler, as torch.export does: libraries then take traceable branches."""
     with one_at_a_time:
         before = torch.compiler._is_compiling_flag
         torch.compiler._is_compiling_flag = True
@@ -96,10 +96,10 @@ def _compiling_flag() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_saved_tensor_hooks() -> Iterator[None]:
-    """Take the hooks around the trace away from what autograd saves inside, and allow hooks inside.
+    """Remove saved-tensor hooks around the trace, and allow hooks inside.
 
-    They are meant for values (`torch.utils.checkpoint` counts them), and would be given fake ones.
-    functorch forbids them around a gradient, which is no matter of what is traced.
+    Hooks expect real values (`torch.utils.checkpoint` counts them), and would be given fake ones.
+    functorch forbids hooks around a gradient; the trace must not depend on that.
     """
     autograd = torch._C._autograd
     forbidden = autograd._saved_tensors_hooks_get_disabled_error_message()
@@ -119,13 +119,12 @@ def _no_saved_tensor_hooks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def thread_state_kept() -> Iterator[None]:
-    """Leave torch's state of this thread as it is now, whatever is raised inside.
+    """Restore torch's state of this thread on exit, whatever is raised inside.
 
-    Some of torch's functions change dispatch keys by a guard that is a local variable
-    (`torch._tensor_str._str`). After an exception the guard lives as long as the traceback, and what it
-    then does, at some time in the future, to the keys of the thread is no longer an undoing: later
-    operations find no autograd, or no kernel that computes. So such frames let go of their variables
-    here, and the keys are set back after that.
+    Some functions of torch change dispatch keys by a guard in a local variable
+    (`torch._tensor_str._str`). After an exception the guard lives as long as the traceback, and when it
+    is destroyed it sets the keys of the thread to outdated ones: later operations have no autograd, or no
+    kernel. So the variables of such frames are cleared here, and the keys are restored after that.
     """
     before = _ThreadState.now()
     try:
@@ -147,7 +146,7 @@ def thread_state_kept() -> Iterator[None]:
 
 
 class _ThreadState(NamedTuple):
-    """What torch keeps for a thread (forward mode: for the process) and a trace must not change."""
+    """torch's state of a thread (forward mode: of the process) that a trace must not change."""
 
     keys: tuple[Any, Any]
     levels: int
@@ -176,7 +175,7 @@ class _ThreadState(NamedTuple):
         )
 
     def restore(self) -> None:
-        """Close what was left open, innermost first."""
+        """Exit levels and modes that were left open, innermost first."""
         if functorch_c.get_dynamic_layer_stack_depth() > self.levels:
             functorch_c.pop_dynamic_layer_stack_and_undo_to_depth(self.levels)
         for _ in range(torch._C._len_torch_function_stack() - len(self.function_modes)):
@@ -191,7 +190,7 @@ class _ThreadState(NamedTuple):
         torch._C._set_fwd_grad_enabled(self.forward_grad)
 
     def differences(self, other: _ThreadState) -> list[str]:
-        """The names of what is not as it is in another state."""
+        """The names of the fields that differ from another state."""
         if self.forward is None or other.forward is None:
             self, other = self._replace(forward=None), other._replace(forward=None)
         pairs = zip(self._fields, map(_comparable, self), map(_comparable, other), strict=True)
@@ -199,7 +198,7 @@ class _ThreadState(NamedTuple):
 
 
 def _comparable(value: Any) -> Any:
-    """Sets of dispatch keys compare by what they print, modes by identity."""
+    """A comparable form of a field: dispatch keys by their text, modes by identity."""
     if isinstance(value, tuple):
         return [str(keys) for keys in value]
     return list(map(id, value)) if isinstance(value, list) else value
@@ -209,7 +208,7 @@ _TORCH_FOLDER = os.path.dirname(torch.__file__) + os.sep
 
 
 def clear_frames_of_torch(error: BaseException) -> None:
-    """Let frames of torch's that an error has left, and those of its causes, drop their variables.
+    """Clear the variables of torch's frames in the tracebacks of an error and of its causes.
 
     Frames of the user's keep theirs, for debuggers.
     """

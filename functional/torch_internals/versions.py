@@ -1,4 +1,4 @@
-"""A warning about versions of torch that torchard is not tested with, as `pyproject.toml` has them."""
+"""A warning for versions of torch outside of the tested range, which is that of `pyproject.toml`."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Tangents that are known to be zero, while a function is traced.
+"""Symbolic zero tangents, while a function is traced.
 
-Forward-mode AD makes a tangent for what has none, and torch marks it (a *ZeroTensor*) so that a product
-with it is zero whatever the other factor, NaN and infinity included. On fake tensors the mark is lost and
-the subclass with it: ``view`` of one is run by C++ without asking the tracer, and gives a tensor on meta.
-So a trace makes plain zeros, and does to them what torch does to marked ones.
+Forward-mode AD makes *ZeroTensor* tangents where there is none: a product with one is zero whatever the
+other factor, NaN and infinity included. On fake tensors torch loses the mark, and even the subclass: C++
+runs ``view`` of one without calling the tracer, and returns a tensor on meta. So a trace uses plain
+zeros, marked in Python, with the same rules.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ RunOperation = Callable[..., Any]
 
 
 def is_zero(value: Any) -> bool:
-    """Whether it is a tensor that forward-mode AD knows to be zero."""
+    """Whether a value is a symbolic zero."""
     return getattr(value, "_torchard_zero", False) is True
 
 
 def run(call: RunOperation, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """One operation of a trace, where torch has another one for marked zeros, that one.
+    """Run an operation of a trace, by torch's rule for symbolic zeros where an operand is one.
 
     Args:
         call: runs an operation and records it.
@@ -72,7 +72,7 @@ def _quotient(call: RunOperation, func: Any, args: tuple[Any, ...], kwargs: dict
 
 
 def _sum(call: RunOperation, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The operand that is not zero, in the shape and dtype of the sum."""
+    """The non-zero operand, in the shape and dtype of the sum."""
     out = call(func, *args, **kwargs)
     first, second = args
     if is_zero(first) and is_zero(second):

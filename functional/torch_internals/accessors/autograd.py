@@ -1,4 +1,4 @@
-"""Autograd's nodes, and what is going on in this thread."""
+"""Autograd nodes, and the running backward pass and profiler."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ require(torch._C, "_current_graph_task_id", "_current_autograd_node")
 require(torch._C._autograd, "_get_sequence_nr", "_profiler_enabled")
 require(torch._C._FunctionBase, "_raw_saved_tensors", "_sequence_nr")
 
-# Whether a profiler records this thread; asked at every call, and torch has no public way to ask.
+# Whether a profiler records this thread, checked at every call; torch has no public interface for it.
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 
 def saved_were_freed(ctx: Any) -> bool:
-    """Whether a Function's saved tensors are gone; asking for the tensors would run hooks on them."""
+    """Whether a Function's saved tensors were freed; reading the tensors would run hooks."""
     try:
         ctx._raw_saved_tensors  # noqa: B018
     except RuntimeError:
@@ -36,27 +36,27 @@ def saved_were_freed(ctx: Any) -> bool:
 
 
 def graph_task() -> int:
-    """Which backward pass is running in this thread; -1 for none. It tells the phases apart."""
+    """The id of the backward pass running in this thread; -1 for none."""
     return torch._C._current_graph_task_id()
 
 
 def autograd_sequence() -> int:
-    """The number the next autograd node gets: what links a backward to its forward's line."""
+    """The number of the next autograd node, which links a backward to the line of its forward."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 
 
 def current_backward_node() -> int | None:
-    """The number of the autograd node being run backward."""
+    """The number of the autograd node whose backward is running; None if none is."""
     node = torch._C._current_autograd_node()
     return None if node is None else node._sequence_nr()
 
 
 def registered_formula(node: Any) -> tuple[Any, Any] | None:
-    """What torch.library.register_autograd was given: backward and setup_context of autograd's node.
+    """The backward and setup_context that torch.library.register_autograd registered, from a node.
 
-    torch keeps them in the closure of a class that it generates, and hands that out with the node alone.
-    Where another version keeps them elsewhere, the operator is called as torch calls it.
+    torch has them in the closure of a generated class, which only autograd nodes refer to. Where another
+    version has them elsewhere, the operator is called as torch calls it.
     """
     generated: Any = getattr(type(node), "_forward_cls", None)
     if not getattr(generated, "__name__", "").startswith("GeneratedBackwardFor"):
@@ -67,5 +67,5 @@ def registered_formula(node: Any) -> tuple[Any, Any] | None:
             held = cell.cell_contents
             if hasattr(held, "_backward_fn") and hasattr(held, "_setup_context_fn"):
                 return held._backward_fn, held._setup_context_fn
-            todo.append(held)  # one that takes lists wraps another
+            todo.append(held)  # a function for lists wraps another
     return None

@@ -1,6 +1,6 @@
-"""What torch.utils.checkpoint calls to run a function now and again in the backward.
+"""The functions by which torch.utils.checkpoint runs and recomputes a function.
 
-Nothing public says that a checkpoint begins: hooks for saved tensors see what is saved, not the call.
+No public interface tells that a checkpoint begins: saved-tensor hooks see saved tensors, not the call.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from torch.utils import checkpoint as torchs
 
 __all__ = ["CHECKPOINT_FUNCTION", "CHECKPOINT_FUNCTIONS", "replace_checkpoint_functions"]
 
-# With use_reentrant=True: an autograd Function.
+# For use_reentrant=True: an autograd Function.
 CHECKPOINT_FUNCTION = "CheckpointFunction"
-# With use_reentrant=False: generators around whose one yield torch calls the function. From 2.15 on torch
-# calls the second; the first is then for others.
+# For use_reentrant=False: generator functions; torch calls the function at their yield. From 2.15 on
+# torch calls the second; the first remains for other callers.
 _GENERATORS = (
     "_checkpoint_without_reentrant_generator",
     "_checkpoint_without_reentrant_generator_impl",
 )
-# torch's own, by name. On a version that has others they run as they are: a call is no segment,
-# and under a gradient inside of a trace they are an error, which says to use torchard.checkpoint.
+# torch's own, by name. Where a version has other names, these run unchanged: a call is not a segment,
+# and under a gradient inside a trace it raises an error that says to use torchard.checkpoint.
 CHECKPOINT_FUNCTIONS: dict[str, Any] = {
     name: getattr(torchs, name)
     for name in (CHECKPOINT_FUNCTION, *_GENERATORS)
@@ -29,6 +29,6 @@ CHECKPOINT_FUNCTIONS: dict[str, Any] = {
 
 
 def replace_checkpoint_functions(functions: dict[str, Any]) -> None:
-    """Have torch call these by those names; for the process."""
+    """Replace torch's functions of these names, process-wide."""
     for name, function in functions.items():
         setattr(torchs, name, function)

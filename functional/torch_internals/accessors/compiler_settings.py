@@ -1,4 +1,4 @@
-"""Settings of torch's compilers that torch.compiler has no names for."""
+"""Settings of torch's compilers that torch.compiler does not expose."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["activation_memory_budget", "compile_in_this_process"]
 
 
 def compile_in_this_process() -> None:
-    """Inductor starts no processes of its own; its environment variable is read at import only."""
+    """Make Inductor compile without subprocesses; its environment variable is only read at import."""
     with needed():
         from torch._inductor import config
 
@@ -19,7 +19,7 @@ def compile_in_this_process() -> None:
 
 
 def activation_memory_budget(fraction: float) -> AbstractContextManager[None]:
-    """What torch.compile's partitioner may keep inside, of what it would keep."""
+    """A context with the fraction of residuals that torch.compile's partitioner may keep."""
     with needed():
         from torch._functorch import config
 

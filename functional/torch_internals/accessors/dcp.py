@@ -1,4 +1,4 @@
-"""Names that are private in torch.distributed.checkpoint, and in its files all the same."""
+"""Private names of torch.distributed.checkpoint that its files contain."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torchard.functional.torch_internals.accessors.required import needed
 __all__ = ["PRIVATE_INDEX_NAMES", "STORAGE_INFO", "storage_info"]
 
 STORAGE_INFO = "_StorageInfo"
-# What the pickle of an index names: it is compared with what is in a file, never looked up.
+# The private names in the pickle of an index: compared with those in a file, never looked up.
 PRIVATE_INDEX_NAMES = (
     ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     ("torch.distributed.checkpoint.filesystem", STORAGE_INFO),
@@ -18,7 +18,7 @@ PRIVATE_INDEX_NAMES = (
 
 
 def storage_info(file: str, offset: int, length: int) -> Any:
-    """What DCP's index says of where an item is; made by its writer, whose results travel as JSON."""
+    """The location of an item in DCP's index; ranks send it as JSON."""
     with needed():
         from torch.distributed.checkpoint.filesystem import _StorageInfo
 

@@ -21,8 +21,8 @@ __all__ = [
 require(nn.Module(), "_buffers", "_modules")
 require(nn.BatchNorm1d, "_check_input_dim")
 
-# Attributes of every module: what no call of one reads, and what `nn.Module` itself reads in a call.
-# One that another version adds is as an attribute of the user's: guarded where the user's code names it.
+# Attributes of every module: those that no call reads, and those that `nn.Module` itself reads in a call.
+# One that another version adds is treated as the user's: guarded where the user's code names it.
 NOT_READ_BY_MODULES = frozenset(
     (
         *("_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"),
@@ -38,12 +38,12 @@ READ_BY_MODULES = frozenset(
 )
 
 
-# Its own buffers, to be changed; `named_buffers` is a list without those that are None.
+# A module's own buffers, mutable; `named_buffers` leaves out those that are None.
 buffer_table: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
-# Its own parts, to be changed; `named_children` leaves out those that stand there twice.
+# A module's own children, mutable; `named_children` leaves out duplicates.
 child_table: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
 
 def check_batch_norm_input(module: Any, input: Tensor) -> None:
-    """The ValueError of a batch norm whose input has too few or too many dims; it is in no function."""
+    """Raise the ValueError of a batch norm whose input has too few or too many dims."""
     module._check_input_dim(input)

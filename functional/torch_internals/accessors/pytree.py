@@ -1,6 +1,6 @@
-"""torch's trees, which its transforms and its results are made of; there is no public module of them.
+"""torch's pytrees, which its transforms and some results use; they have no public module.
 
-Trees of the library are optree's (`core/tree.py`). torch's own are read where torch made them.
+The library's own trees are optree's (`core/tree.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What is said where a version of torch lacks a private name: at import, and before anything has run.
+"""Errors for versions of torch that lack a private name, raised at import.
 
-A name that is used inside a function is asked for at import all the same, by `require`. One whose import
-takes seconds is asked for where it is used, in `needed()`.
+Names that are used inside functions are checked at import too, by `require`. Those whose import takes
+seconds are checked where they are used, in `needed()`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 
 __all__ = ["NEWEST", "OLDEST", "RANGE", "needed", "require"]
 
-# Those that `make matrix` runs the tests on.
+# The versions that `make matrix` tests.
 OLDEST, NEWEST = (2, 11), (2, 15)
 RANGE = "{}.{} to {}.{}".format(*OLDEST, *NEWEST)
 
 
 def require(owner: Any, *names: str) -> None:
-    """Raise unless a module, class or object of torch's has these attributes."""
+    """Raise AttributeError unless a module, class or object of torch has these attributes."""
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
         raise AttributeError(f"{getattr(owner, '__name__', owner)} has no {', '.join(missing)}")
@@ -28,7 +28,7 @@ def require(owner: Any, *names: str) -> None:
 
 @contextlib.contextmanager
 def needed() -> Iterator[None]:
-    """Private names of torch's are looked up inside: one that is not there is an error that says so."""
+    """A context for lookups of private names of torch: a missing one raises an ImportError."""
     try:
         yield
     except (ImportError, AttributeError) as error:

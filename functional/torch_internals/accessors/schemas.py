@@ -1,4 +1,4 @@
-"""What torch knows of its operators: classes, schemas, decompositions."""
+"""Operators of torch: classes, schemas, decompositions."""
 
 from __future__ import annotations
 
@@ -30,34 +30,34 @@ require(_ADD.Tensor._schema, "name", "arguments", "returns", "is_mutable")
 require(_ADD, "_qualified_op_name")
 require(torch._C, "_jit_resolve_packet")
 
-# An operator's arguments and results: their names, types, and what is written. Nothing public says it.
-# The table above is public in all but name: torch.export's documentation refers to it.
+# The schema of an operator: names and types of arguments and results, and which are written. Not public.
+# The table of decompositions is effectively public: torch.export's documentation refers to it.
 schema: Callable[[OpOverload], Any] = attrgetter("_schema")
 
 
 def schema_or_none(target: Any) -> Any:
-    """That of a node's target, which may be any function; None: it is no operator."""
+    """The schema of a node's target; None if it is no operator."""
     return getattr(target, "_schema", None)
 
 
 def is_mutable(target: Any) -> bool:
-    """Whether it is an operator that writes to an argument."""
-    found = schema_or_none(target)
-    return found is not None and bool(found.is_mutable)
+    """Whether a target is an operator that writes to an argument."""
+    op_schema = schema_or_none(target)
+    return op_schema is not None and bool(op_schema.is_mutable)
 
 
 def direct(target: Any) -> Any:
-    """An op without its Python call wrapper, a tenth of a microsecond each, which has no public name."""
+    """An operator without its Python wrapper, which costs a tenth of a microsecond per call."""
     return target._op if isinstance(target, OpOverload) else target
 
 
 def qualified_name(op: OpOverload | OpOverloadPacket) -> str:
-    """``space::name``; of a packet nothing public says which namespace it is of."""
+    """The qualified name, ``space::name``; packets have none publicly."""
     return op._qualified_op_name if isinstance(op, OpOverloadPacket) else op.name()
 
 
 def overload(op: Any, args: Any, kwargs: Any) -> Any:
-    """The overload that torch picks for these arguments, which nothing public tells without a call."""
+    """The overload that torch selects for these arguments, without calling it."""
     if not isinstance(op, OpOverloadPacket):
         return op
     names = op.overloads()

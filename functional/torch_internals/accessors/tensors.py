@@ -1,4 +1,4 @@
-"""A tensor's memory and its history of writes."""
+"""Storages and version counters of tensors."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ require(torch.Tensor, "_is_view", "_version")
 require(torch.UntypedStorage, "_cdata")
 
 VERSION = "_version"
-# How often a tensor was written to; RuntimeError for one of inference mode, which does not count.
-# Autograd relies on it without telling it publicly. No frame of Python's: it is asked at every call.
+# The version counter of a tensor; RuntimeError for inference tensors, which have none. Autograd relies on
+# it, but it is not public. An attrgetter has no Python frame: it is called at every call.
 version: Callable[[torch.Tensor], int] = attrgetter(VERSION)
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd knows it as a view of another tensor; torch tells it by private names only."""
+    """Whether a tensor is a view for autograd; not public."""
     return tensor._is_view()
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Which memory a tensor lies in, by a number that fakes have too, whose `data_ptr()` is 0.
+    """A number for a tensor's storage; fake tensors have one too, while their `data_ptr()` is 0.
 
-    Another tensor may have it when all of these are gone.
+    It may be reused once the storage is freed.
     """
     number: int = tensor.untyped_storage()._cdata
     return number
 
 
 def storage_uses(storage: torch.UntypedStorage) -> int | None:
-    """How many refer to a storage, tensors and this object alike; None if torch does not say.
+    """The reference count of a storage, this object included; None if torch does not expose it.
 
-    Where it does not, no memory is used again.
+    Without it, no memory is reused.
     """
     count = getattr(torch._C, "_storage_Use_Count", None)
     return None if count is None else int(count(storage._cdata))
