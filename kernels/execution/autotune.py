@@ -1,4 +1,4 @@
-"""Which of the ways to compute something runs on these tensors."""
+"""Autotuning: the choice of an implementation for given tensors."""
 
 from __future__ import annotations
 
@@ -40,11 +40,12 @@ _CHOSEN: Recent[tuple[Run, str]] = Recent(512)
 
 
 class Choice(ABC):
-    """What is computed, and what it may be computed by.
+    """A computation and its possible implementations.
 
     Attributes:
-        name: for errors. compiler: of what has no implementation.
-        way: what runs it, as far as it is known: a string that changes at the first call.
+        name: the name in errors.
+        compiler: the compiler for devices without an implementation.
+        way: a label of the implementation that runs, as far as it is known; updated at the first call.
     """
 
     name: str
@@ -52,7 +53,7 @@ class Choice(ABC):
     implementations: Mapping[str, Run | Imported]
     literals: dict[str, Any]
     dims: Dims | None
-    # Whether on a CPU the reference, compiled, is tried as well.
+    # Whether the compiled reference is also timed on a CPU.
     by_time: bool = False
 
     def __init__(self) -> None:
@@ -62,14 +63,14 @@ class Choice(ABC):
     @property
     @abstractmethod
     def key(self) -> Hashable:
-        """What is computed: equal where it is the same."""
+        """A key that is equal for equal computations."""
 
     @abstractmethod
     def program(self, tensors: Tensors) -> Program:
-        """The operations, for tensors like these."""
+        """The operations as a program, for tensors like these."""
 
     def reference(self, *tensors: torch.Tensor) -> Any:
-        """The operations themselves."""
+        """Run the operations one by one."""
         return self._bound(tensors)(*tensors)
 
     def _bound(self, tensors: Tensors) -> Run:
@@ -92,12 +93,12 @@ class Choice(ABC):
     # -- choosing -----------------------------------------------------------------------------
 
     def label(self, device: str, numels: Sequence[int]) -> str:
-        """What runs it on a device, as far as it is known before it runs."""
+        """The label of what runs on a device, as far as it is known before the first call."""
         given = implementation(self.implementations, device)
         return (given.name if given.run else self._compiling(device, numels)) + given.note
 
     def _compiling(self, device: str, numels: Sequence[int]) -> str:
-        """What runs it that has no implementation."""
+        """The label where there is no implementation."""
         if self.compiler == "eager":
             return "eager (asked for)"
         if device == "cpu" and max(numels, default=0) < _SMALL:
@@ -105,7 +106,7 @@ class Choice(ABC):
         return "inductor" if device != "cpu" else _TIMED
 
     def choose(self, tensors: Tensors) -> Run:
-        """What runs it on these tensors; `way` says so from then on."""
+        """Choose what runs on these tensors, and update `way`."""
         key = (
             self.key,
             torch.get_num_threads(),
@@ -131,19 +132,19 @@ class Choice(ABC):
         return run, given.name + given.note
 
     def _failure(self, given: Backend, tensors: Tensors) -> str:
-        """What there is to say if what is given does not run on these, and may be done without."""
+        """The note, if an optional implementation fails on these tensors; empty if it runs."""
         if given.run is None:
             return ""
         try:
             self._check(given.run(*tensors, **self.literals), tensors)
-        except Exception as error:  # whatever a compiler raises on a device it has no code for
+        except Exception as error:  # compilers raise anything on devices they do not support
             if not given.imported:
                 raise
             return f" ({given.name} failed: {_named(error)})"
         return ""
 
     def _made(self, tensors: Tensors, given: Mapping[str, Run] = {}) -> tuple[Run, str]:
-        """What is made of the reference, or what is given if that is faster."""
+        """The fastest of the reference's variants and the given implementations."""
         eager = self._bound(tensors)
         label = self._compiling(tensors[0].device.type, [t.numel() for t in tensors])
         if label.startswith("eager"):
@@ -154,36 +155,36 @@ class Choice(ABC):
         return candidates[name], name + why + failure
 
     def _first(self, candidates: Mapping[str, Run], tensors: Tensors) -> tuple[str, str]:
-        """Which of these runs, and why."""
+        """The name of the candidate that runs, and a note about why."""
         first = next(iter(candidates))
         if len(candidates) == 1:
             return first, ""
         if torch.are_deterministic_algorithms_enabled():
             return first, ", not timed: algorithms are to be deterministic"
         mine = fastest(candidates, tensors)
-        chosen = settle.settled(str(self.program(tensors)), mine)
+        chosen = settle.agreed_choice(str(self.program(tensors)), mine)
         if chosen not in candidates:
             return mine, f", by time; another process runs {chosen}"
         return chosen, ", by time"
 
     def _candidates(self, tensors: Tensors) -> tuple[dict[str, Run], str]:
-        """By name, what may run it; and what there is to say of those that may not."""
+        """The candidates by name, and a note about those that failed."""
         on_cpu = tensors[0].device.type == "cpu"
         makers: dict[str, Callable[[Tensors], Run | None]] = {"inductor": self._compiled}
         if on_cpu:
             makers |= {"blocked": self._blocked, "blocked inductor": self._compiled_blocks}
-        found: dict[str, Run] = {}
+        candidates: dict[str, Run] = {}
         failure = ""
         for name, make in makers.items():
             try:
                 run = make(tensors)
-            except Exception as error:  # whatever a compiler, or one that it calls, raises
+            except Exception as error:  # compilers, and what they call, raise anything
                 failure = failure or f" ({name} failed: {_named(error)})"
             else:
-                found |= {} if run is None else {name: run}
-        if on_cpu or not found:
-            found["eager"] = self._bound(tensors)
-        return found, failure
+                candidates |= {} if run is None else {name: run}
+        if on_cpu or not candidates:
+            candidates["eager"] = self._bound(tensors)
+        return candidates, failure
 
     def _compiled(self, tensors: Tensors) -> Run:
         program = self.program(tensors)
@@ -196,13 +197,13 @@ class Choice(ABC):
         return run
 
     def _blocked(self, tensors: Tensors, compiling: bool = False) -> Run | None:
-        """The same, some rows at a time."""
+        """The operations, in blocks of rows; None where that does not apply."""
         layout = None if self.dims is None else RowLayout.of(self.dims, tensors)
         if layout is None:
             return None
         count, added = len(tensors), [n is None for n in layout.outputs]
         if compiling and not any(added):
-            return None  # a compiler's own loops are as good, but where they sum over rows
+            return None  # compiled loops are as good unless they sum over rows
 
         def bound(given: Tensors, most: bool) -> Run:
             program = writing(self.program(given[:count]), added)
@@ -214,11 +215,11 @@ class Choice(ABC):
     def _compiled_blocks(self, tensors: Tensors) -> Run | None:
         run = self._blocked(tensors, compiling=True)
         if run is not None:
-            run(*tensors)  # what fails to compile fails here
+            run(*tensors)  # compilation errors are raised here
         return run
 
     def _check(self, results: Any, tensors: Tensors) -> None:
-        """That an implementation returns what its reference does, in shape and dtype."""
+        """Check that an implementation returns the shapes and dtypes of its reference."""
         wanted = [VAL.of(node) for node in self.program(tensors).results]
         have = [_described(r) for r in outputs_of(results)]
         want = [_described(r) for r in wanted]
@@ -238,7 +239,7 @@ def _described(value: Any) -> str:
 
 
 def _named(error: Exception) -> str:
-    """What kind of error it was at first: compilers wrap what went wrong."""
+    """The name of the original error, which compilers wrap."""
     inner: Any = error
     while inner is not None:
         error, inner = inner, inner.__cause__ or getattr(inner, "inner_exception", None)
@@ -246,9 +247,9 @@ def _named(error: Exception) -> str:
 
 
 def fastest(candidates: Mapping[str, Run], tensors: Tensors) -> str:
-    """Which takes the least time in any of some rounds, all in turns; the first calls do not count.
+    """The name of the candidate with the least time in any of some interleaved rounds, after a warm-up.
 
-    With one thread, its own time counts: whatever else the machine does meanwhile does not.
+    With one thread, the thread's CPU time is measured, not the wall-clock time.
     """
     clock = thread_time if torch.get_num_threads() == 1 else perf_counter
     least = dict.fromkeys(candidates, math.inf)

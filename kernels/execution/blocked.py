@@ -1,9 +1,9 @@
-"""The operations themselves, over one block of rows at a time: what lies between them stays in a cache.
+"""Operations over one block of rows at a time, so that intermediate values stay in a cache.
 
-On a CPU every operation of a chain over a large tensor reads and writes memory, and a fresh buffer costs
-more than filling it: its pages have to be mapped. Rows that the dims say are independent may as well
-run one block after another. A block's values are written where they belong; what has no rows, the
-gradient of a weight or a bias, is summed up over the blocks.
+On a CPU every operation of a chain over a large tensor reads and writes memory, and mapping the pages of
+a new buffer costs more than filling it. Rows that are independent by the dims can run one block after
+another. The results of a block are written in place; results without rows, such as the gradient of a
+weight or a bias, are summed over the blocks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchard.kernels.terms.dims import Dims
 
 __all__ = ["RowLayout", "blocked"]
 
-# Elements of the largest operand in a block, per thread: they fit a cache, and are worth their calls.
+# Elements of the largest operand in a block, per thread: they fit a cache and amortise the calls.
 BLOCK = 1 << 17
 
 Run = Callable[..., Any]
@@ -30,10 +30,10 @@ Bound = Callable[[Tensors, bool], Run]
 
 @dataclass(frozen=True)
 class RowLayout:
-    """What has rows.
+    """The inputs and outputs that have rows.
 
     Attributes:
-        inputs, outputs: for each, how many of its first dims are rows; None: it has none.
+        inputs, outputs: the number of leading dims that are rows, for each; None if it has no rows.
     """
 
     inputs: tuple[int | None, ...]
@@ -41,7 +41,7 @@ class RowLayout:
 
     @staticmethod
     def of(dims: Dims, tensors: Tensors) -> RowLayout | None:
-        """By the dims; None where they do not say that rows are independent, or rows are not first."""
+        """The layout by the dims; None if rows are not independent by them, or not leading."""
         longest = max(dims.inputs, key=len)
         first = next((n for n in longest if not n.isdigit()), None)
         if first is None or first in dims.whole:
@@ -63,12 +63,12 @@ class RowLayout:
 
 
 def blocked(bound: Bound, layout: RowLayout, tensors: Tensors, results: Tensors) -> Run | None:
-    """A function of such tensors; None where blocks are not views or there is only one.
+    """A function of such tensors, run in blocks; None if blocks are not views or there is only one.
 
     Args:
-        bound: of a block's tensors, the places of its results behind them, and whether it is as high as
-            most are: what runs on these and writes there.
-        results: like what is returned.
+        bound: binds a block's tensors followed by its results, and whether it has the usual height, to a
+            function that computes them in place.
+        results: tensors like the results.
     """
     with_rows = [
         (like, n)
@@ -79,7 +79,7 @@ def blocked(bound: Bound, layout: RowLayout, tensors: Tensors, results: Tensors)
         return None
     sums = [like for like, n in zip(results, layout.outputs, strict=True) if n is None]
     if any(like.dtype not in (torch.float32, torch.float64) for like in sums):
-        return None  # a sum of rounded sums, or no sum at all
+        return None  # the result would be a sum of rounded sums, or none
     first, count = with_rows[0]
     rows, largest = math.prod(first.shape[:count]), max(like.numel() for like, _ in with_rows)
     blocks = largest // (BLOCK * torch.get_num_threads())
@@ -90,7 +90,7 @@ def blocked(bound: Bound, layout: RowLayout, tensors: Tensors, results: Tensors)
 
 @dataclass(frozen=True)
 class _Blocked:
-    """See above. step: rows of a block."""
+    """The function that `blocked` returns. step: the number of rows in a block."""
 
     bound: Bound
     layout: RowLayout
@@ -100,21 +100,21 @@ class _Blocked:
     runs: dict[int, Run] = field(default_factory=dict)
 
     def __call__(self, *tensors: torch.Tensor) -> Any:
-        made = self.results.new(tensors[0].device)
-        for sums in (m for m, n in zip(made, self.layout.outputs, strict=True) if n is None):
+        results = self.results.new(tensors[0].device)
+        for sums in (m for m, n in zip(results, self.layout.outputs, strict=True) if n is None):
             sums.zero_()
         layout = (*self.layout.inputs, *self.layout.outputs)
-        cut = [self._cut(t, n) for t, n in zip((*tensors, *made), layout, strict=True)]
+        cut = [self._cut(t, n) for t, n in zip((*tensors, *results), layout, strict=True)]
         for number, given in enumerate(zip(*cut, strict=True)):
             rows = min(self.step, self.rows - number * self.step)
             run = self.runs.get(rows)
             if run is None:
                 run = self.runs[rows] = self.bound(given, rows == self.step)
             run(list(given))
-        return made[0] if len(made) == 1 else tuple(made)
+        return results[0] if len(results) == 1 else tuple(results)
 
     def _cut(self, tensor: torch.Tensor, count: int | None) -> Sequence[torch.Tensor]:
-        """By blocks; what has no rows is in all of them."""
+        """The blocks of a tensor; a tensor without rows is in all blocks."""
         if count is None:
             return [tensor] * -(-self.rows // self.step)
         rows = tensor.view(self.rows, *tensor.shape[count:])

@@ -1,12 +1,12 @@
 """Memory for large results on a CPU.
 
-A large allocation is new to the process: the first touch of each of its pages is a fault, and with pages
-of 4 KiB these take longer than computing what most kernels do. So
+A large allocation is new to the process: the first access to each of its pages is a fault, and with pages
+of 4 KiB the faults take longer than most kernels. So
 
-- memory that nobody refers to any more is used again, as torch's own allocator does on a GPU, and
-- what is new lies in huge pages, 512 times fewer. Linux gives them to whoever asks (`madvise`), where
-  the administrator has not said otherwise; torch asks for all of its memory if THP_MEM_ALLOC_ENABLE=1
-  is set when it starts, and by default does not.
+- memory that is no longer referenced is reused, as torch's allocator does on a GPU, and
+- new memory is in huge pages, which are 512 times fewer. Linux provides them on request (`madvise`),
+  unless the administrator has disabled that; torch requests them for all of its memory if
+  THP_MEM_ALLOC_ENABLE=1 is set when it starts, and by default does not.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from torchard.functional import torch_internals as internals
 
 __all__ = ["Buffers", "Pool", "is_large", "release"]
 
-# Bytes: below, allocations come from memory that the process has had before.
+# Bytes; smaller allocations come from memory that the process already has.
 LARGE = 1 << 22
 
 
 def is_large(tensor: torch.Tensor) -> bool:
-    """Whether it is worth asking for pages."""
+    """Whether a tensor is large enough for its pages to matter."""
     return tensor.nbytes >= LARGE
 
 
 @dataclass(frozen=True)
 class BufferLayout:
-    """How a tensor is stored."""
+    """The storage layout of a tensor."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -46,7 +46,7 @@ class BufferLayout:
 
     @property
     def dense(self) -> bool:
-        """Whether each element has one place, and all places up to the last are theirs."""
+        """Whether elements do not overlap and have no gaps between them."""
         expected = 1
         for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
             if size != 1 and stride != expected:
@@ -57,22 +57,22 @@ class BufferLayout:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Tensors made on demand."""
+    """A factory of tensors with given layouts."""
 
     layouts: tuple[BufferLayout, ...]
 
     @staticmethod
     def of(values: Sequence[torch.Tensor]) -> Buffers:
-        """Stored as these are."""
+        """A factory of tensors with the layouts of these."""
         return Buffers(tuple(BufferLayout(tuple(v.shape), v.stride(), v.dtype) for v in values))
 
     @property
     def dense(self) -> bool:
-        """Whether all are."""
+        """Whether all layouts are dense."""
         return all(layout.dense for layout in self.layouts)
 
     def new(self, device: torch.device) -> list[torch.Tensor]:
-        """Nothing is in them yet."""
+        """New uninitialised tensors."""
         return [_empty(layout, device) for layout in self.layouts]
 
 
@@ -95,19 +95,19 @@ def release() -> None:
 
 
 class Pool:
-    """Memory that was made here, and may be used again once nobody else refers to it.
+    """A pool of memory that is reused once nothing else refers to it.
 
     Args:
-        most: bytes that are kept. Beyond, what has not been used for longest is let go of.
+        most: the number of bytes kept. Beyond it, the least recently used memory is freed.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._blocks: list[_Block] = []  # what was used last is last
+        self._blocks: list[_Block] = []  # the most recently used is last
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> torch.UntypedStorage:
-        """A storage of at least so many bytes, and hardly more."""
+        """A storage of at least so many bytes, and little more."""
         with self._lock:
             fitting = (b for b in self._blocks if nbytes <= b.size <= nbytes * _SLACK)
             block = next((b for b in fitting if b.is_free()), None)
@@ -121,17 +121,17 @@ class Pool:
             return block.storage
 
     def after_fork(self) -> None:
-        """In the child of a fork: another thread of the parent may have been at work."""
+        """Reset in the child of a fork: another thread of the parent may have held the lock."""
         self._lock = threading.Lock()
 
     def release(self) -> None:
-        """Forget all; what is in use goes when its users do."""
+        """Drop all memory; storages in use are freed with their users."""
         with self._lock:
             self._blocks.clear()
 
 
 class _Block:
-    """One storage."""
+    """One storage of the pool."""
 
     def __init__(self, nbytes: int) -> None:
         self.size = nbytes
@@ -139,7 +139,7 @@ class _Block:
         self._unused = self._references()
 
     def is_free(self) -> bool:
-        """Whether nobody refers to it, as when it was new. Of another process one could not know."""
+        """Whether nothing else refers to the storage. This cannot be known of other processes."""
         return (
             self._unused is not None
             and self._references() == self._unused
@@ -148,7 +148,7 @@ class _Block:
         )
 
     def _references(self) -> tuple[int, int] | None:
-        """Torch's and Python's; None, and nothing is ever free, if torch does not say."""
+        """The reference counts of torch and Python; None if unknown, so nothing is ever free."""
         uses = internals.storage_uses(self.storage)
         return None if uses is None else (uses, sys.getrefcount(self.storage))
 
@@ -172,7 +172,7 @@ def _in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _advise() -> Callable[[int, int], object] | None:
-    """Asks for huge pages from an address on; None where there are none. A refusal changes nothing."""
+    """A function that requests huge pages for a range; None if unsupported. A refusal is harmless."""
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if advice is None:
         return None

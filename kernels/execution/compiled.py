@@ -1,4 +1,4 @@
-"""A program through a compiler, and a program that writes its results where it is told."""
+"""Compiled programs, and programs that write their results to given tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchard.kernels.execution.buffers import Buffers, is_large
 
 __all__ = ["compiled", "writing"]
 
-# Of what is not pointwise, the operations that a compiler takes apart.
+# Operations that are not pointwise and that a compiler decomposes into loops.
 _LOOPS = {
     aten.native_layer_norm.default,
     aten.native_layer_norm_backward.default,
@@ -35,7 +35,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def compiled(program: Program, tensors: Tensors) -> Callable[[list[torch.Tensor]], Any]:
-    """The program through Inductor, called with one list of its inputs.
+    """The program compiled by Inductor, as a function of one list of its inputs.
 
     On a CPU large results are written to buffers of ours.
     """
@@ -56,7 +56,7 @@ def compiled(program: Program, tensors: Tensors) -> Callable[[list[torch.Tensor]
 
 
 def _last(program: Program) -> bool:
-    """Whether each large result is computed where it is written: by loops of the compiler's own."""
+    """Whether each large result is computed by the compiler's own loops, directly where it is written."""
     return all(_looped(node) for node in program.results if is_large(VAL.of(node)))
 
 
@@ -75,10 +75,10 @@ def _compiled(program: Program, tensors: Tensors) -> Callable[[list[torch.Tensor
 
 
 def writing(program: Program, added: Sequence[bool]) -> Program:
-    """The program with a place for every result behind its inputs, and no results.
+    """The program with a destination for every result after its inputs, and no results.
 
     Args:
-        added: for each result, whether it is added to what is there, or takes its place.
+        added: for each result, whether it is added to its destination or replaces it.
     """
     program = program.copy()
     graph, results = program.graph, program.results

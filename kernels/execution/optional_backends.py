@@ -1,4 +1,4 @@
-"""Implementations that need a package which may not be there, imported when they are first asked for."""
+"""Implementations that require an optional package, imported when they are first needed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["Backend", "Imported", "implementation", "triton"]
 
 @dataclass(frozen=True)
 class Imported:
-    """A function by its name.
+    """A function that is given by name and imported on demand.
 
     Attributes:
-        package: what its module needs, and what reports say runs.
-        module, name: where it is.
+        package: the package that its module requires, which reports name.
+        module, name: the function's module and name.
     """
 
     package: str
@@ -36,17 +36,18 @@ class Imported:
 
 
 def triton(module: str, name: str) -> Imported:
-    """One of torchard's own."""
+    """One of torchard's Triton functions."""
     return Imported("triton", f"torchard.kernels.triton.{module}", name)
 
 
 @dataclass(frozen=True)
 class Backend:
-    """What runs a kernel on a device; None if it is to be compiled.
+    """The implementation of a kernel on a device; None if the reference is compiled.
 
     Attributes:
-        name: in reports. note: what they say of what is not here.
-        imported: it is there for speed alone.
+        name: the name in reports.
+        note: the note in reports about a missing package.
+        imported: whether it was imported on demand, so that the reference can replace it.
     """
 
     run: Callable[..., Any] | None
@@ -58,7 +59,7 @@ class Backend:
 def implementation(
     implementations: Mapping[str, Callable[..., Any] | Imported], device: str
 ) -> Backend:
-    """The one for a type of device, or else the one for any, of those whose packages are here."""
+    """The implementation for a device type, else for any device, whose package is installed."""
     note = ""
     for place in (device, "any"):
         given = implementations.get(place)

@@ -1,7 +1,7 @@
-"""One choice for all processes.
+"""One choice of an implementation for all processes.
 
-Ways to compute the same round differently. Values that all ranks hold must be the same on all of them to
-the last bit, or they drift apart: so ranks do not choose each for itself.
+Implementations of one computation round differently. Replicated values must be equal on all ranks to the
+last bit, or they diverge: so ranks must not choose independently.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import torch.distributed as dist
 from torchard.functional.torch_internals.accessors.process_groups import default_store
 from torchard.functional.torch_internals.store import ask
 
-__all__ = ["settled"]
+__all__ = ["agreed_choice"]
 
-# Seconds within which the store tells what has been chosen.
+# The timeout, in seconds, for reading the choice from the store.
 _PATIENCE = 60.0
 
 
-def settled(what: str, mine: str) -> str:
-    """What the first process in the process group chose; mine, if it is that or the only one.
+def agreed_choice(subject: str, mine: str) -> str:
+    """The choice of the first process to choose; ``mine`` if that is this process, or the only one.
 
     Args:
-        what: the choice is about, in the same words everywhere.
+        subject: what the choice is about, as equal text on all ranks.
 
     Raises:
         StoreError: the process group's store does not answer.
     """
     if _alone():
         return mine
-    store, key = default_store(), hashlib.sha256(what.encode()).hexdigest()
+    store, key = default_store(), hashlib.sha256(subject.encode()).hexdigest()
     chosen: bytes = ask(
         store,
         lambda: store.compare_set(f"torchard/choice/{key}", "", mine),
@@ -41,7 +41,7 @@ def settled(what: str, mine: str) -> str:
 
 
 def _alone() -> bool:
-    """Whether nobody else chooses: torch's fake group has one process, whatever its size."""
+    """Whether this process chooses alone; torch's fake group has one process, whatever its size."""
     if not (dist.is_available() and dist.is_initialized()):
         return True
     return dist.get_world_size() == 1 or dist.get_backend() == "fake"

@@ -1,4 +1,4 @@
-"""How much is tried while a pattern is looked for, so that a search ends in time linear in the program.
+"""The effort of a search for a pattern, bounded linearly in the size of the program.
 
 Matching up to commutativity is exponential where many values look alike (second derivatives of small
 square matrices). Steps are counted, not timed: every rank stops at the same place.
@@ -8,21 +8,21 @@ from __future__ import annotations
 
 __all__ = ["EVALUATION", "Effort", "Exhausted"]
 
-# Of one pattern: steps of unification. The gradient of a transformer's step takes 4 to 20 per value.
+# Steps of unification per pattern. The gradient of a transformer's step takes 4 to 20 per value.
 _LEAST, _PER_VALUE = 10_000, 50
-EVALUATION = 16  # what verifying a proposal, or evaluating one operation of it, counts as
+EVALUATION = 16  # the cost of verifying a proposal, or evaluating one operation of it, in steps
 
 
 class Exhausted(Exception):
-    """A search has taken as many steps as it may."""
+    """A search has exceeded its number of steps."""
 
 
 class Effort:
-    """The steps one search may take.
+    """The number of steps that one search may take.
 
     Args:
-        values: how many the program has.
-        patience: times as many, for what was asked for by name.
+        values: the number of values in the program.
+        patience: a factor on the number of steps, larger for patterns requested by name.
     """
 
     def __init__(self, values: int, patience: int = 1) -> None:
@@ -30,14 +30,14 @@ class Effort:
         self.left = self.limit
 
     def begin(self) -> None:
-        """A new search."""
+        """Begin a new search."""
         self.left = self.limit
 
     def spend(self, steps: int = 1) -> None:
         """Count steps.
 
         Raises:
-            Exhausted: there are none left.
+            Exhausted: no steps are left.
         """
         self.left -= steps
         if self.left < 0:

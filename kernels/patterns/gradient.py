@@ -1,7 +1,7 @@
 """The gradient of a pattern, as a pattern.
 
-It is a function of what autograd's formulas read: of those inputs, of those outputs (a softmax's, a sum
-that goes on and into a norm), and of the cotangents.
+It is a function of the inputs and outputs that autograd's formulas read (a softmax's output; a sum that
+is both returned and normalised), and of the cotangents.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from torchard.kernels.terms.dims import Dims
 
 __all__ = ["RESULT", "gradients_of"]
 
-# What a gradient's input that is the forward's output j is called, but for j.
+# The prefix of the name of a gradient's input that is output j of the forward.
 RESULT = "result_"
 
 
 def gradients_of(pattern: Pattern) -> list[Pattern]:
-    """Of the inputs and outputs they depend on and a cotangent for each floating output, the gradients.
+    """The gradients of a pattern, as patterns of the inputs and outputs they read and the cotangents.
 
-    As torch spells them, and once more as it does where they are to be differentiated again (as all of
-    torch.func's may be) if that is another form. None if there is none.
+    As torch computes them, and, if that has another form, as torch computes them where they may be
+    differentiated again (as all of torch.func's may be). Empty if nothing is differentiable.
     """
     once = _gradient_of(pattern, again=False)
     if once is None:
@@ -41,10 +41,10 @@ def gradients_of(pattern: Pattern) -> list[Pattern]:
     return [once] if again is None or _alike(once, again) else [once, again]
 
 
-def _alike(one: Pattern, other: Pattern) -> bool:
-    """Whether what one finds, the other does."""
-    a, b = one.alternatives[0], other.alternatives[0]
-    if one.inputs != other.inputs or not same_form(a.skeleton, b.skeleton):
+def _alike(first: Pattern, second: Pattern) -> bool:
+    """Whether two patterns have the same occurrences."""
+    a, b = first.alternatives[0], second.alternatives[0]
+    if first.inputs != second.inputs or not same_form(a.skeleton, b.skeleton):
         return False
     if a.rounded is None or b.rounded is None:
         return a.rounded is b.rounded
@@ -52,8 +52,10 @@ def _alike(one: Pattern, other: Pattern) -> bool:
 
 
 def _gradient_of(pattern: Pattern, again: bool) -> Pattern | None:
-    """Of an input that no gradient reads (a bias that is only added) the shape alone is needed, which the
-    dims say; without dims it stays an input.
+    """The gradient of a pattern; None if there is none.
+
+    Only the shape of an input that no gradient reads (a bias that is only added) is needed. The dims
+    determine it; without dims the input remains an input of the gradient.
     """
     specs, program = pattern.alternatives[0].example
     floating = [i for i, (_, dtype) in enumerate(specs) if dtype.is_floating_point]
@@ -67,7 +69,7 @@ def _gradient_of(pattern: Pattern, again: bool) -> Pattern | None:
     cut = replace(whole, results=results)
     skeleton = cut.pattern().alternatives[0].skeleton
     roots = list(zip(skeleton.roots, skeleton.accesses, strict=True))
-    # Of gradients that are the same, as of a sum's operands, one is enough.
+    # Equal gradients, such as those of a sum's operands, are computed once.
     distinct = tuple(j for j, root in enumerate(roots) if root not in roots[:j])
     used = cut.used
     if pattern.dims is not None:
@@ -78,7 +80,7 @@ def _gradient_of(pattern: Pattern, again: bool) -> Pattern | None:
 
 @dataclass(frozen=True)
 class _Joint:
-    """Outputs and gradients of a pattern. floating, followed: its inputs and outputs that are."""
+    """The outputs and gradients of a pattern. floating, followed: its inputs and outputs that are."""
 
     pattern: Pattern
     floating: Sequence[int]
@@ -107,7 +109,7 @@ class _Joint:
     def program(
         self, inputs: Sequence[Any], cotangents: Sequence[Any], literals: dict[str, Any]
     ) -> Program:
-        """A trace of it, outputs first."""
+        """The traced joint function, outputs first."""
         count = len(inputs)
 
         def flat(*tensors: Any) -> list[Any]:
@@ -118,7 +120,7 @@ class _Joint:
         return trace(flat)(*like)
 
     def results_read(self, example: Any) -> tuple[int, ...]:
-        """The outputs that gradients read."""
+        """The indices of the outputs that gradients read."""
         specs, _ = example
         tensors = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in specs]
         count = len(self.pattern.inputs)
@@ -134,12 +136,12 @@ class _Joint:
 
 
 def _cut(program: Program, count: int, results: Sequence[int]) -> Program:
-    """The gradients of a joint program, some of its first `count` results inputs behind the others."""
+    """The gradients of a joint program, with some of its first `count` results as further inputs."""
     program = program.copy()
     graph, outputs = program.graph, program.results
     for j in results:
         given = program.extend(f"{RESULT}{j}", VAL.of(outputs[j]))
-        if outputs[j].op == "call_function":  # what is an input as it is stays that
+        if outputs[j].op == "call_function":  # an output that is an input is read as that input
             outputs[j].replace_all_uses_with(given)
     graph.output_node().args = (tuple(outputs[count:]),)
     graph.eliminate_dead_code()
@@ -148,7 +150,7 @@ def _cut(program: Program, count: int, results: Sequence[int]) -> Program:
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Some of the gradients, as a function of some inputs, some outputs, and the cotangents."""
+    """Some gradients, as a function of some inputs, some outputs, and the cotangents."""
 
     joint: _Joint
     used: tuple[int, ...]
@@ -156,7 +158,7 @@ class _Gradients:
     returned: tuple[int, ...]
 
     def pattern(self) -> Pattern:
-        """The pattern of it."""
+        """The pattern of this function."""
         of = self.joint.pattern
         names = [of.inputs[i] for i in self.used]
         names += [f"{RESULT}{self.joint.followed[j]}" for j in self.results]
@@ -166,7 +168,7 @@ class _Gradients:
         return Pattern.of(self, name, names, of.literals, self._dims(), weights)
 
     def _dims(self) -> Dims | None:
-        """A gradient is like its input, a cotangent like its output."""
+        """The dims: a gradient has those of its input, a cotangent those of its output."""
         of = self.joint.pattern.dims
         if of is None:
             return None
@@ -195,7 +197,7 @@ class _Gradients:
     def _complete(
         self, known: dict[int, torch.Tensor], cotangents: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """All inputs: of those that nothing depends on, zeros of their shapes."""
+        """All inputs, with zeros for those that no gradient reads."""
         count = len(self.joint.pattern.inputs)
         if len(known) == count:
             return [known[i] for i in range(count)]

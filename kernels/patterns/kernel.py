@@ -1,4 +1,4 @@
-"""Kernel: what is run in place of several operations, and everything that has to be known of it."""
+"""Kernels, which compute several operations as one, and the registry of the library's kernels."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Kernel:
 
     @cached_property
     def patterns(self) -> tuple[Pattern, ...]:
-        """What is looked for."""
+        """The patterns of the references."""
         return tuple(
             reference
             if isinstance(reference, Pattern)
@@ -92,15 +92,15 @@ class Kernel:
 
     @cached_property
     def gradient(self) -> Kernel | None:
-        """The kernel of its gradients; None where nothing floating comes out."""
-        found = [gradient for pattern in self.patterns for gradient in gradients_of(pattern)]
-        if not found:
+        """The kernel of the gradients; None if no output is differentiable."""
+        gradients = [gradient for pattern in self.patterns for gradient in gradients_of(pattern)]
+        if not gradients:
             return None
         given = dict(self.vjp) if isinstance(self.vjp, Mapping) else {}
         name = f"{self.name}_backward"
         return Kernel(
             name,
-            tuple(found),
+            tuple(gradients),
             None,
             given,
             None,
@@ -112,12 +112,12 @@ class Kernel:
 
     @property
     def backward(self) -> Kernel | None:
-        """That of its gradients, if it may be used."""
+        """The kernel of the gradients, if derivatives are allowed; else None."""
         return None if self.vjp is None else self.gradient
 
     @property
     def parsed(self) -> Dims | None:
-        """The dims, read."""
+        """The parsed dims."""
         return self.patterns[0].dims
 
 

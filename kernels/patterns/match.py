@@ -1,6 +1,6 @@
 """Matching: propose by skeleton, verify by evaluation.
 
-A proposal says what a pattern's inputs might be. What makes it a match is that the pattern, evaluated on
+A proposal binds a pattern's inputs to values of the program. It is a match if the pattern, evaluated on
 them, is in the program (verify.py). So shapes, strides, dtypes, numbers and data edges are all checked at
 once, and a match is a proof, up to rounding.
 """
@@ -27,13 +27,13 @@ from torchard.kernels.terms.terms import Term
 __all__ = ["Finder", "Miss", "Occurrence", "Root"]
 
 _COMBINATIONS = 48
-_PLACES = 512  # tried for the other outputs: those side by side multiply
-_BETTER = 4  # bindings tried for one that gives more outputs
+_PLACES = 512  # places tried for the other outputs, whose numbers multiply
+_BETTER = 4  # further bindings tried to find more outputs
 
 
 @dataclass(frozen=True)
 class Miss:
-    """What came nearest to a match, and where it went wrong."""
+    """The nearest miss of a pattern, and where it differs."""
 
     pattern: Pattern
     depth: float
@@ -49,15 +49,15 @@ class Miss:
 
 
 class Finder:
-    """Looks for patterns in one program.
+    """A search for patterns in one program.
 
     Args:
-        reading: of the program.
-        thorough: to say what came nearest, look where nothing can be, too.
-        patience: how many times the usual effort a pattern is worth.
+        reading: the reading of the program.
+        thorough: also search where no match is possible, to report the nearest miss.
+        patience: a factor on the effort per pattern.
 
     Attributes:
-        stopped: the patterns whose search took as many steps as it may, and was given up.
+        stopped: the patterns whose search was given up because it exceeded its number of steps.
     """
 
     def __init__(self, reading: Reading, thorough: bool = False, patience: int = 1) -> None:
@@ -70,18 +70,18 @@ class Finder:
         self.verifier = Verifier(reading, self.effort)
 
     def find(self, pattern: Pattern, *, partly: bool = False) -> list[Occurrence]:
-        """All occurrences, by the place of their first root.
+        """All occurrences, in the order of their first roots.
 
         Args:
-            partly: some of the outputs are enough, as of gradients that nobody may want all of.
+            partly: whether some of the outputs suffice, as for gradients, not all of which may be used.
         """
         found: dict[Any, Occurrence] = {}
         self.effort.begin()
         try:
             for alternative in pattern.alternatives:
-                for one in self._alternative(alternative, partly):
-                    key = tuple((root.output, root.term) for root in one.roots)
-                    found.setdefault(key, one)
+                for occurrence in self._alternative(alternative, partly):
+                    key = tuple((root.output, root.term) for root in occurrence.roots)
+                    found.setdefault(key, occurrence)
         except Exhausted:
             self.stopped.append(pattern)
         return sorted(found.values(), key=lambda f: self._place(f.roots[0].term))
@@ -102,23 +102,23 @@ class Finder:
     ) -> Iterator[Occurrence]:
         unifier = self.unifier(alternative, skeleton)
         firsts = _by_inputs(skeleton)
-        # Of gradients, each that reads everything will do; another output says where the rest may be.
+        # For gradients, any output that reads all inputs will do; other outputs locate the rest.
         for first in [j for j, reads in firsts if partly and reads == firsts[0][1]] or [
             firsts[0][0]
         ]:
             for term in self.candidates(skeleton.roots[first]):
-                # What came nearest is asked for where nothing is found: then nothing is passed over.
+                # The nearest miss is reported where nothing is found: then no candidate is skipped.
                 apt = self.thorough or self.reading.may_be(term, unifier.needs(first))
                 if term in seen or not apt:
                     continue
-                one = self._at(alternative, unifier, first, term, None if partly else seen)
-                if one is not None:
-                    seen.update(root.term for root in one.roots)
-                    yield one
+                occurrence = self._at(alternative, unifier, first, term, None if partly else seen)
+                if occurrence is not None:
+                    seen.update(root.term for root in occurrence.roots)
+                    yield occurrence
         self._missed(alternative.pattern, unifier)
 
     def unifier(self, alternative: Alternative, skeleton: Skeleton | None = None) -> Unifier:
-        """What proposes places for a pattern, by its skeleton or another one."""
+        """The unifier that proposes bindings of a pattern, by its skeleton or another one."""
         weights = alternative.pattern.weights
         return Unifier(
             skeleton or alternative.skeleton,
@@ -143,19 +143,19 @@ class Finder:
         term: Term,
         seen: Collection[Term] | None,
     ) -> Occurrence | None:
-        """By the first binding that gives all outputs, or the one that gives most.
+        """The occurrence by the first binding that gives all outputs, or the one that gives most.
 
         Args:
-            seen: the outputs of other occurrences, which are none of this one's; None if it may have
-                some outputs only, and parts of sums for outputs.
+            seen: the outputs of other occurrences, which this one cannot have; None if the occurrence
+                may have some outputs only, and terms of sums as outputs.
         """
         partly, taken = seen is None, {term, *(seen or ())}
         best, tries, places = None, _COMBINATIONS, itertools.count()
         for binding in itertools.islice(unifier.at(first, term), _COMBINATIONS):
             for bound in self._completed(unifier, first, taken, binding, places):
-                one = self.verifier.verified(alternative, first, term, bound, partly)
-                if one is not None and (best is None or len(one.roots) > len(best.roots)):
-                    best, tries = one, min(tries, _BETTER)
+                occurrence = self.verifier.verified(alternative, first, term, bound, partly)
+                if occurrence is not None and (best is None or len(occurrence.roots) > len(best.roots)):
+                    best, tries = occurrence, min(tries, _BETTER)
                 tries -= 1
                 if best is not None and (
                     not tries or len(best.roots) == len(unifier.skeleton.roots)
@@ -171,7 +171,7 @@ class Finder:
         binding: Binding,
         places: Iterator[int],
     ) -> Iterator[Binding]:
-        """With the inputs that only other outputs read, from where those may be."""
+        """Extend bindings by the inputs that only other outputs read, wherever those may be."""
         skeleton = unifier.skeleton
         todo = [j for j in range(len(skeleton.roots)) if j != first]
 
@@ -211,6 +211,6 @@ class Finder:
 
 
 def _by_inputs(skeleton: Skeleton) -> list[tuple[int, int]]:
-    """Outputs and how many inputs they depend on, those that depend on most first."""
+    """Outputs with the number of inputs they depend on, in descending order of that number."""
     counts = [(j, len(skeleton.reads(root))) for j, root in enumerate(skeleton.roots)]
     return sorted(counts, key=lambda item: -item[1])

@@ -1,8 +1,8 @@
-"""Course: in which order a pattern's inputs are tried, and what is known after each of them.
+"""Match plans: the order in which a pattern's inputs are bound, and what can be checked after each.
 
-A wrong input shows where it is read: a product of two values that the program never multiplies is
-nothing that the rest of the pattern could make right. So inputs are chosen one after another, what they
-suffice for is evaluated at once, and what is *firm* of it has to be in the program already.
+A wrong input is detected where it is read: if the program never multiplies two values, no choice of the
+other inputs makes their product occur. So inputs are bound one after another; terms that depend only on
+bound inputs are evaluated at once, and those that are *firm* must be in the program already.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from torchard.kernels.terms.terms import Store, Term, TermValue
 
 __all__ = ["Course", "MatchPlan", "MatchStep", "is_firm"]
 
-# What other terms may take up into themselves, so that it need not be a term of the program.
+# Operations whose terms can be absorbed into others, so that they need not be terms of the program.
 _DISSOLVE = ("input", "constant", "sum", "product", "cast", "copy")
 
 
 @dataclass(frozen=True, eq=False)
 class MatchStep:
-    """One input, and what can be computed once it is known.
+    """One input, and the nodes that can be evaluated once it is bound.
 
     Attributes:
-        number: of the input.
-        nodes: in order; firm: those of them that have to be in the program.
-        decided: whether the output is known after this.
+        number: the number of the input.
+        nodes, firm: the nodes in order, and those among them whose terms must be in the program.
+        decided: whether the output is known after this step.
     """
 
     number: int
@@ -52,7 +52,7 @@ class MatchPlan:
         self._courses: dict[int, Course] = {}
 
     def course(self, output: int) -> Course:
-        """That which decides an output first."""
+        """The steps that determine an output as early as possible."""
         if output not in self._courses:
             self._courses[output] = self._course(self.program.results[output])
         return self._courses[output]
@@ -70,7 +70,7 @@ class MatchPlan:
         return tuple(steps)
 
     def _inputs(self, ends: Iterable[fx.Node]) -> list[int]:
-        """The numbers of the inputs, those that the first of some nodes read first."""
+        """The numbers of the inputs, in the order in which some nodes read them."""
         numbers = {node: i for i, node in enumerate(self.program.placeholders)}
         found: dict[int, None] = {}
         for end in ends:
@@ -79,7 +79,7 @@ class MatchPlan:
         return list(dict.fromkeys((*found, *numbers.values())))
 
     def _before(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
-        """What nodes depend on, themselves included."""
+        """The nodes that some nodes depend on, these included."""
         found, todo = set(nodes), list(nodes)
         while todo:
             fresh = set(todo.pop().all_input_nodes) - found
@@ -88,7 +88,7 @@ class MatchPlan:
         return found
 
     def _follow(self, known: set[fx.Node]) -> list[fx.Node]:
-        """What can be computed besides, which is known from then on."""
+        """The further nodes that can be evaluated, which are added to ``known``."""
         found = []
         for node in self.program.calls:
             if node not in known and known.issuperset(node.all_input_nodes):
@@ -97,14 +97,14 @@ class MatchPlan:
         return found
 
     def _firm(self, result: fx.Node) -> set[fx.Node]:
-        """The nodes whose value is inside of a result's as it is, not taken apart or cancelled."""
+        """The nodes whose term is part of the result's term, neither absorbed nor cancelled."""
         kept = {term for term in inside([self._values[result].term]) if is_firm(term)}
         values = self._values.items()
         return {n for n, value in values if isinstance(value, TermValue) and bare(value.term) in kept}
 
     @cached_property
     def _values(self) -> dict[fx.Node, TermValue]:
-        """Of inputs of which nothing is known."""
+        """The values of all nodes, for inputs of which nothing is known."""
         store = Store()
         vals = [VAL.of(node) for node in self.program.placeholders]
         leaves = [store.leaf(i, val.shape, val.dtype) for i, val in enumerate(vals)]
@@ -112,5 +112,5 @@ class MatchPlan:
 
 
 def is_firm(term: Term) -> bool:
-    """Whether it stays what it is, whatever reads it."""
+    """Whether a term is never absorbed, whatever reads it."""
     return term.op not in _DISSOLVE and not isinstance(term.op, tuple)

@@ -1,7 +1,7 @@
 """Patterns: plain functions whose occurrences are looked for.
 
-A pattern is traced, like any function, at the shapes and dtypes it is to be compared at, and once at
-shapes of no importance, for its *skeleton*: which operations on what, which proposes where to look.
+A pattern is traced, like any function, at the shapes and dtypes at which it is compared, and once at
+arbitrary shapes, for its *skeleton*: its operations and data flow, which suggest where to look.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from torchard.kernels.terms.terms import Store
 __all__ = ["Alternative", "Pattern", "any_of", "call"]
 
 Specs = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-# Numbers nobody writes, so that where one ends up tells where the literal it stands for goes.
+# Unusual numbers that stand for literals in a trace, to find where each literal is used.
 _MARKERS = (0.73190117, 0.61803717, 0.52915737, 0.44721737)
 
 
 @dataclass
 class _Choices:
-    """What the any_of and call of a pattern stand for in one trace, in order."""
+    """The choices for a pattern's any_of and call in one trace, in order."""
 
     taken: tuple[int, ...] = ()
     operations: tuple[Callable[..., Any] | None, ...] = ()
@@ -190,7 +190,7 @@ class Pattern:
         dims: Dims | None,
         weights: Sequence[str] = (),
     ) -> Pattern:
-        """One whose parameters are known."""
+        """A pattern with given inputs and literals."""
         found = cls.__new__(cls)
         found._set(fn, name, inputs, literals, dims, weights)
         return found
@@ -213,19 +213,19 @@ class Pattern:
 
     @cached_property
     def alternatives(self) -> tuple[Alternative, ...]:
-        """Every choice of what its any_of stand for."""
+        """The alternatives: one for every combination of choices of its any_of."""
         choices = _Choices()
         specs, program = self._example(choices)
         found = [
             Alternative(self, taken, specs)
             for taken in itertools.product(*map(range, choices.counts))
         ]
-        # The first has been traced just now.
+        # The first has already been traced.
         found[0].example, found[0].predicates = (specs, program), choices.predicates
         return tuple(found)
 
     def _example(self, choices: _Choices) -> tuple[Specs, Program]:
-        """Shapes at which it can be traced."""
+        """Shapes at which the pattern can be traced, and the program there."""
         error: Exception | None = None
         for specs in self._candidates():
             choices.counts.clear()
@@ -262,7 +262,7 @@ class Pattern:
         run.__name__ = self.name
         with _chosen(choices):
             program = trace(run)(*(ShapeDtype(shape, dtype, device) for shape, dtype in specs))
-        # Traced of values in order, it runs on values laid out in any way.
+        # Traced on contiguous values, it runs on values of any strides.
         for node in program.calls:
             if node.target is aten.view.default:
                 node.target = aten.reshape.default
@@ -280,7 +280,7 @@ def _chosen(choices: _Choices) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without the warnings and the logged errors about what is only tried, and may not fit."""
+    """Suppress warnings and logged errors of traces that are tried and may fail."""
     here, log = threading.get_ident(), logging.getLogger(internals.FAKES_LOG)
 
     def others(record: logging.LogRecord) -> bool:
@@ -295,15 +295,15 @@ def _quietly() -> Iterator[None]:
         log.removeFilter(others)
 
 
-# Of all patterns: what a program of some shapes needs, and not what all programs ever needed.
+# The cached plans of all patterns, bounded.
 _PLANS: Recent[MatchPlan | None] = Recent(1024)
 
 
 class Alternative:
-    """A pattern with its choices made.
+    """A pattern with one choice for each of its any_of.
 
     Attributes:
-        taken: of each any_of, which.
+        taken: the index of the choice for each any_of.
     """
 
     def __init__(self, pattern: Pattern, taken: tuple[int, ...], specs: Specs) -> None:
@@ -314,7 +314,7 @@ class Alternative:
 
     @cached_property
     def example(self) -> tuple[Specs, Program]:
-        """Shapes of no importance, and its program there."""
+        """Arbitrary shapes, and the program traced at them."""
         choices = _Choices(self.taken)
         program = self.pattern._trace(self._specs, self.pattern._marked(), choices)
         self.predicates = choices.predicates
@@ -322,18 +322,18 @@ class Alternative:
 
     @cached_property
     def skeleton(self) -> Skeleton:
-        """Its terms at shapes of no importance."""
+        """The terms at arbitrary shapes."""
         return self._skeleton(*self.example)
 
     @cached_property
     def half(self) -> Skeleton | None:
-        """In half precision, if that has another form: sums and products are apart by casts."""
+        """The skeleton in half precision, if its form differs: casts separate sums and products."""
         found = self.rounded
         return None if found is None or same_form(found, self.skeleton) else found
 
     @cached_property
     def rounded(self) -> Skeleton | None:
-        """In half precision; None if it does not take that."""
+        """The skeleton in half precision; None if the pattern does not support it."""
         half = torch.bfloat16
         specs = tuple((s, half if t.is_floating_point else t) for s, t in self._specs)
         program = self.at(specs, tuple(self.pattern._marked().items()))
@@ -357,7 +357,7 @@ class Alternative:
         operations: tuple[Callable[..., Any], ...] = (),
         device: torch.device | str = "cpu",
     ) -> Program | None:
-        """Its program at these shapes and dtypes; None if it has none."""
+        """The program at these shapes and dtypes; None if it cannot be traced at them."""
         plan = self.plan(specs, literals, operations, device)
         return None if plan is None else plan.program
 
@@ -368,7 +368,7 @@ class Alternative:
         operations: tuple[Callable[..., Any], ...] = (),
         device: torch.device | str = "cpu",
     ) -> MatchPlan | None:
-        """The same, to be evaluated."""
+        """The plan by which the program at these shapes and dtypes is evaluated; None as for `at`."""
         key = (self, specs, tuple(literals), operations, str(device))
 
         def make() -> MatchPlan | None:
@@ -389,4 +389,4 @@ class Alternative:
                 choices = _Choices(self.taken, operations)
                 return self.pattern._trace(specs, literals, choices, device)
         except (RuntimeError, IndexError, TypeError, ValueError, AssertionError):
-            return None  # not at these shapes
+            return None  # it does not support these shapes

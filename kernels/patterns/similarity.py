@@ -1,4 +1,4 @@
-"""Likeness: how much of a pattern is in a term, and where the two part."""
+"""Similarity: how much of a pattern is in a term, and where the two diverge."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TermPair = tuple[Term, Term]
 
 @dataclass(frozen=True)
 class _Fit:
-    """A part of a pattern on a part of a program.
+    """The comparison of a part of a pattern with a part of a program.
 
     Attributes:
-        score: how many operations are the same.
-        parted: what is there instead of what, if this one is not.
-        facing: what is where the pattern has its inputs, or nothing that is like it.
+        score: the number of equal operations.
+        parted: the two terms that differ here, if they do.
+        facing: the terms at the places of the pattern's inputs, or where nothing is similar.
     """
 
     score: int = 0
@@ -32,14 +32,14 @@ class _Fit:
     facing: tuple[Term, ...] = ()
 
     def all(self) -> Iterator[_Fit]:
-        """Outer ones first."""
+        """This comparison and those of operands, outermost first."""
         yield self
         for part in self.parts:
             yield from part.all()
 
 
 class Likeness:
-    """One skeleton compared with terms, operation by operation; one too many or too few is overlooked."""
+    """A comparison of a skeleton with terms by operations, which allows one insertion or deletion."""
 
     def __init__(self, skeleton: Skeleton) -> None:
         self.skeleton = skeleton
@@ -51,15 +51,15 @@ class Likeness:
         self.depth = self._depth(root)
 
     def of(self, p: Term, t: Term) -> int:
-        """How many of the pattern's operations there are."""
+        """The number of the pattern's operations that are in a term."""
         return self._fit(p, t).score
 
     def parting(self, p: Term, t: Term) -> TermPair | None:
-        """The first place at which they differ in an operation."""
+        """The first two terms that differ in their operation."""
         return next((fit.parted for fit in self._fit(p, t).all() if fit.parted), None)
 
     def facing(self, p: Term, t: Term) -> set[Term]:
-        """The terms that are its inputs, as far as it goes."""
+        """The terms at the places of the pattern's inputs, as far as both agree."""
         return {term for fit in self._fit(p, t).all() for term in fit.facing}
 
     def _is_any(self, p: Term) -> bool:
@@ -101,22 +101,22 @@ class Likeness:
     def _in_any_order(
         self, mine: Sequence[Term], theirs: Sequence[Term], t: Term, edits: int
     ) -> list[_Fit]:
-        """The largest first, each where it fits best."""
+        """The fits of commuting operands: the largest first, each with its best counterpart."""
         left, parts = list(theirs), []
-        for one in sorted(mine, key=lambda o: -self._size(o)):
-            if self._is_any(bare(one)):
+        for operand in sorted(mine, key=lambda o: -self._size(o)):
+            if self._is_any(bare(operand)):
                 continue
-            fits = [self._fit(one, other, edits) for other in left]
+            fits = [self._fit(operand, other, edits) for other in left]
             best = max(range(len(fits)), key=lambda i: fits[i].score, default=None)
             if best is None:
-                parts.append(_Fit(parted=(bare(one), t)))
+                parts.append(_Fit(parted=(bare(operand), t)))
             else:
                 parts.append(fits[best])
                 del left[best]
         return [*parts, _Fit(facing=tuple(map(bare, left)))]
 
     def _other(self, p: Term, t: Term, edits: int) -> _Fit:
-        """Another operation: one more than the pattern has, or one less, which counts; or the end."""
+        """The fit of different operations: an insertion or deletion, at an edit each, or a mismatch."""
         inner: list[_Fit] = []
         if edits:
             inner += [self._fit(p, o, edits - 1) for o, _ in t.operands]
@@ -128,7 +128,7 @@ class Likeness:
 
 
 def spoken(term: Term) -> str:
-    """What an operation is called."""
+    """The name of a term's operation, for messages."""
     if term.op == "input":
         return "an input"
     if is_multiple(term):
@@ -139,7 +139,7 @@ def spoken(term: Term) -> str:
 
 
 def difference(mine: Term, theirs: Term) -> str:
-    """Where two terms that were taken to be equal are not."""
+    """The difference between two terms that were matched, for messages."""
     what = spoken(theirs)
     if mine.op == theirs.op == "constant":
         return f"{theirs.numbers[0]} where the pattern has {mine.numbers[0]}"
@@ -172,7 +172,7 @@ def _short(term: Term) -> str:
 
 
 def _apart(mine: Term, theirs: Term) -> tuple[list[Operand], list[Operand]]:
-    """The operands that differ, or all if it is in the numbers that they do."""
+    """The operands that differ, or all if only numbers differ."""
     if mine.op not in ("sum", "product"):
         return list(mine.operands), list(theirs.operands)
     ours, others = (dict.fromkeys(term.operands) for term in (mine, theirs))
@@ -185,14 +185,14 @@ def _apart(mine: Term, theirs: Term) -> tuple[list[Operand], list[Operand]]:
 
 
 def _numbers(term: Term, other: Term) -> str:
-    """Those that the other does not have; all where there are none."""
+    """The numbers that the other term does not have, as text; all if there are none."""
     mine = _flat(term.numbers[:-1] if term.op == "sum" and not term.numbers[-1] else term.numbers)
     found = [n for n in mine if n not in _flat(other.numbers)] or mine
     return " and ".join(f"{n:.6g}" if isinstance(n, float) else str(n) for n in found) or "none"
 
 
 def _flat(value: Any) -> list[Any]:
-    """Numbers, without the places that operands have among them."""
+    """The numbers of a term, without the positions of operands among them."""
     if value == "value":
         return []
     return [v for item in value for v in _flat(item)] if isinstance(value, tuple) else [value]

@@ -1,4 +1,4 @@
-"""Skeleton: what a pattern is at shapes of no importance, which says where to look for it."""
+"""Skeletons: the terms of a pattern at arbitrary shapes, which suggest where to look for it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["Skeleton", "same_form"]
 
 @dataclass(frozen=True)
 class Skeleton:
-    """A pattern's terms at shapes of no importance.
+    """A pattern's terms at arbitrary shapes.
 
     Attributes:
-        roots: one per output, in order; accesses: how each is read.
-        inputs: the tensor inputs' terms.
-        markers: for each number that stands for a literal, its name.
+        roots, accesses: the term and the access of each output, in order.
+        inputs: the terms of the tensor inputs.
+        markers: the name of the literal that each marker number stands for.
     """
 
     roots: tuple[Term, ...]
@@ -34,12 +34,12 @@ class Skeleton:
 
     @cached_property
     def terms(self) -> frozenset[Term]:
-        """All that is computed, inputs among it."""
+        """All terms, including the inputs."""
         return inside(self.roots)
 
     @cached_property
     def turned(self) -> frozenset[int]:
-        """The numbers of the inputs that are the matrix of a product, the dim that is summed first."""
+        """The numbers of inputs that are matrices of products with the contracted dim first."""
         found = set()
         for term in self.terms:
             for operand, access in term.operands if term.op == "dot" else ():
@@ -51,7 +51,7 @@ class Skeleton:
 
     @cached_property
     def operations(self) -> frozenset[Any]:
-        """Those that it has wherever it is, whatever becomes of sums and products."""
+        """The operations of every occurrence, whatever sums and products are merged into."""
         ops = (term.op for term in self.terms if is_firm(term))
         return frozenset(op for op in ops if getattr(op, "namespace", "") != "torchard_pattern")
 
@@ -68,24 +68,24 @@ class Skeleton:
         return self.read[term]
 
     def size(self, term: Term) -> int:
-        """How many operations there are in a term, what is shared counted as often as it is read."""
+        """The number of operations in a term; shared terms count once per reader."""
         if term not in self.sizes:
             self.sizes[term] = 1 + sum(self.size(operand) for operand, _ in term.operands)
         return self.sizes[term]
 
 
 def same_form(one: Skeleton, other: Skeleton, *, rounding: bool = False) -> bool:
-    """Whether they are the same operations on the same inputs, factors aside.
+    """Whether two skeletons have the same operations on the same inputs, factors aside.
 
     Args:
-        rounding: and rounded at the same places; casts are left out otherwise.
+        rounding: also compare where values are rounded; otherwise casts are ignored.
     """
     known: dict[Any, int] = {}
     return _forms(one.roots, known, rounding) == _forms(other.roots, known, rounding)
 
 
 def _forms(terms: Sequence[Term], known: dict[Any, int], rounding: bool) -> list[int]:
-    """Numbers of terms, equal where their forms are."""
+    """A number for each term, equal where their forms are."""
     found = []
     for term in terms if rounding else map(bare, terms):
         if term not in known:

@@ -1,7 +1,7 @@
-"""Unification: where a pattern's skeleton fits a program's terms, shapes and numbers aside.
+"""Unification of a pattern's skeleton with a program's terms, ignoring shapes and numbers.
 
-It only proposes. What it proposes is verified by evaluating the pattern on what its inputs would be
-(match.py), so being generous here costs time and is never wrong.
+It only proposes bindings. They are verified by evaluating the pattern on them (match.py), so a generous
+proposal costs time but is never wrong.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Binding:
-    """What a pattern's inputs might be.
+    """A proposed binding of a pattern's inputs.
 
     Attributes:
-        inputs: for an input's number, the term.
-        paths: for an input's number, how it is reached from roots: operand by operand.
-        literals: numbers by name.
-        nodes: for the place of a ``call(predicate)``, the node.
+        inputs: the term of each input, by its number.
+        paths: the paths, operand by operand, by which each input is reached from roots.
+        literals: the values of literals by name.
+        nodes: the node of each ``call(predicate)``, by its place.
     """
 
     inputs: Mapping[int, Term] = field(default_factory=dict)
@@ -45,13 +45,13 @@ class Binding:
         paths = self.paths
         if path is not None:
             paths = {**paths, i: (*paths.get(i, ()), path)}
-        # The value with the fewest casts around it: the pattern makes its own.
+        # The term with the fewest casts around it, since the pattern has its own casts.
         first = known if known is not None and known.id <= term.id else term
         return replace(self, inputs={**self.inputs, i: first}, paths=paths)
 
 
 class Unifier:
-    """One skeleton against the terms of one program."""
+    """Unification of one skeleton with the terms of one program."""
 
     def __init__(
         self,
@@ -66,33 +66,33 @@ class Unifier:
         self.predicates = predicates
         self.effort = effort
         self.numbers = {term: i for i, term in enumerate(skeleton.inputs)}
-        self.best = 0.0  # how deep it fitted, at most: for near misses
+        self.best = 0.0  # the greatest depth that unified, for near misses
         self.reached: tuple[Term, Term] | None = None
         self.weights = weights
         self._needs: dict[int, list[frozenset[Any]]] = {}
 
     def at(self, root: int, term: Term, binding: Binding | None = None) -> Iterator[Binding]:
-        """All ways in which one output could be this term, or a part of it if it is a sum.
+        """All bindings by which an output could be this term, or, of a sum, some of its terms.
 
         Args:
-            binding: what other outputs have said; paths lead from the first of them.
+            binding: the binding by other outputs; paths begin at the first of them.
         """
         path = () if binding is None else None
         yield from self._unify(self.skeleton.roots[root], term, binding or Binding(), path, 0, True)
 
     def needs(self, root: int) -> list[frozenset[Any]]:
-        """The operations that one output has within 1, 2, 3 steps."""
+        """The operations of an output within 1, 2, 3 steps."""
         if root not in self._needs:
             term = self.skeleton.roots[root]
             known: dict[Any, frozenset[Any]] = {
-                (one, depth): frozenset() for one in self._anything for depth in range(4)
+                (term, depth): frozenset() for term in self._anything for depth in range(4)
             }
             self._needs[root] = [operations(term, depth, known) for depth in (1, 2, 3)]
         return self._needs[root]
 
     @cached_property
     def _anything(self) -> set[Term]:
-        """Terms that may be anything, or have no place of their own in a program's."""
+        """The skeleton's terms that unify with any term, or may be absorbed in a program's."""
         found: set[Term] = set()
         todo = list(self.skeleton.roots)
         while todo:
@@ -105,7 +105,7 @@ class Unifier:
         return found
 
     def candidates(self, root: int, binding: Binding) -> list[Term]:
-        """What one output might be: if an input that it reads is bound, what reads that in this way."""
+        """The terms that an output might be: if an input of it is bound, terms that read it likewise."""
         path = self._way(bare(self.skeleton.roots[root]), binding)
         if path is None:
             return self.reading.by_op.get(bare(self.skeleton.roots[root]).op, [])
@@ -116,7 +116,7 @@ class Unifier:
         return [term for term in found if term in self.reading.nodes]
 
     def _way(self, term: Term, binding: Binding) -> list[Any] | None:
-        """The operations from a term down to an input that is bound, and the input's number."""
+        """The operations from a term down to a bound input, and the input's number."""
         for operand, _ in term.operands:
             number = self.numbers.get(bare(operand), -1)
             if number in binding.inputs:
@@ -161,7 +161,7 @@ class Unifier:
             yield from self._operands(p, t, bound, path, depth + 1, root)
 
     def _is_weight(self, i: int, t: Term, b: Binding) -> bool:
-        """Whether a term is an input of the program, and no other weight of the pattern."""
+        """Whether a term is an input of the program that is not bound to another weight."""
         others = (bare(b.inputs[j]) for j in self.weights if j != i and j in b.inputs)
         return bare(t).op == "input" and bare(t) not in others
 
@@ -178,7 +178,7 @@ class Unifier:
             order = sorted(mine, key=lambda o: (self._is_input(o), -self.skeleton.size(o)))
             yield from self._assign(order, theirs, t, b, path, depth, root)
             if p.op == "product" and len(theirs) > len(mine):
-                # An input that is a product is several of theirs: the last of mine, whichever it is.
+                # An input that is a product covers several operands: try each as the last one to assign.
                 for other in filter(self._is_input, order[:-1]):
                     turned = [*(o for o in order if o is not other), other]
                     yield from self._assign(turned, theirs, t, b, path, depth, root)
@@ -218,7 +218,7 @@ class Unifier:
         depth: int,
         root: bool,
     ) -> Iterator[Binding]:
-        """Operands in any order; at a root some may be left, an input may be several of them."""
+        """Assign operands in any order; a root may leave some, and an input may cover several."""
         if not mine:
             if not theirs or root:
                 yield b
@@ -243,9 +243,9 @@ class Unifier:
                 yield from self._assign(rest, left, t, bound, path, depth, root)
 
     def _possible(self, p: Term, b: Binding) -> set[Term] | None:
-        """What an operation of a bound input may be: what reads that; None if it may be anything."""
+        """The candidates for an operation on a bound input: its readers; None if any term is possible."""
         p = bare(p)
-        # Of a sum, what it reads may have become several operands.
+        # An operand of a sum may have been inlined as several operands.
         if p in self._anything or p.op in ("sum", "product"):
             return None
         numbers = (self.numbers.get(bare(operand), -1) for operand, _ in p.operands)
@@ -255,7 +255,7 @@ class Unifier:
         return set(map(bare, self.reading.readers(b.inputs[bound], p.op)))
 
     def _group(self, t: Term, theirs: list[tuple[int, Operand]]) -> Term | None:
-        """Several operands of a sum or product as one term, if the program has that value."""
+        """The term of several operands of a sum or product, if the program has it as a value."""
         store = self.reading.store
         shape = (*t.sizes, *t.reduced)
         parts = [(t.numbers[k], TermValue(term, access)) for k, (term, access) in theirs]
@@ -265,9 +265,9 @@ class Unifier:
         return found if known else None
 
     def _numbers(self, p: Term, t: Term, b: Binding) -> Iterator[Binding]:
-        """Literals are read off where the markers are; other numbers are verified later."""
+        """Bind the literals at the places of their markers; other numbers are verified later."""
         literals = dict(b.literals)
-        # Sums of several are in an order of their own: only the constant has a place.
+        # The terms of a sum have no fixed order: only the constant has a place.
         mine, theirs = p.numbers, t.numbers
         if p.op == "sum":
             mine, theirs = mine[-1:], theirs[-1:]
@@ -286,7 +286,7 @@ class Unifier:
     def _any(
         self, p: Term, t: Term, b: Binding, path: Path | None, depth: int
     ) -> Iterator[Binding]:
-        """Any one operation that a predicate accepts."""
+        """Unify a ``call(predicate)`` with an operation that the predicate accepts."""
         ((_, place),) = _calls(p)
         for node in self.reading.nodes.get(t, ()):
             if node.op != "call_function" or not self.predicates[place](_name(node.target)):
@@ -305,7 +305,7 @@ class Unifier:
 
 
 def _calls(p: Term) -> list[tuple[Any, int]]:
-    """The place that an operation of ``call`` was given."""
+    """The places of the ``call(predicate)`` in a term."""
     place = [v for v in _flat(p.numbers) if isinstance(v, int)]
     return [(p, place[-1])]
 

@@ -1,7 +1,7 @@
-"""Verification: a proposal is right if the pattern, evaluated on what it says, is in the program.
+"""Verification: a proposal is right if the pattern, evaluated on its binding, is in the program.
 
-The pattern is traced at exactly the shapes and dtypes of what its inputs might be and evaluated on them,
-in the program's own store of terms. It is there if what comes out is the same term as a node's.
+The pattern is traced at exactly the shapes and dtypes of the bound values and evaluated on them, in the
+program's own store of terms. It is in the program if the result is the term of a node.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from torchard.kernels.terms.terms import Term, TermValue, through
 
 __all__ = ["Occurrence", "Root", "Verifier"]
 
-# Of one proposal: shapes its inputs may have, and inputs of those shapes that decide the first output.
+# Limits per proposal: shapes of its inputs, and inputs of those shapes that determine the first output.
 _SHAPES = 48
 _COMBINATIONS = 48
-# Values tried for single inputs, most of which show at once that they are wrong.
+# The number of values tried for single inputs, most of which are rejected at once.
 _TRIES = 1024
 
 Env = dict[fx.Node, Any]
@@ -42,12 +42,12 @@ _Given = tuple[Options, tuple[tuple[str, Any], ...], tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Root:
-    """One output of a pattern, found.
+    """One output of a pattern that is in the program.
 
     Attributes:
-        output: which.
-        value: what the pattern returns.
-        term: of the program: the same, or a sum that it is a part of.
+        output: the index of the output.
+        value: the value that the pattern returns.
+        term: the program's term: the same, or a sum that contains it.
         rest: the other operands of that sum.
     """
 
@@ -59,12 +59,12 @@ class Root:
 
 @dataclass(frozen=True)
 class Occurrence:
-    """An occurrence.
+    """An occurrence of a pattern.
 
     Attributes:
-        inputs: what the pattern's inputs are.
-        literals: what its literals are, in order.
-        operations: what its call(predicate) are.
+        inputs: the values of the pattern's inputs.
+        literals: the values of its literals, in order.
+        operations: the operations of its call(predicate).
     """
 
     alternative: Alternative
@@ -79,12 +79,12 @@ class Occurrence:
 
 
 class Verifier:
-    """Says of proposals what they are proofs of, in one program."""
+    """Verifies proposals in one program."""
 
     def __init__(self, reading: Reading, effort: Effort) -> None:
         self.reading = reading
         self.effort = effort
-        self.known = len(reading.store)  # terms made from now on are none of the program's
+        self.known = len(reading.store)  # terms with a larger id are not the program's
         self._steps: dict[tuple[TermValue, int], TermValue | None] = {}
         self._tried: dict[Any, Env | None] = {}
         self._sums: dict[Term, Counter[tuple[Any, Term]]] = {}
@@ -92,10 +92,10 @@ class Verifier:
     def verified(
         self, alternative: Alternative, first: int, term: Term, bound: Binding, partly: bool
     ) -> Occurrence | None:
-        """What a binding says, if one output is this term and the others are there, too.
+        """The occurrence of a binding, if one output is this term and the others are in the program.
 
         Args:
-            partly: some of the others are enough.
+            partly: whether some of the others suffice.
         """
         self.effort.spend(EVALUATION)
         given = self._given(alternative, term, bound)
@@ -123,7 +123,7 @@ class Verifier:
     def returned(
         self, alternative: Alternative, first: int, term: Term, bound: Binding
     ) -> TermValue | None:
-        """What an output would be by a binding that is not right; None where dims do not fit."""
+        """The value of an output by a wrong binding; None if dims do not fit."""
         given = self._given(alternative, term, bound)
         if given is None:
             return None
@@ -142,7 +142,7 @@ class Verifier:
         return None
 
     def _given(self, alternative: Alternative, term: Term, bound: Binding) -> _Given | None:
-        """What inputs, literals and operations may be; None if one of them is nothing."""
+        """The possible inputs, literals and operations; None if one of them has none."""
         node, skeleton = self.reading.nodes[term][0], alternative.skeleton
         options = [
             self._options(node, bound, i, i in skeleton.turned) for i in range(len(skeleton.inputs))
@@ -157,7 +157,7 @@ class Verifier:
     def follow(
         self, plan: MatchPlan, step: MatchStep, env: Env, chosen: tuple[TermValue, ...]
     ) -> Env | None:
-        """What is known once an input is; None if that is nothing of the program's."""
+        """The values known once an input is bound; None if one that must be in the program is not."""
         key = plan, step, chosen
         if key not in self._tried:
             self._tried[key] = self._follow(step, env)
@@ -175,13 +175,13 @@ class Verifier:
         return found
 
     def _roots(self, values: Sequence[TermValue], first: int, term: Term) -> list[Root]:
-        """Which of the pattern's values the program has, the first of which it does."""
+        """The pattern's outputs that are in the program, of which the first is known to be."""
         found = [self.root(first, values[first], [term])]
         for j, value in enumerate(values):
             if j != first and isinstance(value, TermValue):
                 exact = [value.term] if value.term in self.reading.nodes else []
                 sums = self.reading.by_op.get("sum", []) if value.term.op == "sum" else []
-                # A value of the forward does not come from what depends on a cotangent.
+                # A value of the forward does not depend on a cotangent.
                 terms = [t for t in exact or sums if self._phase(t) == self._phase(term)]
                 found.append(self.root(j, value, terms))
         return [root for root in found if root is not None]
@@ -198,7 +198,7 @@ class Verifier:
         )
 
     def root(self, output: int, value: TermValue, terms: Sequence[Term]) -> Root | None:
-        """The first of some terms that a value is, or is a part of."""
+        """The root by the first of some terms that equals a value, or is a sum that contains it."""
         for term in terms:
             if value.term is term and any(map(value.is_reshape_of, self.reading.read_as(term))):
                 return Root(output, value, term)
@@ -208,11 +208,11 @@ class Verifier:
         return None
 
     def _rest(self, value: TermValue, term: Term) -> tuple[int, ...] | None:
-        """The operands of a sum that are left if a value is a part of it."""
+        """The other operands of a sum that contains a value; None if it does not."""
         part = value.term
         if part.op != "sum" or term.op != "sum" or len(part.operands) >= len(term.operands):
             return None
-        if part in self.reading.nodes:  # it is a value of its own, and found there
+        if part in self.reading.nodes:  # it has a node of its own, and is found there
             return None
         if part.numbers[-1] != 0 or not term.sizes:
             return None
@@ -233,14 +233,14 @@ class Verifier:
         return tuple(left)
 
     def _summands(self, term: Term) -> Counter[tuple[Any, Term]]:
-        """How often a sum has which multiple of which term, however it is read."""
+        """The multiset of (factor, term) of a sum, whatever the accesses."""
         if term not in self._sums:
             operands = (operand for operand, _ in term.operands)
             self._sums[term] = Counter(zip(term.numbers, operands, strict=False))
         return self._sums[term]
 
     def _options(self, node: fx.Node, bound: Binding, i: int, turned: bool = False) -> list[TermValue]:
-        """The values that an input may be: seen from the root, then as the program has them."""
+        """The possible values of an input: as read from the root, then as the program's nodes read it."""
         term = bound.inputs.get(i)
         if term is None:
             return []
@@ -248,7 +248,7 @@ class Verifier:
         paths = sorted(bound.paths.get(i, ()), key=len)
         for end in dict.fromkeys(self._reached(self.reading.value(node), path) for path in paths):
             found.update(dict.fromkeys(_seen(end, turned)))
-        # A factor may have been the input's: it has been pulled out of what was made of it.
+        # A factor that was pulled out of a term may have been the input's.
         for inner in [*_inside(term), *self.reading.multiples.get(term, ())]:
             for value in self.reading.read_as(inner):
                 found[value] = None
@@ -258,11 +258,11 @@ class Verifier:
         usable = [
             v for v in found if v.term in self.reading.nodes or _from_biased(v.term, self.reading)
         ]
-        # Of what is there before a cast and after it, what takes fewer bytes to read.
+        # Prefer the value before or after a cast that takes fewer bytes to read.
         return sorted(usable, key=lambda value: value.dtype.itemsize)
 
     def _reached(self, value: TermValue, path: Path) -> TermValue | None:
-        """From a value operand by operand. Paths are many, and most of what they lead over the same."""
+        """The value at the end of a path of operands; cached, since paths share prefixes."""
         found: TermValue | None = value
         for k in path:
             if found is None:
@@ -275,7 +275,7 @@ class Verifier:
 
 
 class _Trial:
-    """One plan with several values for each input.
+    """The trial of one plan with several values for each input.
 
     Args:
         tries: counts the values tried for single inputs.
@@ -297,7 +297,7 @@ class _Trial:
     def decided(
         self, at: int = 0, env: Env | None = None, chosen: tuple[TermValue, ...] = ()
     ) -> Iterator[Env]:
-        """The values of all nodes, in every way in which the first output is the term."""
+        """The values of all nodes, for each choice by which the first output is the term."""
         env = env or {}
         if at == len(self.course):
             yield env
@@ -321,7 +321,7 @@ def spec_of(value: TermValue) -> ShapeAndDtype:
 
 
 def _fitting(options: Options, dims: Dims | None) -> Iterator[tuple[ShapeAndDtype, ...]]:
-    """A shape and dtype of each, as the dims go together."""
+    """The combinations of one shape and dtype per input that fit the dims."""
     specs = [list(dict.fromkeys(map(spec_of, values))) for values in options]
 
     def extend(chosen: tuple[ShapeAndDtype, ...]) -> Iterator[tuple[ShapeAndDtype, ...]]:
@@ -351,7 +351,7 @@ def _operation(node: fx.Node) -> Any:
 
 
 def _inside(term: Term) -> Iterator[Term]:
-    """A term and what it is a cast or a multiple of."""
+    """A term and the terms that it is a cast or a multiple of."""
     yield term
     while bare(term) is not term:
         term = term.operands[0][0]
@@ -359,7 +359,7 @@ def _inside(term: Term) -> Iterator[Term]:
 
 
 def _read(value: TermValue, k: int) -> tuple[Any, ...] | None:
-    """An operand of a sum: how often which term, read how."""
+    """An operand of a sum: its factor, term and access."""
     found = through(value, k)
     if found is None:
         return None
@@ -367,10 +367,10 @@ def _read(value: TermValue, k: int) -> tuple[Any, ...] | None:
 
 
 def _seen(found: TermValue | None, turned: bool) -> Iterator[TermValue]:
-    """What is reached from a value, in the dims of the value, cast or not.
+    """The possible forms of a value that is read from a root, in the root's dims, with or without casts.
 
     Args:
-        turned: it is the matrix of a product, and the pattern has the dim that is summed first.
+        turned: whether it is a matrix of a product whose contracted dim is first in the pattern.
     """
     while found is not None:
         dims = found.access.dims
@@ -385,12 +385,12 @@ def _seen(found: TermValue | None, turned: bool) -> Iterator[TermValue]:
 
 
 def _aligned(access: Access) -> Access:
-    """Without the dims in front that nothing moves in, which broadcasting adds again."""
+    """An access without leading dims of stride 0, which broadcasting adds again."""
     dims = access.dims
     lead = next((i for i, (_, stride) in enumerate(dims) if stride), len(dims))
     return Access(tuple((s, t) if t else (1, 0) for s, t in dims[lead:]), access.offset)
 
 
 def _from_biased(term: Term, reading: Reading) -> bool:
-    """Whether a product is part of a biased one, so that it can be had on its own."""
+    """Whether a product is part of a product with a bias, so that it can be inserted."""
     return term.op == "dot" and term in reading.products

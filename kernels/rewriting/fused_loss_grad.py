@@ -1,7 +1,7 @@
-"""A kernel and its gradient as one, where a program has both and the gradient need not wait.
+"""Fusing a kernel with its gradient, where the cotangent does not depend on the kernel's results.
 
-A loss is the last of a forward: the cotangent it gets is known before it is. One pass over the logits
-then gives both, and what the gradient would compute again, it has.
+A loss is the end of a forward, and its cotangent is known in advance. One pass over the logits then
+computes both, and the gradient recomputes nothing.
 
 Source: Hsu et al. 2024 (arXiv:2410.10989), section 3.2.
 """
@@ -36,19 +36,19 @@ class Pair:
     """An occurrence of a kernel and one of its gradient.
 
     Attributes:
-        found: both as one, the inputs of the first in front; None if they do not go together.
+        merged: one occurrence of both, with the kernel's inputs first; None if they cannot be merged.
     """
 
     def __init__(self, kernel: Kernel, forward: Occurrence, backward: Occurrence) -> None:
         self.kernel, self.members = kernel, (forward, backward)
         self.positions: list[int] = []
-        self.found = self._merged()
+        self.merged = self._merge()
 
     @property
     def name(self) -> str:
         return f"{self.kernel.name}_with_backward"
 
-    def _merged(self) -> Occurrence | None:
+    def _merge(self) -> Occurrence | None:
         forward, backward = self.members
         if forward.literals != backward.literals or not all(map(_complete, self.members)):
             return None
@@ -65,20 +65,20 @@ class Pair:
             elif inputs[names.index(name)] == value:
                 self.positions.append(names.index(name))
             else:
-                return None  # one reads it in other dims than the other
+                return None  # they read one input in different dims
         count = len(forward.roots)
         more = (replace(root, output=root.output + count) for root in backward.roots)
         return replace(forward, inputs=tuple(inputs), roots=(*forward.roots, *more))
 
     def fused(self, device: torch.device, compiler: str) -> tuple[Fused, UserString] | None:
-        """What the node calls, and how it runs; None if nothing runs both at once on this device."""
+        """The target of the fused node, and its label; None if no implementation runs both at once."""
         if implementation(self.kernel.joint, device.type).run is None:
             return None
         backward = self.kernel.gradient
         assert backward is not None
         regions = [
-            KernelRegion(kernel, found, compiler)
-            for kernel, found in zip((self.kernel, backward), self.members, strict=True)
+            KernelRegion(kernel, occurrence, compiler)
+            for kernel, occurrence in zip((self.kernel, backward), self.members, strict=True)
         ]
         both = _Both(self.name, self.kernel, regions, self.positions)
         both.way.data = both.label(device.type, [])
@@ -88,10 +88,10 @@ class Pair:
 
 
 class _Both(Choice):
-    """Runs both at once.
+    """The choice of an implementation that runs a kernel and its gradient at once.
 
     Args:
-        positions: of the gradient's inputs among those of both; of output j, -1 - j.
+        positions: the positions of the gradient's inputs among the merged inputs; -1 - j for output j.
     """
 
     def __init__(
@@ -111,22 +111,22 @@ class _Both(Choice):
         return trace(self._both)(*tensors)
 
     def _both(self, *tensors: torch.Tensor) -> tuple[Any, ...]:
-        count = len(self.forward.found.inputs)
+        count = len(self.forward.occurrence.inputs)
         results = outputs_of(self.forward.reference(*tensors[:count]))
         read = (tensors[i] if i >= 0 else results[-1 - i] for i in self.positions)
         return *results, *outputs_of(self.backward.reference(*read))
 
 
-def _complete(found: Occurrence) -> bool:
-    """Whether all of its outputs were found, in order, each as a value of its own."""
-    outputs = range(len(found.alternative.skeleton.roots))
-    return [root.output for root in found.roots] == list(outputs) and not any(
-        root.rest for root in found.roots
+def _complete(occurrence: Occurrence) -> bool:
+    """Whether all outputs of the pattern were found, in order, each as a value of its own."""
+    outputs = range(len(occurrence.alternative.skeleton.roots))
+    return [root.output for root in occurrence.roots] == list(outputs) and not any(
+        root.rest for root in occurrence.roots
     )
 
 
 def let_go_of_losses(program: Program) -> None:
-    """Ones like a number, as every gradient begins with, are ones: they need not wait for the number."""
+    """Replace ``ones_like(loss)``, the seed cotangent, by a constant that does not depend on the loss."""
     for node in program.graph.find_nodes(op="call_function", target=aten.ones_like.default):
         val = VAL.of(node)
         if val.ndim:

@@ -1,4 +1,4 @@
-"""Bytes that operations move, run one by one."""
+"""Memory traffic: the bytes that operations move when they run one by one."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["moved", "moves_nothing", "size_of"]
 
 
 def size_of(node: fx.Node) -> int:
-    """Bytes of a node's value; of what is expanded, those there are."""
-    found = 0
+    """The bytes of a node's value; expanded dims count once."""
+    total = 0
     for v in tensors_of(VAL.get(node)):
         n = 1
         for size, stride in zip(v.shape, v.stride(), strict=True):
             n *= size if stride else 1
-        found += n * v.dtype.itemsize
-    return found
+        total += n * v.dtype.itemsize
+    return total
 
 
 def moves_nothing(node: fx.Node) -> bool:
@@ -29,7 +29,7 @@ def moves_nothing(node: fx.Node) -> bool:
 
 
 def moved(node: fx.Node) -> int:
-    """Bytes that a node reads and writes, run by itself; views move none."""
+    """The bytes that a node reads and writes when it runs by itself; views move none."""
     if moves_nothing(node):
         return 0
     return size_of(node) + sum(size_of(n) for n in node.all_input_nodes)

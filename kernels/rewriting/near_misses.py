@@ -1,6 +1,6 @@
-"""Near misses: what is almost a kernel's pattern, and what is different there.
+"""Near misses: places where most of a kernel's pattern is, and what differs there.
 
-Looked for when somebody asks, where no kernel has come: fusing is none the slower for it.
+They are computed on demand, where no kernel was used, so that fusing is not slowed down.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchard.kernels.terms.terms import Term, TermValue
 
 __all__ = ["Misses"]
 
-# Operations that have to be there, and more than which part of the pattern's: less is everywhere.
+# The least number of matching operations, and the least fraction of the pattern's.
 _LEAST = 2
 _PART = 2 / 3
 _BINDINGS = 8
@@ -33,12 +33,15 @@ _BINDINGS = 8
 
 @dataclass
 class Misses:
-    """What a rewrite has left alone.
+    """The near misses of one rewrite, computed when called.
 
     Args:
-        program: as it was. kernels: those looked for. concerns: which nodes were meant.
-        refused: occurrences that were found and not replaced.
-        used: the kernels that stand there now. gone: the names of nodes that do not any more.
+        program: the program before the rewrite.
+        kernels: the kernels that were looked for.
+        concerns: whether a node was to be considered.
+        refused: occurrences that were found but not replaced.
+        used: the kernels in the program now.
+        gone: the names of nodes that were erased.
     """
 
     program: Program
@@ -49,9 +52,9 @@ class Misses:
     gone: frozenset[str]
 
     def __call__(self) -> list[Missed]:
-        """Those that were refused, then what was not found, in the order of the program."""
+        """Refused occurrences, then near misses, in program order."""
         reading = Reading(self.program)
-        refused = {one.source for one in self.refused}
+        refused = {miss.source for miss in self.refused}
         best: dict[fx.Node, _Near] = {}
         for near in self._nears(Finder(reading)):
             known = best.get(near.node)
@@ -59,15 +62,15 @@ class Misses:
                 best[near.node] = near
         order = reading.order
         outer = list(_apart(sorted(best.values(), key=lambda near: -order[near.node])))
-        said = [near.said() for near in reversed(outer)]
-        return [*self.refused, *(one for one in said if one is not None)]
+        misses = [near.report() for near in reversed(outer)]
+        return [*self.refused, *(miss for miss in misses if miss is not None)]
 
     def _nears(self, finder: Finder) -> Iterator[_Near]:
-        """Of kernels in the forward, and in the backward of the gradients of those in use."""
+        """Near misses of kernels in the forward, and of gradients of the used kernels in the backward."""
         backward = any(_is_backward(node) for node in self.program.calls)
         used = [kernel for kernel in self.kernels if backward and kernel.name in self.used]
         gradients = [kernel.gradient for kernel in used]
-        for kernel in (*self.kernels, *(one for one in gradients if one is not None)):
+        for kernel in (*self.kernels, *(g for g in gradients if g is not None)):
             for pattern in kernel.patterns:
                 for alternative in pattern.alternatives:
                     yield from self._of(kernel, alternative, finder)
@@ -89,14 +92,14 @@ class Misses:
             score = likeness.of(root, term)
             if score >= _LEAST and score > _PART * likeness.all:
                 near = _Near(kernel, alternative, first, term, node, score, likeness, finder)
-                # A gradient adds to others: around those of kernels there is always something like it.
+                # Gradients are summed: next to a kernel's gradient there is always something similar.
                 if kernel.of is None or self.gone.isdisjoint(n.name for n in near.reached()):
                     yield near
 
 
 @dataclass
 class _Near:
-    """A place where most of a pattern's operations are."""
+    """A place that has most of a pattern's operations."""
 
     kernel: Kernel
     alternative: Alternative
@@ -113,7 +116,7 @@ class _Near:
 
     @property
     def root(self) -> Term:
-        """Of the pattern."""
+        """The pattern's root that was compared."""
         return self.alternative.skeleton.roots[self.first]
 
     @property
@@ -121,7 +124,7 @@ class _Near:
         return str(SOURCE.get(self.node) or "")
 
     def reached(self) -> set[fx.Node]:
-        """What lies between the pattern's inputs, as far as it goes, and its output."""
+        """The nodes between the pattern's inputs, as far as they are known, and its output."""
         values, ends = self.finder.reading.values, self.likeness.facing(self.root, self.term)
 
         def ending(node: fx.Node) -> bool:
@@ -135,8 +138,8 @@ class _Near:
             todo += fresh
         return found
 
-    def said(self) -> Missed | None:
-        """None if it is not missed: what is one operation already, fusing leaves alone."""
+    def report(self) -> Missed | None:
+        """The report of this near miss; None for a single operation, which fusing would not replace."""
         self.finder.effort.begin()
         try:
             why = self._why()
@@ -146,7 +149,7 @@ class _Near:
         return Missed.of(self.kernel.name, self.node, f"{why} ({matched})") if why else None
 
     def _why(self) -> str:
-        """What is different; empty if nothing is."""
+        """What differs; empty if nothing does."""
         apart = self.likeness.parting(self.root, self.term)
         if apart is not None:
             p, t = apart
@@ -174,12 +177,12 @@ def _is_backward(node: fx.Node) -> bool:
 
 
 def _tells(term: Term) -> bool:
-    """Whether an operation is more than arithmetic, which is everywhere."""
+    """Whether an operation is distinctive; arithmetic is not."""
     return is_firm(term) or (isinstance(term.op, tuple) and term.op[0] == "reduce")
 
 
 def _apart(nears: Sequence[_Near]) -> Iterator[_Near]:
-    """Those that are not on the way to one before them."""
+    """The near misses that are not within an earlier one."""
     inside: set[fx.Node] = set()
     for near in nears:
         if near.node not in inside:

@@ -1,4 +1,4 @@
-"""What a graph needs once kernels have been put in."""
+"""Post-passes: order, strides and storage of a graph into which kernels were inserted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["each_its_own", "in_any_layout", "in_order"]
 
 
 def in_order(graph: fx.Graph) -> None:
-    """Put every node after what it reads, and otherwise leave it where it is."""
+    """Move nodes after their operands, and otherwise keep the order."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     waiting = {node: len(node.all_input_nodes) for node in graph.nodes}
     ready = [(order[n], n) for n in graph.nodes if not waiting[n]]
@@ -38,9 +38,9 @@ def in_order(graph: fx.Graph) -> None:
 
 
 def in_any_layout(graph: fx.Graph) -> None:
-    """An implementation may lay its results out as it likes: what views them says so.
+    """Make views of kernel results valid for any strides, since implementations may choose them.
 
-    And with them whatever is laid out like its operands.
+    The same applies to operations whose results have the strides of their operands.
     """
     todo = [user for node in graph.nodes if isinstance(node.target, Fused) for user in node.users]
     seen: set[fx.Node] = set()
@@ -53,7 +53,7 @@ def in_any_layout(graph: fx.Graph) -> None:
             _laid_out(node, node.args[0])
         elif node.target in _VIEWS:
             node.target = aten.reshape.default
-            todo += node.users  # a view still, if it can be
+            todo += node.users  # a reshape is still a view where possible
         elif node.target is operator.getitem or is_view(node) or _keeps_layout(node):
             todo += node.users
 
@@ -69,7 +69,7 @@ def _keeps_layout(node: fx.Node) -> bool:
 
 
 def _laid_out(user: fx.Node, operand: Any) -> None:
-    """What addresses memory finds it as it was."""
+    """Restore the traced strides of an operand for an operation that depends on them."""
     val = VAL.of(operand)
     if val.is_contiguous():
         with user.graph.inserting_before(user):
@@ -78,14 +78,14 @@ def _laid_out(user: fx.Node, operand: Any) -> None:
 
 
 def _copied(node: fx.Node) -> fx.Node:
-    """In memory of its own, in order."""
-    # Not its name, which stays with what is copied.
+    """A contiguous copy of a node's value."""
+    # Without its label, which stays with the original.
     order = torch.contiguous_format
     return add_call(node, aten.clone.default, node, val=VAL.of(node), memory_format=order)
 
 
 def each_its_own(before: Program, program: Program) -> None:
-    """What was returned in memory of its own still is: a kernel's may be another's, or lie beside it."""
+    """Copy results that share storage with others only because of kernels."""
     output, results = program.graph.output_node(), list(program.results)
     taken: dict[fx.Node, fx.Node] = {}
     for i, (old, new) in enumerate(zip(before.results, results, strict=True)):
@@ -100,14 +100,14 @@ def each_its_own(before: Program, program: Program) -> None:
 
 
 def _storage(node: fx.Node) -> fx.Node:
-    """The value in whose memory a node lies; reshapes are taken for views, which they mostly are."""
+    """The value whose storage a node shares; reshapes count as views, which most are."""
     while (found := storage_of(node)).target is aten.reshape.default:
         node = found.all_input_nodes[0]
     return found
 
 
 def _beside(node: fx.Node) -> bool:
-    """Whether it is one of several results that a kernel returns in one piece of memory."""
+    """Whether a node is one of several results that a kernel returns in one buffer."""
     if node.target is not operator.getitem:
         return False
     target = node.all_input_nodes[0].target

@@ -1,4 +1,4 @@
-"""From an occurrence and a kernel to what a node calls."""
+"""The target of a fused node: a kernel bound to an occurrence."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Tensors = Sequence[torch.Tensor]
 
 
 def fused_of(
-    kernel: Kernel, found: Occurrence, compiler: str, reading: Reading
+    kernel: Kernel, occurrence: Occurrence, compiler: str, reading: Reading
 ) -> tuple[Fused, UserString]:
-    """What the node calls, and how it runs: said anew once that is chosen."""
-    region = KernelRegion(kernel, found, compiler)
-    numels = [value.access.numel for value in found.inputs]
+    """The target of a fused node, and a label that is updated once an implementation is chosen."""
+    region = KernelRegion(kernel, occurrence, compiler)
+    numels = [value.access.numel for value in occurrence.inputs]
     region.way.data = region.label(reading.device.type, numels)
     made = Fused(
         kernel.name, region.key, region.reference, region.choose, region.rule, kernel.shared_storage
@@ -37,39 +37,39 @@ def fused_of(
 
 
 class KernelRegion(Choice):
-    """One kernel with its literals.
+    """A kernel with the literals of one occurrence.
 
     Args:
-        found: which of its references, with which literals, was there.
-        compiler: of what has no implementation.
+        occurrence: the occurrence, whose reference and literals are used.
+        compiler: the compiler for devices without an implementation.
     """
 
-    def __init__(self, kernel: Kernel, found: Occurrence, compiler: str) -> None:
+    def __init__(self, kernel: Kernel, occurrence: Occurrence, compiler: str) -> None:
         super().__init__()
-        self.kernel, self.found, self.compiler = kernel, found, compiler
-        self.name, self.implementations = kernel.name, implementations_of(kernel, found.pattern)
-        self.by_time, self.dims = kernel.by_time, found.pattern.dims
-        self.literals = dict(found.literals)
+        self.kernel, self.occurrence, self.compiler = kernel, occurrence, compiler
+        self.name, self.implementations = kernel.name, implementations_of(kernel, occurrence.pattern)
+        self.by_time, self.dims = kernel.by_time, occurrence.pattern.dims
+        self.literals = dict(occurrence.literals)
 
     @property
     def key(self) -> Hashable:
-        found = self.found
+        occurrence = self.occurrence
         return (
             self.kernel,
-            found.alternative,
-            found.literals,
-            found.operations,
+            occurrence.alternative,
+            occurrence.literals,
+            occurrence.operations,
             self.compiler,
         )
 
     def rule(self, ins: Any, outs: Any) -> str | None:
-        """How it may be split."""
+        """The factor rule of the region for these shapes."""
         return None if self.dims is None else self.dims.rule(ins, outs)
 
     def program(self, tensors: Tensors) -> Program:
         specs = tuple((tuple(t.shape), t.dtype) for t in tensors)
-        found = self.found
-        program = found.alternative.at(specs, found.literals, found.operations, tensors[0].device)
+        of = self.occurrence
+        program = of.alternative.at(specs, of.literals, of.operations, tensors[0].device)
         if program is None:
             shapes = ", ".join(str(list(shape)) for shape, _ in specs)
             raise KernelError(f"kernel {self.kernel.name!r} cannot be run on {shapes}")
@@ -77,7 +77,7 @@ class KernelRegion(Choice):
 
 
 def implementations_of(kernel: Kernel, pattern: Pattern) -> Implementations:
-    """Those for a pattern's inputs: a gradient's are of what its first reference's formulas read."""
+    """The kernel's implementations, if they take this pattern's inputs; a gradient's may not."""
     first = kernel.patterns[0].inputs
     alike = len(first) == len(pattern.inputs) and all(
         mine.startswith(RESULT) == theirs.startswith(RESULT)

@@ -1,6 +1,6 @@
-"""Replacement: the users of what was found read a kernel's results instead; what nobody reads goes.
+"""Replacement: users of an occurrence's results read a kernel's results instead; dead nodes are erased.
 
-On a pure graph that is sound if no cycle comes of it. It is worth doing if fewer bytes are moved.
+On a pure graph this is sound if it creates no cycle. It is worth doing if fewer bytes are moved.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ REPLACED = "it has been replaced already"
 
 @dataclass
 class Part:
-    """One occurrence in a replacement.
+    """One occurrence within a replacement.
 
     Attributes:
-        sources: for each input, the node it is viewed from; None: a product of its own first.
-        roots: for each root, the nodes whose users turn to the kernel.
-        rests: for each root, what else is in the sum it is part of: nodes, how they are read, factors.
-        gone: what nobody reads any more on its account.
-        before, after: bytes moved, by what is gone and by the kernel.
+        sources: for each input, the node it is viewed from; None if a product must be inserted for it.
+        roots: for each root, the nodes whose users are redirected to the kernel.
+        rests: for each root, the other terms of the sum it is part of: nodes, values, factors.
+        gone: the nodes that become dead because of this occurrence.
+        before, after: the bytes moved by the dead nodes, and by the kernel.
     """
 
-    found: Occurrence
+    occurrence: Occurrence
     sources: list[fx.Node | None]
     roots: list[list[fx.Node]]
     rests: list[list[tuple[fx.Node, TermValue, float]]]
@@ -65,12 +65,12 @@ class Part:
 
 @dataclass
 class Replacement:
-    """Occurrences replaced together: a kernel's own, and that of its gradient.
+    """A plan to replace occurrences at once: a kernel's own, and its gradient's.
 
     Attributes:
-        gone: everything nobody reads any more.
-        before, after: bytes moved.
-        refused: why it must not be done; empty if it may.
+        gone: all nodes that become dead.
+        before, after: the bytes moved.
+        refused: the reason why it must not be done; empty if it may.
     """
 
     parts: list[Part]
@@ -86,15 +86,15 @@ class Replacement:
 
     @property
     def results(self) -> list[fx.Node]:
-        """What is read from the kernels afterwards."""
+        """The nodes whose values are read from the kernels afterwards."""
         return [node for part in self.parts for node in part.makers]
 
 
 class Replacer:
-    """Replaces what was found in a program; the graph changes, the reading of it does not.
+    """Replaces occurrences in a program; the graph changes, the reading of it does not.
 
     Args:
-        wanted: whether a label on a value means that it must stay a value of the program.
+        wanted: whether a label requires that its value stays in the program.
     """
 
     def __init__(
@@ -104,25 +104,25 @@ class Replacer:
         self.graph = reading.program.graph
         self.order: dict[fx.Node, float] = {n: i for n, i in reading.order.items()}
         self.erased: set[fx.Node] = set()
-        self.turned: dict[fx.Node, fx.Node] = {}  # what is read in place of a result
+        self.turned: dict[fx.Node, fx.Node] = {}  # the node that is read in place of a result
         self.wanted = wanted
 
     # -- planning -----------------------------------------------------------------------------
 
-    def plan(self, founds: Sequence[Occurrence]) -> Replacement:
-        """What would be done."""
+    def plan(self, occurrences: Sequence[Occurrence]) -> Replacement:
+        """The replacement of some occurrences; changes nothing."""
         plan = Replacement([])
-        for found in founds:
-            why = self._part(plan, found)
+        for occurrence in occurrences:
+            why = self._part(plan, occurrence)
             if why:
                 plan.refused = why
                 return plan
         roots = plan.results
-        # What one kernel returns and another reads, the other reads from the kernel.
+        # An input that another kernel returns is read from that kernel.
         pinned = {n for part in plan.parts for n in part.sources if n is not None} - set(roots)
         pinned.update(n for part in plan.parts for rest in part.rests for n, *_ in rest)
         left = plan.gone = self._gone(roots, pinned)
-        # What goes on account of several is the first one's: a gradient has what it alone makes go.
+        # Nodes that die because of several parts count for the first; a gradient's are its own only.
         for part in plan.parts[:0:-1]:
             part.gone = self._gone(part.makers, pinned) & left
             left = left - part.gone
@@ -132,10 +132,10 @@ class Replacer:
         return plan
 
     def _part(self, plan: Replacement, found: Occurrence) -> str:
-        """Add an occurrence to a plan; or why not."""
+        """Add an occurrence to a plan; return the reason if that is impossible."""
         given = {value.term for value in found.inputs}
         made = [(root, self._makers(root.term, root.term in given)) for root in found.roots]
-        # A result that is an input as it is (a bias's gradient) may have no operation of its own.
+        # A result that equals an input (a bias's gradient) may have no operation of its own.
         kept = [(root, nodes) for root, nodes in made if nodes or root.term not in given]
         found = replace(found, roots=tuple(root for root, _ in kept))
         roots = [nodes for _, nodes in kept]
@@ -156,7 +156,7 @@ class Replacer:
         return ""
 
     def _makeable(self, value: TermValue, after: set[fx.Node]) -> bool:
-        """Whether it is a product that can be had from a biased one."""
+        """Whether a value is a product that can be inserted, given the product with a bias."""
         node = self.reading.products.get(value.term)
         return node is not None and after.isdisjoint(node.all_input_nodes[-2:])
 
@@ -170,13 +170,13 @@ class Replacer:
         return ""
 
     def _makers(self, term: Term, given: bool = False) -> list[fx.Node]:
-        """The nodes that compute a term, rather than view it; again, if it is given."""
+        """The nodes that compute a term rather than view it; if it is given, those that recompute it."""
         alive = [n for n in self.reading.nodes[term] if n not in self.erased][given:]
         made = [n for n in alive if n.op == "call_function" and not is_view(n)]
         return [n for n in made if not self._lays_out(n, term)] or made
 
     def _lays_out(self, node: fx.Node, term: Term) -> bool:
-        """Whether a node is a copy, laid out as those who view it need it: it goes on to be one."""
+        """Whether a node is a copy in the layout that its users view, which must be kept."""
         copied = [n for n in node.all_input_nodes[:1] if node.target is aten.clone.default]
         return any(
             self.reading.value(n).term is term
@@ -185,9 +185,9 @@ class Replacer:
         )
 
     def inside(self, part: Part) -> set[fx.Node]:
-        """What lies between the inputs of an occurrence and its results, these not included."""
+        """The nodes between the inputs and the results of an occurrence, both exclusive."""
         ends = {node for node in part.sources if node is not None}
-        for value in part.found.inputs:
+        for value in part.occurrence.inputs:
             product = self.reading.products.get(value.term)
             ends.update(() if product is None else product.all_input_nodes)
         found: set[fx.Node] = set()
@@ -201,7 +201,7 @@ class Replacer:
         return found
 
     def _depending(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        """What follows from nodes, themselves included."""
+        """The nodes that depend on some nodes, these included."""
         found = set(nodes)
         todo = list(found)
         while todo:
@@ -212,7 +212,7 @@ class Replacer:
         return found
 
     def _source(self, value: TermValue, after: set[fx.Node]) -> fx.Node | None:
-        """The node that a value is best had from."""
+        """The node from which a value is best read; None if there is none."""
         nodes = [
             n
             for n in self.reading.nodes.get(value.term, ())
@@ -225,7 +225,7 @@ class Replacer:
         return (as_is or shaped or nodes)[0]
 
     def _rest(self, root: Root, after: set[fx.Node]) -> list[tuple[fx.Node, TermValue, float]] | None:
-        """What is added to the kernel's result: nodes, how they are read, and factors."""
+        """The terms to add to the kernel's result: nodes, values, factors; None if one has no node."""
         if not root.rest:
             return []
         whole = self.reading.first[root.term]
@@ -247,7 +247,7 @@ class Replacer:
         return found
 
     def _gone(self, roots: Sequence[fx.Node], pinned: Collection[Any]) -> set[fx.Node]:
-        """What nobody reads any more once the users of some nodes have turned away."""
+        """The nodes that become dead once the users of some nodes are redirected."""
         gone: set[fx.Node] = set()
         todo = list(roots)
         outputs = {self.graph.output_node()}
@@ -265,7 +265,7 @@ class Replacer:
     def _weigh(self, plan: Replacement) -> None:
         made: set[Term] = set()
         for part in plan.parts:
-            found = part.found
+            found = part.occurrence
             part.before = sum(map(moved, part.gone))
             part.after = sum(map(_bytes, found.inputs)) + sum(_bytes(r.value) for r in found.roots)
             for node, value in zip(part.sources, found.inputs, strict=True):
@@ -281,33 +281,33 @@ class Replacer:
     # -- doing --------------------------------------------------------------------------------
 
     def carry_out(self, part: Part, fused: Fused, tags: Tags) -> fx.Node:
-        """Put one kernel in; its node."""
+        """Insert one kernel, and return its node."""
         first = min(part.makers, key=self.order.__getitem__)
         with self.graph.inserting_before(first):
             operands = [
                 self._operand(node, value, first)
-                for node, value in zip(part.sources, part.found.inputs, strict=True)
+                for node, value in zip(part.sources, part.occurrence.inputs, strict=True)
             ]
             node = self._call(fused, tuple(operands), first)
             put(node, tags)
-            results = self._results(node, part.found, first)
+            results = self._results(node, part.occurrence, first)
         for i, result in enumerate(results):
             self._turn(part, i, result)
         return node
 
     def finish(self, plan: Replacement) -> None:
-        """Let go of what a plan leaves behind."""
+        """Erase the dead nodes of a plan."""
         self._sweep(node for part in plan.parts for node in part.makers)
 
     def _operand(self, node: fx.Node | None, value: TermValue, like: fx.Node) -> fx.Node:
         if node is not None:
             node = self.turned.get(node, node)
             return self._viewed(node, self.reading.value(node), value, like)
-        made = self._source(value, set()) or self._product(value.term)
-        return self._viewed(made, self.reading.value(made), value, like)
+        source = self._source(value, set()) or self._product(value.term)
+        return self._viewed(source, self.reading.value(source), value, like)
 
     def _product(self, term: Term) -> fx.Node:
-        """The product of a biased one, by itself."""
+        """Insert the product of a product with a bias."""
         biased = self.reading.products[term]
         a, b = biased.all_input_nodes[-2:]
         target = aten.mm.default if biased.target is aten.addmm.default else aten.bmm.default
@@ -319,7 +319,7 @@ class Replacer:
         return made
 
     def _viewed(self, node: fx.Node, have: TermValue, want: TermValue, like: fx.Node) -> fx.Node:
-        """A node's value, read in another way."""
+        """Insert the views by which one value of a term is read from another."""
         if have.access == want.access:
             return node
         if have.access.reshaped(want.shape) == want.access:
@@ -328,7 +328,7 @@ class Replacer:
         return self._read(node, want.access, want.term.sizes, like)
 
     def _buffer(self, node: fx.Node, have: TermValue, like: fx.Node) -> fx.Node:
-        """The whole buffer of a node's term, in order."""
+        """Insert views of a node that read the whole buffer of its term in order."""
         order = sorted(range(len(have.shape)), key=lambda d: -have.access.dims[d][1])
         order = [d for d in order if have.access.dims[d][1]] + [
             d for d in order if not have.access.dims[d][1]
@@ -337,12 +337,12 @@ class Replacer:
             node = self._call(aten.permute.default, (node, order), like)
         dims = [have.access.dims[d] for d in order]
         for d in range(len(dims) - 1, -1, -1):
-            if not dims[d][1]:  # of what is expanded, one is enough
+            if not dims[d][1]:  # an expanded dim is read once
                 node = self._call(aten.select.int, (node, d, 0), like)
         return node
 
     def _read(self, node: fx.Node, access: Access, sizes: Sequence[int], like: fx.Node) -> fx.Node:
-        """A whole buffer, read through strides."""
+        """Insert the views that read a whole buffer by an access."""
         total = 1
         for size in sizes:
             total *= size
@@ -384,8 +384,8 @@ class Replacer:
         return [self._call(operator.getitem, (node, root.output), like) for root in found.roots]
 
     def _turn(self, part: Part, i: int, result: fx.Node) -> None:
-        """Let the users of a root read the kernel's result, and the rest of the sum it is part of."""
-        root = part.found.roots[i]
+        """Redirect the users of a root to the kernel's result plus the rest of its sum."""
+        root = part.occurrence.roots[i]
         whole = self.reading.first[root.term]
         for old in part.roots[i]:
             want = self.reading.value(old)
@@ -409,7 +409,7 @@ class Replacer:
         whole: TermValue,
         like: fx.Node,
     ) -> fx.Node:
-        """The sum that a result is a part of, in the dims in which its parts were told apart."""
+        """Insert the sum that a result is part of, in the dims in which its terms are known."""
         shape = list(whole.shape)
         new = result
         if tuple(VAL.of(result).shape) != whole.shape:
@@ -431,13 +431,13 @@ class Replacer:
         like: fx.Node,
         kwargs: dict[str, Any] | None = None,
     ) -> fx.Node:
-        """A new node, in the place of another one."""
+        """Insert a call in place of another node, with its tags."""
         made = add_call(like, target, *args, **kwargs or {})
         self.order[made] = self.order[like] - 0.5
         return made
 
     def _sweep(self, nodes: Iterable[fx.Node]) -> None:
-        """Erase these and what only they read, as far as nobody uses it."""
+        """Erase unused nodes among these, and operands that become unused."""
         todo = list(nodes)
         while todo:
             node = todo.pop()

@@ -1,4 +1,4 @@
-"""What was found and what it was replaced by, for people."""
+"""Reports of matches, of kernels in use, and of near misses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchard.kernels.terms.reading import Reading
 
 __all__ = ["Match", "Missed", "Use"]
 
-# Rows of a table of what was missed: the rest is counted.
+# The number of rows in a table of near misses; the rest is counted.
 _SHOWN = 12
 
 
@@ -25,9 +25,12 @@ class Match:
     """One occurrence of a pattern.
 
     Attributes:
-        name: of the pattern. scope, source: of its first result; phase: forward or backward.
-        shapes: of its inputs. literals: what its numbers are.
-        bytes_before, bytes_after: moved by its operations one by one, and by one kernel.
+        name: the name of the pattern.
+        scope, source: the scope and line of its first result.
+        phase: forward or backward.
+        shapes: the shapes of its inputs.
+        literals: the values of its literals.
+        bytes_before, bytes_after: the bytes moved by its operations one by one, and by one kernel.
     """
 
     name: str
@@ -45,12 +48,12 @@ class Match:
         node = part.firsts[0]
         inside = sorted(part.gone, key=reading.order.__getitem__)
         return Match(
-            part.found.pattern.name,
+            part.occurrence.pattern.name,
             str(SCOPE.get(node) or ""),
             str(SOURCE.get(node) or ""),
             str(PHASE.get(node) or "forward"),
-            tuple(value.shape for value in part.found.inputs),
-            part.found.literals,
+            tuple(value.shape for value in part.occurrence.inputs),
+            part.occurrence.literals,
             tuple(n.name for n in inside),
             part.before,
             part.after,
@@ -62,9 +65,10 @@ class Use(Record):
     """One kernel of a program.
 
     Attributes:
-        kernel: its name. scope, source, phase: where. how: which implementation; a string that
-            changes when it is chosen, at the first call.
-        bytes_before, bytes_after: moved by the operations it took the place of, and by it.
+        kernel: the name of the kernel.
+        scope, source, phase: where it is.
+        how: its implementation; a string that changes when one is chosen, at the first call.
+        bytes_before, bytes_after: the bytes moved by the operations it replaced, and by it.
     """
 
     kernel: str
@@ -114,7 +118,7 @@ class Use(Record):
 
 @dataclass(frozen=True)
 class Missed(Record):
-    """What is nearly a kernel, or could not become one.
+    """A near miss of a kernel, or an occurrence that could not be replaced.
 
     Attributes:
         kernel: its name. scope, source, phase: where. why: what is different, or was refused.
@@ -144,12 +148,12 @@ class Missed(Record):
     def table(cls, missed: Sequence[Missed]) -> str:
         """A row for each kernel and reason, with the first place of several."""
         places: dict[tuple[str, str, str], list[Missed]] = {}
-        for one in missed:
-            places.setdefault((one.kernel, one.phase, one.why), []).append(one)
+        for miss in missed:
+            places.setdefault((miss.kernel, miss.phase, miss.why), []).append(miss)
         rows = [("nearly", "phase", "scope", "source", "times", "why not")]
-        for (kernel, phase, why), found in list(places.items())[:_SHOWN]:
-            first = found[0]
-            rows.append((kernel, phase, first.scope, first.source, str(len(found)), why))
+        for (kernel, phase, why), alike in list(places.items())[:_SHOWN]:
+            first = alike[0]
+            rows.append((kernel, phase, first.scope, first.source, str(len(alike)), why))
         more = len(places) - _SHOWN
         return _aligned(rows) + (f"\nand {more} more: .kernels.missed" if more > 0 else "")
 

@@ -1,4 +1,4 @@
-"""Search: one call of fuse at work on one program: what is there, what is worth it, and the doing."""
+"""The search of one call of fuse in one program: occurrences are found, chosen and replaced."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PATIENCE = 20
 
 @dataclass
 class Group:
-    """Occurrences that are replaced together: of a kernel, and of its gradients."""
+    """Occurrences that are replaced at once: of a kernel, and of its gradients."""
 
     members: list[tuple[Any, Occurrence]]
     differentiated: bool = False
@@ -41,7 +41,7 @@ class Group:
 
 
 class Request(Protocol):
-    """What a call of fuse asks for."""
+    """The request of a call of fuse."""
 
     @property
     def kernels(self) -> tuple[Kernel, ...] | None:
@@ -52,17 +52,17 @@ class Request(Protocol):
         """The compiler of kernels without an implementation of their own."""
 
     def concerns(self, node: fx.Node) -> bool:
-        """Whether a node is in what is asked about."""
+        """Whether a node is in the requested scopes."""
 
 
 class Search:
-    """One rewrite at work on one program, whose graph it may change."""
+    """The search of one rewrite in one program, whose graph it may change."""
 
     def __init__(self, program: Program, request: Request) -> None:
         self.program, self.request = program, request
         self.kernels = tuple(KERNELS.values()) if request.kernels is None else request.kernels
         self.reading = Reading(program)
-        # What was asked for by name is worth more.
+        # Kernels requested by name are given more effort.
         self.finder = Finder(self.reading, patience=1 if request.kernels is None else _PATIENCE)
         stack = program.stack
         self.replacer = Replacer(self.reading, lambda node: any(r.wants(node) for r in stack))
@@ -70,34 +70,34 @@ class Search:
         self.stopped: list[Missed] = []
 
     def groups(self) -> list[Group]:
-        """What is there: occurrences together with those of their gradients, the largest first."""
-        found: list[Group] = []
+        """Occurrences grouped with those of their gradients, the largest group first."""
+        groups: list[Group] = []
         for kernel in self.kernels:
             forward = self._occurrences(kernel, False)
-            # Where nothing of a kernel is, hardly anything of its gradient is, and looking takes time.
+            # Without a kernel's occurrence one of its gradient is unlikely, and searching takes time.
             likely = forward or self.request.kernels is not None
             backward = kernel.gradient if likely and _has_backward(self.program) else None
             behind = [] if backward is None else self._occurrences(backward, True)
-            for one in forward:
-                mine = [g for g in behind if _is_gradient(g, one)]
+            for occurrence in forward:
+                mine = [g for g in behind if _is_gradient(g, occurrence)]
                 behind = [g for g in behind if g not in mine]
                 through = bool(mine)
                 if kernel.vjp is None:
                     mine = []
-                found.append(Group([(kernel, one), *((backward, g) for g in mine)], through))
+                groups.append(Group([(kernel, occurrence), *((backward, g) for g in mine)], through))
             if kernel.vjp is not None:
-                found += [Group([(backward, g)]) for g in behind]
-        for group in found:
+                groups += [Group([(backward, g)]) for g in behind]
+        for group in groups:
             group.plan = self._plan(group)
-        found.sort(key=lambda group: (-group.plan.operations, group.plan.after - group.plan.before))
-        return found
+        groups.sort(key=lambda group: (-group.plan.operations, group.plan.after - group.plan.before))
+        return groups
 
     def _occurrences(self, kernel: Kernel, partly: bool) -> list[Occurrence]:
-        """By all of its references, each once."""
+        """The distinct occurrences of all references of a kernel."""
         found: dict[Any, Occurrence] = {}
         for pattern in kernel.patterns:
-            for one in self.finder.find(pattern, partly=partly):
-                found.setdefault(frozenset(root.term for root in one.roots), one)
+            for occurrence in self.finder.find(pattern, partly=partly):
+                found.setdefault(frozenset(root.term for root in occurrence.roots), occurrence)
             if pattern in self.finder.stopped:
                 self.stopped.append(Missed(kernel.name, "", "", "forward", self._gave_up()))
         return list(found.values())
@@ -109,14 +109,14 @@ class Search:
         )
 
     def _plan(self, group: Group) -> Replacement:
-        plan = self.replacer.plan([one for _, one in group.members])
+        plan = self.replacer.plan([occurrence for _, occurrence in group.members])
         nodes = [node for part in plan.parts for node in part.firsts]
         if not plan.refused and not all(map(self.request.concerns, nodes)):
             plan.refused = "it is not where it was asked for"
         return plan
 
     def apart(self) -> list[Group]:
-        """Those whose results are not inside of one before them, nothing weighed."""
+        """Groups whose results are not inside an earlier group, whatever bytes they move."""
         taken: set[fx.Node] = set()
         kept = []
         for group in self._singly(self.groups()):
@@ -129,7 +129,7 @@ class Search:
         return kept
 
     def _singly(self, groups: list[Group]) -> Iterator[Group]:
-        """Groups, and in place of those that cannot be replaced together, their members."""
+        """The groups; a group that cannot be replaced at once is divided into its members."""
         for group in groups:
             if not group.plan.refused or len(group.members) == 1:
                 yield group
@@ -140,26 +140,26 @@ class Search:
                 yield alone
 
     def carry_out(self) -> Program:
-        """Replace, the largest first; what has changed in the meantime is planned anew."""
+        """Replace groups, the largest first, each planned again on the current graph."""
         for group in self.groups():
             if not self._tried(group) and len(group.members) > 1:
                 for member in group.members:
                     self._tried(Group([member]))
-        # A kernel stands where its first result was, maybe ahead of what it reads.
+        # A kernel is inserted at its first result, maybe before its operands.
         in_order(self.program.graph)
         in_any_layout(self.program.graph)
         return self.program
 
     def missed(self, before: Program) -> Misses:
-        """What has been left alone of a program that is as this one was."""
+        """The near misses of the program before the rewrite."""
         erased = self.replacer.erased
-        refused = [one for node, one in self.refused if node not in erased] + self.stopped
+        refused = [miss for node, miss in self.refused if node not in erased] + self.stopped
         used = frozenset(str(use) for use in self.program.kernels)
         gone = frozenset(node.name for node in erased)
         return Misses(before, self.kernels, self.request.concerns, refused, used, gone)
 
     def _tried(self, group: Group) -> bool:
-        """Whether a group has been replaced."""
+        """Replace a group if that is possible and worthwhile; return whether it was."""
         if self._joined(group):
             return True
         plan = self._plan(group)
@@ -167,36 +167,36 @@ class Search:
             group.plan = plan
             self._refused(group)
             return False
-        for (kernel, found), part in zip(group.members, plan.parts, strict=True):
+        for (kernel, occurrence), part in zip(group.members, plan.parts, strict=True):
             if kernel.vjp is None and kernel.of is None:
                 self._check_gradient(kernel, part, group.differentiated)
-            made = fused_of(kernel, found, self.request.compiler, self.reading)
-            self._carry_out(part, kernel.name, *made)
+            fused, label = fused_of(kernel, occurrence, self.request.compiler, self.reading)
+            self._carry_out(part, kernel.name, fused, label)
         self.replacer.finish(plan)
         return True
 
     def _joined(self, group: Group) -> bool:
-        """Whether a kernel and its gradient have been replaced by one that is both.
+        """Replace a kernel and its gradient by one kernel for both, where possible; whether it was.
 
-        Not in a program that is to be split between them.
+        Not in a program that will be split into forward and backward.
         """
         if len(group.members) != 2 or any(leaf.role == "cotangent" for leaf in self.program.inputs):
             return False
         (kernel, forward), (_, backward) = group.members
         pair = Pair(kernel, forward, backward)
-        made = pair.fused(self.reading.device, self.request.compiler) if pair.found else None
-        if pair.found is None or made is None:
+        fused_pair = pair.fused(self.reading.device, self.request.compiler) if pair.merged else None
+        if pair.merged is None or fused_pair is None:
             return False
-        plan = self._plan(Group([(kernel, pair.found)]))
+        plan = self._plan(Group([(kernel, pair.merged)]))
         marked = any(SEGMENTS.get(node) for node in plan.gone)
         if marked or plan.refused or (self.request.kernels is None and not _worth(plan)):
             return False
-        self._carry_out(plan.parts[0], pair.name, *made)
+        self._carry_out(plan.parts[0], pair.name, *fused_pair)
         self.replacer.finish(plan)
         return True
 
     def _accepted(self, plan: Replacement) -> bool:
-        """The library's kernels have to be worth it; what was asked for by name is done."""
+        """Whether to carry out a plan: the library's kernels must pay, requested ones need not."""
         if not plan.refused and self.request.kernels is None and not _worth(plan):
             plan.refused = self._unworthy(plan)
         return not plan.refused
@@ -208,22 +208,23 @@ class Search:
         return why if kept is None else f"{why}: a value inside is read elsewhere, {_place(kept)}"
 
     def _refused(self, group: Group) -> None:
-        """Note it, unless its members are tried one by one, or nothing would go on its account."""
+        """Record a refusal, unless members are tried singly or no node would be erased."""
         plan = group.plan
         idle = plan.refused == REPLACED or (plan.after and plan.before in (0, plan.after))
         if len(group.members) > 1 or idle:
             return
-        ((kernel, found),) = group.members
-        order = self.reading.order  # of what was there before any kernel
-        node = next(n for n in self.reading.nodes[found.roots[0].term] if n in order)
-        if kernel.of is not None or not _is_backward(node):  # gradients have a form of their own
+        ((kernel, occurrence),) = group.members
+        order = self.reading.order  # the original nodes only
+        node = next(n for n in self.reading.nodes[occurrence.roots[0].term] if n in order)
+        # In a backward, occurrences of the kernel's gradient are looked for instead.
+        if kernel.of is not None or not _is_backward(node):
             self.refused.append((node, Missed.of(kernel.name, node, plan.refused)))
 
     def _carry_out(self, part: Part, name: str, fused: Fused, how: UserString) -> None:
         self.replacer.carry_out(part, fused, {KERNEL: name, USE: Use.of(name, how, part)})
 
     def _check_gradient(self, kernel: Kernel, part: Part, differentiated: bool) -> None:
-        """A kernel without a derivative must not stand where one is taken."""
+        """Raise an error if a derivative is taken through a kernel that has none."""
         first = part.firsts[0]
         inside = self.replacer.inside(part)
         readers = {user for node in inside for user in node.users}
@@ -240,20 +241,20 @@ def _place(node: fx.Node) -> str:
 
 
 def _worth(plan: Replacement) -> bool:
-    """Fewer bytes; or as many, by fewer operations than would be without it, or in better memory."""
+    """Whether a plan pays: fewer bytes; or as many with fewer operations, or in reused memory."""
     if plan.after != plan.before:
         return plan.after < plan.before
     return plan.operations > len(plan.parts) or any(map(_large_on_cpu, plan.results))
 
 
 def _large_on_cpu(node: fx.Node) -> bool:
-    """Whether it is worth having from us for the pages it lies in alone."""
+    """Whether a result is large enough, on a CPU, for reused memory alone to pay."""
     val = VAL.of(node)
     return isinstance(val, torch.Tensor) and val.device.type == "cpu" and is_large(val)
 
 
 def _is_gradient(gradient: Occurrence, of: Occurrence) -> bool:
-    """Whether one is the gradient of the other: of the same inputs and outputs."""
+    """Whether an occurrence is the gradient of another: it has the same inputs and outputs."""
     known = dict(zip(of.pattern.inputs, (value.term for value in of.inputs), strict=True))
     known |= {f"{RESULT}{root.output}": root.value.term for root in of.roots}
     read = zip(gradient.pattern.inputs, gradient.inputs, strict=True)

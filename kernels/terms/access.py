@@ -1,8 +1,7 @@
-"""Access: how a tensor reads its elements from a buffer, dim by dim. What every view comes down to.
+"""Accesses: the strides and offset by which a tensor reads a buffer. Every view is one.
 
-A view, a transposition, an expansion, a slice: none of them computes anything, so for matching they
-are not operations but strides over the buffer of the value they view. Two spellings of one
-value then differ in their strides alone.
+Views, transpositions, expansions and slices compute nothing, so for matching they are not operations but
+strides over the buffer of the value they view. Two spellings of one value then differ in strides only.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ Dim = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Element [i, j, ...] is at ``offset + i * stride_0 + j * stride_1 + ...`` of a buffer.
+    """An access, by which element [i, j, ...] is at ``offset + i * stride_0 + j * stride_1 + ...``.
 
     Attributes:
-        dims: (size, stride) of each; the stride is 0 where the size is 1, or the dim is expanded.
-        offset: of the first element.
+        dims: the size and stride of each dim; the stride is 0 if the size is 1 or the dim is expanded.
+        offset: the offset of the first element.
     """
 
     dims: tuple[Dim, ...]
@@ -38,13 +37,13 @@ class Access:
 
     @property
     def distinct(self) -> int:
-        """How many elements of the buffer it reads."""
+        """The number of distinct elements of the buffer that it reads."""
         return math.prod(size for size, stride in self.dims if stride)
 
     def reshaped(self, shape: Sequence[int]) -> Access | None:
-        """None where that takes a copy."""
+        """The access in another shape; None if that requires a copy."""
         if 0 in self.shape and 0 in shape:
-            return Access(tuple((size, 0) for size in shape))  # of no elements, any strides will do
+            return Access(tuple((size, 0) for size in shape))  # without elements, any strides will do
         groups = _groups(self.shape, shape)
         if groups is None:
             return None
@@ -60,7 +59,7 @@ class Access:
         return Access(tuple(self.dims[i] for i in order), self.offset)
 
     def expanded(self, shape: Sequence[int]) -> Access:
-        """To this shape; -1 keeps a size."""
+        """The access expanded to a shape; -1 keeps a size."""
         ahead = len(shape) - len(self.dims)
         dims: list[Dim] = [(size, 0) for size in shape[:ahead]]
         for (size, stride), want in zip(self.dims, shape[ahead:], strict=True):
@@ -68,7 +67,7 @@ class Access:
         return Access(tuple(dims), self.offset)
 
     def sliced(self, dim: int, start: int, stop: int, step: int = 1) -> Access:
-        """Of one dim, a range within its size."""
+        """The access with one dim sliced."""
         stride = self.dims[dim][1]
         kept = len(range(start, stop, step))
         moved = self.offset + (start * stride if kept else 0)
@@ -82,7 +81,7 @@ class Access:
         return Access((*self.dims[:dim], (1, 0), *self.dims[dim:]), self.offset)
 
     def squeezed(self, dims: Sequence[int]) -> Access:
-        """Without those of these dims whose size is 1."""
+        """The access without those of these dims whose size is 1."""
         kept = [d for i, d in enumerate(self.dims) if i not in dims or d[0] != 1]
         return Access(tuple(kept), self.offset)
 
@@ -95,7 +94,7 @@ def _dim(size: int, stride: int) -> Dim:
 
 
 def contiguous(shape: Sequence[int]) -> Access:
-    """Of a buffer that is read in order."""
+    """The access that reads a buffer of this shape in order."""
     dims: list[Dim] = []
     stride = 1
     for size in reversed(shape):
@@ -105,7 +104,7 @@ def contiguous(shape: Sequence[int]) -> Access:
 
 
 def _groups(mine: Sequence[int], theirs: Sequence[int]) -> list[tuple[list[int], list[int]]] | None:
-    """The smallest runs of dims with equal products on both sides; dims of size 1 join any."""
+    """The smallest runs of dims with equal products on both sides; dims of size 1 may join any run."""
     if math.prod(mine) != math.prod(theirs) or 0 in mine:
         return None
     found: list[tuple[list[int], list[int]]] = []
@@ -128,7 +127,7 @@ def _groups(mine: Sequence[int], theirs: Sequence[int]) -> list[tuple[list[int],
 
 
 def _regrouped(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim] | None:
-    """One run of dims in other sizes."""
+    """A run of dims regrouped to other sizes; None if the strides do not allow it."""
     whole = _joined([d for d in dims if d[0] != 1])
     if whole is None:
         return None
@@ -141,7 +140,7 @@ def _regrouped(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim] | None:
 
 
 def _joined(dims: Sequence[Dim]) -> Dim | None:
-    """Adjacent dims as one, where the outer steps over all of the inner."""
+    """Adjacent dims as one dim; None if the strides do not allow it."""
     if not dims:
         return (1, 0)
     size, stride = dims[-1]
@@ -153,7 +152,7 @@ def _joined(dims: Sequence[Dim]) -> Dim | None:
 
 
 def digits(offset: int, sizes: Sequence[int]) -> list[int]:
-    """The index of an element of a contiguous buffer of these sizes."""
+    """The index of the element at an offset of a contiguous buffer of these sizes."""
     if 0 in sizes:
         return [0] * len(sizes)
     found = []

@@ -1,6 +1,7 @@
-"""Operations that are several in one, as a graph of those: torch's own decompositions, traced.
+"""Decompositions of composite operations: torch's own, traced to graphs of simpler operations.
 
-Only what a pattern may be written out as. Decompositions of everything would be as sound, and slower.
+Only operations that patterns may spell out are decomposed; decomposing all of them would be as sound, but
+slower.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ _OWN: dict[Any, Callable[..., Any]] = {
 
 
 def is_composite(target: Any) -> bool:
-    """Whether an operation is read as several."""
+    """Whether an operation is decomposed."""
     return target in _OWN or target in _FROM_TORCH
 
 
@@ -106,7 +107,7 @@ _TRACED: Recent[fx.Graph | None] = Recent(512)
 
 
 def taken_apart(node: fx.Node) -> fx.Graph | None:
-    """The graph of the operations a node is made of, its operands as inputs; None if it declines."""
+    """The graph that a node decomposes to, with its operands as inputs; None if it does not."""
     operands = [n for n in _nodes((node.args, node.kwargs))]
     specs = [TensorSpec.of(VAL.of(n)) for n in operands]
     key = (node.target, tuple(specs), _told((node.args, node.kwargs)))

@@ -1,4 +1,4 @@
-"""How the dims of a pattern's inputs and outputs go together: ``"... d, d -> ... d"``."""
+"""The dims of a pattern's inputs and outputs by name: ``"... d, d -> ... d"``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchard.functional.core.errors import PatternError
 
 __all__ = ["Dims"]
 
-# Different for different names, so that an example at these sizes means what it says.
+# One size per name, all different, so that dims with different names have different sizes.
 _SIZES = (6, 10, 4, 14, 22, 26, 34, 38, 46, 58, 62, 74)
 _ELLIPSIS = 3
 
@@ -28,9 +28,9 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Dims:
-    """Names of the dims of every input and output; ``...`` is any number of dims, the same everywhere.
+    """The names of the dims of every input and output; ``...`` is the same sequence of dims everywhere.
 
-    An input may say its dtype: ``"n v, n:int64 -> n"``. ``| whole d`` at the end: not to be split.
+    An input may have a dtype: ``"n v, n:int64 -> n"``. Dims in a final ``| whole d`` are never split.
     """
 
     text: str
@@ -43,7 +43,7 @@ class Dims:
     def read(text: str, inputs: int, name: str) -> Dims:
         """
         Raises:
-            PatternError: not in this form, or not as many as there are inputs; points at the place.
+            PatternError: the text is malformed or has the wrong number of inputs; points at the place.
         """
         try:
             return _read(parse(text), inputs)
@@ -57,7 +57,7 @@ class Dims:
         return self.dtypes[i]
 
     def example(self) -> list[tuple[int, ...]]:
-        """Shapes that fit, of two sizes the same where the names are."""
+        """Example shapes of the inputs, in which two sizes are equal only if their names are."""
         names = dict.fromkeys(
             n for dims in self.inputs for n in dims if n != "..." and not n.isdigit()
         )
@@ -65,11 +65,11 @@ class Dims:
         return [tuple(int(n) if n.isdigit() else sizes[n] for n in dims) for dims in self.inputs]
 
     def fit(self, shapes: Sequence[Sequence[int] | None]) -> bool:
-        """Whether inputs of these shapes, as far as they are known, go together so."""
+        """Whether inputs can have these shapes; None is an unknown shape."""
         return self._sizes(shapes) is not None
 
     def _sizes(self, shapes: Sequence[Sequence[int] | None]) -> dict[str, tuple[int, ...]] | None:
-        """The size of each name, by the inputs that have a shape; None if they do not fit."""
+        """The sizes of each name, from the known shapes; None if they do not fit."""
         sizes: dict[str, tuple[int, ...]] = {}
         for dims, shape in zip(self.inputs, shapes, strict=True):
             if shape is None:
@@ -88,7 +88,7 @@ class Dims:
         return sizes
 
     def complete(self, shapes: Sequence[tuple[int, ...] | None]) -> list[tuple[int, ...]]:
-        """The shapes of all inputs, given those of some that name all dims."""
+        """The shapes of all inputs, given the shapes of some that name all dims."""
         sizes = self._sizes(shapes)
         assert sizes is not None, (self.text, shapes)
         return [
@@ -97,7 +97,7 @@ class Dims:
         ]
 
     def rule(self, ins: Sequence[Shape], outs: Sequence[Shape]) -> str | None:
-        """A factor rule for these shapes: what not every output has is summed for those without."""
+        """A factor rule for these shapes; dims that an output lacks are summed over for it."""
         if self._sizes(ins) is None:
             return None
         lead = self._lead(ins)
@@ -112,7 +112,7 @@ class Dims:
         return " -> ".join(texts) + "".join(clauses)
 
     def _lead(self, ins: Sequence[Shape]) -> list[str]:
-        """Names for the dims that ``...`` stands for, none of them in use."""
+        """Unused names for the dims that ``...`` stands for."""
         extra = [len(s) - len(d) + 1 for d, s in zip(self.inputs, ins, strict=True) if "..." in d]
         used = {n for dims in (*self.inputs, *self.outputs) for n in dims}
         free = (name for i in itertools.count() if (name := f"n{i}") not in used)
@@ -120,12 +120,12 @@ class Dims:
 
 
 def _spread(names: Names, lead: Sequence[str]) -> list[str]:
-    """The names with those that ``...`` stands for in its place."""
+    """The names with ``...`` replaced by the dims it stands for."""
     return [m for n in names for m in (lead if n == "..." else [n])]
 
 
 def _spelled(dims: Names, shape: Shape, lead: Sequence[str]) -> list[str]:
-    """Dims as a factor rule has them: those of size one take no part."""
+    """Dims as factors of a rule; dims of size one are written as ``1``."""
     return ["1" if size == 1 else n for n, size in zip(_spread(dims, lead), shape, strict=True)]
 
 
@@ -133,7 +133,7 @@ def _read(text: AxisExpression, inputs: int) -> Dims:
     results = text.results
     if results is None:
         text.fail(len(text.text), "'->' and the outputs are expected here")
-    # One array without dims is written as nothing.
+    # An input without dims is written as an empty string.
     nothing = (OperandExpression((), None, 0),)
     operands, results = text.operands or nothing, results or nothing
     if len(operands) != inputs:

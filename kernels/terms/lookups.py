@@ -1,4 +1,4 @@
-"""Lookups in normal form: rows of values in order, one index after another."""
+"""Normal forms of lookups: contiguous rows of values, indexed along the last dim."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def _by_rows(
         return NotImplemented
     turned = [call.shape[d] for d in order]
     shape = [math.prod(turned[:-1]), turned[-1]]
-    found = store.opaque(op, rows, (), shape, call.dtype)
-    access = found.access.reshaped(turned)
-    assert access is not None  # it lies in order
+    rowwise = store.opaque(op, rows, (), shape, call.dtype)
+    access = rowwise.access.reshaped(turned)
+    assert access is not None  # it is contiguous
     back = sorted(range(len(order)), key=order.__getitem__)
-    return TermValue(found.term, access.permuted(back))
+    return TermValue(rowwise.term, access.permuted(back))
 
 
 def _rows(value: TermValue, order: Sequence[int]) -> TermValue | None:
-    """Of two dims, the last as it is; None where strides do not do it."""
+    """A value as two dims, its rows and the last dim; None if its strides do not allow it."""
     turned = value.access.permuted(order)
     access = turned.reshaped([math.prod(turned.shape[:-1]), turned.shape[-1]])
     return None if access is None else TermValue(value.term, access)

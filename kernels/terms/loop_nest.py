@@ -1,9 +1,9 @@
-"""Nest: the loops over which an operation runs, in the one form that all its spellings share.
+"""Loop nests: the loops over which an operation runs, in a canonical form that all spellings share.
 
-An operation on strided operands does not say in which order, or in how many dims, it runs over them.
-Loops that every operand steps through as through one are one; loops that none steps through are
-left to who reads the result; the rest are ordered by strides. So ``gelu(x.view(b, s, n) + c)`` and
-``gelu(x + c).view(b, s, n)`` are one nest read in two ways.
+An operation on strided operands does not determine in which order, or in how many dims, it runs over
+them. Loops that every operand traverses contiguously are coalesced; loops that no operand traverses are
+left to the readers of the result; the rest are ordered by strides. So ``gelu(x.view(b, s, n) + c)`` and
+``gelu(x + c).view(b, s, n)`` are the same nest, read in two ways.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Canonical", "Nest", "NotStrided"]
 
 
 class NotStrided(Exception):
-    """The result has no strides in this form: what was taken apart must stay whole."""
+    """The result cannot be read by strides in this form, so an operand must not be inlined."""
 
 
 @dataclass(eq=False)
@@ -30,14 +30,14 @@ class _Loop:
 
 @dataclass(frozen=True)
 class Canonical:
-    """The form.
+    """The canonical form of a nest.
 
     Attributes:
-        sizes: of the result's buffer, which lies in order.
-        reduced: sizes of the loops within, which are reduced.
-        operands: with one dim per loop.
-        result: how the dims asked for are read from the buffer.
-        repeats: how often each element is reduced into itself.
+        sizes: the sizes of the result's buffer, which is contiguous.
+        reduced: the sizes of the inner loops, which are reduced.
+        operands: the operands, with one dim per loop.
+        result: the access by which the requested dims are read from the buffer.
+        repeats: the number of times each element is reduced.
     """
 
     sizes: tuple[int, ...]
@@ -51,8 +51,8 @@ class Nest:
     """Loops over operands.
 
     Args:
-        operands: terms (with a number ``id``) and how each is read, all in the same dims.
-        kept: how many of the dims the result has; those after them are reduced.
+        operands: terms (with a number ``id``) and their accesses, all with the same dims.
+        kept: the number of dims that the result has; the dims after them are reduced.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class Nest:
         sizes: Sequence[int],
         reduced: Sequence[int] = (),
     ) -> None:
-        """Put what an operand is made of, over a buffer of these sizes, in its place (at the end).
+        """Replace an operand by its own operands, which are over a buffer of these sizes (at the end).
 
         Args:
-            reduced: sizes of further loops, which it is reduced over.
+            reduced: the sizes of further loops, over which the operand is reduced.
 
         Raises:
-            NotStrided: the nest reads that buffer across its dims.
+            NotStrided: the nest's strides cross the dims of that buffer.
         """
         _, offset = self.operands[k]
         steps = self._steps(k, offset, sizes)
@@ -108,15 +108,15 @@ class Nest:
             del loop.strides[k]
 
     def _steps(self, k: int, offset: int, sizes: Sequence[int]) -> dict[_Loop, tuple[int, int]]:
-        """For each loop that moves in the operand's buffer: in which of its dims, by how much."""
+        """For each loop that moves in the operand's buffer, the dim it moves in and the step."""
         buffer = [stride for _, stride in contiguous(sizes).dims]
         reach = digits(offset, sizes)
-        found: dict[_Loop, tuple[int, int]] = {}
+        steps: dict[_Loop, tuple[int, int]] = {}
         todo = [loop for loop in self.loops if loop.strides[k]]
         while todo:
             loop = todo.pop()
             stride = loop.strides[k]
-            # A dim of size 1 has stride 0: nothing moves in it.
+            # A dim of size 1 has stride 0: no loop moves in it.
             j = next((j for j, c in enumerate(buffer) if 0 < c <= stride), None)
             if j is None or stride < 0 or stride % buffer[j]:
                 raise NotStrided
@@ -124,15 +124,15 @@ class Nest:
             if loop.size * q > sizes[j] and sizes[j] % q == 0:
                 todo.append(self._split(loop, sizes[j] // q))
             reach[j] += (loop.size - 1) * q
-            found[loop] = (j, q)
+            steps[loop] = (j, q)
         if any(last >= size for last, size in zip(reach, sizes, strict=True)):
             raise NotStrided
-        return found
+        return steps
 
     def _split(self, loop: _Loop, inner: int) -> _Loop:
-        """Make a loop that of the inner part; the outer one is returned."""
+        """Split a loop: it becomes the inner loop, and the outer one is returned."""
         places = [p for pieces in self.dims for p in pieces if p[0] is loop]
-        # What a dim runs through a part of only (loops joined before) does not come apart.
+        # A loop of which some dim covers only a part (loops were joined before) cannot be split.
         partly = any((multiple, size) != (1, loop.size) for _, multiple, size in places)
         if loop.size % inner or inner < 2 or partly:
             raise NotStrided
@@ -146,10 +146,10 @@ class Nest:
         return outer
 
     def canonical(self) -> Canonical:
-        """The form.
+        """The canonical form of the nest.
 
         Raises:
-            NotStrided: a dim of the result came apart and does not come together in it.
+            NotStrided: a dim of the result was split and cannot be rejoined in the buffer.
         """
         self._drop()
         self._join()
@@ -170,7 +170,7 @@ class Nest:
         )
 
     def _drop(self) -> None:
-        """Loops nothing moves in any more."""
+        """Drop loops in which no operand moves."""
         for loop in [loop for loop in self.loops if not any(loop.strides)]:
             self.loops.remove(loop)
             if not loop.kept:
@@ -181,7 +181,7 @@ class Nest:
                 pieces[:] = [p for p in pieces if p[0] is not loop]
 
     def _join(self) -> None:
-        """Two loops that every operand steps through as through one are one."""
+        """Coalesce loops that every operand traverses contiguously."""
         pair = self._joinable()
         while pair is not None:
             outer, inner = pair
@@ -208,7 +208,7 @@ class Nest:
         return None
 
     def _rank(self, loop: _Loop) -> tuple[Any, ...]:
-        """The same however the operands are ordered."""
+        """A sort key of a loop that does not depend on the order of the operands."""
         moves = [
             (term.id, offset, stride)
             for (term, offset), stride in zip(self.operands, loop.strides, strict=True)
@@ -219,8 +219,8 @@ class Nest:
         dims: list[tuple[int, int]] = []
         for size, pieces in zip(self.shape[: self.kept], self.dims, strict=False):
             at = [(n, strides[loop][1] * multiple) for loop, multiple, n in pieces]
-            found = Access(tuple(at)).reshaped([size]) if at else Access(((size, 0),))
-            if found is None:
+            steps = Access(tuple(at)).reshaped([size]) if at else Access(((size, 0),))
+            if steps is None:
                 raise NotStrided
-            dims += found.dims
+            dims += steps.dims
         return Access(tuple(dims))

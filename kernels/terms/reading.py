@@ -1,4 +1,4 @@
-"""A program read as terms: which value each node has, and which nodes have a value."""
+"""A program as terms: the value of each node, and the nodes of each term."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _FULL = (aten.full.default, aten.full_like.default)
 
 
 def bare(term: Term) -> Term:
-    """Without the casts and factors around it: what a skeleton is compared with."""
+    """A term without the casts and factors around it, for comparison with skeletons."""
     while term.op == "cast" or is_multiple(term):
         term = term.operands[0][0]
     return term
 
 
 def inside(terms: Iterable[Term]) -> frozenset[Term]:
-    """Terms and everything that is read for them."""
+    """Some terms and all terms that they read, directly or indirectly."""
     found = set(terms)
     todo = list(found)
     while todo:
@@ -43,7 +43,7 @@ def inside(terms: Iterable[Term]) -> frozenset[Term]:
 
 
 def _beginnings(program: Program) -> set[fx.Node]:
-    """The ones that a backward begins with. As a number they would vanish from what they multiply."""
+    """The seed cotangents of a backward; as the number 1 they would vanish from products."""
     return {
         node
         for node in program.calls
@@ -53,7 +53,7 @@ def _beginnings(program: Program) -> set[fx.Node]:
 
 
 def operations(term: Term, depth: int, known: dict[Any, frozenset[Any]]) -> frozenset[Any]:
-    """The operations within some steps of a term, casts and factors aside, but for what ``known`` has."""
+    """The operations within some steps of a term, casts and factors aside, cached in ``known``."""
     term = bare(term)
     found = known.get((term, depth))
     if found is None:
@@ -63,16 +63,16 @@ def operations(term: Term, depth: int, known: dict[Any, frozenset[Any]]) -> froz
 
 
 class Reading:
-    """The terms of a program, which must not change as long as this is used.
+    """The terms of a program, whose graph must not change while this is in use.
 
     Attributes:
-        values: of each node; several for a node with several results.
-        nodes: with a term, the earliest first.
-        by_op: the terms that are an operation, casts and factors aside.
-        first: how the earliest of them reads it.
-        multiples: of a term, those with nodes.
-        order: places of the nodes.
-        casts: whether there are any, which part sums and products.
+        values: the value of each node; several for a node with several results.
+        nodes: the nodes of each term, the earliest first.
+        by_op: the terms of each operation, casts and factors aside.
+        first: the value of each term's earliest node.
+        multiples: the multiples of each term that have nodes.
+        order: the positions of the nodes.
+        casts: whether there are any casts, which separate sums and products.
         behind: the nodes that depend on a cotangent.
     """
 
@@ -106,7 +106,7 @@ class Reading:
 
     @property
     def device(self) -> torch.device:
-        """Of its first input."""
+        """The device of the program's first input."""
         placeholders = self.program.placeholders
         return VAL.of(placeholders[0]).device if placeholders else torch.device("cpu")
 
@@ -119,7 +119,7 @@ class Reading:
         return found
 
     def _products(self) -> dict[Term, fx.Node]:
-        """Products that are part of a biased one: they have no node, and can be given one."""
+        """Products within products with a bias: they have no node, but can be given one."""
         found: dict[Term, fx.Node] = {}
         for node in self.program.calls:
             if node.target in _BIASED:
@@ -129,18 +129,18 @@ class Reading:
         return found
 
     def value(self, node: fx.Node) -> TermValue:
-        """Of a node with one result."""
+        """The value of a node with one result."""
         found: TermValue = self.values[node]
         return found
 
     def may_be(self, term: Term, needed: Sequence[frozenset[Any]]) -> bool:
-        """Whether a term has, within 1, 2, ... steps, the operations needed there."""
+        """Whether a term has the needed operations within 1, 2, ... steps."""
         return all(
             ops <= operations(term, depth, self._operations) for depth, ops in enumerate(needed, 1)
         )
 
     def has_most(self, term: Term, wanted: Collection[Any], depth: int) -> bool:
-        """Whether half of some operations or more are within some steps of a term."""
+        """Whether at least half of some operations are within some steps of a term."""
         found = operations(term, depth, self._operations)
         return 2 * sum(op in found for op in wanted) >= len(wanted)
 
@@ -149,12 +149,12 @@ class Reading:
         return {}
 
     def readers(self, term: Term, op: Any) -> list[Term]:
-        """The terms that are this operation of a term, casts and factors on either side aside."""
-        return [one for one in self._readers.get(bare(term), ()) if bare(one).op == op]
+        """The terms that apply an operation to a term, up to casts and factors of both."""
+        return [reader for reader in self._readers.get(bare(term), ()) if bare(reader).op == op]
 
     @cached_property
     def _readers(self) -> dict[Term, list[Term]]:
-        """Of every term, those without a node among them."""
+        """The readers of every term, including readers without a node."""
         found: dict[Term, dict[Term, None]] = defaultdict(dict)
         todo, seen = list(self.nodes), set(self.nodes)
         while todo:
@@ -168,5 +168,5 @@ class Reading:
         return {term: list(terms) for term, terms in found.items()}
 
     def read_as(self, term: Term) -> list[TermValue]:
-        """How the program's nodes read a term."""
+        """The values by which the program's nodes read a term."""
         return list(dict.fromkeys(self.value(node) for node in self.nodes.get(term, ())))

@@ -1,11 +1,11 @@
-"""Terms: values in normal form, each made once. Equal terms are equal functions of their inputs.
+"""Terms: values in normal form, interned. Equal terms are equal functions of their inputs.
 
-A term is an operation over a nest of loops, reading other terms through strides. Sums and products
-are multisets with coefficients and exponents; scalar factors are pulled out of products, reductions
-and contractions; a sum of sums is one sum. That is algebra over the reals: spellings that
-differ in rounding only are the same term. Casts stay: they are the spelling's own choice.
+A term is an operation over a loop nest that reads other terms through strides. Sums and products are
+multisets with coefficients and exponents; scalar factors are pulled out of products, reductions and
+contractions; a sum of sums is one sum. This is algebra over the reals: spellings that differ in rounding
+only are the same term. Casts are kept, since they are deliberate rounding.
 
-Terms are for recognising. The program they were read from keeps its operations.
+Terms are for matching only. The program they were read from keeps its operations.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ __all__ = [
 
 Number = float | int | bool
 
-# Reductions for which it does not matter how often an element comes.
+# Idempotent reductions.
 _ONCE = ("amax", "amin", "any", "all")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Term:
-    """One value, a buffer in order.
+    """One value, a contiguous buffer.
 
     Attributes:
         op: ``input``, ``constant``, ``sum``, ``product``, ``dot``, ``cast``, ``("reduce", name)``,
             or the operation itself.
-        sizes: of the buffer; reduced: of the loops inside.
-        operands: terms, and how they are read: over the loops, or in their own dims (opaque ones).
-        numbers: coefficients of a sum (then its constant), exponents of a product, literals.
+        sizes, reduced: the sizes of the buffer, and of the reduced loops inside.
+        operands: terms and their accesses, over the loops, or in their own dims (for opaque terms).
+        numbers: the coefficients of a sum, then its constant; the exponents of a product; literals.
     """
 
     id: int
@@ -64,7 +64,7 @@ class Term:
 
     @property
     def name(self) -> str:
-        """Of the operation."""
+        """The name of the operation."""
         return self.op if isinstance(self.op, str) else str(self.op)
 
 
@@ -73,7 +73,7 @@ Operand = tuple[Term, Access]
 
 @dataclass(frozen=True, slots=True)
 class TermValue:
-    """A term as a tensor reads it."""
+    """A term and the access by which a tensor reads it."""
 
     term: Term
     access: Access
@@ -87,14 +87,14 @@ class TermValue:
         return self.term.dtype
 
     def is_reshape_of(self, other: TermValue) -> bool:
-        """Whether the other's elements in order are this one's in order."""
+        """Whether both have the same elements in the same order."""
         return self.term is other.term and (
             self == other or self.access.reshaped(other.shape) == other.access
         )
 
 
 def number(value: Number, dtype: torch.dtype = torch.float32) -> Number:
-    """As it is compared: computed in two ways, or handed through float32, last digits differ."""
+    """A number rounded for comparison, since numbers computed in two ways differ in the last digits."""
     if isinstance(value, bool) or not isinstance(value, float) or not math.isfinite(value):
         return value
     rounded = float(f"{value:.12e}" if dtype == torch.float64 else f"{value:.6e}")
@@ -102,10 +102,10 @@ def number(value: Number, dtype: torch.dtype = torch.float32) -> Number:
 
 
 class Store:
-    """All terms, each once.
+    """The store of interned terms.
 
     Attributes:
-        shared: sums with several users, which sums that read them leave whole.
+        shared: sums with several readers, which sums that read them do not inline.
         casts: whether any value is cast.
     """
 
@@ -116,11 +116,11 @@ class Store:
 
     @property
     def operations(self) -> set[Any]:
-        """What they are."""
+        """The operations of all terms."""
         return {term.op for term in self._terms.values()}
 
     def __len__(self) -> int:
-        """How many there are: the number of the next."""
+        """The number of terms, which is the id of the next one."""
         return len(self._terms)
 
     def term(
@@ -132,7 +132,7 @@ class Store:
         numbers: Iterable[Any] = (),
         reduced: Sequence[int] = (),
     ) -> Term:
-        """The one term that is this."""
+        """The interned term with these attributes."""
         numbers = tuple(numbers)
         reads = tuple((term.id, access) for term, access in operands)
         key = (op, dtype, tuple(sizes), tuple(reduced), reads, numbers)
@@ -147,12 +147,12 @@ class Store:
     # -- leaves -------------------------------------------------------------------------------
 
     def leaf(self, label: Hashable, shape: Sequence[int], dtype: torch.dtype) -> TermValue:
-        """A value nothing is known of."""
+        """A value of which nothing is known."""
         shape = tuple(shape)
         return TermValue(self.term("input", dtype, shape, numbers=(label,)), contiguous(shape))
 
     def constant(self, value: Number, shape: Sequence[int], dtype: torch.dtype) -> TermValue:
-        """One number everywhere."""
+        """A value that is one number everywhere."""
         term = self.term("constant", dtype, (), numbers=(number(value, dtype),))
         return TermValue(term, Access(()).expanded(tuple(shape)))
 
@@ -164,7 +164,7 @@ class Store:
         shape: Sequence[int],
         dtype: torch.dtype,
     ) -> TermValue:
-        """An operation of which only equality is known."""
+        """The value of an operation of which only equality is known."""
         operands = [(v.term, v.access) for v in values]
         return TermValue(self.term(op, dtype, shape, operands, (literals,)), contiguous(shape))
 
@@ -176,7 +176,7 @@ class Store:
         shape: Sequence[int],
         dtype: torch.dtype,
     ) -> TermValue:
-        """A sum of multiples, in this shape."""
+        """A sum of multiples of values, broadcast to a shape."""
         constant: float = 0
         kept: list[tuple[float, TermValue]] = []
         for factor, part in parts:
@@ -193,7 +193,7 @@ class Store:
             return alone
         try:
             return self._sum(kept, constant, shape, dtype, True)
-        except NotStrided:  # a part read across its own dims stays whole
+        except NotStrided:  # a part whose dims are crossed is not inlined
             return self._sum(kept, constant, shape, dtype, False)
 
     def _sum(
@@ -209,7 +209,7 @@ class Store:
         k = 0
         while k < len(factors):
             term = nest.operands[k][0]
-            # A multiple of one value is that value with a factor, however many use it.
+            # A multiple of one value is inlined as that value with a factor, even if it is shared.
             whole = term.op != "sum" or (term in self.shared and not is_multiple(term))
             if flat and not whole:
                 *inner, more = term.numbers
@@ -230,7 +230,7 @@ class Store:
         return TermValue(self.term("sum", dtype, form.sizes, form.operands, numbers), form.result)
 
     def scale(self, value: TermValue, factor: float) -> TermValue:
-        """A multiple."""
+        """A multiple of a value."""
         return value if factor == 1 else self.add([(factor, value)], value.shape, value.dtype)
 
     def multiply(
@@ -239,7 +239,7 @@ class Store:
         shape: Sequence[int],
         dtype: torch.dtype,
     ) -> TermValue:
-        """A product of powers, in this shape."""
+        """A product of powers of values, broadcast to a shape."""
         factor: float = 1
         kept: list[tuple[float, TermValue]] = []
         for exponent, part in parts:
@@ -300,12 +300,12 @@ class Store:
         shape: Sequence[int],
         dtype: torch.dtype,
     ) -> TermValue:
-        """An operation on elements."""
+        """The value of a pointwise operation."""
         form = Nest(shape, [(v.term, v.access.expanded(shape)) for v in values]).canonical()
         return TermValue(self.term(op, dtype, form.sizes, form.operands, (literals,)), form.result)
 
     def cast(self, value: TermValue, dtype: torch.dtype) -> TermValue:
-        """In another dtype; back from a wider one is where it came from."""
+        """A value cast to another dtype; a cast to a wider dtype and back is the value itself."""
         if value.dtype == dtype:
             return value
         known = literal(value)
@@ -323,7 +323,7 @@ class Store:
     def reduce(
         self, name: str, value: TermValue, dims: Sequence[int], keepdim: bool, dtype: torch.dtype
     ) -> TermValue:
-        """Over dims: ``sum``, ``amax``, ``amin``, or another name."""
+        """A reduction over dims: ``sum``, ``amax``, ``amin``, or another name."""
         rank = len(value.shape)
         gone = sorted({d % rank for d in dims}) if rank else []
         kept = [d for d in range(rank) if d not in gone]
@@ -345,7 +345,7 @@ class Store:
         return TermValue(found.term, access)
 
     def _reduced(self, name: str, value: TermValue, kept: int) -> Canonical:
-        """The nest of a reduction; of one over another of the same name, both at once."""
+        """The nest of a reduction; a reduction of one of the same name is merged with it."""
         nest = Nest(value.shape, [(value.term, value.access)], kept)
         term = value.term
         if term.op == ("reduce", name) and (name == "sum" or name in _ONCE):
@@ -357,7 +357,7 @@ class Store:
         return nest.canonical()
 
     def dot(self, a: TermValue, b: TermValue, dtype: torch.dtype) -> TermValue:
-        """[..., m, k] times [..., k, n], equal batch dims."""
+        """The product of [..., m, k] and [..., k, n] with equal batch dims."""
         (fa, a), (fb, b) = unscaled(a), unscaled(b)
         *batch, m, k = a.shape
         n = b.shape[-1]
@@ -371,15 +371,15 @@ class Store:
         return self.scale(TermValue(term, form.result), fa * fb)
 
     def copy(self, value: TermValue, shape: Sequence[int]) -> TermValue:
-        """A value in a shape that its strides do not have."""
-        made = self.opaque("copy", [value], (), value.shape, value.dtype)
-        access = made.access.reshaped(shape)
+        """A copy of a value in a shape that its strides do not allow."""
+        copied = self.opaque("copy", [value], (), value.shape, value.dtype)
+        access = copied.access.reshaped(shape)
         assert access is not None
-        return TermValue(made.term, access)
+        return TermValue(copied.term, access)
 
 
 def literal(part: TermValue | Number) -> Number | None:
-    """What a number, or a value that is one number everywhere, is."""
+    """The number that a part is, if it is a number or a constant value; else None."""
     if not isinstance(part, TermValue):
         return part
     return part.term.numbers[0] if part.term.op == "constant" else None
@@ -390,7 +390,7 @@ def is_multiple(term: Term) -> bool:
 
 
 def unscaled(value: TermValue) -> tuple[float, TermValue]:
-    """A factor, and what it is a multiple of."""
+    """A factor and the value of which a value is that multiple."""
     inner = through(value) if is_multiple(value.term) else None
     return (1, value) if inner is None else (value.term.numbers[0], inner)
 
@@ -399,10 +399,10 @@ def through(value: TermValue, k: int = 0, *, within: bool = False) -> TermValue 
     """The k-th operand of a term over loops, in the dims of a value that reads the term.
 
     Args:
-        within: of a reduction too, in further dims, those that it reduces.
+        within: also look inside reductions, with the dims that they reduce as further dims.
 
     Returns:
-        None where no strides do it.
+        The operand's value; None if no strides give it.
     """
     term = value.term
     source, access = term.operands[k]
@@ -427,7 +427,7 @@ def through(value: TermValue, k: int = 0, *, within: bool = False) -> TermValue 
 def _alone(
     parts: Sequence[tuple[float, TermValue]], shape: Sequence[int], dtype: torch.dtype
 ) -> TermValue | None:
-    """What a sum or product of one value, once, is: that value, however it is read."""
+    """The value that a sum or product with one operand, once, is equal to."""
     (number, value), *more = parts
     if more or number != 1 or value.dtype != dtype:
         return None
@@ -435,13 +435,13 @@ def _alone(
 
 
 def _itself(term: Term) -> Term:
-    """What a copy of a whole buffer is."""
+    """The term that a term copies, if it is the copy of a whole buffer; else the term."""
     ((source, access),) = term.operands
     return source if _in_order(source, access) and source.dtype == term.dtype else term
 
 
 def _in_order(term: Term, access: Access) -> bool:
-    """Whether all of a buffer is read, in order."""
+    """Whether an access reads all of a term's buffer in order."""
     return access.reshaped(term.sizes) == contiguous(term.sizes)
 
 
@@ -459,7 +459,7 @@ def _distributes(exponents: Sequence[float], outer: float) -> bool:
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether the wide type has every number of the narrow one."""
+    """Whether a dtype represents every number of a narrower one."""
     return (
         wide.is_floating_point
         and narrow.is_floating_point
@@ -475,7 +475,7 @@ def _place(operand: Operand) -> tuple[Any, ...]:
 def _merged(
     form: Canonical, numbers: Sequence[float], apart: bool = False
 ) -> tuple[Canonical, list[float]]:
-    """Equal operands as one, in an order of their own; ``apart`` keeps those of two signs apart."""
+    """Merge equal operands, in canonical order; ``apart`` keeps operands of two signs separate."""
     total: dict[Any, list[Any]] = {}
     for operand, n in zip(form.operands, numbers, strict=True):
         key = (*_place(operand), n < 0 if apart else None)

@@ -317,14 +317,14 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_the_first_process_chooses_for_all(store: Any) -> None:
-    assert settle.settled("gelu of [3]", "blocked") == "blocked"
-    assert settle.settled("gelu of [3]", "inductor") == "blocked"
-    assert settle.settled("gelu of [4]", "inductor") == "inductor"
+    assert settle.agreed_choice("gelu of [3]", "blocked") == "blocked"
+    assert settle.agreed_choice("gelu of [3]", "inductor") == "blocked"
+    assert settle.agreed_choice("gelu of [4]", "inductor") == "inductor"
 
 
 def test_one_process_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settle, "default_store", lambda: pytest.fail("there is no store"))
-    assert settle.settled("gelu of [3]", "blocked") == "blocked"
+    assert settle.agreed_choice("gelu of [3]", "blocked") == "blocked"
 
 
 def test_what_others_run_is_run_here(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,7 +339,7 @@ def test_what_others_run_is_run_here(store: Any, monkeypatch: pytest.MonkeyPatch
     assert hows == {"blocked, by time"}
     without_compiler(monkeypatch)
     monkeypatch.setattr(choice, "_CHOSEN", Recent(512))
-    monkeypatch.setattr(choice.settle, "settled", lambda what, mine: "inductor")
+    monkeypatch.setattr(choice.settle, "agreed_choice", lambda subject, mine: "inductor")
     third = fuse(gelu)
     third(X, B)
     said = str(third.lower(X, B).kernels[0].how)
@@ -356,7 +356,7 @@ def test_a_store_that_is_silent_is_an_error(store: Any, monkeypatch: pytest.Monk
     silent = SimpleNamespace(compare_set=lambda *_: asked.wait())
     monkeypatch.setattr(settle, "default_store", lambda: silent)
     with pytest.raises(store_module.StoreError, match="which kernels they run does not answer"):
-        settle.settled("gelu of [3]", "blocked")
+        settle.agreed_choice("gelu of [3]", "blocked")
     asked.set()
 
 
