@@ -1,4 +1,4 @@
-"""The leaves of a tree that is stored: their names, and what must hold for them before any is moved."""
+"""The leaves of a stored tree: their names, and the checks before any data is moved."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class StorageWarning(UserWarning):
 
 
 class CheckpointLeaf(NamedTuple):
-    """A leaf of the user's tree: how they would write it, its path for DCP, and it."""
+    """A leaf of the user's tree: its label in messages, its path in DCP, and its value."""
 
     label: str
     path: tuple[str | int, ...]
@@ -79,7 +79,7 @@ class CheckpointLeaf(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Its name in the checkpoint."""
+        """The leaf's key in the checkpoint."""
         return ".".join(map(str, self.path))
 
     @property
@@ -94,7 +94,7 @@ class CheckpointLeaf(NamedTuple):
         return type(self.value).__name__
 
     def __str__(self) -> str:
-        """All that ranks must have in common."""
+        """A description that must be equal on all ranks."""
         if isinstance(self.value, MeshTensor):
             return f"{self.label}: {self.kind} split {self.value.layout} over {self.value.mesh}"
         return f"{self.label}: {self.kind if self.is_tensor else repr(self.value)}"
@@ -109,7 +109,7 @@ def leaves_of(tree: Any, root: str) -> tuple[list[CheckpointLeaf], optree.PyTree
     """The leaves of a tree that the user calls root, and its structure.
 
     Raises:
-        StorageError: two would have one key.
+        StorageError: two leaves have the same key.
     """
     values, structure = optree.tree_flatten(
         tree, is_placed, none_is_leaf=True, namespace=trees.NAMESPACE
@@ -129,7 +129,7 @@ def leaves_of(tree: Any, root: str) -> tuple[list[CheckpointLeaf], optree.PyTree
 
 
 def _step(entry: Any) -> str | int:
-    """A step of a path as DCP writes it: an int into a sequence, else a name."""
+    """A path entry in DCP's form: an int for a sequence, else a name."""
     name = getattr(entry, "field", entry.entry)
     return name if type(entry) is optree.SequenceEntry else str(name)
 
@@ -174,11 +174,11 @@ def _unstorable(value: Any) -> str | None:
 
 
 def empty(leaf: CheckpointLeaf, mesh: Mesh | None, spec: P | None) -> CheckpointLeaf:
-    """The leaf with room for what is to be read, on this process's part of the mesh.
+    """The leaf with an uninitialised tensor to read into, on this process's shards of the mesh.
 
     Raises:
         SpecError: the spec does not fit.
-        StorageError: it is no leaf of a checkpoint.
+        StorageError: the leaf cannot be in a checkpoint.
     """
     value = leaf.value
     if not isinstance(value, MeshTensor | Tensor | ShapeDtype) or isinstance(value, DTensor):
@@ -201,13 +201,13 @@ def empty(leaf: CheckpointLeaf, mesh: Mesh | None, spec: P | None) -> Checkpoint
 def compare(
     leaves: Sequence[CheckpointLeaf], index: Mapping[str, Any], path: Path, partial: bool
 ) -> None:
-    """Check that a checkpoint has what is wanted of it, and, unless partial, nothing else.
+    """Check that a checkpoint has the wanted leaves, and, unless partial, no others.
 
     Raises:
-        StorageError: names every leaf that is amiss.
+        StorageError: names every leaf that does not match.
     """
     extra = [key for key in index if key not in {leaf.key for leaf in leaves}]
-    problems = [text for leaf in leaves if (text := _amiss(leaf, index.get(leaf.key), path))]
+    problems = [text for leaf in leaves if (text := _mismatch(leaf, index.get(leaf.key), path))]
     if extra and (problems or not partial):
         what = "They may be misnamed in like." if partial else _LEAVE
         problems.append(f"{path} has keys that like has not: {_some(extra)}. {what}")
@@ -215,7 +215,7 @@ def compare(
         raise StorageError("\n".join(problems))
 
 
-def _amiss(leaf: CheckpointLeaf, saved: Any, path: Path) -> str | None:
+def _mismatch(leaf: CheckpointLeaf, saved: Any, path: Path) -> str | None:
     what = f"{leaf.label} is {leaf.kind}"
     if saved is None:
         return f"{what}, but {path} has no key {leaf.key!r}; rename or drop it in like."

@@ -1,7 +1,8 @@
-"""Values as boxes: what torch.distributed.checkpoint (DCP) stores of a tensor, in both directions.
+"""Values as boxes, the chunks in which torch.distributed.checkpoint (DCP) reads and writes tensors.
 
-DCP keeps a tensor as boxes of it, wherever they came from. A shard is one box, or several where a dim
-is split inside: the heads of a fused projection lie apart. Nothing here knows of trees, ranks or files.
+DCP stores a tensor as boxes, whichever rank wrote them. A shard is one box, or several where a dim is
+split inside, since the heads of a fused projection are not adjacent. Nothing here depends on trees, ranks
+or files.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ __all__ = ["Reads", "Writes", "entry"]
 
 
 class IndexRun(NamedTuple):
-    """Neighbouring indices of a dim: from ``start`` in the whole, from ``local`` in the shard."""
+    """A run of consecutive indices of a dim: from ``start`` in the whole, from ``local`` in the shard."""
 
     start: int
     local: int
@@ -47,7 +48,7 @@ Box = tuple[IndexRun, ...]  # a run for each dim
 
 
 def runs(dim: Dim, at: Coords, sizes: Mapping[str, int]) -> list[IndexRun]:
-    """The indices of a dim that a coordinate holds, in as few runs as there can be."""
+    """The indices of a dim that a coordinate holds, as the fewest runs."""
     held, inner = [range(1)], 1
     for sub in reversed(dim):
         own = chunk(sub.size, sub.axes, at, sizes)
@@ -61,7 +62,7 @@ def runs(dim: Dim, at: Coords, sizes: Mapping[str, int]) -> list[IndexRun]:
 
 
 def _overlap(held: Iterable[IndexRun], start: int, length: int) -> list[IndexRun]:
-    """What runs have in common with a stretch; their starts are counted from its own."""
+    """The overlaps of runs with a range, with starts relative to the range's."""
     found = []
     for run in held:
         low, high = max(run.start, start), min(run.start + run.length, start + length)
@@ -86,7 +87,7 @@ def _parts(value: Any) -> Sequence[Tensor]:
 
 
 def _cut(part: Tensor, box: Box) -> Tensor:
-    """The view of a shard that a box is."""
+    """The view of a shard that is a box."""
     for d, run in enumerate(box):
         part = part.narrow(d, run.local, run.length)
     return part
@@ -97,7 +98,7 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
 
 
 def entry(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
-    """What the index of a checkpoint says about a value: all its boxes, on whichever rank."""
+    """The index entry of a value: all its boxes, on whichever rank."""
     if not isinstance(value, MeshTensor | Tensor):
         return BytesStorageMetadata()
     boxes = [box for shard in _shards(value, everywhere=True) for box in itertools.product(*shard)]
@@ -106,13 +107,13 @@ def entry(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
 
 
 class Writes(DefaultSavePlanner):
-    """Answers DCP's writer when it asks for data.
+    """The save planner, which gives DCP's writer its data.
 
     Args:
-        values: what this process writes, by key.
+        values: the values that this process writes, by key.
 
     Attributes:
-        items: what there is to ask for.
+        items: the write items.
     """
 
     def __init__(self, values: Mapping[str, Any]) -> None:
@@ -148,12 +149,12 @@ class Writes(DefaultSavePlanner):
 
 
 class Reads(DefaultLoadPlanner):
-    """Takes what DCP's reader has read.
+    """The load planner, which takes the data of DCP's reader.
 
     Attributes:
-        items: what is to be read.
-        objects: values that are no tensors, by key, once read.
-        kinds: dtype and shape of each box, as the index has them.
+        items: the read items.
+        objects: the values that are not tensors, by key, once read.
+        kinds: the dtype and shape of each box in the index.
     """
 
     def __init__(self) -> None:
@@ -164,14 +165,14 @@ class Reads(DefaultLoadPlanner):
         self._copies: dict[MetadataIndex, list[tuple[Box, Tensor]]] = {}
 
     def add_object(self, key: str) -> None:
-        """Read a value that is no tensor."""
+        """Add a read item for a value that is not a tensor."""
         self._add(LoadItemType.BYTE_IO, MetadataIndex(key), [0], [0])
 
     def add_tensor(self, key: str, value: Any, saved: TensorStorageMetadata) -> int:
-        """Fill a value's parts from what was saved of it.
+        """Add read items that fill a value's shards from the saved boxes.
 
         Returns:
-            How many elements of them nothing was saved for.
+            The number of elements for which nothing was saved.
         """
         parts = list(zip(_parts(value), _shards(value), strict=True))
         missing = sum(part.numel() for part, _ in parts)
@@ -187,7 +188,7 @@ class Reads(DefaultLoadPlanner):
             index = MetadataIndex(key, box.offsets)
             self._copies[index] = copies
             self.kinds[index] = saved.properties.dtype, box.sizes
-            # The smallest region of the box with all that is wanted of it: it is read once.
+            # The smallest region of the box that has all wanted elements is read once.
             rows = list(zip(*(hit for hit, _ in copies), strict=True))
             low = [min(r.start for r in row) for row in rows]
             high = [max(r.start + r.length for r in row) for row in rows]
@@ -206,7 +207,7 @@ class Reads(DefaultLoadPlanner):
         self.objects[read_item.storage_index.fqn] = torch.load(value, weights_only=True)
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Where the region is read to: straight into its place if it has but one."""
+        """The tensor that a region is read into: its destination, if it has a single one."""
         (_, view), *more = self._copies[read_item.storage_index]
         return torch.empty(read_item.lengths, dtype=view.dtype) if more else view
 

@@ -1,7 +1,7 @@
-"""The index of a checkpoint, read without running what is in it.
+"""Reading the index of a checkpoint without executing it.
 
-DCP keeps its index as a pickle, and a pickle is a program. Here it may make nothing but plain values and
-records that know no methods; what becomes of it is checked, piece by piece, before it is used.
+DCP's index is a pickle, and a pickle is a program. Here it may create plain values and records without
+methods only; the result is validated completely before it is used.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torchard.sharding.checkpointing.checkpoint_leaves import StorageError
 __all__ = ["INDEX", "Index", "ItemLocation", "check_disjoint", "file_of", "read_index"]
 
 INDEX = ".metadata"
-# Pieces that the boxes of one value may cut it into.
+# The number of cells into which the boxes of one value may divide it.
 _PIECES = 10_000_000
 _METADATA = "torch.distributed.checkpoint.metadata"
-# Of these the pickle may make instances.
+# The classes of which the pickle may create records.
 _RECORDS = {
     *((_METADATA, name) for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")),
     *((_METADATA, name) for name in ("ChunkStorageMetadata", "MetadataIndex", "StorageMeta")),
@@ -49,7 +49,7 @@ StorageMetadata = TensorStorageMetadata | BytesStorageMetadata
 
 
 class ItemLocation(NamedTuple):
-    """Where the bytes of an item are, and what they are to be run through (names known to DCP)."""
+    """The location of an item's bytes, and the transforms to decode them (DCP's names)."""
 
     file: str
     offset: int
@@ -58,14 +58,14 @@ class ItemLocation(NamedTuple):
 
 
 class Index(NamedTuple):
-    """What a checkpoint has, by key, and where each box of it is."""
+    """The contents of a checkpoint by key, and the location of each box."""
 
     entries: dict[str, StorageMetadata]
     places: dict[MetadataIndex, ItemLocation]
 
 
 class _Record:
-    """Whatever a class of DCP's was given and is to know."""
+    """A record of the arguments and the state of a DCP class, without its methods."""
 
     def __new__(cls, *args: Any) -> _Record:
         made = super().__new__(cls)
@@ -77,12 +77,12 @@ class _Record:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes records of classes that DCP's index has, and refuses every other name."""
+    """An unpickler that creates records for the classes of DCP's index, and refuses all other names."""
 
     def __init__(self, data: bytes, where: str) -> None:
         super().__init__(io.BytesIO(data))
         self.where = where
-        # Made anew: a pickle may set attributes of what it names, and these nobody else knows.
+        # New classes for each pickle, which may set attributes of the classes it names.
         self.kinds = {key: type(key[1], (_Record,), {}) for key in _RECORDS}
 
     def find_class(self, module: str, name: str) -> Any:
@@ -101,14 +101,13 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_index(path: Path, unfinished: Path) -> Index:
-    """The index of a checkpoint, of which nothing is believed.
+    """The index of a checkpoint, read as untrusted data.
 
     Args:
-        unfinished: where a save to that path would have put it until it is whole.
+        unfinished: the directory in which a save to that path is until it is complete.
 
     Raises:
-        StorageError: there is none, and perhaps why; or it is damaged, or names what does not belong
-            in an index.
+        StorageError: there is no index; or it is damaged, or names objects that do not belong in one.
     """
     if not path.is_dir():
         also = (
@@ -128,7 +127,7 @@ def read_index(path: Path, unfinished: Path) -> Index:
         root = _Unpickler(file.read_bytes(), where).load()
     except StorageError:
         raise
-    except Exception as error:  # of a damaged pickle it may be any
+    except Exception as error:  # a damaged pickle may raise anything
         _damaged(where, f"it cannot be read ({type(error).__name__}: {error})")
     known = _fields(root, "Metadata", where)
     entries, places = known.get("state_dict_metadata"), known.get("storage_data")
@@ -141,11 +140,11 @@ def read_index(path: Path, unfinished: Path) -> Index:
 
 
 def file_of(path: Path, name: str) -> Path:
-    """The file of a checkpoint with a name that an index gives, if it is in the checkpoint's directory.
+    """The file that an index names, which must be in the checkpoint's directory.
 
     Raises:
-        StorageError: it is not, or is no file.
-        FileNotFoundError: there is none.
+        StorageError: it is outside, or is not a regular file.
+        FileNotFoundError: it does not exist.
     """
     pure = PurePosixPath(name)
     outside = pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name
@@ -161,10 +160,10 @@ def file_of(path: Path, name: str) -> Path:
 
 
 def check_disjoint(key: str, saved: TensorStorageMetadata, path: Path) -> None:
-    """Boxes that overlap may leave something out though they have as many elements as the value.
+    """Check that boxes do not overlap, since their number of elements is then no proof of coverage.
 
     Raises:
-        StorageError: they do, or one is not within the value.
+        StorageError: boxes overlap, or one is not within the value.
     """
     boxes = [(tuple(box.offsets), tuple(box.sizes)) for box in saved.chunks if 0 not in box.sizes]
     cuts = []
@@ -235,7 +234,7 @@ def _box(value: Any, ndim: int, where: str) -> ChunkStorageMetadata:
 
 
 def _properties(value: Any, where: str) -> TensorProperties:
-    """Of which only the dtype is meant by anyone."""
+    """A record of tensor properties, of which only the dtype is used."""
     if isinstance(value, _Record) and type(value).__name__ == "TensorProperties":
         state = value.__dict__.get("state")
         dtype = state[0] if isinstance(state, tuple) and state else None

@@ -1,7 +1,7 @@
-"""The items of a checkpoint's files: their bytes, checksums, and what they are when read.
+"""The items in a checkpoint's files: reading their bytes, checking their checksums, decoding them.
 
-Checksums are in a file beside DCP's, which DCP does not look at. They tell damage, not malice: who
-changes items can change them too.
+Checksums are in a file of their own, which DCP ignores. They detect damage, not tampering: whoever can
+change items can change checksums too.
 """
 
 from __future__ import annotations
@@ -74,24 +74,24 @@ def checksum_of(file: BinaryIO, offset: int, length: int) -> int | None:
 
 
 class Checksums:
-    """Of all items of a checkpoint, by file and place, and of its index."""
+    """The checksums of all items of a checkpoint, by file and position, and of its index."""
 
     def __init__(self, items: dict[tuple[str, int, int], int], index: int) -> None:
         self.items, self.index = items, index
 
     @staticmethod
     def write(path: Path, items: Iterable[tuple[str, int, int, int]]) -> None:
-        """Put them beside the index, which is there."""
+        """Write the checksums next to the index, which exists."""
         index = zlib.crc32((path / INDEX).read_bytes())
         told = {"algorithm": _ALGORITHM, "index": index, "items": sorted(items)}
         (path / CHECKSUMS).write_text(json.dumps(told))
 
     @staticmethod
     def read(path: Path) -> Checksums | None:
-        """What was written; None where nothing was, as by plain DCP.
+        """The written checksums; None if there are none, as in checkpoints of plain DCP.
 
         Raises:
-            StorageError: they are damaged, or those of another index.
+            StorageError: the checksums are damaged, or belong to another index.
         """
         file = file_of(path, CHECKSUMS)
         if not file.exists():
@@ -127,7 +127,7 @@ class Checksums:
 
 
 def packed(written: Iterable[WriteResult], path: Path) -> str:
-    """What one rank wrote, with checksums, to be told to the rank that writes the index."""
+    """The write results of one rank, with checksums, as text for the rank that writes the index."""
     told = []
     for result in written:
         info, index = result.storage_data, result.index
@@ -139,7 +139,7 @@ def packed(written: Iterable[WriteResult], path: Path) -> str:
 
 
 def unpacked(text: str) -> tuple[list[WriteResult], list[tuple[str, int, int, int]]]:
-    """What a rank has told: DCP's results, and the place and checksum of each item."""
+    """A rank's write results from text: DCP's results, and the place and checksum of each item."""
     results, checksums = [], []
     for key, offset, size, (name, at, length, crc) in json.loads(
         zlib.decompress(base64.b64decode(text))
@@ -152,13 +152,13 @@ def unpacked(text: str) -> tuple[list[WriteResult], list[tuple[str, int, int, in
 
 
 def read_items(path: Path, index: Index, planner: Reads) -> bool:
-    """Read what a planner wants, each item whole, and give it to the planner.
+    """Read the items of a planner, each item completely, and pass them to the planner.
 
     Returns:
-        Whether there are checksums, which all are right.
+        Whether there are checksums; all of them were correct.
 
     Raises:
-        StorageError: an item is damaged, or not what the index says.
+        StorageError: an item is damaged, or differs from the index.
     """
     checksums, reader = Checksums.read(path), FileSystemReader(path)
     by_file: dict[str, list[tuple[ReadItem, ItemLocation]]] = {}
@@ -193,7 +193,7 @@ def _read(
     what: str,
 ) -> None:
     stream: Any = io.BufferedReader(_Slice(file, place.offset, place.length), _CHUNK)
-    if place.transforms:  # compressed, say, by an extension of DCP's
+    if place.transforms:  # for example compressed by a DCP extension
         stream = reader.transforms.transform_load_stream(item, place.transforms, stream)
     if item.type == LoadItemType.BYTE_IO:
         planner.load_bytes(item, io.BytesIO(stream.read()))

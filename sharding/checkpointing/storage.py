@@ -1,9 +1,9 @@
-"""Checkpoints in the format of torch.distributed.checkpoint (DCP): any mesh writes, any other reads.
+"""Checkpoints in the format of torch.distributed.checkpoint (DCP), from any mesh to any other.
 
-A rank writes the shards it has, of replicated ones its share, and reads what its own shards overlap: no
-process ever puts a whole value together. No collective runs either; ranks speak through the store, where
-one that died is a message and not a hang. A checkpoint appears under its path when all of it is on the
-disk, by a rename.
+A rank writes its own shards, and its share of the replicated ones, and reads the boxes that its shards
+overlap: no process assembles a whole value. No collectives run: ranks coordinate through the store, where
+a lost rank is an error and not a hang. A checkpoint appears under its path by a rename, once all of it is
+on disk.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _unfinished(path: Path) -> Path:
 
 
 def _prepared(target: Path, leaves: Sequence[CheckpointLeaf], rank: int) -> str:
-    """Check that the leaves can be stored there; a digest of what ranks must have in common."""
+    """Check that the leaves can be stored; return a digest that must be equal on all ranks."""
     check_storable(leaves)
     if rank == 0:
         if os.path.lexists(target):
@@ -183,17 +183,17 @@ def _prepared(target: Path, leaves: Sequence[CheckpointLeaf], rank: int) -> str:
                 f"{target} exists already; save to a new path (with the step in its name, say), or "
                 "remove it first."
             )
-        # What a save left that did not come to its end.
+        # Left by a save that did not complete.
         shutil.rmtree(_unfinished(target), ignore_errors=True)
     return hashlib.sha256("\n".join(map(str, leaves)).encode()).hexdigest()
 
 
 def _write(writer: FileSystemWriter, leaves: Iterable[CheckpointLeaf], rank: int) -> str:
-    """Write this rank's file; what the index is to say of it, as text."""
+    """Write this rank's file; return its index entries as text."""
     planner = Writes({leaf.key: leaf.value for leaf in leaves})
     writer.set_up_storage_writer(rank == 0)
     plan = writer.prepare_local_plan(SavePlan(planner.items))
-    # A rank's place in the list is all that the writer takes from the others' plans.
+    # The writer reads only a rank's position in the list from the others' plans.
     plan = writer.prepare_global_plan([SavePlan([])] * rank + [plan])[rank]
     return packed(list(writer.write_data(plan, planner).wait()), Path(writer.path))
 
@@ -205,7 +205,7 @@ def _finish(
     target: Path,
     rank: int,
 ) -> None:
-    """The first rank writes the index, which makes a directory a checkpoint, and gives it its name."""
+    """On the first rank, write the index, which completes the checkpoint, and rename the directory."""
     if rank == 0:
         results, checksums = zip(*map(unpacked, written), strict=True)
         entries = {leaf.key: entry(leaf.value) for leaf in leaves}
@@ -215,7 +215,7 @@ def _finish(
 
 
 def _read(path: Path, rooms: Sequence[CheckpointLeaf], partial: bool, objects: dict[str, Any]) -> bool:
-    """Fill the tensors among the leaves, and a dict of the others; whether checksums were right."""
+    """Fill the tensors among the leaves, and a dict of the others; return whether all was checked."""
     planner, index = Reads(), read_index(path, _unfinished(path))
     compare(rooms, index.entries, path, partial)
     for room in rooms:

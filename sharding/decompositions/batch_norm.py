@@ -1,4 +1,4 @@
-"""Batch norm where the batch or the image is split: it comes apart, and each statistic is one sum."""
+"""The decomposition of batch norm where the batch or the image is split: statistics are sums."""
 
 from __future__ import annotations
 

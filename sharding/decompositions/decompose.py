@@ -1,8 +1,8 @@
-"""Decompose on demand: an operation whose whole dim is split comes apart into pieces that reduce.
+"""Decomposition on demand: an operation with a split ``whole`` dim is replaced by ones that reduce.
 
-Only statistics then cross the network instead of data. torch's own decompositions are used where their
-pieces have rules; what bottoms out elsewhere (``prims.var``) is in ``functional_forms.py``. A
-decomposition is taken only if it returns what the operation returns, in shape and dtype.
+Only statistics are then communicated, not data. torch's own decompositions are used where the resulting
+operations have rules; others (those that end in ``prims.var``) are in ``functional_forms.py``. A
+decomposition is used only if it returns the same shapes and dtypes as the operation.
 """
 
 from __future__ import annotations
@@ -41,30 +41,29 @@ from torchard.sharding.rules.registry import result_index, results
 __all__ = ["comes_apart", "decompose", "same_call"]
 
 
-_OF_SEVERAL = (aten.cat.default,)  # which may have something all the same
+_OF_SEVERAL = (aten.cat.default,)  # which can be decomposed all the same
 
 
 def comes_apart(node: fx.Node) -> bool:
-    """Whether there is a decomposition worth trying."""
+    """Whether an operation has a decomposition."""
     return bool(_decompositions(node.target, ()))
 
 
 def _decompositions(target: Any, parts: Parts | None) -> list[Callable[..., Any]]:
-    """Those by blocks, then the table's; torch's own for what has no rule.
+    """The candidate decompositions: by blocks, then the table's; torch's own for those without a rule.
 
-    Not for what has one and no entry here: slices and the like only move data, and more of it in
-    pieces.
+    Operations with a rule and no entry here are not decomposed: slices and the like only move data.
     """
-    found: list[Callable[..., Any]] = []
+    candidates: list[Callable[..., Any]] = []
     if parts is not None and target in NEIGHBOURS:
-        found.append(functools.partial(NEIGHBOURS[target], parts))
+        candidates.append(functools.partial(NEIGHBOURS[target], parts))
     if target in DECOMPOSITIONS:
-        found.append(DECOMPOSITIONS[target])
+        candidates.append(DECOMPOSITIONS[target])
     if isinstance(target, Fused):
-        found.append(target.reference)
-    if not found and lookup(target) is None and target in internals.DECOMPOSITION_TABLE:
-        found.append(internals.DECOMPOSITION_TABLE[target])
-    return found
+        candidates.append(target.reference)
+    if not candidates and lookup(target) is None and target in internals.DECOMPOSITION_TABLE:
+        candidates.append(internals.DECOMPOSITION_TABLE[target])
+    return candidates
 
 
 def decompose(graph: fx.Graph, node: fx.Node, parts: Parts | None = None) -> list[fx.Node]:
@@ -75,7 +74,7 @@ def decompose(graph: fx.Graph, node: fx.Node, parts: Parts | None = None) -> lis
     """
     operands = Call.of(node).operands
     if node.target not in _OF_SEVERAL and any(0 in VAL.of(o).shape for o in operands):
-        return []  # nothing to gather; and nothing has no maximum
+        return []  # empty: nothing to gather, and there is no maximum
     ways = _decompositions(node.target, parts)
     traced = next((t for way in ways if (t := _trace(way, node, operands)) is not None), None)
     if traced is None:
@@ -93,21 +92,21 @@ def _trace(
         args, kwargs = with_operands(node, inputs)
         out = rule(*args, **kwargs)
         if out is NotImplemented:
-            return []  # some of torch's table decline some calls
+            return []  # some of torch's decompositions decline some calls
         values = out if isinstance(out, (tuple, list)) else [out]
         return [v for v in values if v is not None]
 
     specs = [TensorSpec.of(VAL.of(o)) for o in operands]
     try:
-        found = record(run, specs)
-        if any(_writes_for_good(n) for n in found.graph.nodes):
+        program = record(run, specs)
+        if any(_writes_for_good(n) for n in program.graph.nodes):
             return None
-        found = purify(found, ())
-    except PurityError:  # it reads a value, say
+        program = purify(program, ())
+    except PurityError:  # for example, it reads a value
         return None
-    if found.closures or not _same_results(found.graph, node) or _is_itself(found.graph, node):
+    if program.closures or not _same_results(program.graph, node) or _is_itself(program.graph, node):
         return None
-    return found.graph
+    return program.graph
 
 
 def _writes_for_good(node: fx.Node) -> bool:
@@ -148,7 +147,7 @@ _NUMBERS = itertools.count()
 def _inline(
     graph: fx.Graph, traced: fx.Graph, operands: tuple[fx.Node, ...], node: fx.Node
 ) -> tuple[list[fx.Node], list[fx.Node]]:
-    """The pieces, and those of them that are the node's results."""
+    """The inserted nodes, and those of them that are the node's results."""
     env: dict[fx.Node, fx.Node] = {}
     inputs = [n for n in traced.nodes if n.op == "placeholder"]
     env.update(zip(inputs, operands, strict=True))

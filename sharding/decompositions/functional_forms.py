@@ -1,6 +1,6 @@
-"""How operations come apart where a dim that their rule calls whole is split: the table.
+"""The table of decompositions of operations with a ``whole`` dim that is split.
 
-Written so that what crosses the network is statistics: sums, maxima, places. ``decompose.py`` uses it.
+They communicate statistics only: sums, maxima, indices. ``decompose.py`` uses them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BIASED_PRODUCTS = frozenset(
 
 
 def register_decomposition(*targets: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Say how an operation comes apart where a dim its rule calls whole is split."""
+    """Register the decomposition of an operation with a ``whole`` dim that is split."""
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
         DECOMPOSITIONS.update((t, fn) for t in targets if not isinstance(t, Absent))
@@ -39,7 +39,7 @@ def register_decomposition(*targets: Any) -> Callable[[Callable[..., Any]], Call
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What statistics of a dtype are computed in."""
+    """The dtype in which statistics of a dtype are computed."""
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
@@ -49,7 +49,7 @@ def _numel(x: torch.Tensor, dims: Sequence[int]) -> int:
 
 @register_decomposition(aten.unbind.int)
 def _unbind(x: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
-    """Row by row, each from the rank that has it: cheaper where sums of rows are all that is wanted."""
+    """Select rows one by one, each on its rank, which is cheaper where only sums of rows are used."""
     return tuple(x.select(dim, i) for i in range(x.shape[dim]))
 
 
@@ -77,7 +77,7 @@ def _mean(
 def _moments(
     x: torch.Tensor, dim: Any, correction: Any, keepdim: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Variance and mean in two passes, as torch's: exact where the mean is large."""
+    """The variance and mean in two passes, like torch's, which is accurate where the mean is large."""
     dims = reduced_dims(dim, x.ndim)
     n = _numel(x, dims)
     wide = x.to(_wide(x.dtype))
@@ -168,7 +168,7 @@ def _log_softmax_backward(
 
 
 def _place_of_extreme(x: torch.Tensor, top: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    """Where an extreme (its dims kept) is found first; NaN is the largest and the smallest of all."""
+    """The first index of an extreme (dims kept); NaN is both the largest and the smallest value."""
     place = torch.zeros((), dtype=torch.int64, device=x.device)
     for d in dims:
         shape = [1] * x.ndim
@@ -329,7 +329,7 @@ def _nll_loss_backward(
 
 
 class _Groups:
-    """Sums of [n, c, ...] by groups of channels, and back, wherever the channels are cut."""
+    """Sums of [n, c, ...] over groups of channels, and back, however the channels are split."""
 
     def __init__(self, x: torch.Tensor, groups: int) -> None:
         each = max(x.shape[1] // groups, 1)
@@ -339,12 +339,12 @@ class _Groups:
         self.area = list(range(2, x.ndim))
 
     def mean(self, x: torch.Tensor) -> torch.Tensor:
-        """[n, c, ...] to [n, group]."""
+        """From [n, c, ...] to [n, group]."""
         each = torch.sum(x, self.area) if self.area else x
         return torch.sum(each[:, :, None].masked_fill(self.others, 0), 1) / self.size
 
     def spread(self, statistic: torch.Tensor) -> torch.Tensor:
-        """[n, group] to what broadcasts to [n, c, ...]."""
+        """From [n, group] to a shape that broadcasts to [n, c, ...]."""
         found = statistic.index_select(1, self.of_channel)
         return found.reshape(*found.shape, *self.rest)
 

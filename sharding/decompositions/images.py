@@ -1,7 +1,7 @@
-"""How convolutions of a split image come apart: each block is an image of its own.
+"""Decompositions of convolutions of a split image, in which each block is an image.
 
-The blocks of a split image dim, each with the border its neighbours lend it, become part of the batch;
-the operation then runs on a whole image without padding in that dim. See ``neighbours.py``.
+The blocks of a split image dim, each with a halo from its neighbours, become part of the batch; the
+operation then runs on whole images without padding in that dim. See ``neighbours.py``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
     "unfold",
 ]
 
-_TURNING = 32  # multiplications that cost what moving an element does
+_TURNING = 32  # multiplications that cost as much as moving an element
 
 
 def split_image_dim(parts: Sequence[int], shape: Sequence[int]) -> int | None:
@@ -56,7 +56,7 @@ def replaced(values: Sequence[int], at: int, value: int) -> list[int]:
 
 
 def spread(values: Sequence[int], rank: int) -> list[int]:
-    """One number for every image dim, where one may stand for all."""
+    """A number for every image dim, given one for each or one for all."""
     return list(values) if len(values) == rank else [values[0]] * rank
 
 
@@ -65,9 +65,9 @@ def spread(values: Sequence[int], rank: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Reading:
-    """A convolution that reads a whole image ``y`` [b, c, ...] and makes ``x``, and its split dim.
+    """A convolution that reads a whole image ``y`` [b, c, ...] and computes ``x``, and its split dim.
 
-    A transposed convolution is the gradient of one: it makes what the other reads.
+    A transposed convolution is the gradient of one: it computes the image that the other reads.
     """
 
     weight: torch.Tensor
@@ -89,7 +89,7 @@ class _Reading:
         return replaced(self.padding, self.dim - 2, 0)
 
     def sizes(self, shape: Sequence[int]) -> list[int]:
-        """The image dims of what it makes of a shape."""
+        """The image dims of the result for an input shape."""
         how = (shape[2:], self.weight.shape[2:], self.stride, self.padding, self.dilation)
         return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in zip(*how, strict=True)]
 
@@ -107,7 +107,7 @@ class _Reading:
         return fold(strided(read, self.dim, self.count, made, step, -padding, reach), self.dim)
 
     def forward(self, read: torch.Tensor, bias: torch.Tensor | None, made: int) -> torch.Tensor:
-        """What it makes of an image."""
+        """The result of the convolution on an image."""
         y = aten.convolution.default(
             self._seen(read, made), self.weight, bias, self.stride, self._own, self.dilation,
             False, [0], self.groups,
@@ -115,7 +115,7 @@ class _Reading:
         return unblocks(unfold(y, self.dim, self.count), self.dim, made)
 
     def gradient(self, grad: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """The gradient of an image of some shape, from that of what was made of it."""
+        """The gradient of an image of some shape, from that of the result."""
         step, padding, reach = self._at
         if self._pays_to_turn(grad):
             size = shape[self.dim]

@@ -1,9 +1,9 @@
-"""How operations that read their neighbours come apart along a split dim: the table.
+"""The table of decompositions of operations that read neighbours along a split dim.
 
 Each is written with the blocks of the dim (``rules/blocks.py``): a window of the neighbours' elements is
-fetched, and the operation itself runs on the windows, where the dim is whole. Only elements that change
-rank cross the network. An entry is given, before the operation's own arguments, how many ranks split
-each dim of each operand; it declines (NotImplemented) what it can not do, which is then gathered.
+fetched, and the operation itself runs on the windows, in which the dim is whole. Only elements that
+change rank are sent. An entry takes, before the operation's own arguments, the number of shards of each
+dim of each operand; it returns NotImplemented for calls that it does not support, which are gathered.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def each_of(n: int, count: int) -> int:
 
 
 def worthwhile(n: int, count: int) -> bool:
-    """Blocks of one element are no smaller than the whole of what is fetched for them."""
+    """Whether blocks are smaller than the dim and larger than one element, so that windows pay."""
     return 1 < count < n
 
 
 def clipped(start: int, stop: int, size: int) -> tuple[Run, ...]:
-    """The run of a window that begins at ``start``, without what is outside of the dim."""
+    """A run of a window from ``start``, clipped to the dim."""
     low, high = max(start, 0), min(stop, size)
     return ((low, high - low, 1, low - start),) if low < high else ()
 
@@ -145,7 +145,7 @@ def _slice_backward(
 def _shifted(
     parts: Parts, x: torch.Tensor, dim: int, made: int, first: int, fill: Any = 0
 ) -> Any:
-    """x, moved along a dim into a result of another size."""
+    """A value shifted along a dim, into a result of another size."""
     count = parts[0][dim]
     if not worthwhile(x.shape[dim], count):
         return NotImplemented
@@ -205,7 +205,7 @@ def _flip(parts: Parts, x: torch.Tensor, dims: Sequence[int]) -> Any:
 
 @register(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(parts: Parts, x: torch.Tensor, sizes: int | list[int], dim: int = 0) -> Any:
-    """One exchange for all pieces: a window is a block's part of each of them."""
+    """Split by one exchange for all results: a window is a block's part of each of them."""
     dim, count = dim % x.ndim, parts[0][dim]
     n = x.shape[dim]
     if not worthwhile(n, count):
@@ -231,7 +231,7 @@ def _split(parts: Parts, x: torch.Tensor, sizes: int | list[int], dim: int = 0) 
 
 @register(aten.cat.default)
 def _cat(parts: Parts, tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
-    """One exchange for all operands, of their blocks side by side."""
+    """Concatenate by one exchange for all operands, with their blocks side by side."""
     dim %= tensors[0].ndim
     made = sum(x.shape[dim] for x in tensors)
     count = max(part[dim] for part in parts)
@@ -253,7 +253,7 @@ def _cat(parts: Parts, tensors: Sequence[torch.Tensor], dim: int = 0) -> Any:
 
 
 def _of_blocks(start: int, stop: int, place: int, each: Sequence[int], k: int) -> Iterator[Run]:
-    """A run of an operand, where blocks of several stand side by side: one run for each block."""
+    """The runs of an operand, one for each block, where blocks of several operands are side by side."""
     first, whole = start, sum(each)
     while first < stop:
         block, inside = divmod(first, each[k])
@@ -266,7 +266,7 @@ def _of_blocks(start: int, stop: int, place: int, each: Sequence[int], k: int) -
 def _slice_scatter(
     parts: Parts, x: torch.Tensor, y: torch.Tensor, dim: int = 0, *ends: Any
 ) -> Any:
-    """What is written moves to the blocks it is written to."""
+    """Scatter a slice: the written values move to the blocks they are written to."""
     dim, n = dim % x.ndim, x.shape[dim]
     given: list[Any] = [*ends, *[None, None, 1][len(ends) :]]
     start, stop, step = given
@@ -294,7 +294,7 @@ def _unfold(parts: Parts, x: torch.Tensor, dim: int, size: int, step: int) -> An
 def _unfold_backward(
     parts: Parts, grad: torch.Tensor, sizes: list[int], dim: int, size: int, step: int
 ) -> Any:
-    """Each block of the result sums the windows that reach into it, among them some of neighbours."""
+    """Sum into each block the windows that overlap it, including some of its neighbours."""
     dim %= len(sizes)
     n, made, count = sizes[dim], grad.shape[dim], parts[0][dim]
     each = each_of(n, count)
@@ -305,19 +305,19 @@ def _unfold_backward(
     begin = [j * each // step + behind for j in range(count)]
     runs = [clipped(first, first + own, made) for first in begin]
     taken = in_windows(grad, dim, own, runs)
-    # Windows may leave gaps, the last of them before the block's end.
+    # Windows may leave gaps, also before the end of a block.
     reach = max((own - 1) * step + size, each - behind * step)
     local = [*sizes[:dim], count, reach, *sizes[dim + 1 :]]
     summed = aten.unfold_backward.default(taken, local, dim + 1, size, step)
     return unblocks(summed.narrow(dim + 1, -behind * step, each), dim, n)
 
 
-# -- running along the dim ------------------------------------------------------------------------
+# -- scans along the dim ------------------------------------------------------------------------
 
 
 @register(aten.cumsum.default)
 def _cumsum(parts: Parts, x: torch.Tensor, dim: int, *, dtype: torch.dtype | None = None) -> Any:
-    """Sums within blocks, and before each block the sum of those before it."""
+    """The cumulative sum: within blocks, plus the sums of the blocks before."""
     dim %= max(x.ndim, 1)
     if not x.ndim or not worthwhile(x.shape[dim], parts[0][dim]):
         return NotImplemented
@@ -329,7 +329,7 @@ def _cumsum(parts: Parts, x: torch.Tensor, dim: int, *, dtype: torch.dtype | Non
 
 @register(SUMS_FROM)
 def _sums_from(parts: Parts, x: torch.Tensor, dim: int) -> Any:
-    """The same from the end."""
+    """The cumulative sum from the end."""
     dim %= max(x.ndim, 1)
     if not x.ndim or not worthwhile(x.shape[dim], parts[0][dim]):
         return NotImplemented
@@ -352,7 +352,7 @@ def _with_others(
 def _topk(
     parts: Parts, x: torch.Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> Any:
-    """The best of each block's best."""
+    """The top k of the top k of each block."""
     dim %= max(x.ndim, 1)
     n, count = (x.shape[dim], parts[0][dim]) if x.ndim else (0, 1)
     each = each_of(n, count)

@@ -1,4 +1,4 @@
-"""How pools of a split image come apart. See ``images.py``."""
+"""Decompositions of pools of a split image. See ``images.py``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _lowest(dtype: torch.dtype) -> float | int:
 
 
 def _split(parts: Parts, x: torch.Tensor) -> tuple[int | None, int]:
-    """The image dim that some operand has split, and over how many ranks."""
+    """The image dim that is split in some operand, and its number of shards."""
     split = [max(each) for each in zip(*parts, strict=True)]
     dim = split_image_dim(split, x.shape) if x.ndim == 4 else None
     return dim, 1 if dim is None else split[dim]
@@ -74,7 +74,7 @@ def _max_pool(
     step = each_of(made, count) * stride[i]
     wide = seen.shape[4] if dim == 2 else seen.shape[dim + 1]
     at = [places // wide, places % wide]
-    # Of a window of nothing but minus infinity the first element that is not padding counts.
+    # In a window of minus infinities the first element that is not padding is the maximum.
     at[i] = (at[i] + starts(places, dim, count, step, -padding[i])).clamp(0, x.shape[dim] - 1)
     places = at[0] * x.shape[3] + at[1]
     return unblocks(values, dim, made), unblocks(places, dim, made)
@@ -92,7 +92,7 @@ def _max_pool_backward(
     ceil: bool,
     places: torch.Tensor,
 ) -> Any:
-    """Each block takes what falls on it from the results that may have read it."""
+    """The gradient: each block sums the contributions of the results that may have read it."""
     dim, count = _split(parts, x)
     if dim is None:
         return NotImplemented
@@ -119,7 +119,7 @@ def _max_pool_backward(
 
 
 def _averages_evenly(padding: int, ceil: bool, counts_padding: bool) -> bool:
-    """Whether every window is divided by the same number, however it is cut."""
+    """Whether every window is divided by the same number, at borders too."""
     return not ceil and (counts_padding or padding == 0)
 
 

@@ -1,7 +1,8 @@
-"""How interpolation of a split image comes apart, where it enlarges by a whole factor.
+"""Decompositions of interpolation of a split image by a whole factor.
 
-A line then becomes as many lines, of which each is made of it and the nearest neighbour: windows have one
-line more at both ends (none for the nearest line itself), at the image's edges the outermost once more.
+Each line becomes as many lines as the factor, each computed from it and the nearest neighbour. So windows
+have one more line at both ends (none for nearest interpolation), and repeat the outermost line at the
+image's edges.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Scales = tuple[float | None, float | None]
 
 
 def _factor(dim: int | None, shape: Sequence[int], size: Sequence[int], scales: Scales) -> int:
-    """By how much a split dim grows; 0 where that is no whole number or not what the scale says."""
+    """The factor by which a split dim grows; 0 if it is not whole or differs from the scale."""
     if dim is None or len(shape) != 4:
         return 0
     factor, rest = divmod(size[dim - 2], shape[dim])
@@ -36,12 +37,12 @@ def _factor(dim: int | None, shape: Sequence[int], size: Sequence[int], scales: 
 
 
 def _but(scales: Scales, dim: int) -> list[float | None]:
-    """Scales of the other dims; that of a split one follows from the sizes."""
+    """The scales of the other dims; the split dim's follows from the sizes."""
     return [None if i == dim - 2 else s for i, s in enumerate(scales)]
 
 
 def _with_borders(x: torch.Tensor, dim: int, count: int, border: int) -> torch.Tensor:
-    """Blocks with ``border`` (0 or 1) lines more at both ends."""
+    """Blocks with ``border`` (0 or 1) more lines at both ends."""
     n, runs = x.shape[dim], []
     each = each_of(n, count)
     for j in range(count):
@@ -71,7 +72,7 @@ def _cut_anew(y: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 def _lent(
     grad: torch.Tensor, dim: int, count: int, factor: int, n: int, border: int
 ) -> torch.Tensor:
-    """The cotangents of what blocks of n lines with borders are made into."""
+    """The cotangents of the results of blocks of n lines with borders."""
     each, runs = each_of(n, count), []
     for j in range(count):
         start, stop = (j * each - border) * factor, (min((j + 1) * each, n) + border) * factor
@@ -123,7 +124,7 @@ def _gathered_back(
     sizes = replaced(size, dim - 2, near.shape[dim])
     seen = unfold(op(near, sizes, like, *how, *_but(scales, dim)), dim, count)
     own = seen.narrow(dim + 1, border, each)
-    if border:  # what falls on a line outside of the image falls on the outermost
+    if border:  # contributions to lines outside of the image go to the outermost line
         before, behind = seen.narrow(dim + 1, 0, each), seen.narrow(dim + 1, 2, each)
         places = places_in(grad, dim, count, each)
         own = own + torch.where(places == 0, before, 0) + torch.where(places == n - 1, behind, 0)

@@ -47,15 +47,15 @@ class _OnMesh(Runtime):
         return fx.GraphModule(torch.nn.Module(), self._graph(program))
 
     def residual_tag(self, node: fx.Node) -> Placement:
-        """How a value of the program is held between its halves."""
+        """The placement of a residual, between forward and backward."""
         return MeshPlacement.of(self.mesh, LAYOUT.of(node))
 
     def bytes_of(self, node: fx.Node, item: int = 0) -> int:
-        """What the rank that has most holds of a value."""
+        """The bytes of a value on the rank with the largest shard."""
         return _local_bytes(node, item, self.mesh)
 
     def work(self, program: Program) -> Work:
-        """How the plan splits the work."""
+        """The work of the plan, and how it is split."""
         return mesh_work(program, self.mesh)
 
 
@@ -88,10 +88,10 @@ class Distributed(_OnMesh):
         return self.guard(program, compiled(graph, program.name), graph)
 
     def guard(self, program: Program, bound: Bound, graph: fx.Graph) -> Bound:
-        """Before each call ranks check that they all make it, and before the first that they may.
+        """Add checks: before each call that all ranks make it, before the first that plans are equal.
 
         Args:
-            graph: what this rank runs.
+            graph: the graph that this rank runs.
         """
         if self.mesh.size == 1:
             return bound
@@ -129,12 +129,12 @@ def _local_bytes(node: fx.Node, item: int, mesh: Mesh) -> int:
 
 
 def _among_tensors(values: Sequence[Any], item: int) -> int:
-    """Which of the tensors an item is: only those have a layout."""
+    """The index of an item among the tensors, which alone have layouts."""
     return sum(isinstance(value, torch.Tensor) for value in values[:item])
 
 
 def _are_traced(parts: Sequence[torch.Tensor]) -> bool:
-    """A transform's tensors have no values to agree on; the call that has them comes later."""
+    """Whether parts are a transform's tensors, which have no values to compare yet."""
     if any(type(part) not in (torch.Tensor, torch.nn.Parameter) for part in parts):
         return True
     return internals.has_transforms() and any(map(internals.is_wrapped, parts))

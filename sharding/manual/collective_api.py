@@ -58,7 +58,7 @@ Axes = tuple[str, ...]
 
 
 def _over(who: str, axes: AxisNames) -> tuple[Axes, Axes]:
-    """The manual axes, and those given, which must be among them."""
+    """The manual axes of the region, and the given axes, which must be among them."""
     region = current(who)
     names = (axes,) if isinstance(axes, str) else tuple(axes)
     if automatic := [a for a in names if a in region.automatic]:
@@ -100,7 +100,7 @@ def _check_divides(who: str, x: torch.Tensor, dim: int, size: int) -> None:
 
 
 def _reduced(who: str, x: torch.Tensor, move: Move) -> torch.Tensor:
-    """A reduction, whose operand must vary: JAX's check that catches a sum too many."""
+    """Apply a reduction, whose operand must vary; JAX's check, which detects redundant sums."""
     constant = move.over - varying_axes(native(x))
     if constant:
         names = " and ".join(map(repr, sorted(constant)))
@@ -130,7 +130,7 @@ def _summed_already(who: str, names: str, axes: Axes) -> str:
 
 
 def _number(x: torch.Tensor) -> torch.Tensor:
-    """What is summed: bools are counted, as torch.sum does."""
+    """The operand of a sum; bools are counted, as in torch.sum."""
     return x.long() if x.dtype == torch.bool else x
 
 
@@ -386,7 +386,7 @@ def all_to_all(
     if tiled:
         return apply(Exchange(manual, names, size, split, concat), x)
     _check_is("all_to_all", x, split, size)
-    # The parts are numbered along a dim of their own, which then only changes its meaning.
+    # The parts are numbered along a dim of their own, whose meaning then changes to ranks.
     front = apply(Exchange(manual, names, size, 0, 0), x.movedim(split, 0))
     return front.movedim(0, concat)
 

@@ -1,10 +1,9 @@
-"""Moves: what a user calls in manual mode, one value for each, before anything runs them.
+"""Moves: the collectives and edges of manual mode, as data.
 
-Every one is a linear map that knows its transpose and its batched form (pmax and pmin alone are not
-linear), the shape it gives, and how it changes along which mesh axes a value varies. In a traced
-program a move is one opaque operation, from whose arguments ``move_of`` reads it back; the collective
-that it names (`Move.collective`) is what ``lower_manual.py`` lowers. The transposes are those of JAX's
-shard_map with check_vma=True.
+Every move is a linear map (except pmax and pmin) with a transpose and a batched form; it defines the
+shape of its result and the axes over which the result varies. In a traced program a move is one opaque
+operation, from whose arguments ``move_of`` reads it back; ``lower_manual.py`` lowers its collective
+(`Move.collective`). The transposes are those of JAX's shard_map with check_vma=True.
 """
 
 from __future__ import annotations
@@ -53,13 +52,13 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Move:
-    """One collective, or one edge of the region where values are local.
+    """One collective, or one edge of the region in which values are local.
 
     Attributes:
-        manual: the axes along which the values around it are local; it works over some of them.
-        op: its operation in namespace ``torchard``, and (``schema``) that operation's arguments.
-        takes: what its operand must be over ``axes``: "varying" or "invariant".
-        gives: what its result is over them.
+        manual: the axes along which surrounding values are local; the move is over some of them.
+        op, schema: its operation in namespace ``torchard``, and that operation's arguments.
+        takes: whether its operand must be "varying" or "invariant" over ``axes``.
+        gives: whether its result is varying or invariant over them.
     """
 
     manual: Axes
@@ -70,14 +69,14 @@ class Move:
 
     @property
     def over(self) -> frozenset[str]:
-        """The mesh axes it works over."""
+        """The mesh axes of the move."""
         return frozenset(self.axes)  # type: ignore[attr-defined]
 
     @property
     def collective(self) -> CollectiveOp | None:
-        """What it does to local values; None where it only changes what they count as.
+        """The collective on local values; None where only the type (varying, local) changes.
 
-        Places are those in layouts made for it, where what it is over stands outermost in its dim.
+        Places are positions in layouts in which the move's axes are outermost in their dims.
         """
         return None
 
@@ -96,15 +95,15 @@ class Move:
         return varying | self.over if self.gives == "varying" else varying - self.over
 
     def transposed(self) -> Move:
-        """The move of cotangents."""
+        """The transpose, which is the move of cotangents."""
         raise NotImplementedError
 
     def excess(self, varying: frozenset[str]) -> frozenset[str]:
-        """Axes over which the operand varies and must not."""
+        """The axes over which the operand varies but must not."""
         return varying & self.over if self.takes == "invariant" else frozenset()
 
     def batched(self) -> Move:
-        """The same move of values with a new dim in front."""
+        """The same move on values with a new leading dim."""
         return self
 
 
@@ -118,7 +117,7 @@ def _shrunk(shape: Shape, dim: int, times: int) -> Shape:
 
 @dataclass(frozen=True)
 class _Edge(Move):
-    """Between global and local values: each dim's axes (joined by commas) and its number of parts."""
+    """An edge between global and local values: each dim's axes (comma-separated) and number of parts."""
 
     entries: tuple[str, ...]
     counts: tuple[int, ...]
@@ -132,7 +131,7 @@ class _Edge(Move):
 
 
 class Enter(_Edge):
-    """A global value, as each rank's shard of it."""
+    """From a global value to each rank's shard of it."""
 
     op, schema, takes = "enter", "str[] entries, int[] counts", "invariant"
 
@@ -144,7 +143,7 @@ class Enter(_Edge):
 
 
 class Leave(_Edge):
-    """The ranks' shards, as the global value they make."""
+    """From the ranks' shards to their global value."""
 
     op, schema, gives = "leave", "str[] entries, int[] counts", "invariant"
 
@@ -164,7 +163,7 @@ class _Over(Move):
 
 
 class Vary(_Over):
-    """The same value on every rank, now counted as each rank's own."""
+    """From an invariant value to a varying one (pvary)."""
 
     op, schema, takes = "pvary", "str[] axes", "invariant"
 
@@ -205,7 +204,7 @@ class Extreme(_Over):
 
 @dataclass(frozen=True)
 class _Along(_Over):
-    """Along one dim; ``size`` is the number of ranks."""
+    """A move along one dim; ``size`` is the number of ranks."""
 
     size: int
     dim: int
@@ -215,7 +214,7 @@ class _Along(_Over):
 
 
 class Gather(_Along):
-    """The ranks' values side by side, counted as each rank's own."""
+    """The concatenated values of the ranks, as a varying value."""
 
     op, schema = "all_gather", "str[] axes, int size, int dim"
 
@@ -231,7 +230,7 @@ class Gather(_Along):
 
 
 class Scatter(_Along):
-    """The sum over ranks, of which each keeps its part."""
+    """The sum over ranks, of which each rank keeps its slice."""
 
     op, schema = "psum_scatter", "str[] axes, int size, int dim"
 
@@ -247,7 +246,7 @@ class Scatter(_Along):
 
 
 class GatherWhole(_Along):
-    """The ranks' values side by side, counted as the one value that it is on every rank."""
+    """The concatenated values of the ranks, as an invariant value."""
 
     op, schema, gives = "all_gather_invariant", "str[] axes, int size, int dim", "invariant"
 
@@ -263,7 +262,7 @@ class GatherWhole(_Along):
 
 
 class Slice(_Along):
-    """Of the same value on every rank, each rank's part; nothing is sent."""
+    """Each rank's slice of an invariant value; nothing is sent."""
 
     op, schema, takes = "pslice", "str[] axes, int size, int dim", "invariant"
 
@@ -289,7 +288,7 @@ class Exchange(_Over):
 
     @property
     def collective(self) -> AllToAll:
-        """Where ranks and parts are of one dim, the ranks stand outside."""
+        """The collective; where ranks and parts share a dim, the ranks are outermost."""
         to = (self.split, 1 if self.split == self.concat else 0)
         return AllToAll(self.axes, at=(self.concat, 0), to=to)
 
@@ -305,7 +304,7 @@ class Exchange(_Over):
 
 @dataclass(frozen=True)
 class Permute(_Over):
-    """Rank ``sources[i]``'s value arrives at ``targets[i]``; zeros where nothing arrives."""
+    """Rank ``targets[i]`` receives the value of ``sources[i]``; the others receive zeros."""
 
     sources: tuple[int, ...]
     targets: tuple[int, ...]
@@ -356,34 +355,34 @@ _INDEX: Any = torch.ops.torchard.axis_index.default
 
 
 def axis_index_op(manual: Axes, axes: Axes, device: torch.device) -> torch.Tensor:
-    """This rank's position along the axes, first outermost: an int64 scalar that varies over them."""
+    """This rank's index along the axes, the first outermost: an int64 scalar that varies over them."""
     out: torch.Tensor = _INDEX(list(manual), list(axes), device=device)
     return out
 
 
 def is_axis_index(node: fx.Node) -> bool:
-    """Whether a graph node is a rank's position."""
+    """Whether a graph node is an axis_index."""
     return node.target is _INDEX
 
 
 def manual_around(node: fx.Node) -> frozenset[str]:
-    """The axes along which the values around a move, or a rank's position, are local."""
+    """The axes along which the values around a move or an axis_index are local."""
     move = move_of(node)
     named: Any = node.args[0] if is_axis_index(node) else () if move is None else move.manual
     return frozenset(named)
 
 
 def is_edge(node: fx.Node) -> bool:
-    """Whether a graph node stands between a global value and its shards."""
+    """Whether a graph node is an edge between a global value and its shards."""
     return _BY_TARGET.get(node.target) in (Enter, Leave)
 
 
 def is_move(target: Any) -> bool:
-    """Whether an operation is that of a move."""
+    """Whether an operator is a move's."""
     return target in _BY_TARGET
 
 
 def move_of(node: fx.Node) -> Move | None:
-    """The move a graph node stands for, or None for other nodes."""
+    """The move of a graph node; None for other nodes."""
     kind = _BY_TARGET.get(node.target)
     return None if kind is None else _made(kind, node.args[1:])

@@ -1,17 +1,17 @@
-"""Along which mesh axes a local value varies, while a function of local values is traced.
+"""The mesh axes along which local values vary, tracked while a function of local values is traced.
 
-Axes are *manual* where the function is written for one rank, and only along them can a value vary; along
-the others, which are automatic, values are whole.
+An axis is *manual* if the function is written for one rank along it; values can vary along manual axes
+only. Along the other axes, which are automatic, values are global.
 
-A value is *invariant* over an axis if every rank along it is known to hold the same. That is a fact of
-the graph: shards of an input vary over the axes of its spec, collectives say what they do, and whatever
-else is computed varies over what any of its operands does. Where an operation brings together values
-that vary differently, the less varying one is made varying by an explicit ``pvary`` first, so that the
-transpose of this implicit broadcast is the sum over ranks that it must be (JAX's check_vma=True). It
-happens while the function runs, ahead of autograd, so that gradients taken inside it see it too.
+A value is *invariant* over an axis if all ranks along it are known to hold the same value. The graph
+determines this: shards of an input vary over the axes of its spec, collectives define the result's axes,
+and any other result varies over the axes of all of its operands. Where an operation mixes values that
+vary differently, an explicit ``pvary`` is inserted on those that vary less, so that the transpose of this
+implicit broadcast is a sum over ranks (JAX's check_vma=True). It is inserted while the function runs,
+before autograd, so that gradients taken inside the function see it too.
 
-A mixture that escapes this (an operation inside the user's own autograd.Function, say) leaves a cotangent
-that varies where its value does not; each collective checks the cotangents that pass it.
+A mixture that is not detected (inside the user's own autograd.Function, say) leads to a cotangent that
+varies where its value does not; each collective checks its cotangents.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ Axes = frozenset[str]
 _NONE: Axes = frozenset()
 
 
-# -- the graph's facts ----------------------------------------------------------------------------
+# -- varying axes of a graph ----------------------------------------------------------------------------
 
 
 def node_varies(node: fx.Node, known: dict[fx.Node, Axes]) -> Axes:
-    """The axes a node varies over, when its operands' are known."""
+    """The axes a node varies over, given those of its operands."""
     found = _NONE.union(*(known[source] for source in node.all_input_nodes))
     if is_axis_index(node):
         return frozenset(node.args[1])  # type: ignore[arg-type]
@@ -129,12 +129,12 @@ _regions = threading.local()
 
 
 class ManualRegion(TorchFunctionMode):
-    """What runs inside is a function of local values on this mesh.
+    """The region in which a function of local values runs on a mesh.
 
     Attributes:
-        mesh: whose ranks the values belong to.
+        mesh: the mesh of the values.
         manual, automatic: the axes along which values are local, and whole.
-        device: where new values are made.
+        device: the device of new values.
         state: the trace in progress.
     """
 
@@ -161,12 +161,12 @@ class ManualRegion(TorchFunctionMode):
         tensors = list(_tensors((args, kwargs)))
         if len(tensors) < 2 or func in _NOT_MIXING:
             return func(*args, **kwargs)
-        made = _made_varying(tensors, self.manual)
-        if not made:
+        aligned = _made_varying(tensors, self.manual)
+        if not aligned:
             return func(*args, **kwargs)
-        before = {key: internals.version(t) for key, t in made.items()}
-        out = func(*_swap(args, made), **_swap(kwargs, made))
-        if any(internals.version(t) != before[key] for key, t in made.items()):
+        before = {key: internals.version(t) for key, t in aligned.items()}
+        out = func(*_swap(args, aligned), **_swap(kwargs, aligned))
+        if any(internals.version(t) != before[key] for key, t in aligned.items()):
             raise MeshError(
                 f"{getattr(func, '__name__', func)} writes a value that varies over more axes than "
                 "what it is written into, in place. Return a new value (torch.where, torch.cat), or "
@@ -176,24 +176,24 @@ class ManualRegion(TorchFunctionMode):
 
 
     def _align(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        made = _made_varying(tensors, self.manual)
-        return [made.get(id(t), t) for t in tensors]
+        aligned = _made_varying(tensors, self.manual)
+        return [aligned.get(id(t), t) for t in tensors]
 
 
 def _made_varying(
     tensors: Sequence[torch.Tensor], manual: tuple[str, ...]
 ) -> dict[int, torch.Tensor]:
-    """By id, what stands for those tensors that vary less than the others."""
+    """Replacements, by id, for the tensors that vary less than the others."""
     varies = {id(t): varying_axes(t) for t in tensors}
     union = _NONE.union(*varies.values())
-    made: dict[int, torch.Tensor] = {}
+    aligned: dict[int, torch.Tensor] = {}
     for t in tensors:
-        if varies[id(t)] != union and id(t) not in made:
-            made[id(t)] = apply(Vary(manual, _sorted(union - varies[id(t)])), t)
-    return made
+        if varies[id(t)] != union and id(t) not in aligned:
+            aligned[id(t)] = apply(Vary(manual, _sorted(union - varies[id(t)])), t)
+    return aligned
 
 
-# What takes several tensors without computing with them.
+# Functions that take several tensors but do not combine their values.
 _NOT_MIXING = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 
 
@@ -207,14 +207,14 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(tuple(value.values()))
 
 
-def _swap(value: Any, made: dict[int, torch.Tensor]) -> Any:
+def _swap(value: Any, aligned: dict[int, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
-        return made.get(id(value), value)
+        return aligned.get(id(value), value)
     if isinstance(value, (list, tuple)):
-        items = [_swap(item, made) for item in value]
+        items = [_swap(item, aligned) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     if isinstance(value, dict):
-        return {key: _swap(item, made) for key, item in value.items()}
+        return {key: _swap(item, aligned) for key, item in value.items()}
     return value
 
 
@@ -227,10 +227,10 @@ def _words(axes: Sequence[str] | Axes) -> str:
 
 
 def current(who: str) -> ManualRegion:
-    """The region the caller is in.
+    """The region that the caller is in.
 
     Raises:
-        MeshError: it is in none, or inside another transform within it.
+        MeshError: the caller is in none, or inside another transform within one.
     """
     region: ManualRegion | None = getattr(_regions, "current", None)
     if region is None:
@@ -252,13 +252,13 @@ def in_region() -> bool:
 
 
 def native(x: torch.Tensor) -> torch.Tensor:
-    """A tensor of the trace in progress: closed-over ones become operands, and keep gradients."""
+    """A tensor of the trace in progress; closed-over tensors become operands and keep gradients."""
     state = active()
     return x if state is None or state.native(x) else state.lift(x)
 
 
 def apply(move: Move, x: torch.Tensor) -> torch.Tensor:
-    """Apply a move; an operand that must vary and does not is made varying first."""
+    """Apply a move, after a pvary of the operand if it must vary and does not."""
     x = native(x)
     if move.takes == "varying":
         missing = move.over - varying_axes(x)
@@ -268,13 +268,13 @@ def apply(move: Move, x: torch.Tensor) -> torch.Tensor:
 
 
 def _function(x: torch.Tensor, move: Move) -> torch.Tensor:
-    made: Any = _Apply.apply
-    out: torch.Tensor = made(x, move)
+    aligned: Any = _Apply.apply
+    out: torch.Tensor = aligned(x, move)
     return out
 
 
 def _pull(move: Move, ct: torch.Tensor) -> torch.Tensor:
-    """The transposed move of a cotangent, which must vary as the result of the move did."""
+    """The transposed move of a cotangent, which may vary only as the move's result does."""
     back = move.transposed()
     if extra := back.excess(varying_axes(ct)):
         raise DerivativeError(
@@ -287,7 +287,7 @@ def _pull(move: Move, ct: torch.Tensor) -> torch.Tensor:
 
 
 class _Apply(torch.autograd.Function):
-    """Any move: its derivatives are moves again."""
+    """The autograd Function of moves, whose derivatives are moves."""
 
     @staticmethod
     def forward(x: torch.Tensor, move: Move) -> torch.Tensor:

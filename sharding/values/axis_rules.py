@@ -1,4 +1,4 @@
-"""Names for the dims of values, and rules that say which axes of a mesh split them.
+"""Names of dims, and rules that map them to the mesh axes that split them.
 
 A spec may name dims instead of axes, ``P("embed", "mlp")``, and so may the factors of one. A model is
 annotated once, its parameters by a tree of such specs and its activations by ``constrain``; where it
@@ -19,19 +19,19 @@ runs is a mapping from names to axes::
 for every ``constrain`` inside it that no inner shard has rules for. Outside any shard ``constrain`` is
 the identity, whatever it names.
 
-- A name that the rules do not know is an error, unless it is an axis of the mesh, which stands for
-  itself. A dim that is split over nothing is said so: ``"seq": None``.
-- An axis splits one dim of a value. Axes that a spec names itself are taken; of several names that map
-  to an axis, the leftmost one in the spec gets it, and the others go without. So ``{"batch": "dp",
-  "embed": "dp"}`` is FSDP: P("mlp", "embed") is split by its features, P("batch", "seq", "embed") by its
-  batch. The order of the rules means nothing.
-- Where that is not what is meant, a dim has another name: positions that are split between blocks and
-  not inside them are "seq" here and "position" there.
+- A name without a rule is an error, unless it is an axis of the mesh, which stands for itself. A dim
+  that is not split has an explicit rule: ``"seq": None``.
+- An axis splits one dim of a value. Axes that the spec itself names take precedence; of several names
+  that map to one axis, the leftmost in the spec gets it, and the others are not split over it. So
+  ``{"batch": "dp", "embed": "dp"}`` is FSDP: P("mlp", "embed") is split by its features, P("batch",
+  "seq", "embed") by its batch. The order of the rules has no meaning.
+- Where this is not intended, give the dim another name: positions that are split between blocks but
+  not inside them can be "seq" in one place and "position" in the other.
 
-Flax's logical axis rules (``flax.linen.logical_to_mesh_axes``) are the model. What differs: theirs are a
-list in order of precedence, in which a name may come twice and the first rule that is free applies; a
-name without a rule is not split, silently; and they are found through a context manager or globally.
-In both, a name may stand once in a spec.
+The model is Flax's logical axis rules (``flax.linen.logical_to_mesh_axes``). The differences: in Flax,
+rules are a list in order of precedence, in which a name may occur twice and the first rule whose axis is
+free applies; a name without a rule is silently not split; and rules come from a context manager or are
+global. In both, a name may occur once in a spec.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Rules:
 
     @staticmethod
     def of(given: AxisRules, mesh: Mesh) -> Rules:
-        """The rules in what the user wrote.
+        """The rules in a user's mapping, checked.
 
         Raises:
             SpecError: a rule is of another type, or maps to what is no axis of the mesh, or gives an
@@ -76,7 +76,7 @@ class Rules:
         return Rules(mesh, tuple((name, _axes(to)) for name, to in given.items()))
 
     def spec(self, spec: P, where: str) -> P:
-        """The spec with axes for names.
+        """The spec with names replaced by axes.
 
         Raises:
             SpecError: it names what is neither in the rules nor an axis; the message names ``where``.
@@ -102,7 +102,7 @@ class Rules:
 
 
 def resolved(specs: Any, rules: AxisRules | None, mesh: Mesh, what: str) -> Any:
-    """A tree of specs with axes for names; as it is where there are no rules.
+    """A tree of specs with names replaced by axes; unchanged without rules.
 
     Raises:
         SpecError: a name is not known, or the rules are wrong; names every such leaf's path.
@@ -111,15 +111,15 @@ def resolved(specs: Any, rules: AxisRules | None, mesh: Mesh, what: str) -> Any:
         return specs
     known, errors = Rules.of(rules, mesh), list[str]()
     leaves, structure = tree.flatten(specs)
-    found = []
+    replaced = []
     for leaf, path in zip(leaves, tree.paths(specs, what), strict=True):
         try:
-            found.append(known.spec(leaf, path) if isinstance(leaf, P) else leaf)
+            replaced.append(known.spec(leaf, path) if isinstance(leaf, P) else leaf)
         except SpecError as error:
             errors.append(str(error))
     if errors:
         raise SpecError("\n".join(errors))
-    return tree.unflatten(structure, found)
+    return tree.unflatten(structure, replaced)
 
 
 def _axes(to: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -127,7 +127,7 @@ def _axes(to: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def _problem(name: Any, to: Any, mesh: Mesh) -> str | None:
-    """What is wrong with one rule."""
+    """The error in one rule, as a message; None if there is none."""
     several = isinstance(to, (tuple, list)) and all(isinstance(axis, str) for axis in to)
     if not isinstance(name, str) or not (to is None or isinstance(to, str) or several):
         return f"rules[{name!r}] is {to!r}; a name maps to an axis, a tuple of axes, or None."

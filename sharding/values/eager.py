@@ -1,9 +1,9 @@
-"""Single operations on placed values, outside any trace: each is a program of that one operation.
+"""Single operations on placed values outside any trace, each run as a program of that operation.
 
-``x @ w``, ``x[0]``, ``x.norm()`` and ``torch.exp(x)`` run as ``shard(torch.matmul, mesh)(x, w)`` and its
-like would: by the same rules, cached by signature, differentiable, and agreed on by the ranks. So
-``shard(torch.matmul, mesh).lower(x, w).collectives`` says what ``x @ w`` sends. What a whole function
-sends is less than the sum of its operations: under ``shard`` they are planned together.
+``x @ w`` runs as ``shard(torch.matmul, mesh)(x, w)`` would; so do ``x[0]``, ``x.norm()`` and
+``torch.exp(x)``: by the same rules, cached by signature, differentiable, and checked across ranks. So
+``shard(torch.matmul, mesh).lower(x, w).collectives`` lists what ``x @ w`` sends. A whole function under
+``shard`` sends less than the sum of its operations, since they are planned as one program.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["IN_PLACE", "run"]
 
 
 def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """What an operation of torch gives for arguments among which are placed values.
+    """Run an operation of torch on arguments that include placed values.
 
     Raises:
         PlacementError: it writes in place, its result is no tensor, or its shape is in the data.
@@ -69,8 +69,8 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
         ) from error
 
 
-# A float is a traced operand of these, as it is of any function, so that x * 0.1 and x * 0.2 share a
-# plan. To others it may be a setting (an eps, a rate), which torch reads as a number.
+# Operations of which floats are traced operands, so that x * 0.1 and x * 0.2 share a plan. To others a
+# float may be a setting (an eps, a rate), which torch reads as a number.
 _ARITHMETIC = {
     *("add", "sub", "mul", "div", "truediv", "true_divide", "radd", "rsub", "rmul", "rtruediv"),
     *("eq", "ne", "lt", "le", "gt", "ge"),
@@ -79,7 +79,7 @@ _ARITHMETIC = {
 
 @dataclass(frozen=True)
 class _Setting:
-    """A float that stays a Python number inside the trace, and is part of its key."""
+    """A float that is a Python number inside the trace, and part of its cache key."""
 
     value: float
 
@@ -93,10 +93,10 @@ def _loose(value: Any) -> Any:
 
 
 class _Operation(Transformed):
-    """One operation; the placements of its operands ask for the sharding it needs."""
+    """The transform of one operation, which the placements of its operands make a sharded one."""
 
     def _count(self, arguments: Arguments, paths: list[str]) -> None:
-        """Any number of shapes and indices is usual here, so nobody is warned."""
+        """Do not warn: many shapes and indices are usual for single operations."""
         self._traces += 1
 
 
@@ -125,7 +125,7 @@ _WRITING = {"setitem", "delitem", *IN_PLACE}
 
 
 def _mapped(fn: Callable[[Any], Any], value: Any) -> Any:
-    """The tree with fn of each leaf, placed values as leaves."""
+    """Map a function over a tree whose placed values are leaves."""
     return optree.tree_map(
         fn, value, is_leaf=is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
     )
@@ -151,7 +151,7 @@ def _check_one_mesh(name: str, arguments: Any) -> None:
 
 
 def _plain_index(index: Any) -> Any:
-    """Positions and bounds of slices are numbers, also those that a tensor holds."""
+    """An index with Python numbers for positions and slice bounds that are given as tensors."""
     if isinstance(index, tuple):
         return tuple(_plain_index(i) for i in index)
     if not isinstance(index, slice):
@@ -168,11 +168,11 @@ def _is_position(index: Any) -> bool:
     return not index.dtype.is_floating_point and not index.dtype.is_complex
 
 
-# -- what is no program: values read, shapes asked for, gradients -----------------------------------
+# -- not programs: values read, shape queries, gradients -----------------------------------
 
 
 def _of_shape(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A question that shape and dtype answer."""
+    """Run a query that depends on shape and dtype only."""
 
     def asked(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = _placed_mapped(_without_data, (args, kwargs))
@@ -186,7 +186,7 @@ def _without_data(value: Any) -> torch.Tensor:
 
 
 def _alike(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A value of x's shape made of no values: every shard makes its own."""
+    """A new value of x's shape that depends on no values, created shard by shard."""
 
     def make(x: Any, *args: Any, **kwargs: Any) -> Any:
         held, parts = x.__torchard_placed__()[3:]
@@ -204,7 +204,7 @@ def _allclose(*args: Any, **kwargs: Any) -> bool:
 
 
 def _autograd_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> Any:
-    """`torch.autograd.grad` of the shards; gradients lie as their inputs do."""
+    """`torch.autograd.grad` of the shards; gradients have the placements of their inputs."""
     wanted = [inputs] if isinstance(inputs, torch.Tensor) or is_placed(inputs) else list(inputs)
     results, starts = _paired(outputs, grad_outputs)
     flat = torch.autograd.grad(results, [t for x in wanted for t in _shards(x)], starts, **options)
@@ -222,7 +222,7 @@ def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **opt
 
 
 def _paired(outputs: Any, cotangents: Any) -> tuple[list[torch.Tensor], list[Any] | None]:
-    """The shards of results, and of the cotangent that each was given."""
+    """The shards of results, and of their cotangents."""
     alone = isinstance(outputs, torch.Tensor) or is_placed(outputs)
     outputs = [outputs] if alone else list(outputs)
     results = [t for x in outputs for t in _shards(x)]

@@ -1,4 +1,4 @@
-"""Mesh: named axes over the processes of a job, or over ranks that exist in this process alone."""
+"""Meshes: named axes over the processes of a job, or over ranks simulated in this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchard.functional.core.arguments import AtLeast, checked, written
 
 __all__ = ["Mesh", "MeshError", "PlacementError"]
 
-# Torch's own, for process groups that do not say how long they wait.
+# Torch's default, for process groups without a timeout of their own.
 _PATIENCE = datetime.timedelta(minutes=30)
 
 
@@ -218,7 +218,7 @@ def _check_world(shape: Mapping[str, int]) -> None:
 
 @functools.cache
 def _joint_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
-    """Groups over products of axes. Every rank makes all of them, in the same order."""
+    """The process groups over products of axes. Every rank creates all of them, in the same order."""
     others = [a for a in mesh.shape if a not in axes]
     assert mesh.device_mesh is not None
     ranks = mesh.device_mesh.mesh
@@ -230,16 +230,16 @@ def _joint_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
 
 
 def patience_of(group: Any, device_type: str) -> datetime.timedelta:
-    """How long ranks wait for one another; torch's default for a backend that does not say."""
-    found = internals.timeout_of(group, device_type)
-    return _PATIENCE if found is None else found
+    """The timeout of a process group; torch's default for a backend that has none."""
+    timeout = internals.timeout_of(group, device_type)
+    return _PATIENCE if timeout is None else timeout
 
 
 @functools.cache
 def _host_group(world: Any, ranks: tuple[int, ...], patience: datetime.timedelta) -> Any:
-    """A group of these processes that carries tensors of the host between them; None if nothing does.
+    """A group of these processes that can send host tensors; None if no backend can.
 
-    The default group, if it uses gloo for them; beside NCCL, say, one is made for it.
+    The default group, if it uses gloo for them; otherwise, such as with NCCL, a new group.
     """
     carriers = dist.get_backend_config(world)
     if "cpu:gloo" in carriers:
@@ -250,7 +250,7 @@ def _host_group(world: Any, ranks: tuple[int, ...], patience: datetime.timedelta
 
 
 def _wait_no_longer(device_mesh: DeviceMesh) -> None:
-    """Give the groups of axes the timeout of the default group; torch gives them half an hour."""
+    """Set the timeout of the axes' groups to the default group's; torch's default is half an hour."""
     timeout = internals.timeout_of(dist.group.WORLD, device_mesh.device_type)
     for group in device_mesh.get_all_groups():
         if timeout is not None and internals.timeout_of(group, device_mesh.device_type) != timeout:
@@ -258,5 +258,5 @@ def _wait_no_longer(device_mesh: DeviceMesh) -> None:
 
 
 def default_device(mesh: Mesh) -> torch.device:
-    """Where a mesh's tensors live."""
+    """The device of a mesh's tensors."""
     return torch.device("cpu" if mesh.device_mesh is None else mesh.device_mesh.device_type)

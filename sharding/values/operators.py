@@ -16,7 +16,7 @@ __all__ = ["Operators"]
 
 
 class Operators:
-    """What a MeshTensor has in common with a tensor: operators, methods, and reading its values."""
+    """The part of MeshTensor that mirrors tensors: operators, methods, and reading values."""
 
     __slots__ = ()
 
@@ -29,7 +29,7 @@ class Operators:
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
 
-    if TYPE_CHECKING:  # set below: a real one would slow every other attribute down
+    if TYPE_CHECKING:  # set below: a real __getattr__ would slow down every other attribute
 
         def __getattr__(self, name: str) -> Any: ...
 
@@ -44,7 +44,7 @@ class Operators:
         if not self.shape:
             raise TypeError("len() of a MeshTensor without dims")
         if not (self.dtype.is_floating_point or self.dtype.is_complex):
-            # A tensor indexed by something that has a length takes it for a tuple of indices.
+            # A tensor treats an index that has a length as a tuple of indices.
             raise TypeError("len() of a MeshTensor of integers: use x.shape[0]")
         return int(self.shape[0])
 
@@ -59,10 +59,10 @@ class Operators:
     def __hash__(self) -> int:
         return id(self)
 
-    # -- values read: these need the whole, and all ranks --------------------------------------------
+    # -- reading values, which takes a gather and all ranks --------------------------------------------
 
     def item(self) -> Any:
-        """The value of what has one element. Every rank must call it."""
+        """The value of a tensor with one element, as a number. Every rank must call it."""
         if self.shape.numel() != 1:
             raise PlacementError(
                 f"a MeshTensor of shape {list(self.shape)} is not one number; reduce it (x.mean()), or "
@@ -106,7 +106,7 @@ class Operators:
         return format(self.item(), how) if how and not self.shape else format(str(self), how)
 
 
-# What an operation takes from an instance without a call.
+# Attributes that are read without a call.
 _ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}
 _NOT_METHODS = {
     *("register_hook", "share_memory_", "pin_memory", "storage", "untyped_storage", "data_ptr"),
@@ -115,7 +115,7 @@ _MOVING = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
 
 
 def _attribute(name: str) -> property:
-    """Read by an operation of torch's."""
+    """A property that is computed by an operation of torch."""
 
     def read(value: Any) -> Any:
         return getattr(value, name)
@@ -125,7 +125,7 @@ def _attribute(name: str) -> property:
 
 
 def _absent(name: str) -> property:
-    """What a tensor has and a placed value does not."""
+    """Raise an error for an attribute of tensors that placed values do not have."""
 
     def refuse(self: Any) -> NoReturn:
         raise AttributeError(
@@ -149,7 +149,7 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 def _check_device(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-    """The mesh says where its values are."""
+    """Refuse a move to another device: values are on the mesh's device."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, (str, torch.device)) and torch.device(value).type != self.device.type:
             raise PlacementError(

@@ -1,4 +1,4 @@
-"""Values that live on a mesh: what holds them, how they get there and back."""
+"""Placed values: global values held as shards over a mesh."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["METHODS", "MeshPlacement", "MeshTensor", "PlacementError"]
 
 
 class Methods:
-    """What placed values can do that is made of transforms, which are built on placed values.
+    """Methods of placed values that are implemented by transforms, which are built on placed values.
 
     Attributes:
-        rewrite: of a program with such a value; set by `shard`.
-        full, redistribute: methods of MeshTensor; set by `redistribute`.
+        rewrite: the rewrite of a program with such a value; set by `shard`.
+        full, redistribute: the methods of MeshTensor; set by `redistribute`.
     """
 
     rewrite: Callable[[Mesh], Rewrite]
@@ -59,7 +59,7 @@ class MeshPlacement:
         return self._hash  # type: ignore[attr-defined,no-any-return]
 
     def __repr__(self) -> str:
-        """As plans and printed programs show it."""
+        """The text in plans and printed programs."""
         pending = f", pending {dict(self.pending)}" if self.pending else ""
         return f"{spec_of(Layout(self.dims))} on {self.mesh}{pending}"
 
@@ -75,7 +75,7 @@ class MeshPlacement:
 
     @functools.cached_property
     def width(self) -> int:
-        """One shard on a process group; on a virtual mesh every distinct one."""
+        """The number of parts: one under process groups, all distinct shards on a virtual mesh."""
         if not self.mesh.virtual:
             return 1
         n = 1
@@ -84,7 +84,7 @@ class MeshPlacement:
         return n
 
     def batched(self) -> MeshPlacement:
-        """With a new unsplit leading dim."""
+        """The placement with a new unsplit leading dim."""
         return MeshPlacement(self.mesh, self.dims, self.pending, self.lead + 1)
 
     def layout(self, shape: Sequence[int]) -> Layout:
@@ -109,11 +109,11 @@ class MeshPlacement:
         return tuple(bare.local_shape(at, self.mesh.shape) for at in self.places)
 
     def wrap(self, parts: Sequence[torch.Tensor]) -> MeshTensor:
-        """The MeshTensor of these parts."""
+        """Build the MeshTensor of these parts."""
         return MeshTensor(self, parts)
 
     def rewrite(self) -> Rewrite:
-        """A program with such a value is sharded on its mesh."""
+        """The rewrites a program with such a value needs: it is sharded on the value's mesh."""
         return METHODS.rewrite(self.mesh)
 
 
@@ -240,10 +240,10 @@ class MeshTensor(Operators):
                 )
         return cls(held, parts)
 
-    # -- what it is -------------------------------------------------------------------------------
+    # -- attributes -------------------------------------------------------------------------------
 
     def _read(self) -> Facts:
-        """Shape, dtype, device, placement and parts; vmap may have added a leading dim."""
+        """The attributes of the global value, checked; vmap may have added a leading dim."""
         if self._dead:
             raise DonatedError(
                 f"this MeshTensor (spec {spec_of(Layout(self._held.dims))}) was donated to a jitted "
@@ -276,7 +276,7 @@ class MeshTensor(Operators):
         return self._read()
 
     def __torchard_donate__(self) -> None:
-        """Let go of the shards: the call that took them holds them alone, and frees what it can."""
+        """Release the shards to the call that was given them, which can then free them."""
         self._dead, self.parts, self._facts = True, (), None
 
     @property
@@ -335,7 +335,7 @@ class MeshTensor(Operators):
     # -- autograd ----------------------------------------------------------------------------------
 
     def detach(self) -> MeshTensor:
-        """The same value, which no gradient flows through."""
+        """The same value, through which no gradient flows."""
         state = active()
         if state is not None:
             return state.lift(self).detach()  # type: ignore[return-value]
@@ -356,10 +356,10 @@ class MeshTensor(Operators):
     def grad(self) -> MeshTensor | None:
         """The gradient that ``backward()`` left, placed as this value is."""
         held, parts = self._read()[3:]
-        found = [part.grad for part in parts]
-        if any(part is None for part in found):
+        gradients = [part.grad for part in parts]
+        if any(part is None for part in gradients):
             return None
-        return MeshTensor(held, found)  # type: ignore[arg-type]
+        return MeshTensor(held, gradients)  # type: ignore[arg-type]
 
     @grad.setter
     def grad(self, value: MeshTensor | None) -> None:
@@ -373,8 +373,8 @@ class MeshTensor(Operators):
 
 
 def _whole_shape(part: torch.Tensor, mesh: Mesh, spec: P) -> tuple[int, ...]:
-    """The global shape, from the sizes of all ranks' shards."""
-    axes = layout_of(spec, part.shape, mesh)  # which axes split which dim; sizes do not matter
+    """The global shape, from the sizes of the shards of all ranks."""
+    axes = layout_of(spec, part.shape, mesh)  # only the axes of each dim are used, not sizes
     known = exchange(mesh, f"the shape of a shard with spec {spec}", list(part.shape))
     whole = []
     for d, n in enumerate(part.shape):
@@ -389,7 +389,7 @@ def _whole_shape(part: torch.Tensor, mesh: Mesh, spec: P) -> tuple[int, ...]:
 
 
 class _Whole:
-    """What is static of a value that is read while a function is traced: it is no shards there."""
+    """The static part of a value that is read during a trace, where it has no shards."""
 
     def __repr__(self) -> str:
         return "whole"

@@ -1,4 +1,4 @@
-"""P: which mesh axes split which dims of a value, as the user writes it."""
+"""Partition specs: the mesh axes that split each dim of a value, as the user writes them."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ class P:
         return P.factors(f"{lead} {self.named[0]}", weak=self.weak, **dict(self.named[1]))
 
     def split_further(self, axes: tuple[str, ...], rank: int) -> P:
-        """The spec with the first dim it leaves whole split over these axes, if there is one."""
+        """The spec with the first unsplit dim split over these axes, if there is one."""
         if self.named is None:
             entries = [*self.entries, *[None] * (rank - len(self.entries))]
             if None in entries:
@@ -162,7 +162,7 @@ class P:
         return P.factors(pattern, weak=self.weak, **named)
 
     def renamed(self, axes_of: Callable[[str], tuple[str, ...]]) -> P:
-        """The spec with each axis replaced by others, or by none; asked for from left to right."""
+        """The spec with each axis replaced by others or by none; ``to`` is called from left to right."""
 
         def swap(axes: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(new for axis in axes for new in axes_of(axis))
@@ -212,12 +212,12 @@ def _axes(entry: Any) -> tuple[str, ...]:
 
 
 def _entry(axes: tuple[str, ...]) -> Entry:
-    """As one would write it."""
+    """An entry as source text."""
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
 def _sized(value: Any) -> tuple[int | None, tuple[str, ...]]:
-    """The size and the axes in what a factor was given."""
+    """The size and the axes of a factor's argument."""
     if isinstance(value, int):
         return value, ()
     if isinstance(value, tuple) and value and isinstance(value[0], int):
@@ -226,7 +226,7 @@ def _sized(value: Any) -> tuple[int | None, tuple[str, ...]]:
 
 
 def _factor(axis: Axis, named: Mapping[str, Any]) -> tuple[int | None, tuple[str, ...]]:
-    """The size and the axes of a factor, of which the pattern may have the size."""
+    """The size and the axes of a factor; the pattern may give the size."""
     size, axes = _sized(named.get(axis.name))
     return (axis.size if size is None else size), axes
 
@@ -271,7 +271,7 @@ def _shorter(spec: P, rank: int) -> str:
 
 
 def _strip(sub: Sub, sizes: Mapping[str, int]) -> Sub:
-    """Axes of size one split nothing."""
+    """The axes without those of size one, which split nothing."""
     return Sub(sub.size, tuple(a for a in sub.axes if sizes[a] > 1))
 
 
@@ -338,7 +338,7 @@ def _named_dim(spec: P, group: tuple[Axis, ...], size: int, named: dict[str, Any
 
 
 def spec_of(layout: Layout) -> P:
-    """The spec a layout would be written as."""
+    """The spec of a layout."""
     if all(len(dim) == 1 for dim in layout.dims):
         return P(*[_entry(sub.axes) for (sub,) in layout.dims])
     names: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Spec trees: a prefix of the arguments or of the result, told apart into one spec per leaf."""
+"""Spec trees: prefixes of the arguments or the result, expanded to one spec per leaf."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["as_arguments", "broadcast", "specs_of_arguments", "specs_of_results"
 
 
 class _Slot:
-    """Stands for a leaf while trees are compared."""
+    """A placeholder for a leaf while trees are compared."""
 
 
 def specs_of_arguments(
     program: Program, in_specs: Any, fn: Callable[..., Any] | None
 ) -> dict[str, P]:
-    """The spec of each argument leaf that was given one, by path.
+    """The specs of argument leaves that were given one, by path.
 
     Raises:
         SpecError: the tree is no prefix of the arguments, or a spec faces what is no tensor.
@@ -62,7 +62,7 @@ def as_arguments(in_specs: Any, args: tuple[Any, ...]) -> Any:
 def _is_the_argument(
     in_specs: Mapping[str, Any], args: tuple[Any, ...], names: list[str], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether a mapping is meant for the one argument there is (a dict), not by argument name."""
+    """Whether a mapping is the spec tree of a single dict argument, not specs by argument name."""
     lone = len(args) == 1 and not kwargs and isinstance(args[0], Mapping)
     return lone and not set(in_specs) <= set(names)
 
@@ -89,7 +89,7 @@ def _positional_names(fn: Any, count: int) -> list[str]:
 
 
 def specs_of_results(program: Program, out_specs: Any) -> dict[str, P]:
-    """The spec of each result leaf that was given one, by path.
+    """The specs of result leaves that were given one, by path.
 
     Raises:
         SpecError: the tree is no prefix of the result.

@@ -1,4 +1,4 @@
-"""Small facts told among ranks through the process group's store, with a timeout."""
+"""An all_gather of small JSON values through the process group's store, with a timeout."""
 
 from __future__ import annotations
 
@@ -50,18 +50,18 @@ _WAIT_LONGER = (
 def exchange(
     mesh: Mesh, what: str, mine: Any, timeout: float | None = None, remedy: str = _WAIT_LONGER
 ) -> list[Any]:
-    """What every rank of the mesh has to say (JSON), by position in the mesh.
+    """Gather one JSON value from every rank of the mesh, by position in the mesh.
 
     Every rank must call, in the same order.
 
     Args:
-        what: is told, for messages.
-        remedy: what to do about a rank that said nothing.
+        what: what the value is about, for messages.
+        remedy: what to do about a rank that sent nothing, for messages.
 
     Raises:
-        ExchangeError: a rank said nothing for ``timeout`` seconds, or by default ``mesh.timeout``;
+        ExchangeError: a rank sent nothing for ``timeout`` seconds, or by default ``mesh.timeout``;
             names it and ``what``. Or the store itself does not answer.
-        OutOfStep: a rank spoke of something else.
+        OutOfStep: a rank is at a different exchange.
     """
     assert mesh.device_mesh is not None
     store, turn = default_store(), next(_turns)
@@ -77,7 +77,7 @@ def exchange(
         except _Late as late:
             raise ExchangeError(f"{late} {remedy}") from late.__cause__
         told.append(_told(heard, rank, what))
-    # Who has come to this turn has read all of the last one.
+    # A rank that has reached this turn has read all values of the last one.
     _answer(store, lambda: store.delete_key(_key(turn - 1, own)), seconds, what)
     return told
 
@@ -90,7 +90,7 @@ def _answer(store: Any, question: Callable[[], Any], seconds: float, what: str) 
 
 
 class _Late(RuntimeError):
-    """A rank said nothing in time."""
+    """A rank sent nothing in time."""
 
 
 def _told(text: str, rank: int, what: str) -> Any:
@@ -110,7 +110,7 @@ def _told(text: str, rank: int, what: str) -> Any:
 
 
 def thread_name() -> str:
-    """Of the running thread; those that Python did not start, as autograd's, are numbered anyhow."""
+    """The name of the running thread, without numbers for threads that Python did not start."""
     name = threading.current_thread().name
     return "Dummy" if name.startswith("Dummy-") else name.replace("\n", " ")[:80]
 
