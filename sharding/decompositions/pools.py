@@ -30,7 +30,7 @@ from torchard.sharding.rules.blocks import unblocks
 
 
 def _made(n: int, stride: int, padding: int, reach: int, ceil: bool) -> int:
-    """The size of what a pool makes of n."""
+    """The output size of a pool for an input of size n."""
     made = (n + 2 * padding - reach + (stride - 1 if ceil else 0)) // stride + 1
     return made - 1 if ceil and (made - 1) * stride >= n + padding else made
 

@@ -1,4 +1,4 @@
-"""The collective operations, in one place: what moves local values between the ranks of some mesh axes.
+"""The collective operations, which move local values between the ranks along some mesh axes.
 
 A reshard between two layouts is made of them (``reshard.py``), a collective of manual mode names the one
 that it is (``manual_collectives.py``), and a transport has a method for each (`CollectiveVisitor`).

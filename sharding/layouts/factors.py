@@ -1,4 +1,4 @@
-"""Factor rules: one line that says all about how an operation can be split.
+"""Factor rules: one line that states how an operation can be split.
 
 After Shardy's sharding rules (https://openxla.org/shardy), in einops' spelling: an axis expression
 (``axis_expressions.py``) whose axes are the factors that an operation's dims are made of. What can be in
@@ -155,7 +155,7 @@ class _Builder:
 
     def broadcast(self, position: int, size: int) -> Factors:
         if size == 1:
-            return (-position - 1,)  # settled in close(): the factor's size is not known yet
+            return (-position - 1,)  # resolved in close(): the factor's size is not known yet
         name = f".{position}"
         known = self.number(name, size)
         if self.sizes[known] != size:

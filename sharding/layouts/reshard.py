@@ -1,4 +1,4 @@
-"""Reshard planning: from one layout to another with the fewest bytes on the wire.
+"""Reshard planning: from one layout to another with the fewest bytes sent.
 
 Both layouts are first cut at common sub-dim boundaries. A shortest-path search over what each axis does
 (split a sub-dim, hold everything, be pending) then finds the cheapest steps; costs are elements a rank
@@ -190,8 +190,8 @@ def _search(before: Layout, after: Layout, sizes: Sizes) -> list[ReshardStep]:
             if after_state in seen:
                 continue
             step = ReshardStep(collective, space.layout(state), space.layout(after_state))
-            price = step.elements(sizes) + (_LATENCY if collective.sends else _LATENCY / 10)
-            heapq.heappush(queue, (spent + price, next(tie), after_state, (*steps, step)))
+            cost = step.elements(sizes) + (_LATENCY if collective.sends else _LATENCY / 10)
+            heapq.heappush(queue, (spent + cost, next(tie), after_state, (*steps, step)))
     raise AssertionError(f"no way from {before} to {after}")
 
 

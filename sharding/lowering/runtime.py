@@ -34,16 +34,16 @@ __all__ = ["Distributed", "Simulated", "runtime_of"]
 
 @dataclass(frozen=True)
 class _OnMesh(Runtime):
-    """What the runtimes of a mesh have in common."""
+    """The common base of the runtimes of a mesh."""
 
     mesh: Mesh
 
     @abstractmethod
     def _graph(self, program: Program) -> fx.Graph:
-        """What this process runs: from all parts of all inputs to all parts of all outputs."""
+        """The graph of this process, from all parts of all inputs to all parts of all outputs."""
 
     def graph(self, program: Program) -> fx.GraphModule:
-        """What this process runs, for a compiler."""
+        """The graph of this process, as a module for a compiler."""
         return fx.GraphModule(torch.nn.Module(), self._graph(program))
 
     def residual_tag(self, node: fx.Node) -> Placement:
@@ -61,7 +61,7 @@ class _OnMesh(Runtime):
 
 @dataclass(frozen=True)
 class Simulated(_OnMesh):
-    """Every rank of a virtual mesh, in lockstep, in this process."""
+    """The runtime of a virtual mesh: every rank, in lockstep, in this process."""
 
     def _graph(self, program: Program) -> fx.Graph:
         transport = self.mesh.transport or SimulatedTransport()
@@ -73,7 +73,7 @@ class Simulated(_OnMesh):
 
 @dataclass(frozen=True)
 class Distributed(_OnMesh):
-    """This process's rank of a mesh over process groups."""
+    """The runtime of a mesh over process groups: this process's rank."""
 
     check_replicated: bool = True
 

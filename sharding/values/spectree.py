@@ -51,7 +51,7 @@ def specs_of_arguments(
 
 
 def as_arguments(in_specs: Any, args: tuple[Any, ...]) -> Any:
-    """A list is as good as a tuple; one spec for the one argument there is stands for itself."""
+    """Normalise in_specs: a list is a tuple, and a single argument's spec need not be in one."""
     if isinstance(in_specs, list):
         return tuple(in_specs)
     if len(args) == 1 and not isinstance(in_specs, (tuple, P)):
