@@ -285,9 +285,10 @@ class _Replay:
             # Autograd has no derivative of such nodes, but our Functions have: derivatives of the
             # outer function run it again instead of replaying its graph.
             state.without_grad |= self.opaque
-        values = replay(self.program.graph, list(parts))
+        operands = list(parts)
+        values = replay(self.program.graph, operands)
         if state is not None:
-            note_replayed(state, self.program.outputs, parts, values)
+            note_replayed(state, self.program, operands, values)
         return values
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.programs.program import Leaf
+from torchard.functional.programs.program import Program
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.trace_state import TraceState
 
@@ -29,12 +29,18 @@ def note(state: TraceState, primals: Sequence[Any], gradients: Sequence[Any]) ->
 
 
 def note_replayed(
-    state: TraceState, outputs: Sequence[Leaf], primals: Sequence[Any], values: Sequence[Any]
+    state: TraceState, program: Program, operands: Sequence[Any], values: Sequence[Any]
 ) -> None:
-    """The same, for the gradients among the outputs of a program that was replayed in this trace."""
-    pairs = [(leaf.of, value) for leaf, value in zip(outputs, values, strict=True)]
-    given = [(primals[of], value) for of, value in pairs if of is not None]
-    note(state, [primal for primal, _ in given], [value for _, value in given])
+    """The same, for the gradients among the outputs of a program that was replayed in this trace.
+
+    A backward half has gradients of inputs that it does not have itself: its own are residuals and
+    cotangents.
+    """
+    roles = [leaf.role for leaf in program.inputs]
+    for leaf, value in zip(program.outputs, values, strict=True):
+        known = leaf.role == "gradient" and leaf.of is not None and leaf.of < len(roles)
+        if known and leaf.of is not None and roles[leaf.of] in ("primal", "closure"):
+            note(state, [operands[leaf.of]], [value])
 
 
 def primals_of(state: TraceState, outputs: Sequence[fx.Node]) -> list[fx.Node | None]:
