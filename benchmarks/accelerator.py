@@ -108,7 +108,7 @@ def distance(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
 
 
 def elements() -> int:
-    """Of an operand: half a gigabyte of them, or four times the cache."""
+    """The number of elements of an operand: half a gigabyte, or four times the cache."""
     cache = torch.cuda.get_device_properties(DEVICE).L2_cache_size
     return max(1 << 28, 4 * cache // 2)
 

@@ -41,7 +41,7 @@ def _linear(w: Tensor, b: Tensor) -> nn.Linear:
 
 
 def rivals(problem: Problem, mesh: DeviceMesh | None, compiled: bool) -> list[Rival]:
-    """Eager, and compiled if asked for."""
+    """DTensor run eagerly, and compiled if requested."""
     found = [_rival("DTensor, eager", problem, mesh, False)]
     if compiled:
         found.append(_rival("DTensor, torch.compile", problem, mesh, True))

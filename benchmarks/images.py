@@ -39,7 +39,7 @@ class Net:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a plan, per rank."""
+    """The bytes sent and the peak memory of a plan, per rank."""
 
     bytes: int
     peak: int
@@ -128,7 +128,7 @@ SPLITS: dict[str, tuple[dict[str, int], P]] = {
 
 
 def cost(net: Net, split: str, *, pinned: bool, gradients: bool) -> Cost:
-    """Of the plan for a network whose input is split, every activation too if ``pinned``."""
+    """The cost of the plan for a network with a split input; if ``pinned``, activations are split too."""
     axes, spec = SPLITS[split]
 
     def forward(params: Any, x: Tensor) -> Tensor:

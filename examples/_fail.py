@@ -1,4 +1,4 @@
-"""One rank comes to grief, for the tests of what happens then."""
+"""A job in which one rank fails, for tests of the errors on the others."""
 
 from __future__ import annotations
 

@@ -34,14 +34,14 @@ RUN = ["0", "1", "2"]
 
 
 def module_of(n: int) -> nn.Sequential:
-    """Of an input [n, n]; norms start at one and zero, which would compare nothing."""
+    """A model of inputs [n, n], with random scale and shift: ones and zeros would test nothing."""
     norm = nn.LayerNorm([n, 2 * n])
     nn.init.normal_(norm.weight, 1, 0.1)
     nn.init.normal_(norm.bias, 0, 0.1)
     return nn.Sequential(nn.Linear(n, 2 * n), norm, nn.ReLU(), nn.Linear(2 * n, n))
 
 
-# -- what is looked for ------------------------------------------------------------------------------
+# -- patterns ----------------------------------------------------------------------------------------
 # Plain functions; a literal with the default "..." may be any number. The dims say how shard may split
 # what was found: not by those that are "whole", as here all of those that the moments are sums over.
 
