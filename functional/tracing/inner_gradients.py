@@ -33,14 +33,18 @@ def note_replayed(
 ) -> None:
     """The same, for the gradients among the outputs of a program that was replayed in this trace.
 
-    A backward half has gradients of inputs that it does not have itself: its own are residuals and
-    cotangents.
+    An output that is a gradient taken inside knows its input by position. An output of role ``gradient``
+    may be that of a backward half, which has an input only as a residual, under the input's path.
     """
-    roles = [leaf.role for leaf in program.inputs]
+    by_path = {leaf.path: operand for leaf, operand in zip(program.inputs, operands, strict=False)}
     for leaf, value in zip(program.outputs, values, strict=True):
-        known = leaf.role == "gradient" and leaf.of is not None and leaf.of < len(roles)
-        if known and leaf.of is not None and roles[leaf.of] in ("primal", "closure"):
-            note(state, [operands[leaf.of]], [value])
+        operand = None
+        if leaf.role == "gradient":
+            operand = by_path.get(leaf.path.removeprefix("gradient of "))
+        elif leaf.role == "output" and leaf.of is not None:
+            operand = operands[leaf.of]
+        if operand is not None:
+            note(state, [operand], [value])
 
 
 def primals_of(state: TraceState, outputs: Sequence[fx.Node]) -> list[fx.Node | None]:
