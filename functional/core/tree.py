@@ -42,7 +42,6 @@ __all__ = [
     "register_dataclass",
     "structure",
     "unflatten",
-    "whole",
 ]
 
 NAMESPACE = "torchard"
