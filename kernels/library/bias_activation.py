@@ -11,7 +11,7 @@ from torchard.kernels.execution.optional_backends import triton
 from torchard.kernels.library.activations import gelu_tanh, gelu_tanh_written_out, gelu_written_out
 from torchard.kernels.patterns.kernel import Kernel, register_kernel
 
-__all__ = ["bias_gelu", "bias_relu", "bias_silu", "biasgelu_tanh"]
+__all__ = ["bias_gelu", "bias_gelu_tanh", "bias_relu", "bias_silu"]
 
 
 def _behind_bias(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
@@ -30,6 +30,6 @@ def _kernel(name: str, *activations: Callable[[Tensor], Tensor]) -> Kernel:
 
 
 bias_gelu = _kernel("bias_gelu", F.gelu, gelu_written_out)
-biasgelu_tanh = _kernel("biasgelu_tanh", gelu_tanh, gelu_tanh_written_out)
+bias_gelu_tanh = _kernel("bias_gelu_tanh", gelu_tanh, gelu_tanh_written_out)
 bias_relu = _kernel("bias_relu", F.relu)
 bias_silu = _kernel("bias_silu", F.silu)
