@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
@@ -74,35 +74,61 @@ def _copied(module: M, of: Callable[[Tensor], Tensor]) -> M:
 
 def _runs(what: str, module: nn.Module, patterns: list[str], alone: bool) -> list[list[str]]:
     """The paths of the parts that one call replaces, for each call."""
-    every = {p: part for p, part in module.named_modules(remove_duplicate=False)}
+    every = dict(module.named_modules(remove_duplicate=False))
+    fitting = _fitting(what, every, patterns, alone)
+    runs: dict[str, list[str]] = {}
+    for path in _outermost(what, every, fitting):
+        runs.setdefault(path if alone else path.rpartition(".")[0], []).append(path)
+    if not alone:
+        for parent, run in runs.items():
+            unmet = [q for q in patterns if all(q not in fitting[path] for path in run)]
+            _check_run(what, every[parent], parent, run, unmet)
+    return list(runs.values())
+
+
+def _fitting(
+    what: str, every: dict[str, nn.Module], patterns: list[str], alone: bool
+) -> dict[str, set[str]]:
+    """For each path that fits some pattern, the patterns that it fits."""
     found: dict[str, set[str]] = {}
     for pattern in patterns:
         meant = {p for p in every if fnmatchcase(p, pattern) and (p or (alone and not pattern))}
         if not meant:
             shown = ", ".join(map(repr, [*every][1:13])) + ", …" * (len(every) > 13)
             raise NoMatch(f"{what}: no submodule has the path {pattern!r}; there are {shown}.")
-        for p in meant:
-            found.setdefault(p, set()).add(pattern)
-    runs: dict[str, list[str]] = {}
-    for p in filter(found.__contains__, every):
-        around = [q for q in every if p and q != p and (q == "" or p.startswith(f"{q}."))]
-        if found.keys().isdisjoint(around):
-            runs.setdefault(p if alone else p.rpartition(".")[0], []).append(p)
-        if any(isinstance(every[q], _Replaced) for q in (*around, p)):
-            raise KernelError(f"{what}: {p!r} is replaced already; start from the original.")
-    for parent, run in () if alone else runs.items():
-        names = [f"{parent}.{name}" if parent else name for name in internals.child_table(every[parent])]
-        start = names.index(run[0])
-        absent = [q for q in patterns if all(q not in found[p] for p in run)]
-        absent += [p for p in names[start : names.index(run[-1])] if p not in run]
-        ordered = type(every[parent]).forward is nn.Sequential.forward
-        if absent or not (ordered or len(run) == 1):
-            raise KernelError(
-                f"{what}: a list is of consecutive parts of one nn.Sequential, and "
-                + (f"{absent[0]!r} is not next to" if absent else f"{parent!r} is none, around")
-                + f" {run[0]!r}. Name all from the first to the last, or replace each alone."
-            )
-    return list(runs.values())
+        for path in meant:
+            found.setdefault(path, set()).add(pattern)
+    return found
+
+
+def _outermost(
+    what: str, every: dict[str, nn.Module], fitting: dict[str, set[str]]
+) -> Iterator[str]:
+    """Those that are inside no other that fits, in the module's order."""
+    for path in filter(fitting.__contains__, every):
+        around = [q for q in every if path and q != path and (q == "" or path.startswith(f"{q}."))]
+        if fitting.keys().isdisjoint(around):
+            yield path
+        if any(isinstance(every[q], _Replaced) for q in (*around, path)):
+            raise KernelError(f"{what}: {path!r} is replaced already; start from the original.")
+
+
+def _check_run(what: str, parent: nn.Module, path: str, run: list[str], unmet: list[str]) -> None:
+    """Refuse a list that is not of neighbours in one Sequential.
+
+    Args:
+        unmet: the patterns that no part of the run fits.
+    """
+    names = [f"{path}.{name}" if path else name for name in internals.child_table(parent)]
+    between = names[names.index(run[0]) : names.index(run[-1])]
+    absent = [*unmet, *(name for name in between if name not in run)]
+    ordered = type(parent).forward is nn.Sequential.forward
+    if absent or not (ordered or len(run) == 1):
+        raise KernelError(
+            f"{what}: a list is of consecutive parts of one nn.Sequential, and "
+            + (f"{absent[0]!r} is not next to" if absent else f"{path!r} is none, around")
+            + f" {run[0]!r}. Name all from the first to the last, or replace each alone."
+        )
 
 
 class _Replaced(nn.Module):

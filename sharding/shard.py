@@ -11,6 +11,7 @@ from torch import fx
 
 from torchard.functional.core.arguments import checked
 from torchard.functional.engine.transformed import Transformed
+from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.program import FREE, Leaf, Program, Rewrite
 from torchard.functional.programs.tags import NAME, VAL
 from torchard.sharding.layouts.layout import Layout
@@ -323,26 +324,20 @@ class Shard(Rewrite):
             if isinstance(leaf.hint, SpecHint) and leaf.hint.spec.weak:
                 rank = DERIVED
             inputs[node] = (_tag_layout(leaf, node), rank)
-        results = graph.output_node().args[0]
-        outputs = tuple(
-            self._wanted_layout(i, leaf, value, program, placeholders, updated, value in stepped)
-            for i, (leaf, value) in enumerate(zip(program.outputs, results, strict=True))  # type: ignore[arg-type]
-        )
+        leaves = dict(zip(placeholders, program.inputs, strict=True))
+        outputs: list[Layout | None] = []
+        for i, (leaf, value) in enumerate(zip(program.outputs, output_values(graph), strict=True)):
+            layout = self._layout_of_result(leaf, value)
+            if layout is None and i in updated:
+                layout = self._layout_of_update(value, value in stepped, leaves[updated[i]], updated[i])
+            outputs.append(layout)
         check_local(graph, program, self.mesh)
         constraints = constraint_layouts(graph, self.mesh)
         ranks = {n: constraint_rank(n, inputs) for n in constraints}
-        return Given(inputs, outputs, constraints, ranks, local_operations(graph))
+        return Given(inputs, tuple(outputs), constraints, ranks, local_operations(graph))
 
-    def _wanted_layout(
-        self,
-        i: int,
-        leaf: Leaf,
-        value: Any,
-        program: Program,
-        placeholders: Sequence[fx.Node],
-        updated: Mapping[int, fx.Node],
-        stepped: bool,
-    ) -> Layout | None:
+    def _layout_of_result(self, leaf: Leaf, value: Any) -> Layout | None:
+        """The layout that an output must have; None if it is left to propagation."""
         if not isinstance(value, fx.Node):
             return Layout.replicated(())
         shape = tuple(VAL.of(value).shape)
@@ -352,16 +347,22 @@ class Shard(Rewrite):
             return Layout.replicated(shape)
         if isinstance(leaf.hint, SpecHint):
             return leaf.hint.layout(shape, self.mesh, leaf.path)
-        source = updated.get(i)
-        if source is not None:
-            given = program.inputs[placeholders.index(source)]
-            layout = _tag_layout(given, source)
-            if given.tag is None and isinstance(given.hint, SpecHint):  # plain, and split by in_specs
-                layout = self._layout_of_hint(given, source)
-            # A step's new parameter stays whole where the old one was placed so.
-            meant = not layout.is_replicated or (stepped and isinstance(given.tag, MeshPlacement))
-            return layout if meant and may_leave_as(value, layout, self.mesh.sizes) else None
         return None
+
+    def _layout_of_update(
+        self, value: fx.Node, stepped: bool, given: Leaf, source: fx.Node
+    ) -> Layout | None:
+        """The layout of an input, for its new value or its gradient; None if it has none to keep.
+
+        Args:
+            stepped: the value is made of gradients.
+        """
+        layout = _tag_layout(given, source)
+        if given.tag is None and isinstance(given.hint, SpecHint):  # plain, and split by in_specs
+            layout = self._layout_of_hint(given, source)
+        # A step's new parameter stays whole where the old one was placed so.
+        meant = not layout.is_replicated or (stepped and isinstance(given.tag, MeshPlacement))
+        return layout if meant and may_leave_as(value, layout, self.mesh.sizes) else None
 
     def _outputs(self, program: Program, layouts: Sequence[Layout]) -> tuple[Leaf, ...]:
         tags = {n: leaf.tag for leaf, n in zip(program.inputs, program.placeholders, strict=True)}

@@ -119,24 +119,40 @@ def _misfit(value: Any, hint: Any, path: str) -> str | None:
     if hint is Any:
         return None
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        if CheckedInside in inner:
-            return None
-        wrong = _misfit(value, inner[0], path)
-        below = wrong is None and any(isinstance(b, AtLeast) and value < b for b in inner[1:])
-        return _is(value, path) if below else wrong
-    if origin in (typing.Union, types.UnionType):
-        if torch.device in inner and isinstance(value, str):
-            return None if _is_device(value) else _is(value, path)
-        wrongs = [_misfit(value, option, path) for option in inner]
-        told = [wrong for wrong in wrongs if wrong is not None]
-        inside = [wrong for wrong in told if not wrong.startswith(f"{path} is ")]
-        return None if None in wrongs else (inside or told)[0]
-    if origin is typing.Literal:
-        return None if value in inner else _is(value, path)
+    if origin in _MISFITS:
+        return _MISFITS[origin](value, inner, path)
     if not _is_a(value, hint) or (isinstance(value, float) and math.isnan(value)):
         return _is(value, path)
     return _misfit_inside(value, origin, inner, path)
+
+
+def _misfit_annotated(value: Any, inner: tuple[Any, ...], path: str) -> str | None:
+    if CheckedInside in inner:
+        return None
+    wrong = _misfit(value, inner[0], path)
+    below = wrong is None and any(isinstance(b, AtLeast) and value < b for b in inner[1:])
+    return _is(value, path) if below else wrong
+
+
+def _misfit_option(value: Any, inner: tuple[Any, ...], path: str) -> str | None:
+    if torch.device in inner and isinstance(value, str):
+        return None if _is_device(value) else _is(value, path)
+    wrongs = [_misfit(value, option, path) for option in inner]
+    told = [wrong for wrong in wrongs if wrong is not None]
+    inside = [wrong for wrong in told if not wrong.startswith(f"{path} is ")]
+    return None if None in wrongs else (inside or told)[0]
+
+
+def _misfit_choice(value: Any, inner: tuple[Any, ...], path: str) -> str | None:
+    return None if value in inner else _is(value, path)
+
+
+_MISFITS: dict[Any, Callable[[Any, tuple[Any, ...], str], str | None]] = {
+    typing.Annotated: _misfit_annotated,
+    typing.Union: _misfit_option,
+    types.UnionType: _misfit_option,
+    typing.Literal: _misfit_choice,
+}
 
 
 def _misfit_inside(value: Any, origin: Any, inner: tuple[Any, ...], path: str) -> str | None:
@@ -167,17 +183,25 @@ def _is_a(value: Any, hint: Any) -> bool:
     if origin is typing.Literal:
         return isinstance(value, tuple({type(choice) for choice in inner}))
     kind = origin or hint
-    if kind is collections.abc.Callable:  # a module class was probably meant to be an instance
-        return callable(value) and not _is_module_class(value)
-    if kind in (int, float):
-        number = numbers.Integral if kind is int else numbers.Real
-        symbolic = (torch.SymInt, torch.SymFloat)
-        return isinstance(value, (number, *symbolic)) and not isinstance(value, bool)
-    if kind is torch.Tensor:  # or a placed value
-        return isinstance(value, torch.Tensor) or is_placed(value)
+    if kind in _KINDS:
+        return _KINDS[kind](value)
     if isinstance(value, str) and _is_container(kind) and kind is not str:
         return False  # a string is not meant as a sequence of letters
     return kind is Any or not isinstance(kind, type) or isinstance(value, kind)
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, (kind, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
+
+
+# Types whose instances are not what is accepted.
+_KINDS: dict[Any, Callable[[Any], bool]] = {
+    # A module class was probably meant to be an instance.
+    collections.abc.Callable: lambda value: callable(value) and not _is_module_class(value),
+    int: lambda value: _is_number(value, numbers.Integral),
+    float: lambda value: _is_number(value, numbers.Real),
+    torch.Tensor: lambda value: isinstance(value, torch.Tensor) or is_placed(value),
+}
 
 
 def _is_device(text: str) -> bool:
@@ -251,12 +275,16 @@ def _wanted(hint: Any) -> str:
         return " or ".join(map(repr, inner))
     if (words := _WORDS.get(origin or hint)) is not None:
         return words
-    if isinstance(origin, type) and issubclass(origin, collections.abc.Mapping):
-        return f"a dict (each value {_wanted(inner[1])})"
-    if origin is tuple and inner[-1:] != (Ellipsis,):
-        return f"a pair ({', '.join(map(_wanted, inner))})"
     if origin is not None and _is_container(origin):
-        return f"a list or tuple (each item {_wanted(inner[0])})"
+        return _wanted_inside(origin, inner)
     name = _a(getattr(hint, "__name__", str(hint)))
     example = _EXAMPLES.get(hint)
     return f"{name}, as in {example}" if example else name
+
+
+def _wanted_inside(origin: Any, inner: tuple[Any, ...]) -> str:
+    if issubclass(origin, collections.abc.Mapping):
+        return f"a dict (each value {_wanted(inner[1])})"
+    if origin is tuple and inner[-1:] != (Ellipsis,):
+        return f"a pair ({', '.join(map(_wanted, inner))})"
+    return f"a list or tuple (each item {_wanted(inner[0])})"

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -198,38 +198,56 @@ def _problem(program: Program) -> tuple[list[fx.Node], Problem]:
     passes, live = passes_of(program), liveness(program)
     late_needs = needed_by(node for node in live.order if passes[node])
     operations = [n for n in program.calls if not passes[n] and n in late_needs and _is_choice(n)]
-    number = {node: v for v, node in enumerate(operations)}
     late = [at for at, node in enumerate(live.order) if passes[node]]
     buckets = min(_BUCKETS if len(operations) > _SMALL else len(late), len(late))
     bucket = {live.order[at]: time * buckets // len(late) for time, at in enumerate(late)}
-
-    reads: list[set[int]] = [set() for _ in operations]
-    sources: list[list[int]] = [[] for _ in operations]
-    results: list[set[Storage]] = [set() for _ in operations]
-    forced: set[int] = set()
-    for reader in (*operations, *(live.order[at] for at in late)):
-        for source in reader.all_input_nodes:
-            storage = storage_key(source)
-            v = number.get(storage[0])
-            if v is None:
-                continue
-            results[v].add(storage)
-            if reader in number:
-                sources[number[reader]].append(v)
-            else:
-                reads[v].add(bucket[reader])
-            if not _share_budget(operations[v], reader):  # an output of its segment: kept
-                forced.add(v)
+    uses = _uses(operations, bucket)
     held = live.held(without=operations)
     base, before = [0] * buckets, [0] * buckets
     for at in late:
         k = bucket[live.order[at]]
         base[k] = max(base[k], held[at])
         before[k] = max(before[k], held[at] - _size(live, live.order[at]))
-    sizes = [sum(live.size[storage] for storage in storages) for storages in results]
+    sizes = [sum(live.size[storage] for storage in storages) for storages in uses.results]
     costs = [flops(node) for node in operations]
     ahead = _ahead(live, operations, passes, held)
-    return operations, Problem(costs, sizes, sources, reads, forced, base, before, ahead)
+    problem = Problem(costs, sizes, uses.sources, uses.reads, uses.forced, base, before, ahead)
+    return operations, problem
+
+
+class _Uses(NamedTuple):
+    """How the operations that a budget decides on are used, each by its number.
+
+    Attributes:
+        sources: the operations that each reads.
+        reads: the buckets of the backward in which each is read.
+        results: the storages of each that something reads.
+        forced: those whose results leave their segment, and are kept.
+    """
+
+    sources: list[list[int]]
+    reads: list[set[int]]
+    results: list[set[Storage]]
+    forced: set[int]
+
+
+def _uses(operations: Sequence[fx.Node], bucket: Mapping[fx.Node, int]) -> _Uses:
+    """Who reads the operations: each other, and the backward, whose nodes are in buckets."""
+    number = {node: v for v, node in enumerate(operations)}
+    uses = _Uses([[] for _ in number], [set() for _ in number], [set() for _ in number], set())
+    for reader in (*operations, *bucket):
+        for storage in map(storage_key, reader.all_input_nodes):
+            v = number.get(storage[0])
+            if v is None:
+                continue
+            uses.results[v].add(storage)
+            if reader in number:
+                uses.sources[number[reader]].append(v)
+            else:
+                uses.reads[v].add(bucket[reader])
+            if not _share_budget(operations[v], reader):
+                uses.forced.add(v)
+    return uses
 
 
 def _ahead(

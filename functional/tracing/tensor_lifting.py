@@ -51,7 +51,13 @@ class TensorLifting(TorchFunctionMode):
             return self._cut(func, args, kwargs)
         if _is_data(func):
             return self._data(func, args, kwargs)
-        func = _WITHOUT_READING.get(func, func)
+        out = self._run(_WITHOUT_READING.get(func, func), args, kwargs)
+        if weak and isinstance(out, torch.Tensor) and out.ndim == 0:
+            out._torchard_weak = True  # type: ignore[attr-defined]
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call a function with its registered derivative, and note whose gradients it returns."""
         if func in registered.UNDER_LEVELS and registered.is_live():
             func = registered.UNDER_LEVELS[func]
         if registered.may_have_formula(func):
@@ -59,8 +65,6 @@ class TensorLifting(TorchFunctionMode):
         out = func(*args, **kwargs)
         if func is torch.autograd.grad:
             inner_gradients.note(self.state, args[1] if len(args) > 1 else kwargs["inputs"], out)
-        if weak and isinstance(out, torch.Tensor) and out.ndim == 0:
-            out._torchard_weak = True  # type: ignore[attr-defined]
         return out
 
     def _where(self) -> str:

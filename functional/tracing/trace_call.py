@@ -16,7 +16,7 @@ from torchard.functional.guards.closures import reader_of
 from torchard.functional.programs.program import FREE, Leaf, Program
 from torchard.functional.programs.tags import WEAK
 from torchard.functional.tracing.purify import purify
-from torchard.functional.tracing.record import record
+from torchard.functional.tracing.record import Recording, record
 from torchard.functional.tracing.signature import Arguments, specs_of_arguments
 from torchard.functional.tracing.trace_state import Closure, active
 
@@ -39,26 +39,18 @@ def trace_call(
     made = [closure for closure in recording.closures if closure.made]
     for closure in lifted:
         closure.reader = reader_of(fn, closure.value)
-    inputs = [
-        *(
-            Leaf(path, _tag(arguments.leaves[i]))
-            for path, i in zip(names, arguments.traced, strict=True)
-        ),
-        *(Leaf(_path_to(closure), closure.tag, "closure") for closure in lifted),
-        *(Leaf(f"constant {i}", role="constant") for i, _ in enumerate(made)),
-    ]
-    placeholders = recording.graph.find_nodes(op="placeholder")
-    places = {node: i for i, node in enumerate(placeholders)}
-    for node, spec in zip(placeholders, specs, strict=False):
+    given = [arguments.leaves[i] for i in arguments.traced]
+    for node, spec in zip(recording.graph.find_nodes(op="placeholder"), specs, strict=False):
         if spec.weak:
             WEAK.set(node, True)
     return Program(
         graph=recording.graph,
-        inputs=tuple(inputs),
-        outputs=tuple(
-            Leaf(path, FREE, "output", None if primal is None else places.get(primal))
-            for path, primal in zip(flat_fn.paths, recording.primals, strict=True)
+        inputs=(
+            *(Leaf(path, _tag(leaf)) for path, leaf in zip(names, given, strict=True)),
+            *(Leaf(_path_to(closure), closure.tag, "closure") for closure in lifted),
+            *(Leaf(f"constant {i}", role="constant") for i, _ in enumerate(made)),
         ),
+        outputs=_outputs(flat_fn.paths, recording),
         in_tree=arguments.structure,
         out_tree=flat_fn.result,
         name=getattr(fn, "__name__", type(fn).__name__),
@@ -68,6 +60,13 @@ def trace_call(
         retrace=flat_fn.retrace(lifted) if recording.without_grad else None,
         forgets_turns=recording.forgets_turns,
     )
+
+
+def _outputs(paths: Sequence[str], recording: Recording) -> tuple[Leaf, ...]:
+    """The leaves of the results, with the inputs whose gradients they are."""
+    places = {node: i for i, node in enumerate(recording.graph.find_nodes(op="placeholder"))}
+    of = [None if primal is None else places.get(primal) for primal in recording.primals]
+    return tuple(Leaf(path, FREE, "output", i) for path, i in zip(paths, of, strict=True))
 
 
 def _tag(leaf: Any) -> Any:

@@ -5,6 +5,7 @@ On a pure graph this is sound if it creates no cycle. It is worth doing if fewer
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,6 +30,10 @@ __all__ = ["REPLACED", "Part", "Replacement", "Replacer"]
 REPLACED = "it has been replaced already"
 
 
+# What is added to a kernel's result: nodes, how they are read, and factors.
+Rest = list[tuple[fx.Node, TermValue, float]]
+
+
 @dataclass
 class Part:
     """One occurrence within a replacement.
@@ -44,7 +49,7 @@ class Part:
     occurrence: Occurrence
     sources: list[fx.Node | None]
     roots: list[list[fx.Node]]
-    rests: list[list[tuple[fx.Node, TermValue, float]]]
+    rests: list[Rest]
     gone: set[fx.Node] = field(default_factory=set)
     before: int = 0
     after: int = 0
@@ -90,6 +95,13 @@ class Replacement:
         return [node for part in self.parts for node in part.makers]
 
 
+@dataclass(frozen=True)
+class Refusal:
+    """Why an occurrence is left as it is."""
+
+    why: str
+
+
 class Replacer:
     """Replaces occurrences in a program; the graph changes, the reading of it does not.
 
@@ -113,10 +125,11 @@ class Replacer:
         """The replacement of some occurrences; changes nothing."""
         plan = Replacement([])
         for occurrence in occurrences:
-            why = self._part(plan, occurrence)
-            if why:
-                plan.refused = why
+            part = self._part(occurrence)
+            if isinstance(part, Refusal):
+                plan.refused = part.why
                 return plan
+            plan.parts.append(part)
         roots = plan.results
         # An input that another kernel returns is read from that kernel.
         pinned = {n for part in plan.parts for n in part.sources if n is not None} - set(roots)
@@ -131,32 +144,35 @@ class Replacer:
         plan.refused = self._refusal(plan, set(roots))
         return plan
 
-    def _part(self, plan: Replacement, found: Occurrence) -> str:
-        """Add an occurrence to a plan; return the reason if that is impossible."""
+    def _part(self, found: Occurrence) -> Part | Refusal:
+        """What replaces an occurrence, or why nothing may."""
         given = {value.term for value in found.inputs}
         made = [(root, self._makers(root.term, root.term in given)) for root in found.roots]
         # A result that equals an input (a bias's gradient) may have no operation of its own.
         kept = [(root, nodes) for root, nodes in made if nodes or root.term not in given]
-        found = replace(found, roots=tuple(root for root, _ in kept))
-        roots = [nodes for _, nodes in kept]
-        if not roots or not all(roots):
-            return REPLACED
-        after = self._depending(node for nodes in roots for node in nodes)
+        makers = [nodes for _, nodes in kept]
+        if not makers or not all(makers):
+            return Refusal(REPLACED)
+        after = self._depending(node for nodes in makers for node in nodes)
         sources = [self._source(value, after) for value in found.inputs]
-        for node, value in zip(sources, found.inputs, strict=True):
-            if node is None and not self._makeable(value, after):
-                return "an input of it is no value of the program, or depends on its result"
-        rests = []
-        for root in found.roots:
-            rest = self._rest(root, after)
-            if rest is None:
-                return "the rest of a sum it is part of has no value of its own"
-            rests.append(rest)
-        plan.parts.append(Part(found, sources, roots, rests))
-        return ""
+        if not all(map(self._can_be_had, sources, found.inputs, itertools.repeat(after))):
+            return Refusal("an input of it is no value of the program, or depends on its result")
+        roots = tuple(root for root, _ in kept)
+        rests = self._rests(roots, after)
+        if rests is None:
+            return Refusal("the rest of a sum it is part of has no value of its own")
+        return Part(replace(found, roots=roots), sources, makers, rests)
 
-    def _makeable(self, value: TermValue, after: set[fx.Node]) -> bool:
-        """Whether a value is a product that can be inserted, given the product with a bias."""
+    def _rests(self, roots: Iterable[Root], after: set[fx.Node]) -> list[Rest] | None:
+        """The rest of the sum that each is part of; None if one has no value of its own."""
+        found = [self._rest(root, after) for root in roots]
+        known = [rest for rest in found if rest is not None]
+        return known if len(known) == len(found) else None
+
+    def _can_be_had(self, source: fx.Node | None, value: TermValue, after: set[fx.Node]) -> bool:
+        """Whether a node has an input's value, or a biased product of which it is the product."""
+        if source is not None:
+            return True
         node = self.reading.products.get(value.term)
         return node is not None and after.isdisjoint(node.all_input_nodes[-2:])
 
@@ -224,8 +240,8 @@ class Replacer:
         shaped = [n for n in nodes if value.is_reshape_of(self.reading.value(n))]
         return (as_is or shaped or nodes)[0]
 
-    def _rest(self, root: Root, after: set[fx.Node]) -> list[tuple[fx.Node, TermValue, float]] | None:
-        """The terms to add to the kernel's result: nodes, values, factors; None if one has no node."""
+    def _rest(self, root: Root, after: set[fx.Node]) -> Rest | None:
+        """What is added to the kernel's result: nodes, how they are read, and factors."""
         if not root.rest:
             return []
         whole = self.reading.first[root.term]
@@ -403,7 +419,7 @@ class Replacer:
 
     def _summed(
         self,
-        rest: list[tuple[fx.Node, TermValue, float]],
+        rest: Rest,
         root: Root,
         result: fx.Node,
         whole: TermValue,

@@ -230,20 +230,20 @@ def _convolution_backward(
     stride, padding, dilation = (spread(v, x.ndim - 2) for v in (stride, padding, dilation))
     reading = _Reading(weight, stride, padding, dilation, groups, dim, count)
     read, made = (grad, x) if transposed else (x, grad)
-    if not reading.makes(read.shape, made.shape):
+    writes = not mask[0] or transposed or reading.can_write(x.shape[dim])
+    if not (writes and reading.makes(read.shape, made.shape)):
         return NotImplemented
-    if mask[0] and not (transposed or reading.can_write(x.shape[dim])):
-        return NotImplemented
-    grads: list[torch.Tensor | None] = [None, None, None]
-    if mask[0] and transposed:
-        grads[0] = reading.forward(grad, None, x.shape[dim])
-    elif mask[0]:
-        grads[0] = reading.gradient(grad, x.shape)
-    if mask[1]:
-        grads[1] = reading.of_weight(made, read)
-    if mask[2]:
-        grads[2] = grad.sum([d for d in range(grad.ndim) if d != 1])
-    return tuple(grads)
+
+    def of_image() -> torch.Tensor:
+        if transposed:
+            return reading.forward(grad, None, x.shape[dim])
+        return reading.gradient(grad, x.shape)
+
+    def of_bias() -> torch.Tensor:
+        return grad.sum([0, *range(2, grad.ndim)])
+
+    each = (of_image, lambda: reading.of_weight(made, read), of_bias)
+    return tuple(make() if wanted else None for make, wanted in zip(each, mask, strict=True))
 
 
 def gradient_of_reading(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import fx
 
 from torchard.functional.core.outputs import outputs_of
 from torchard.functional.core.tensor_spec import TensorSpec
+from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import base_of
@@ -29,6 +31,8 @@ from torchard.sharding.rules.registry import (
 )
 
 __all__ = ["composed"]
+
+Side = tuple[tuple[Factors, ...], ...]  # all operands, or all results: the factors of each dim
 
 _SHAPED = (
     aten.view.default,
@@ -90,17 +94,19 @@ class _Composition:
         for node in self.graph.nodes:
             if node.op == "call_function" and node.target is not operator.getitem:
                 self._enter(node)
-        outputs: Any = self.graph.output_node().args[0]
-        ins = tuple(self._read(node) for node in inputs)
-        outs = tuple(self._read(node) for node in outputs)
-        made = {f for dims in outs for fs in dims for f in fs}
-        given = {f for dims in ins for fs in dims for f in fs}
+        ins = tuple(map(self._read, inputs))
+        outs = tuple(map(self._read, output_values(self.graph)))
+        whole, summed = self._of_the_graph(ins, outs)
+        return _renumbered(self.sizes, ins, outs, whole, tuple((f, "sum") for f in sorted(summed)))
+
+    def _of_the_graph(self, ins: Side, outs: Side) -> tuple[set[int], set[int]]:
+        """Which factors stay whole, and which are summed, in the graph as one operation."""
+        given, made = _factors(ins), _factors(outs)
         # What not every output has, and was not summed on the way out, needs all of itself.
-        partial = {f for f in given if any(f not in {g for fs in o for g in fs} for o in outs)}
+        partial = given - given.intersection(*(_factors([dims]) for dims in outs))
         summed = {self._find(f) for f in self.summed}
         whole = {self._find(f) for f in self.whole} | (made - given) | (partial - summed)
-        combine = tuple((f, "sum") for f in sorted(partial & summed - whole))
-        return _renumbered(self.sizes, ins, outs, whole, combine)
+        return whole, partial & summed - whole
 
     def _fresh(self, size: int) -> Factors:
         if size == 1:
@@ -130,23 +136,27 @@ class _Composition:
         call = Call.of(node)
         rule = rule_of(call)
         mine = {f: self._fresh(size) for f, size in enumerate(rule.sizes)}
-        entry = lookup(node.target)
-        # Traced again at local shapes, shapes are local ones; what else an emitter does, is not done.
-        own_form = entry is None or (entry.emit is not None and node.target not in _SHAPED)
-        bound = {*rule.whole, *rule.index, *rule.run, *(f for tie in rule.ties for f in tie)}
-        reduced = {f for f, _ in rule.combine}
-        leaves = self._leaves(node)
-        for f, fresh in mine.items():
-            if own_form or f in bound or rule.gathered or rule.halo is not None:
-                self.whole.update(fresh)
-            elif f in reduced:
-                (self.summed if leaves and rule.combiner[f] == "sum" else self.whole).update(fresh)
+        whole, summed = self._of_an_operation(node, rule)
+        self.whole.update(g for f in whole for g in mine[f])
+        self.summed.update(g for f in summed for g in mine[f])
         for operand, dims in zip(call.operands, rule.ins, strict=True):
             for have, want in zip(self._read(operand), dims, strict=True):
                 self._join(have, tuple(g for f in want for g in mine[f]))
         for i, dims in enumerate(rule.outs):
             self.dims[node, i] = tuple(tuple(g for f in fs for g in mine[f]) for fs in dims)
         assert len(results(node)) == len(rule.outs)
+
+    def _of_an_operation(self, node: fx.Node, rule: Rule) -> tuple[set[int], set[int]]:
+        """Which factors of an operation stay whole, and which are summed on the way out."""
+        factors, reduced = set(range(len(rule.sizes))), {f for f, _ in rule.combine}
+        entry = lookup(node.target)
+        # Traced again at local shapes, shapes are local ones; what else an emitter does, is not done.
+        own_form = entry is None or (entry.emit is not None and node.target not in _SHAPED)
+        if own_form or rule.gathered or rule.halo is not None:
+            return factors, set()
+        bound = {*rule.whole, *rule.index, *rule.run, *(f for tie in rule.ties for f in tie)}
+        sums = {f for f in reduced - bound if rule.combiner[f] == "sum"} if self._leaves(node) else set()
+        return bound | (reduced - sums), sums
 
     def _join(self, have: Factors, want: Factors) -> None:
         """One dim, said twice; where it comes apart in two ways it stays whole."""
@@ -165,17 +175,18 @@ class _Composition:
         )
 
 
+def _factors(side: Iterable[tuple[Factors, ...]]) -> set[int]:
+    """All factors of some values."""
+    return {f for dims in side for fs in dims for f in fs}
+
+
 def _renumbered(
-    sizes: list[int],
-    ins: tuple[tuple[Factors, ...], ...],
-    outs: tuple[tuple[Factors, ...], ...],
-    whole: set[int],
-    combine: tuple[tuple[int, str], ...],
+    sizes: list[int], ins: Side, outs: Side, whole: set[int], combine: tuple[tuple[int, str], ...]
 ) -> Rule:
-    used = sorted({f for side in (ins, outs) for dims in side for fs in dims for f in fs})
+    used = sorted(_factors([*ins, *outs]))
     number = {f: i for i, f in enumerate(used)}
 
-    def told(side: tuple[tuple[Factors, ...], ...]) -> tuple[tuple[Factors, ...], ...]:
+    def told(side: Side) -> Side:
         return tuple(tuple(tuple(number[f] for f in fs) for fs in dims) for dims in side)
 
     return Rule(
