@@ -46,7 +46,7 @@ class IdleAxisWarning(UserWarning):
     True
     >>> print(caught[0].message)
     f: axis 'tp' splits 0.0% of the products, though something is split over it: 4 ranks compute
-    the same. Split a batch, or what the products are decomposed of, over it; .lower(...).work and
+    the same. Split a batch, or what the products are made of, over it; .lower(...).work and
     .collectives show where it is lost.
     """
 
