@@ -122,7 +122,7 @@ def storing(repeats: int = 5) -> tuple[float, float, float]:
         with open(next(path.glob("*.distcp")), "rb") as file:
             checksum_of(file, 0, STORED)
         ticks.append(time.perf_counter())
-        return tuple(b - a for a, b in itertools.pairwise(ticks))  # type: ignore[return-value]
+        return tuple(b - a for a, b in itertools.pairwise(ticks))  # type: ignore[return-value]  # of three
 
     with tempfile.TemporaryDirectory() as folder:
         found = [each(Path(folder, str(i))) for i in range(repeats)]

@@ -63,5 +63,5 @@ def _followed(tensor: torch.Tensor) -> bool:
 def _empty(tensor: torch.Tensor) -> None:
     # set_ drops this tensor's hold on the storage only: other views of it stay valid.
     with torch.no_grad():
-        tensor.set_()  # type: ignore[call-overload]
+        tensor.set_()  # type: ignore[call-overload]  # unannotated without a source
     tensor.__class__ = Donated

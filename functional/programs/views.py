@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import fx
@@ -12,7 +12,16 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import NAME, OFFLOAD, RECOMPUTE, VAL
 from torchard.functional.torch_internals.operators import aten
 
-__all__ = ["base_of", "forward_offloads", "is_tuple", "is_view", "labels_of", "needed_by", "storage_of"]
+__all__ = [
+    "base_of",
+    "depending_on",
+    "forward_offloads",
+    "is_tuple",
+    "is_view",
+    "labels_of",
+    "needed_by",
+    "storage_of",
+]
 
 # A view that torch does not mark as one, as it is for temporaries only; a pure graph has no others.
 _UNMARKED = (aten._unsafe_view.default,)
@@ -52,14 +61,23 @@ def labels_of(node: fx.Node) -> list[str]:
 
 def needed_by(roots: Iterable[Any]) -> set[fx.Node]:
     """The nodes that these depend on, themselves included; other objects are ignored."""
+    return _reached(roots, lambda node: node.all_input_nodes)
+
+
+def depending_on(roots: Iterable[fx.Node]) -> set[fx.Node]:
+    """The nodes that depend on these, themselves included."""
+    return _reached(roots, lambda node: node.users)
+
+
+def _reached(roots: Iterable[Any], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
     stack = [node for node in roots if isinstance(node, fx.Node)]
-    ancestors = set(stack)
+    reached = set(stack)
     while stack:
-        for source in stack.pop().all_input_nodes:
-            if source not in ancestors:
-                ancestors.add(source)
-                stack.append(source)
-    return ancestors
+        for node in following(stack.pop()):
+            if node not in reached:
+                reached.add(node)
+                stack.append(node)
+    return reached
 
 
 def forward_offloads(program: Program) -> list[fx.Node]:

@@ -172,7 +172,7 @@ def _reading(read: Callable[..., Any], at: int, operands: Callable[[Any], Any]) 
             args = (*args[:at], operands(args[at]), *args[at + 1 :])
         return read(*args, **kwargs)
 
-    reading._torchard_reads = True  # type: ignore[attr-defined]
+    reading._torchard_reads = True  # type: ignore[attr-defined]  # our own mark
     return reading
 
 

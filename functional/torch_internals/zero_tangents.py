@@ -48,7 +48,7 @@ def run(call: RunOperation, func: Any, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def _marked(value: torch.Tensor) -> torch.Tensor:
-    value._torchard_zero = True  # type: ignore[attr-defined]
+    value._torchard_zero = True  # type: ignore[attr-defined]  # our own mark
     return value
 
 

@@ -21,11 +21,16 @@ _SAME = (aten.alias.default, aten.detach.default, aten._to_copy.default)
 def note(state: TraceState, primals: Sequence[Any], gradients: Sequence[Any]) -> None:
     """Record, for gradients with respect to inputs of the trace, which input each belongs to."""
     for primal, gradient in zip(primals, gradients, strict=True):
-        if gradient is None or internals.batch_dims(primal) != internals.batch_dims(gradient):
-            continue
-        of, node = (_node(state, tensor) for tensor in (primal, gradient))
-        if of is not None and of.op == "placeholder" and node is not None:
-            state.gradients[node] = of
+        if gradient is not None:
+            _pair(state, primal, gradient)
+
+
+def _pair(state: TraceState, primal: torch.Tensor, gradient: torch.Tensor) -> None:
+    if internals.batch_dims(primal) != internals.batch_dims(gradient):
+        return
+    of, node = _node(state, primal), _node(state, gradient)
+    if of is not None and of.op == "placeholder" and node is not None:
+        state.gradients[node] = of
 
 
 def note_replayed(
@@ -44,7 +49,7 @@ def note_replayed(
         elif leaf.role == "output" and leaf.of is not None:
             operand = operands[leaf.of]
         if operand is not None:
-            note(state, [operand], [value])
+            _pair(state, operand, value)
 
 
 def primals_of(state: TraceState, outputs: Sequence[fx.Node]) -> list[fx.Node | None]:

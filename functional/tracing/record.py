@@ -93,7 +93,7 @@ def _fake_inputs(
         inputs = [spec.empty() for spec in specs]
     for tensor, spec in zip(inputs, specs, strict=True):
         if spec.weak:
-            tensor._torchard_weak = True  # type: ignore[attr-defined]
+            tensor._torchard_weak = True  # type: ignore[attr-defined]  # our own mark
     for tensor, wanted in zip(inputs, gradients, strict=False):
         if wanted:
             tensor.requires_grad_()

@@ -17,7 +17,7 @@ from torchard.functional.programs.graphs import add_call
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.tagging import Tags, put, stand_for
 from torchard.functional.programs.tags import SEGMENTS, VAL
-from torchard.functional.programs.views import is_view
+from torchard.functional.programs.views import depending_on, is_view
 from torchard.functional.torch_internals.operators import aten
 from torchard.kernels.patterns.match import Occurrence, Root
 from torchard.kernels.rewriting.memory_traffic import moved, moves_nothing, size_of
@@ -153,7 +153,7 @@ class Replacer:
         makers = [nodes for _, nodes in kept]
         if not makers or not all(makers):
             return Refusal(REPLACED)
-        after = self._depending(node for nodes in makers for node in nodes)
+        after = depending_on(node for nodes in makers for node in nodes)
         sources = [self._source(value, after) for value in found.inputs]
         if not all(map(self._can_be_had, sources, found.inputs, itertools.repeat(after))):
             return Refusal("an input of it is no value of the program, or depends on its result")
@@ -214,17 +214,6 @@ class Replacer:
             )
             found |= fresh
             todo += fresh
-        return found
-
-    def _depending(self, nodes: Iterable[fx.Node]) -> set[fx.Node]:
-        """The nodes that depend on some nodes, these included."""
-        found = set(nodes)
-        todo = list(found)
-        while todo:
-            for user in todo.pop().users:
-                if user not in found:
-                    found.add(user)
-                    todo.append(user)
         return found
 
     def _source(self, value: TermValue, after: set[fx.Node]) -> fx.Node | None:

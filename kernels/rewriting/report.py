@@ -20,6 +20,11 @@ __all__ = ["Match", "Missed", "Use"]
 _SHOWN = 12
 
 
+def _where(node: fx.Node) -> tuple[str, str, str]:
+    """The scope, the source line and the phase of a node."""
+    return SCOPE.get(node) or "", SOURCE.get(node) or "", PHASE.get(node) or "forward"
+
+
 @dataclass(frozen=True)
 class Match:
     """One occurrence of a pattern.
@@ -49,9 +54,7 @@ class Match:
         inside = sorted(part.gone, key=reading.order.__getitem__)
         return Match(
             part.occurrence.pattern.name,
-            str(SCOPE.get(node) or ""),
-            str(SOURCE.get(node) or ""),
-            str(PHASE.get(node) or "forward"),
+            *_where(node),
             tuple(value.shape for value in part.occurrence.inputs),
             part.occurrence.literals,
             tuple(n.name for n in inside),
@@ -82,12 +85,9 @@ class Use(Record):
 
     @staticmethod
     def of(name: str, how: str | UserString, part: Part) -> Use:
-        first = part.firsts[0]
         return Use(
             name,
-            str(SCOPE.get(first) or ""),
-            str(SOURCE.get(first) or ""),
-            str(PHASE.get(first) or "forward"),
+            *_where(part.firsts[0]),
             how,
             part.operations,
             part.before,
@@ -134,9 +134,7 @@ class Missed(Record):
     def of(kernel: str, node: fx.Node, why: str) -> Missed:
         return Missed(
             kernel,
-            str(SCOPE.get(node) or ""),
-            str(SOURCE.get(node) or ""),
-            str(PHASE.get(node) or "forward"),
+            *_where(node),
             why,
         )
 

@@ -242,8 +242,13 @@ def _convolution_backward(
     def of_bias() -> torch.Tensor:
         return grad.sum([0, *range(2, grad.ndim)])
 
-    each = (of_image, lambda: reading.of_weight(made, read), of_bias)
-    return tuple(make() if wanted else None for make, wanted in zip(each, mask, strict=True))
+    def of_weight() -> torch.Tensor:
+        return reading.of_weight(made, read)
+
+    gradients = (of_image, of_weight, of_bias)
+    return tuple(
+        gradient() if wanted else None for gradient, wanted in zip(gradients, mask, strict=True)
+    )
 
 
 def gradient_of_reading(

@@ -212,11 +212,13 @@ class _Along(_Over):
     def batched(self) -> Move:
         return replace(self, dim=self.dim + 1)
 
+    def along(self, kind: type[_Along]) -> Move:
+        """The move of another kind over the same axes and dim."""
+        return kind(self.manual, self.axes, self.size, self.dim)
 
-class Gather(_Along):
-    """The concatenated values of the ranks, as a varying value."""
 
-    op, schema = "all_gather", "str[] axes, int size, int dim"
+class _Concatenating(_Along):
+    """A move whose result has the ranks' values one after another."""
 
     @property
     def collective(self) -> AllGather:
@@ -225,11 +227,24 @@ class Gather(_Along):
     def shape(self, shape: Shape) -> Shape:
         return _grown(shape, self.dim, self.size)
 
+
+class _Slicing(_Along):
+    """A move of whose result each rank has a slice."""
+
+    def shape(self, shape: Shape) -> Shape:
+        return _shrunk(shape, self.dim, self.size)
+
+
+class Gather(_Concatenating):
+    """The concatenated values of the ranks, as a varying value."""
+
+    op, schema = "all_gather", "str[] axes, int size, int dim"
+
     def transposed(self) -> Move:
-        return Scatter(self.manual, self.axes, self.size, self.dim)
+        return self.along(Scatter)
 
 
-class Scatter(_Along):
+class Scatter(_Slicing):
     """The sum over ranks, of which each rank keeps its slice."""
 
     op, schema = "psum_scatter", "str[] axes, int size, int dim"
@@ -238,30 +253,20 @@ class Scatter(_Along):
     def collective(self) -> PsumScatter:
         return PsumScatter(self.axes, (self.dim, 0))
 
-    def shape(self, shape: Shape) -> Shape:
-        return _shrunk(shape, self.dim, self.size)
-
     def transposed(self) -> Move:
-        return Gather(self.manual, self.axes, self.size, self.dim)
+        return self.along(Gather)
 
 
-class GatherWhole(_Along):
+class GatherWhole(_Concatenating):
     """The concatenated values of the ranks, as an invariant value."""
 
     op, schema, gives = "all_gather_invariant", "str[] axes, int size, int dim", "invariant"
 
-    @property
-    def collective(self) -> AllGather:
-        return AllGather(self.axes, (self.dim, 0))
-
-    def shape(self, shape: Shape) -> Shape:
-        return _grown(shape, self.dim, self.size)
-
     def transposed(self) -> Move:
-        return Slice(self.manual, self.axes, self.size, self.dim)
+        return self.along(Slice)
 
 
-class Slice(_Along):
+class Slice(_Slicing):
     """Each rank's slice of an invariant value; nothing is sent."""
 
     op, schema, takes = "pslice", "str[] axes, int size, int dim", "invariant"
@@ -270,11 +275,8 @@ class Slice(_Along):
     def collective(self) -> LocalSlice:
         return LocalSlice(self.axes, (self.dim, 0))
 
-    def shape(self, shape: Shape) -> Shape:
-        return _shrunk(shape, self.dim, self.size)
-
     def transposed(self) -> Move:
-        return GatherWhole(self.manual, self.axes, self.size, self.dim)
+        return self.along(GatherWhole)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from matrix import HEAD, Verdict, with_row
+from matrix import HEAD, PART, Verdict, files_of_part, with_row
 
 
 def _verdict(torch: str, failures: tuple[str, ...] = (), commit: str = "a1") -> Verdict:
@@ -16,3 +16,7 @@ def test_a_row_takes_the_place_of_the_versions_last_one() -> None:
     assert text.index("2.9.0") < text.index("2.13.0")
     text = with_row(text, _verdict("2.13.0+cpu", commit="b2"))
     assert "test_a" not in text and text.count("2.13.0") == 1 and "| b2 | 9 | 0 |" in text
+
+
+def test_every_file_of_the_part_is_there() -> None:
+    assert len(files_of_part()) == len(set(PART)) == len(PART)

@@ -194,14 +194,19 @@ def with_row(text: str, verdict: Verdict) -> str:
     return HEAD + "".join(f"{line}\n" for key in sorted(rows) for line in rows[key])
 
 
+def files_of_part() -> list[str]:
+    """The files of PART."""
+    found = {path.name: str(path) for path in (ROOT / "tests").rglob("test_*.py")}
+    return [found[f"test_{name}.py"] for name in PART]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", help="oldest, pinned, newest, or a version")
     parser.add_argument("--part", action="store_true", help="a fixed part of the tests; no table")
     parser.add_argument("pytest", nargs="*", help="further arguments of pytest, after --")
     options = parser.parse_args()
-    files = [str(path) for name in PART for path in (ROOT / "tests").rglob(f"test_{name}.py")]
-    files = files if options.part else []
+    files = files_of_part() if options.part else []
     failed = False
     try:
         for version in chosen(options.only):
