@@ -1,7 +1,7 @@
-"""Pytrees as this library sees them: optree's, None a leaf, namespace "torchard".
+"""Functions of pytrees: those of optree, with None as a leaf and this library's namespace.
 
-optree's defaults are overridden in this module only. A type registered here is also a node of torch's
-own pytree, so that torch's transforms traverse it. Dicts are ordered by key, not by insertion.
+A registered type (`tree_nodes.py`) is also a node of torch's own pytrees, so that torch's transforms
+traverse it. Dicts are ordered by key, not by insertion.
 
 ::
 
@@ -9,25 +9,24 @@ own pytree, so that torch's transforms traverse it. Dicts are ordered by key, no
     @dataclass
     class Params:
         w: Tensor
-        steps: Tensor                                       # integers
+        steps: Tensor                                       # an integer
         act: str = field(default="gelu", metadata={"static": True})
 
-    trained, rest = tree.partition(params)                  # floating tensors, and the other leaves
+    trained, rest = tree.partition(params)                  # floating tensors; other leaves
     grads = torch.func.grad(lambda t: loss(tree.combine(t, rest), x))(trained)
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import optree
 import torch
 
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.placed import Lift, is_placed, lift_in_trace
-from torchard.functional.torch_internals.accessors import pytree as torch_pytree
+from torchard.functional.core.tree_nodes import NAMESPACE, register, register_dataclass
 
 __all__ = [
     "NAMESPACE",
@@ -43,15 +42,6 @@ __all__ = [
     "structure",
     "unflatten",
 ]
-
-NAMESPACE = "torchard"
-"""The optree namespace in which this library's node types are registered.
-
->>> import optree
->>> from torchard import tree
->>> optree.tree_leaves({"w": 1, "b": None}, none_is_leaf=True, namespace=tree.NAMESPACE)
-[None, 1]
-"""
 
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -78,7 +68,7 @@ def unflatten(structure: optree.PyTreeSpec, leaves: Iterable[Any]) -> Any:
 
     Args:
         structure: what `flatten` or `structure` returned.
-        leaves: as many as the structure has, else ValueError; of any type.
+        leaves: leaves of any type, as many as the structure has, else ValueError.
 
     Returns:
         The tree.
@@ -128,13 +118,13 @@ def map(fn: Callable[..., Any], tree: Any, *rests: Any) -> Any:
     Args:
         fn: takes one leaf of ``tree``, then what the other trees have at its place.
         tree: a pytree, whose structure the result has.
-        rests: further trees; ``tree`` must be a prefix of each, so a leaf of it may face a subtree.
+        rests: further trees; ``tree`` must be a prefix of each, so ``fn`` may be given a subtree of them.
 
     Returns:
         The tree of results.
 
     Raises:
-        ValueError: the structures differ; the message names the place.
+        ValueError: the structures differ; the message says where.
 
     >>> from torchard import tree
     >>> tree.map(lambda p, g: p - g, {"w": 3, "b": 5}, {"w": 1, "b": 1})
@@ -171,10 +161,10 @@ def _whole(lift: Lift, tree: Any) -> Any:
 def broadcast(
     prefix: Any, full: Any, name: str = "prefix", what: str = "the tree", leaf: str = "value"
 ) -> list[Any]:
-    """Repeat the leaves of a prefix tree, once for each leaf of the full tree.
+    """Repeat each leaf of a prefix tree for every leaf of the full tree below it.
 
     Args:
-        prefix: a tree that ends where, or before, ``full`` does.
+        prefix: a tree whose leaves are leaves or subtrees of ``full``.
         full: the full tree.
         name: what the message calls ``prefix``.
         what: what the message calls ``full``.
@@ -184,7 +174,7 @@ def broadcast(
         A list, in the order of ``leaves(full)``.
 
     Raises:
-        ValueError: it is not a prefix; the message says where the two part.
+        ValueError: it is not a prefix; the message says where the two differ.
 
     >>> from torchard import tree
     >>> tree.broadcast({"a": 1, "b": 2}, {"a": ["x", "y"], "b": "z"})
@@ -209,7 +199,7 @@ def _misfit(prefix: Any, full: Any, name: str, what: str, leaf: str) -> str:
 
 
 def paths(tree: Any, root: str = "") -> list[str]:
-    """Where each leaf is, as one would write it in Python.
+    """The path of each leaf, as a Python expression.
 
     Args:
         tree: a pytree; None is a leaf.
@@ -226,103 +216,11 @@ def paths(tree: Any, root: str = "") -> list[str]:
     return [accessor.codify(root) for accessor in accessors]
 
 
-@checked
-def register(
-    cls: type,
-    flatten: Callable[[Any], tuple[Sequence[Any], Hashable]],
-    unflatten: Callable[[Any, Sequence[Any]], Any],
-    *,
-    entry: type[optree.PyTreeEntry] = optree.AutoEntry,
-) -> None:
-    """Make a type a node of trees, for this library and for torch.
-
-    Args:
-        cls: the type.
-        flatten: ``flatten(node) -> (children, static)``, where ``static`` is hashable and comparable.
-        unflatten: ``unflatten(static, children) -> node``. The children may be of any type.
-        entry: how paths go into it: an ``optree.PyTreeEntry`` type.
-
-    Raises:
-        ValueError: the type is registered already.
-
-    >>> from torchard import tree
-    >>> class Pair:
-    ...     def __init__(self, left, right):
-    ...         self.left, self.right = left, right
-    >>> tree.register(Pair, lambda p: ((p.left, p.right), None), lambda static, children: Pair(*children))
-    >>> tree.leaves({"p": Pair(1, 2)})
-    [1, 2]
-    """
-
-    def torch_flatten(node: Any) -> tuple[list[Any], Any]:
-        children, static = flatten(node)[:2]
-        return list(children), static
-
-    torch_pytree.register_pytree_node(
-        cls, torch_flatten, lambda children, static: unflatten(static, list(children))
-    )
-    restore: Any = unflatten  # optree's annotation requires nodes to be Collections
-    optree.register_pytree_node(
-        cls, flatten, restore, path_entry_type=entry, namespace=NAMESPACE
-    )
-
-
-Class = TypeVar("Class", bound=type)
-
-
-@checked
-def register_dataclass(cls: Class) -> Class:
-    """Make a dataclass a node of trees. Use it as a decorator, above ``@dataclass``.
-
-    Fields are children, except those with ``field(metadata={"static": True})``: these are part of the
-    structure and must be hashable.
-
-    Args:
-        cls: a dataclass.
-
-    Returns:
-        ``cls`` itself.
-
-    Raises:
-        TypeError: it is not a dataclass.
-        ValueError: it is registered already.
-
-    >>> from dataclasses import dataclass, field
-    >>> from torchard import tree
-    >>> @tree.register_dataclass
-    ... @dataclass
-    ... class Config:
-    ...     w: int
-    ...     act: str = field(default="gelu", metadata={"static": True})
-    >>> tree.map(lambda leaf: leaf + 1, Config(w=1))
-    Config(w=2, act='gelu')
-    """
-    if not dataclasses.is_dataclass(cls):
-        raise TypeError(f"{cls.__name__} is no dataclass; write @dataclass below, or use register.")
-    fields = dataclasses.fields(cls)
-    fixed = tuple(f.name for f in fields if f.metadata.get("static"))
-    moving = tuple(f.name for f in fields if not f.metadata.get("static"))
-
-    def flatten(node: Any) -> Any:
-        static = tuple(getattr(node, name) for name in fixed)
-        return [getattr(node, name) for name in moving], static, moving
-
-    def unflatten(static: Any, children: Sequence[Any]) -> Any:
-        # Without the constructor: leaves may be of any type while a tree is mapped.
-        node: Any = object.__new__(cls)
-        for name, value in zip((*fixed, *moving), (*static, *children), strict=True):
-            object.__setattr__(node, name, value)
-        return node
-
-    register(cls, flatten, unflatten, entry=optree.DataclassEntry)
-    return cls
-
-
 # -- parts of trees -----------------------------------------------------------------------------------
 
 
 class _Nothing:
-    """The place of a leaf that is in another part: a node without leaves."""
+    """What replaces a leaf that is in another part: a node without leaves."""
 
     def __repr__(self) -> str:
         return "..."
@@ -344,17 +242,17 @@ def _is_floating(leaf: Any) -> bool:
 
 @checked
 def partition(tree: Any, choose: Callable[[Any], Any] = _is_floating) -> tuple[Any, Any]:
-    """Split a tree in two by a predicate on leaves; `combine` puts it together again.
+    """Split a tree in two by a predicate on leaves; `combine` is the inverse.
 
-    Without a predicate the first part has the floating and complex tensors: what derivatives can be taken
-    with respect to. Leaves of the other part appear as ``...``, a node without leaves.
+    By default the first part has the floating and complex tensors, those that can be differentiated. In
+    each part, leaves of the other one are replaced by ``...``, a node without leaves.
 
     Args:
         tree: a pytree.
         choose: a predicate on leaves.
 
     Returns:
-        The tree with the leaves that are chosen, and the tree with the others.
+        The tree with the leaves for which the predicate holds, and the tree with the others.
 
     Source: ``equinox.partition``, Kidger, Garcia, arXiv:2111.00254.
 
@@ -367,22 +265,25 @@ def partition(tree: Any, choose: Callable[[Any], Any] = _is_floating) -> tuple[A
     >>> torch.func.grad(lambda t: tree.combine(t, rest)["w"] ** rest["layers"])(trained)
     {'w': tensor(12.), 'layers': ...}
     """
-    found, shape = flatten(tree)
-    flags = [bool(choose(leaf)) for leaf in found]
+    all_leaves, shape = flatten(tree)
+    flags = [bool(choose(leaf)) for leaf in all_leaves]
 
     def part(chosen: bool) -> Any:
-        leaves = [x if flag == chosen else _NOTHING for x, flag in zip(found, flags, strict=True)]
-        return unflatten(shape, leaves)
+        kept = [
+            leaf if flag == chosen else _NOTHING
+            for leaf, flag in zip(all_leaves, flags, strict=True)
+        ]
+        return unflatten(shape, kept)
 
     return part(True), part(False)
 
 
 def combine(*parts: Any) -> Any:
-    """Put together the parts that `partition` made of a tree.
+    """Combine the parts that `partition` made of a tree.
 
     Args:
-        parts: trees of one structure, apart from leaves that are in other parts. The first part that has
-            a leaf gives it.
+        parts: trees of one structure, apart from leaves that are in other parts. A leaf comes from the
+            first part that has it.
 
     Returns:
         The whole tree.
@@ -411,7 +312,7 @@ def combine(*parts: Any) -> Any:
 
 
 def whole(value: Any) -> Any:
-    """A tree with placed values gathered to whole tensors."""
+    """The tree with its placed values gathered to whole tensors."""
     return optree.tree_map(
         lambda x: x.full() if is_placed(x) else x,
         value,

@@ -168,7 +168,7 @@ def test_a_frozen_dataclass_of_settings_stays_static():
 
 
 def test_what_is_no_dataclass_is_not_registered():
-    with pytest.raises(TypeError, match="Pair is no dataclass"):
+    with pytest.raises(TypeError, match="Pair is not a dataclass"):
         tree.register_dataclass(Pair)
 
 
