@@ -1,4 +1,4 @@
-"""Transformed: how every transform is called, cached, composed, inlined and differentiated."""
+"""Transformed: what every transform returns; its calls, and its cache of traced signatures."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import sys
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
-from itertools import accumulate, islice
-from operator import attrgetter
+from itertools import islice
 from types import MethodType
 from typing import Any
 
@@ -16,31 +14,28 @@ import torch
 
 from torchard.functional.core.errors import RetraceWarning
 from torchard.functional.core.locks import Lock
-from torchard.functional.core.placed import is_placed
-from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.core.wrapper import Wrapper
 from torchard.functional.derivatives.value_rewrite import ValueRewrite, interpreted
 from torchard.functional.engine.autograd_functions import call
+from torchard.functional.engine.cache_entry import CacheEntry, environment_of, is_under
 from torchard.functional.engine.donation import give_up
-from torchard.functional.engine.lowered_function import LoweredFunction
-from torchard.functional.guards.environment import Environment
-from torchard.functional.programs.program import Free, Leaf, Program, Rewrite
+from torchard.functional.programs.program import Program, Rewrite
 from torchard.functional.programs.tags import VAL
 from torchard.functional.reports.lowered import Lowered
 from torchard.functional.tracing.signature import Arguments, paths_of, read
-from torchard.functional.tracing.strided_inputs import check_memory, pass_on, strided_inputs
+from torchard.functional.tracing.strided_inputs import check_memory, pass_on
 from torchard.functional.tracing.trace_call import trace_call
-from torchard.functional.tracing.trace_state import Closure, TraceState, active, called
+from torchard.functional.tracing.trace_state import TraceState, active, called
 
 __all__ = ["Transformed"]
 
 AnyRewrite = Rewrite | ValueRewrite
 
+# The number of traces at which a RetraceWarning is given.
 _RETRACES = 8
-# Signatures used in turn: training and evaluation, whole batches and the last one.
+# The entries of a cache, from the last used on, that keep closed-over tensors alive. A few signatures are
+# often used in turn: training and evaluation, full batches and the last one.
 _ALIVE = 4
-# Errors that reading a path may raise once the environment has changed.
-_MISSING = (KeyError, IndexError, AttributeError, TypeError, ValueError)
 
 
 class Transformed(Wrapper):
@@ -52,15 +47,15 @@ class Transformed(Wrapper):
     replayed inline), and differentiated or vmapped by torch.autograd and torch.func.
 
     Args:
-        fn: a pure function of pytrees; another Transformed gives its rewrites first.
-        rewrites: applied in order.
-        cache_size: how many signatures are kept, least recently used out first.
+        fn: a pure function of pytrees; if it is a Transformed, its own rewrites come first.
+        rewrites: the rewrites, applied in order.
+        cache_size: the number of signatures that are kept; the least recently used are evicted first.
 
     Raises (when called):
         PurityError, StaticArgumentError: see `trace`.
 
     Warns:
-        RetraceWarning: traced for the eighth time; names the leaf that keeps changing.
+        RetraceWarning: the function is traced for the eighth time; names the leaf that keeps changing.
 
     >>> import torch, torchard as ta
     >>> from torchard.transforms import Transformed
@@ -79,7 +74,7 @@ class Transformed(Wrapper):
         for rewrite in rewrites:
             if not isinstance(rewrite, (Rewrite, ValueRewrite)):
                 raise TypeError(
-                    f"Transformed({fn!r}, ...): {rewrite!r} is no rewrite; derive its class from "
+                    f"Transformed({fn!r}, ...): {rewrite!r} is not a rewrite; derive its class from "
                     "torchard.transforms.Rewrite, or from ValueRewrite if it changes values."
                 )
         inner: tuple[AnyRewrite, ...] = ()
@@ -93,12 +88,13 @@ class Transformed(Wrapper):
         self.__qualname__ = getattr(fn, "__qualname__", self.__name__)
         self.__module__ = getattr(fn, "__module__", type(self).__module__)
         self.__doc__ = getattr(fn, "__doc__", None)
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
-        # Traced by lower(), not called. Ranks of a mesh must evict the same plans, but may inspect more:
-        # inspecting an entry neither evicts those that are called nor counts as a use of it.
-        self._inspected: OrderedDict[Hashable, _Entry] = OrderedDict()
-        # The last entry called, which is nearly always the next one: it needs no move in the cache.
-        self._newest: _Entry | None = None
+        self._entries: OrderedDict[Hashable, CacheEntry] = OrderedDict()
+        # Entries that were traced by lower() and not called. Ranks of a mesh must evict the same plans,
+        # but may inspect different ones: inspecting neither evicts entries that are called nor counts as
+        # a use.
+        self._inspected: OrderedDict[Hashable, CacheEntry] = OrderedDict()
+        # The entry called last, nearly always the next one as well: it need not be moved in the cache.
+        self._newest: CacheEntry | None = None
         self._lock = Lock()
         self._history: deque[tuple[Hashable, list[str]]] = deque(maxlen=_RETRACES)
         self._traces = 0
@@ -108,7 +104,7 @@ class Transformed(Wrapper):
         return f"Transformed({self.__name__}, {list(self.rewrites)})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled by its name where its module has it, as functions are; copies retrace otherwise."""
+        """Pickle by name, as functions are, where the module has it; otherwise a copy traces again."""
         if _named(self):
             return self.__qualname__
         return _restored, (type(self), self.fn, self.rewrites, self.cache_size, _own(self))
@@ -140,7 +136,7 @@ class Transformed(Wrapper):
         """The rewritten program for these arguments, which is not run.
 
         Args:
-            args: arguments; tensors on ``meta`` and `ShapeDtype` will do.
+            args: arguments; tensors on ``meta`` and `ShapeDtype` suffice.
             kwargs: keyword arguments.
 
         Returns:
@@ -161,7 +157,7 @@ class Transformed(Wrapper):
         """The rewritten joint program: outputs, and gradients of floating inputs.
 
         Args:
-            args: arguments; tensors on ``meta`` and `ShapeDtype` will do.
+            args: arguments; tensors on ``meta`` and `ShapeDtype` suffice.
             argnums: positions of the arguments to differentiate; by default all floating ones.
             kwargs: keyword arguments.
 
@@ -187,7 +183,8 @@ class Transformed(Wrapper):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         inspecting: bool = False,
-    ) -> tuple[_Entry, list[Any]]:
+    ) -> tuple[CacheEntry, list[Any]]:
+        """The entry for a call, traced if need be, and the closed-over values."""
         key = self._key(arguments)
         for cache in (self._entries, self._inspected):
             entry = cache.get(key)
@@ -207,7 +204,9 @@ class Transformed(Wrapper):
             self._keep(self._inspected, key, entry)
         return entry, closures
 
-    def _keep(self, cache: OrderedDict[Hashable, _Entry], key: Hashable, entry: _Entry) -> None:
+    def _keep(
+        self, cache: OrderedDict[Hashable, CacheEntry], key: Hashable, entry: CacheEntry
+    ) -> None:
         """Make an entry the most recently used of a cache, and evict the least recently used.
 
         Only the most recently used entries keep the tensors that the function closes over.
@@ -225,10 +224,11 @@ class Transformed(Wrapper):
     def _key(self, arguments: Arguments) -> Hashable:
         return (arguments.key, torch.is_grad_enabled()) if self._reads_grad_mode else arguments.key
 
-    def _traced(self, arguments: Arguments, paths: list[str]) -> tuple[_Entry, list[Any]]:
+    def _traced(self, arguments: Arguments, paths: list[str]) -> tuple[CacheEntry, list[Any]]:
+        """A new entry for these arguments, and the closed-over values."""
         self._count(arguments, paths)
         if not self._reads_grad_mode:
-            self._reads_grad_mode = _environment(self.fn, arguments).reads_grad_mode
+            self._reads_grad_mode = environment_of(self.fn, arguments).reads_grad_mode
         grad_mode = torch.is_grad_enabled() or not self._reads_grad_mode
         program = trace_call(self.fn, arguments, paths, grad_mode=grad_mode)
         for change in self.rewrites:
@@ -237,23 +237,24 @@ class Transformed(Wrapper):
         rewrites = tuple(r for r in self.rewrites if isinstance(r, Rewrite))
         for rewrite in rewrites:
             program = rewrite.annotate(program)
-        entry = _Entry(self.fn, program, rewrites, arguments, paths)
+        entry = CacheEntry(self.fn, program, rewrites, arguments, paths)
         values = [closure.value for closure in program.closures]
         for closure in program.closures:
             closure.let_go()
         return entry, values
 
     def _count(self, arguments: Arguments, paths: list[str]) -> None:
+        """Count a trace, and warn of too many."""
         with self._lock:
             self._traces += 1
             self._history.append((arguments.key, paths))
-            again = self._traces == _RETRACES
-        if again:
+            too_many = self._traces == _RETRACES
+        if too_many:
             warnings.warn(_retraced(self.__name__, list(self._history)), RetraceWarning, 4)
 
 
 def _named(transformed: Transformed) -> bool:
-    """Whether its module has it under its name (``@checkpoint def f``)."""
+    """Whether the function's module has it, transformed, under its name (``@checkpoint def f``)."""
     value: Any = sys.modules.get(transformed.__module__)
     for part in transformed.__qualname__.split("."):
         value = getattr(value, part, None)
@@ -261,7 +262,7 @@ def _named(transformed: Transformed) -> bool:
 
 
 def _own(transformed: Transformed) -> dict[str, Any]:
-    """Attributes that a user set on it."""
+    """The attributes that a user set on a transformed function."""
     fresh = Transformed(transformed.fn, transformed.rewrites)
     return {k: v for k, v in vars(transformed).items() if k not in vars(fresh)}
 
@@ -287,19 +288,14 @@ def _floating(program: Program, starts: Sequence[str] | None = None) -> tuple[bo
     """For each input, whether it is a floating argument, under one of these paths if given."""
     return tuple(
         VAL.of(node).is_floating_point()
-        and (starts is None or _under(leaf.path, starts))
+        and (starts is None or is_under(leaf.path, starts))
         and leaf.role == "primal"
         for leaf, node in zip(program.inputs, program.placeholders, strict=True)
     )
 
 
-def _under(path: str, starts: Sequence[str]) -> bool:
-    """Whether a path is one of these, or inside of one: `args[0]['w']`, `args[1].mean`."""
-    return any(path == start or path.startswith((start + "[", start + ".")) for start in starts)
-
-
 def _retraced(name: str, history: list[tuple[Any, list[str]]]) -> str:
-    """The warning, with the leaf that took the most values over the last traces."""
+    """The text of a RetraceWarning, with the leaf that took the most values in the last traces."""
     _, paths = history[-1]
     alike = [key for key, known in history if known == paths]
     changes = []
@@ -335,131 +331,3 @@ def _native(state: TraceState, value: Any) -> torch.Tensor:
     if isinstance(value, torch.Tensor) and state.native(value):
         return value
     return state.lift(value)
-
-
-class _Entry:
-    """The cache entry of one signature: its program, and when it may be used."""
-
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        base: Program,
-        rewrites: tuple[Rewrite, ...],
-        arguments: Arguments,
-        paths: list[str],
-    ) -> None:
-        self.lowered = LoweredFunction(base, rewrites)
-        self._inlined: LoweredFunction | None = None
-        self.out_tree = base.out_tree
-        self.lifted: tuple[Closure, ...] = base.closures
-        self.strided = strided_inputs(base)
-        self.environment = _environment(fn, arguments)
-        # The closed-over values, and the state of the environment when they were read.
-        self.last_read: tuple[object, list[Any]] = (None, [])
-        self.kinds = [_kind(closure.value) for closure in base.closures]
-        starts = [f"args[{n}]" for r in rewrites for n in r.donate_argnums]
-        self.donated = [i for i in arguments.traced if _under(paths[i], starts)]
-        ends = accumulate(self.lowered.widths, initial=0)
-        self.positions = dict(zip(arguments.traced, ends, strict=False))
-
-    @property
-    def inlined(self) -> LoweredFunction:
-        if self._inlined is None:
-            self._inlined = LoweredFunction(self.lowered.base, self.lowered.rewrites, inline=True)
-        return self._inlined
-
-    @cached_property
-    def lasting(self) -> bool:
-        """Whether the trace may be cached: fn's environment can be guarded, its tensors read again.
-
-        A tensor whose path in fn's environment is unknown may be another one at the next call, and one
-        that a transform made certainly is.
-        """
-        return self.environment.guardable and all(c.reader is not None for c in self.lifted)
-
-    def closures(self, fn: Callable[..., Any], arguments: Arguments) -> list[Any] | None:
-        """The current closed-over values; None if one no longer fits, or fn's environment has changed."""
-        environment = self.environment
-        if not environment.unchanged():
-            environment = _environment(fn, arguments)
-            if not self.environment.agrees(environment):
-                return None
-            self.environment = environment
-        state, values = self.last_read
-        if state is not environment.state:
-            values = [_value(closure, fn) for closure in self.lifted]
-            if not all(map(_fits, values, self.lifted)):
-                return None
-            if all(map(environment.reaches, values)):
-                self.last_read = environment.state, values
-        elif [*map(_kind, values)] != self.kinds:
-            return None
-        return values
-
-    def let_go(self) -> None:
-        """Drop the closed-over values; the next call reads them again."""
-        self.last_read = None, []
-        self.environment.let_go()
-
-    def parts(self, arguments: Arguments, closures: Sequence[Any]) -> list[torch.Tensor]:
-        """All input parts in order."""
-        leaves = arguments.leaves
-        parts: list[torch.Tensor] = []
-        for i in arguments.traced:
-            leaf = leaves[i]
-            if isinstance(leaf, torch.Tensor):
-                parts.append(leaf)
-            elif isinstance(leaf, float):
-                parts.append(torch.scalar_tensor(leaf, dtype=torch.float64))
-            else:
-                parts.extend(leaf.__torchard_placed__().parts)
-        for value in closures:
-            if isinstance(value, torch.Tensor):
-                parts.append(value)
-            else:
-                parts.extend(value.__torchard_placed__().parts)
-        return parts
-
-    def result(self, parts: Sequence[Any], leaves: Sequence[Leaf], inline: bool) -> Any:
-        """The user's tree of results."""
-        if inline or all(leaf.tag is None for leaf in leaves):
-            return self.out_tree.build(parts)
-        values, position = [], 0
-        for leaf in leaves:
-            if leaf.tag is None or isinstance(leaf.tag, Free):
-                values.append(parts[position])
-                position += 1
-            else:
-                stop = position + leaf.tag.width
-                values.append(leaf.tag.wrap(parts[position:stop]))
-                position = stop
-        return self.out_tree.build(values)
-
-
-# The attributes of a parameter that may change in place, as Module.half() does.
-_kind = attrgetter("shape", "dtype")
-_NOWHERE = object()
-
-
-def _value(closure: Closure, fn: Callable[..., Any]) -> Any:
-    try:
-        return closure.now(fn)
-    except _MISSING:
-        return _NOWHERE
-
-
-def _environment(fn: Callable[..., Any], arguments: Arguments) -> Environment:
-    """The environment of the function and of those arguments that are not traced."""
-    traced = set(arguments.traced)
-    return Environment([fn, *(v for i, v in enumerate(arguments.leaves) if i not in traced)])
-
-
-def _fits(value: Any, closure: Closure) -> bool:
-    if isinstance(value, torch.Tensor) and closure.tag is None:
-        return TensorSpec.of(value) == closure.spec
-    if is_placed(value) and closure.tag is not None:
-        facts = value.__torchard_placed__()
-        return bool(facts.placement == closure.tag and tuple(facts.shape) == closure.spec.shape) and (
-            facts.dtype == closure.spec.dtype
-        )
-    return False
