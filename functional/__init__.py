@@ -1,13 +1,13 @@
-"""What a pure function is, and what can be done to any of them.
+"""Pure functions as programs, and the transforms that need neither meshes nor kernels.
 
-Data goes through the folders in this order: `tracing` makes a program of a function (`guards` and
-`effects` see to what it reads and writes), `derivatives` differentiates it, `remat` decides what a
-backward keeps, `execution` turns it into code, `engine` is how all of that is called. `programs` says
-what a program is, `reports` what can be told of one. Imports neither `torchard.sharding` nor
-`torchard.kernels`.
+A function passes through the folders in this order: `tracing` turns it into a program (`guards` and
+`effects` deal with what it reads and writes besides its arguments), `derivatives` differentiates the
+program, `remat` decides what its backward keeps, `execution` generates code for it, and `engine` runs
+these steps when the function is called. `programs` defines programs, and `reports` describes them. This
+package imports neither `torchard.sharding` nor `torchard.kernels`.
 
-Modules of this folder are the transforms and what users call; a function that is called as its module
-is is what ``from torchard.functional import checkpoint`` gives.
+The modules directly in this folder hold the public functions. Where a function has the name of its
+module, ``from torchard.functional import checkpoint`` imports the function.
 """
 
 from torchard.functional.checkpoint import checkpoint

@@ -1,4 +1,4 @@
-"""checkpoint: what the backward keeps of the forward, said beside the function."""
+"""checkpoint: a policy for which values of the forward the backward keeps."""
 
 from __future__ import annotations
 
@@ -34,26 +34,28 @@ def checkpoint(
     policy: Any = save_nothing,
     where: Annotated[Where | None, CheckedInside] = None,
 ) -> Transformed:
-    """Keep what a policy says of a function's values for the backward, and recompute the rest there.
+    """Keep the values that a policy selects for the backward, and recompute the rest there.
 
-    It takes effect wherever the gradient is taken: around the call, around a function that calls it, or
-    inside ``fn``, such as a training step. By default all of ``fn`` is one segment: its arguments are
-    kept, and the policy decides about the values in between. A value that the segment returns belongs to
-    whoever uses it. A value is recomputed right before its first use in the backward, by the same
-    operations on the same operands; draws from a key are the same again. Checkpoints nest: what an inner
-    one recomputes is kept or recomputed as the outer one says.
+    The policy applies wherever the gradient is taken: of this function, of a function that calls it, or
+    inside ``fn`` itself, as in a training step. By default all of ``fn`` is one segment: its arguments
+    are kept, and the policy decides about every value computed from them. A result that operations
+    outside the segment need for their own gradients is kept, whatever the policy. A value is recomputed
+    right before its first use in the backward, by the same operations on the same operands; draws from a
+    key give the same numbers again. Checkpoints nest: of the values that the outer one recomputes in its
+    backward, the policy of the inner one says which are kept until they are used.
 
     Args:
         fn: a pure function of pytrees.
         policy: one of `torchard.policies`, or a function of ``(op, shapes, scope, name)``.
-        where: make every entry of these scopes a segment of its own, instead of all of ``fn``: a pattern
-            (``"block/*"``), several patterns, or a function of the scope's path.
+        where: the scopes of which every entry becomes a segment, in place of all of ``fn``: a pattern
+            (``"block/*"``), a predicate on the path of a scope, or a list of these.
 
     Returns:
         A function that computes what ``fn`` does, with ``.lower`` and ``.lower_joint``.
 
     Raises (when called):
-        CheckpointError: ``where`` or a label of the policy is nowhere in ``fn``, or a budget too small.
+        CheckpointError: ``where`` matches no scope of ``fn``, no value of it has a label that the policy
+            names, or a budget is too small.
 
     Source: Chen et al., arXiv:1604.06174; ``jax.checkpoint`` for policies.
 
@@ -74,28 +76,30 @@ def checkpoint(
 
 
 def _patterns(where: Any) -> tuple[ScopePattern, ...] | None:
-    """One pattern or function, or several, as a tuple."""
+    """The patterns and predicates of ``where`` as a tuple; None stands for all of the function."""
     if where is None:
         return None
-    found = (where,) if isinstance(where, str) or callable(where) else where
-    if not isinstance(found, (tuple, list)) or not all(isinstance(p, str) or callable(p) for p in found):
+    patterns = (where,) if isinstance(where, str) or callable(where) else where
+    if not isinstance(patterns, (tuple, list)) or not all(
+        isinstance(pattern, str) or callable(pattern) for pattern in patterns
+    ):
         raise CheckpointError(
             f"checkpoint(..., where={where!r}): a pattern over scopes is a string such as 'block/*', a "
             "function of a scope's path, or a list of these."
         )
-    if not found:
+    if not patterns:
         raise CheckpointError("checkpoint(..., where=()) names no scope; leave it out to take all of fn.")
-    return tuple(found)
+    return tuple(patterns)
 
 
 @dataclass(frozen=True)
 class Checkpoint(Rewrite):
-    """The rewrite of `checkpoint`: it marks segments. What becomes of them is decided at the end."""
+    """The rewrite of `checkpoint`: marks segments. Their policies are applied last, by `Recompute`."""
 
     policy: Policy
     where: tuple[ScopePattern, ...] | None = None
 
-    # It only marks, and what is fused must not lie across an edge of what is marked.
+    # Before kernels are fused: none may span the boundary of a segment.
     stage = -1
 
     @property
@@ -103,7 +107,7 @@ class Checkpoint(Rewrite):
         return (RECOMPUTE,)
 
     def annotate(self, program: Program) -> Program:
-        """Check that what the user named is there."""
+        """Check that the scopes and labels that the user named exist."""
         self._check_where(program)
         self._check_labels(program)
         return program
@@ -112,11 +116,11 @@ class Checkpoint(Rewrite):
         return mark(program, self.policy, self.where)
 
     def inline(self, program: Program) -> Program:
-        """Inside another trace: its policies decide when that one is lowered."""
+        """The marked program, whose policies are applied when the outer trace is lowered."""
         return replace(self(program), asks=(*program.asks, RECOMPUTE))
 
     def wants(self, node: fx.Node) -> bool:
-        """Whether its policy names the label of a value."""
+        """Whether the policy names the label of a value."""
         return NAME.get(node) in self.policy.labels
 
     def _check_where(self, program: Program) -> None:
@@ -130,7 +134,7 @@ class Checkpoint(Rewrite):
                     + (
                         f"there are {_some(scopes)}."
                         if scopes
-                        else "it has none: label a part with `with scope('block/0'):`."
+                        else "it has no scopes: open one with `with scope('block/0'):`."
                     )
                 )
 
@@ -147,17 +151,18 @@ class Checkpoint(Rewrite):
         for label in self.policy.labels:
             if label in inside:
                 continue
+            problem = "is on no value"
             if label in everywhere:
-                why = f"is outside of where={_text(self.where)}, whose values have"
-            else:
-                why = "is nobody's; the labels are"
+                problem = f"is on no value inside of where={_text(self.where)}"
+            remedy = f"the labels are {_some(list(inside))}" if inside else "label one with name(x, ...)"
             raise CheckpointError(
-                f"checkpoint({program.name}, policy={self.policy}): the label {label!r} {why} "
-                f"{_some(list(inside)) if inside else 'none: label one with name(x, ...)'}."
+                f"checkpoint({program.name}, policy={self.policy}): the label {label!r} {problem}; "
+                f"{remedy}."
             )
 
 
 def _text(where: Any) -> str:
+    """A pattern, or the name of a predicate, as a message shows it."""
     if isinstance(where, tuple) and len(where) == 1:
         (where,) = where
     return getattr(where, "__name__", repr(where))

@@ -1,4 +1,4 @@
-"""Dropout of modules, drawn from a key instead of torch's global state."""
+"""Dropout in modules, drawn from a key instead of torch's global state."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from torchard.functional.core.errors import PurityError
 
 __all__ = ["Keyed"]
 
-# What alpha dropout sets a value to, before it rescales: the negative saturation of SELU.
+# Alpha dropout sets values to -_ALPHA, the limit of SELU at minus infinity, before it rescales.
 _ALPHA = 1.7580993408473766
 
 
 class Keyed(TorchFunctionMode):
-    """While it is entered, the n-th dropout draws its mask from ``fold_in(key, n)``.
+    """A mode in which the n-th dropout draws its mask from ``fold_in(key, n)``.
 
-    Its masks are torchard's own: the same on any mesh, in a recompute, and under vmap. torch's
-    generator is not touched, so values differ from torch's for any seed.
+    The masks are those of `torchard.random`: the same on any mesh, when recomputed, and under vmap.
+    torch's generator is not used, so values differ from torch's for any seed.
 
     Args:
         key: int64 [2]; None refuses dropout.
 
     Raises (inside):
-        PurityError: a dropout with p > 0 in train mode, and no key.
+        PurityError: a dropout with p > 0 runs in train mode, and there is no key.
 
     Source: Srivastava et al., JMLR 2014; alpha dropout: Klambauer et al., arXiv:1706.02515.
     """
@@ -50,18 +50,18 @@ class Keyed(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            # A mode is off while it handles a call; what this one calls must come here too.
+            # A mode is disabled while it handles a call, but must handle the calls made by this one.
             with self:
                 return _unguarded(func)(*args, **kwargs)
         return func(*args, **kwargs)
 
     def next_key(self, what: str) -> Tensor:
-        """A key of its own for each draw."""
+        """A new key for each draw."""
         if self.key is None:
             raise PurityError(
                 f"{source.of_here()} applies {what} in train mode, which draws random numbers from "
                 "torch's global state. Pass fn(params, ..., key=torchard.random.key(seed)), with "
-                "another key at every step, or functionalize(module.eval())."
+                "a new key at every step, or functionalize(module.eval())."
             )
         number, self.drawn = self.drawn, self.drawn + 1
         return random.fold_in(self.key, number)
@@ -98,12 +98,12 @@ class Keyed(TorchFunctionMode):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        """With dropout, attention as torch's documentation writes it out; without, the kernel."""
+        """Attention: torch's kernel without dropout, the formula of torch's documentation with it."""
         if dropout_p == 0:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        drawn = self.next_key(f"attention dropout (p={dropout_p})")
+        mask_key = self.next_key(f"attention dropout (p={dropout_p})")
         if enable_gqa:
             key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
             value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -116,9 +116,8 @@ class Keyed(TorchFunctionMode):
         elif attn_mask is not None:
             scores = scores + attn_mask
         weights = torch.softmax(scores, -1)
-        return (
-            _dropped(weights, dropout_p, random.bernoulli(drawn, dropout_p, weights.shape)) @ value
-        )
+        mask = random.bernoulli(mask_key, dropout_p, weights.shape)
+        return _dropped(weights, dropout_p, mask) @ value
 
 
 def _dropped(x: Tensor, p: float, mask: Tensor) -> Tensor:
@@ -126,7 +125,7 @@ def _dropped(x: Tensor, p: float, mask: Tensor) -> Tensor:
 
 
 def _alpha_dropped(x: Tensor, p: float, mask: Tensor) -> Tensor:
-    """Mean and variance stay those of a standard normal x."""
+    """Alpha dropout of x, which preserves the mean and variance of a standard normal x."""
     if p == 1:
         return torch.zeros_like(x)
     a = 1 / math.sqrt((_ALPHA**2 * p + 1) * (1 - p))
@@ -134,16 +133,17 @@ def _alpha_dropped(x: Tensor, p: float, mask: Tensor) -> Tensor:
 
 
 def _per_feature(x: Tensor, spatial: int) -> tuple[int, ...]:
-    """The shape of a mask of whole channels; an input one dim short has no batch.
+    """The shape of a mask that drops whole channels; an input one dim short has no batch dim.
 
-    As in torch, an image of rank 3 under dropout2d is [N, C, L] all the same.
+    As in torch, an input of rank 3 to dropout2d is an exception, and is taken as [N, C, L].
     """
     unbatched = spatial in (1, 3) and x.ndim == spatial + 1
     kept = 1 if unbatched else 2
     return (*x.shape[:kept], *[1] * (x.ndim - kept))
 
 
-# Function: spatial dims of a feature dropout (0: any, None: elementwise), alpha, in place.
+# By function: the spatial dims of a feature dropout (0: any; None: elementwise), whether it is alpha
+# dropout, and whether it always works in place.
 _DROPOUTS: dict[Any, tuple[int | None, bool, bool]] = {
     F.dropout: (None, False, False),
     F.dropout1d: (1, False, False),
@@ -164,9 +164,9 @@ _DROPOUTS: dict[Any, tuple[int | None, bool, bool]] = {
 
 @functools.cache
 def _unguarded(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of torch's without its look for modes, which would send the call back here."""
+    """A copy of a torch function without its check for modes, which would dispatch the call back here."""
     assert isinstance(func, types.FunctionType)
     scope = {**func.__globals__, "has_torch_function": lambda _: False}
-    made = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__)
-    made.__kwdefaults__ = func.__kwdefaults__
-    return made
+    unguarded = types.FunctionType(func.__code__, scope, func.__name__, func.__defaults__)
+    unguarded.__kwdefaults__ = func.__kwdefaults__
+    return unguarded

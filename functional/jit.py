@@ -1,4 +1,4 @@
-"""jit: run the traced program compiled. Tracing comes first, compiling after."""
+"""jit: trace a function, then compile its program."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ def jit(
 
     Returns:
         A function that computes what ``fn`` does, with ``.lower`` and ``.lower_joint``. Tensors and
-        floats are traced; shapes, dtypes, devices, strides and other arguments are the signature.
+        floats are traced; shapes, dtypes, devices, strides and all other arguments make up the signature.
 
     Raises:
-        ValueError: no such backend (when called), or no such argument to donate.
+        ValueError: the backend does not exist, a position is negative, or the call has no positional
+            argument there. The first and the last are raised when the function is called.
 
     >>> import torch, torchard as ta
     >>> traced = []
@@ -72,19 +73,19 @@ def jit(
 
 @dataclass(frozen=True)
 class Compile(Rewrite):
-    """The rewrite of `jit`: it leaves the graph alone and says how it is bound."""
+    """The rewrite of `jit`: sets the program's compiler and leaves the graph as it is."""
 
     backend: str = "inductor"
     donate_argnums: tuple[int, ...] = ()
 
     def annotate(self, program: Program) -> Program:
-        """Every position that is donated is one of the call's."""
+        """Check that the donated positions are positions of the call's arguments."""
         args, _ = tree.unflatten(program.in_tree, [None] * program.in_tree.num_leaves)
         beyond = [n for n in self.donate_argnums if n >= len(args)]
         if beyond:
             raise ValueError(
                 f"jit(donate_argnums={beyond[0]}): {program.name} was called with {len(args)} positional "
-                "arguments, which count from 0. What is donated is passed by position."
+                "arguments, which count from 0. Donated arguments are passed by position."
             )
         return program
 
@@ -92,62 +93,66 @@ class Compile(Rewrite):
         return replace(program, compiler=self)
 
     def inline(self, program: Program) -> Program:
-        """Inside another trace the outermost transform decides how to run."""
+        """The program as it is: inside another trace, the outermost transform decides how it runs."""
         return program
 
     def bind(self, program: Program) -> Bound:
-        """The program compiled; a runtime may give a graph of its own for that."""
-        plain = (
+        """The compiled program, from the runtime's graph of it if there is a runtime."""
+        generated = (
             compiled(program.graph, program.name)
             if program.runtime is None
             else program.runtime.bind(program)
         )
         if self.backend == "eager":
-            return plain
-        graph = _flat_module(program)
-        if graph is None:
-            return plain
-        insert_barriers(graph.graph)
-        graph.recompile()
-        made = _Compiled(graph, plain, self.backend, program)
-        return made if program.runtime is None else program.runtime.guard(program, made, graph.graph)
+            return generated
+        module = _flat_module(program)
+        if module is None:
+            return generated
+        insert_barriers(module.graph)
+        module.recompile()
+        run = _Compiled(module, generated, self.backend, program)
+        return run if program.runtime is None else program.runtime.guard(program, run, module.graph)
 
 
 def _flat_module(program: Program) -> fx.GraphModule | None:
+    """The graph that this process runs, as a module; None if the runtime has no such graph."""
     if program.runtime is None:
         return fx.GraphModule(torch.nn.Module(), program.copy().graph)
     return program.runtime.graph(program)
 
 
 class _Compiled:
-    """Compiles at the first call, once per strides of the inputs (all else is in the key)."""
+    """A program that is compiled at its first call, and again for inputs of other strides.
+
+    Whatever else the compiled code depends on is part of the signature of the call.
+    """
 
     def __init__(
-        self, module: fx.GraphModule, plain: Bound, backend: str, program: Program
+        self, module: fx.GraphModule, generated: Bound, backend: str, program: Program
     ) -> None:
         self.module = module
-        self.plain = plain
+        self.generated = generated
         self.backend = backend
         self.name, self.collectives = program.name, program.collectives
-        self.made: dict[Any, Callable[..., Any]] = {}
+        self.by_strides: dict[Any, Callable[..., Any]] = {}
         self.lock = Lock()
 
     def __call__(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if internals.has_modes():  # a tracer wants to see the operations
-            return self.plain(parts)
+        if internals.has_modes():  # a tracer must see the operations
+            return self.generated(parts)
         key = tuple(part.stride() for part in parts)
-        run = self.made.get(key)
+        run = self.by_strides.get(key)
         if run is None:
             with self.lock:
-                run = self.made.get(key) or self.made.setdefault(key, self._compile(parts))
-        given = parts if isinstance(parts, list) else list(parts)
+                run = self.by_strides.get(key) or self.by_strides.setdefault(key, self._compile(parts))
+        inputs = parts if isinstance(parts, list) else list(parts)
         try:
             if internals.profiler_enabled():
-                # What is inside has no lines of its own to name.
+                # Operations inside compiled code have no ranges of their own.
                 with record_function(f"{self.name}, compiled by {self.backend}"):
-                    return list(run(given))
-            return list(run(given))
-        except Exception as error:  # says what it belongs to, and goes on
+                    return list(run(inputs))
+            return list(run(inputs))
+        except Exception as error:  # re-raised with a note, or as a CollectiveError
             compiled_failed(error, self.name, self.backend, self.collectives)
             raise
 

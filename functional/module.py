@@ -31,16 +31,16 @@ __all__ = ["Functional", "functionalize"]
 def functionalize(module: nn.Module) -> tuple[Functional, dict[str, Tensor]]:
     """Turn an ``nn.Module`` into a pure function of its parameters.
 
-    The module is left as it is and is no longer needed: the function works on a copy without weights, in
-    the train or eval mode that the module has now. Modules on the meta device work too.
+    The module is not changed and no longer needed: the function works on a copy without weights, in the
+    train or eval mode that the module has now. Modules on the meta device work too.
 
     Args:
         module: any ``nn.Module`` that can be deep-copied.
 
     Returns:
         ``fn`` and ``params``. ``fn(params, *args)`` is ``module(*args)``; see `Functional`. ``params`` is
-        a dict of the module's parameters by dotted path, detached, sharing its memory. Tied parameters
-        appear once, under their first name, and their gradient is the sum over the uses.
+        a dict of the module's parameters by dotted path, detached, sharing memory with it. Tied
+        parameters appear once, under their first name, and their gradient is the sum over the uses.
 
     >>> import torch, torchard as ta
     >>> fn, params = ta.functionalize(torch.nn.Linear(3, 2))
@@ -57,9 +57,9 @@ def functionalize(module: nn.Module) -> tuple[Functional, dict[str, Tensor]]:
 class Functional:
     """A pure function ``fn(params, *args, key=None, buffers=None, **kwargs)`` made by `functionalize`.
 
-    Every submodule computes in the scope of its path: traces, plans and messages speak of
-    ``transformer.h.0.mlp``. For ``constrain_at``, the first tensor that a module with parameters takes is
-    named ``in`` and the first it returns ``out``: ``"transformer.h.*.mlp/out"``.
+    Every submodule computes in the scope of its path, so that traces, plans and messages name it:
+    ``transformer.h.0.mlp``. The first tensor argument of a module with parameters is labelled ``in`` and
+    its first result ``out``, for ``constrain_at``: ``"transformer.h.*.mlp/out"``.
 
     Args (of a call):
         params: a dict with the names that `functionalize` returned.
@@ -68,16 +68,17 @@ class Functional:
             buffers as one forward of the module would leave them, even where a checkpoint runs it
             twice. Gradients flow through buffer updates as in torch: not through those under no_grad.
 
-    ``key`` and ``buffers`` are always ``fn``'s own: a forward with arguments of these names takes them by
-    position.
+    The keywords ``key`` and ``buffers`` are always those of ``fn``: a module whose own forward has
+    arguments of these names is given them by position.
 
     Attributes:
-        buffers: the module's buffers by dotted path; constants of a call without ``buffers``.
-        module: the copy; its parameters and buffers are on the meta device.
+        buffers: the module's buffers by dotted path; a call without ``buffers=`` uses them as constants.
+        module: the copy of the module; its parameters and buffers are on the meta device.
 
     Raises (when called):
-        PurityError: dropout in train mode without a key, a buffer update without ``buffers``, a tensor or
-            number kept in a plain attribute, or a shared buffer replaced by another tensor.
+        PurityError: dropout runs in train mode without a key, a buffer is updated without ``buffers``,
+            the forward keeps a tensor or number in a plain attribute, or replaces a shared buffer.
+        TypeError: ``params`` or ``buffers`` is not a dict, or has placed values outside of `shard`.
         KeyError: the names of ``params`` or ``buffers`` are not those of the module.
 
     >>> import torch, torchard as ta
@@ -89,7 +90,7 @@ class Functional:
     tensor([0.1000, 0.4000])
     """
 
-    # In slots, the copy is out of sight of closures.py: it would guard every setting in it.
+    # Slots hide the copy from guards, which would otherwise guard every attribute in it.
     __slots__ = ("__dict__", "_lock", "_names", "_ties", "_training", "module")
 
     def __init__(self, module: nn.Module) -> None:
@@ -124,11 +125,11 @@ class Functional:
         versions = {k: internals.version(b) for k, b in given.items()}
         values = {**params, **given}
         values |= {k: values[first] for k, first in self._ties.items()}
-        # One copy serves all threads, with one thread's parameters in it at a time.
+        # All threads share one copy, which holds the parameters of one thread at a time.
         with self._lock, Keyed(key), _attributes_kept(self.module):
             out = torch.func.functional_call(self.module, values, args, kwargs, tie_weights=False)
         register_torch_nodes(out)
-        # functional_call writes back what the module has put in the place of what it was given.
+        # functional_call stores in `values` the tensors that the module assigned in place of those given.
         after = {k: values[k] for k in given}
         for k, first in self._ties.items():
             if values[k] is not values[first]:
@@ -142,25 +143,25 @@ class Functional:
 
 
 def _hollow(module: nn.Module, constants: list[Tensor]) -> nn.Module:
-    """A copy of the module tree with no weights in it, ties and all."""
+    """A copy of the module with its parameters and buffers on the meta device, tied as they are."""
     memo: dict[int, Any] = {id(t): t for t in constants}
     for tensor in (*module.parameters(), *module.buffers()):
-        bare: Tensor = torch.empty_like(tensor, device="meta", requires_grad=False)
+        hollow: Tensor = torch.empty_like(tensor, device="meta", requires_grad=False)
         if isinstance(tensor, nn.Parameter):
-            bare = nn.Parameter(bare, tensor.requires_grad)
-        memo[id(tensor)] = bare
+            hollow = nn.Parameter(hollow, tensor.requires_grad)
+        memo[id(tensor)] = hollow
     return copy.deepcopy(module, memo)
 
 
 def _plain_tensors(module: nn.Module) -> list[Tensor]:
-    """Tensors that modules hold as mere attributes, so that a trace finds them again."""
+    """The tensors in plain attributes of modules. The copy shares them, so that a trace finds them."""
     registered = {id(t) for t in (*module.parameters(), *module.buffers())}
     held = [v for part in module.modules() for v in vars(part).values() if isinstance(v, Tensor)]
     return [t for t in held if id(t) not in registered]
 
 
 def _ties(module: nn.Module) -> dict[str, str]:
-    """Further names of parameters and buffers, and the first one of each."""
+    """The first name of each tied parameter and buffer, by its other names."""
     first: dict[int, str] = {}
     named = (
         *module.named_parameters(remove_duplicate=False),
@@ -173,20 +174,20 @@ def _ties(module: nn.Module) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _attributes_kept(module: nn.Module) -> Iterator[None]:
-    """What a forward leaves in plain attributes goes with the call: the next one starts afresh."""
+    """Restore the plain attributes and buffers of all submodules after a call."""
     parts = list(module.modules())
-    held = [d for part in parts for d in (vars(part), internals.buffer_table(part))]
-    before = [dict(d) for d in held]
+    tables = [table for part in parts for table in (vars(part), internals.buffer_table(part))]
+    before = [dict(table) for table in tables]
     try:
         yield
     finally:
-        for now, then in zip(held, before, strict=True):
-            now.clear()
-            now.update(then)
+        for table, attributes in zip(tables, before, strict=True):
+            table.clear()
+            table.update(attributes)
 
 
 def _check_state(path: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """A forward that puts a tensor or number in the place of another keeps state in it."""
+    """Refuse a forward that keeps state: it replaced a tensor or number in a plain attribute."""
     kinds = (Tensor, int, float)
     for key, old in before.items():
         new = after.get(key)
@@ -200,10 +201,11 @@ def _check_state(path: str, before: Mapping[str, Any], after: Mapping[str, Any])
 
 
 def _parted(path: str, first: str) -> PurityError:
+    """The error of tied buffers of which a forward replaced one."""
     return PurityError(
-        f"module {_owner(path)!r} or {_owner(first)!r} puts another tensor in the place of a buffer that "
-        f"they share ({first!r}, {path!r}), so that they would share it no longer: write to it in place, "
-        f"as in self.{path.rpartition('.')[2]}.copy_(new)."
+        f"module {_owner(path)!r} or {_owner(first)!r} replaces a buffer that they share ({first!r}, "
+        f"{path!r}) by another tensor, and would share it no longer: write to it in place, as in "
+        f"self.{path.rpartition('.')[2]}.copy_(new)."
     )
 
 
@@ -212,7 +214,7 @@ def _owner(path: str) -> str:
 
 
 def _tensors(what: str, given: Any, wanted: Any) -> Mapping[str, Tensor]:
-    """What a module is given by name; a placed value that a trace closes over is its operand there."""
+    """The params or buffers of a call, checked. In a trace, placed values among them become operands."""
     if not isinstance(given, Mapping):
         raise TypeError(
             f"{what} is a {type(given).__name__}; a functionalized module is called with the dict that "
@@ -236,17 +238,18 @@ def _check_names(what: str, given: Mapping[str, Any], wanted: Any) -> None:
     unknown = sorted(set(given) - set(wanted))
     if missing or unknown:
         problems = [f"lack {', '.join(missing)}"] * bool(missing)
-        problems += [f"have {', '.join(unknown)}, which the module has not"] * bool(unknown)
+        problems += [f"have {', '.join(unknown)}, which the module does not have"] * bool(unknown)
         raise KeyError(
-            f"{what} {' and '.join(problems)}; pass a dict with the names that functionalize gave "
+            f"{what} {' and '.join(problems)}; pass a dict with the names that functionalize returned "
             "(of tied parameters, the first)."
         )
 
 
 def _updated(path: str) -> PurityError:
+    """The error of a buffer update in a call without ``buffers``."""
     return PurityError(
         f"module {_owner(path)!r} updates its buffer {path!r}: a pure function returns new values. "
-        "Pass buffers=fn.buffers and go on with the ones that come back, as in "
+        "Pass buffers=fn.buffers and continue with those that are returned, as in "
         "out, buffers = fn(params, ..., buffers=buffers), or functionalize(module.eval())."
     )
 
@@ -255,7 +258,7 @@ def _updated(path: str) -> PurityError:
 
 
 def _scoped(path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """forward, in the scope of its module; its first tensor and its result get names."""
+    """A module's forward in the module's scope, with labels on its first tensor argument and result."""
     named = any(True for _ in module.parameters())
 
     @functools.wraps(forward)
@@ -283,7 +286,7 @@ def _named_argument(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     for i, value in enumerate(args):
         if isinstance(value, Tensor):
-            # A node of its own: what reads the value elsewhere is not the module's business.
+            # The label goes on a view, so that other readers of the value do not have it.
             return (*args[:i], name(value.view_as(value), "in"), *args[i + 1 :]), kwargs
     for k, value in kwargs.items():
         if isinstance(value, Tensor):
@@ -300,7 +303,7 @@ def _named_result(state: TraceState, out: Any) -> Any:
 
 
 def _is_own(state: TraceState, value: Tensor) -> bool:
-    """Whether the open module itself made the value, and nobody has named it."""
+    """Whether the innermost module itself computed the value, and it has no label yet."""
     node = internals.proxy_node(state.tracer, internals.base_tensor(value))
     if node is None or node.op != "call_function":
         return False

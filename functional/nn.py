@@ -1,8 +1,7 @@
-"""Stateless layers and initialisers: plain functions of tensors, torch's own semantics.
+"""Stateless layers and initializers: plain functions of tensors, with torch's semantics.
 
-Parameters are arguments, randomness is a key, and nothing branches on values, so that everything
-can be traced, transformed and sharded. The layout of weights is torch's: a linear weight is
-[out, in].
+Parameters are arguments, randomness comes from a key, and nothing branches on values, so that everything
+can be traced, transformed and sharded. Weights are laid out as torch's: a linear weight is [out, in].
 """
 
 from __future__ import annotations
@@ -218,7 +217,7 @@ def dropout(key: Tensor, x: Tensor, rate: float | Tensor) -> Tensor:
     """Zero each element with probability ``rate`` and divide the others by ``1 - rate``.
 
     The mask depends only on the key and on each element's index, so it is the same on every mesh and
-    in every recompute. Without a key to spare, as in evaluation, pass ``rate=0``.
+    when it is recomputed. For evaluation pass ``rate=0``, which does not use the key.
 
     Args:
         key: int64 ``[2]``; see `torchard.random`.
@@ -295,12 +294,12 @@ def init_normal(
 
     Args:
         key: int64 ``[2]``; see `torchard.random`.
-        shape: of the result.
-        std: standard deviation.
-        dtype: real floating.
+        shape: the shape of the result.
+        std: the standard deviation.
+        dtype: a real floating dtype.
 
     Returns:
-        A tensor of this shape and dtype; values depend on the key and the index of an element only.
+        A tensor of this shape and dtype; each element depends only on the key and its index.
 
     >>> from torchard import nn, random
     >>> w = nn.init_normal(random.key(0), (1000, 100))
@@ -317,9 +316,9 @@ def init_normal_fan_in(
 
     Args:
         key: int64 ``[2]``; see `torchard.random`.
-        shape: of the weight; the last dim is the fan-in.
-        gain: sqrt(2) keeps the variance through a ReLU.
-        dtype: real floating.
+        shape: the shape of the weight; the last dim is the fan-in.
+        gain: a factor; sqrt(2) preserves the variance through a ReLU.
+        dtype: a real floating dtype.
 
     Returns:
         A tensor of this shape and dtype.
@@ -341,9 +340,9 @@ def init_uniform_fan_in(
 
     Args:
         key: int64 ``[2]``; see `torchard.random`.
-        shape: of the weight or bias.
-        fan_in: number of inputs of the layer; None takes the last dim, as for a weight [out, in].
-        dtype: real floating.
+        shape: the shape of the weight or bias.
+        fan_in: the number of inputs of the layer; by default the last dim, as for a weight [out, in].
+        dtype: a real floating dtype.
 
     Returns:
         A tensor of this shape and dtype.

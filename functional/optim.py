@@ -1,14 +1,13 @@
-"""Optimisers as pairs of pure functions on pytrees.
+"""Optimizers as pairs of pure functions on pytrees.
 
     optimizer = adamw(1e-3)
     state = optimizer.init(params)
     params, state = optimizer.update(grads, state, params)
 
-`update` returns the new parameters, not increments, and changes no argument. The state is a plain
-tuple of trees shaped like the parameters and a 0-d step counter, so that it shards like the
-parameters and a later step is traced no differently from the first. The arithmetic is
-`torch.optim`'s, in its order. What all parameters share (rates, bias corrections) is computed in
-float64, so that float64 parameters keep their precision.
+`update` returns the new parameters, not increments, and changes no argument. The state is a plain tuple
+of a 0-d step counter and trees shaped like the parameters, so that it shards like the parameters and all
+steps share one trace. The arithmetic is `torch.optim`'s, in the same order. Numbers that all parameters
+share (rates, bias corrections) are computed in float64, so that float64 parameters keep their precision.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Rate = float | Tensor | Callable[[Tensor], Tensor | float]
 """A learning rate: a number, a 0-d tensor, or a schedule, a function of the number of steps taken.
 
 A schedule is called with a 0-d float64 tensor (exact up to 2^53) and returns a number or a 0-d
-tensor. One that is a table indexes it by ``table[count.long()]``.
+tensor. A schedule that reads a table does so by ``table[count.long()]``.
 
 >>> import torch
 >>> from torchard import optim
@@ -74,7 +73,7 @@ class SgdState(NamedTuple):
     """The state of `sgd`.
 
     Attributes:
-        step: number of updates made, 0-d int64.
+        step: the number of updates made, 0-d int64.
         momentum: the velocity, a tree like the parameters; None without momentum.
 
     >>> import torch
@@ -91,9 +90,9 @@ class AdamState(NamedTuple):
     """The state of `adamw`.
 
     Attributes:
-        step: number of updates made, 0-d int64.
-        mean: running mean of the gradients, a tree like the parameters.
-        square: running mean of their squares, a tree like the parameters.
+        step: the number of updates made, 0-d int64.
+        mean: the running mean of the gradients, a tree like the parameters.
+        square: the running mean of their squares, a tree like the parameters.
 
     >>> import torch
     >>> from torchard import optim
@@ -116,7 +115,7 @@ def _rate_at(lr: Rate, step: Tensor) -> float | Tensor:
 
 
 def _is_number(value: Any, bound: float) -> bool:
-    """A 0-d tensor, or a number in [0, bound); `True` is a mistake, not a 1."""
+    """Whether a value is a 0-d tensor or a number in [0, bound). `True` is not taken for 1."""
     if isinstance(value, Tensor):
         return value.ndim == 0
     return isinstance(value, Real) and not isinstance(value, bool) and 0 <= float(value) < bound
@@ -131,7 +130,7 @@ def _check_rate(who: str, lr: Any) -> None:
 
 
 def _check_numbers(who: str, **numbers: tuple[Any, float]) -> None:
-    """Each is (value, bound): 0 <= value < bound."""
+    """Check that 0 <= value < bound for each (value, bound)."""
     for key, (value, bound) in numbers.items():
         if isinstance(value, Tensor) or not _is_number(value, bound):
             above = "a number >= 0" if bound == math.inf else f"a number in [0, {bound:g})"
@@ -139,7 +138,7 @@ def _check_numbers(who: str, **numbers: tuple[Any, float]) -> None:
 
 
 def _decay_of(who: str, weight_decay: Any) -> Callable[[Any], list[Any]]:
-    """What gives each leaf of parameters its weight decay."""
+    """A function from the parameters to the tree of their weight decays."""
     for leaf in tree.leaves(weight_decay):
         if not _is_number(leaf, math.inf):
             raise ValueError(
@@ -155,8 +154,8 @@ def _decay_of(who: str, weight_decay: Any) -> Callable[[Any], list[Any]]:
     return decays
 
 
-def _each(count: int, fn: Callable[..., tuple[Any, ...]], *trees: Any) -> tuple[Any, ...]:
-    """Map a function with `count` results to as many trees; a None, for no parameter, stays."""
+def _map_to_trees(count: int, fn: Callable[..., tuple[Any, ...]], *trees: Any) -> tuple[Any, ...]:
+    """Map a function with `count` results over trees to `count` trees, None in the first one to None."""
     shape = tree.structure(trees[0])
     mapped = tree.map(lambda p, *rest: (None,) * count if p is None else fn(p, *rest), *trees)
     rows = shape.flatten_up_to(mapped)
@@ -164,7 +163,7 @@ def _each(count: int, fn: Callable[..., tuple[Any, ...]], *trees: Any) -> tuple[
 
 
 def _stepped(p: Tensor, change: Tensor) -> Tensor:
-    """p - change in p's dtype: 0-d parameters would take the dtype of a 0-d learning rate."""
+    """p - change, in p's dtype: a 0-d p would otherwise take the dtype of a 0-d learning rate."""
     return (p - change).to(p.dtype)
 
 
@@ -179,17 +178,17 @@ def sgd(
     """Stochastic gradient descent, with momentum in the form of `torch.optim.SGD`.
 
     Args:
-        lr: learning rate, >= 0; see `Rate` for schedules.
-        momentum: factor of the velocity, >= 0; 0 keeps no velocity.
-        nesterov: use Nesterov's momentum.
-        weight_decay: a number >= 0 that is multiplied with the parameters and added to the gradients,
-            or a tree of such numbers that is a prefix of the parameters: ``{"w": 0.1, "b": 0.0}``.
+        lr: the learning rate, >= 0; see `Rate` for schedules.
+        momentum: the factor of the velocity, >= 0; with 0 there is no velocity in the state.
+        nesterov: whether to use Nesterov's momentum.
+        weight_decay: the multiple of the parameters that is added to the gradients, >= 0, or a tree of
+            such numbers that is a prefix of the parameters: ``{"w": 0.1, "b": 0.0}``.
 
     Returns:
         An `Optimizer`, whose state is an `SgdState`.
 
     Raises:
-        ValueError: a number is out of its range, or ``nesterov`` without momentum.
+        ValueError: a number is out of its range, or ``nesterov`` is given without momentum.
 
     Source: Sutskever et al., ICML 2013, section 2.
 
@@ -224,18 +223,18 @@ def sgd(
             return _stepped(p, rate * (g + momentum * v if nesterov else v)), v
 
         if momentum:
-            params, velocity = _each(2, heavy, params, grads, decays(params), state.momentum)
+            params, velocity = _map_to_trees(2, heavy, params, grads, decays(params), state.momentum)
         else:
-            (params,), velocity = _each(1, plain, params, grads, decays(params)), None
+            (params,), velocity = _map_to_trees(1, plain, params, grads, decays(params)), None
         return params, SgdState(state.step + 1, velocity)
 
     return Optimizer(init, update)
 
 
 def _decayed(p: Tensor, g: Tensor, decay: Any) -> Tensor:
-    """In p's dtype: a 0-d decay would lend its own to a 0-d parameter."""
-    plain = not isinstance(decay, Tensor) and not decay
-    return g if plain else (g + decay * p).to(p.dtype)
+    """g + decay * p, in p's dtype: a 0-d p would otherwise take the dtype of a 0-d decay."""
+    is_zero = not isinstance(decay, Tensor) and not decay
+    return g if is_zero else (g + decay * p).to(p.dtype)
 
 
 @checked
@@ -249,13 +248,13 @@ def adamw(
     """Adam with decoupled weight decay; plain Adam with ``weight_decay=0``.
 
     Args:
-        lr: learning rate, >= 0; see `Rate` for schedules.
-        b1: decay of the running mean of gradients, in [0, 1).
-        b2: decay of the running mean of squared gradients, in [0, 1).
+        lr: the learning rate, >= 0; see `Rate` for schedules.
+        b1: the decay of the running mean of gradients, in [0, 1).
+        b2: the decay of the running mean of squared gradients, in [0, 1).
         eps: added to the square root of the second moment, >= 0.
-        weight_decay: each step multiplies the parameters by ``1 - lr * weight_decay``. A number >= 0,
-            or a tree of such numbers that is a prefix of the parameters:
-            ``{k: 0.1 if p.ndim > 1 else 0.0 for k, p in params.items()}``.
+        weight_decay: a number >= 0, or a tree of such numbers that is a prefix of the parameters:
+            ``{k: 0.1 if p.ndim > 1 else 0.0 for k, p in params.items()}``. Each step multiplies the
+            parameters by ``1 - lr * weight_decay``.
 
     Returns:
         An `Optimizer`, whose state is an `AdamState`.
@@ -289,17 +288,17 @@ def adamw(
         correction1, correction2 = 1 - b1**count, 1 - b2**count
         shift = rate / correction1
 
-        def one(
+        def step_leaf(
             p: Tensor, g: Tensor, decay: Any, m: Tensor, s: Tensor
         ) -> tuple[Tensor, Tensor, Tensor]:
             m = m + (1 - b1) * (g - m)
             s = b2 * s + (1 - b2) * g * g
             root = s.sqrt() / correction2.sqrt() + eps
-            kept = (p * (1 - rate * decay)).to(p.dtype)
-            return _stepped(kept, shift * (m / root)), m, s
+            decayed = (p * (1 - rate * decay)).to(p.dtype)
+            return _stepped(decayed, shift * (m / root)), m, s
 
-        params, mean, square = _each(
-            3, one, params, grads, decays(params), state.mean, state.square
+        params, mean, square = _map_to_trees(
+            3, step_leaf, params, grads, decays(params), state.mean, state.square
         )
         return params, AdamState(step, mean, square)
 
@@ -314,8 +313,8 @@ def warmup_cosine(
 
     Args:
         peak: the largest rate, reached at the end of the warmup, >= 0.
-        steps: number of steps until the floor is reached, the warmup included; later rates are ``floor``.
-        warmup: number of warmup steps; the first one has the rate ``peak / warmup``.
+        steps: the number of steps after which the rate stays at ``floor``, the warmup included.
+        warmup: the number of warmup steps; the first one has the rate ``peak / warmup``.
         floor: the last rate, >= 0.
 
     Returns:

@@ -2,11 +2,11 @@
 
 Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011. A key is two
 64-bit integers. Word `i` of a key's stream is a half (low first) of one of the four 64-bit results
-of the block cipher applied to the counter `(i // 8, 0, 0, 0)`, so any block of an array of words
-can be made without the words before it, anywhere, with the same result.
+of the block cipher applied to the counter `(i // 8, 0, 0, 0)`, so any block of an array of words can be
+computed without the words before it, on any device, with the same result.
 
 On CPU the words come from numpy's compiled Philox, whose raw stream numpy promises never to change
-(NEP 19); elsewhere from the same cipher in torch's integer ops, vectorised over keys and counters.
+(NEP 19); elsewhere from the same cipher in torch's integer ops, vectorized over keys and counters.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ __all__ = ["block_cpu", "block_torch", "philox4x64"]
 Words = npt.NDArray[np.uint32]
 Box = tuple[list[int], list[int], list[int]]
 
-# Words drawn at once: they and their int64 copies stay in the second-level cache.
+# Words drawn at a time: they and their int64 copies fit into the second-level cache.
 CHUNK = 1 << 15
-# Moving the generator costs as much as drawing about this many words: a smaller gap between two
-# runs is drawn and dropped.
+# Repositioning the generator costs as much as drawing about this many words, so the words of a smaller
+# gap between two runs are drawn and discarded.
 GAP = 1 << 11
 WORDS_PER_COUNTER = 8
 
@@ -39,7 +39,7 @@ LAST = (1 << 64) - 1
 
 
 def _merge_whole_dims(size: Sequence[int], start: Sequence[int], stop: Sequence[int]) -> Box:
-    """The same block with its last dim as long as memory is contiguous; at least one dim."""
+    """The same block, with trailing dims that it covers entirely merged into the dim before them."""
     sizes, starts, stops = [1, *size], [0, *start], [1, *stop]
     while len(sizes) > 1 and (starts[-1], stops[-1]) == (0, sizes[-1]):
         inner = sizes.pop()
@@ -50,7 +50,7 @@ def _merge_whole_dims(size: Sequence[int], start: Sequence[int], stop: Sequence[
 
 
 class _Stream:
-    """The words of `key` on CPU, at any position; the key can be changed."""
+    """The stream of words of `key` on CPU, at any position; the key can be changed."""
 
     def __init__(self) -> None:
         self.key = np.zeros(2, dtype=np.int64)
@@ -74,7 +74,7 @@ class _Stream:
         return raw.astype("<u8", copy=False).view("<u4")[skip : skip + count]
 
     def fill(self, out: npt.NDArray[np.int64], first: int, box: Box) -> None:
-        """out [*(stop - start)] = that block of the array of shape `size` whose word 0 is first."""
+        """Write a block of an array to out [*(stop - start)]; the array begins at word `first`."""
         size, start, stop = box
         pitch = math.prod(size[1:])
         if len(size) > 1 and pitch > GAP:
@@ -95,7 +95,7 @@ class _Stream:
 def block_cpu(
     key: Tensor, size: Sequence[int], start: Sequence[int], stop: Sequence[int]
 ) -> Tensor:
-    """Words [*batch, *(stop - start)], int64 in [0, 2^32), of keys [*batch, 2]; on CPU."""
+    """A block of words, int64 [*batch, *(stop - start)] in [0, 2^32), of keys [*batch, 2] on CPU."""
     shape = [e - s for s, e in zip(start, stop, strict=True)]
     box = _merge_whole_dims(size, start, stop)
     merged = [e - s for s, e in zip(box[1], box[2], strict=True)]
@@ -114,7 +114,7 @@ def _signed(word: int) -> int:
 
 
 def _high_half(x: Tensor, multiplier: int) -> Tensor:
-    """Bits 64 to 127 of the unsigned product; torch's integers are signed, so by halves."""
+    """Bits 64 to 127 of the unsigned product, from 32-bit halves: torch's int64 is signed."""
     x0, x1 = x & LOW, (x >> 32) & LOW
     m0, m1 = multiplier & LOW, multiplier >> 32
     low, mid0, mid1 = x0 * m0, x1 * m0, x0 * m1
@@ -123,9 +123,9 @@ def _high_half(x: Tensor, multiplier: int) -> Tensor:
 
 
 def philox4x64(counter: Sequence[Tensor], key: Sequence[Tensor], rounds: int = 10) -> list[Tensor]:
-    """The cipher: four int64 tensors of counter words and two of key words, broadcast together.
+    """The block cipher, on four counter words and two key words that broadcast together.
 
-    Words are unsigned 64-bit numbers held in int64.
+    Words are unsigned 64-bit numbers held in int64 tensors.
     """
     c0, c1, c2, c3 = counter
     k0, k1 = key

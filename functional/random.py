@@ -1,13 +1,13 @@
 """Random numbers from keys: pure functions, no generator and no global state.
 
 A key is an int64 tensor [2]; batches of keys are [*batch, 2], and every draw from a batch has the
-batch's dims in front. Bits depend on the key and the linear index in the whole array alone, so a
-mask is the same on one device or many, in the forward or in a recompute. Under `torch.vmap` an
-unmapped key gives every example the same values; split it and map the keys for different ones.
-As in JAX, a key is for one use: draw from it once, or split it.
+batch's dims in front. Bits depend only on the key and the linear index in the whole array, so a mask is
+the same on one device or many, in the forward or when it is recomputed. Under `torch.vmap` an unmapped
+key gives every example the same values; split it and map over the keys for different ones. As in JAX, a
+key is for one use: draw from it once, or split it.
 
-Everything is pointwise ATen on top of one opaque op, `torchard::random_bits`, whose words are
-Philox4x64-10 (Salmon et al., SC 2011).
+All draws are pointwise ATen operations on the result of one opaque op, `torchard::random_bits`, whose
+words are Philox4x64-10 (Salmon et al., SC 2011).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchard.functional.philox import block_cpu, block_torch
 
 __all__ = ["bernoulli", "bits", "fold_in", "key", "normal", "randint", "split", "uniform"]
 
-# Words from here on are never drawn: new keys are made of them.
+# Words from here on are reserved for new keys, and never drawn.
 SPLIT_WORDS = 1 << 62
 FOLD_WORDS = SPLIT_WORDS + (1 << 61)
 
@@ -86,7 +86,7 @@ def _signed(number: int) -> int:
 
 
 def _new_keys(key: Tensor, count: int, first: int) -> Tensor:
-    """Keys [*batch, count, 2] from the words of `key` that nobody draws."""
+    """New keys [*batch, count, 2], from reserved words of `key`."""
     check_key("random", key)
     stop = first + 4 * count
     words = _random_bits(key, [stop], [first], [stop]).reshape(*key.shape[:-1], count, 2, 2)
@@ -98,8 +98,8 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
     """Make a key from a seed.
 
     Args:
-        seed: any int; the low 64 bits count.
-        device: of the key, and of what is drawn from it; None takes torch's default device.
+        seed: any int, of which the low 64 bits are used.
+        device: the device of the key and of all draws from it; by default torch's default device.
 
     Returns:
         A key, int64 ``[2]``.
@@ -117,10 +117,10 @@ def split(key: Tensor, n: int = 2) -> Tensor:
 
     Args:
         key: int64 ``[*batch, 2]``.
-        n: number of new keys.
+        n: the number of new keys.
 
     Returns:
-        Keys int64 ``[*batch, n, 2]``, independent of each other and of what ``key`` draws.
+        Keys, int64 ``[*batch, n, 2]``, independent of each other and of draws from ``key``.
 
     >>> from torchard import random
     >>> keys = random.split(random.key(0), 3)
@@ -136,15 +136,15 @@ def split(key: Tensor, n: int = 2) -> Tensor:
 
 @checked
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
-    """Make the key number ``data`` of a key, such as that of a step, a layer or a rank.
+    """Derive a key from a key and a number, such as that of a step, a layer or a rank.
 
     Args:
         key: int64 ``[*batch, 2]``.
-        data: an int, or an integer tensor that broadcasts with ``batch``.
+        data: the number, an int or an integer tensor that broadcasts with ``batch``.
 
     Returns:
-        A key int64 ``[*batch, 2]``. Different numbers give independent keys, which are also independent
-        of those of `split`.
+        A key, int64 ``[*batch, 2]``. Different numbers give independent keys, which are also independent
+        of those that `split` returns.
 
     >>> from torchard import random
     >>> key = random.key(0)
@@ -162,7 +162,7 @@ def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
 
     Args:
         key: int64 ``[*batch, 2]``.
-        shape: of the draw from one key.
+        shape: the shape of the draw from one key.
 
     Returns:
         Integers in [0, 2^32), int64 ``[*batch, *shape]``.
@@ -184,7 +184,7 @@ def _bits64(key: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def _integers(key: Tensor, shape: Sequence[int], dtype: torch.dtype, digits: int) -> Tensor:
-    """Whole numbers of `digits` bits, in a floating dtype that holds them exactly."""
+    """Random integers of `digits` bits, in a floating dtype that holds them exactly."""
     if digits <= 32:
         return (bits(key, shape) >> 32 - digits).to(dtype)
     low, high = _bits64(key, shape)
@@ -210,13 +210,14 @@ def uniform(
 
     Args:
         key: int64 ``[*batch, 2]``.
-        shape: of the draw from one key.
-        dtype: real floating.
-        low, high: bounds, numbers or tensors that broadcast with the result. With bounds other than 0
-            and 1, rounding may return ``high`` itself.
+        shape: the shape of the draw from one key.
+        dtype: a real floating dtype.
+        low, high: the bounds, numbers or tensors that broadcast with the result. With bounds other than
+            0 and 1, a result may be rounded to ``high``.
 
     Returns:
-        ``[*batch, *shape]`` of this dtype; between 0 and 1, every multiple of eps / 2 is equally likely.
+        ``[*batch, *shape]`` of this dtype. With bounds 0 and 1, all multiples of eps / 2 in [0, 1) are
+        equally likely.
 
     Raises:
         TypeError: the dtype is not real and floating.
@@ -243,13 +244,13 @@ def uniform(
 def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Draw from the standard normal distribution.
 
-    Computed as sqrt(2) erfinv(u), with u uniform on a symmetric open grid. float32 reaches 5.3 standard
-    deviations and float64 8.2; half precisions are rounded float32.
+    The result is sqrt(2) erfinv(u), with u uniform on a symmetric open grid. float32 reaches 5.3 standard
+    deviations and float64 8.2; float16 and bfloat16 are rounded from float32.
 
     Args:
         key: int64 ``[*batch, 2]``.
-        shape: of the draw from one key.
-        dtype: real floating.
+        shape: the shape of the draw from one key.
+        dtype: a real floating dtype.
 
     Returns:
         ``[*batch, *shape]`` of this dtype.
@@ -278,11 +279,11 @@ def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
     Args:
         key: int64 ``[*batch, 2]``.
         p: a number in [0, 1], or a tensor that broadcasts with the result; entries of a tensor below 0
-            mean never, those above 1 always.
-        shape: of the draw from one key.
+            count as 0, and those above 1 as 1.
+        shape: the shape of the draw from one key.
 
     Returns:
-        Booleans ``[*batch, *shape]``, with a probability exact to 2^-32.
+        Booleans ``[*batch, *shape]``; the probability is exact to 2^-32.
 
     Raises:
         ValueError: ``p`` is a number outside [0, 1].
@@ -306,9 +307,9 @@ def randint(key: Tensor, shape: Sequence[int], low: int, high: int) -> Tensor:
 
     Args:
         key: int64 ``[*batch, 2]``.
-        shape: of the draw from one key.
+        shape: the shape of the draw from one key.
         low: the least integer.
-        high: one above the greatest; ``high - low`` is between 1 and 2^31.
+        high: one more than the greatest; ``high - low`` is between 1 and 2^31.
 
     Returns:
         int64 ``[*batch, *shape]``; each integer has the same probability to within 2^-32.
@@ -326,7 +327,7 @@ def randint(key: Tensor, shape: Sequence[int], low: int, high: int) -> Tensor:
     span = high - low
     if not 0 < span <= 1 << 31:
         raise ValueError(
-            f"randint: low {low} and high {high} leave {span} integers; it takes 1 to 2^31 of them."
+            f"randint: low={low} and high={high} leave {max(span, 0)} integers; there must be 1 to 2^31."
         )
     if span <= 1 << 16:
         return (bits(key, shape) * span >> 32) + low

@@ -1,4 +1,4 @@
-"""saved_residuals: what a gradient keeps of the forward."""
+"""saved_residuals: the values of the forward that a gradient keeps."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["saved_residuals"]
 
 @checked
 def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residuals:
-    """List the values that the gradient of a function, or gradients taken inside it, keep of the forward.
+    """List the values of the forward that a function's gradient, or one taken inside it, keeps.
 
     Args:
         fn: a function, transformed or not.
-        args: its arguments; tensors on ``meta`` and `ShapeDtype` will do.
+        args: its arguments; tensors on ``meta`` and `ShapeDtype` suffice.
         kwargs: its keyword arguments.
 
     Returns:
         A list of records that prints as a table: kind, what, name, shape, dtype, bytes on one device,
-        scope, source line, and why the value is kept. ``.bytes`` is the total, arguments not counted.
+        scope, source line, and why the value is kept. ``.bytes`` is the total without arguments.
 
     Source: ``jax.ad_checkpoint.print_saved_residuals``.
 
@@ -32,5 +32,5 @@ def saved_residuals(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Residu
     >>> [(r.what, r.bytes) for r in kept], kept.bytes
     ([('args[0]', 4000), ('aten.exp', 4000)], 4000)
     """
-    made = fn if isinstance(fn, Transformed) else Transformed(fn, ())
-    return made.lower(*args, **kwargs).residuals
+    transformed = fn if isinstance(fn, Transformed) else Transformed(fn, ())
+    return transformed.lower(*args, **kwargs).residuals

@@ -1,4 +1,4 @@
-"""trace(f)(*args) -> Lowered: what a function computes, on shapes alone; and labels for its values."""
+"""trace: the program of a function, found from the shapes of its arguments; scopes and labels for it."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def trace(fn: Callable[..., Any]) -> Callable[..., Lowered]:
         fn: a pure function of pytrees.
 
     Returns:
-        A function of ``fn``'s arguments that returns the program. Printed, it has a line for each
-        operation; ``.residuals``, ``.peak`` (bytes) and ``.work`` (FLOPs) are reports of it.
+        A function of ``fn``'s arguments that returns the program. It prints as one line for each
+        operation; ``.residuals``, ``.peak`` (bytes) and ``.work`` (FLOPs) are reports on it.
 
     Raises (when called):
         PurityError: ``fn`` branches on a tensor's value, changes an argument in place, or draws from

@@ -1,4 +1,4 @@
-"""verify: outputs and gradients of one function against a reference in float64."""
+"""verify: compare the outputs and gradients of a function with a reference in float64."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchard.functional.tracing.signature import paths_of
 
 __all__ = ["TOLERANCE", "Report", "Row", "verify"]
 
-# Relative to the largest absolute value of the reference: a few hundred roundings.
+# Relative to the largest absolute value of the reference; a few hundred roundings each.
 TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,
@@ -27,9 +27,10 @@ TOLERANCE = {
 
 @dataclass(frozen=True)
 class Row:
-    """One compared value: relative errors of fn and of the reference in fn's own precision.
+    """One compared value: the relative errors of fn, and of the reference in the same precision.
 
-    ``dtype`` is the type of what is no tensor; the errors of what is no number are 0 or infinite.
+    The ``dtype`` of a value that is not a tensor is its type; the error of one that is not a number is 0
+    or infinite.
     """
 
     path: str
@@ -41,7 +42,7 @@ class Row:
 
     @property
     def good(self) -> bool:
-        """Within tolerance, or closer to float64 than the reference in the same precision."""
+        """Whether the error is within tolerance, or no larger than the reference's in this precision."""
         close = self.error <= self.tolerance or self.error <= self.eager
         return not self.problem and close
 
@@ -51,7 +52,7 @@ def _dtype_text(kind: torch.dtype | type) -> str:
 
 
 class Report(list[Row]):
-    """All rows; prints as a table."""
+    """The rows of a comparison; prints as a table."""
 
     def __str__(self) -> str:
         width = max([len(row.path) for row in self] or [0])
@@ -77,18 +78,18 @@ def verify(
 
     The reference runs in float64 (on whole values where ``fn`` gets placed ones) and again in the
     arguments' own precision. A value passes if its error against float64, relative to the largest entry,
-    is within the tolerance of its dtype, or not larger than the error of the second run. Gradients are
-    those of the sum of the floating outputs times fixed pseudo-random cotangents, with respect to every
-    floating tensor in ``args``. Results that are not tensors are compared as well, and so is
-    the structure of the result.
+    is within the tolerance of its dtype, or no larger than the error of the reference's second run.
+    Gradients are those of the sum of the floating outputs times fixed pseudo-random cotangents, with
+    respect to every floating tensor in ``args``. Results that are not tensors are compared as well, and
+    so is the structure of the result.
 
     Args:
         fn: the function under test.
         reference: a plain function that computes the same.
-        args: arguments of both; placed values are gathered for the reference.
-        grads: compare gradients too.
-        tolerance: a relative error >= 0 for all values, in place of the default for each dtype (1e-12 for
-            float64, 1e-5 for float32).
+        args: the arguments of both; placed values are gathered for the reference.
+        grads: whether to compare gradients too.
+        tolerance: the relative error that is allowed in every value, >= 0; by default it depends on the
+            dtype (1e-12 for float64, 1e-5 for float32).
 
     Returns:
         A report with one row per value; print it.
@@ -96,7 +97,7 @@ def verify(
     Raises:
         AssertionError: a value differs; the message is the report.
 
-    Source: Thunder's criterion for kernels, to be no further from float64 than eager execution.
+    Source: Thunder's criterion for kernels, no further from float64 than eager execution.
 
     >>> import torch, torchard as ta
     >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
@@ -113,7 +114,7 @@ def verify(
     out                  float32     5.00e-01   0.00e+00   1.00e-05  <-- differs
     gradient of args[0]  float32     5.00e-01   ...        1.00e-05  <-- differs
     """
-    gathered = tree.map(_whole, tree.whole(args))
+    gathered = tree.map(_detached, tree.whole(args))
     exact = _run(reference, _map_floats(lambda t: t.to(_wide(t.dtype)), gathered), grads)
     eager = _run(reference, gathered, grads)
     ours = _run(fn, args, grads)
@@ -132,7 +133,7 @@ _ABSENT = object()
 
 
 class _Values(NamedTuple):
-    """What a function gave: outputs and gradients by path, and the tree of the outputs."""
+    """The results of a run: outputs and gradients by path, and the structure of the outputs."""
 
     values: dict[str, Any]
     structure: Any
@@ -145,7 +146,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.complex128 if dtype.is_complex else torch.float64
 
 
-def _whole(leaf: Any) -> Any:
+def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
 
 
@@ -158,7 +159,7 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _run(fn: Callable[..., Any], args: Any, grads: bool) -> _Values:
-    """Every output and gradient by its path, and the tree of the outputs."""
+    """Run a function; its outputs and gradients by path, and the structure of the outputs."""
     leaves, structure = tree.flatten(args)
     if grads:
         leaves = [
@@ -168,7 +169,7 @@ def _run(fn: Callable[..., Any], args: Any, grads: bool) -> _Values:
     with torch.enable_grad() if grads else torch.no_grad():
         output = tree.whole(fn(*args))
     named = dict(zip(tree.paths(output, "out"), tree.leaves(output), strict=True))
-    values = {path: _whole(leaf) for path, leaf in named.items()}
+    values = {path: _detached(leaf) for path, leaf in named.items()}
     if grads:
         values |= _gradients(list(named.values()), leaves, structure)
     return _Values(values, tree.structure(output))
@@ -177,15 +178,17 @@ def _run(fn: Callable[..., Any], args: Any, grads: bool) -> _Values:
 def _gradients(
     outputs: list[Any], leaves: list[Any], structure: Any
 ) -> dict[str, torch.Tensor]:
-    followed = [out for out in outputs if _is_float(out) and out.requires_grad]
-    wanted = [leaf for leaf in leaves if _is_float(leaf)]
-    if not followed or not wanted:
+    """The gradients of the floating leaves by path, for fixed pseudo-random cotangents."""
+    differentiable = [out for out in outputs if _is_float(out) and out.requires_grad]
+    inputs = [leaf for leaf in leaves if _is_float(leaf)]
+    if not differentiable or not inputs:
         return {}
     generator = torch.Generator().manual_seed(7)
     cotangents = [
-        torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in followed
+        torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out)
+        for out in differentiable
     ]
-    values = torch.autograd.grad(followed, wanted, cotangents, allow_unused=True)
+    values = torch.autograd.grad(differentiable, inputs, cotangents, allow_unused=True)
     by_leaf = iter(values)
     filled = [_or_zeros(next(by_leaf), leaf) if _is_float(leaf) else None for leaf in leaves]
     gradients = tree.whole(tree.unflatten(structure, filled))
@@ -203,7 +206,11 @@ def _or_zeros(value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
 
 
 def _compare(path: str, ours: Any, exact: Any, eager: Any, tolerance: float | None) -> Row:
-    """What is no tensor is compared in fn's own precision: it may be a dtype, or depend on one."""
+    """The row of a value.
+
+    A value that is not a tensor is compared with that of the reference in fn's own precision: it may be
+    a dtype, or depend on one.
+    """
     kind = ours.dtype if isinstance(ours, torch.Tensor) else type(ours)
     if problem := _misfit(ours, eager):
         return Row(path, kind, float("inf"), 0.0, 0.0, problem)
@@ -218,7 +225,7 @@ def _compare(path: str, ours: Any, exact: Any, eager: Any, tolerance: float | No
 
 
 def _misfit(ours: Any, eager: Any) -> str:
-    """Why two values cannot be the same, whatever the numbers in them are."""
+    """Why two values cannot agree whatever their numbers, by shape, dtype or type; else empty."""
     if ours is _ABSENT or eager is _ABSENT:
         return f"{'fn' if ours is _ABSENT else 'the reference'} has no such value"
     if isinstance(ours, torch.Tensor) and isinstance(eager, torch.Tensor):
@@ -235,7 +242,7 @@ def _misfit(ours: Any, eager: Any) -> str:
 def _unequal(ours: Any, eager: Any) -> str:
     try:
         equal = ours is eager or bool(torch.as_tensor(ours == eager).all())
-    except (TypeError, ValueError, RuntimeError):  # == of it is neither a bool nor an array of them
+    except (TypeError, ValueError, RuntimeError):  # == gave neither a bool nor an array of bools
         return _incomparable(ours)
     by_identity: Any = object.__eq__
     if not equal and type(ours).__eq__ is by_identity:
@@ -246,7 +253,7 @@ def _unequal(ours: Any, eager: Any) -> str:
 def _incomparable(value: Any) -> str:
     return (
         f"a {type(value).__name__} cannot be compared: register it with torchard.tree.register, "
-        "or return what matters of it"
+        "or return the parts that are to be compared"
     )
 
 
@@ -256,7 +263,7 @@ def _other_structure(ours: Any, eager: Any) -> Row:
 
 
 def _error(value: Any, exact: Any) -> float:
-    """Largest absolute difference over the largest finite entry; equal NaN and inf agree."""
+    """The largest absolute difference over the largest finite entry; equal NaNs and infinities agree."""
     value, exact = _as_wide(value), _as_wide(exact)
     if not exact.numel():
         return 0.0
@@ -269,7 +276,7 @@ def _error(value: Any, exact: Any) -> float:
 
 
 def _as_wide(value: Any) -> torch.Tensor:
-    """On the CPU, in double precision; integers too."""
+    """The value as a double-precision tensor on the CPU; integers too."""
     if isinstance(value, torch.Tensor):
         return value.to("cpu", _wide(value.dtype))
     kind = torch.complex128 if isinstance(value, complex) else torch.float64

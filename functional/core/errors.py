@@ -96,7 +96,7 @@ class CheckpointError(ValueError):
     Traceback (most recent call last):
         ...
     torchard.CheckpointError: checkpoint(<lambda>, policy=save_names('hidden')): the label
-        'hidden' is nobody's; the labels are none: label one with name(x, ...).
+        'hidden' is on no value; label one with name(x, ...).
     """
 
 

@@ -1,8 +1,8 @@
 """torchard: model execution as function composition, for PyTorch.
 
-A model is a pure function over a pytree of parameters; how it runs (sharded, rematerialised,
-fused, compiled) is said beside it, by transforms. This module re-exports the public names; the
-three folders behind it are `torchard.functional`, `torchard.sharding` and `torchard.kernels`.
+A model is a pure function over a pytree of parameters. How it runs (sharded, checkpointed, fused,
+compiled) is specified outside of it, by transforms. This module re-exports the public names, which are
+defined in `torchard.functional`, `torchard.sharding` and `torchard.kernels`.
 """
 
 from torchard import nn, optim, policies, random, transforms, tree

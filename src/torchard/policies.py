@@ -4,11 +4,11 @@ A policy is a function ``(op, shapes, scope, name)`` of one value that the forwa
 "save", "recompute" or "offload"; True and False stand for the first two.
 
 - ``op``: the operation, such as ``"aten.mm"``, ``"collective.all_reduce"``, or a fused kernel's name.
-- ``shapes``: of its operands and of its result; see `Shapes`.
-- ``scope``: such as ``"block/3"``, or ``""``.
+- ``shapes``: the shapes of its operands and of its result; see `Shapes`.
+- ``scope``: the scope that it runs in, such as ``"block/3"``, or ``""``.
 - ``name``: the label that `torchard.name` gave the value, or None.
 
-Policies of this module combine by ``&`` and ``|``, also with plain functions.
+The policies of this module combine by ``&`` and ``|``, with plain functions too.
 
 >>> import torch, torchard as ta
 >>> from torchard import policies

@@ -1,8 +1,8 @@
 """Random numbers from keys: pure functions, no generator and no global state.
 
-A key is an int64 tensor ``[2]``. Draw from a key once, or split it. Values depend only on the key and
-on the index of an element, so they are the same on every mesh, and again in a recompute. Keys may
-have batch dims, ``[*batch, 2]``, which lead the result.
+A key is an int64 tensor ``[2]``. Draw from a key once, or split it. Values depend only on the key and on
+the index of an element, so they are the same on every mesh and when they are recomputed. Keys may have
+batch dims, ``[*batch, 2]``, which are the first dims of the result.
 
 >>> from torchard import random
 >>> first, second = random.split(random.key(0))

@@ -1,9 +1,9 @@
-"""For authors of transforms: what a transform is made of.
+"""The parts of which transforms are made, for authors of their own.
 
-A transform returns ``Transformed(fn, [rewrite])``. A `Rewrite` turns a program into one of the same
-values: it says how they are computed, where, and what is kept for a backward. A `ValueRewrite` changes
-values, and its derivative is that of what it computes. ARCHITECTURE.md, "Adding a transform", has one
-of each.
+A transform returns ``Transformed(fn, [rewrite])``. A `Rewrite` turns a program into another that computes
+the same values: it determines how and where they are computed, and which of them a backward keeps. A
+`ValueRewrite` changes values, and its derivative is that of the changed function. The example below is a
+`Rewrite`; ``examples/quantize.py`` is a `ValueRewrite`.
 
 >>> import torch
 >>> from torchard import transforms

@@ -1,4 +1,4 @@
-"""Pytrees as this library sees them: optree's, with None as a leaf.
+"""Pytrees: those of optree, with None as a leaf.
 
 Types that are registered here are nodes for `torch.func` as well. Dicts are ordered by key.
 
@@ -12,7 +12,7 @@ Types that are registered here are nodes for `torch.func` as well. Dicts are ord
 ...     steps: torch.Tensor                                           # an integer: no gradient
 ...     act: str = field(default="gelu", metadata={"static": True})
 >>> layer = Layer(torch.ones(2), torch.tensor(0))
->>> trained, rest = tree.partition(layer)                             # floating tensors, the rest
+>>> trained, rest = tree.partition(layer)                             # floating tensors; other leaves
 >>> torch.func.grad(lambda t: tree.combine(t, rest).w.square().sum())(trained)
 Layer(w=tensor([2., 2.]), steps=..., act='gelu')
 """

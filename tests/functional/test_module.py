@@ -455,7 +455,7 @@ def test_shared_buffers_stay_shared() -> None:
 
 def test_buffers_that_are_shared_no_longer_are_refused() -> None:
     fn, params = functionalize(Pair("assigns"))
-    with pytest.raises(PurityError, match=r"'b' or 'a' puts another tensor .* self\.mean\.copy_"):
+    with pytest.raises(PurityError, match=r"'b' or 'a' replaces a buffer .* self\.mean\.copy_"):
         fn(params, torch.ones(3), buffers=fn.buffers)
 
 

@@ -335,7 +335,7 @@ def test_wrong_types(call, message):
 def test_wrong_values():
     with pytest.raises(ValueError, match=r"p is 1\.5"):
         random.bernoulli(KEY, 1.5, (3,))
-    with pytest.raises(ValueError, match=r"low 3 and high 3 leave 0 integers"):
+    with pytest.raises(ValueError, match=r"low=3 and high=3 leave 0 integers"):
         random.randint(KEY, (3,), 3, 3)
 
 

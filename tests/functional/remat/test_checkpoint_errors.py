@@ -37,12 +37,12 @@ def said(fn: Any, **how: Any) -> str:
 
 def test_a_label_that_does_not_exist() -> None:
     assert said(model, policy=policies.save_names("hidden", "hiden")) == (
-        "checkpoint(model, policy=save_names('hidden', 'hiden')): the label 'hiden' is nobody's; the "
+        "checkpoint(model, policy=save_names('hidden', 'hiden')): the label 'hiden' is on no value; the "
         "labels are 'before', 'hidden'."
     )
     assert said(unlabelled, policy=policies.save_all_but_names("x")) == (
-        "checkpoint(unlabelled, policy=save_all_but_names('x')): the label 'x' is nobody's; the labels "
-        "are none: label one with name(x, ...)."
+        "checkpoint(unlabelled, policy=save_all_but_names('x')): the label 'x' is on no value; label "
+        "one with name(x, ...)."
     )
 
 
@@ -50,18 +50,18 @@ def test_a_label_that_does_not_exist() -> None:
 def test_a_label_of_a_combination(combine: Any) -> None:
     both = combine(policies.offload_names("hiden"))
     assert said(model, policy=both).startswith(
-        f"checkpoint(model, policy={both}): the label 'hiden' is nobody's"
+        f"checkpoint(model, policy={both}): the label 'hiden' is on no value; the labels are"
     )
 
 
 def test_a_label_outside_of_where() -> None:
     assert said(model, policy=policies.offload_names("before"), where="block/*") == (
-        "checkpoint(model, policy=offload_names('before')): the label 'before' is outside of "
-        "where='block/*', whose values have 'hidden'."
+        "checkpoint(model, policy=offload_names('before')): the label 'before' is on no value inside of "
+        "where='block/*'; the labels are 'hidden'."
     )
     assert said(model, policy=policies.save_names("hidden"), where=["head"]) == (
-        "checkpoint(model, policy=save_names('hidden')): the label 'hidden' is outside of "
-        "where='head', whose values have none: label one with name(x, ...)."
+        "checkpoint(model, policy=save_names('hidden')): the label 'hidden' is on no value inside of "
+        "where='head'; label one with name(x, ...)."
     )
 
 
@@ -71,7 +71,7 @@ def test_where_that_matches_nothing() -> None:
     # Each of several patterns must match.
     assert said(model, where=["block/*", "tail"]) == f"checkpoint(model, where='tail') {there}"
     assert said(unlabelled, where="block/*") == (
-        "checkpoint(unlabelled, where='block/*') matches no scope of it; it has none: label a part "
+        "checkpoint(unlabelled, where='block/*') matches no scope of it; it has no scopes: open one "
         "with `with scope('block/0'):`."
     )
 
