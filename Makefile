@@ -1,4 +1,4 @@
-# Needs only make and a Python >= 3.11 with venv; everything else goes into .venv.
+# Needs only make and Python >= 3.11 with venv; everything else is installed in .venv.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
@@ -8,17 +8,17 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 JOBS  ?= 2
 
-# torchrun, two gloo ranks on this machine; when a rank fails it leaves the last word to the ranks.
+# torchrun with two gloo ranks; when one fails, only the ranks' own message is printed.
 TORCHRUN := $(BIN)/python examples/_torchrun.py --nproc-per-node 2
 
 .PHONY: help venv test explore kernels sweep newest matrix lint types demo bench images clean
 
-help: ## this list
+help: ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
 
-venv: $(STAMP) ## the test environment, in .venv
+venv: $(STAMP) ## make the test environment in .venv
 
-# The first interpreter found that is new enough and can make an environment with pip in it.
+# Uses the first interpreter that is new enough and can make an environment with pip in it.
 $(STAMP): pyproject.toml constraints.txt
 	@if ! [ -x $(BIN)/python ]; then \
 	  for python in $(PYTHON) python3 python3.14 python3.13 python3.12 python3.11 python; do \
@@ -34,30 +34,30 @@ $(STAMP): pyproject.toml constraints.txt
 	  -c constraints.txt -e '.[test,examples]'
 	@touch $@
 
-# A file's tests in one process: what a file sets up (jobs of several ranks among it) is set up once.
-test: $(STAMP) ## all tests (JOBS processes)
+# The tests of a file share a process, so that its fixtures (such as jobs of several ranks) are set up once.
+test: $(STAMP) ## run all tests, in JOBS processes
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-explore: $(STAMP) ## tests with many more examples per property (ARGS=tests/functional/effects/test_writes.py)
+explore: $(STAMP) ## run tests with many more examples per property (ARGS=tests/functional/effects/test_writes.py)
 	$(BIN)/python -m pytest -n $(JOBS) --hypothesis-profile=explore --timeout 3600 $(ARGS)
 
-kernels: $(STAMP) ## every kernel of the library against its references, in all dtypes and transforms
+kernels: $(STAMP) ## compare every kernel of the library with its references, in all dtypes and transforms
 	$(BIN)/python -m pytest -n $(JOBS) tests/kernels/library/test_kernels.py $(ARGS)
 
-sweep: $(STAMP) ## torch's own sample calls of every operator, sharded (half an hour; ARGS="--only sort")
+sweep: $(STAMP) ## run torch's own sample calls of every operator sharded (half an hour; ARGS="--only sort")
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/op_sweep.py $(ARGS)
 
-newest: $(STAMP) ## a fixed part of the tests on the newest torch that is supported (gigabytes)
+newest: $(STAMP) ## run some of the tests on the newest supported torch (installs gigabytes)
 	$(BIN)/python tests/support/matrix.py --only newest --part -- -n $(JOBS) --dist loadfile $(ARGS)
 
-matrix: $(STAMP) ## all tests on the oldest, the pinned and the newest torch (ARGS="--only oldest")
+matrix: $(STAMP) ## run all tests on the oldest, the pinned and the newest torch (ARGS="--only oldest")
 	$(BIN)/python tests/support/matrix.py $(ARGS) -- -n $(JOBS) --dist loadfile
 
-lint: $(STAMP) ## ruff
+lint: $(STAMP) ## run ruff
 	$(BIN)/ruff check .
 
-# The package as installed, not as files: what a user's own mypy run would see.
-types: $(STAMP) ## mypy --strict
+# By the name of the installed package, as a user's own mypy run sees it.
+types: $(STAMP) ## run mypy --strict
 	$(BIN)/mypy --strict -p torchard
 
 demo: $(STAMP) ## train one model by three plans, on two gloo ranks and a virtual mesh (two minutes at most)
@@ -65,7 +65,7 @@ demo: $(STAMP) ## train one model by three plans, on two gloo ranks and a virtua
 	$(TORCHRUN) examples/train_gpt.py --mesh dp=2 --plan fsdp --steps 150
 	$(BIN)/python examples/train_gpt.py --virtual dp=2,tp=2 --plan fsdp+tp --steps 50
 
-bench: $(STAMP) ## torchard, DTensor and Megatron by hand; what planning costs; memory; fusion (ARGS=--quick)
+bench: $(STAMP) ## time torchard, DTensor and hand-written Megatron; planning; memory; fusion (ARGS=--quick)
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 	$(BIN)/python benchmarks/planning.py $(ARGS)
 	$(BIN)/python benchmarks/memory.py $(ARGS)
@@ -73,9 +73,9 @@ bench: $(STAMP) ## torchard, DTensor and Megatron by hand; what planning costs; 
 	$(BIN)/python benchmarks/compile_cache.py $(ARGS)
 	$(BIN)/python benchmarks/long_runs.py $(ARGS)
 
-images: $(STAMP) ## plans for networks on split images, with and without constraints (ten minutes; ARGS=--quick)
+images: $(STAMP) ## compare plans for split images with and without constraints (ten minutes; ARGS=--quick)
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/images.py $(ARGS)
 
-clean: ## everything that was built, .venv included
+clean: ## remove everything that was built, .venv included
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

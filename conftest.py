@@ -1,6 +1,6 @@
-"""What every test shares: one thread, a fixed seed, derandomised property tests.
+"""Configuration of all tests: one thread, a fixed seed, derandomized property tests.
 
-The examples of README.md, GUIDE.md and docstrings are tests as well; Sybil collects them.
+The examples in README.md, GUIDE.md and docstrings are tests as well, collected by Sybil.
 """
 
 import gc
@@ -18,9 +18,9 @@ from sybil.sybil import SybilCollection
 SEED = 20_111_112
 ROOT = Path(__file__).resolve().parent
 
-# Tests run in several processes at once; each process's torch then wants one core.
+# Tests run in several processes at once, so each of them uses one thread.
 torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # those it starts, too
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start
 gc.set_threshold(5000, 20, 20)
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
@@ -45,23 +45,23 @@ pytest_collect_file = SybilCollection([pages, sources]).pytest()
 
 def pytest_report_header() -> str:
     profile = settings.get_current_profile_name()
-    how = "derandomised" if settings.default.derandomize else "random, see the printed seed"
+    how = "derandomized" if settings.default.derandomize else "random, see the printed seed"
     return f"torch {torch.__version__}, manual seed {SEED}, hypothesis profile {profile} ({how})"
 
 
 @pytest.fixture(autouse=True, scope="module")
-def what_is_there_stays() -> None:
-    """Collections do not look again and again through what was imported or cached before."""
+def frozen_objects() -> None:
+    """Exclude what earlier modules imported and cached from garbage collection, which saves time."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_sessionfinish() -> None:
-    """What is frozen at the end of the process looks leaked to extension modules."""
+    """Unfreeze: to extension modules, objects that are frozen at exit look like leaks."""
     gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
 def manual_seed() -> None:
-    """The library has no global random state; tests that draw inputs from torch's get this one."""
+    """Seed torch's global generator, from which tests draw inputs; the library itself does not use it."""
     torch.manual_seed(SEED)
