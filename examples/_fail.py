@@ -1,4 +1,4 @@
-"""A job in which one rank fails, for tests of the errors on the others."""
+"""Failures of one rank of a job, for tests of the errors on the others."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ __all__ = ["misbehaving", "options"]
 
 
 def options(parser: argparse.ArgumentParser) -> None:
-    """Options that the help does not show."""
+    """Add the options, which the help does not show."""
     quiet = argparse.SUPPRESS
     parser.add_argument("--fail", choices=("raise", "kill", "stop", "pause", "replan"), help=quiet)
     parser.add_argument("--fail-rank", type=int, default=1, help=quiet)
     parser.add_argument("--fail-at", type=int, default=5, help=quiet)
-    # How many of the step's collectives the rank still takes part in.
+    # The number of collectives of the step in which the rank still takes part.
     parser.add_argument("--fail-after", type=int, default=0, help=quiet)
 
 
 def misbehaving(
     options: argparse.Namespace, rank: int, number: int
 ) -> contextlib.AbstractContextManager[Any]:
-    """What a step runs in."""
+    """A context for a step: the rank fails at its start, or inside it, if the options say so."""
     if (rank, number) != (options.fail_rank, options.fail_at):
         return contextlib.nullcontext()
-    ends = {
+    failures = {
         "raise": _raise,
         "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
         "pause": _pause,
     }
-    if options.fail not in ends:
+    if options.fail not in failures:
         return contextlib.nullcontext()
     if options.fail_after:
-        return _Later(options.fail_after, ends[options.fail])
-    ends[options.fail]()
+        return _AfterCollectives(options.fail_after, failures[options.fail])
+    failures[options.fail]()
     return contextlib.nullcontext()
 
 
@@ -50,21 +50,21 @@ def _raise() -> None:
 
 
 def _pause() -> None:
-    """Until somebody who has seen that it does says to go on."""
+    """Say so, and wait for a line on stdin."""
     print("paused", flush=True)
     sys.stdin.readline()
 
 
-class _Later(TorchDispatchMode):
-    """Sees every operation, and ends where a collective would begin that is one too many."""
+class _AfterCollectives(TorchDispatchMode):
+    """A mode that fails in place of the first collective after the given number of them."""
 
-    def __init__(self, count: int, end: Callable[[], None]) -> None:
+    def __init__(self, count: int, fail: Callable[[], None]) -> None:
         super().__init__()
-        self.left, self.end = count, end
+        self.left, self.fail = count, fail
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "c10d" in func.namespace and "wait" not in func.__name__:
             if self.left == 0:
-                self.end()
+                self.fail()
             self.left -= 1
         return func(*args, **(kwargs or {}))

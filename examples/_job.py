@@ -1,10 +1,9 @@
-"""One process of a job: it joins the others, and leaves with one clear message for all of them.
+"""One process of a job: it joins the others, and ends with a single message for all of them.
 
 However a run ends early (Ctrl-C, a killed rank, a rank that hangs, disagrees or fails), exactly one rank
-says so, in a sentence that names the rank and what was going on, and every rank is gone at once. That
-asks for two things that Python does not give by itself: signals are answered by a thread, because the
-main thread may be blocked inside a collective for as long as its timeout; and the ranks agree through
-the store on who speaks.
+prints a message, which names the rank and what it was doing, and all ranks end at once. For this a thread
+handles signals, because the main thread may be blocked inside a collective for as long as its timeout;
+and the ranks agree through the store on the one that prints.
 """
 
 from __future__ import annotations
@@ -25,26 +24,26 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-# Ctrl-C while torch is being loaded just ends the process: nothing has happened yet.
+# Ctrl-C during torch's import ends the process without a message: nothing has happened yet.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch.distributed as dist  # noqa: E402
 
 __all__ = ["Job", "job"]
 
-# What torch.distributed's errors say when the other side is gone, or silent for too long.
+# Texts of torch.distributed's errors when a peer has ended or does not answer in time.
 LOST = ("connection closed", "connection reset", "broken pipe", "gloo", "timed out", "timeout")
-# A process that is killed loses its connections a moment before it is gone.
+# A process that is killed loses its connections a moment before it ends.
 GRACE = 2.0
 
 
 class Job:
-    """This process's rank among those torchrun started; alone without torchrun.
+    """This process among those that torchrun started; without torchrun it is the only one.
 
     Attributes:
-        rank, size: of this process, and how many there are.
-        doing: what to say if the job ends now: "step 3 of 100".
-        awaited: what a rank that does `doing` waits for from the others.
+        rank, size: the rank of this process, and the number of ranks.
+        doing: what this rank is doing, for the message: "step 3 of 100".
+        awaited: what it is waiting for from the other ranks, for the message.
     """
 
     def __init__(self, name: str, timeout: float) -> None:
@@ -55,7 +54,7 @@ class Job:
         self.doing = "the start"
         self.awaited = "the start of the others"
         self._store: dist.Store | None = None
-        self._silent = False  # the store has left a question unanswered
+        self._silent = False  # the store did not answer a request in time
 
     @property
     def leads(self) -> bool:
@@ -63,14 +62,14 @@ class Job:
         return self.rank == 0
 
     def join(self) -> None:
-        """Meet the other ranks; nothing to do without torchrun."""
+        """Connect to the other ranks; without torchrun, do nothing."""
         if "RANK" not in os.environ:
             return
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         serves = self.leads and not by_agent
         store = dist.TCPStore(host, port, self.size, serves, self.timeout, wait_for_workers=False)
-        # A connection of its own: the first may be busy waiting when the last words are due.
+        # A second connection: the first may be blocked when the message has to be printed.
         self._store = dist.TCPStore(host, port, is_master=False, timeout=self.timeout)
         self._store.set(f"job/process/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
         dist.init_process_group(
@@ -80,26 +79,26 @@ class Job:
     # -- ending -----------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """This rank's work is done; the others may have more to do."""
+        """End a rank whose work is done; the others may not be done yet."""
         if self._store is None:
             return
-        # From here on nobody is to miss it.
+        # From here on the others must not count it as lost.
         self._store.delete_key(f"job/process/{self.rank}")
         dist.destroy_process_group()
         sys.stdout.flush()
         sys.stderr.flush()
-        # Threads of torch's that still run can abort the interpreter while it is being torn down.
+        # Not sys.exit: torch's threads that still run can abort the interpreter during its shutdown.
         os._exit(0)
 
     def end(self, message: str, code: int = 1) -> NoReturn:
-        """Leave for good; the first rank to come here speaks for all."""
+        """End this process; the first rank to do so prints the message."""
         if self._first():
             self._say(message)
-        # Not sys.exit: a broken process group can hang or abort while it is being torn down.
+        # Not sys.exit: a broken process group can hang or abort during the interpreter's shutdown.
         os._exit(code)
 
     def signalled(self, number: int) -> NoReturn:
-        """Leave because of a signal: the user's, or torchrun's after another rank died."""
+        """End because of a signal, from the user or from torchrun after another rank died."""
         if number == signal.SIGINT:
             self.end(f"interrupted in {self.doing}; stopped.", 128 + number)
         gone = self._gone()
@@ -109,9 +108,9 @@ class Job:
         self.end(f"asked to stop ({name}) in {self.doing}; stopped.", 128 + number)
 
     def failed(self, error: Exception) -> NoReturn:
-        """Leave because of an exception."""
-        lost = self._store is not None and any(sign in str(error).lower() for sign in LOST)
-        # torchard's error says which collective of the plan it was.
+        """End because of an exception."""
+        lost = self._store is not None and any(text in str(error).lower() for text in LOST)
+        # A CollectiveError names the collective of the plan.
         self.awaited = getattr(getattr(error, "collective", None), "title", self.awaited)
         gone = self._gone(GRACE if lost else 0)
         if gone:
@@ -127,6 +126,7 @@ class Job:
         )
 
     def _bereft(self, gone: dict[int, int]) -> str:
+        """The message when other ranks have ended."""
         verb = "is gone" if len(gone) == 1 else "are gone"
         return (
             f"{_named(gone)} {verb} (killed, or out of memory?): rank {self.rank} was in "
@@ -134,17 +134,18 @@ class Job:
         )
 
     def _unanswered(self, error: Exception) -> NoReturn:
+        """End because other ranks are lost or do not answer, and kill those on this machine."""
         others = self._others()
         if self._first():
             transport = re.sub(r"^\[[^\]]*\] *", "", str(error.__cause__ or error).splitlines()[0])
             late = f"no answer from {_named(others)} within {self.timeout.total_seconds():g} s"
-            waited = any(sign in transport.lower() for sign in ("timed out", "timeout"))
-            said = late if waited else f"lost {_named(others)}"
+            timed_out = any(text in transport.lower() for text in ("timed out", "timeout"))
+            problem = late if timed_out else f"lost {_named(others)}"
             self._say(
-                f"{said}: rank {self.rank} was in {self.doing}, waiting for {self.awaited}. "
+                f"{problem}: rank {self.rank} was in {self.doing}, waiting for {self.awaited}. "
                 f"Stopped. ({transport})"
             )
-            # What hangs does not end when asked to, and torchrun would ask it for half a minute.
+            # A hanging process ignores SIGTERM, and torchrun would wait half a minute for it.
             for pid in others.values():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -152,20 +153,20 @@ class Job:
 
     def _say(self, message: str) -> None:
         sys.stdout.flush()
-        # On a line of its own: the progress bar has not ended its line.
+        # The line of a progress bar may not have ended.
         print(f"\n{self.name}: {message}", file=sys.stderr, flush=True)
 
     def _others(self) -> dict[int, int]:
-        """Process ids of the other ranks on this machine."""
-        found = {}
+        """The process ids of the other ranks on this machine."""
+        pids = {}
         for rank in set(range(self.size)) - {self.rank}:
             host, pid = self._asked(functools.partial(self._process, rank), ("", 0))
             if host == socket.gethostname():
-                found[rank] = int(pid)
-        return found
+                pids[rank] = int(pid)
+        return pids
 
     def _process(self, rank: int) -> tuple[str, str]:
-        """Where a rank runs, as long as it may be missed."""
+        """The host and process id of a rank, empty once it has left."""
         key = f"job/process/{rank}"
         if self._store is None or not self._store.check([key]):
             return "", "0"
@@ -173,9 +174,9 @@ class Job:
         return host, pid
 
     def _asked(self, question: Callable[[], Any], default: Any) -> Any:
-        """What the store answers; the default if it has gone, too, or is on a host that is cut off.
+        """The store's answer; the default if the store has ended as well, or its host is unreachable.
 
-        There its own timeouts do not help: it waits for an answer as long as TCP does.
+        On an unreachable host the store's own timeout has no effect: a request waits as long as TCP does.
         """
         answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -193,16 +194,16 @@ class Job:
         return default
 
     def _gone(self, seconds: float = 0) -> dict[int, int]:
-        """The others that have ended, as soon as there are any, or after some seconds."""
-        last = time.monotonic() + seconds
+        """The ranks on this machine that have ended; waits up to some seconds for the first."""
+        deadline = time.monotonic() + seconds
         while True:
             gone = {rank: pid for rank, pid in self._others().items() if not _alive(pid)}
-            if gone or time.monotonic() >= last:
+            if gone or time.monotonic() >= deadline:
                 return gone
             time.sleep(0.02)
 
     def _first(self) -> bool:
-        """Whether this rank is the one that speaks."""
+        """Whether this rank is the one that prints the message."""
         store = self._store
         return store is None or bool(self._asked(lambda: store.add("job/spoken", 1) == 1, True))
 
@@ -212,7 +213,7 @@ def _named(processes: dict[int, int]) -> str:
 
 
 def _alive(pid: int) -> bool:
-    """Whether a process of this machine runs; one that waits to be reaped does not."""
+    """Whether a process of this machine is running, and not a zombie."""
     stat = Path(f"/proc/{pid}/stat")
     if Path("/proc/self/stat").exists():
         try:
@@ -229,7 +230,7 @@ def _alive(pid: int) -> bool:
 
 
 def _place(error: BaseException) -> str:
-    """The last line of this example that the error came through."""
+    """The innermost line of the examples in an error's traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     here = Path(__file__).parent
     ours = [f for f in frames if Path(f.filename).parent == here and f.filename != __file__]
@@ -238,11 +239,11 @@ def _place(error: BaseException) -> str:
 
 
 def _listen(job: Job) -> None:
-    """Answer SIGINT and SIGTERM from a thread."""
+    """Handle SIGINT and SIGTERM in a thread."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     for number in (signal.SIGINT, signal.SIGTERM):
-        # Python writes the number to the pipe at once; the handler itself has nothing left to do.
+        # Python writes the signal's number to the pipe at once; the handler itself does nothing.
         signal.signal(number, lambda *_: None)
     signal.set_wakeup_fd(write)
 
@@ -256,12 +257,12 @@ def _listen(job: Job) -> None:
 
 @contextlib.contextmanager
 def job(name: str, timeout: float) -> Iterator[Job]:
-    """The job this process is part of; whatever goes wrong inside ends it with one message."""
+    """The job that this process is part of; an error inside ends it with a single message."""
     here = Job(name, timeout)
     _listen(here)
     try:
         here.join()
         yield here
         here.leave()
-    except Exception as error:  # whatever it is, it is said and ends the job
+    except Exception as error:  # any error ends the job with a message
         here.failed(error)

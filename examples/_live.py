@@ -1,4 +1,4 @@
-"""Bytes that are alive, counted from outside: of every storage, whoever holds it."""
+"""Bytes of live storages, measured from outside, whoever holds them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ __all__ = ["LiveBytes"]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Which storages are alive after each operation, those that C++ holds among them.
+    """A mode that records which storages are alive after each operation, also those held by C++.
+
+    Args:
+        already: tensors that exist before the first operation.
 
     Attributes:
-        seen: after each operation, bytes by the number of the storage.
+        seen: for each operation, the bytes of each live storage, by the storage's number.
     """
 
     def __init__(self, already: Iterable[torch.Tensor] = ()) -> None:
@@ -30,9 +33,10 @@ class LiveBytes(TorchDispatchMode):
             self._meet(tensor)
 
     def _meet(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's storage, a new one if the storage is new."""
         storage, key = tensor.untyped_storage(), storage_id(tensor)
         known = self._live.get(key)
-        if known is None or known[0].expired():  # an address may be given out again
+        if known is None or known[0].expired():  # an address may be reused
             self._count += 1
             known = StorageWeakRef(storage), storage.nbytes(), self._count
             self._live[key] = known
@@ -48,6 +52,9 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def peak(self, without: Iterable[torch.Tensor] = ()) -> int:
-        """The most bytes that were alive, those of some tensors not counted."""
-        skipped = {self._meet(tensor) for tensor in without}
-        return max(sum(n for k, n in at.items() if k not in skipped) for at in self.seen)
+        """The most bytes alive after any operation, without those of some tensors."""
+        excluded = {self._meet(tensor) for tensor in without}
+        return max(
+            sum(size for number, size in live.items() if number not in excluded)
+            for live in self.seen
+        )

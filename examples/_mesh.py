@@ -1,4 +1,4 @@
-"""A mesh for an example: over torchrun's processes, or without torchrun over virtual ranks."""
+"""The mesh of an example: over torchrun's processes, or virtual without torchrun."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["mesh_of"]
 
 @contextlib.contextmanager
 def mesh_of(**axes: int) -> Iterator[Mesh]:
-    """``with mesh_of(dp=2, tp=2) as mesh``: among processes, only the first one prints inside."""
+    """A mesh, as in ``with mesh_of(dp=2, tp=2) as mesh``; inside, only the first process prints."""
     if "RANK" not in os.environ:
         yield Mesh(axes, virtual=True)
         return
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    speaks = dist.get_rank() == 0
+    prints = dist.get_rank() == 0
     try:
-        with contextlib.nullcontext() if speaks else contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.nullcontext() if prints else contextlib.redirect_stdout(io.StringIO()):
             yield Mesh(axes)
     finally:
         dist.destroy_process_group()

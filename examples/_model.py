@@ -1,4 +1,4 @@
-"""A byte-level language model: an embedding and an MLP over a window of context. Plain functions."""
+"""A byte-level language model, as plain functions: an embedding and MLPs over a window of bytes."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Params = dict[str, Any]
 
 @dataclass(frozen=True)
 class Size:
-    """How big the model is.
+    """The sizes of the model.
 
     Attributes:
-        context: how many bytes it sees.
-        embed: numbers for each of them.
-        width: of the residual stream.
-        hidden: of each MLP.
-        blocks: how many MLPs.
+        context: the number of bytes that it sees.
+        embed: the width of the embedding of a byte.
+        width: the width of the residual stream.
+        hidden: the hidden width of each MLP.
+        blocks: the number of MLPs.
     """
 
     context: int = 16
@@ -36,7 +36,7 @@ class Size:
 
 
 def init(key: Tensor, size: Size) -> Params:
-    """Parameters, the same for the same key."""
+    """The initial parameters, a function of the key."""
     keys = iter(random.split(key, 2 + 2 * size.blocks).unbind())
     ins = [size.context * size.embed] + [size.width] * (size.blocks - 1)
     return {
@@ -57,13 +57,13 @@ def _linear(key: Tensor, out: int, into: int, gain: float) -> Params:
 
 
 def mlp(params: Params, x: Tensor) -> Tensor:
-    """[..., in] -> [..., width]."""
+    """An MLP: [..., in] -> [..., width]."""
     hidden = nn.gelu(nn.linear(x, params["up"]["w"], params["up"]["b"]))
     return nn.linear(hidden, params["down"]["w"], params["down"]["b"])
 
 
 def logits(params: Params, context: Tensor) -> Tensor:
-    """Bytes [batch, context] -> [batch, 256]: what the next byte may be."""
+    """The logits [batch, 256] of the next byte, from bytes [batch, context]."""
     x = nn.embedding(params["embed"], context).flatten(-2)
     first, *rest = params["blocks"]
     x = mlp(first, x)
@@ -73,5 +73,5 @@ def logits(params: Params, context: Tensor) -> Tensor:
 
 
 def loss(params: Params, batch: Tensor) -> Tensor:
-    """Mean nats per byte: batch int64 [batch, context + 1], the last byte of each the target."""
+    """The mean loss in nats of windows int64 [batch, context + 1], whose last bytes are the targets."""
     return nn.cross_entropy(logits(params, batch[:, :-1]), batch[:, -1])

@@ -1,7 +1,7 @@
-"""torchrun for one machine, without its last words.
+"""torchrun for one machine, without its own report of failures.
 
-When a rank fails, or on Ctrl-C, torchrun prints its log and a traceback of its own. The examples' ranks
-have then already said what happened, once and in a sentence: this is torchrun that leaves it at that.
+When a rank fails, or on Ctrl-C, torchrun prints a log and a traceback. The examples' ranks have then
+already printed what happened, so this variant of torchrun prints nothing.
 
     python examples/_torchrun.py --nproc-per-node 2 examples/train_bytes.py --mesh tp=2
 """
@@ -13,16 +13,16 @@ import os
 import signal
 import sys
 
-# Ctrl-C just ends the process until torchrun knows what to do about it.
+# Until torchrun installs its handler, Ctrl-C ends the process.
 signal.signal(signal.SIGINT, signal.SIG_DFL)
-# One thread for each rank, or they fight over the cores; and torchrun warns unless it is set.
+# One thread for each rank, so that ranks do not compete for cores; torchrun warns unless it is set.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from torch.distributed import run  # noqa: E402
 from torch.distributed.elastic.multiprocessing import SignalException  # noqa: E402
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: E402
 
-# A rank that does not end when asked to is killed after these seconds.
+# Seconds after which a rank that ignores SIGTERM is killed.
 PATIENCE = 8
 
 
@@ -38,7 +38,7 @@ def main() -> int:
     except ChildFailedError as failed:
         codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
         if all(code < 0 for code in codes.values()):
-            # Nobody was left to speak.
+            # All ranks were killed by signals, so none has printed a message.
             dead = ", ".join(f"rank {r} by {signal.Signals(-c).name}" for r, c in codes.items())
             print(f"\nkilled: {dead}", file=sys.stderr)
         return max(1, *codes.values())

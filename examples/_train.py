@@ -1,7 +1,7 @@
-"""Training a byte-level language model on a mesh, and again on one device: all but the model.
+"""Training a byte-level language model on a mesh, and again on one device: everything but the model.
 
-A `Model` is plain functions that know of no mesh; a `Recipe` is specs that know of no functions. What
-an example brings is one of each; here they meet, in `sharded`.
+A `Model` is plain functions, independent of any mesh; a `Recipe` is specs, independent of the functions.
+An example provides one of each, and `sharded` combines them.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ class Model:
     """A language model over bytes: pure functions of its parameters.
 
     Attributes:
-        context: how many bytes it sees.
-        targets: how many it is asked for in a window of context + 1.
-        init: of a key, the parameters.
-        loss: of parameters and windows int64 [batch, context + 1], mean nats per byte asked for.
-        predict: of parameters and bytes [batch, context], logits [batch, 256] of the next.
+        context: the number of bytes that it sees.
+        targets: the number of bytes that it predicts in a window of context + 1.
+        init: a function of a key that returns the parameters.
+        loss: a function of parameters and windows int64 [batch, context + 1] that returns the mean nats
+            per predicted byte.
+        predict: a function of parameters and bytes [batch, context] that returns the logits [batch, 256]
+            of the next byte.
     """
 
     context: int
@@ -51,12 +53,12 @@ class Model:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model lies on a mesh.
+    """How a model is placed on a mesh.
 
     Attributes:
-        specs: of the parameters, a tree like theirs or a prefix of it.
-        batch: of the windows.
-        pins: of activations, by the names that the model gave them.
+        specs: the specs of the parameters, a tree like theirs or a prefix of it.
+        batch: the spec of the windows.
+        pins: the specs of activations, by the labels that the model gave them.
     """
 
     specs: Any
@@ -77,7 +79,7 @@ def make_step(loss: Callable[[Params, Tensor], Tensor], optimizer: optim.Optimiz
 
 @dataclass
 class Curve:
-    """What a run showed: losses in nats per byte from a step on, and training bytes per second."""
+    """The losses of a run in nats per byte, from step `first` on, and its training bytes per second."""
 
     first: int = 0
     losses: list[float] = field(default_factory=list)
@@ -86,7 +88,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained on what; equal for the sharded run and the one on one device."""
+    """The model, data and optimizer, the same for the sharded run and the run on one device."""
 
     options: argparse.Namespace
     model: Model
@@ -106,7 +108,7 @@ class Task:
         return self.model.init(random.fold_in(self.key, 0))
 
     def batches(self, first: int = 0) -> Iterator[Tensor]:
-        """Of each step from the first on: a function of the key and the step alone."""
+        """The batches of the steps from `first` on, which depend only on the key and the step."""
         key, size = random.fold_in(self.key, 1), self.options.batch
         for number in range(first, self.options.steps):
             yield batch_at(self.train, key, number, size, self.model.context)
@@ -131,7 +133,7 @@ def train(
 ) -> tuple[Params, Curve]:
     """Run every batch through `step`, with a progress bar on the leading rank.
 
-    `keep` is called after each step, with the number of steps that were taken from the beginning on.
+    `keep` is called after each step with the total number of steps taken.
     """
     curve, count = Curve(first), task.options.steps
     work = task.options.batch * task.model.targets
@@ -154,7 +156,7 @@ def train(
 
 
 def sharded(task: Task, recipe: Recipe, mesh: Mesh, here: _job.Job) -> tuple[Params, Curve, float]:
-    """Train on the mesh: the parameters gathered, the curve, the loss on held-out text."""
+    """Train on the mesh; the gathered parameters, the curve, and the loss on held-out text."""
     step = make_step(task.model.loss, task.optimizer)
     state_specs = optim.AdamState(P(), recipe.specs, recipe.specs)
     run = jit(
@@ -192,34 +194,34 @@ def sharded(task: Task, recipe: Recipe, mesh: Mesh, here: _job.Job) -> tuple[Par
 
 
 def is_kept(options: argparse.Namespace, number: int) -> bool:
-    """Checkpoints are of every so many steps, and of the last."""
+    """Whether to save a checkpoint after this many steps: every `save_every` steps, and at the end."""
     return bool(options.save) and (number % options.save_every == 0 or number == options.steps)
 
 
 def resumed(options: argparse.Namespace, params: Params, state: Any) -> tuple[Params, Any, int]:
-    """Where to go on: from these values, or from the last checkpoint, on whatever mesh it was made."""
+    """The values and the step to start from: those given, or the last checkpoint's, from any mesh."""
     if options.resume is None:
         return params, state, 0
-    found = {int(path.name[5:]): path for path in options.resume.glob("step-*[0-9]")}
-    last = max(found, default=0)
+    checkpoints = {int(path.name[5:]): path for path in options.resume.glob("step-*[0-9]")}
+    last = max(checkpoints, default=0)
     if not last or last >= options.steps:
-        what = f"is of step {last}, and --steps is {options.steps}" if last else "does not exist"
+        problem = f"is of step {last}, and --steps is {options.steps}" if last else "does not exist"
         raise ValueError(
-            f"the last checkpoint in {options.resume} {what}: there is no way to go on"
+            f"the last checkpoint in {options.resume} {problem}: there is nothing to resume"
         )
     tree = {"params": params, "state": state, "step": last}
-    tree = torchard.load(found[last], tree, timeout=options.timeout)
+    tree = torchard.load(checkpoints[last], tree, timeout=options.timeout)
     return tree["params"], tree["state"], tree["step"]
 
 
 def counted(plan: Any) -> str:
-    """A plan in a few words: "7 all_reduce over tp"."""
+    """A summary of a plan: "7 all_reduce over tp"."""
     kinds = Counter((c.kind, "·".join(c.axes)) for c in plan)
     return ", ".join(f"{n} {kind} over {axes}" for (kind, axes), n in kinds.items()) or "none"
 
 
 def gathered(params: Any) -> Any:
-    """The same tree of whole tensors."""
+    """The tree with its placed values gathered."""
     if isinstance(params, dict):
         return {name: gathered(value) for name, value in params.items()}
     if isinstance(params, list):
@@ -228,7 +230,7 @@ def gathered(params: Any) -> Any:
 
 
 def one_device(task: Task, here: _job.Job) -> tuple[Curve, float]:
-    """The same run, plain torch in this process alone."""
+    """The same run in plain torch, in this process alone."""
     params = task.init()
     step = make_step(task.model.loss, task.optimizer)
     state = task.optimizer.init(params)
@@ -237,7 +239,7 @@ def one_device(task: Task, here: _job.Job) -> tuple[Curve, float]:
 
 
 def draw(path: Path, curves: dict[str, Curve], held_out: float) -> None:
-    """Loss curves as a picture."""
+    """Save a picture of the loss curves."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -262,13 +264,13 @@ def readable(text: bytes) -> str:
 def report(
     task: Task, params: Params, sharded_curve: Curve, held_out: float, here: _job.Job, mesh: Mesh
 ) -> None:
-    """What came of it: held-out loss, a continuation, the comparison with one device, a picture."""
+    """Print the held-out loss, generated text and a comparison with one device; save a picture."""
     start = bytes(task.held_out[1000 : 1000 + task.model.context].tolist())
     key = random.fold_in(task.key, 2)
-    more = generate(task.model.predict, params, key, start, task.options.sample)
+    generated = generate(task.model.predict, params, key, start, task.options.sample)
     bits = held_out / torch.log(torch.tensor(2.0)).item()
     print(f"\nheld-out text: loss {held_out:.4f}, {bits:.3f} bits per byte")
-    print(f"\n{readable(start)}|{readable(more)}\n", flush=True)
+    print(f"\n{readable(start)}|{readable(generated)}\n", flush=True)
 
     alone, held_out_alone = one_device(task, here)
     path = task.options.out / f"loss-{stem(task.options)}.png"
@@ -286,7 +288,7 @@ def compared(ours: float, theirs: float) -> str:
 
 
 def stem(options: argparse.Namespace) -> str:
-    """What tells one run's files from another's: "fsdp-dp2", "virtual-dp2-tp4"."""
+    """The part of file names that identifies a run: "fsdp-dp2", "virtual-dp2-tp4"."""
     plan = [options.plan] if "plan" in options else []
     kind = ["virtual"] if options.virtual else []
     axes = [f"{name}{size}" for name, size in (options.virtual or options.mesh).items()]
@@ -294,7 +296,7 @@ def stem(options: argparse.Namespace) -> str:
 
 
 def axes_of(text: str) -> dict[str, int]:
-    """``"dp=2,tp=4"`` as a mesh's axes."""
+    """The axes of a mesh, from ``"dp=2,tp=4"``."""
     try:
         return {name: int(size) for name, size in (part.split("=") for part in text.split(","))}
     except ValueError:
@@ -302,26 +304,26 @@ def axes_of(text: str) -> dict[str, int]:
 
 
 def options(about: str | None) -> argparse.ArgumentParser:
-    """The options that every training example has; the first line of its docstring on top."""
+    """The options that all training examples have; `about` is the docstring of the example."""
     parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--mesh", type=axes_of, help="axes over torchrun's processes: dp=2,tp=1")
     where.add_argument("--virtual", type=axes_of, help="axes over ranks inside this process")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--batch", type=int, default=512, help="windows in a step")
-    parser.add_argument("--lr", type=float, default=4e-3)
-    parser.add_argument("--decay", type=float, default=1e-2, help="of weights, in AdamW")
+    parser.add_argument("--lr", type=float, default=4e-3, help="the peak learning rate")
+    parser.add_argument("--decay", type=float, default=1e-2, help="AdamW's weight decay")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--validate", type=int, default=4096, help="windows of held-out text")
-    parser.add_argument("--sample", type=int, default=240, help="bytes to go on with")
-    parser.add_argument("--backend", default="eager", help="of jit; inductor compiles first")
-    # More threads than free cores cost far more than they bring: torch's threads spin while waiting.
-    parser.add_argument("--threads", type=int, default=1, help="of torch, in each process")
+    parser.add_argument("--sample", type=int, default=240, help="bytes to generate")
+    parser.add_argument("--backend", default="eager", help="jit's backend; inductor compiles first")
+    # More threads than free cores slow everything down: torch's threads spin while they wait.
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads in each process")
     parser.add_argument("--timeout", type=float, default=20.0, help="seconds to wait for a rank")
     parser.add_argument("--save", type=Path, metavar="DIR", help="write checkpoints to DIR/step-…")
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints")
-    parser.add_argument("--resume", type=Path, metavar="DIR", help="go on from the last of DIR")
-    parser.add_argument("--out", type=Path, default=Path("out"))
+    parser.add_argument("--resume", type=Path, metavar="DIR", help="start from DIR's last checkpoint")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of pictures")
     _fail.options(parser)
     return parser
 
@@ -329,9 +331,9 @@ def options(about: str | None) -> argparse.ArgumentParser:
 def run(
     name: str, options: argparse.Namespace, model: Model, recipe: Recipe, axes: tuple[str, ...]
 ) -> None:
-    """All of an example: the job, the mesh, the sharded run, the report.
+    """Run an example: the job, the mesh, the sharded run, the report.
 
-    `axes` are those that the recipe names; where the user has not said how many ranks, it is one.
+    `axes` are the axes that the recipe names; those that the user did not give have size one.
     """
     torch.set_num_threads(options.threads)
     with _job.job(name, options.timeout) as here:

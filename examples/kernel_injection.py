@@ -1,16 +1,16 @@
-"""A kernel is put into a module from outside: one operation of it, then a run of its layers.
+"""Kernels put into a module from outside: in place of one operation, then of a run of layers.
 
     python examples/kernel_injection.py
     python examples/kernel_injection.py --size 2048 --compiler inductor
 
-Linear – LayerNorm – ReLU – Linear, of which the LayerNorm normalises its whole input at once, over two
-dims. The module does not change, and what is put into it is said in one line each:
+The module is Linear – LayerNorm – ReLU – Linear, whose LayerNorm normalizes its whole input, over two
+dims. The module itself is not changed; a replacement is one line:
 
-    fuse(fn, layer_norm, spread)                            # wherever there are such operations
-    replaced(module, ["0", "1", "2"], linear_norm_relu)     # whatever these layers do, by their weights
+    fuse(fn, layer_norm, spread)                            # operations that match a pattern
+    replaced(module, ["0", "1", "2"], linear_norm_relu)     # layers, by a function of their weights
 
-Each is compared with the module, and timed against it: which of them is the fastest depends on sizes and
-device, and is left to the measurement. A picture of the times is left in out/.
+Each is compared with the module and timed against it; which one is the fastest depends on sizes and
+device. A picture of the times is saved in out/.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RUN = ["0", "1", "2"]
 
 
 def module_of(n: int) -> nn.Sequential:
-    """A model of inputs [n, n], with random scale and shift: ones and zeros would test nothing."""
+    """The model, for inputs [n, n]; scale and shift are random: ones and zeros would hide errors."""
     norm = nn.LayerNorm([n, 2 * n])
     nn.init.normal_(norm.weight, 1, 0.1)
     nn.init.normal_(norm.bias, 0, 0.1)
@@ -42,8 +42,8 @@ def module_of(n: int) -> nn.Sequential:
 
 
 # -- patterns ----------------------------------------------------------------------------------------
-# Plain functions; a literal with the default "..." may be any number. The dims say how shard may split
-# what was found: not by those that are "whole", as here all of those that the moments are sums over.
+# Plain functions; a parameter with the default "..." matches any number. The dims say how shard may
+# split a match: not along dims under "whole", here those over which mean and variance are taken.
 
 
 def norm(x: Tensor, w: Tensor, b: Tensor, eps: Any = ...) -> Tensor:
@@ -60,18 +60,18 @@ three_layers = Pattern(
 )
 
 
-# -- what is put in its place -------------------------------------------------------------------------
+# -- replacements -------------------------------------------------------------------------------------
 
 
 def spread(x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
-    """By operations that share out any tensor: what is one row, torch's own gives to one core."""
+    """The norm by operations that use all cores; torch's own gives a row, here all of x, to one core."""
     centred = x - x.mean((-2, -1), keepdim=True)
     variance = centred.square().mean((-2, -1), keepdim=True)
     return torch.addcmul(b, centred * torch.rsqrt(variance + eps), w)
 
 
 def linear_norm_relu(params: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """Three layers as one function of their weights."""
+    """The three layers as one function of their weights."""
     hidden = F.linear(x, params["0.weight"], params["0.bias"])
     return spread(hidden, params["1.weight"], params["1.bias"], 1e-5).relu()
 
@@ -81,7 +81,7 @@ def linear_norm_relu(params: Mapping[str, Tensor], x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Timed:
-    """A spelling's greatest difference from the module's result, and its seconds, round by round."""
+    """The largest difference of a variant from the module's result, and its seconds in each round."""
 
     name: str
     difference: float
@@ -92,8 +92,8 @@ class Timed:
         return statistics.quantiles(self.seconds, n=4, method="inclusive")
 
 
-def spellings(module: nn.Module, compiler: str) -> dict[str, Callable[..., Tensor]]:
-    """The module, and everything that is to be the same."""
+def variants(module: nn.Module, compiler: str) -> dict[str, Callable[..., Tensor]]:
+    """The module, and all replacements that must compute the same."""
     fn, _ = functionalize(module)
     block, _ = functionalize(replaced(module, RUN, linear_norm_relu))
     return {
@@ -108,52 +108,55 @@ def spellings(module: nn.Module, compiler: str) -> dict[str, Callable[..., Tenso
 def measure(
     runs: Mapping[str, Callable[..., Tensor]], args: Sequence[Any], rounds: int
 ) -> list[Timed]:
-    """In turns, so that what disturbs one disturbs all. What the first call compiles is not timed."""
+    """Compare and time the variants, in turns, so that a disturbance affects all of them alike.
+
+    The first calls, which compile, are not timed.
+    """
     programs = {name: jit(run, backend="eager") for name, run in runs.items()}
-    expected, found = runs["native"](*args), []
+    expected, rows = runs["native"](*args), []
     for name, program in programs.items():
         difference = float((program(*args) - expected).abs().max())
-        assert difference < 1e-5, f"{name}: {difference} from the module's"
-        found.append(Timed(name, difference, []))
+        assert difference < 1e-5, f"{name}: differs by {difference} from the module"
+        rows.append(Timed(name, difference, []))
     for _ in range(rounds):
-        for row, program in zip(found, programs.values(), strict=True):
+        for row, program in zip(rows, programs.values(), strict=True):
             began = now(expected)
             program(*args)
             row.seconds.append(now(expected) - began)
-    return found
+    return rows
 
 
 def now(tensor: Tensor) -> float:
-    """The time when everything that was asked of the device is done."""
+    """The time, taken when the tensor's device has no work left."""
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
     return time.perf_counter()
 
 
-def table(found: Sequence[Timed]) -> str:
+def table(rows: Sequence[Timed]) -> str:
     lines = [f"{'':40}{'difference':>12}{'ms: quartile':>14}{'median':>10}{'quartile':>10}"]
-    for row in found:
+    for row in rows:
         low, middle, high = (1e3 * q for q in row.quartiles)
         lines.append(f"{row.name:40}{row.difference:12.1e}{low:14.3f}{middle:10.3f}{high:10.3f}")
     return "\n".join(lines)
 
 
-def draw(path: Path, found: Sequence[Timed], title: str) -> None:
-    """Every call a point, in order; the box is from quartile to quartile, the line the median."""
+def draw(path: Path, rows: Sequence[Timed], title: str) -> None:
+    """Save a picture: a point for each call, in order, boxes from quartile to quartile, and medians."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 5), layout="constrained")
-    times = [[1e3 * s for s in row.seconds] for row in found]
+    times = [[1e3 * s for s in row.seconds] for row in rows]
     for place, column in enumerate(times, 1):
         spread = torch.linspace(-0.2, 0.2, len(column)).tolist()
         axes.plot([place + s for s in spread], column, ".", color="0.7", markersize=3, zorder=0)
     axes.boxplot(times, showfliers=False, widths=0.5)
-    axes.set_xticks(range(1, len(found) + 1), [row.name.replace(", ", ",\n", 1) for row in found])
+    axes.set_xticks(range(1, len(rows) + 1), [row.name.replace(", ", ",\n", 1) for row in rows])
     axes.tick_params(axis="x", labelsize=8)
-    top = max(row.quartiles[2] for row in found)
+    top = max(row.quartiles[2] for row in rows)
     axes.set(ylabel="one call, ms", ylim=(0, 1.6e3 * top), title=title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
@@ -163,13 +166,13 @@ def draw(path: Path, found: Sequence[Timed], title: str) -> None:
 def main(argv: list[str] | None = None) -> None:
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--size", type=int, default=2048 if cuda else 256, help="features in")
+    parser.add_argument("--size", type=int, default=2048 if cuda else 256, help="input features")
     parser.add_argument("--rounds", type=int, default=100, help="how often each is timed")
     parser.add_argument("--plot", type=Path, default=Path("out/kernel_injection.png"))
-    # A compiler's first call takes a while, and on a CPU it is asked for large tensors only.
+    # Compiling takes a while, and on a CPU kernels are compiled for large tensors only.
     parser.add_argument("--compiler", choices=("eager", "inductor"), default="eager")
-    # More threads than free cores cost far more than they bring: torch's threads spin while waiting.
-    parser.add_argument("--threads", type=int, default=1, help="of torch")
+    # More threads than free cores slow everything down: torch's threads spin while they wait.
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     options = parser.parse_args(argv)
     torch.set_num_threads(options.threads)
 
@@ -178,20 +181,20 @@ def main(argv: list[str] | None = None) -> None:
     module = module_of(n).to(device)
     fn, params = functionalize(module)
     args = params, torch.randn(n, n, device=device)
-    print(f"1. What the module does:\n\n{trace(fn)(*args)}\n")
+    print(f"1. The program of the module:\n\n{trace(fn)(*args)}\n")
 
-    runs = spellings(module, options.compiler)
-    print("2. What is found in it, and what runs there instead:\n")
+    runs = variants(module, options.compiler)
+    print("2. The matches in it, and what runs in their place:\n")
     for name, run in runs.items():
         if isinstance(run, Transformed):
             print(f"{name}\n{run.lower(*args).kernels}\n")
     kept = replaced(module, RUN, linear_norm_relu).state_dict(keep_vars=True)
     assert all(kept[k] is v for k, v in module.state_dict(keep_vars=True).items())
 
-    found = measure(runs, args, options.rounds)
+    rows = measure(runs, args, options.rounds)
     print(f"3. Equal to five decimals, with the same weights; {options.rounds} calls of each:\n")
-    print(table(found))
-    draw(options.plot, found, f"Linear – LayerNorm([{n}, {2 * n}]) – ReLU – Linear, {device}")
+    print(table(rows))
+    draw(options.plot, rows, f"Linear – LayerNorm([{n}, {2 * n}]) – ReLU – Linear, {device}")
     print(f"\ntimes of all calls: {options.plot}")
 
 

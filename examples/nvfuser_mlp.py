@@ -1,12 +1,12 @@
-"""Tensor parallelism in bf16, found from the weights alone: the MLP of nvFuser's tests.
+"""Tensor parallelism in bf16, derived from the specs of the weights: the MLP of nvFuser's tests.
 
     python examples/nvfuser_mlp.py                          # two ranks inside this process
     torchrun --nproc-per-node 2 examples/nvfuser_mlp.py     # two processes
 
-Two weights and a bias are split; where the activations are, the broadcast bias, GELU's float32 inside
-and the mask of a dropout follow from that. nvFuser's own test allows an absolute error of 6. Here small
-integers make every sum exact in bf16, in any order, so that the comparison is equality; and with real
-weights the error is compared with what one device makes of the same function in bf16.
+Only the parameters are given specs; the layouts of activations, of GELU's float32 intermediates and of
+the dropout mask follow. nvFuser's own test allows an absolute error of 6. Here a first run takes small
+integers, whose sums are exact in bf16 in any order, and must equal float64 exactly. A second run takes
+normal weights, and its error must be at most twice that of one device in bf16.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SPECS = {"w0": P("tp", None), "b0": P("tp"), "w1": P(None, "tp"), "b1": P()}
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU by tanh, in float32 inside."""
+    """GELU in its tanh approximation, computed in float32."""
     return nn.gelu(x.float(), "tanh").to(x.dtype)
 
 
 def mlp(act: Callable[[Tensor], Tensor], params: Params, x: Tensor, key: Tensor) -> list[Tensor]:
-    """All four values of interest."""
+    """The four values that are compared."""
     y1 = nn.linear(x, params["w0"], params["b0"])
     hidden = act(y1)
     y2 = nn.linear(hidden, params["w1"], params["b1"])
@@ -40,7 +40,7 @@ def mlp(act: Callable[[Tensor], Tensor], params: Params, x: Tensor, key: Tensor)
 
 
 def drawn(rows: int, width: int, std: float) -> tuple[Params, Tensor]:
-    """Normal weights in bf16, and an input."""
+    """Normally distributed parameters and input in bf16."""
     keys = random.split(random.key(0), 5).unbind()
     shapes = {
         "w0": (4 * width, width),
@@ -48,32 +48,32 @@ def drawn(rows: int, width: int, std: float) -> tuple[Params, Tensor]:
         "w1": (width, 4 * width),
         "b1": (width,),
     }
-    drawn = zip(shapes.items(), keys, strict=False)
-    params = {k: nn.init_normal(key, shape, std, torch.bfloat16) for (k, shape), key in drawn}
+    items = zip(shapes.items(), keys, strict=False)
+    params = {k: nn.init_normal(key, shape, std, torch.bfloat16) for (k, shape), key in items}
     return params, random.normal(keys[4], (rows, width), torch.bfloat16)
 
 
 def small(values: Params) -> Params:
-    """Integers in place of normal numbers: mostly 0, else ±1. Their sums stay below 256."""
+    """Integers in place of normal numbers, mostly 0 and otherwise ±1: their sums stay below 256."""
     return {k: v.sign() * (v.abs() > 1.5 * v.float().std()) for k, v in values.items()}
 
 
 def wide(params: Params, x: Tensor) -> tuple[Params, Tensor]:
-    """The same in float64."""
+    """The parameters and the input in float64."""
     return {k: v.double() for k, v in params.items()}, x.double()
 
 
 def run(mesh: Mesh, params: Params, x: Tensor, act: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """The four values from the mesh; prints where they are and what was sent."""
+    """The four values, computed on the mesh; prints their specs and the collectives."""
     fn = shard(functools.partial(mlp, act), mesh)
     placed = place(params, mesh, SPECS)
     plan = fn.lower(placed, x, KEY).collectives
     assert [(c.kind, c.axes, c.dtype) for c in plan] == [("all_reduce", ("tp",), torch.bfloat16)]
-    found = fn(placed, x, KEY)
-    specs = [value.spec for value in found]
+    values = fn(placed, x, KEY)
+    specs = [value.spec for value in values]
     print(f"{plan}\n\n{', '.join(f'{k} {v}' for k, v in zip(NAMES, specs, strict=True))}\n")
     assert [spec.axes for spec in specs] == [("tp",), ("tp",), (), ()]
-    return [value.full() for value in found]
+    return [value.full() for value in values]
 
 
 def main(rows: int = 64, width: int = 128) -> None:
@@ -94,7 +94,7 @@ def main(rows: int = 64, width: int = 128) -> None:
             a, b, c = values
             mine, theirs = (float((value - c).abs().max()) for value in (a, b))
             print(f"{name:21} {mine:9.2e}    {theirs:9.2e}")
-            # The sum over ranks is taken in bf16 too: two roundings where one device has one.
+            # The sum over ranks is rounded to bf16 as well: two roundings instead of one.
             assert mine <= 2 * theirs
 
 

@@ -1,11 +1,11 @@
-"""nn.Modules by a plan: names of modules to styles, as in PyTorch's parallelize_module.
+"""nn.Modules sharded by a plan from module names to styles, as in PyTorch's parallelize_module.
 
     python examples/parallelize_plan.py                          # ranks inside this process
     torchrun --nproc-per-node 4 examples/parallelize_plan.py     # four processes
 
 `functionalize` makes a pure function of the module; `parallelize` turns a plan into specs of its
-parameters and of the activations between them. The module is not touched, and the specs are data: print
-them, change them, compare them. A plan that cannot be meant says so, all of it at once.
+parameters and of the activations between layers. The module is not changed, and the specs are data that
+can be printed, changed and compared. A wrong plan raises one error that lists all its mistakes.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ class Block(nn.Module):
 
 
 def tower(width: int, linears: int) -> nn.Module:
-    """Linears one after the other."""
+    """A sequence of linears, each followed by tanh."""
     return nn.Sequential(
         *[layer for _ in range(linears) for layer in (nn.Linear(width, width), nn.Tanh())]
     )
 
 
 def compare(title: str, module: nn.Module, x: Tensor, mesh: Mesh, plan: Mapping[str, Style]) -> str:
-    """Run a module by a plan: prints what it says and sends, returns the forward's collectives."""
+    """Run a module by a plan: print its specs and collectives, and return those of the forward."""
     fn, params = functionalize(module)
     specs, pins = parallelize(fn, mesh, plan, axis="tp", batch="dp")
     run = shard(fn, mesh, constrain_at=pins)
@@ -78,23 +78,23 @@ def main(width: int = 64) -> None:
     blocks, x = nn.Sequential(Block(width), Block(width)), torch.randn(4, 6, width)
     with mesh_of(dp=2, tp=2) as mesh:
         by_name: dict[str, Style] = {"*.l1": Colwise(), "*.l2": Rowwise()}
-        found = compare("By name: columns, then rows", blocks, x, mesh, by_name)
-        assert found == "2 all_reduce over tp"
+        collectives = compare("By name: columns, then rows", blocks, x, mesh, by_name)
+        assert collectives == "2 all_reduce over tp"
 
         by_position = {
             "*.norm": SequenceParallel(),
             "*.l1": Colwise(),
             "*.l2": Rowwise(output_layouts=1),
         }
-        found = compare("The same, norms split by position", blocks, x, mesh, by_position)
-        assert found == "2 all_gather over tp, 2 psum_scatter over tp"
+        collectives = compare("The same, norms split by position", blocks, x, mesh, by_position)
+        assert collectives == "2 all_gather over tp, 2 psum_scatter over tp"
 
-        # Five linears are two pairs; the odd last one is left alone.
-        found = compare("In pairs", tower(width, 5), x, mesh, {"": Pairwise()})
-        assert found == "2 all_reduce over tp"
+        # Five linears are two pairs; the last one stays replicated.
+        collectives = compare("In pairs", tower(width, 5), x, mesh, {"": Pairwise()})
+        assert collectives == "2 all_reduce over tp"
 
-        print("\nA plan that cannot be meant:\n")
-        # "columns" is no style, and a type checker says so, too.
+        print("\nA wrong plan:\n")
+        # "columns" is not a style, which a type checker reports as well.
         wrong = {"*.l3": Colwise(), "*.norm": Rowwise(), "*.l1": "columns"}
         try:
             parallelize(functionalize(blocks)[0], mesh, wrong)  # type: ignore[arg-type]

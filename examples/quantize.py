@@ -1,4 +1,4 @@
-"""quantize(fn): inputs whose paths match are rounded; gradients pass straight through the rounding.
+"""quantize(fn): rounds the inputs whose paths match; gradients pass straight through the rounding.
 
 Source: Bengio et al. 2013 (arXiv:1308.3432), straight-through estimator.
 """

@@ -1,4 +1,4 @@
-"""Sequence parallelism on three ranks, where nothing divides evenly: ten steps of AdamW.
+"""Sequence parallelism on three ranks, which do not divide the weights evenly: ten steps of AdamW.
 
     python examples/sequence_parallel.py                         # three ranks inside this process
     torchrun --nproc-per-node 3 examples/sequence_parallel.py    # three processes
@@ -7,8 +7,8 @@ Activations are split by position, weights by hidden features: 32 over 3 ranks a
 the linears every rank has all positions of its own features, so the input is gathered once and the
 output scattered once; the backward mirrors them. PyTorch's own example of this model raises on 3 ranks.
 
-A profiler's trace of every rank is left in out/; https://ui.perfetto.dev and TensorBoard show it. Scopes
-and collectives have the plan's names there: "all_gather over tp, first forward".
+A profiler trace of every rank is saved in out/, for https://ui.perfetto.dev or TensorBoard. Scopes and
+collectives have the plan's names in it: "all_gather over tp, first forward".
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def step(params: Params, state: Any, x: Tensor, target: Tensor) -> tuple[Params,
 SHAPES = {"w1": (32, 10), "b1": (32,), "w2": (5, 32), "b2": (5,)}
 SPECS = {"w1": P("tp", None), "b1": P("tp"), "w2": P(None, "tp"), "b2": P()}
 BY_POSITION = P(None, "tp")
-# Said, not found: to gather these tiny weights would move fewer bytes and is what a free plan does.
+# A constraint: without it the plan would gather these tiny weights, which moves fewer bytes.
 PINS = {"hidden": P(None, None, "tp")}
 
 
@@ -63,8 +63,8 @@ def train(fn: Any, params: Any, x: Any, target: Any, steps: int) -> list[float]:
 
 def main(steps: int = 10, out: Path = Path("out")) -> None:
     keys = random.split(random.key(0), 6).unbind()
-    drawn = zip(SHAPES.items(), keys, strict=False)
-    params = {k: nn.init_normal_fan_in(key, shape, 1.0) for (k, shape), key in drawn}
+    items = zip(SHAPES.items(), keys, strict=False)
+    params = {k: nn.init_normal_fan_in(key, shape, 1.0) for (k, shape), key in items}
     x, target = random.normal(keys[4], (4, 12, 10)), random.normal(keys[5], (4, 12, 5))
     with mesh_of(tp=3) as mesh:
         placed = place(params, mesh, SPECS)
@@ -72,13 +72,13 @@ def main(steps: int = 10, out: Path = Path("out")) -> None:
 
         forward = shard(mlp, mesh, out_specs=BY_POSITION, constrain_at=PINS)
         plan = forward.lower_joint(placed, data[0]).collectives
-        print(f"What a forward and a backward send over {mesh}:\n\n{plan}\n")
+        print(f"The collectives of a forward and a backward over {mesh}:\n\n{plan}\n")
         expected = [
             ("forward", "all_gather"),  # of x
             ("forward", "psum_scatter"),  # the output
             ("backward", "all_gather"),  # of the output's cotangent
             ("backward", "psum_scatter"),  # the gradient of x
-            ("backward", "all_reduce"),  # the gradient of b2, which every rank has
+            ("backward", "all_reduce"),  # the gradient of b2, which is replicated
         ]
         assert sorted((c.phase, c.kind) for c in plan) == sorted(expected)
 
@@ -88,9 +88,9 @@ def main(steps: int = 10, out: Path = Path("out")) -> None:
         rank = 0 if mesh.coords is None else mesh.rank_of(mesh.coords)
         out.mkdir(parents=True, exist_ok=True)
         trace.export_chrome_trace(str(out / f"sequence_parallel-rank{rank}.json"))
-        named = Counter(event.name for event in trace.events())
-        sends = Counter(c.title for c in run.lower(placed, OPTIMIZER.init(placed), *data).collectives)
-        assert all(named[title] == steps * count for title, count in sends.items())
+        traced = Counter(event.name for event in trace.events())
+        planned = Counter(c.title for c in run.lower(placed, OPTIMIZER.init(placed), *data).collectives)
+        assert all(traced[title] == steps * count for title, count in planned.items())
 
         theirs = train(step, params, x, target, steps)
         print("step     three ranks  one device")

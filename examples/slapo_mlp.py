@@ -1,12 +1,12 @@
-"""How a model runs is said beside it: an MLP on two devices, Slapo's first tutorial.
+"""Tensor parallelism specified outside of the model: an MLP on two devices, Slapo's first tutorial.
 
     python examples/slapo_mlp.py                          # two ranks inside this process
     torchrun --nproc-per-node 2 examples/slapo_mlp.py     # two processes
 
-Slapo (Chen et al., arXiv:2302.08005) takes a schedule: split the first linear by its outputs and the
-second by its inputs, synchronise after the one in the forward and after the other in the backward; a
-synchronisation that is forgotten is a wrong number. Here the schedule is where the weights live, and the
-synchronisations follow from it. They follow in any order in which transforms are stacked, too.
+In Slapo (Chen et al., arXiv:2302.08005) a schedule splits the first linear by its outputs and the second
+by its inputs, and adds a synchronization to the forward and one to the backward; where one is forgotten,
+the result is wrong. Here the specs of the weights are the schedule, and the synchronizations are derived
+from them, in whatever order the transforms are stacked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SPECS = {"w1": P("tp", None), "b1": P("tp"), "w2": P(None, "tp"), "b2": P()}
 
 
 def fresh(name: str, key: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The value of a new parameter."""
+    """The initial value of a parameter."""
     return nn.init_normal(key, shape, shape[-1] ** -0.5, dtype)
 
 
@@ -39,24 +39,24 @@ def main(width: int = 1024, rows: tuple[int, ...] = (2, 512)) -> None:
     shapes = {"w1": (width, width), "b1": (width,), "w2": (width, width), "b2": (width,)}
     empty = {name: ShapeDtype(shape) for name, shape in shapes.items()}
     with mesh_of(tp=2) as mesh:
-        # No rank ever holds a whole weight, and yet the values are one device's.
+        # No rank ever holds a whole weight, but the values are the same as on one device.
         params = initialize(fresh, empty, mesh, SPECS, random.key(0))
         x = random.normal(random.key(1), (*rows, width))
         run = shard(mlp, mesh, out_specs=P())
 
         plan = run.lower_joint(params, x).collectives
-        print(f"What a forward and a backward send over {mesh}:\n\n{plan}\n")
+        print(f"The collectives of a forward and a backward over {mesh}:\n\n{plan}\n")
         assert [(c.phase, c.kind, c.axes) for c in plan] == [
             ("forward", "all_reduce", ("tp",)),
             ("backward", "all_reduce", ("tp",)),
         ]
-        # The second one is for the gradient of x: who does not ask for it does not pay for it.
+        # The second one is for the gradient of x, and is left out if that is not needed.
         assert len(run.lower_joint(params, x, argnums=0).collectives) == 1
 
-        print("Against one device in float64; eager is what one device makes of it in float32:\n")
+        print("Errors against one device in float64; eager is one device in float32:\n")
         print(verify(run, mlp, params, x))
 
-        print("\nThe same in other orders, the largest error of each:\n")
+        print("\nOther stacks of transforms, and the largest error of each:\n")
         compiled = functools.partial(jit, backend="eager")  # "inductor" takes some seconds more
         whole = functools.partial(shard, mesh=mesh, out_specs=P())
         gradient = torch.func.grad(lambda params, x: mlp(params, x).square().mean())

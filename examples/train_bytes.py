@@ -1,13 +1,13 @@
-"""Train a byte-level language model on real English, on any mesh; the model knows nothing of it.
+"""Train a byte-level language model on real English text, on any mesh, by a function for one device.
 
     torchrun --nproc-per-node 2 examples/train_bytes.py --mesh tp=2
     torchrun --nproc-per-node 2 examples/train_bytes.py --mesh dp=2
     python examples/train_bytes.py --virtual dp=2,tp=4
 
-The model, in `_model.py`, is written for one device, and so is the step that trains it. `recipe` says
-which axis of the mesh splits which dimension of which parameter (Megatron's way: columns up, rows down);
-everything else, the collectives first of all, follows from that. In the end the same function is
-trained again on one device.
+The model, in `_model.py`, is written for one device, and so is the training step. `recipe` says which
+mesh axis splits which dim of each parameter (as in Megatron-LM, `up` by its outputs, `down` by its
+inputs); the collectives and all other layouts follow. At the end the same function is trained on one
+device, for comparison.
 """
 
 from __future__ import annotations

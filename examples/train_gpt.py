@@ -1,12 +1,11 @@
-"""Train a GPT-2 over bytes on real English, by any of the known recipes; the model knows of none.
+"""Train a byte-level GPT-2 on real English text, by any of the standard parallelism schemes.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --mesh tp=2 --plan tp+sp
     torchrun --nproc-per-node 2 examples/train_gpt.py --mesh dp=2 --plan fsdp
     python examples/train_gpt.py --virtual dp=2,tp=2 --plan fsdp+tp
 
-The model is plain functions for one device. A recipe is data: the specs of its parameters, of its batch,
-and, for sequence parallelism, of the one activation that the model has given a name. Tensor, sequence,
-data and fully sharded data parallelism differ in nothing else.
+The model is plain functions for one device. A scheme is only data, here called a recipe: the specs of the
+parameters, of the batch, and, for sequence parallelism, of the one activation that the model labels.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from torchard import P, name, nn, random, scope
 
 @dataclass(frozen=True)
 class Size:
-    """How big the model is.
+    """The sizes of the model.
 
     Attributes:
-        context: how many bytes it sees.
-        width: of the residual stream.
-        heads: of attention, which share the width.
-        layers: how many blocks.
-        tied: whether the embedding is also the output's weight.
+        context: the number of bytes that it sees.
+        width: the width of the residual stream.
+        heads: the number of attention heads, which share the width.
+        layers: the number of blocks.
+        tied: whether the embedding is also the weight of the output.
     """
 
     context: int = 32
@@ -48,7 +47,7 @@ class Size:
 
 
 def init(size: Size, key: Tensor) -> Params:
-    """Parameters; as in GPT-2, what adds to the residual stream starts smaller the more there are."""
+    """The initial parameters; as in GPT-2, layers that add to the residual stream have a smaller gain."""
     keys = iter(random.split(key, 3 + 4 * size.layers).unbind())
     width, adding = size.width, (2 * size.layers) ** -0.5
 
@@ -88,7 +87,7 @@ def norm(p: Params, x: Tensor) -> Tensor:
 
 
 def attention(size: Size, p: Params, x: Tensor) -> Tensor:
-    """Causal self-attention of x [batch, position, width]."""
+    """Causal self-attention on x [batch, position, width]."""
     q, k, v = linear(p["qkv"], x).chunk(3, -1)
     q, k, v = (t.unflatten(-1, (size.heads, -1)).transpose(1, 2) for t in (q, k, v))
     mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -100,7 +99,7 @@ def mlp(p: Params, x: Tensor) -> Tensor:
 
 
 def logits(size: Size, params: Params, context: Tensor) -> Tensor:
-    """Bytes [batch, n ≤ context] -> [batch, n, 256]: what the byte after each may be."""
+    """The logits [batch, n, 256] of the next byte after each of the bytes [batch, n], n ≤ context."""
     with scope("embedding"):
         places = params["positions"][: context.shape[1]]
         x = name(nn.embedding(params["embedding"], context) + places, "stream")
@@ -113,10 +112,10 @@ def logits(size: Size, params: Params, context: Tensor) -> Tensor:
 
 
 def loss(size: Size, params: Params, batch: Tensor) -> Tensor:
-    """Mean nats per byte: batch int64 [batch, context + 1], each byte asked for after the first."""
-    found = logits(size, params, batch[:, :-1])
+    """The mean nats per byte of windows int64 [batch, context + 1], over all bytes but the first."""
+    scores = logits(size, params, batch[:, :-1])
     with scope("loss"):
-        return nn.cross_entropy(found, batch[:, 1:])
+        return nn.cross_entropy(scores, batch[:, 1:])
 
 
 def predict(size: Size, params: Params, context: Tensor) -> Tensor:
@@ -127,7 +126,7 @@ def predict(size: Size, params: Params, context: Tensor) -> Tensor:
 
 
 def megatron(size: Size, dp: str | None = None) -> Any:
-    """Heads, hidden units and vocabulary split over "tp"; the other dim of all, over `dp`."""
+    """Specs that split heads, hidden units and vocabulary over "tp", and the other dims over `dp`."""
     d = size.width // size.heads
     norm = {"w": P(dp), "b": P(dp)}
     block = {
@@ -152,7 +151,7 @@ def megatron(size: Size, dp: str | None = None) -> Any:
 
 
 def recipes(size: Size) -> dict[str, Recipe]:
-    """What `--plan` may be, over a mesh with the axes "dp" and "tp"."""
+    """The recipes that `--plan` selects, for a mesh with the axes "dp" and "tp"."""
     rows = P("dp")
     by_position = {**megatron(size), "positions": P("tp")}
     return {
@@ -167,10 +166,10 @@ def main(argv: list[str] | None = None) -> None:
     parser = _train.options(__doc__)
     parser.add_argument("--plan", choices=list(recipes(Size())), default="tp")
     parser.add_argument("--context", type=int, default=Size.context, help="bytes in a window")
-    parser.add_argument("--width", type=int, default=Size.width, help="of the residual stream")
+    parser.add_argument("--width", type=int, default=Size.width, help="width of the residual stream")
     parser.add_argument("--heads", type=int, default=Size.heads)
     parser.add_argument("--layers", type=int, default=Size.layers)
-    parser.add_argument("--untied", action="store_true", help="an output weight of its own")
+    parser.add_argument("--untied", action="store_true", help="a separate weight for the output")
     parser.set_defaults(batch=32, lr=5e-3, validate=256)
     options = parser.parse_args(argv)
 
