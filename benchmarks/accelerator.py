@@ -1,17 +1,19 @@
-"""What the Triton kernels gain on a GPU: each against what its bytes allow, and a training step.
+"""The speed of the Triton kernels on a GPU: each against its lower bound of traffic, and a training step.
 
     python benchmarks/accelerator.py              every kernel in bfloat16, then the step
     python benchmarks/accelerator.py NAME ...     only these kernels; "step" is the training step
 
-No result is kept yet: the kernels have been compiled for a GPU and interpreted on a CPU, not timed.
+There are no stored results yet: the kernels have been compiled for a GPU and interpreted on a CPU, not
+timed.
 
-The floor of a kernel is each operand read once and each result written once; its share is of what
-copying moves on the same device. Operands are four times as large as the second-level cache, or more.
-torch.compile and Liger-Kernel (if it is installed) run the kernel's reference, and their own backward
-through autograd: the ratio in a backward's row is that of forward and backward together. Errors are
-norm-wise against float32, over those of eager operations.
+The floor of a kernel is the bytes of its operands, each read once, and of its results, each written
+once. Its bandwidth is also given as a share of that of a copy on the same device. Operands are at least
+four times as large as the second-level cache. torch.compile and Liger-Kernel (if it is installed) run
+the kernel's reference, and their own backward through autograd: the ratio in the row of a backward is
+that of forward and backward together. Errors are norm-wise against float32, divided by those of eager
+operations.
 
-The step is GPT-2 small of HuggingFace in bfloat16, without dropout: gradients and plain descent, by
+The step is HuggingFace's GPT-2 small in bfloat16, without dropout: gradients and plain descent, by
 eager autograd and as jit(fuse(step)).
 """
 
@@ -38,7 +40,7 @@ from torchard.kernels import KERNELS
 from torchard.kernels.execution.optional_backends import Imported, implementation
 
 DEVICE = "cuda"
-# Of rows; a vocabulary; positions and heads of rope, and their dim.
+# The length of rows and of vocabularies; for rope, the numbers of positions and heads, and the head dim.
 HIDDEN, VOCABULARY, POSITIONS, HEADS, HEAD = 4096, 50304, 2048, 32, 128
 LITERALS = {"eps": 1e-5, "threshold": round(0.1 * 2**32)}
 LIGER = {
@@ -49,14 +51,14 @@ LIGER = {
     "softmax": "liger_softmax",
     "swiglu": "liger_swiglu",
 }
-# Of the step.
+# For the training step.
 BATCH, CONTEXT, RATE = 16, 1024, 1e-4
 
 Run = Callable[[], Any]
 
 
 def seconds(run: Run, rounds: int = 20, warmup: int = 5) -> float:
-    """The median of the device's own time."""
+    """The median time by the device's own clock."""
     for _ in range(warmup):
         run()
     pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
@@ -76,7 +78,9 @@ class Case:
     """A kernel or its gradient on the device.
 
     Attributes:
-        run: its implementation. reference: eager operations. args: of both.
+        run: the implementation.
+        reference: the same in eager operations.
+        args: the arguments of both.
     """
 
     name: str
@@ -86,13 +90,13 @@ class Case:
 
     @property
     def bytes(self) -> int:
-        """The floor: what is returned as it was given is not written."""
+        """The floor; a result that shares memory with an argument counts once."""
         results = flat(self.run(*self.args))
-        found = {x.data_ptr(): x.nbytes for x in (*self.args, *results) if x.numel()}
-        return sum(found.values())
+        sizes = {x.data_ptr(): x.nbytes for x in (*self.args, *results) if x.numel()}
+        return sum(sizes.values())
 
     def error(self) -> float:
-        """How far it is from float32, over how far eager operations are."""
+        """The error against float32, divided by that of eager operations."""
         exact = flat(
             self.reference(*(x.float() if x.is_floating_point() else x for x in self.args))
         )
@@ -100,21 +104,21 @@ class Case:
         return distance(ours, exact) / max(distance(eager, exact), 1e-9)
 
 
-def distance(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
-    """Norm-wise, of all values together."""
-    pairs = list(zip(found, exact, strict=True))
-    off = sum(float((a.float() - b).norm()) ** 2 for a, b in pairs)
-    return float((off / sum(float(b.norm()) ** 2 for _, b in pairs)) ** 0.5)
+def distance(values: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
+    """The norm-wise relative error of all values together."""
+    pairs = list(zip(values, exact, strict=True))
+    squares = sum(float((a.float() - b).norm()) ** 2 for a, b in pairs)
+    return float((squares / sum(float(b.norm()) ** 2 for _, b in pairs)) ** 0.5)
 
 
 def elements() -> int:
-    """The number of elements of an operand: half a gigabyte, or four times the cache."""
+    """The number of elements of the largest operand: half a gigabyte, or four times the cache."""
     cache = torch.cuda.get_device_properties(DEVICE).L2_cache_size
     return max(1 << 28, 4 * cache // 2)
 
 
 def inputs_of(pattern: Pattern, count: int) -> list[Tensor]:
-    """Tensors whose dims go together, with so many elements in the largest."""
+    """Inputs for a pattern, with consistent dims; the largest has `count` elements."""
     assert pattern.dims is not None
     sizes = {"d": HIDDEN, "v": VOCABULARY, "h": HEADS, "s": POSITIONS}
     names = {name for dims in pattern.dims.inputs for name in dims}
@@ -124,47 +128,49 @@ def inputs_of(pattern: Pattern, count: int) -> list[Tensor]:
     rows = count // row
     shapes = {"...": (rows,) if "d" in names else (rows, HIDDEN), "n": (rows,), "b": (rows,)}
     draw = torch.Generator(DEVICE).manual_seed(0)
-    found = []
+    inputs = []
     for dims, dtype in zip(pattern.dims.inputs, pattern.dims.dtypes, strict=True):
         shape = [n for name in dims for n in shapes.get(name, (sizes.get(name, 2),))]
         if dtype.is_floating_point:
             dtype = torch.bfloat16
-            found.append(torch.randn(shape, generator=draw, device=DEVICE, dtype=dtype))
+            inputs.append(torch.randn(shape, generator=draw, device=DEVICE, dtype=dtype))
         else:
-            found.append(torch.randint(VOCABULARY, shape, generator=draw, device=DEVICE))
-    return found
+            inputs.append(torch.randint(VOCABULARY, shape, generator=draw, device=DEVICE))
+    return inputs
 
 
 def case_of(kernel: Kernel, count: int) -> Case:
-    given, pattern = implementation(kernel.implementations, DEVICE), kernel.patterns[0]
-    assert given.run is not None
+    """A kernel on the device, with inputs of `count` elements."""
+    chosen, pattern = implementation(kernel.implementations, DEVICE), kernel.patterns[0]
+    assert chosen.run is not None
     literals = {name: LITERALS[name] for name in pattern.literals}
-    run, reference = (functools.partial(f, **literals) for f in (given.run, pattern.fn))
+    run, reference = (functools.partial(f, **literals) for f in (chosen.run, pattern.fn))
     return Case(kernel.name, run, reference, inputs_of(pattern, count))
 
 
-def of_both(fn: Callable[..., Any], args: Sequence[Tensor]) -> Run:
-    """Forward and backward by autograd."""
-    given = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in args]
-    moving = [x for x in given if x.requires_grad]
-    cotangents = [torch.ones_like(x) for x in flat(fn(*given))]
+def forward_and_backward(fn: Callable[..., Any], args: Sequence[Tensor]) -> Run:
+    """A call of fn and its backward by autograd."""
+    inputs = [x.detach().clone().requires_grad_(x.is_floating_point()) for x in args]
+    floating = [x for x in inputs if x.requires_grad]
+    cotangents = [torch.ones_like(x) for x in flat(fn(*inputs))]
 
     def run() -> Any:
-        return torch.autograd.grad(flat(fn(*given)), moving, cotangents, allow_unused=True)
+        return torch.autograd.grad(flat(fn(*inputs)), floating, cotangents, allow_unused=True)
 
     return run
 
 
 def rivals(name: str, forward: Case) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """By what else the reference is run."""
+    """The other implementations of a kernel, by the table's column."""
     yield "compile", torch.compile(forward.reference, dynamic=False)
-    found = liger(LIGER.get(name))
-    if found is not None:
-        more = {"eps": LITERALS["eps"]} if name.endswith("norm") else {}
-        yield "liger", functools.partial(found, **more)
+    function = liger(LIGER.get(name))
+    if function is not None:
+        literals = {"eps": LITERALS["eps"]} if name.endswith("norm") else {}
+        yield "liger", functools.partial(function, **literals)
 
 
 def liger(name: str | None) -> Callable[..., Any] | None:
+    """A function of Liger-Kernel; None if it has none for this kernel or is not installed."""
     try:
         module = importlib.import_module("liger_kernel.transformers.functional")
     except ImportError:
@@ -177,33 +183,36 @@ HEAD_OF_TABLE += ["compile / ours", "liger / ours"]
 
 
 def rows_of(name: str, copying: float) -> Iterator[list[str]]:
-    """Forward and backward of a kernel."""
+    """The rows of a kernel and of its backward."""
     kernel, count = KERNELS[name], elements()
     assert kernel.backward is not None
-    took = 0.0
+    total = 0.0
     forward = case_of(kernel, count)
     for case in (forward, case_of(kernel.backward, count)):
-        mine = seconds(functools.partial(case.run, *case.args))
-        took += mine
-        rate = case.bytes / mine
-        cells = [case.name, f"{case.bytes / 1e9:.2f}", f"{1e3 * mine:.3f}", f"{rate / 1e9:,.0f}"]
+        ours = seconds(functools.partial(case.run, *case.args))
+        total += ours
+        rate = case.bytes / ours
+        cells = [case.name, f"{case.bytes / 1e9:.2f}", f"{1e3 * ours:.3f}", f"{rate / 1e9:,.0f}"]
         cells += [f"{rate / copying:.2f}", f"{case.error():.2f}"]
         ratios = {"compile": "", "liger": ""}
         for rival, fn in rivals(name, forward):
-            whole = functools.partial(fn, *(x.clone() for x in forward.args))
-            run = whole if case is forward else of_both(fn, forward.args)
-            ratios[rival] = f"{seconds(run) / took:.2f}"
+            if case is forward:
+                run: Run = functools.partial(fn, *(x.clone() for x in forward.args))
+            else:
+                run = forward_and_backward(fn, forward.args)
+            ratios[rival] = f"{seconds(run) / total:.2f}"
         yield [*cells, *ratios.values()]
 
 
 def copying() -> float:
-    """Bytes per second that a copy reads and writes."""
+    """The bytes per second that a copy reads and writes."""
     x = torch.empty(elements(), dtype=torch.bfloat16, device=DEVICE)
     y = torch.empty_like(x)
     return 2 * x.nbytes / seconds(lambda: y.copy_(x))
 
 
 def kernels(names: Sequence[str]) -> str:
+    """The table of kernels."""
     rate, rows = copying(), [HEAD_OF_TABLE]
     for name in names:
         rows += rows_of(name, rate)
@@ -231,7 +240,7 @@ def eager_step(model: Any, ids: Tensor) -> Run:
 
 
 def fused_step(model: Any, ids: Tensor) -> tuple[Run, Any]:
-    """And its program."""
+    """The same step as jit(fuse(step)), and its program."""
     fn, params = torchard.functionalize(model)
     params = {name: p.detach().clone() for name, p in params.items()}
 
@@ -239,14 +248,15 @@ def fused_step(model: Any, ids: Tensor) -> tuple[Run, Any]:
         return of_logits(fn(params, ids, use_cache=False).logits, ids)
 
     def step(params: Any) -> Any:
-        slopes = torch.func.grad(loss)(params)
-        return {name: p - RATE * slopes[name] for name, p in params.items()}
+        gradients = torch.func.grad(loss)(params)
+        return {name: p - RATE * gradients[name] for name, p in params.items()}
 
     fused = fuse(step)
     return functools.partial(jit(fused), params), fused.lower(params)
 
 
 def peak(run: Run) -> int:
+    """The most bytes allocated on the device during a run."""
     run()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -256,11 +266,12 @@ def peak(run: Run) -> int:
 
 
 def training_step() -> str:
+    """The table of training steps, and the kernels of the fused one."""
     import transformers
     from torch.utils.flop_counter import FlopCounterMode
 
     model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config())
-    model.to(DEVICE, torch.bfloat16).eval()  # nothing is dropped
+    model.to(DEVICE, torch.bfloat16).eval()  # no dropout
     ids = torch.randint(VOCABULARY - 47, (BATCH, CONTEXT), device=DEVICE)
     eager = eager_step(model, ids)
     with FlopCounterMode(display=False) as counter:
@@ -269,8 +280,8 @@ def training_step() -> str:
     rows = [[f"GPT-2 small, {BATCH} x {CONTEXT}", "ms", "TFLOP/s", "peak, GB"]]
 
     def row(name: str, run: Run) -> None:
-        took = seconds(run)
-        cells = [f"{1e3 * took:.1f}", f"{flops / took / 1e12:.0f}", f"{peak(run) / 1e9:.2f}"]
+        time = seconds(run)
+        cells = [f"{1e3 * time:.1f}", f"{flops / time / 1e12:.0f}", f"{peak(run) / 1e9:.2f}"]
         rows.append([name, *cells])
 
     row("eager", eager)

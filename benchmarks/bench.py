@@ -1,8 +1,8 @@
-"""One table from one run: torchard against tensor parallelism by hand and by DTensor.
+"""Tensor parallelism by torchard, by hand and by DTensor, timed in one run.
 
-    python benchmarks/bench.py            two gloo ranks, one thread each; results/ keeps the table
-    python benchmarks/bench.py --quick    smallest size, few rounds, nothing kept
-    python benchmarks/bench.py --check    only whether all rivals compute the same
+    python benchmarks/bench.py            two gloo ranks, one thread each; the table is saved in results/
+    python benchmarks/bench.py --quick    smallest size, few rounds, nothing saved
+    python benchmarks/bench.py --check    only check that all rivals compute the same
 
 Before anything is timed, the output and every gradient of every rival are compared with one device
 in float64.
@@ -35,12 +35,12 @@ from torchard import Mesh
 
 RANKS = 2
 RESULTS = Path(__file__).parent / "results"
-# Norm-wise, float32 against float64: 16 matmuls deep.
+# Of norm-wise relative errors, float32 against float64, through 16 matmuls.
 TOLERANCE = 1e-5
 
 
 def rivals_of(shape: Shape, mesh: Mesh, compiled: bool) -> list[Rival]:
-    """All of them, each with copies of its own."""
+    """All rivals, each with its own copies of the values."""
     problem = Problem.of(shape)
     return [
         *by_hand.rivals(problem),
@@ -50,15 +50,15 @@ def rivals_of(shape: Shape, mesh: Mesh, compiled: bool) -> list[Rival]:
 
 
 def errors_of(rivals: Sequence[Rival], shape: Shape) -> dict[str, float]:
-    """The worst norm-wise relative error of each rival's output and gradients."""
+    """The largest norm-wise relative error of each rival's output and gradients."""
     expected = reference(shape)
-    found = {}
+    errors = {}
     for rival in rivals:
         values = rival.whole(rival.run())
         if len(values) != len(expected):
             raise AssertionError(f"{rival.name}: {len(values)} values, not {len(expected)}")
-        found[rival.name] = max(map(_error, values, expected))
-    return found
+        errors[rival.name] = max(map(_error, values, expected))
+    return errors
 
 
 def _error(value: Tensor, expected: Tensor) -> float:
@@ -71,17 +71,18 @@ def _error(value: Tensor, expected: Tensor) -> float:
 
 
 def table(timings: dict[Shape, list[Timing]]) -> str:
-    """Medians, quartiles, and how many times as long as the best by hand at each size."""
+    """The table: at each size medians, quartiles, and the ratio to the best rival by hand."""
     head = ["milliseconds, forward + backward"]
     for shape in timings:
         head += [str(shape), "quartiles", "× hand"]
     rows = [head]
     for number, first in enumerate(next(iter(timings.values()))):
         row = [first.name]
-        for ran in timings.values():
-            low, high = (1e3 * q for q in ran[number].quartiles)
-            ratio = ran[number].times(best_by_hand(ran))
-            row += [f"{1e3 * ran[number].median:.2f}", f"{low:.2f}–{high:.2f}", f"{ratio:.2f}"]
+        for at_size in timings.values():
+            timing = at_size[number]
+            low, high = (1e3 * q for q in timing.quartiles)
+            ratio = timing.times(best_by_hand(at_size))
+            row += [f"{1e3 * timing.median:.2f}", f"{low:.2f}–{high:.2f}", f"{ratio:.2f}"]
         rows.append(row)
     return aligned(rows)
 
@@ -92,6 +93,7 @@ def best_by_hand(timings: Sequence[Timing]) -> Timing:
 
 
 def aligned(rows: list[list[str]]) -> str:
+    """The rows as a table; the first one is the head."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -105,28 +107,28 @@ def aligned(rows: list[list[str]]) -> str:
 
 
 def overheads(shape: Shape, mesh: Mesh) -> str:
-    """Planning and calling, as text."""
+    """The cost of planning and of cached calls, as text."""
     bare, lower, first = overhead.planning(shape, mesh)
     lines = [
         f"trace + plan, {shape.layers} layers with gradients: {1e3 * lower:.0f} ms "
         f"({lower / bare:.1f} × bare make_fx, {1e3 * bare:.0f} ms); first call {1e3 * first:.0f} ms",
         "",
     ]
-    rows = [["overhead of a cached call, µs, by leaves"]]
+    rows = [["overhead of a cached call, µs, by number of leaves"]]
     rows[0] += [str(n) for n in overhead.LEAVES] + ["fit"]
     for name, (points, a, b) in overhead.calls(mesh).items():
         fit = f"{1e6 * a:.1f} + {1e6 * b:.2f} per leaf"
         rows.append([name, *(f"{1e6 * t:.1f}" for t in points.values()), fit])
     compare, smallest = overhead.comparing(mesh)
-    text = (
-        f"ranks compare a call in {1e6 * compare:.0f} µs; the smallest all_reduce takes "
+    check = (
+        f"the ranks' check of a call takes {1e6 * compare:.0f} µs; the smallest all_reduce takes "
         f"{1e6 * smallest:.0f} µs"
     )
-    return "\n".join([*lines, aligned(rows), "", text])
+    return "\n".join([*lines, aligned(rows), "", check])
 
 
 def stored() -> str:
-    """What checksums cost, of one process that stores alone."""
+    """The cost of checksums when a single process saves and loads, as text."""
     saving, loading, checksum = overhead.storing()
     size = overhead.STORED / 1e6
     return (
@@ -136,7 +138,7 @@ def stored() -> str:
 
 
 def machine() -> str:
-    """What it ran on."""
+    """The date, the versions and the processor, as text."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -153,16 +155,16 @@ def machine() -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do: which sizes, with the compiled rivals or without, and where the text goes."""
+    """The sizes of a run, whether it has compiled rivals and is timed, and the file for its text."""
 
     shapes: tuple[Shape, ...]
     compiled: bool
     timed: bool
-    keep: Path | None
+    save: Path | None
 
 
 def measure(plan: Plan, mesh: Mesh) -> str:
-    """Everything, as one text."""
+    """Check and time the rivals; all results as one text."""
     timings, worst = {}, 0.0
     for shape in plan.shapes:
         note(f"{shape}: checking, compiling")
@@ -190,16 +192,16 @@ def note(text: str) -> None:
 
 
 def work(rank: int, meeting: str, plan: Plan) -> None:
-    """One rank."""
+    """Run one rank of the benchmark."""
     torch.set_num_threads(1)
     store = dist.FileStore(meeting, RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     text = measure(plan, Mesh({"tp": RANKS}))
     if rank == 0:
         print(text, flush=True)
-        if plan.keep:
-            plan.keep.parent.mkdir(parents=True, exist_ok=True)
-            plan.keep.write_text(text + "\n")
+        if plan.save:
+            plan.save.parent.mkdir(parents=True, exist_ok=True)
+            plan.save.write_text(text + "\n")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -214,19 +216,19 @@ def main() -> None:
     if options.quick or options.check:
         shapes = (replace(SHAPES[0], rounds=30, layers=2 if options.check else 8),)
     compiled = not (options.check or options.no_compile)
-    keep = None
+    save = None
     if not options.quick and not options.check:
-        keep = RESULTS / f"{datetime.date.today()}-torch-{torch.__version__.split('+')[0]}.txt"
-    plan = Plan(shapes, compiled, not options.check, keep)
-    # What compiles must not start more processes than there are cores; threads are one per rank.
+        save = RESULTS / f"{datetime.date.today()}-torch-{torch.__version__.split('+')[0]}.txt"
+    plan = Plan(shapes, compiled, not options.check, save)
+    # One thread per rank, also for compiling: Inductor starts as many processes as there are cores.
     os.environ |= {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         spawn(work, (f"{folder}/meeting", plan), nprocs=RANKS)
     if plan.timed:
         text = stored()
         print(text, flush=True)
-        if plan.keep:
-            with plan.keep.open("a") as file:
+        if plan.save:
+            with plan.save.open("a") as file:
                 file.write(text + "\n")
 
 

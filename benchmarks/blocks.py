@@ -1,4 +1,4 @@
-"""The models whose memory is measured: functions of one device, blocks in scopes, labels on values."""
+"""The models whose memory is measured: functions for one device, with scopes and labels."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ Loss = Callable[[Any, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Model:
-    """A loss of parameters and a batch, and a few of each.
+    """A loss of parameters and a batch, and values of both.
 
     Attributes:
-        name: in the table.
-        make: the loss, each of whose blocks is called through what a function makes of it.
-        params: the point at which the gradient is taken.
-        batch: the other argument.
-        label: of a value in every block.
+        name: its name in the table.
+        make: a function that returns the loss, given a function that wraps each of its blocks.
+        params: the parameters at which the gradient is taken.
+        batch: the batch.
+        label: the label of a value in every block.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Model:
 
     @property
     def arguments(self) -> int:
-        """Bytes of the parameters and the batch."""
+        """The bytes of the parameters and the batch."""
         leaves: list[Tensor] = optree.tree_leaves((self.params, self.batch))
         return sum(t.numel() * t.element_size() for t in leaves)
 
@@ -72,7 +72,7 @@ def _mlp_loss(wrap: Callable[[Block], Block], params: Any, x: Tensor) -> Tensor:
 
 
 def mlp(width: int, rows: int, layers: int = 8) -> Model:
-    """x [rows, width]; each block x + down(gelu(up(x))), four times as wide inside."""
+    """Residual MLPs on x [rows, width]; a block is x + down(gelu(up(x))), four times as wide inside."""
     keys = iter(random.split(random.key(0), 2 * layers + 1).unbind())
 
     def block() -> dict[str, Tensor]:
@@ -95,7 +95,7 @@ def mlp(width: int, rows: int, layers: int = 8) -> Model:
 def _gpt_loss(
     size: train_gpt.Size, wrap: Callable[[Block], Block], params: Any, batch: Tensor
 ) -> Tensor:
-    """`train_gpt.loss`, with a block as a function that can be wrapped."""
+    """`train_gpt.loss`, with each block wrapped."""
 
     def plain(p: Any, x: Tensor) -> Tensor:
         norm = train_gpt.norm
@@ -110,13 +110,13 @@ def _gpt_loss(
         with scope(f"block/{i}"):
             x = block(p, x)
     with scope("head"):
-        found = nn.linear(train_gpt.norm(params["norm"], x), params["embedding"])
+        logits = nn.linear(train_gpt.norm(params["norm"], x), params["embedding"])
     with scope("loss"):
-        return nn.cross_entropy(found, batch[:, 1:])
+        return nn.cross_entropy(logits, batch[:, 1:])
 
 
 def gpt(size: train_gpt.Size, rows: int) -> Model:
-    """The byte-level GPT, over random bytes."""
+    """The byte-level GPT, on random bytes."""
     params = train_gpt.init(size, random.key(0))
     batch = random.randint(random.key(1), (rows, size.context + 1), 0, 256)
     title = f"GPT, {size.layers} layers, width {size.width}, {rows} × {size.context} bytes"

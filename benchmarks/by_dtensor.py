@@ -20,7 +20,7 @@ __all__ = ["rivals"]
 
 
 class Mlp(nn.Module):
-    """One layer."""
+    """A layer of the workload."""
 
     def __init__(self, layer: dict[str, Tensor]) -> None:
         super().__init__()
@@ -33,19 +33,19 @@ class Mlp(nn.Module):
 
 
 def _linear(w: Tensor, b: Tensor) -> nn.Linear:
-    made = nn.Linear(w.shape[1], w.shape[0])
+    linear = nn.Linear(w.shape[1], w.shape[0])
     with torch.no_grad():
-        made.weight.copy_(w)
-        made.bias.copy_(b)
-    return made
+        linear.weight.copy_(w)
+        linear.bias.copy_(b)
+    return linear
 
 
 def rivals(problem: Problem, mesh: DeviceMesh | None, compiled: bool) -> list[Rival]:
-    """DTensor run eagerly, and compiled if requested."""
-    found = [_rival("DTensor, eager", problem, mesh, False)]
+    """DTensor run eagerly, and also compiled if requested."""
+    versions = [_rival("DTensor, eager", problem, mesh, False)]
     if compiled:
-        found.append(_rival("DTensor, torch.compile", problem, mesh, True))
-    return found
+        versions.append(_rival("DTensor, torch.compile", problem, mesh, True))
+    return versions
 
 
 def _rival(name: str, problem: Problem, mesh: DeviceMesh | None, compiled: bool) -> Rival:
@@ -57,13 +57,13 @@ def _rival(name: str, problem: Problem, mesh: DeviceMesh | None, compiled: bool)
     for layer in layers:  # in the order of NAMES
         leaves += [layer.up.weight, layer.up.bias, layer.down.weight, layer.down.bias]
     model = nn.Sequential(*layers)
-    # Static: at the second size dynamic shapes would set in, and torch 2.13 fails on these.
+    # Static shapes: torch.compile would use dynamic ones at the second size, where torch 2.13 fails.
     call = torch.compile(model, dynamic=False) if compiled else model
 
     def run() -> tuple[Tensor, ...]:
         y = call(x)
         grads = torch.autograd.grad(y, leaves, problem.cotangent)
-        # The last layer's all_reduce would otherwise still be on its way.
+        # Otherwise the last layer's all_reduce might not be complete.
         return c10d.wait_tensor.default(y), *grads
 
     return Rival(name, run, _whole)

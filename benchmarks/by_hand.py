@@ -1,12 +1,12 @@
-"""Tensor parallelism written by hand, as Megatron-LM does it, and better than it does it.
+"""Tensor parallelism written by hand, as in Megatron-LM and further optimized.
 
-Three versions, each quicker than the one before where computing outweighs latency:
+Three versions, each faster than the one before where computation outweighs latency:
 
 - ``f/g``: the two conjugate functions of the paper (Shoeybi et al., arXiv:1909.08053, section 3).
 - ``async``: the column-parallel linear of Megatron-LM (LinearWithGradAccumulationAndAsyncCommunication):
   the input gradient's all_reduce runs while the weight's gradient is computed.
-- ``layer``: a whole layer as one autograd.Function, in which *every* gradient of a parameter is
-  computed while that all_reduce runs, and nothing is kept or copied that need not be.
+- ``layer``: a whole layer as one autograd.Function, in which the gradients of *all* parameters are
+  computed while that all_reduce runs, and nothing is saved or copied without need.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 class CopyIn(torch.autograd.Function):
-    """f: the identity; the gradients of all ranks are summed."""
+    """f: the identity, whose backward sums gradients over ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ class CopyIn(torch.autograd.Function):
 
 
 class ReduceOut(torch.autograd.Function):
-    """g: the sum over all ranks; the gradient passes."""
+    """g: the sum over ranks, whose backward is the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class ReduceOut(torch.autograd.Function):
 
 
 class ColumnLinear(torch.autograd.Function):
-    """f and a linear in one, to overlap communication and computation in the backward."""
+    """f followed by a linear, with communication and computation overlapped in the backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class ColumnLinear(torch.autograd.Function):
 
 
 class WholeLayer(torch.autograd.Function):
-    """linear, GELU, linear, all_reduce, bias; tokens flattened to [n, h]."""
+    """A layer (linear, GELU, linear, all_reduce, bias) on tokens flattened to [n, h]."""
 
     @staticmethod
     def forward(
@@ -99,7 +99,7 @@ class WholeLayer(torch.autograd.Function):
         return gx, *grads
 
 
-# torch's `apply` has no types.
+# torch does not annotate `apply`.
 copy_in: Any = CopyIn.apply
 reduce_out: Any = ReduceOut.apply
 column_linear: Any = ColumnLinear.apply
@@ -124,7 +124,7 @@ def _one_function(x: Tensor, layer: Layer) -> Tensor:
 
 
 def rivals(problem: Problem) -> list[Rival]:
-    """All three, each with parameters of its own."""
+    """The three versions, each with its own parameters."""
     versions = {"f/g": _paper, "async": _overlapped, "layer": _one_function}
     return [_rival(f"by hand, {name}", apply, problem) for name, apply in versions.items()]
 

@@ -1,4 +1,4 @@
-"""The same through torchard: the function for one device, sharded, and compiled after that."""
+"""Tensor parallelism by torchard: the function for one device, sharded, and also compiled."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ gradients = torch.func.grad(_inner, argnums=(0, 1), has_aux=True)
 
 
 def placed(problem: Problem, mesh: Mesh) -> Any:
-    """The layers, each parameter where its spec says."""
+    """The layers, placed on the mesh by SPECS."""
     return place(problem.layers, mesh, [SPECS] * len(problem.layers))
 
 
 def rivals(problem: Problem, mesh: Mesh, compiled: bool) -> list[Rival]:
-    """shard; jit of it if asked for; and shard of the forward alone, differentiated by autograd."""
+    """shard; shard of the forward alone, differentiated by autograd; and jit of shard if requested."""
     sharded = shard(gradients, mesh, out_specs=(([SPECS] * len(problem.layers), P()), P()))
-    found = [_rival("torchard, shard", sharded, problem, mesh), _taped(problem, mesh)]
+    versions = [_rival("torchard, shard", sharded, problem, mesh), _by_autograd(problem, mesh)]
     if compiled:
-        found.append(_rival("torchard, jit∘shard", jit(sharded), problem, mesh))
-    return found
+        versions.append(_rival("torchard, jit∘shard", jit(sharded), problem, mesh))
+    return versions
 
 
 def _rival(name: str, run: Any, problem: Problem, mesh: Mesh) -> Rival:
@@ -42,7 +42,7 @@ def _rival(name: str, run: Any, problem: Problem, mesh: Mesh) -> Rival:
     return Rival(name, lambda: run(layers, x, problem.cotangent), _whole)
 
 
-def _taped(problem: Problem, mesh: Mesh) -> Rival:
+def _by_autograd(problem: Problem, mesh: Mesh) -> Rival:
     layers, x = placed(problem, mesh), problem.x.clone().requires_grad_()
     leaves = [x]
     for layer in layers:

@@ -1,4 +1,4 @@
-"""The chains of operations that fusion.py measures: each moves memory and computes little."""
+"""The chains of operations that fusion.py measures, all bound by memory traffic."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from torchard import nn, random
 
 __all__ = ["CHAINS", "Chain"]
 
-# Of rows; a vocabulary and the width before it.
+# The length of rows; the size of a vocabulary, and the width of the layer before it.
 HIDDEN, VOCABULARY, WIDTH = 1024, 16384, 128
 EPS = 1e-5
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A function and what it is called with."""
+    """A function and its arguments."""
 
     name: str
     fn: Callable[..., Any]
@@ -34,7 +34,7 @@ def _drawn(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 
 def _of_rows(name: str, fn: Callable[..., Any], wide: int, narrow: int) -> Callable[[int], Chain]:
-    """fn of `wide` tensors [n, h], then `narrow` ones [h]."""
+    """A chain on `wide` tensors [n, h], then `narrow` tensors [h]."""
 
     def make(elements: int) -> Chain:
         h = min(HIDDEN, elements // 16)
@@ -111,7 +111,7 @@ def _bias_dropout_residual_layer_norm(
 
 
 def _dropped(name: str, fn: Callable[..., Any], narrow: int) -> Callable[[int], Chain]:
-    """fn of [n, h], [h], [n, h], a key, then more of [h]."""
+    """A chain on tensors [n, h], [h] and [n, h], a key, and `narrow` tensors [h]."""
 
     def make(elements: int) -> Chain:
         h = min(HIDDEN, elements // 16)
@@ -127,7 +127,7 @@ def _linear_loss(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
 
 
 def _losses(name: str, fn: Callable[..., Any], product: bool) -> Callable[[int], Chain]:
-    """Of as many logits as there are elements; of a product, of twice as many."""
+    """A loss of `elements` logits; where the logits are a product, of twice as many."""
 
     def make(elements: int) -> Chain:
         v = min(VOCABULARY, elements // 16)

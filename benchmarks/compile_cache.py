@@ -1,7 +1,7 @@
-"""What compiling costs, and what the next process pays: jit beside torch.compile.
+"""The time to compile in a first and in a second process: jit beside torch.compile.
 
-Each rival compiles the loss and gradients of a GPT-2 in a process of its own, twice, with a cache
-directory that starts empty: the second process finds what the first has compiled.
+Each rival compiles the loss and gradients of a GPT-2 in two processes, one after the other, with a cache
+directory that is empty at first: the second process finds what the first has compiled.
 
     python benchmarks/compile_cache.py            12 layers
     python benchmarks/compile_cache.py --quick    2 layers
@@ -31,7 +31,7 @@ RIVALS = ("jit", "torch.compile")
 
 
 def first_call(rival: str, layers: int) -> float:
-    """Seconds from the first call to its result."""
+    """The seconds that the first call takes."""
     size = train_gpt.Size(context=64, width=128, heads=4, layers=layers)
     params = train_gpt.init(size, random.key(0))
     batch = torch.zeros(2, size.context + 1, dtype=torch.int64)
@@ -52,14 +52,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--layers", type=int, default=12)
-    parser.add_argument("--rival", choices=RIVALS, help="run one call of it, and print its seconds")
+    parser.add_argument("--rival", choices=RIVALS, help="make one call of it and print its seconds")
     options = parser.parse_args()
     layers = 2 if options.quick else options.layers
     if options.rival:
         print(first_call(options.rival, layers))
         return
     print(f"first call of loss and gradients, GPT-2 of {layers} layers, seconds")
-    print(f"{'':>14} {'nothing kept':>14} {'next process':>14}")
+    print(f"{'':>14} {'empty cache':>14} {'next process':>14}")
     for rival in RIVALS:
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-W", "ignore", __file__]

@@ -1,13 +1,14 @@
-"""What fuse gains on chains that move memory: eager torch, torch.compile and fuse, side by side.
+"""Chains of operations bound by memory traffic: eager torch, torch.compile and fuse, side by side.
 
-    python benchmarks/fusion.py            16 M elements each; results/ keeps the table
-    python benchmarks/fusion.py --quick    small ones, few rounds, nothing kept
-    python benchmarks/fusion.py NAME ...   only these chains, nothing kept
+    python benchmarks/fusion.py            16 M elements each; the table is saved in results/
+    python benchmarks/fusion.py --quick    small ones, few rounds, nothing saved
+    python benchmarks/fusion.py NAME ...   only these chains, nothing saved
     python benchmarks/fusion.py --huge-pages  all of torch's memory in huge pages
 
-Forward, then forward and backward: the outputs and the gradients of all floating inputs for fixed
-cotangents, each system's own usual way: torch.autograd through what eager torch and torch.compile run,
-torch.func.vjp inside of what fuse runs. All values are compared with eager torch's in float64 first.
+Each chain is timed forward, then forward and backward: the outputs, and the gradients of all floating
+inputs for fixed cotangents. Each system differentiates in its usual way: torch.autograd around eager
+torch and torch.compile, torch.func.vjp inside of fuse. Before anything is timed, all values are compared
+with those of eager torch in float64.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.programs.program import Program
 from torchard.kernels import release
 
-# Norm-wise, of every value, against eager torch in float64.
+# Of norm-wise relative errors against eager torch in float64.
 TOLERANCE = 1e-5
-# What makes torch ask for huge pages for its own memory.
+# The environment variable that makes torch allocate huge pages.
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 FORWARD, BOTH = "forward", "forward + backward"
-# A row is lost where fuse takes longer than this times the faster of the others.
+# The summary counts rows in which fuse takes no longer than this times the faster of the others.
 ALLOWED = 1 / 0.95
 
 Run = Callable[[], Any]
@@ -50,7 +51,7 @@ Run = Callable[[], Any]
 
 @dataclass(frozen=True)
 class Case:
-    """A row: what each system runs, and fuse's program before and after."""
+    """A row: the call of each system, and the program before and after fuse."""
 
     name: str
     rivals: list[Rival]
@@ -58,7 +59,7 @@ class Case:
     after: Program
 
 
-# -- ways to the values -----------------------------------------------------------------------------
+# -- values and gradients ---------------------------------------------------------------------------
 
 
 def flat(value: Any) -> list[Tensor]:
@@ -66,26 +67,26 @@ def flat(value: Any) -> list[Tensor]:
 
 
 def by_autograd(fn: Callable[..., Any], chain: Chain, cotangents: list[Tensor]) -> list[Tensor]:
-    """The outputs, and the gradients of what floats."""
+    """The outputs, and the gradients of floating arguments by autograd."""
     args = [x.detach().requires_grad_(x.is_floating_point()) for x in chain.args]
     outputs = flat(fn(*args))
-    moving = [x for x in args if x.requires_grad]
-    grads = torch.autograd.grad(outputs, moving, cotangents)
+    floating = [x for x in args if x.requires_grad]
+    grads = torch.autograd.grad(outputs, floating, cotangents)
     return [*(x.detach() for x in outputs), *grads]
 
 
 def step_of(chain: Chain) -> Callable[..., Any]:
-    """The same as one function, whose gradients are torch.func's."""
+    """A function of arguments and cotangents that returns outputs and gradients, by torch.func."""
 
     def step(args: tuple[Tensor, ...], cotangents: list[Tensor]) -> Any:
-        moving = [i for i, x in enumerate(args) if x.is_floating_point()]
+        floating = [i for i, x in enumerate(args) if x.is_floating_point()]
 
-        def of_moving(*given: Tensor) -> Any:
-            mixed = dict(zip(moving, given, strict=True))
-            return tuple(flat(chain.fn(*(mixed.get(i, x) for i, x in enumerate(args)))))
+        def of_floating(*values: Tensor) -> Any:
+            by_position = dict(zip(floating, values, strict=True))
+            return tuple(flat(chain.fn(*(by_position.get(i, x) for i, x in enumerate(args)))))
 
-        outputs, pull = torch.func.vjp(of_moving, *(args[i] for i in moving))
-        return [*outputs, *pull(tuple(cotangents))]
+        outputs, pullback = torch.func.vjp(of_floating, *(args[i] for i in floating))
+        return [*outputs, *pullback(tuple(cotangents))]
 
     return step
 
@@ -96,7 +97,7 @@ def cotangents_of(chain: Chain) -> list[Tensor]:
 
 
 def cases_of(chain: Chain) -> list[Case]:
-    """Both rows of a chain."""
+    """The two rows of a chain: forward, and forward with backward."""
     torch.compiler.reset()
     fused = fuse(chain.fn)
     compiled = torch.compile(chain.fn, dynamic=False)
@@ -133,7 +134,7 @@ def rivals(runs: dict[str, Run]) -> list[Rival]:
 
 
 def worst_error(chain: Chain, cases: Sequence[Case]) -> float:
-    """How far any value of any system is from eager torch in float64."""
+    """The largest error of any value of any system, against eager torch in float64."""
     wide = Chain(
         chain.name, chain.fn, tuple(x.double() if x.is_floating_point() else x for x in chain.args)
     )
@@ -142,10 +143,10 @@ def worst_error(chain: Chain, cases: Sequence[Case]) -> float:
     worst = 0.0
     for case in cases:
         for rival in case.rivals:
-            found = flat(rival.run())
-            for value, right in zip(found, expected, strict=False):
-                error = float((value - right).norm() / right.norm())
-                if value.shape != right.shape or not error <= TOLERANCE:
+            values = flat(rival.run())
+            for value, exact in zip(values, expected, strict=False):
+                error = float((value - exact).norm() / exact.norm())
+                if value.shape != exact.shape or not error <= TOLERANCE:
                     raise AssertionError(f"{case.name}, {rival.name}: off by {error:.1e}")
                 worst = max(worst, error)
     return worst
@@ -158,8 +159,8 @@ def note(text: str) -> None:
     print(f"... {text}", file=sys.stderr, flush=True)
 
 
-def ways(program: Program) -> str:
-    """How its kernels run, by phase: as they were chosen, once they have run."""
+def implementations(program: Program) -> str:
+    """The implementations of a program's kernels, which are chosen when they first run."""
     return "; ".join(dict.fromkeys(str(use.how) for use in program.kernels)) or "not fused"
 
 
@@ -174,7 +175,8 @@ def row_of(case: Case, times: Sequence[Timing]) -> list[str]:
         f"{compiled.times(fused):.2f}",
     ]
     nodes = [len(program.calls) for program in (case.before, case.after)]
-    return [*cells, str(len(case.after.kernels)), f"{nodes[0]} → {nodes[1]}", ways(case.after)]
+    kernels = str(len(case.after.kernels))
+    return [*cells, kernels, f"{nodes[0]} → {nodes[1]}", implementations(case.after)]
 
 
 HEAD = ["milliseconds", "eager", "compile", "fuse", "quartiles", "fuse / best"]
@@ -182,7 +184,7 @@ HEAD += ["eager / fuse", "compile / fuse", "kernels", "nodes", "by"]
 
 
 def table(chains: Sequence[Chain], rounds: int) -> str:
-    """Every chain, forward and with its backward."""
+    """Check and time every chain; the table and its summary."""
     rows, ratios, worst = [HEAD], [], 0.0
     for chain in chains:
         note(chain.name)
@@ -203,12 +205,12 @@ def table(chains: Sequence[Chain], rounds: int) -> str:
 
 
 def clock() -> Callable[[], float]:
-    """With one thread, the processor time of the process, to which others on the machine do not add."""
+    """With one thread, the processor time of the process, which other processes do not affect."""
     return time.process_time if torch.get_num_threads() == 1 else time.perf_counter
 
 
 def peak(run: Run, arguments: Sequence[Tensor]) -> int:
-    """The most bytes allocated at once, the arguments among them; nothing is left of calls before."""
+    """The most bytes allocated at once, arguments included, with nothing left from earlier calls."""
 
     def fresh() -> Any:
         release()
@@ -218,7 +220,7 @@ def peak(run: Run, arguments: Sequence[Tensor]) -> int:
 
 
 def memory_table(chain: Chain) -> str:
-    """Whether the logits are ever there as a whole."""
+    """The peak memory of a chain, which shows whether all its logits are ever allocated at once."""
     cotangents = cotangents_of(chain)
     fused, step = fuse(chain.fn), fuse(step_of(chain))
     already = [*chain.args, *cotangents]
@@ -251,13 +253,13 @@ def _threads() -> str:
 def _pages() -> str:
     if os.environ.get(HUGE_PAGES):
         return f"all of torch's memory in huge pages ({HUGE_PAGES}=1)"
-    own = "kernels/execution/buffers.py"
-    return f"torch's memory as it is by default; fuse's results lie in its own ({own})"
+    buffers = "kernels/execution/buffers.py"
+    return f"torch's default allocator; fuse allocates its results itself ({buffers})"
 
 
-def report(chosen: Sequence[str], quick: bool) -> str:
+def report(names: Sequence[str], quick: bool) -> str:
     elements = 1 << (12 if quick else 24)
-    chains = [make(elements) for name, make in CHAINS.items() if not chosen or name in chosen]
+    chains = [make(elements) for name, make in CHAINS.items() if not names or name in names]
     title = machine().partition(";")[0] + f"; one process, {_threads()}; {_pages()}"
     legend = (
         "milliseconds of processor time, medians; a / b: the median over rounds of the ratio in the "
@@ -271,9 +273,9 @@ def report(chosen: Sequence[str], quick: bool) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="only these chains: " + ", ".join(CHAINS))
-    parser.add_argument("--quick", action="store_true", help="small ones, few rounds")
+    parser.add_argument("--quick", action="store_true", help="small chains, few rounds")
     parser.add_argument("--huge-pages", action="store_true", help="for all of torch's memory")
-    parser.add_argument("--threads", type=int, default=1, help="that torch uses; 1 by default")
+    parser.add_argument("--threads", type=int, default=1, help="torch's threads")
     options = parser.parse_args()
     if unknown := set(options.names) - set(CHAINS):
         parser.error(f"there is no chain {', '.join(sorted(unknown))}")

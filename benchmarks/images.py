@@ -1,8 +1,8 @@
-"""Plans for convolutional networks: with and without a constraint behind every layer.
+"""Plans for convolutional networks, with and without a constraint after every layer.
 
-An expert would pin every activation to the spec of the input. Without, a plan should be as good: bytes on
-the wire, peak memory and FLOPs of the busiest rank, for networks of any depth, over lines, over lines and
-columns, over channels. Nothing is run; shapes are enough to plan with.
+An expert would constrain every activation to the spec of the input. Without constraints a plan should
+cost no more, in bytes sent, in peak memory and in the busiest rank's FLOPs, for networks of any depth and
+images split by lines, by lines and columns, or by channels. Nothing is run: planning needs shapes only.
 
     python benchmarks/images.py            2, 4 and 8 levels, forward and gradients
     python benchmarks/images.py --quick    2 and 4 levels, forward
@@ -39,7 +39,7 @@ class Net:
 
 @dataclass(frozen=True)
 class Cost:
-    """The bytes sent and the peak memory of a plan, per rank."""
+    """The bytes sent, the peak memory and the FLOPs of a plan, per rank."""
 
     bytes: int
     peak: int
@@ -49,25 +49,25 @@ class Cost:
 # -- networks -------------------------------------------------------------------------------------
 
 
-def layer_shapes(channels: int, made: int) -> list[ShapeDtype]:
-    """Scale and shift of a norm, weight and bias of a convolution."""
-    shapes = [(channels,), (channels,), (made, channels, 3, 3), (made,)]
+def layer_shapes(channels: int, out: int) -> list[ShapeDtype]:
+    """The shapes of a layer's parameters: a norm's scale and shift, a convolution's weight and bias."""
+    shapes = [(channels,), (channels,), (out, channels, 3, 3), (out,)]
     return [ShapeDtype(shape) for shape in shapes]
 
 
 def layer(x: Tensor, params: Sequence[Tensor]) -> Tensor:
-    """GroupNorm, silu, convolution."""
+    """A layer: GroupNorm, SiLU, convolution."""
     scale, shift, weight, bias = params
     return F.conv2d(F.silu(F.group_norm(x, 8, scale, shift)), weight, bias, padding=1)
 
 
 def convolutions(levels: int, size: int) -> Net:
-    """As many layers, one behind the other."""
+    """A sequence of layers."""
 
     def fn(params: Any, x: Tensor, pin: Pin) -> Tensor:
         x = pin(x)
-        for each in params:
-            x = pin(layer(x, each))
+        for layer_params in params:
+            x = pin(layer(x, layer_params))
         return x
 
     params = [layer_shapes(CHANNELS, CHANNELS) for _ in range(levels)]
@@ -87,12 +87,12 @@ def doubled(x: Tensor, how: str, weight: Tensor) -> Tensor:
 
 
 def unet(levels: int, size: int, down: str = "strides", up: str = "nearest") -> Net:
-    """Layers at each of the levels, each with half the lines of the one above, and back with skips."""
+    """A U-Net: a layer at each level, at half the resolution of the level above, and back with skips."""
 
     def fn(params: Any, x: Tensor, pin: Pin) -> Tensor:
         x, skips = pin(x), []
-        for i, each in enumerate(params["down"]):
-            x = pin(layer(x, each))
+        for i, layer_params in enumerate(params["down"]):
+            x = pin(layer(x, layer_params))
             if i + 1 < levels:
                 skips.append(x)
                 x = pin(halved(x, down, params["halving"][i]))
@@ -128,7 +128,7 @@ SPLITS: dict[str, tuple[dict[str, int], P]] = {
 
 
 def cost(net: Net, split: str, *, pinned: bool, gradients: bool) -> Cost:
-    """The cost of the plan for a network with a split input; if ``pinned``, activations are split too."""
+    """The cost of the plan for a split input; ``pinned`` constrains all activations to its spec."""
     axes, spec = SPLITS[split]
 
     def forward(params: Any, x: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ def cost(net: Net, split: str, *, pinned: bool, gradients: bool) -> Cost:
 
 
 def worse(free: Cost, pinned: Cost) -> tuple[float, float, float]:
-    """How many times as much the plan without constraints costs."""
+    """The ratios of the cost without constraints to the cost with them."""
     return (
         free.bytes / max(pinned.bytes, 1),
         free.peak / max(pinned.peak, 1),
@@ -158,9 +158,9 @@ def row(name: str, levels: int, split: str, gradients: bool) -> tuple[str, tuple
     net = NETS[name](levels, 64)
     free, pinned = (cost(net, split, pinned=p, gradients=gradients) for p in (False, True))
     cells = [f"{c.bytes:12,}{c.peak:13,}{c.flops / 1e6:10,.1f}" for c in (free, pinned)]
-    times = worse(free, pinned)
+    ratios = worse(free, pinned)
     title = f"{f'{levels} {name}':31.31}{split:>15.15}{'  grad' if gradients else '':6}"
-    return "  ".join([title, *cells, "".join(f"{t:7.2f}" for t in times)]), times
+    return "  ".join([title, *cells, "".join(f"{r:7.2f}" for r in ratios)]), ratios
 
 
 def report(levels: Sequence[int], gradients: Sequence[bool]) -> None:
@@ -170,8 +170,8 @@ def report(levels: Sequence[int], gradients: Sequence[bool]) -> None:
     print("  ".join([" " * 52, columns, columns, f"{'bytes':>7}{'peak':>7}{'FLOPs':>7}"]))
     worst: tuple[float, ...] = (0.0, 0.0, 0.0)
     for name, n, split, gradient in itertools.product(NETS, levels, SPLITS, gradients):
-        text, times = row(name, n, split, gradient)
-        worst = tuple(map(max, worst, times))
+        text, ratios = row(name, n, split, gradient)
+        worst = tuple(map(max, worst, ratios))
         print(text, flush=True)
     print(f"at worst {worst[0]:.2f} x bytes, {worst[1]:.2f} x peak, {worst[2]:.2f} x FLOPs")
 

@@ -1,7 +1,7 @@
-"""Resident memory of long runs: a thousand shapes, and closures that are replaced all the time.
+"""Resident memory of long runs: a thousand shapes, and closures that are replaced at every call.
 
-Each workload runs in a process of its own and prints its resident memory, in MiB, every so many calls.
-What a transform keeps is bounded (256 signatures each), so a column has to become flat.
+Each workload runs in its own process, which reports its resident memory in MiB at regular intervals. The
+caches of a transform are bounded (256 signatures each), so memory must stop growing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def sharded() -> Call:
 
 
 def closures() -> Call:
-    """8 MiB that the function closes over, replaced at every call."""
+    """A function that closes over a tensor of 8 MiB, which is replaced at every call."""
     held = {"table": torch.zeros(0)}
     run = checkpoint(lambda x: (x * held["table"][: len(x)]).sum())
 
@@ -67,15 +67,15 @@ WORKLOADS = {f.__name__: f for f in (fused, checkpointed, sharded, closures)}
 
 
 def resident() -> float:
-    """MiB of this process."""
+    """The resident memory of this process in MiB."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * 4096 / 2**20
 
 
 def measured(name: str, calls: int, points: int) -> list[float]:
-    """Resident memory after each part of the calls."""
+    """The resident memory at `points` regular intervals of the calls."""
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore", RetraceWarning)  # that is what is measured
+    warnings.simplefilter("ignore", RetraceWarning)  # the workloads retrace on purpose
     call = WORKLOADS[name]()
     return list(_sampled(call, calls, points))
 
@@ -98,7 +98,7 @@ def main() -> None:
     names = [options.only] if options.only else list(WORKLOADS)
     print(f"resident memory, MiB, torch {torch.__version__}, {calls} calls, each of a new shape")
     print("calls".rjust(14), *(f"{(k + 1) * calls // points:>7}" for k in range(points)))
-    # Otherwise glibc keeps large blocks that were freed and cuts them up, and its fragments are measured.
+    # Otherwise glibc would keep and split large freed blocks, and its fragmentation would be measured.
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
     with multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1) as pool:
         for name in names:

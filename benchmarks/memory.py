@@ -1,11 +1,11 @@
-"""What a checkpoint saves of memory and costs in time: torchard, torch's own, its compiler's budget.
+"""The memory and time of checkpoints: torchard's, torch's, and the memory budget of torch.compile.
 
-    python benchmarks/memory.py            an MLP of 8 blocks, a GPT of 12 layers; results/ keeps it
-    python benchmarks/memory.py --quick    smaller ones, less compiled, nothing kept
+    python benchmarks/memory.py            an MLP of 8 blocks, a GPT of 12 layers; saved in results/
+    python benchmarks/memory.py --quick    smaller models, less compiled, nothing saved
 
-Peaks are bytes of all live storages, parameters, batch and gradients among them: of eager runs after each
-operation (`LiveBytes`), of compiled ones by the profiler's memory events. Every gradient is compared with
-plain autograd's before anything is measured.
+Peaks are bytes of all live storages, including parameters, batch and gradients: in eager runs after each
+operation (`LiveBytes`), in compiled ones by the profiler's memory events. Before anything is measured,
+every gradient is compared with plain autograd's.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from _live import LiveBytes
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 MATMULS = [aten.mm.default, aten.addmm.default, aten.bmm.default, ATTENTION]
-# Norm-wise, of every gradient, against plain autograd's: another order of sums, through 12 layers.
+# Of the norm-wise error of gradients against plain autograd's: sums in another order, through 12 layers.
 TOLERANCE = 1e-4
 BUDGETS = [n / 10 for n in range(10, -1, -1)]
 
 
-# -- ways to a gradient -----------------------------------------------------------------------------
+# -- methods ----------------------------------------------------------------------------------------
 
 
 def by_autograd(loss: Loss, model: Model) -> list[Tensor]:
-    """The gradients of all parameters: forward, then backward."""
+    """The gradients of all parameters by autograd."""
     leaves, structure = optree.tree_flatten(model.params)
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     value = loss(optree.tree_unflatten(structure, leaves), model.batch)
@@ -66,9 +66,9 @@ def by_autograd(loss: Loss, model: Model) -> list[Tensor]:
 
 
 def in_one(step: Callable[..., Any], model: Model) -> list[Tensor]:
-    """The gradients from one function that makes them."""
-    found: list[Tensor] = optree.tree_leaves(step(model.params, model.batch))
-    return found
+    """The gradients of all parameters by a function that returns them."""
+    gradients: list[Tensor] = optree.tree_leaves(step(model.params, model.batch))
+    return gradients
 
 
 def per_block(block: Block, **options: Any) -> Block:
@@ -87,15 +87,15 @@ def policies_of(model: Model) -> list[policies.Policy]:
 
 
 @dataclass(frozen=True)
-class Way:
-    """A row: a way to the gradients, and torchard's program of it."""
+class Method:
+    """A row: a method to compute the gradients, and its program if it is torchard's."""
 
     name: str
     run: Callable[[], list[Tensor]]
     program: Program | None = None
 
 
-def ways_of(model: Model) -> list[Way]:
+def methods_of(model: Model) -> list[Method]:
     """All rows of the first table."""
     saving = functools.partial(create_selective_checkpoint_contexts, MATMULS)
     rivals = {
@@ -105,86 +105,89 @@ def ways_of(model: Model) -> list[Way]:
             functools.partial(per_block, context_fn=saving)
         ),
     }
-    ways = [Way(name, functools.partial(by_autograd, f, model)) for name, f in rivals.items()]
+    methods = [Method(name, functools.partial(by_autograd, f, model)) for name, f in rivals.items()]
     for policy in policies_of(model):
-        run = checkpoint(model.loss, where="block/*", policy=policy)
-        joint = run.lower_joint(model.params, model.batch, argnums=0)
-        ways.append(Way(f"{policy}, autograd", functools.partial(by_autograd, run, model), joint))
+        loss = checkpoint(model.loss, where="block/*", policy=policy)
+        joint = loss.lower_joint(model.params, model.batch, argnums=0)
+        run = functools.partial(by_autograd, loss, model)
+        methods.append(Method(f"{policy}, autograd", run, joint))
     for policy in policies_of(model):
-        ways.append(step_of(f"{policy}, step", model, policy))
-    return ways
+        methods.append(step_of(f"{policy}, step", model, policy))
+    return methods
 
 
 def step_of(
     name: str, model: Model, policy: Any, where: str | None = "block/*", backend: str = "eager"
-) -> Way:
-    """The gradient as one program."""
+) -> Method:
+    """The method that computes the gradient as one program."""
     loss = checkpoint(model.loss, where=where, policy=policy)
     step = jit(torch.func.grad(loss), backend=backend)
-    return Way(name, functools.partial(in_one, step, model), step.lower(model.params, model.batch))
+    run = functools.partial(in_one, step, model)
+    return Method(name, run, step.lower(model.params, model.batch))
 
 
-def check(ways: list[Way], expected: list[Tensor]) -> None:
-    """That all make the same gradients."""
-    for way in ways:
-        for value, right in zip(way.run(), expected, strict=True):
-            error = float((value - right).norm() / right.norm())
+def check(methods: list[Method], expected: list[Tensor]) -> None:
+    """Check that all methods compute the same gradients."""
+    for method in methods:
+        for value, exact in zip(method.run(), expected, strict=True):
+            error = float((value - exact).norm() / exact.norm())
             if not error <= TOLERANCE:
-                raise AssertionError(f"{way.name}: a gradient is off by {error:.1e}")
+                raise AssertionError(f"{method.name}: a gradient is off by {error:.1e}")
 
 
-# -- what is measured -------------------------------------------------------------------------------
+# -- measurements -----------------------------------------------------------------------------------
 
 
 def live_peak(run: Callable[[], Any], model: Model) -> int:
-    """The most bytes alive after any operation of a run, the arguments among them."""
+    """The most bytes alive after any operation of a run, arguments included."""
     run()
     gc.collect()
-    with LiveBytes(optree.tree_leaves((model.params, model.batch))) as count:
+    with LiveBytes(optree.tree_leaves((model.params, model.batch))) as live:
         run()
-    return count.peak()
+    return live.peak()
 
 
 def profiled_peak(run: Callable[[], Any], arguments: int) -> int:
-    """The most bytes allocated at once in a run, by the profiler's memory events, and the arguments."""
+    """The most bytes allocated at once in a run, by the profiler's memory events, plus the arguments."""
     result = run()
     del result
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
         run()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
-        seen.export_chrome_trace(str(path))
+        profiled.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    found = [event for event in events if event["name"] == "[memory]"]
-    found.sort(key=lambda event: event["args"]["Ev Idx"])
-    first = found[0]["args"]
+    allocations = [event for event in events if event["name"] == "[memory]"]
+    allocations.sort(key=lambda event: event["args"]["Ev Idx"])
+    first = allocations[0]["args"]
     before = first["Total Allocated"] - first["Bytes"]
-    most = max(event["args"]["Total Allocated"] for event in found)
+    most = max(event["args"]["Total Allocated"] for event in allocations)
     return int(most - before + arguments)
 
 
 def product_flops(run: Callable[[], Any]) -> int:
-    """FLOPs of products, as torch counts them, with the attention that it has on a CPU."""
-    known = {
+    """The FLOPs of products as torch counts them, with torch's CPU kernel for attention added."""
+    formulas = {
         ATTENTION.overloadpacket: lambda q, k, v, *_, out_shape, **__: sdpa_flop(q, k, v),
         ATTENTION_BACKWARD.overloadpacket: (
             lambda grad, q, k, v, *_, out_shape, **__: sdpa_backward_flop(grad, q, k, v)
         ),
     }
-    with FlopCounterMode(display=False, custom_mapping=known) as counter:
+    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         run()
     return counter.get_total_flops()
 
 
 def recomputed(program: Program, among: Callable[[Any], bool] = lambda node: True) -> int:
-    """FLOPs of what a program makes again."""
-    again = (node for node in program.calls if "recompute" in node.meta and among(node))
-    return sum(map(flops, again))
+    """The FLOPs that a program recomputes, in nodes that a predicate selects."""
+    nodes = (node for node in program.calls if "recompute" in node.meta and among(node))
+    return sum(map(flops, nodes))
 
 
-def timed(ways: list[Way], rounds: int) -> list[Timing]:
-    return in_turns([Rival(way.name, way.run, lambda _: []) for way in ways], rounds)
+def timed(methods: list[Method], rounds: int) -> list[Timing]:
+    rivals = [Rival(method.name, method.run, lambda _: []) for method in methods]
+    return in_turns(rivals, rounds)
 
 
 # -- the tables -------------------------------------------------------------------------------------
@@ -203,58 +206,58 @@ def mega(count: int) -> str:
 
 
 def eager_table(model: Model, rounds: int) -> str:
-    """Every way of one model."""
+    """The table of all methods, for one model."""
     note(f"{model.name}: every policy")
-    ways = ways_of(model)
-    check(ways, ways[0].run())
-    times = timed(ways, rounds)
-    base = product_flops(ways[0].run)
+    methods = methods_of(model)
+    check(methods, methods[0].run())
+    timings = timed(methods, rounds)
+    base = product_flops(methods[0].run)
     rows = [
         [
             *(model.name, "peak, kB", "simulated", "residuals, kB"),
-            *("recomputed, MFLOP", "of it products", "ms"),
+            *("recomputed, MFLOP", "in products", "ms"),
         ]
     ]
-    for way, took in zip(ways, times, strict=True):
-        row = [way.name, kb(live_peak(way.run, model))]
-        if way.program is None:
-            row += ["", "", "", mega(product_flops(way.run) - base)]
+    for method, timing in zip(methods, timings, strict=True):
+        row = [method.name, kb(live_peak(method.run, model))]
+        if method.program is None:
+            row += ["", "", "", mega(product_flops(method.run) - base)]
         else:
-            products = recomputed(way.program, lambda node: op_name(node) in DOTS)
-            row += [kb(way.program.peak), kb(way.program.residuals.bytes)]
-            row += [mega(recomputed(way.program)), mega(products)]
-        rows.append([*row, f"{1e3 * took.median:.1f}"])
+            products = recomputed(method.program, lambda node: op_name(node) in DOTS)
+            row += [kb(method.program.peak), kb(method.program.residuals.bytes)]
+            row += [mega(recomputed(method.program)), mega(products)]
+        rows.append([*row, f"{1e3 * timing.median:.1f}"])
     return aligned(rows)
 
 
 def compiled_table(model: Model) -> str:
-    """By how much the peak falls, of the graph run as it is and through Inductor."""
-    rows = [[f"{model.name}: compiled", "eager, kB", "falls by", "Inductor, kB", "falls by"]]
-    chosen = (policies.save_everything, policies.save_nothing, policies.save_dots)
+    """How far checkpoints reduce the peak of the graph, run eagerly and through Inductor."""
+    rows = [[f"{model.name}: compiled", "eager, kB", "less", "Inductor, kB", "less"]]
+    compared = (policies.save_everything, policies.save_nothing, policies.save_dots)
     steps = {
         str(policy): [
             step_of("", model, policy, backend=backend).run for backend in ("eager", "inductor")
         ]
-        for policy in chosen
+        for policy in compared
     }
     losses = {"torch.compile": model.loss, "torch.compile, torch checkpoint": model.make(per_block)}
     plain = {
         name: [functools.partial(by_autograd, f, model) for f in (loss, torch.compile(loss))]
         for name, loss in losses.items()
     }
-    for ways in (steps, plain):
-        most: list[int] = []
-        for name, (eager, made) in ways.items():
+    for runs in (steps, plain):
+        base: list[int] = []  # the peaks of the first run, without a checkpoint
+        for name, (eager, compiled) in runs.items():
             note(f"{model.name}: {name} through Inductor")
-            peaks = [live_peak(eager, model), profiled_peak(made, model.arguments)]
-            most = most or peaks
-            cells = [(kb(a), f"{1 - a / b:.1%}") for a, b in zip(peaks, most, strict=True)]
+            peaks = [live_peak(eager, model), profiled_peak(compiled, model.arguments)]
+            base = base or peaks
+            cells = [(kb(a), f"{1 - a / b:.1%}") for a, b in zip(peaks, base, strict=True)]
             rows.append([name, *cells[0], *cells[1]])
     return aligned(rows)
 
 
 def by_compiler(model: Model, budget: float) -> int:
-    """The peak of torch.compile with `activation_memory_budget`."""
+    """The peak of torch.compile under an `activation_memory_budget`."""
     torch.compiler.reset()
     with internals.activation_memory_budget(budget):
         run = functools.partial(by_autograd, torch.compile(model.loss), model)
@@ -262,25 +265,25 @@ def by_compiler(model: Model, budget: float) -> int:
 
 
 def budget_table(model: Model, compiled: bool = True) -> str:
-    """torchard's budget of peak memory beside the compiler's budget of activations."""
+    """The table of torchard's budgets of peak memory, beside torch.compile's budgets of activations."""
     rows = [[f"{model.name}: budget", "of peak, kB", "torchard, kB", "simulated"]]
     rows[0] += ["recomputed, MFLOP", "s, known envelope"]
     rows[0] += ["torch.compile, kB", "against 1.0"] if compiled else []
     began = time.perf_counter()
     least = step_of("", model, policies.budget(fraction=0.0), None).program
     first = time.perf_counter() - began
-    whole = step_of("", model, policies.save_everything, None).program
-    assert least is not None and whole is not None
+    unchecked = step_of("", model, policies.save_everything, None).program
+    assert least is not None and unchecked is not None
     theirs: list[int] = []
     for fraction in BUDGETS:
         note(f"{model.name}: a budget of {fraction}")
         began = time.perf_counter()
-        way = step_of("", model, policies.budget(fraction=fraction), None)
-        took = time.perf_counter() - began
-        assert way.program is not None
-        allowed = least.peak + int(fraction * (whole.peak - least.peak))
-        row = [f"{fraction:.1f}", kb(allowed), kb(live_peak(way.run, model))]
-        row += [kb(way.program.peak), mega(recomputed(way.program)), f"{took:.1f}"]
+        method = step_of("", model, policies.budget(fraction=fraction), None)
+        seconds = time.perf_counter() - began
+        assert method.program is not None
+        allowed = least.peak + int(fraction * (unchecked.peak - least.peak))
+        row = [f"{fraction:.1f}", kb(allowed), kb(live_peak(method.run, model))]
+        row += [kb(method.program.peak), mega(recomputed(method.program)), f"{seconds:.1f}"]
         if compiled:
             theirs.append(by_compiler(model, fraction))
             row += [kb(theirs[-1]), f"{theirs[-1] / theirs[0] - 1:+.1%}"]
@@ -300,11 +303,11 @@ def models(quick: bool) -> list[Model]:
 
 
 def report(quick: bool) -> str:
-    found = models(quick)
+    measured = models(quick)
     title = machine().partition(";")[0] + f"; one process, {torch.get_num_threads()} thread"
-    parts = [title, *(eager_table(model, 3 if quick else 15) for model in found)]
-    parts += [compiled_table(model) for model in (found[:1] if quick else found)]
-    parts += [budget_table(model, not quick) for model in found]
+    parts = [title, *(eager_table(model, 3 if quick else 15) for model in measured)]
+    parts += [compiled_table(model) for model in (measured[:1] if quick else measured)]
+    parts += [budget_table(model, not quick) for model in measured]
     return "\n\n".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""What torchard costs besides the work: tracing and planning once, and then every call."""
+"""The overheads of torchard: tracing and planning once, and each cached call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ STORED = 1 << 26  # bytes
 
 
 def planning(shape: Shape, mesh: Mesh, repeats: int = 5) -> tuple[float, float, float]:
-    """Seconds for make_fx alone, for trace and plan, and for the first call; medians."""
+    """The median seconds of make_fx alone, of trace and plan, and of the first call."""
     problem = Problem.of(shape)
     layers = placed(problem, mesh)
 
@@ -67,9 +67,9 @@ def _median(run: Callable[[], None], repeats: int) -> float:
 
 
 def calls(mesh: Mesh) -> dict[str, tuple[dict[int, float], float, float]]:
-    """Overhead of a cached call without gradients by number of leaves, and its line a + b·leaves.
+    """The overhead of a cached call without gradients, by number of leaves, and its fit a + b·leaves.
 
-    The function does next to nothing with its leaves, and what it costs by itself is taken off.
+    The function does next to nothing with its leaves, and its own time is subtracted.
     """
     axis = mesh.axes[0]
 
@@ -84,12 +84,12 @@ def calls(mesh: Mesh) -> dict[str, tuple[dict[int, float], float, float]]:
         "plain in, one out": (one_out, None, P()),
         "placed in, all out": (all_out, P(axis), P(axis)),
     }
-    found = {}
+    overheads = {}
     with torch.no_grad():
         for name, (fn, spec, out) in cases.items():
             points = {n: _overhead(fn, n, spec, out, mesh) for n in LEAVES}
-            found[name] = (points, *_line(points))
-    return found
+            overheads[name] = (points, *_line(points))
+    return overheads
 
 
 def _overhead(fn: Any, count: int, spec: P | None, out: P, mesh: Mesh) -> float:
@@ -101,19 +101,19 @@ def _overhead(fn: Any, count: int, spec: P | None, out: P, mesh: Mesh) -> float:
 
 
 def comparing(mesh: Mesh) -> tuple[float, float]:
-    """Seconds in which ranks compare a call, and of the smallest all_reduce that it can come before."""
+    """The seconds of the ranks' check of a call, and of the smallest all_reduce for comparison."""
     x = place(torch.ones(mesh.size), mesh, P(mesh.axes[0]))
     program = shard(lambda x: x.sum(), mesh).lower(x)
     order = CallOrder(mesh, program, program.runtime.graph(program).graph, "x")
-    one, group = torch.ones(1), mesh.group(mesh.axes)
-    return together(order.compare), together(lambda: dist.all_reduce(one, group=group))
+    number, group = torch.ones(1), mesh.group(mesh.axes)
+    return together(order.compare), together(lambda: dist.all_reduce(number, group=group))
 
 
 def storing(repeats: int = 5) -> tuple[float, float, float]:
-    """Seconds to save one value, to load it, and for its checksum, of which both need one; medians."""
+    """The median seconds to save a value, to load it, and to compute the checksum that both need."""
     value = torch.rand(STORED // 4)
 
-    def each(path: Path) -> tuple[float, float, float]:
+    def seconds(path: Path) -> tuple[float, float, float]:
         ticks = [time.perf_counter()]
         save(path, [value])
         ticks.append(time.perf_counter())
@@ -122,16 +122,17 @@ def storing(repeats: int = 5) -> tuple[float, float, float]:
         with open(next(path.glob("*.distcp")), "rb") as file:
             checksum_of(file, 0, STORED)
         ticks.append(time.perf_counter())
-        return tuple(b - a for a, b in itertools.pairwise(ticks))  # type: ignore[return-value]  # of three
+        saving, loading, checksum = (b - a for a, b in itertools.pairwise(ticks))
+        return saving, loading, checksum
 
     with tempfile.TemporaryDirectory() as folder:
-        found = [each(Path(folder, str(i))) for i in range(repeats)]
-    a, b, c = (statistics.median(times) for times in zip(*found, strict=True))
-    return a, b, c
+        rows = [seconds(Path(folder, str(i))) for i in range(repeats)]
+    saving, loading, checksum = (statistics.median(times) for times in zip(*rows, strict=True))
+    return saving, loading, checksum
 
 
 def _line(points: dict[int, float]) -> tuple[float, float]:
-    """Least squares of relative errors: every number of leaves counts alike."""
+    """The line of least squares of relative errors: every number of leaves has the same weight."""
     n = torch.tensor(list(points), dtype=torch.float64)
     y = torch.tensor(list(points.values()), dtype=torch.float64)
     rows = torch.stack([1 / y, n / y], 1)

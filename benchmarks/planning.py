@@ -1,9 +1,9 @@
-"""What planning costs: the training step of a GPT-2, traced and planned for meshes of any size.
+"""The time of planning: the training step of a GPT-2, traced and planned for meshes of two sizes.
 
-Nothing is run on the meshes, and no weight is made: shapes are enough to plan with.
+Nothing is run on the meshes, and no weights are allocated: planning needs shapes only.
 
     python benchmarks/planning.py            GPT-2 small at 12 and at 24 layers
-    python benchmarks/planning.py --quick    a small one
+    python benchmarks/planning.py --quick    a small model
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _, UPDATE = optim.adamw(3e-4)
 
 
 def step(size: train_gpt.Size, params: Any, state: Any, batch: Tensor) -> Any:
-    """Forward, backward and AdamW."""
+    """A training step: forward, backward and AdamW."""
     grads, loss = torch.func.grad_and_value(functools.partial(train_gpt.loss, size))(params, batch)
     params, state = UPDATE(grads, state, params)
     return params, state, loss
 
 
 def fakes(size: train_gpt.Size, mode: FakeTensorMode) -> tuple[Any, Any, Tensor]:
-    """The step's arguments, without memory."""
+    """The arguments of the step as fake tensors."""
     init, _ = optim.adamw(3e-4)
     with mode:
         params = train_gpt.init(size, random.key(0))
@@ -55,7 +55,7 @@ def fakes(size: train_gpt.Size, mode: FakeTensorMode) -> tuple[Any, Any, Tensor]
 
 
 def bare(size: train_gpt.Size) -> int:
-    """make_fx alone; how many nodes it made."""
+    """Trace the step by make_fx alone; the number of nodes in its graph."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     args = fakes(size, mode)
     with mode:
@@ -71,7 +71,7 @@ def shapes(size: train_gpt.Size) -> tuple[Any, Any, Any]:
 
 
 def planned(size: train_gpt.Size, mesh: dict[str, int], args: Any) -> str:
-    """The step planned for a mesh from nothing; the last line of its table."""
+    """Trace and plan the step for a mesh; the last line of the table of collectives."""
     specs = train_gpt.megatron(size)
     state = optim.AdamState(P(), specs, specs)
     run = shard(
@@ -88,10 +88,10 @@ def traced(size: train_gpt.Size, args: Any) -> None:
 
 
 def aot_eager(size: train_gpt.Size) -> float:
-    """Seconds torch.compile takes to capture the loss and its gradient: a first call less a second.
+    """The seconds in which torch.compile captures the loss and its gradient: a first call less a second.
 
-    On one short row, so that the work itself is little; without the optimizer, which torch would
-    capture apart.
+    The batch is one short row, so that the computation itself takes little time. The optimizer is left
+    out, since torch would capture it separately.
     """
     params = train_gpt.init(size, random.key(0))
     leaves, structure = optree.tree_flatten(params)
@@ -115,9 +115,9 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def measure(size: train_gpt.Size, repeats: int) -> dict[str, float]:
-    """Median seconds of each way, taken in turns."""
+    """The median seconds of make_fx, of tracing and of planning, taken in turns."""
     args = shapes(size)
-    ways: dict[str, Callable[[], Any]] = {
+    runs: dict[str, Callable[[], Any]] = {
         "make_fx alone": lambda: bare(size),
         "trace": lambda: traced(size, args),
         **{
@@ -125,15 +125,15 @@ def measure(size: train_gpt.Size, repeats: int) -> dict[str, float]:
             for mesh in MESHES
         },
     }
-    took: dict[str, list[float]] = {name: [] for name in ways}
+    took: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(repeats):
-        for name, run in ways.items():
+        for name, run in runs.items():
             took[name].append(seconds(run))
     return {name: statistics.median(times) for name, times in took.items()}
 
 
 def report(size: train_gpt.Size, repeats: int) -> str:
-    """The table: seconds, times make_fx alone; and times the same at half the layers."""
+    """The table: seconds, their ratio to make_fx alone, and the ratio of a deeper model to this one."""
     deeper = replace(size, layers=2 * size.layers)
     few, many = measure(size, repeats), measure(deeper, repeats)
     lines = [
@@ -143,11 +143,12 @@ def report(size: train_gpt.Size, repeats: int) -> str:
     ]
     for name in few:
         cells = [
-            f"{each[name]:8.2f} ({each[name] / each['make_fx alone']:4.2f})" for each in (few, many)
+            f"{times[name]:8.2f} ({times[name] / times['make_fx alone']:4.2f})"
+            for times in (few, many)
         ]
         lines.append(f"{name:24}{cells[0]:>15}{cells[1]:>21}{many[name] / few[name]:12.2f}")
     wide, narrow = (few[name] for name in reversed(list(few)[-2:]))
-    lines.append(f"4,096 ranks cost {wide / narrow:.2f} x what 4 cost")
+    lines.append(f"4,096 ranks take {wide / narrow:.2f} x the time of 4")
     lines.append(f"torch.compile(backend='aot_eager'), loss and gradients: {aot_eager(size):.2f}")
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Measuring rivals fairly: in turns, in one process, so that whatever disturbs one disturbs all."""
+"""Timing of rivals in turns and in one process, so that a disturbance affects all of them alike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Timing", "in_turns", "per_call", "together"]
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of every repetition; of several ranks, the slower one's."""
+    """The seconds of every repetition, those of the slowest rank."""
 
     name: str
     seconds: list[float]
@@ -33,9 +33,9 @@ class Timing:
         return low, high
 
     def times(self, other: Timing) -> float:
-        """How many times as long as another took in the same round: the median over rounds.
+        """The ratio to the time of another rival in the same round, as the median over rounds.
 
-        What disturbs the machine for longer than a round disturbs both, and cancels.
+        A disturbance that lasts longer than a round affects both, and cancels.
         """
         return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
 
@@ -46,7 +46,7 @@ Clock = Callable[[], float]
 def in_turns(
     rivals: Sequence[Rival], rounds: int, warmup: int = 3, clock: Clock = time.perf_counter
 ) -> list[Timing]:
-    """Every rival once in each round, in an order that moves on by one each time."""
+    """Time every rival once in each round, in an order that is rotated by one each time."""
     took: list[list[float]] = [[] for _ in rivals]
     gc.collect()
     gc.disable()
@@ -75,10 +75,10 @@ def _timed(run: Callable[[], Any], clock: Clock) -> float:
 
 
 def per_call(call: Callable[[], Any], budget: float = 0.2, blocks: int = 15) -> float:
-    """Seconds of this thread's processor time that one call takes, `budget` seconds in all.
+    """The processor time of one call in this thread, in seconds, measured for `budget` seconds.
 
-    For calls that wait for nobody: other processes on the machine do not count. The median over
-    blocks of calls.
+    For calls that do not wait for other processes, whose load has no effect. The result is the median
+    over blocks of calls.
     """
     call()
     began = time.thread_time()
@@ -95,9 +95,9 @@ def per_call(call: Callable[[], Any], budget: float = 0.2, blocks: int = 15) -> 
 
 
 def together(call: Callable[[], Any], calls: int = 100, blocks: int = 9) -> float:
-    """Seconds that a call takes in which ranks wait for one another; each makes as many of them.
+    """The seconds of a call in which ranks wait for each other; all ranks make the same number of calls.
 
-    The median over blocks of calls.
+    The result is the median over blocks of calls.
     """
     means = []
     for _ in range(blocks):

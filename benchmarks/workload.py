@@ -1,11 +1,11 @@
-"""What every rival computes: 8 MLP layers, forward and backward, with the input's gradient.
+"""The computation of all rivals: 8 MLP layers, forward and backward, with the input's gradient.
 
     x [batch, sequence, h];  each layer: h -> 4h, GELU, 4h -> h, with biases
 
-A rival is given the whole parameters and keeps its rank's part: linear "up" split by columns (its
-output dim), "down" by rows (its input dim). What is timed is one call of `run`, which ends when the
-output and every gradient is there: the output and x's gradient whole on both ranks, the parameters'
-where the parameters are. Nobody may leave out the last layer's output because no gradient needs it.
+A rival gets the whole parameters and keeps the shards of its rank: "up" is split by its output dim,
+"down" by its input dim. One call of `run` is timed, which ends when the output and all gradients are
+computed: the output and x's gradient whole on both ranks, those of the parameters sharded as these are.
+The last layer's output must be computed, although no gradient needs it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 __all__ = ["NAMES", "SHAPES", "Layer", "Problem", "Rival", "Shape", "forward", "reference"]
 
-# The parameters of a layer in the order in which gradients are listed, and the dim that is split.
+# The parameters of a layer, in the order in which gradients are listed, and the dim that is split.
 NAMES = {"up_w": 0, "up_b": 0, "down_w": 1, "down_b": None}
 
 Layer = dict[str, Tensor]
@@ -28,7 +28,7 @@ Layer = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes; `rounds` is how often each rival runs."""
+    """The sizes of the workload, and the number of rounds in which rivals are timed."""
 
     hidden: int
     batch: int
@@ -45,7 +45,7 @@ SHAPES = (Shape(64, 2, 16, 200), Shape(256, 2, 64, 80), Shape(1024, 2, 128, 15))
 
 @dataclass(frozen=True)
 class Problem:
-    """Whole values, the same on every rank: the layers, the input and the output's cotangent."""
+    """The whole values, the same on every rank: layers, input, and the cotangent of the output."""
 
     layers: list[Layer]
     x: Tensor
@@ -72,7 +72,7 @@ class Problem:
         return cls(layers, normal(*size), normal(*size))
 
     def part(self, rank: int, ranks: int) -> list[Layer]:
-        """The layers as a rank of tensor parallelism holds them."""
+        """The shards of the layers that a rank holds."""
         return [
             {
                 name: layer[name].clone() if dim is None else _chunk(layer[name], dim, rank, ranks)
@@ -88,13 +88,13 @@ def _chunk(x: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Rival:
-    """One way to compute it.
+    """An implementation of the workload.
 
     Attributes:
-        name: in the table.
-        run: one forward and backward; what is timed.
-        whole: from what `run` returned to whole tensors: the output, and the gradients of x and of
-            NAMES layer by layer.
+        name: its name in the table.
+        run: one forward and backward, which is timed.
+        whole: a function from the result of `run` to whole tensors: the output, and the gradients of x
+            and of NAMES layer by layer.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Rival:
 
 
 def forward(layers: list[Layer], x: Tensor) -> Tensor:
-    """The function, for one device."""
+    """The function on one device."""
     for layer in layers:
         x = F.linear(
             F.gelu(F.linear(x, layer["up_w"], layer["up_b"])), layer["down_w"], layer["down_b"]
