@@ -1,4 +1,4 @@
-"""fuse: what is written as several operations and run as one, said beside the function."""
+"""fuse and find: occurrences of patterns in a function, run as kernels or listed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torchard.functional.programs.program import Program, Rewrite
 from torchard.functional.programs.tags import SCOPE
 from torchard.functional.remat.segments import Where, chooser, scopes_in
 from torchard.functional.trace import trace
-from torchard.kernels import library  # noqa: F401  (its kernels)
+from torchard.kernels import library  # noqa: F401  (registers its kernels)
 from torchard.kernels.execution.autotune import COMPILERS
 from torchard.kernels.patterns.kernel import Kernel
-from torchard.kernels.patterns.match import Finder, Miss
+from torchard.kernels.patterns.match import Finder
 from torchard.kernels.patterns.pattern import Pattern
 from torchard.kernels.rewriting.fused_loss_grad import let_go_of_losses
 from torchard.kernels.rewriting.post_passes import each_its_own
@@ -41,26 +41,29 @@ def fuse(
 ) -> Transformed:
     """Run every occurrence of a pattern in a function as one kernel, however it is spelled there.
 
-    Without a pattern, all kernels of the library are looked for, and used where that moves fewer bytes.
+    Without a pattern, the library's kernels are looked for, and used where they move fewer bytes.
     With one, its occurrences run as ``kernel``, or are compiled. Gradients are fused as well.
 
     Args:
         fn: a pure function of pytrees.
         pattern: a function of tensors (see `Pattern`), a Pattern, or a Kernel.
-        kernel: a function that computes the same, or a Kernel.
+        kernel: a function that computes the same values as the pattern, or a Kernel.
         compiler: for kernels without an implementation for the device: ``"inductor"`` (on a CPU, only
             where it is faster than eager operations; see ``.lower(...).kernels``) or ``"eager"``.
-        where: look only in these scopes: a pattern (``"block/*"``), several, or a function of the path.
-        name: of the kernel, in reports and for policies; by default that of the pattern.
+        where: the scopes to search: a pattern of scopes (``"block/*"``), several, or a function of the
+            scope's path.
+        name: the kernel's name in reports and for policies; by default that of the pattern.
 
     Returns:
         A function that computes what ``fn`` does, with ``.lower`` and ``.lower_joint``.
 
     Raises:
-        KernelError: an unknown compiler, or a kernel without a pattern. When called: the kernel returns
-            other shapes or dtypes than the pattern, or has no vjp and gradients go through it.
+        KernelError: the compiler is unknown, or a kernel is given without a pattern. When called: the
+            kernel returns other shapes or dtypes than the pattern, or has no vjp and a gradient is taken
+            through it.
         PatternError: the pattern cannot be traced.
-        NoMatch (when called): the pattern, or ``where``, does not occur in ``fn``; lists near misses.
+        NoMatch (when called): the pattern does not occur in ``fn``, or ``where`` matches none of its
+            scopes; the message names the nearest miss.
 
     Source: Slapo, Chen et al., arXiv:2302.08005, for patterns that are given beside the model.
 
@@ -83,11 +86,11 @@ def fuse(
     if pattern is None and kernel is not None:
         raise KernelError(
             f"fuse(kernel={kernel!r}) without a pattern: say what it replaces, as in fuse(fn, pattern, "
-            "kernel), or register_kernel it to have fuse(fn) look for it."
+            "kernel), or register it by register_kernel, so that fuse(fn) looks for it."
         )
     kernels = None if pattern is None else (_kernel(pattern, kernel, name),)
-    places = None if where is None else _places(where)
-    return Transformed(fn, (Fuse(kernels, compiler, places),))
+    scopes = None if where is None else _as_tuple(where)
+    return Transformed(fn, (Fuse(kernels, compiler, scopes),))
 
 
 @checked
@@ -105,8 +108,8 @@ def find(
         where: as for `fuse`.
 
     Returns:
-        A function of ``fn``'s arguments that returns a list of matches. Where there are none, the error
-        of ``fuse(fn, pattern)`` lists near misses.
+        A function of ``fn``'s arguments that returns a list of matches. If the list is empty, the error
+        of ``fuse(fn, pattern)`` names the nearest miss.
 
     Raises:
         PatternError: the pattern cannot be traced.
@@ -121,19 +124,20 @@ def find(
     1
     """
     kernel = _kernel(pattern, None, None)
-    fuse_ = Fuse((kernel,), "eager", None if where is None else _places(where))
+    request = Fuse((kernel,), "eager", None if where is None else _as_tuple(where))
 
-    def found(*args: Any, **kwargs: Any) -> list[Match]:
+    def matches(*args: Any, **kwargs: Any) -> list[Match]:
         program = trace(fn)(*args, **kwargs)
-        search = Search(program, fuse_)
+        search = Search(program, request)
         return [
             Match.of(part, search.reading) for group in search.apart() for part in group.plan.parts
         ]
 
-    return found
+    return matches
 
 
 def _kernel(pattern: Any, kernel: Any, name: str | None) -> Kernel:
+    """The Kernel that a pattern and a kernel, as given to `fuse`, stand for."""
     if isinstance(pattern, Kernel):
         return pattern
     if isinstance(kernel, Kernel):
@@ -146,14 +150,14 @@ def _kernel(pattern: Any, kernel: Any, name: str | None) -> Kernel:
             kernel.vjp,
             kernel.tolerance,
         )
-    looked_for = pattern if isinstance(pattern, Pattern) else Pattern(pattern)
-    called = name or looked_for.name
+    reference = pattern if isinstance(pattern, Pattern) else Pattern(pattern)
+    name = name or reference.name
     if kernel is None:
-        return Kernel(called, (looked_for,))
-    return Kernel(called, (looked_for,), None, {"any": kernel}, None)
+        return Kernel(name, (reference,))
+    return Kernel(name, (reference,), None, {"any": kernel}, None)
 
 
-def _places(where: Where) -> tuple[Any, ...]:
+def _as_tuple(where: Where) -> tuple[Any, ...]:
     return (where,) if isinstance(where, str) or callable(where) else tuple(where)
 
 
@@ -162,8 +166,9 @@ class Fuse(Rewrite):
     """The rewrite of ``fuse``.
 
     Attributes:
-        kernels: those asked for; None for the library's.
-        asked: inside of another trace, only nodes tagged with this very rewrite are its business.
+        kernels: the kernels that were asked for; None for the library's.
+        compiler, where: as for `fuse`.
+        asked: whether the call was inlined into another trace. Then only nodes with its tag are fused.
     """
 
     kernels: tuple[Kernel, ...] | None
@@ -171,17 +176,17 @@ class Fuse(Rewrite):
     where: tuple[Any, ...] | None = None
     asked: bool = field(default=False)
 
-    # What is fused is fused before it is split over a mesh, whatever the order of the transforms.
+    # Operations are fused before they are split over a mesh, whatever the order of the transforms.
     stage = 0
 
     def annotate(self, program: Program) -> Program:
-        """Check that what was asked for is there."""
+        """Check that the scopes and the pattern that were asked for occur."""
         if self.where is not None:
             self._check_where(program)
         if self.kernels is not None:
             search = Search(program, self)
             if not search.apart():
-                raise NoMatch(_nothing(self.kernels[0], program, search))
+                raise NoMatch(_no_match(self.kernels[0], program, search))
         return program
 
     def __call__(self, program: Program) -> Program:
@@ -193,16 +198,16 @@ class Fuse(Rewrite):
         return replace(changed, misses=(*program.misses, search.missed(program)))
 
     def inline(self, program: Program) -> Program:
-        """Inside another trace: mark what it is about, to be done when that one is lowered."""
+        """Inside another trace: tag the nodes, which are fused when that trace is lowered."""
         program = program.copy()
-        mine = Fuse(self.kernels, self.compiler, self.where, True)
+        inlined = Fuse(self.kernels, self.compiler, self.where, True)
         for node in program.calls:
-            FUSE.set(node, (*FUSE.get(node, ()), mine))
-        program.asks = tuple(dict.fromkeys((*program.asks, mine)))
+            FUSE.set(node, (*FUSE.get(node, ()), inlined))
+        program.asks = tuple(dict.fromkeys((*program.asks, inlined)))
         return program
 
     def concerns(self, node: fx.Node) -> bool:
-        """Whether a node is in what this is said of."""
+        """Whether a node is in the call and the scopes that are to be fused."""
         if self.asked and self not in FUSE.get(node, ()):
             return False
         if self.where is None:
@@ -220,24 +225,33 @@ class Fuse(Rewrite):
 
 
 def _inside(scope: str, where: tuple[Any, ...]) -> bool:
-    """Whether a scope, or one it lies in, is meant."""
-    meant = chooser(where)
+    """Whether ``where`` matches a scope or one that encloses it."""
+    matches = chooser(where)
     parts = scope.split("/")
-    return any(meant("/".join(parts[:i])) for i in range(1, len(parts) + 1))
+    return any(matches("/".join(parts[:i])) for i in range(1, len(parts) + 1))
 
 
-def _nothing(kernel: Kernel, program: Program, search: Search) -> str:
-    thorough = Finder(search.reading, thorough=True)
-    for pattern in kernel.patterns:
-        thorough.find(pattern)
-    misses = [thorough.misses[p] for p in kernel.patterns if p in thorough.misses]
-    nearest = max(misses, key=lambda miss: miss.depth, default=None)
-    why = f"nearest was {nearest}" if isinstance(nearest, Miss) else "nothing came near"
+def _no_match(kernel: Kernel, program: Program, search: Search) -> str:
+    """The message of the error that a kernel's patterns do not occur in a program."""
     if search.refused:
-        why = f"it is there, but {search.refused[0][1].why}"
+        why = f"it occurs, but {search.refused[0][1].why}"
     elif search.stopped:
         why = search.stopped[0].why
+    else:
+        why = _nearest_miss(kernel, search)
     return (
-        f"fuse({program.name}, {kernel.name}): the pattern is nowhere in it; {why}. "
+        f"fuse({program.name}, {kernel.name}): the pattern has no match in it: {why}. "
         "find(fn, pattern)(*args) lists matches; print(trace(fn)(*args)) shows the operations."
     )
+
+
+def _nearest_miss(kernel: Kernel, search: Search) -> str:
+    """The nearest miss of a kernel's patterns, by a search that skips no candidate."""
+    finder = Finder(search.reading, thorough=True)
+    for pattern in kernel.patterns:
+        finder.find(pattern)
+    misses = [finder.misses[p] for p in kernel.patterns if p in finder.misses]
+    nearest = max(misses, key=lambda miss: miss.depth, default=None)
+    if nearest is None:
+        return "there is no near miss"
+    return nearest.why if nearest.node is None else f"the nearest miss is {nearest}"

@@ -1,4 +1,4 @@
-"""replaced: another function in the place of parts of an nn.Module, with their weights."""
+"""replaced: a copy of an nn.Module in which a function takes the place of some submodules."""
 
 from __future__ import annotations
 
@@ -23,28 +23,29 @@ M = TypeVar("M", bound=nn.Module)
 
 @checked
 def replaced(module: M, path: str | Sequence[str], block: Callable[..., Any]) -> M:
-    """A copy of a module in which a function computes what some of its submodules did.
+    """A copy of a module in which a function takes the place of some submodules.
 
-    The copy has the module's own tensors under its own names, so the state_dict of either loads into
-    the other; the module is left as it is. Code that reads the weights of a replaced submodule without
+    The copy shares the module's tensors, under the same names, so the state_dict of either loads into
+    the other; the module is not changed. Code that reads the weights of a replaced submodule without
     calling it (as ``nn.MultiheadAttention`` does with ``out_proj``) still does so.
 
     Args:
         module: any ``nn.Module`` that can be deep-copied.
-        path: of a submodule, ``"layers.0.norm"``, or a pattern, ``"layers.*.norm"``, for each that fits
-            and is inside no other that fits. A list, ``["0", "1", "2"]``, is a run of neighbours in an
-            ``nn.Sequential`` that one call replaces; with patterns, in each Sequential that has them.
+        path: the path of a submodule, ``"layers.0.norm"``, or a pattern, ``"layers.*.norm"``, for every
+            submodule that matches and is not inside another match. A list, ``["0", "1", "2"]``, is a run
+            of consecutive children of an ``nn.Sequential`` that one call replaces; with patterns, in
+            every Sequential that has such a run.
         block: a pure function ``block(params, *inputs)``. ``params`` has the parameters and buffers of
-            what is replaced, under the submodule's own names (``"weight"``), or, for a list, those of
-            the Sequential (``"0.weight"``). Buffers are only read.
+            the replaced submodule, under its own names (``"weight"``), or, for a list, under those of
+            the Sequential (``"0.weight"``). Buffers are read-only.
 
     Returns:
         The copy.
 
     Raises:
-        NoMatch: there is no such submodule.
-        KernelError: a list that is not of neighbours, or a submodule replaced before; when called, a
-            block that returns other shapes or dtypes than what it replaces.
+        NoMatch: no submodule has the path.
+        KernelError: the submodules of a list are not consecutive, or a submodule has already been
+            replaced; when called: the block returns other shapes or dtypes than what it replaces.
 
     Source: Slapo, Chen et al., arXiv:2302.08005, section 3.
 
@@ -66,58 +67,63 @@ def replaced(module: M, path: str | Sequence[str], block: Callable[..., Any]) ->
 
 
 def _copied(module: M, of: Callable[[Tensor], Tensor]) -> M:
-    """A copy of a tree of modules, with something else for each of its tensors."""
+    """A copy of a module and its submodules, with ``of(tensor)`` in the place of each tensor."""
     tensors = [*module.parameters(), *module.buffers()]
     tensors += [v for part in module.modules() for v in vars(part).values() if type(v) is Tensor]
     return copy.deepcopy(module, {id(tensor): of(tensor) for tensor in tensors})
 
 
 def _runs(what: str, module: nn.Module, patterns: list[str], alone: bool) -> list[list[str]]:
-    """The paths of the parts that one call replaces, for each call."""
-    every = dict(module.named_modules(remove_duplicate=False))
-    fitting = _fitting(what, every, patterns, alone)
+    """The runs of submodules, by path, each of which one call replaces.
+
+    Args:
+        alone: whether every matching submodule is a run of its own.
+    """
+    modules = dict(module.named_modules(remove_duplicate=False))
+    matches = _matches(what, modules, patterns, alone)
     runs: dict[str, list[str]] = {}
-    for path in _outermost(what, every, fitting):
+    for path in _outermost(what, modules, matches):
         runs.setdefault(path if alone else path.rpartition(".")[0], []).append(path)
     if not alone:
         for parent, run in runs.items():
-            unmet = [q for q in patterns if all(q not in fitting[path] for path in run)]
-            _check_run(what, every[parent], parent, run, unmet)
+            unmet = [q for q in patterns if all(q not in matches[path] for path in run)]
+            _check_run(what, modules[parent], parent, run, unmet)
     return list(runs.values())
 
 
-def _fitting(
-    what: str, every: dict[str, nn.Module], patterns: list[str], alone: bool
+def _matches(
+    what: str, modules: dict[str, nn.Module], patterns: list[str], alone: bool
 ) -> dict[str, set[str]]:
-    """For each path that fits some pattern, the patterns that it fits."""
-    found: dict[str, set[str]] = {}
+    """For each path that matches some pattern, the patterns that it matches."""
+    matches: dict[str, set[str]] = {}
     for pattern in patterns:
-        meant = {p for p in every if fnmatchcase(p, pattern) and (p or (alone and not pattern))}
-        if not meant:
-            shown = ", ".join(map(repr, [*every][1:13])) + ", …" * (len(every) > 13)
+        paths = {p for p in modules if fnmatchcase(p, pattern) and (p or (alone and not pattern))}
+        if not paths:
+            shown = ", ".join(map(repr, [*modules][1:13])) + ", …" * (len(modules) > 13)
             raise NoMatch(f"{what}: no submodule has the path {pattern!r}; there are {shown}.")
-        for path in meant:
-            found.setdefault(path, set()).add(pattern)
-    return found
+        for path in paths:
+            matches.setdefault(path, set()).add(pattern)
+    return matches
 
 
 def _outermost(
-    what: str, every: dict[str, nn.Module], fitting: dict[str, set[str]]
+    what: str, modules: dict[str, nn.Module], matches: dict[str, set[str]]
 ) -> Iterator[str]:
-    """Those that are inside no other that fits, in the module's order."""
-    for path in filter(fitting.__contains__, every):
-        around = [q for q in every if path and q != path and (q == "" or path.startswith(f"{q}."))]
-        if fitting.keys().isdisjoint(around):
+    """The matching paths that are not inside another match, in the module's order."""
+    for path in filter(matches.__contains__, modules):
+        around = [q for q in modules if path and q != path and (q == "" or path.startswith(f"{q}."))]
+        if matches.keys().isdisjoint(around):
             yield path
-        if any(isinstance(every[q], _Replaced) for q in (*around, path)):
-            raise KernelError(f"{what}: {path!r} is replaced already; start from the original.")
+        if any(isinstance(modules[q], _Replaced) for q in (*around, path)):
+            raise KernelError(f"{what}: {path!r} is already replaced; start from the original module.")
 
 
 def _check_run(what: str, parent: nn.Module, path: str, run: list[str], unmet: list[str]) -> None:
-    """Refuse a list that is not of neighbours in one Sequential.
+    """Check that a list names consecutive children of one Sequential.
 
     Args:
-        unmet: the patterns that no part of the run fits.
+        parent, path: the parent of the run, and its path.
+        unmet: the patterns that nothing in the run matches.
     """
     names = [f"{path}.{name}" if path else name for name in internals.child_table(parent)]
     between = names[names.index(run[0]) : names.index(run[-1])]
@@ -125,14 +131,18 @@ def _check_run(what: str, parent: nn.Module, path: str, run: list[str], unmet: l
     ordered = type(parent).forward is nn.Sequential.forward
     if absent or not (ordered or len(run) == 1):
         raise KernelError(
-            f"{what}: a list is of consecutive parts of one nn.Sequential, and "
-            + (f"{absent[0]!r} is not next to" if absent else f"{path!r} is none, around")
-            + f" {run[0]!r}. Name all from the first to the last, or replace each alone."
+            f"{what}: a list names consecutive children of one nn.Sequential, but "
+            + (
+                f"{absent[0]!r} is missing from the run that begins at {run[0]!r}"
+                if absent
+                else f"{path!r}, the parent of {run[0]!r}, is not one"
+            )
+            + ". Name all from the first to the last, or replace each on its own."
         )
 
 
 class _Replaced(nn.Module):
-    """Mixed into a part's class, so that names, hooks, attributes and tests of its type stay."""
+    """A mixin to a replaced part's class, which keeps its names, hooks, attributes and type checks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         call = vars(self).get("_call")
@@ -140,10 +150,11 @@ class _Replaced(nn.Module):
 
 
 def _install(what: str, root: nn.Module, run: list[str], alone: bool, block: Any) -> None:
+    """Make the first part of a run call the block, and the others return their input."""
     names = [path.rpartition(".")[2] for path in run]
-    parts = [_apart(root, path) for path in run]
-    bare = [_copied(p, lambda t: torch.empty_like(t, device="meta")) for p in parts]
-    like = bare[0] if alone else nn.Sequential(OrderedDict(zip(names, bare, strict=True)))
+    parts = [_unshared(root, path) for path in run]
+    on_meta = [_copied(p, lambda t: torch.empty_like(t, device="meta")) for p in parts]
+    like = on_meta[0] if alone else nn.Sequential(OrderedDict(zip(names, on_meta, strict=True)))
     for part in parts:
         vars(part).pop("forward", None)
         called = f"{getattr(block, '__name__', type(block).__name__)}[{type(part).__name__}]"
@@ -153,8 +164,8 @@ def _install(what: str, root: nn.Module, run: list[str], alone: bool, block: Any
     vars(parts[0])["_call"] = call
 
 
-def _apart(root: nn.Module, path: str) -> nn.Module:
-    """A part at one place only (one ReLU may stand at many)."""
+def _unshared(root: nn.Module, path: str) -> nn.Module:
+    """The submodule at a path; a copy of it there if it has several paths (as one ReLU may)."""
     owner, _, name = path.rpartition(".")
     part = root.get_submodule(path)
     if sum(child is part for m in root.modules() for child in internals.child_table(m).values()) > 1:
@@ -166,7 +177,13 @@ def _apart(root: nn.Module, path: str) -> nn.Module:
 
 
 class _Call:
-    """A block with what it replaces: by prefix of its names, and as it was, without weights."""
+    """The call of a block in the place of some parts.
+
+    Args:
+        what: the call of `replaced`, for errors.
+        parts: the replaced parts, by the prefix of their parameters' names.
+        like: the parts as they were, on the meta device.
+    """
 
     def __init__(self, what: str, block: Any, parts: dict[str, nn.Module], like: nn.Module) -> None:
         self.what, self.block, self.parts, self.like = what, block, parts, like
@@ -179,38 +196,40 @@ class _Call:
                 params.update({prefix + k: t for k, t in named(remove_duplicate=False)})
         out = self.block(params, *args, **kwargs)
         given = params, args, kwargs
-        if _spoken(given) not in self.checked:
-            self._check(given, _spoken(out))
-            self.checked.add(_spoken(given))
+        if _described(given) not in self.checked:
+            self._check(given, _described(out))
+            self.checked.add(_described(given))
         return out
 
     def _check(self, given: Any, have: str) -> None:
-        """That what comes out is like what the parts return, which are run without data."""
+        """Compare the result with what the parts return for the same inputs on the meta device."""
         with internals.no_modes(), internals.autocast_off(), torch.no_grad():
             try:
-                bare = tree.map(_bare, given)
-                want = torch.func.functional_call(self.like, *bare, tie_weights=False)
+                on_meta = tree.map(_on_meta, given)
+                result = torch.func.functional_call(self.like, *on_meta, tie_weights=False)
             except (RuntimeError, TypeError, ValueError):
                 return  # they need data, or do not take these inputs
-        if have != _spoken(want):
+        if have != _described(result):
             raise KernelError(
-                f"{self.what}: {getattr(self.block, '__name__', self.block)} returned {have}, and what "
-                f"it replaces returns {_spoken(want)}. Both must agree in shapes and dtypes."
+                f"{self.what}: {getattr(self.block, '__name__', self.block)} returned {have}, but what "
+                f"it replaces returns {_described(result)}. Shapes and dtypes must agree."
             )
 
 
-def _bare(leaf: Any) -> Any:
-    like = isinstance(leaf, Tensor)
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if like else leaf
+def _on_meta(leaf: Any) -> Any:
+    """A tensor like a leaf on the meta device; the leaf itself if it is not a tensor."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
 
 
-def _spoken(values: Any) -> str:
-    """Shapes and dtypes; autocast has dtypes of its own."""
+def _described(values: Any) -> str:
+    """A tree's shapes and dtypes as text; under autocast, which chooses dtypes, its shapes."""
 
-    def spoken(leaf: Any) -> str:
+    def described(leaf: Any) -> str:
         if not isinstance(leaf, Tensor):
             return type(leaf).__name__
         dtype = "" if internals.autocast_on() else str(leaf.dtype).removeprefix("torch.")
         return f"{dtype}{list(leaf.shape)}"
 
-    return str(tree.map(spoken, values)).replace("'", "")
+    return str(tree.map(described, values)).replace("'", "")

@@ -112,7 +112,7 @@ class PatternError(ValueError):
 
 
 class NoMatch(ValueError):
-    """A pattern, scope or submodule that was asked for does not occur. The message lists near misses.
+    """A requested pattern, scope or submodule does not occur. The message says what comes nearest.
 
     >>> import torch, torchard as ta
     >>> def biased_gelu(x, b):
@@ -121,8 +121,8 @@ class NoMatch(ValueError):
     >>> fused(torch.ones(4), torch.ones(4))
     Traceback (most recent call last):
         ...
-    torchard.NoMatch: fuse(<lambda>, biased_gelu): the pattern is nowhere in it; nearest was
-        none of its operations is there. find(fn, pattern)(*args) lists matches;
+    torchard.NoMatch: fuse(<lambda>, biased_gelu): the pattern has no match in it: its last operation
+        does not occur. find(fn, pattern)(*args) lists matches;
         print(trace(fn)(*args)) shows the operations.
     """
 

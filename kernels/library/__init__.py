@@ -1,4 +1,4 @@
-"""The kernels that come with torchard, one file each."""
+"""The kernels that come with torchard, one file per family."""
 
 from torchard.kernels.library import (
     attention,

@@ -1,6 +1,6 @@
-"""Attention, written out, as torch's own: weights [s, t] are never stored whole.
+"""Attention that is written out, run by torch's own, which need not store the weights [s, t].
 
-Source: Vaswani et al. 2017 (arXiv:1706.03762); Dao et al. 2022 (arXiv:2205.14135) for how it runs.
+Source: Vaswani et al. 2017 (arXiv:1706.03762); Dao et al. 2022 (arXiv:2205.14135) for the implementation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def _weights(scores: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _weights_wide(scores: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rounded after softmax, as HuggingFace does."""
+    """Softmax in float32 and then rounded, as in HuggingFace."""
     return torch.softmax(scores, -1, dtype=torch.float32).to(dtype)
 
 
@@ -83,14 +83,14 @@ def _run_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _vjp(run: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
-    """By torch's own backward, which computes what it needs of the weights again."""
+    """The gradients by torch's own backward, which recomputes what it needs of the weights."""
 
     def gradients(*given: Tensor) -> tuple[Tensor, ...]:
         *operands, cotangent = given
         with torch.enable_grad():
-            moving = [x.detach().requires_grad_() for x in operands]
-            out = run(*moving)
-        return torch.autograd.grad(out, moving, cotangent)
+            inputs = [x.detach().requires_grad_() for x in operands]
+            out = run(*inputs)
+        return torch.autograd.grad(out, inputs, cotangent)
 
     return gradients
 
@@ -98,34 +98,34 @@ def _vjp(run: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]]:
 def _register(name: str, run: Callable[..., Tensor], patterns: list[Pattern]) -> Kernel:
     dims = f"{_DIMS} -> b h s e {_WHOLE}"
     implementations: dict[str, Callable[..., Any]] = {"any": run}
-    given = {"any": _vjp(run)}
-    return register_kernel(Kernel(name, tuple(patterns), dims, implementations, given))
+    vjp = {"any": _vjp(run)}
+    return register_kernel(Kernel(name, tuple(patterns), dims, implementations, vjp))
 
 
-def _patterns(name: str, made: list[Callable[..., Tensor]], more: str = "") -> list[Pattern]:
+def _patterns(name: str, functions: list[Callable[..., Tensor]], more: str = "") -> list[Pattern]:
     dims = f"{_DIMS}{more} -> b h s e {_WHOLE}"
-    return [Pattern(fn, dims, name=name) for fn in made]
+    return [Pattern(fn, dims, name=name) for fn in functions]
 
 
-_WAYS = (_weights, _weights_wide)
-attention = _register("attention", _run, _patterns("attention", [_plain(w) for w in _WAYS]))
-# Masks start at the first key, as torch's own does; rows and columns are of one length there.
+_WEIGHTS = (_weights, _weights_wide)
+attention = _register("attention", _run, _patterns("attention", [_plain(w) for w in _WEIGHTS]))
+# Row i attends to keys 0 to i, as with torch's is_causal, whatever the numbers of rows and keys.
 attention_causal = _register(
     "attention_causal",
     _run_causal,
     [
         pattern
         for masked in (_below, _above, _added)
-        for pattern in _patterns("attention_causal", [_causal(w, masked) for w in _WAYS])
+        for pattern in _patterns("attention_causal", [_causal(w, masked) for w in _WEIGHTS])
     ],
 )
-# A row whose mask is -inf everywhere has no weights: it is 0 here, and nan written out.
+# A row whose mask is -inf everywhere is 0 here, and NaN where attention is written out.
 attention_masked = _register(
     "attention_masked",
     _run,
     [
         pattern
         for mask in ("s t", "1 1 s t", "b 1 s t", "b h s t")
-        for pattern in _patterns("attention_masked", [_masked(w) for w in _WAYS], f", {mask}")
+        for pattern in _patterns("attention_masked", [_masked(w) for w in _WEIGHTS], f", {mask}")
     ],
 )

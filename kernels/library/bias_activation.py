@@ -1,4 +1,4 @@
-"""A bias and an activation, as behind every first linear of an MLP."""
+"""A bias followed by an activation, as after the first linear layer of an MLP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchard.kernels.patterns.kernel import Kernel, register_kernel
 __all__ = ["bias_gelu", "bias_gelu_tanh", "bias_relu", "bias_silu"]
 
 
-def _behind_bias(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+def _biased(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
     def biased(x: Tensor, b: Tensor) -> Tensor:
         return activation(x + b)
 
@@ -22,7 +22,7 @@ def _behind_bias(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Te
 
 
 def _kernel(name: str, *activations: Callable[[Tensor], Tensor]) -> Kernel:
-    references = tuple(map(_behind_bias, activations))
+    references = tuple(map(_biased, activations))
     run, vjp = triton("bias_activation", name), triton("bias_activation", f"{name}_backward")
     return register_kernel(
         Kernel(name, references, "... d, d -> ... d", {"cuda": run}, {"cuda": vjp})

@@ -1,7 +1,7 @@
-"""Cross-entropy of logits, and of a product that would be the logits.
+"""Cross-entropy of logits, and of a product whose result is the logits.
 
 Source: Wijmans et al. 2024 (arXiv:2411.09009) and Hsu et al. 2024 (arXiv:2410.10989) for logits
-that are never stored: rows are independent, so one chunk of them at a time is enough.
+that are never stored whole: rows are independent, so they are computed in chunks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torchard.kernels.patterns.kernel import Kernel, register_kernel
 
 __all__ = ["cross_entropy", "linear_cross_entropy"]
 
-# Labels that do not count: torch's default.
+# The label of ignored rows: torch's default.
 _IGNORED = -100
-# Elements of rows that are worked on at a time: some fit a cache, and are worth their calls.
+# Elements in a chunk of given logits: few enough for a cache, enough to amortise the calls.
 _CHUNK = 1 << 20
-# Elements of logits that exist at a time: products of more rows are the quicker.
+# Elements in a chunk of computed logits: products of more rows are faster.
 _LOGITS = 1 << 22
 
 
@@ -32,7 +32,7 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _by_gather(logits: Tensor, labels: Tensor) -> Tensor:
-    """Written out. A label that does not count is an error here."""
+    """The loss written out by gather, for which an ignored label is an error."""
     rows = torch.log_softmax(logits, -1)
     return -rows.gather(-1, labels.unsqueeze(-1)).squeeze(-1).mean()
 
@@ -53,13 +53,13 @@ def _chunks(rows: int, width: int, elements: int = 0) -> Iterator[slice]:
 
 
 def _picked(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Which rows count, and a label for each, [n, 1]."""
+    """A mask of the rows that are not ignored, [n], and a valid label for each row, [n, 1]."""
     counts = labels != _IGNORED
     return counts, torch.where(counts, labels, 0).unsqueeze(-1)
 
 
 def _sum_of_rows(logits: Tensor, labels: Tensor, out: Tensor | None = None) -> Tensor:
-    """logits [m, v], labels [m] -> the sum of their losses; out: for log_softmax, as wide."""
+    """The sum of the losses of logits [m, v] with labels [m]; ``out`` receives log_softmax, widened."""
     counts, picked = _picked(labels)
     rows = logits.to(_wide(logits.dtype))
     losses = torch.log_softmax(rows, -1, out=out).gather(-1, picked).squeeze(-1)
@@ -67,7 +67,7 @@ def _sum_of_rows(logits: Tensor, labels: Tensor, out: Tensor | None = None) -> T
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """logits [n, v], labels [n] -> []."""
+    """The mean loss of logits [n, v] with labels [n]."""
     total = logits.new_zeros((), dtype=_wide(logits.dtype))
     for rows in _chunks(*logits.shape):
         total += _sum_of_rows(logits[rows], labels[rows])
@@ -75,10 +75,10 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _less_one_hot(softmax: Tensor, labels: Tensor, scale: Tensor) -> Tensor:
-    """Of rows [m, v], in place; returned is what to multiply them by, [m, 1]."""
+    """Subtract one-hot labels from softmax [m, v] in place; return the factor of each row, [m, 1]."""
     counts, picked = _picked(labels)
     softmax.scatter_add_(-1, picked, softmax.new_full((), -1).expand(picked.shape))
-    # Not a product: with no label that counts, the scale is infinite.
+    # Not a product: the scale is infinite if all labels are ignored.
     return torch.where(counts, scale, 0).unsqueeze(-1)
 
 
@@ -88,7 +88,7 @@ def _scale(labels: Tensor, cotangent: Tensor) -> Tensor:
 
 
 def _cross_entropy_vjp(logits: Tensor, labels: Tensor, cotangent: Tensor) -> Tensor:
-    """-> [n, v], one buffer of that size."""
+    """The gradient of the logits, [n, v], the only buffer of that size."""
     scale = _scale(labels, cotangent)
     out = _like(logits)
     for rows in _chunks(*logits.shape):
@@ -101,7 +101,7 @@ def _cross_entropy_vjp(logits: Tensor, labels: Tensor, cotangent: Tensor) -> Ten
 def _cross_entropy_joint(
     logits: Tensor, labels: Tensor, cotangent: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """-> [], [n, v]: the rows that the loss was picked from become the gradient."""
+    """The loss and the gradient of the logits, [n, v], computed from log_softmax in place."""
     scale = _scale(labels, cotangent)
     out, total = _like(logits), scale.new_zeros(())
     for rows in _chunks(*logits.shape):
@@ -112,14 +112,14 @@ def _cross_entropy_joint(
 
 
 def _like(x: Tensor) -> Tensor:
-    """Contiguous, in memory of our own."""
-    (made,) = Buffers.of([torch.empty(x.shape, dtype=x.dtype, device="meta")]).new(x.device)
-    return made
+    """A contiguous tensor like x, uninitialised, in reused memory."""
+    (out,) = Buffers.of([torch.empty(x.shape, dtype=x.dtype, device="meta")]).new(x.device)
+    return out
 
 
 @contextmanager
 def _widened(narrow: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """A place to work in, rounded once at the end where dtypes are short."""
+    """A tensor of a dtype to compute in, which is rounded to ``narrow`` once, at the end."""
     wide = narrow if narrow.dtype == dtype else torch.empty_like(narrow, dtype=dtype)
     yield wide
     if wide is not narrow:
@@ -149,7 +149,7 @@ cross_entropy = register_kernel(
 )
 
 
-# -- of a product ---------------------------------------------------------------------------------
+# -- cross-entropy of a product -------------------------------------------------------------------
 
 
 def _linear_loss(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def _linear_by_gather(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
 
 
 def _linear_cross_entropy(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
-    """x [n, d], w [d, v], labels [n] -> []; logits [m, v] of m rows at a time."""
+    """The mean loss of x [n, d] @ w [d, v] with labels [n], by chunks [m, v] of the logits."""
     total = x.new_zeros((), dtype=_wide(x.dtype))
     for rows in _chunks(x.shape[0], w.shape[1], _LOGITS):
         total += _sum_of_products(x[rows], w, labels[rows])
@@ -169,28 +169,31 @@ def _linear_cross_entropy(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
 
 
 def _sum_of_products(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
-    """x [m, d] -> the sum of the rows' losses. One function, so that its logits are gone at the end."""
+    """The sum of the losses of x [m, d] @ w [d, v]; the logits are freed when it returns."""
     logits = (x @ w).to(_wide(x.dtype))
     return _sum_of_rows(logits, labels, logits)
 
 
 class _Gradients:
-    """Of x [n, d] and w [d, v], by chunks of logits that turn into their own; w's is summed up wide."""
+    """The gradients of x [n, d] and w [d, v], accumulated over chunks of the logits.
+
+    The logits of a chunk become their own gradient in place. The sum for w is in a wide dtype.
+    """
 
     def __init__(self, x: Tensor, w: Tensor, labels: Tensor, cotangent: Tensor) -> None:
         self.x, self.w, self.labels = x, w, labels
         self.scale = _scale(labels, cotangent)
         self.to_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        # As the weight lies: added to without a copy, and what reads it next expects it so.
+        # In the weight's layout: adding needs no copy then, and readers of the gradient expect it.
         self.to_w = torch.zeros_like(w, dtype=self.scale.dtype)
 
     def add(self, rows: slice) -> None:
-        """Those of some rows."""
+        """Add the gradients of some rows."""
         logits = self._logits(rows)
         self._add(rows, torch.softmax(logits, -1, out=logits))
 
     def add_with_loss(self, rows: slice) -> Tensor:
-        """And the sum of the rows' losses."""
+        """Add the gradients of some rows, and return the sum of their losses."""
         logits = self._logits(rows)
         loss = _sum_of_rows(logits, self.labels[rows], logits)
         self._add(rows, logits.exp_())
@@ -201,19 +204,20 @@ class _Gradients:
 
     def _add(self, rows: slice, softmax: Tensor) -> None:
         factor = _less_one_hot(softmax, self.labels[rows], self.scale)
-        # What is multiplied by the factor is the narrow side of both products.
+        # The factor is applied on the side of [m, d], which is smaller than [m, v].
         self.to_x[rows] = (softmax.to(self.x.dtype) @ self.w.t()).mul_(factor)
         self.to_w.addmm_((self.x[rows] * factor).t(), softmax)
 
     @property
     def done(self) -> tuple[Tensor, Tensor]:
+        """The gradients of x and w, in their dtypes."""
         return self.to_x, self.to_w.to(self.w.dtype)
 
 
 def _linear_cross_entropy_vjp(
     x: Tensor, w: Tensor, labels: Tensor, cotangent: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """-> [n, d], [d, v]; logits are computed again."""
+    """The gradients of x, [n, d], and w, [d, v]; the logits are recomputed."""
     gradients = _Gradients(x, w, labels, cotangent)
     for rows in _chunks(x.shape[0], w.shape[1], _LOGITS):
         gradients.add(rows)
@@ -223,7 +227,7 @@ def _linear_cross_entropy_vjp(
 def _linear_cross_entropy_joint(
     x: Tensor, w: Tensor, labels: Tensor, cotangent: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """-> [], [n, d], [d, v]; logits are computed once."""
+    """The loss and the gradients of x, [n, d], and w, [d, v]; the logits are computed once."""
     gradients = _Gradients(x, w, labels, cotangent)
     total = gradients.scale.new_zeros(())
     for rows in _chunks(x.shape[0], w.shape[1], _LOGITS):

@@ -1,8 +1,8 @@
-"""What closes a block in training: a bias, dropout by a key, the residual, and the next norm.
+"""The end of a block in training: a bias, dropout by a key, the residual sum, and the next norm.
 
-The mask is drawn again in the backward, from the key: nothing of its size is kept.
+The backward recomputes the mask from the key, so that nothing of its size is kept.
 
-Source: Srivastava et al. 2014 (JMLR 15); Megatron-LM (arXiv:1909.08053) for what goes together.
+Source: Srivastava et al. 2014 (JMLR 15); Megatron-LM (arXiv:1909.08053) for the combination.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torchard.kernels.patterns.kernel import Kernel, register_kernel
 
 __all__ = ["bias_dropout_residual", "bias_dropout_residual_layer_norm"]
 
-# Of a probability, the digits that come back from a threshold of 32 bits.
+# The digits of a probability that its threshold of 32 bits determines.
 _DIGITS = 9
 
 
 def _dropped(x: Tensor, key: Tensor, threshold: Any) -> Tensor:
-    """As of `torchard.random.bernoulli`: words below p * 2^32 drop an element."""
+    """Dropout as by `torchard.random.bernoulli`: words below p * 2^32 drop an element."""
     p: float = round(threshold / 2**32, _DIGITS)
     return (x * (1 / (1 - p))).masked_fill(random.bits(key, x.shape) < threshold, 0)
 
@@ -48,7 +48,7 @@ def _bias_dropout_residual_layer_norm(
     return h, F.layer_norm(h, h.shape[-1:], weight, bias, eps)
 
 
-# A mask depends on where in the whole array an element is: no dim may be split.
+# The mask depends on an element's index in the global array, so no dim may be split.
 bias_dropout_residual = register_kernel(
     Kernel(
         "bias_dropout_residual",

@@ -1,4 +1,4 @@
-"""Gated activations: what the first product of a gated MLP goes through.
+"""Gated activations, activation(gate) * up, of gated MLPs.
 
 Source: Shazeer 2020, "GLU variants improve Transformer" (arXiv:2002.05202).
 """
@@ -30,7 +30,7 @@ def _silu_written_out(x: Tensor) -> Tensor:
 
 
 def _kernel(name: str, *activations: Callable[[Tensor], Tensor]) -> Kernel:
-    """gate [...], up [...] -> [...]."""
+    """The kernel of activation(gate [...]) * up [...], in all spellings of an activation."""
     run, vjp = triton("gated", name), triton("gated", f"{name}_backward")
     references = tuple(map(_gate, activations))
     return register_kernel(

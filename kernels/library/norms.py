@@ -19,25 +19,25 @@ def _rms_norm(x: Tensor, w: Tensor, eps: Any = ...) -> Tensor:
 
 
 def _rms_norm_cast_first(x: Tensor, w: Tensor, eps: Any = ...) -> Tensor:
-    """Rounded to the input's dtype before the weight is applied, as HuggingFace does."""
+    """RMSNorm rounded to the input's dtype before the weight is applied, as in HuggingFace."""
     h = x.float()
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
     return w * h.to(x.dtype)
 
 
 def _rms_norm_wide_variance(x: Tensor, w: Tensor, eps: Any = ...) -> Tensor:
-    """Nothing but the variance in a copy of its own, as in HuggingFace's T5."""
+    """RMSNorm in which only the variance is computed in float32, as in HuggingFace's T5."""
     variance = x.float().pow(2).mean(-1, keepdim=True)
     return w * (x * torch.rsqrt(variance + eps)).to(x.dtype)
 
 
 def _rms_norm_divided(x: Tensor, w: Tensor, eps: Any = ...) -> Tensor:
-    """By division, whose derivative is spelled in another way than that of rsqrt."""
+    """RMSNorm by division, whose derivative is spelled differently from that of rsqrt."""
     return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w
 
 
 def _rms_norm_by_hand(x: Tensor, w: Tensor, eps: Any = ...) -> Tensor:
-    """Rounded after every operation, where dtypes are short."""
+    """RMSNorm in the dtype of the input, rounded after every operation."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * w
 
 

@@ -1,4 +1,4 @@
-"""Products of one value with several weights, as one product with all of them side by side.
+"""Products of one value with several weights, as one product with the concatenated weights.
 
 Source: Shoeybi et al. 2019 (arXiv:1909.08053), whose attention has one weight for q, k and v.
 """
@@ -37,55 +37,55 @@ def _biased_qkv(
     return x @ wq + bq, x @ wk + bk, x @ wv + bv
 
 
-def _side_by_side(weights: Sequence[Tensor]) -> Tensor:
-    """[d, a], [d, b], ... -> [d, a + b + ...], laid out as they are: linear's are transposed."""
+def _concatenated(weights: Sequence[Tensor]) -> Tensor:
+    """Concatenate [d, a], [d, b], ... to [d, a + b + ...] in their layout (transposed for nn.Linear)."""
     if all(w.stride(0) == 1 for w in weights):
         return torch.cat([w.t() for w in weights]).t()
     return torch.cat(list(weights), 1)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """[..., d] -> [n, d]."""
+    """Reshape x [..., d] to rows [n, d]."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def _products(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> Tensors:
-    """x [..., d] times each of the weights."""
+    """The products of x [..., d] and each of the weights [d, a], plus biases [a], if any."""
     rows = _rows(x)
-    # To lay weights out costs reading and writing them; it spares reading x again for each.
+    # Concatenating reads and writes every weight, but x is then read once, not once per weight.
     if rows.shape[0] * (len(weights) - 1) < 2 * sum(w.shape[1] for w in weights):
-        parts = [torch.addmm(b, rows, w) for b, w in zip(biases, weights, strict=False)]
-        parts = parts or [rows @ w for w in weights]
+        products = [torch.addmm(b, rows, w) for b, w in zip(biases, weights, strict=False)]
+        products = products or [rows @ w for w in weights]
     else:
-        w = _side_by_side(weights)
-        whole = torch.addmm(torch.cat(list(biases)), rows, w) if biases else rows @ w
-        parts = list(whole.split([w.shape[1] for w in weights], 1))
-    return tuple(part.reshape(*x.shape[:-1], part.shape[1]) for part in parts)
+        w = _concatenated(weights)
+        product = torch.addmm(torch.cat(list(biases)), rows, w) if biases else rows @ w
+        products = list(product.split([w.shape[1] for w in weights], 1))
+    return tuple(p.reshape(*x.shape[:-1], p.shape[1]) for p in products)
 
 
 def _gradients(
     x: Tensor, weights: Sequence[Tensor], cotangents: Sequence[Tensor], biased: bool
 ) -> Tensors:
-    """Of x, one product in place of a sum of several; of weights, one product; of biases."""
+    """The gradients of x, of the weights and of the biases, the first two by one product each."""
     rows = _rows(x)
-    change = torch.cat([_rows(c) for c in cotangents], 1)
+    cotangent = torch.cat([_rows(c) for c in cotangents], 1)
     widths = [w.shape[1] for w in weights]
-    to_x = (change @ _side_by_side(weights).t()).view(x.shape)
-    to_weights = (rows.t() @ change).split(widths, 1)
-    to_biases = change.sum(0).split(widths) if biased else ()
+    to_x = (cotangent @ _concatenated(weights).t()).view(x.shape)
+    to_weights = (rows.t() @ cotangent).split(widths, 1)
+    to_biases = cotangent.sum(0).split(widths) if biased else ()
     return (to_x, *to_weights, *to_biases)
 
 
 def _kernel(name: str, reference: Callable[..., Tensors], outputs: str, biased: bool) -> Kernel:
     names = outputs.split()
     n = len(names)
-    # The gradient of a bias reads no bias: it is told everything else.
     operands = ["... d", *(f"d {o}" for o in names), *(names if biased else [])]
     dims = f"{', '.join(operands)} -> {', '.join(f'... {o}' for o in names)}"
 
     def run(x: Tensor, *given: Tensor) -> Tensors:
         return _products(x, given[:n], given[n:])
 
+    # No gradient reads a bias: given are the weights and the cotangents.
     def vjp(x: Tensor, *given: Any) -> Tensors:
         return _gradients(x, given[:n], given[n:], biased)
 

@@ -1,4 +1,4 @@
-"""A residual stream's sum and the norm of it: the sum goes on, the norm feeds the next part.
+"""The sum of a residual stream and a block's output, and the norm of that sum; both are results.
 
 Source: Ba et al. 2016 (arXiv:1607.06450); Zhang and Sennrich 2019 (arXiv:1910.07467).
 """

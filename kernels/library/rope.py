@@ -15,35 +15,35 @@ from torchard.kernels.patterns.pattern import Pattern
 __all__ = ["rope"]
 
 
-def _half_turned(x: Tensor) -> Tensor:
+def _rotate_half(x: Tensor) -> Tensor:
     half = x.shape[-1] // 2
     return torch.cat((-x[..., half:], x[..., :half]), -1)
 
 
 def _rope(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """q [b, h, s, d], cos and sin [s, d] -> [b, h, s, d]; positions are not followed.
+    """Rotate q [b, h, s, d] by cos and sin [s, d], which have no gradient.
 
-    Their gradient, which hardly anybody wants, would read q, which its own gradient does not.
+    Their gradient, which is rarely wanted, would read q; the gradient of q does not.
     """
-    return q * cos.detach() + _half_turned(q) * sin.detach()
+    return q * cos.detach() + _rotate_half(q) * sin.detach()
 
 
 def _rope_of_batches(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """q [b, h, s, d], cos and sin [b, s, d], the positions of each example its own."""
+    """Rotate q [b, h, s, d] by cos and sin [b, s, d], where each example has its own positions."""
     return _rope(q, cos.unsqueeze(1), sin.unsqueeze(1))
 
 
 def _rotated(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """In one buffer."""
+    """Rotate q with one buffer, that of the result."""
     if cos.ndim == 3:
         cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     half = q.shape[-1] // 2
     out = q * cos
-    # An odd dim has a middle, which goes with the first half.
+    # The middle of an odd dim belongs to the first half.
     first, last = out.split([q.shape[-1] - half, half], -1)
-    to_first, to_last = sin.split([q.shape[-1] - half, half], -1)
-    first.addcmul_(q[..., half:], to_first, value=-1)
-    last.addcmul_(q[..., :half], to_last)
+    sin_first, sin_last = sin.split([q.shape[-1] - half, half], -1)
+    first.addcmul_(q[..., half:], sin_first, value=-1)
+    last.addcmul_(q[..., :half], sin_last)
     return out
 
 

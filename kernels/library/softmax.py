@@ -1,4 +1,4 @@
-"""Softmax over the last dim, written out or not."""
+"""Softmax over the last dim: torch's, or written out."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["softmax"]
 
 
 def _softmax(x: Tensor) -> Tensor:
-    """[..., d] -> [..., d]."""
+    """The softmax of [..., d] over d."""
     return torch.softmax(x, -1)
 
 
-def _into_ours(x: Tensor) -> Tensor:
-    """In memory of our own, laid out as torch would."""
+def _to_buffer(x: Tensor) -> Tensor:
+    """Softmax written to reused memory, in the layout of torch's result."""
     (out,) = Buffers.of([torch.empty_like(x, device="meta")]).new(x.device)
     return torch.softmax(x, -1, out=out)
 
@@ -29,7 +29,7 @@ def _written_out(x: Tensor) -> Tensor:
 
 
 def _without_maximum(x: Tensor) -> Tensor:
-    """Of numbers that are small; the maximum is then subtracted all the same."""
+    """Softmax of small numbers, written out; the kernel subtracts the maximum all the same."""
     e = torch.exp(x)
     return e / e.sum(-1, keepdim=True)
 
@@ -39,7 +39,7 @@ softmax = register_kernel(
         "softmax",
         (_softmax, _written_out, _without_maximum),
         "... d -> ... d | whole d",
-        {"any": _softmax, "cpu": _into_ours, "cuda": triton("softmax", "softmax")},
+        {"any": _softmax, "cpu": _to_buffer, "cuda": triton("softmax", "softmax")},
         {"cuda": triton("softmax", "softmax_backward")},
     )
 )

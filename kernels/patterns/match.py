@@ -53,7 +53,7 @@ class Finder:
 
     Args:
         reading: the reading of the program.
-        thorough: also search where no match is possible, to report the nearest miss.
+        thorough: skip no candidate, even where no match is possible, to report the nearest miss.
         patience: a factor on the effort per pattern.
 
     Attributes:
@@ -196,7 +196,7 @@ class Finder:
         if known is not None and known.depth >= unifier.best:
             return
         if unifier.reached is None:
-            self.misses[pattern] = Miss(pattern, 0, None, "none of its operations is there")
+            self.misses[pattern] = Miss(pattern, 0, None, "its last operation does not occur")
             return
         p, t = unifier.reached
         nodes = self.reading.nodes.get(t)
@@ -206,7 +206,7 @@ class Finder:
             nodes[0] if nodes else None,
             f"{spoken(t)} where the pattern has {spoken(p)}"
             if t.op != p.op
-            else f"{spoken(t)} fits, but dims, numbers or what it is applied to differ",
+            else f"{spoken(t)} agrees, but its dims, numbers or operands differ",
         )
 
 

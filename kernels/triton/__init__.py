@@ -1,9 +1,9 @@
-"""The library's kernels that move memory, in Triton: one file per family.
+"""The library's memory-bound kernels in Triton, one file per family.
 
-Nothing of torchard imports them before one is to run: Triton is optional. All read each operand once
-and write each result once, compute in float32 (float64 in float64), and round once. Sums over rows are
-made per program, each of which goes on over many rows, and added up in a second, small step: no atomics,
-so that results are the same each time.
+They are imported when the first of them is to run, since Triton is optional. Each reads every operand
+once and writes every result once, computes in float32 (in float64 for float64), and rounds once. Sums
+over rows are accumulated per program, each of which loops over many rows, and are added up in a second,
+small step, without atomics, so that results are deterministic.
 
 Source: Tillet et al. 2019 (doi:10.1145/3315508.3329973) for the language.
 """

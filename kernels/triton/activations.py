@@ -1,4 +1,4 @@
-"""Activations and their derivatives, as parts of kernels."""
+"""Activations and their derivatives, as device functions that kernels call."""
 
 import torch
 import triton
@@ -13,14 +13,14 @@ _SHORT = (torch.bfloat16, torch.float16)
 
 
 def named(name: str, *tensors: Tensor) -> str:
-    """What `activation` calls it for these: the error function is a shorter one for short dtypes."""
+    """The variant of an activation for these tensors: for short dtypes, GELU has a cheaper erf."""
     short = name == "gelu" and all(t.dtype in _SHORT for t in tensors)
     return "gelu_short" if short else name
 
 
 @triton.jit
 def _normal(x):
-    """exp(-x^2 / 2), and the probability of less than x, to within 1e-7.
+    """exp(-x^2 / 2), and the normal distribution function of x to within 1e-7.
 
     Source: Abramowitz and Stegun 1964, 7.1.26, for (1 - erf(|x| / sqrt(2))) / 2.
     """
@@ -35,7 +35,7 @@ def _normal(x):
 
 @triton.jit
 def _gelu_tanh_argument(x):
-    """Twice that of tanh: (1 + tanh(u)) / 2 = sigmoid(2 u)."""
+    """Twice the argument of tanh in the approximation, as (1 + tanh(u)) / 2 = sigmoid(2 u)."""
     return x * (1.5957691216057308 + 0.07135481627260025 * x * x)
 
 
@@ -59,7 +59,7 @@ def activation(x, NAME: tl.constexpr):
 
 @triton.jit
 def slope(x, NAME: tl.constexpr):
-    """Its derivative at x."""
+    """The derivative of `activation` at x."""
     if NAME == "gelu":
         density = exp(-0.5 * x * x) * 0.3989422804014327
         y = 0.5 * (1 + tl.erf(x * 0.7071067811865476)) + x * density

@@ -1,7 +1,7 @@
-"""Exponentials and quotients of float32 as devices compute them: a few instructions each.
+"""Exponentials and quotients of float32 by the device's approximations, a few instructions each.
 
-What Triton makes of them takes numbers apart that are too small for float32, and rounds quotients in
-full: more instructions than a kernel has while its bytes are on the way. Here what is too small is 0.
+Triton's own treat subnormal numbers separately and round quotients correctly, which takes more
+instructions than a memory-bound kernel has to spare. Here subnormal numbers are flushed to 0.
 """
 
 import triton
@@ -10,7 +10,7 @@ from triton.language.extra import libdevice
 
 __all__ = ["exp", "exp2", "reciprocal", "sigmoid"]
 
-# The interpreter has no device's functions.
+# Triton's interpreter has no libdevice.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 

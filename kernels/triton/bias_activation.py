@@ -1,4 +1,4 @@
-"""activation(x + b), forward and backward; the bias's gradient on the way."""
+"""activation(x + b), forward and backward, with the bias's gradient in the same pass."""
 
 from __future__ import annotations
 
@@ -79,15 +79,15 @@ def _backward(
         rows = start + tl.arange(0, ROWS).to(tl.int64)[:, None]
         inside = (rows < n) & (cols < d)[None, :]
         value = tl.load(x + rows * x_stride + cols[None, :], mask=inside, other=0).to(ACC)
-        moved = tl.load(cotangent + rows * cotangent_stride + cols[None, :], mask=inside, other=0)
-        change = moved.to(ACC) * slope(value + bias, NAME)
-        tl.store(dx + rows * d + cols[None, :], change, mask=inside)
-        summed += change
+        ct = tl.load(cotangent + rows * cotangent_stride + cols[None, :], mask=inside, other=0)
+        grad = ct.to(ACC) * slope(value + bias, NAME)
+        tl.store(dx + rows * d + cols[None, :], grad, mask=inside)
+        summed += grad
     tl.store(db + tl.program_id(0).to(tl.int64) * d + cols, tl.sum(summed, 0), mask=cols < d)
 
 
 def _run(name: str, x: Tensor, b: Tensor) -> Tensor:
-    """x [..., d], b [d] -> [..., d]; 2 n d elements are moved."""
+    """The activation of x [..., d] plus b [d]; moves 2 n d elements."""
     rows = rows_of(x)
     n, d = rows.shape
     out = x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, b.dtype))
@@ -105,28 +105,29 @@ def _run(name: str, x: Tensor, b: Tensor) -> Tensor:
 
 
 def _vjp(name: str, x: Tensor, b: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
-    """x and cotangent [..., d], b [d] -> [..., d], [d]; 3 n d elements are moved."""
+    """The gradients of x and b, for x and a cotangent [..., d] and b [d]; moves 3 n d elements."""
     return _gradients(named(name, x, b), x, b.contiguous(), cotangent)
 
 
 def bias_relu_backward(result: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
-    """Result and cotangent [..., d] -> [..., d], [d]: what is positive was."""
+    """The gradients of x and b, given a cotangent and the result, which is positive where x + b is."""
     return _gradients("relu", result, None, cotangent)
 
 
 def _gradients(name: str, x: Tensor, b: Tensor | None, cotangent: Tensor) -> tuple[Tensor, Tensor]:
-    rows, moved = rows_of(x), rows_of(cotangent)
+    """The gradients of x and b of the activation of x + b; b is 0 if it is None."""
+    rows, ct = rows_of(x), rows_of(cotangent)
     n, d = rows.shape
     shape = tile(rows)
     columns = cdiv(d, shape.block)
-    parts, options = programs(rows, shape, columns)
+    count, options = programs(rows, shape, columns)
     acc = accumulator(x, cotangent) if b is None else accumulator(x, b, cotangent)
     dx = x.new_empty(x.shape)
-    db = partials(parts, rows, acc)
+    db = partials(count, rows, acc)
     launch(
         _backward,
-        (parts, columns),
-        *(rows, b, moved, dx, db, n, d, rows.stride(0), moved.stride(0)),
+        (count, columns),
+        *(rows, b, ct, dx, db, n, d, rows.stride(0), ct.stride(0)),
         on=x,
         NAME=name,
         ACC=acc,

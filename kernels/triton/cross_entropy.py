@@ -1,4 +1,4 @@
-"""Mean cross-entropy of logits, forward, backward, or both at once; a row is as long as a vocabulary.
+"""Mean cross-entropy of logits, forward, backward, or both at once, for rows as long as a vocabulary.
 
 Source: Hsu et al. 2024 (arXiv:2410.10989).
 """
@@ -24,7 +24,7 @@ from torchard.kernels.triton.softmax import exponentials
 
 __all__ = ["cross_entropy", "cross_entropy_backward", "cross_entropy_joint"]
 
-# Labels that do not count: torch's default.
+# The label of ignored rows: torch's default.
 IGNORED = tl.constexpr(-100)
 
 
@@ -34,7 +34,7 @@ def _cross_entropy(
     labels,
     scale,
     losses,
-    change,
+    grad,
     n,
     v,
     stride,
@@ -42,10 +42,10 @@ def _cross_entropy(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The loss of each row, and (softmax - one hot) * scale: where there is a place for it.
+    """Store the loss of each row, and (softmax - one hot) * scale, each if its pointer is given.
 
-    nan is the loss of a label that is none; nothing is read for it. For the change, rows are read a
-    second time, while they are in the cache.
+    The loss is NaN for a label out of range, for which nothing is read. For the gradient, rows are read
+    a second time, from the cache.
     """
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)
     down = rows[:, None]
@@ -57,22 +57,22 @@ def _cross_entropy(
         picked = tl.load(logits + rows * stride + label, mask=known, other=float("nan")).to(ACC)
         loss = tl.log(summed) - (picked - base)
         tl.store(losses + rows, tl.where(counts, loss, 0.0), mask=rows < n)
-    if change is not None:
+    if grad is not None:
         factor = tl.where(counts, tl.load(scale).to(ACC), 0.0)[:, None]
-        share = factor / summed[:, None]
+        weight = factor / summed[:, None]
         hot = label.to(tl.int32)[:, None]  # compared in one instruction
         for start in range(0, v, BLOCK):
             cols = start + tl.arange(0, BLOCK)[None, :]
             inside = (down < n) & (cols < v)
             value = tl.load(logits + down * stride + cols, mask=inside, other=0).to(ACC)
-            value = exp(value - base[:, None]) * share - tl.where(cols == hot, factor, 0.0)
-            tl.store(change + down * v + cols, value, mask=inside)
+            value = exp(value - base[:, None]) * weight - tl.where(cols == hot, factor, 0.0)
+            tl.store(grad + down * v + cols, value, mask=inside)
 
 
 def _run(
     logits: Tensor, labels: Tensor, scale: Tensor | None, losses: Tensor | None, out: Tensor | None
 ) -> None:
-    """logits [n, v], labels and losses [n], scale [], out [n, v]: what is there is written."""
+    """Write losses [n] and gradients out [n, v], as given, for logits [n, v], labels [n], scale []."""
     rows = rows_of(logits)
     n, v = rows.shape
     shape = tile_of(n, min(v, LIMITS.whole))
@@ -87,7 +87,7 @@ def _run(
 
 
 def _losses(logits: Tensor) -> Tensor:
-    """A place for one of each row, wide."""
+    """An uninitialised tensor for the loss of each row, in the dtype of the computation."""
     return logits.new_empty(logits.shape[0], dtype=wide(accumulator(logits)))
 
 
@@ -96,7 +96,7 @@ def _mean(losses: Tensor, labels: Tensor, logits: Tensor) -> Tensor:
 
 
 def _count(labels: Tensor) -> Tensor:
-    """How many count, []."""
+    """The number of rows that are not ignored, []."""
     return torch.sum(labels != IGNORED.value)
 
 
@@ -105,21 +105,21 @@ def _scale(logits: Tensor, labels: Tensor, cotangent: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """logits [n, v], labels [n] -> []; n v elements are moved."""
+    """The mean loss of logits [n, v] with labels [n]; moves n v elements."""
     losses = _losses(logits)
     _run(logits, labels, None, losses, None)
     return _mean(losses, labels, logits)
 
 
 def cross_entropy_backward(logits: Tensor, labels: Tensor, cotangent: Tensor) -> Tensor:
-    """logits [n, v], labels [n], cotangent [] -> [n, v]; 2 n v elements are moved."""
+    """The gradient of logits [n, v], given labels [n] and a cotangent []; moves 2 n v elements."""
     out = logits.new_empty(logits.shape)
     _run(logits, labels, _scale(logits, labels, cotangent), None, out)
     return out
 
 
 def cross_entropy_joint(logits: Tensor, labels: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
-    """The same -> [], [n, v]; no more than backward."""
+    """The mean loss and the gradient of logits [n, v]; moves 2 n v elements, as the gradient alone."""
     losses, out = _losses(logits), logits.new_empty(logits.shape)
     _run(logits, labels, _scale(logits, labels, cotangent), losses, out)
     return _mean(losses, labels, logits), out

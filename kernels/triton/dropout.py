@@ -1,4 +1,4 @@
-"""residual + dropout(x + b), forward and backward; the mask is drawn again, not kept.
+"""residual + dropout(x + b), forward and backward; the backward recomputes the mask.
 
 Source: Srivastava et al. 2014 (JMLR 15).
 """
@@ -63,17 +63,17 @@ def _backward(
     for start in range(tl.program_id(0) * ROWS, n, tl.num_programs(0) * ROWS):
         rows = start + tl.arange(0, ROWS).to(tl.int64)[:, None]
         inside = (rows < n) & (cols < d)[None, :]
-        moved = tl.load(cotangent + rows * stride + cols[None, :], mask=inside, other=0).to(ACC)
-        change = behind_dropout(moved, key, rows, first, d, DROPOUT, ROWS, BLOCK)
-        tl.store(dx + rows * d + cols[None, :], change, mask=inside)
-        summed += change
+        ct = tl.load(cotangent + rows * stride + cols[None, :], mask=inside, other=0).to(ACC)
+        grad = behind_dropout(ct, key, rows, first, d, DROPOUT, ROWS, BLOCK)
+        tl.store(dx + rows * d + cols[None, :], grad, mask=inside)
+        summed += grad
     tl.store(db + tl.program_id(0).to(tl.int64) * d + cols, tl.sum(summed, 0), mask=cols < d)
 
 
 def bias_dropout_residual(
     x: Tensor, b: Tensor, residual: Tensor, key: Tensor, threshold: float
 ) -> Tensor:
-    """x, residual [..., d], b [d], key [2] -> [..., d]; 3 n d elements are moved."""
+    """residual + dropout(x + b), for x, residual [..., d], b [d], key [2]; moves 3 n d elements."""
     value = Stream(x, residual, b, key, threshold)
     out = x.new_empty(x.shape, dtype=value.dtype)
     rows = rows_of(x)
@@ -92,16 +92,16 @@ def bias_dropout_residual(
 def bias_dropout_residual_backward(
     key: Tensor, cotangent: Tensor, threshold: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """key [2], cotangent [..., d] -> of x, b and the residual; 2 n d elements are moved."""
+    """The gradients of x, b and residual, for key [2], cotangent [..., d]; moves 2 n d elements."""
     rows, acc = rows_of(cotangent), accumulator(cotangent)
     n, d = rows.shape
     shape = tile(rows)
     columns = cdiv(d, shape.block)
-    parts, options = programs(rows, shape, columns)
-    dx, db = cotangent.new_empty(cotangent.shape), partials(parts, rows, acc)
+    count, options = programs(rows, shape, columns)
+    dx, db = cotangent.new_empty(cotangent.shape), partials(count, rows, acc)
     launch(
         _backward,
-        (parts, columns),
+        (count, columns),
         *(key.contiguous(), rows, dx, db, n, d, rows.stride(0)),
         on=cotangent,
         ACC=acc,

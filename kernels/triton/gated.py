@@ -62,13 +62,13 @@ def _backward(
     rows, cols, inside = tile_here(n, d, ROWS, BLOCK)
     a = tl.load(gate + rows * gate_stride + cols, mask=inside, other=0).to(ACC)
     b = tl.load(up + rows * up_stride + cols, mask=inside, other=0).to(ACC)
-    moved = tl.load(cotangent + rows * cotangent_stride + cols, mask=inside, other=0).to(ACC)
-    tl.store(dgate + rows * d + cols, moved * b * slope(a, NAME), mask=inside)
-    tl.store(dup + rows * d + cols, moved * activation(a, NAME), mask=inside)
+    ct = tl.load(cotangent + rows * cotangent_stride + cols, mask=inside, other=0).to(ACC)
+    tl.store(dgate + rows * d + cols, ct * b * slope(a, NAME), mask=inside)
+    tl.store(dup + rows * d + cols, ct * activation(a, NAME), mask=inside)
 
 
 def _run(name: str, gate: Tensor, up: Tensor) -> Tensor:
-    """gate, up [...] -> [...]; 3 elements are moved for each."""
+    """The activation of gate [...] times up [...]; moves 3 elements for each."""
     a, b = rows_of(gate), rows_of(up)
     out = gate.new_empty(gate.shape, dtype=torch.result_type(gate, up))
     shape = tile(a)
@@ -85,14 +85,14 @@ def _run(name: str, gate: Tensor, up: Tensor) -> Tensor:
 
 
 def _vjp(name: str, gate: Tensor, up: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
-    """gate, up, cotangent [...] -> [...], [...]; 5 elements are moved for each."""
-    a, b, moved = rows_of(gate), rows_of(up), rows_of(cotangent)
+    """The gradients of gate and up, for them and a cotangent [...]; moves 5 elements for each."""
+    a, b, ct = rows_of(gate), rows_of(up), rows_of(cotangent)
     dgate, dup = gate.new_empty(gate.shape), up.new_empty(up.shape)
     shape = tile(a)
     launch(
         _backward,
         tiles(a, shape),
-        *(a, b, moved, dgate, dup, *a.shape, a.stride(0), b.stride(0), moved.stride(0)),
+        *(a, b, ct, dgate, dup, *a.shape, a.stride(0), b.stride(0), ct.stride(0)),
         on=gate,
         NAME=named(name, gate, up),
         ACC=accumulator(gate, up, cotangent),

@@ -1,4 +1,4 @@
-"""What all kernels share: tensors as rows, sizes of tiles, and launches."""
+"""Helpers that all kernels share: tensors as rows, sizes of tiles, and launches."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ __all__ = [
 ]
 
 WARP = 32
-# Of a multiprocessor, and what a thread may have of them so that half of the threads it holds work.
+# The registers of a multiprocessor, and the number per thread at which half of its threads can run.
 _REGISTERS = 1 << 16
 _FEW = 64
-# A program reads this many elements per thread: 16 bytes of a half precision, one instruction.
+# The elements that a thread reads at once: 16 bytes of half precision, by one instruction.
 _PER_THREAD = 8
 
 
 @dataclass
 class Limits:
-    """Sizes in elements, powers of two.
+    """Limits on the sizes of tiles, in elements; powers of two.
 
     Attributes:
-        tile: what a program holds of each operand at a time.
-        columns: of that, how much of one row, where rows need not be whole.
+        tile: the largest part of each operand that a program holds at a time.
+        columns: the largest part of one row in it, where rows may be divided.
         whole: the longest row that is held as a whole.
-        block: of longer ones, how much at a time, where several things are held.
+        block: the part of a longer row that is held at a time; smaller, since there are several values.
     """
 
     tile: int = 2048
@@ -59,7 +59,7 @@ LIMITS = Limits()
 
 @dataclass(frozen=True)
 class Tile:
-    """rows × block elements, and the warps that work on them."""
+    """A tile of rows × block elements, and the number of warps that work on it."""
 
     rows: int
     block: int
@@ -67,6 +67,7 @@ class Tile:
 
     @property
     def constants(self) -> dict[str, int]:
+        """The tile as constants of a launch."""
         return {"ROWS": self.rows, "BLOCK": self.block, "num_warps": self.warps}
 
 
@@ -75,19 +76,19 @@ def cdiv(a: int, b: int) -> int:
 
 
 def _power(n: int) -> int:
-    """The least power of two that is not less."""
+    """The least power of two that is not less than n."""
     return 1 << max(0, n - 1).bit_length()
 
 
 def tile_of(rows: int, d: int) -> Tile:
-    """As much of rows of a length as fits, at least one of them."""
+    """A tile of whole rows of length d: as many as fit, but at least one."""
     block = _power(d)
     rows = min(_power(rows), max(1, LIMITS.tile // block))
     return Tile(rows, block, min(32, max(4, rows * block // (_PER_THREAD * WARP))))
 
 
 def tile(x: Tensor) -> Tile:
-    """Of x [n, d], where a row may be in several tiles: those that leave least of the last one idle."""
+    """The tile of x [n, d], where rows may be divided, that wastes least at the end of a row."""
     n, d = x.shape
     widest = min(LIMITS.columns, _power(d))
     blocks = [widest >> i for i in range(3) if widest >> i >= min(256, widest)]
@@ -95,38 +96,42 @@ def tile(x: Tensor) -> Tile:
 
 
 def whole(n: int, d: int) -> Tile:
-    """Of [n, d], where a row is held as a whole, or gone through in blocks if it is too long."""
+    """The tile of [n, d] in which rows are whole, or a block of one row if rows are too long."""
     return tile_of(n, d) if d <= LIMITS.whole else Tile(1, LIMITS.block, 32)
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """[..., d] -> [n, d] with the elements of a row side by side: a view wherever there is one."""
+    """Reshape x [..., d] to [n, d] with contiguous rows, by a view where that is possible."""
     d = x.shape[-1] if x.ndim else 1
     rows = x.reshape(math.prod(x.shape[:-1]), d)
     return rows if rows.stride(1) == 1 or d == 1 else rows.contiguous()
 
 
 def accumulator(*tensors: Tensor) -> Any:
-    """What is computed in."""
+    """The Triton dtype to compute in."""
     return tl.float64 if any(t.dtype == torch.float64 for t in tensors) else tl.float32
 
 
 def wide(acc: Any) -> torch.dtype:
-    """The same as torch's."""
+    """The torch dtype of an accumulator."""
     return torch.float64 if acc == tl.float64 else torch.float32
 
 
 def programs(
     x: Tensor, tile: Tile, columns: int = 1, registers: int = _FEW
 ) -> tuple[int, dict[str, int]]:
-    """As many as run at a time, each of which goes on over rows of x [n, d] in so many columns.
+    """The number of programs that run at once, each looping over rows of x [n, d], and launch options.
 
-    And what a launch has to say for that: registers per thread. One program more than fit would wait
-    for the others, and take as long as they did.
+    The options limit the registers per thread so that all of them fit. One program more would start
+    when the others end, and take as long again.
+
+    Args:
+        columns: the number of programs for one set of rows.
+        registers: the largest number of registers per thread.
     """
     threads = tile.warps * WARP
     registers = min(registers, _REGISTERS // threads)
-    at_once = 3  # where there is no such device (in Triton's interpreter)
+    at_once = 3  # without a CUDA device, in Triton's interpreter
     if x.is_cuda:
         processors = torch.cuda.get_device_properties(x.device).multi_processor_count
         at_once = processors * (_REGISTERS // (registers * threads))
@@ -135,17 +140,17 @@ def programs(
 
 
 def tiles(x: Tensor, tile: Tile) -> tuple[int]:
-    """As many programs as x [n, d] has tiles, for `tile_here`."""
+    """The grid with one program for each tile of x [n, d], as `tile_here` expects it."""
     n, d = x.shape
     return (cdiv(n, tile.rows) * cdiv(d, tile.block),)
 
 
 @triton.jit
 def tile_here(n, d, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows [ROWS, 1] and columns [1, BLOCK] of this program's tile, and which are inside [n, d].
+    """The rows [ROWS, 1] and columns [1, BLOCK] of this program's tile, and which are inside [n, d].
 
-    Neighbours have tiles of the same rows: together they read what lies together. Rows are of 64 bits,
-    so that offsets are.
+    Neighbouring programs have tiles of the same rows, so that together they read contiguous memory. Rows
+    are int64, so that offsets are.
     """
     across = tl.cdiv(d, BLOCK)
     rows = tl.program_id(0) // across * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
@@ -154,18 +159,18 @@ def tile_here(n, d, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def partials(count: int, like: Tensor, acc: Any) -> Tensor:
-    """[programs, d] for sums over rows of what is like [n, d]."""
+    """An uninitialised buffer [count, d] for partial sums over the rows of a tensor [n, d]."""
     return like.new_empty((count, like.shape[1]), dtype=wide(acc))
 
 
 def total(partial: Tensor, dtype: torch.dtype) -> Tensor:
-    """[programs, d] -> [d]: the second step of a sum over rows."""
+    """The sum of partial sums [count, d], [d]: the second step of a sum over rows."""
     return partial.sum(0).to(dtype)
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, on: Tensor, **constants: Any) -> None:
-    """Run a kernel on the device of a tensor; nothing, if there is nothing to do."""
+    """Launch a kernel on the device of a tensor, unless the grid is empty."""
     if math.prod(grid):
         with torch.cuda.device_of(on):
-            # Said, since Triton is going to change what it is by default.
+            # Explicit, since Triton is going to change the default.
             kernel[grid](*args, **constants, enable_fp_fusion=True)

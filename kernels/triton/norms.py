@@ -1,7 +1,7 @@
-"""LayerNorm and RMSNorm of what goes on in a residual stream, forward.
+"""LayerNorm and RMSNorm of the value of a residual stream, forward.
 
-Rows are held as a whole. Those too long for that are gone through in blocks, once for every sum and
-once more, which finds them in the cache.
+Rows are held as a whole. Rows that are too long for that are read in blocks, once for every sum and
+once for the result, mostly from the cache.
 
 Source: Ba et al. 2016 (arXiv:1607.06450); Zhang and Sennrich 2019 (arXiv:1910.07467).
 """
@@ -30,7 +30,7 @@ __all__ = [
 
 @triton.jit
 def standardised(value, inside, d, EPS: tl.constexpr, CENTRED: tl.constexpr):
-    """Whole rows [ROWS, BLOCK] less their mean if CENTRED; 1 / root mean square of that [ROWS, 1]."""
+    """Whole rows [ROWS, BLOCK], less their mean if CENTRED, and 1 / their root mean square, [ROWS, 1]."""
     if CENTRED:
         value = value - (tl.sum(value, 1) / d)[:, None]
     value = tl.where(inside, value, 0.0)
@@ -47,7 +47,7 @@ def mean_of_long(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of long rows [ROWS, 1], what is subtracted: 0 if not CENTRED."""
+    """The mean of each long row [ROWS, 1]; 0 if not CENTRED."""
     d = source[1]
     summed = tl.zeros([ROWS, BLOCK], ACC)
     if CENTRED:
@@ -71,7 +71,7 @@ def _forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """h: the stream's value, where it is a result."""
+    """Store the norm of the stream's value, and the value itself in h if that is given."""
     n, d = source[0], source[1]
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
     if WHOLE:
@@ -102,7 +102,7 @@ def _forward(
 
 @triton.jit
 def _store(value, w, b, out, rows, cols, inside, d, ACC: tl.constexpr):
-    """value * w + b."""
+    """Store value * w + b."""
     value *= tl.load(w + cols, mask=cols < d, other=0).to(ACC)
     if b is not None:
         value += tl.load(b + cols, mask=cols < d, other=0).to(ACC)
@@ -112,7 +112,7 @@ def _store(value, w, b, out, rows, cols, inside, d, ACC: tl.constexpr):
 def _norm(
     value: Stream, w: Tensor, b: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor | None, Tensor]:
-    """The stream's value, if it is not x itself, and its norm, both [..., d]."""
+    """The stream's value, or None if it is x itself, and its norm, both [..., d]."""
     n, d = value.shape
     out = value.x.new_empty(value.x.shape, dtype=value.dtype)
     h = None if value.y is None else out.new_empty(out.shape)
@@ -133,22 +133,22 @@ def _norm(
 
 
 def layer_norm(x: Tensor, w: Tensor, b: Tensor, eps: float) -> Tensor:
-    """x [..., d], w, b [d] -> [..., d]; 2 n d elements are moved."""
+    """LayerNorm of x [..., d] with w, b [d]; moves 2 n d elements."""
     return _norm(Stream(x), w, b, eps, True)[1]
 
 
 def rms_norm(x: Tensor, w: Tensor, eps: float) -> Tensor:
-    """x [..., d], w [d] -> [..., d]; 2 n d elements are moved."""
+    """RMSNorm of x [..., d] with w [d]; moves 2 n d elements."""
     return _norm(Stream(x), w, None, eps, False)[1]
 
 
 def add_layer_norm(x: Tensor, y: Tensor, w: Tensor, b: Tensor, eps: float) -> Any:
-    """x, y [..., d], w, b [d] -> x + y and its norm, [..., d]; 4 n d elements are moved."""
+    """x + y, for x, y [..., d], and its LayerNorm with w, b [d]; moves 4 n d elements."""
     return _norm(Stream(x, y), w, b, eps, True)
 
 
 def add_rms_norm(x: Tensor, y: Tensor, w: Tensor, eps: float) -> Any:
-    """x, y [..., d], w [d] -> x + y and its norm, [..., d]; 4 n d elements are moved."""
+    """x + y, for x, y [..., d], and its RMSNorm with w [d]; moves 4 n d elements."""
     return _norm(Stream(x, y), w, None, eps, False)
 
 
@@ -162,5 +162,5 @@ def bias_dropout_residual_layer_norm(
     threshold: float,
     eps: float,
 ) -> Any:
-    """x, residual [..., d], key [2], the rest [d] -> [..., d] twice; 4 n d elements are moved."""
+    """residual + dropout(x + b), [..., d], and its LayerNorm, for key [2]; moves 4 n d elements."""
     return _norm(Stream(x, residual, b, key, threshold), weight, bias, eps, True)

@@ -1,4 +1,4 @@
-"""The norms' backward: statistics are computed again from the rows, which are read anyway."""
+"""The norms' backward, which recomputes statistics from the rows, since it reads those anyway."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def _whole_rows(
     source,
     key,
     w,
-    kept,
+    h_ct,
     cotangent,
-    kept_stride,
+    h_ct_stride,
     cotangent_stride,
     dh,
     dx,
@@ -50,9 +50,13 @@ def _whole_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Every program goes on over rows, and sums what the weights get of them.
+    """Store the gradients of h and, with a key, of dropout's argument; sum those of the weights.
 
-    kept: the cotangent of the stream's value; dh: its gradient; dx, dbias: behind dropout, with a key.
+    Every program loops over rows, and has sums of its own.
+
+    Args:
+        h_ct: the cotangent of h, the value of the stream, if h is a result.
+        dx, dbias: for the gradients of x and bias in h = residual + dropout(x + bias).
     """
     n, d = source[0], source[1]
     cols = tl.arange(0, BLOCK)[None, :]
@@ -66,21 +70,21 @@ def _whole_rows(
         value = stream(source, rows, 0, DROPOUT, ACC, ROWS, BLOCK)
         centred, rstd = standardised(value, inside, d, EPS, CENTRED)
         normed = tl.where(inside, centred * rstd, 0.0)
-        moved = tl.load(cotangent + rows * cotangent_stride + cols, mask=inside, other=0).to(ACC)
-        to_w += moved * normed
-        to_b += moved
-        moved *= weight
-        change = moved - normed * (tl.sum(moved * normed, 1) / d)[:, None]
+        ct = tl.load(cotangent + rows * cotangent_stride + cols, mask=inside, other=0).to(ACC)
+        to_w += ct * normed
+        to_b += ct
+        ct *= weight
+        grad = ct - normed * (tl.sum(ct * normed, 1) / d)[:, None]
         if CENTRED:
-            change -= (tl.sum(moved, 1) / d)[:, None]
-        change *= rstd
-        if kept is not None:
-            change += tl.load(kept + rows * kept_stride + cols, mask=inside, other=0).to(ACC)
-        tl.store(dh + rows * d + cols, change, mask=inside)
+            grad -= (tl.sum(ct, 1) / d)[:, None]
+        grad *= rstd
+        if h_ct is not None:
+            grad += tl.load(h_ct + rows * h_ct_stride + cols, mask=inside, other=0).to(ACC)
+        tl.store(dh + rows * d + cols, grad, mask=inside)
         if key is not None:
-            change = behind_dropout(change, key, rows, 0, d, DROPOUT, ROWS, BLOCK)
-            tl.store(dx + rows * d + cols, change, mask=inside)
-            to_bias += tl.where(inside, change, 0.0)
+            grad = behind_dropout(grad, key, rows, 0, d, DROPOUT, ROWS, BLOCK)
+            tl.store(dx + rows * d + cols, grad, mask=inside)
+            to_bias += tl.where(inside, grad, 0.0)
     mine = tl.program_id(0).to(tl.int64) * d + tl.arange(0, BLOCK)
     known = tl.arange(0, BLOCK) < d
     tl.store(dw + mine, tl.sum(to_w, 0), mask=known)
@@ -92,7 +96,7 @@ def _whole_rows(
 
 @triton.jit
 def _add(sums, value, cols, d):
-    """Onto the sums [d] of this program, in memory."""
+    """Add a value to this program's sums [d], in memory."""
     at = sums + tl.program_id(0).to(tl.int64) * d + cols
     tl.store(at, tl.load(at, mask=cols < d, other=0) + value, mask=cols < d)
 
@@ -102,9 +106,9 @@ def _long_rows(
     source,
     key,
     w,
-    kept,
+    h_ct,
     cotangent,
-    kept_stride,
+    h_ct_stride,
     cotangent_stride,
     dh,
     dx,
@@ -118,7 +122,7 @@ def _long_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The same, row by row in blocks; the sums, which start at 0, are in memory."""
+    """As `_whole_rows`, row by row in blocks; the sums, which start at 0, are in memory."""
     tl.static_assert(ROWS == 1)
     n, d = source[0], source[1]
     for start in range(tl.program_id(0), n, tl.num_programs(0)):
@@ -131,42 +135,42 @@ def _long_rows(
             cols = first + tl.arange(0, BLOCK)[None, :]
             value = stream(source, rows, first, DROPOUT, ACC, ROWS, BLOCK)
             centred = tl.where(cols < d, value - mean, 0.0)
-            moved = tl.load(cotangent + rows * cotangent_stride + cols, mask=cols < d, other=0)
-            moved = moved.to(ACC) * tl.load(w + cols, mask=cols < d, other=0).to(ACC)
+            ct = tl.load(cotangent + rows * cotangent_stride + cols, mask=cols < d, other=0)
+            ct = ct.to(ACC) * tl.load(w + cols, mask=cols < d, other=0).to(ACC)
             squares += centred * centred
-            products += moved * centred
-            summed += moved
+            products += ct * centred
+            summed += ct
         rstd = tl.rsqrt(tl.sum(squares, 1) / d + EPS)[:, None]
         slope = (tl.sum(products, 1) / d)[:, None] * rstd
         for first in range(0, d, BLOCK):
             cols = first + tl.arange(0, BLOCK)[None, :]
             value = stream(source, rows, first, DROPOUT, ACC, ROWS, BLOCK)
             normed = (value - mean) * rstd
-            moved = tl.load(cotangent + rows * cotangent_stride + cols, mask=cols < d, other=0)
-            moved = moved.to(ACC)
-            _add(dw, moved * normed, cols, d)
+            ct = tl.load(cotangent + rows * cotangent_stride + cols, mask=cols < d, other=0)
+            ct = ct.to(ACC)
+            _add(dw, ct * normed, cols, d)
             if CENTRED:
-                _add(db, moved, cols, d)
-            moved *= tl.load(w + cols, mask=cols < d, other=0).to(ACC)
-            change = moved - normed * slope
+                _add(db, ct, cols, d)
+            ct *= tl.load(w + cols, mask=cols < d, other=0).to(ACC)
+            grad = ct - normed * slope
             if CENTRED:
-                change -= (tl.sum(summed, 1) / d)[:, None]
-            change *= rstd
-            if kept is not None:
-                change += tl.load(kept + rows * kept_stride + cols, mask=cols < d, other=0).to(ACC)
-            tl.store(dh + rows * d + cols, change, mask=cols < d)
+                grad -= (tl.sum(summed, 1) / d)[:, None]
+            grad *= rstd
+            if h_ct is not None:
+                grad += tl.load(h_ct + rows * h_ct_stride + cols, mask=cols < d, other=0).to(ACC)
+            tl.store(dh + rows * d + cols, grad, mask=cols < d)
             if key is not None:
-                change = behind_dropout(change, key, rows, first, d, DROPOUT, ROWS, BLOCK)
-                tl.store(dx + rows * d + cols, change, mask=cols < d)
-                _add(dbias, change, cols, d)
-        tl.debug_barrier()  # before other threads add to what these have added to
+                grad = behind_dropout(grad, key, rows, first, d, DROPOUT, ROWS, BLOCK)
+                tl.store(dx + rows * d + cols, grad, mask=cols < d)
+                _add(dbias, grad, cols, d)
+        tl.debug_barrier()  # before other threads add to the same sums
 
 
 @dataclass(frozen=True)
 class _Gradients:
-    """Of the stream's value h and x [..., d]; sums for bias, w and b [programs, d].
+    """The gradients of h and x [..., d]; partial sums, [programs, d], of those of bias, w and b.
 
-    x and the bias have some of their own behind dropout, b has one if the rows are centred.
+    Without dropout x is h, and bias has no rows. b has none unless the norm is centred.
     """
 
     h: Tensor
@@ -179,35 +183,40 @@ class _Gradients:
 def _gradients(
     h: Tensor,
     w: Tensor,
-    kept: Tensor | None,
+    h_cotangent: Tensor | None,
     cotangent: Tensor,
     eps: float,
     centred: bool,
     key: Tensor | None = None,
     threshold: float = 0,
 ) -> _Gradients:
-    """kept, cotangent: of h, if it is a result, and of its norm, [..., d]; key: of a dropout behind h."""
+    """The gradients of the norm of h.
+
+    Args:
+        h_cotangent, cotangent: of h, if it is a result, and of its norm, [..., d].
+        key, threshold: of the dropout in h = residual + dropout(x + bias), if there is one.
+    """
     value = Stream(h)
     n, d = value.shape
-    moved, more = rows_of(cotangent), None if kept is None else rows_of(kept)
+    ct, h_ct = rows_of(cotangent), None if h_cotangent is None else rows_of(h_cotangent)
     shape, long, dropping = whole(n, d), d > LIMITS.whole, key is not None
-    # The generator needs many registers while the rows have theirs.
-    parts, options = programs(moved, shape, registers=128 if dropping else 64)
+    # The random generator needs many registers, besides those that hold rows.
+    count, options = programs(ct, shape, registers=128 if dropping else 64)
     acc = value.constants["ACC"]
 
     def sums(needed: bool = True) -> Tensor:
-        made = partials(parts if needed else 0, moved, acc)
-        return made.zero_() if long else made
+        buffer = partials(count if needed else 0, ct, acc)
+        return buffer.zero_() if long else buffer
 
     h = value.x.new_empty(value.x.shape, dtype=value.dtype)
     x = value.x.new_empty(value.x.shape) if dropping else h
-    found = _Gradients(h, x, sums(dropping), sums(), sums(centred))
+    gradients = _Gradients(h, x, sums(dropping), sums(), sums(centred))
     launch(
         _long_rows if long else _whole_rows,
-        (parts if d else 0,),
+        (count if d else 0,),
         *(value.source, None if key is None else key.contiguous()),
-        *(w.contiguous(), more, moved, 0 if more is None else more.stride(0), moved.stride(0)),
-        *(h, x, found.bias, found.w, found.b),
+        *(w.contiguous(), h_ct, ct, 0 if h_ct is None else h_ct.stride(0), ct.stride(0)),
+        *(h, x, gradients.bias, gradients.w, gradients.b),
         on=h,
         EPS=eps,
         CENTRED=centred,
@@ -215,53 +224,50 @@ def _gradients(
         **shape.constants,
         **options,
     )
-    return found
+    return gradients
 
 
 def layer_norm_backward(
     x: Tensor, w: Tensor, cotangent: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, cotangent [..., d], w [d] -> of x, w, b; 3 n d elements are moved."""
-    found = _gradients(x, w, None, cotangent, eps, True)
-    return found.h, total(found.w, w.dtype), total(found.b, cotangent.dtype)
+    """The gradients of x, w, b, for x, cotangent [..., d], w [d]; moves 3 n d elements."""
+    gradients = _gradients(x, w, None, cotangent, eps, True)
+    return gradients.h, total(gradients.w, w.dtype), total(gradients.b, cotangent.dtype)
 
 
 def rms_norm_backward(x: Tensor, w: Tensor, cotangent: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x, cotangent [..., d], w [d] -> of x, w; 3 n d elements are moved."""
-    found = _gradients(x, w, None, cotangent, eps, False)
-    return found.h, total(found.w, w.dtype)
+    """The gradients of x, w, for x, cotangent [..., d], w [d]; moves 3 n d elements."""
+    gradients = _gradients(x, w, None, cotangent, eps, False)
+    return gradients.h, total(gradients.w, w.dtype)
 
 
 def add_layer_norm_backward(
-    w: Tensor, h: Tensor, kept: Tensor, cotangent: Tensor, eps: float
+    w: Tensor, h: Tensor, h_cotangent: Tensor, cotangent: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """w [d], h = x + y and cotangents [..., d] -> of x and y alike, w, b; 4 n d elements are moved."""
-    found = _gradients(h, w, kept, cotangent, eps, True)
-    return found.h, total(found.w, w.dtype), total(found.b, kept.dtype)
+    """The gradients of x (equal to that of y), w, b, for h = x + y; moves 4 n d elements."""
+    gradients = _gradients(h, w, h_cotangent, cotangent, eps, True)
+    return gradients.h, total(gradients.w, w.dtype), total(gradients.b, h_cotangent.dtype)
 
 
 def add_rms_norm_backward(
-    w: Tensor, h: Tensor, kept: Tensor, cotangent: Tensor, eps: float
+    w: Tensor, h: Tensor, h_cotangent: Tensor, cotangent: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """w [d], h = x + y and cotangents [..., d] -> of x and y alike, w; 4 n d elements are moved."""
-    found = _gradients(h, w, kept, cotangent, eps, False)
-    return found.h, total(found.w, w.dtype)
+    """The gradients of x (equal to that of y), w, for h = x + y; moves 4 n d elements."""
+    gradients = _gradients(h, w, h_cotangent, cotangent, eps, False)
+    return gradients.h, total(gradients.w, w.dtype)
 
 
 def bias_dropout_residual_layer_norm_backward(
     key: Tensor,
     weight: Tensor,
     h: Tensor,
-    kept: Tensor,
+    h_cotangent: Tensor,
     cotangent: Tensor,
     threshold: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """key [2], weight [d], the stream h and cotangents [..., d] -> of x, b, residual, weight, bias.
-
-    5 n d elements are moved.
-    """
-    found = _gradients(h, weight, kept, cotangent, eps, True, key, threshold)
-    assert found.x is not None and found.bias is not None
-    to_b, to_weight = total(found.bias, kept.dtype), total(found.w, weight.dtype)
-    return found.x, to_b, found.h, to_weight, total(found.b, kept.dtype)
+    """The gradients of x, b, residual, weight, bias, for h = residual + dropout(x + b); moves 5 n d."""
+    gradients = _gradients(h, weight, h_cotangent, cotangent, eps, True, key, threshold)
+    assert gradients.x is not None and gradients.bias is not None
+    to_b, to_weight = total(gradients.bias, h_cotangent.dtype), total(gradients.w, weight.dtype)
+    return gradients.x, to_b, gradients.h, to_weight, total(gradients.b, h_cotangent.dtype)

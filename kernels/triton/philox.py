@@ -1,6 +1,6 @@
-"""The words of `torchard.random.bits`, drawn where they are used: nothing of a mask's size is stored.
+"""The words of `torchard.random.bits`, computed where they are used, so that no mask is stored.
 
-As `torchard.functional.philox`: word i of a key is a half, low first, of one of the four results of
+As in `torchard.functional.philox`, word i of a key is a half, low first, of one of the four results of
 Philox4x64-10 for the counter (i // 8, 0, 0, 0).
 """
 
@@ -14,7 +14,7 @@ WORDS = tl.constexpr(8)
 
 @triton.jit
 def _philox(counter, k0, k1):
-    """Four uint64 for each counter (counter, 0, 0, 0)."""
+    """The four uint64 of each counter (counter, 0, 0, 0)."""
     c0 = counter.to(tl.uint64)
     c1 = tl.zeros_like(c0)
     c2 = c1
@@ -35,18 +35,18 @@ def _philox(counter, k0, k1):
 
 @triton.jit
 def _both_halves(lane):
-    """Low and high half, uint32."""
+    """The low and the high half of a uint64, as uint32."""
     return lane.to(tl.uint32), (lane >> 32).to(tl.uint32)
 
 
 @triton.jit
 def _side_by_side(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """All eight words of counters [ROWS, BLOCK / 8], in order, [ROWS, BLOCK]."""
+    """The eight words of each counter [ROWS, BLOCK / 8], in order, as [ROWS, BLOCK]."""
     low0, high0 = _both_halves(x[0])
     low1, high1 = _both_halves(x[1])
     low2, high2 = _both_halves(x[2])
     low3, high3 = _both_halves(x[3])
-    # Each join adds a last dim of two: which pair of lanes, which lane of it, which half.
+    # Each join adds a last dim of size 2: the pair of lanes, the lane in the pair, the half of the lane.
     low = tl.join(tl.join(low0, low2), tl.join(low1, low3))
     high = tl.join(tl.join(high0, high2), tl.join(high1, high3))
     return tl.reshape(tl.join(low, high), [ROWS, BLOCK])
@@ -63,10 +63,10 @@ def dropped(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Whether words are below a threshold, [ROWS, BLOCK]; of rows [ROWS, 1], columns from the first on.
+    """Whether the words in rows [ROWS, 1] and columns from ``first`` on are below a threshold.
 
-    Where rows are whole counters long (ALIGNED), all words of each are used; else every element
-    computes a counter's words for one of them.
+    If the length of rows is a multiple of 8 (ALIGNED), all words of a counter are used. Otherwise each
+    element computes the words of its counter, and uses one.
     """
     k0 = tl.load(key).to(tl.uint64, bitcast=True)
     k1 = tl.load(key + 1).to(tl.uint64, bitcast=True)

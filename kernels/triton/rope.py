@@ -1,4 +1,4 @@
-"""Rotary position embedding of halves, forward and backward: q is read once, however its heads lie.
+"""Rotary position embedding of halves, forward and backward, which reads q once in any layout.
 
 Source: Su et al. 2021 (arXiv:2104.09864).
 """
@@ -36,10 +36,10 @@ def _rotate(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A tile of heads at one position, or of positions of one head, whichever lie closer together.
+    """Rotate a tile of heads at one position, or of positions of one head, whichever are closer together.
 
-    Of a row, the first elements become q cos - partner sin, the last ones q cos + partner sin.
-    Backward signs are the other way around, and sin is the partner's.
+    The first half of a row becomes q cos - partner sin, the last half q cos + partner sin. Backward, the
+    signs are opposite, and sin is the partner's.
     """
     tiles = tl.cdiv(inner, ROWS)
     inside = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
@@ -57,11 +57,11 @@ def _rotate(
     in_last = (inside < inner) & (at < last)
     a = tl.load(q + at, mask=in_first, other=0).to(ACC)
     b = tl.load(q + first + at, mask=in_last, other=0).to(ACC)
-    # Halves are each other's partners. An odd dim has a middle, which goes with one of them.
+    # The halves are each other's partners. The middle of an odd dim belongs to one of them.
     to_a = b if EVEN else tl.load(q + last + at, mask=in_first, other=0).to(ACC)
     to_b = a if EVEN else tl.load(q + at, mask=in_last, other=0).to(ACC)
 
-    # One row of these, where all heads are at one position.
+    # Heads at one position share one row of cos and sin.
     of_first = at < first if HEADS_INSIDE else in_first
     of_last = at < last if HEADS_INSIDE else in_last
     cos_a = tl.load(cos + at, mask=of_first, other=0).to(ACC)
@@ -76,7 +76,7 @@ def _rotate(
 def _rotated(
     q: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, first: int, backward: bool
 ) -> Tensor:
-    """q [b, h, s, d], cos and sin [s, d] or [b, s, d]; d is first + last."""
+    """Rotate q [b, h, s, d] by cos and sin [s, d] or [b, s, d]; the first half has ``first`` elements."""
     q, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, cos, sin))
     batch, heads, positions, d = q.shape
     out = torch.empty_like(q, dtype=dtype)
@@ -99,17 +99,17 @@ def _rotated(
 
 
 def _strides(table: Tensor) -> tuple[int, int]:
-    """Of examples and positions."""
+    """The strides of a table between examples and between positions."""
     return (table.stride(0), table.stride(1)) if table.ndim == 3 else (0, table.stride(0))
 
 
 def rope(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """q [b, h, s, d], cos and sin [s, d] or [b, s, d] -> like q; 2 b h s d elements are moved."""
+    """Rotate q [b, h, s, d] by cos and sin [s, d] or [b, s, d]; moves 2 b h s d elements."""
     dtype = torch.promote_types(q.dtype, torch.promote_types(cos.dtype, sin.dtype))
     return _rotated(q, cos, sin, dtype, q.shape[-1] - q.shape[-1] // 2, False)
 
 
 def rope_backward(cos: Tensor, sin: Tensor, cotangent: Tensor) -> tuple[Tensor, Tensor]:
-    """As forward -> of q, and 0 of cos and sin alike, which the library does not follow."""
+    """The gradient of q, and that of cos and sin, which is 0: the pattern detaches them."""
     dq = _rotated(cotangent, cos, sin, cotangent.dtype, cotangent.shape[-1] // 2, True)
     return dq, torch.zeros_like(cos)

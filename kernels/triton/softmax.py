@@ -1,6 +1,6 @@
 """Softmax over the last dim, forward and backward.
 
-Source: Milakov and Gimelshein 2018 (arXiv:1805.02867) for rows that are gone through in blocks.
+Source: Milakov and Gimelshein 2018 (arXiv:1805.02867) for rows that are read in blocks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["exponentials", "softmax", "softmax_backward"]
 
 @triton.jit
 def _subtracted(largest):
-    """What is subtracted of a row: its maximum, but not -inf, which would leave nan of -inf."""
+    """The number to subtract from a row: its maximum, or 0 for -inf, since -inf - -inf is NaN."""
     return tl.where(largest == float("-inf"), 0.0, largest)
 
 
@@ -32,9 +32,9 @@ def exponentials(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of rows [ROWS, 1] of x, in one pass: what is subtracted, and the sum of exp; [ROWS].
+    """The number to subtract from each row [ROWS, 1] of x, and the sum of exp, in one pass; both [ROWS].
 
-    What was summed is made smaller whenever the maximum grows.
+    The sum so far is scaled down whenever the maximum grows.
     """
     largest = tl.full([ROWS], float("-inf"), ACC)
     summed = tl.zeros([ROWS, BLOCK], ACC)
@@ -42,12 +42,12 @@ def exponentials(
         cols = start + tl.arange(0, BLOCK)[None, :]
         inside = (rows < n) & (cols < d)
         value = tl.load(x + rows * x_stride + cols, mask=inside, other=float("-inf")).to(ACC)
-        found = tl.maximum(largest, tl.max(value, 1))
-        base = _subtracted(found)
+        running = tl.maximum(largest, tl.max(value, 1))
+        base = _subtracted(running)
         shrink = exp(largest - base)[:, None]
         e = exp(value - base[:, None])
         summed = summed * shrink + e
-        largest = found
+        largest = running
     return _subtracted(largest), tl.sum(summed, 1)
 
 
@@ -94,34 +94,34 @@ def _backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """s (c - sum(s c)) for s = softmax(x)."""
+    """Store s (c - sum(s c)), for s = softmax(x) and the cotangent c."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS).to(tl.int64)[:, None]
     if WHOLE:
         cols = tl.arange(0, BLOCK)[None, :]
         inside = (rows < n) & (cols < d)
         s = tl.load(result + rows * result_stride + cols, mask=inside, other=0).to(ACC)
-        moved = tl.load(cotangent + rows * cotangent_stride + cols, mask=inside, other=0).to(ACC)
-        change = s * (moved - tl.sum(s * moved, 1)[:, None])
-        tl.store(dx + rows * d + cols, change, mask=inside)
+        ct = tl.load(cotangent + rows * cotangent_stride + cols, mask=inside, other=0).to(ACC)
+        grad = s * (ct - tl.sum(s * ct, 1)[:, None])
+        tl.store(dx + rows * d + cols, grad, mask=inside)
     else:
         products = tl.zeros([ROWS, BLOCK], ACC)
         for start in range(0, d, BLOCK):
             cols = start + tl.arange(0, BLOCK)[None, :]
             inside = (rows < n) & (cols < d)
             s = tl.load(result + rows * result_stride + cols, mask=inside, other=0).to(ACC)
-            moved = tl.load(cotangent + rows * cotangent_stride + cols, mask=inside, other=0)
-            products += s * moved.to(ACC)
+            ct = tl.load(cotangent + rows * cotangent_stride + cols, mask=inside, other=0)
+            products += s * ct.to(ACC)
         mean = tl.sum(products, 1)[:, None]
         for start in range(0, d, BLOCK):
             cols = start + tl.arange(0, BLOCK)[None, :]
             inside = (rows < n) & (cols < d)
             s = tl.load(result + rows * result_stride + cols, mask=inside, other=0).to(ACC)
-            moved = tl.load(cotangent + rows * cotangent_stride + cols, mask=inside, other=0)
-            tl.store(dx + rows * d + cols, s * (moved.to(ACC) - mean), mask=inside)
+            ct = tl.load(cotangent + rows * cotangent_stride + cols, mask=inside, other=0)
+            tl.store(dx + rows * d + cols, s * (ct.to(ACC) - mean), mask=inside)
 
 
 def softmax(x: Tensor) -> Tensor:
-    """[..., d] -> [..., d]; 2 n d elements are moved."""
+    """The softmax of x [..., d] over d; moves 2 n d elements."""
     rows, out = rows_of(x), x.new_empty(x.shape)
     n, d = rows.shape
     shape = whole(n, d)
@@ -138,14 +138,14 @@ def softmax(x: Tensor) -> Tensor:
 
 
 def softmax_backward(result: Tensor, cotangent: Tensor) -> Tensor:
-    """result, cotangent [..., d] -> [..., d]; 3 n d elements are moved."""
-    rows, moved, dx = rows_of(result), rows_of(cotangent), result.new_empty(result.shape)
+    """The gradient of x, for the softmax and a cotangent [..., d]; moves 3 n d elements."""
+    rows, ct, dx = rows_of(result), rows_of(cotangent), result.new_empty(result.shape)
     n, d = rows.shape
     shape = whole(n, d)
     launch(
         _backward,
         (cdiv(n, shape.rows) if d else 0,),
-        *(rows, moved, dx, n, d, rows.stride(0), moved.stride(0)),
+        *(rows, ct, dx, n, d, rows.stride(0), ct.stride(0)),
         on=result,
         WHOLE=d <= LIMITS.whole,
         ACC=accumulator(result, cotangent),

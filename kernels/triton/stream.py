@@ -1,4 +1,4 @@
-"""What goes on in a residual stream: x, x + y, or y + dropout(x + bias); read by kernels on the way."""
+"""The value of a residual stream, x, x + y, or y + dropout(x + bias), computed where kernels read it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from torchard.kernels.triton.philox import WORDS, dropped
 
 __all__ = ["Stream", "behind_dropout", "stream"]
 
-# Of a probability, the digits that come back from a threshold of 32 bits, as in the library.
+# The digits of a probability that its threshold of 32 bits determines, as in the library.
 _DIGITS = 9
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Operands: x and y [..., d], bias [d], key [2]; without a key nothing is dropped."""
+    """The operands of a value: x and y [..., d], bias [d], key [2]; without a key nothing is dropped."""
 
     x: Tensor
     y: Tensor | None = None
@@ -33,18 +33,18 @@ class Stream:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and their length."""
+        """The number of rows, and their length."""
         return math.prod(self.x.shape[:-1]), self.x.shape[-1]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the value."""
+        """The dtype of the value."""
         given = [t.dtype for t in (self.x, self.y, self.bias) if t is not None]
         return reduce(torch.promote_types, given)
 
     @property
     def source(self) -> tuple[Any, ...]:
-        """What `stream` takes; first n, d and the key, that others take from it."""
+        """The ``source`` of `stream`; kernels read n and d, its first two items, themselves."""
         x, y = rows_of(self.x), None if self.y is None else rows_of(self.y)
         bias = None if self.bias is None else self.bias.contiguous()
         key = None if self.key is None else self.key.contiguous()
@@ -52,13 +52,13 @@ class Stream:
 
     @property
     def constants(self) -> dict[str, Any]:
-        """For kernels, of what `stream` takes."""
+        """The constants of kernels that call `stream`."""
         acc = accumulator(*(t for t in (self.x, self.y, self.bias) if t is not None))
         return {"ACC": acc, "DROPOUT": dropout(self.threshold, self.shape[1])}
 
 
 def dropout(threshold: float, d: int) -> tuple[int, float, bool]:
-    """For `behind_dropout`: words below which to drop, what scales the rest, whether rows are aligned."""
+    """The constant DROPOUT: a threshold of words, the scale of the rest, whether rows are aligned."""
     p = round(threshold / 2**32, _DIGITS)
     return math.ceil(threshold), 1 / (1 - p), d % WORDS.value == 0
 
@@ -74,9 +74,9 @@ def behind_dropout(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A value [ROWS, BLOCK], columns from the first on, with some elements dropped and others scaled."""
-    gone = dropped(key, rows, first, d, DROPOUT[0], DROPOUT[2], ROWS, BLOCK)
-    return tl.where(gone, 0.0, value * DROPOUT[1])
+    """Dropout of a value [ROWS, BLOCK], columns from ``first`` on: elements are dropped or scaled."""
+    drop = dropped(key, rows, first, d, DROPOUT[0], DROPOUT[2], ROWS, BLOCK)
+    return tl.where(drop, 0.0, value * DROPOUT[1])
 
 
 @triton.jit
@@ -89,7 +89,7 @@ def stream(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The value in rows [ROWS, 1] and columns [first, first + BLOCK), 0 in those outside."""
+    """The value in rows [ROWS, 1] and columns [first, first + BLOCK), 0 outside."""
     n, d, key, x, x_stride, y, y_stride, bias = source
     cols = first + tl.arange(0, BLOCK)[None, :]
     inside = (rows < n) & (cols < d)

@@ -44,12 +44,12 @@ def test_a_pattern_that_is_nowhere() -> None:
     with pytest.raises(NoMatch) as error:
         fuse(near, biased_gelu)(X, B)
     said = str(error.value)
-    assert "fuse(near, biased_gelu): the pattern is nowhere in it; nearest was" in said
+    assert "fuse(near, biased_gelu): the pattern has no match in it: the nearest miss is" in said
     # Where it came nearest, and what is there instead of what.
     assert "test_fuse_errors.py" in said and "scope mlp" in said
     assert "product where the pattern has sum" in said
     assert "find(fn, pattern)" in said
-    with pytest.raises(NoMatch, match="none of its operations is there"):
+    with pytest.raises(NoMatch, match="its last operation does not occur"):
         fuse(lambda x: x.sort().values, lambda x: torch.tanh(x))(X)
     # Also where it is asked for inside, and again at shapes at which it is not there.
     with pytest.raises(NoMatch):
@@ -59,7 +59,7 @@ def test_a_pattern_that_is_nowhere() -> None:
 def test_where_is_nowhere() -> None:
     with pytest.raises(NoMatch, match=r"where=\('block/\*',\)\) matches no scope.*'mlp'"):
         fuse(model, where="block/*")(X, B)
-    with pytest.raises(NoMatch, match="it is there, but it is not where it was asked for"):
+    with pytest.raises(NoMatch, match="it occurs, but it is outside the scopes that are fused"):
 
         def two(x: Tensor, b: Tensor) -> Tensor:
             with scope("other"):

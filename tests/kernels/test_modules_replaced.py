@@ -170,7 +170,7 @@ def test_many(path: Any, block: Any, times: int) -> None:
     module = net()
     counting, calls = counted(block)
     if not times:
-        with pytest.raises(KernelError, match=r"is none, around 'layers\.0'"):
+        with pytest.raises(KernelError, match=r"the parent of 'layers\.0', is not one"):
             replaced(module, path, counting)
         return
     other = replaced(module, path, counting)
@@ -228,7 +228,7 @@ def test_no_weights_stay_behind() -> None:
     [
         ("5", NoMatch, "no submodule has the path '5'; there are '0', '1', '2', '3', '4'"),
         (["0", "x.*"], NoMatch, "no submodule has the path 'x.*'"),
-        (["0", "2"], KernelError, "'1' is not next to '0'. Name all from the first to the last"),
+        (["0", "2"], KernelError, "'1' is missing from the run that begins at '0'."),
     ],
 )
 def test_wrong_paths(path: Any, error: type[Exception], said: str) -> None:
@@ -239,23 +239,23 @@ def test_wrong_paths(path: Any, error: type[Exception], said: str) -> None:
 
 def test_what_is_no_run() -> None:
     for path, said in (
-        (["layers.0.norm", "layers.0.inner"], "'layers.0' is none, around 'layers.0.norm'"),
-        (["layers.0.inner.0", "layers.1.inner.1"], "'layers.1.inner.1' is not next to"),
-        (["layers.0.inner", "layers.0.inner.0"], "'layers.0.inner.0' is not next to"),
+        (["layers.0.norm", "layers.0.inner"], "'layers.0', the parent of 'layers.0.norm', is not one"),
+        (["layers.0.inner.0", "layers.1.inner.1"], "'layers.1.inner.1' is missing from the run"),
+        (["layers.0.inner", "layers.0.inner.0"], "'layers.0.inner.0' is missing from the run"),
     ):
         with pytest.raises(KernelError) as raised:
             replaced(net(), path, up)
-        assert said in str(raised.value) and "or replace each alone" in str(raised.value)
+        assert said in str(raised.value) and "or replace each on its own" in str(raised.value)
     once = replaced(net(), "layers.0.inner", lambda p, x: x)
     for path in ("layers.0.inner", "layers.0.inner.1", "layers.*.inner.1"):
-        with pytest.raises(KernelError, match="replaced already; start from the original"):
+        with pytest.raises(KernelError, match="already replaced; start from the original"):
             replaced(once, path, up)
 
 
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (lambda p, x: x[..., 0], r"float64\[6\], and what it replaces returns float64\[6, 8\]"),
+        (lambda p, x: x[..., 0], r"float64\[6\], but what it replaces returns float64\[6, 8\]"),
         (lambda p, x: norm_by_hand(p, x).float(), r"float32\[6, 8\]"),
         (lambda p, x: (norm_by_hand(p, x),), r"\(float64\[6, 8\],\)"),
         (lambda p, x: None, "NoneType"),
@@ -288,6 +288,6 @@ def test_what_is_replaced_is_run_without_data() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     wrong = replaced(nn.Sequential(Tied()), "0", lambda p, x: tied(p, x)[0])
     with pytest.raises(
-        KernelError, match=r"float32\[4\], and what it replaces returns float32\[6, 4\]"
+        KernelError, match=r"float32\[4\], but what it replaces returns float32\[6, 4\]"
     ):
         vmap(wrong)(torch.stack([X, X]).float())

@@ -177,7 +177,7 @@ def test_what_was_not_asked_for() -> None:
 
     (one,) = missed(two, (X, B), where="second")
     assert (one.kernel, one.scope) == ("bias_gelu", "first")
-    assert one.why == "it is not where it was asked for"
+    assert one.why == "it is outside the scopes that are fused"
     # Of patterns that were asked for, those alone.
     assert (
         missed(lambda x, b: two(layer_norm_over(1)(x, W, W), b), (X, B), pattern=biased_gelu) == []
