@@ -35,12 +35,12 @@ Run = Callable[..., Any]
 Tensors = Sequence[torch.Tensor]
 
 _TIMED = "inductor, blocked or eager, by time"
-# Layers of one kind are compiled and timed once.
+# Equal computations, such as those of equal layers, are compiled and timed once.
 _CHOSEN: Recent[tuple[Run, str]] = Recent(512)
 
 
 class Choice(ABC):
-    """A computation and its possible implementations.
+    """A computation and its possible implementations, of which one is chosen.
 
     Attributes:
         name: the name in errors.
@@ -122,12 +122,12 @@ class Choice(ABC):
         given = implementation(self.implementations, device)
         failure = self._failure(given, tensors)
         if given.run is None or failure:
-            run, label = self._made(tensors)
+            run, label = self._variant(tensors)
             return run, label + given.note + failure
         literals = self.literals
         run = functools.partial(given.run, **literals) if literals else given.run
         if self.by_time and self._compiling(device, [t.numel() for t in tensors]) == _TIMED:
-            run, label = self._made(tensors, {given.name: run})
+            run, label = self._variant(tensors, {given.name: run})
             return run, label + given.note
         return run, given.name + given.note
 
@@ -143,7 +143,7 @@ class Choice(ABC):
             return f" ({given.name} failed: {_named(error)})"
         return ""
 
-    def _made(self, tensors: Tensors, given: Mapping[str, Run] = {}) -> tuple[Run, str]:
+    def _variant(self, tensors: Tensors, given: Mapping[str, Run] = {}) -> tuple[Run, str]:
         """The fastest of the reference's variants and the given implementations."""
         eager = self._bound(tensors)
         label = self._compiling(tensors[0].device.type, [t.numel() for t in tensors])
@@ -227,7 +227,7 @@ class Choice(ABC):
             raise KernelError(
                 f"kernel {self.name!r} returned {', '.join(have)} for "
                 f"{', '.join(map(_described, tensors))}; its reference returns {', '.join(want)}. "
-                "Both must agree, whatever the kernel computes in inside."
+                "Both must agree; inside, the kernel may compute in any dtype."
             )
 
 

@@ -37,30 +37,31 @@ Tensors = Sequence[torch.Tensor]
 def compiled(program: Program, tensors: Tensors) -> Callable[[list[torch.Tensor]], Any]:
     """The program compiled by Inductor, as a function of one list of its inputs.
 
-    On a CPU large results are written to buffers of ours.
+    On a CPU, large results are written to reused memory.
     """
     values, device = [VAL.of(node) for node in program.results], tensors[0].device
     results = Buffers.of(values)
-    ours = device.type == "cpu" and any(map(is_large, values)) and results.dense
-    if not (ours and _last(program)):
+    pays = device.type == "cpu" and any(map(is_large, values)) and results.dense
+    if not (pays and _last(program)):
         return _compiled(program, tensors)
     placed = writing(program, [False] * len(values))
     run = _compiled(placed, [*tensors, *results.new(device)])
 
     def into(given: list[torch.Tensor]) -> list[torch.Tensor]:
-        made = results.new(given[0].device)
-        run([*given, *made])
-        return made
+        buffers = results.new(given[0].device)
+        run([*given, *buffers])
+        return buffers
 
     return into
 
 
 def _last(program: Program) -> bool:
-    """Whether each large result is computed by the compiler's own loops, directly where it is written."""
+    """Whether the compiler's own loops compute each large result, so that they can write it in place."""
     return all(_looped(node) for node in program.results if is_large(VAL.of(node)))
 
 
 def _looped(node: fx.Node) -> bool:
+    """Whether a compiler computes a value, or what it is a view of, in loops of its own."""
     while node.target is operator.getitem or is_view(node):
         node = node.all_input_nodes[0]
     return node.target in _LOOPS or torch.Tag.pointwise in getattr(node.target, "tags", ())

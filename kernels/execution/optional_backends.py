@@ -31,8 +31,8 @@ class Imported:
             if (error.name or "").partition(".")[0] != self.package:
                 raise
             return None
-        found: Callable[..., Any] = getattr(module, self.name)
-        return found
+        function: Callable[..., Any] = getattr(module, self.name)
+        return function
 
 
 def triton(module: str, name: str) -> Imported:

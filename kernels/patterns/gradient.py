@@ -31,8 +31,8 @@ RESULT = "result_"
 def gradients_of(pattern: Pattern) -> list[Pattern]:
     """The gradients of a pattern, as patterns of the inputs and outputs they read and the cotangents.
 
-    As torch computes them, and, if that has another form, as torch computes them where they may be
-    differentiated again (as all of torch.func's may be). Empty if nothing is differentiable.
+    Both as torch computes them and, if their form differs, as it computes them with create_graph, which
+    torch.func always sets. Empty if nothing is differentiable.
     """
     once = _gradient_of(pattern, again=False)
     if once is None:
@@ -64,9 +64,9 @@ def _gradient_of(pattern: Pattern, again: bool) -> Pattern | None:
     if not floating or not followed:
         return None
     joint = _Joint(pattern, floating, followed, again)
-    whole = _Gradients(joint, tuple(range(len(specs))), (), tuple(range(len(floating))))
-    results = joint.results_read(whole.pattern().alternatives[0].example)
-    cut = replace(whole, results=results)
+    gradients = _Gradients(joint, tuple(range(len(specs))), (), tuple(range(len(floating))))
+    results = joint.results_read(gradients.pattern().alternatives[0].example)
+    cut = replace(gradients, results=results)
     skeleton = cut.pattern().alternatives[0].skeleton
     roots = list(zip(skeleton.roots, skeleton.accesses, strict=True))
     # Equal gradients, such as those of a sum's operands, are computed once.
@@ -80,7 +80,12 @@ def _gradient_of(pattern: Pattern, again: bool) -> Pattern | None:
 
 @dataclass(frozen=True)
 class _Joint:
-    """The outputs and gradients of a pattern. floating, followed: its inputs and outputs that are."""
+    """A function that returns the outputs and the gradients of a pattern.
+
+    Attributes:
+        floating, followed: the indices of its floating-point inputs, and outputs.
+        again: whether the gradients may be differentiated again.
+    """
 
     pattern: Pattern
     floating: Sequence[int]
@@ -183,16 +188,16 @@ class _Gradients:
         )
 
     def __call__(self, *tensors: torch.Tensor, **literals: Any) -> Any:
-        known, behind = dict(zip(self.used, tensors, strict=False)), tensors[len(self.used) :]
-        results, cotangents = behind[: len(self.results)], behind[len(self.results) :]
+        known, rest = dict(zip(self.used, tensors, strict=False)), tensors[len(self.used) :]
+        results, cotangents = rest[: len(self.results)], rest[len(self.results) :]
         inputs = self._complete(known, cotangents)
         if results:
             program = self.joint.program(inputs, cotangents, literals)
             cut = _cut(program, len(cotangents), self.results)
-            found = bind(cut)([*inputs, *cotangents, *results])
+            gradients = bind(cut)([*inputs, *cotangents, *results])
         else:
-            _, found = self.joint(inputs, cotangents, literals)
-        return tuple(found[j] for j in self.returned)
+            _, gradients = self.joint(inputs, cotangents, literals)
+        return tuple(gradients[j] for j in self.returned)
 
     def _complete(
         self, known: dict[int, torch.Tensor], cotangents: Sequence[torch.Tensor]

@@ -150,8 +150,8 @@ def register_kernel(kernel: Kernel) -> Kernel:
     >>> ta.register_kernel(ta.Kernel("rms_norm", (lambda x: x * x,)))
     Traceback (most recent call last):
         ...
-    torchard.KernelError: there is a kernel 'rms_norm' already
+    torchard.KernelError: a kernel named 'rms_norm' is already registered
     """
     if KERNELS.setdefault(kernel.name, kernel) is not kernel:
-        raise KernelError(f"there is a kernel {kernel.name!r} already")
+        raise KernelError(f"a kernel named {kernel.name!r} is already registered")
     return kernel

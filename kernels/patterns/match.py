@@ -75,16 +75,16 @@ class Finder:
         Args:
             partly: whether some of the outputs suffice, as for gradients, not all of which may be used.
         """
-        found: dict[Any, Occurrence] = {}
+        occurrences: dict[Any, Occurrence] = {}
         self.effort.begin()
         try:
             for alternative in pattern.alternatives:
                 for occurrence in self._alternative(alternative, partly):
                     key = tuple((root.output, root.term) for root in occurrence.roots)
-                    found.setdefault(key, occurrence)
+                    occurrences.setdefault(key, occurrence)
         except Exhausted:
             self.stopped.append(pattern)
-        return sorted(found.values(), key=lambda f: self._place(f.roots[0].term))
+        return sorted(occurrences.values(), key=lambda o: self._place(o.roots[0].term))
 
     def _place(self, term: Term) -> int:
         return self.reading.order[self.reading.nodes[term][0]]

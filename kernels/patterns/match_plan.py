@@ -17,7 +17,8 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.kernels.terms.evaluate import evaluate
 from torchard.kernels.terms.reading import bare, inside
-from torchard.kernels.terms.terms import Store, Term, TermValue
+from torchard.kernels.terms.store import Store
+from torchard.kernels.terms.terms import Term, TermValue
 
 __all__ = ["Course", "MatchPlan", "MatchStep", "is_firm"]
 
@@ -72,29 +73,29 @@ class MatchPlan:
     def _inputs(self, ends: Iterable[fx.Node]) -> list[int]:
         """The numbers of the inputs, in the order in which some nodes read them."""
         numbers = {node: i for i, node in enumerate(self.program.placeholders)}
-        found: dict[int, None] = {}
+        order: dict[int, None] = {}
         for end in ends:
             read = self._before([end])
-            found.update((i, None) for node, i in numbers.items() if node in read)
-        return list(dict.fromkeys((*found, *numbers.values())))
+            order.update((i, None) for node, i in numbers.items() if node in read)
+        return list(dict.fromkeys((*order, *numbers.values())))
 
     def _before(self, nodes: Sequence[fx.Node]) -> set[fx.Node]:
         """The nodes that some nodes depend on, these included."""
-        found, todo = set(nodes), list(nodes)
+        before, todo = set(nodes), list(nodes)
         while todo:
-            fresh = set(todo.pop().all_input_nodes) - found
-            found |= fresh
+            fresh = set(todo.pop().all_input_nodes) - before
+            before |= fresh
             todo += fresh
-        return found
+        return before
 
     def _follow(self, known: set[fx.Node]) -> list[fx.Node]:
         """The further nodes that can be evaluated, which are added to ``known``."""
-        found = []
+        following = []
         for node in self.program.calls:
             if node not in known and known.issuperset(node.all_input_nodes):
                 known.add(node)
-                found.append(node)
-        return found
+                following.append(node)
+        return following
 
     def _firm(self, result: fx.Node) -> set[fx.Node]:
         """The nodes whose term is part of the result's term, neither absorbed nor cancelled."""

@@ -33,7 +33,7 @@ from torchard.kernels.patterns.match_plan import MatchPlan
 from torchard.kernels.patterns.skeleton import Skeleton, same_form
 from torchard.kernels.terms.dims import Dims
 from torchard.kernels.terms.evaluate import evaluate
-from torchard.kernels.terms.terms import Store
+from torchard.kernels.terms.store import Store
 
 __all__ = ["Alternative", "Pattern", "any_of", "call"]
 
@@ -115,13 +115,13 @@ def call(predicate: Callable[[str], bool]) -> Callable[..., torch.Tensor]:
     def called(*tensors: torch.Tensor) -> torch.Tensor:
         choices = _choices.get()
         if choices is None:
-            raise PatternError("call(predicate) stands for an operation inside of a pattern only.")
+            raise PatternError("call(predicate) stands for an operation of a pattern, and is only called in one.")
         place = len(choices.predicates)
         choices.predicates.append(predicate)
         operation = choices.operations[place] if place < len(choices.operations) else None
         if operation is not None:
-            found: torch.Tensor = operation(*tensors)
-            return found
+            result: torch.Tensor = operation(*tensors)
+            return result
         return torch.ops.torchard_pattern.any(list(tensors), place)  # type: ignore[no-any-return]
 
     return called
@@ -191,9 +191,9 @@ class Pattern:
         weights: Sequence[str] = (),
     ) -> Pattern:
         """A pattern with given inputs and literals."""
-        found = cls.__new__(cls)
-        found._set(fn, name, inputs, literals, dims, weights)
-        return found
+        pattern = cls.__new__(cls)
+        pattern._set(fn, name, inputs, literals, dims, weights)
+        return pattern
 
     def _set(
         self,
@@ -216,13 +216,13 @@ class Pattern:
         """The alternatives: one for every combination of choices of its any_of."""
         choices = _Choices()
         specs, program = self._example(choices)
-        found = [
+        alternatives = [
             Alternative(self, taken, specs)
             for taken in itertools.product(*map(range, choices.counts))
         ]
         # The first has already been traced.
-        found[0].example, found[0].predicates = (specs, program), choices.predicates
-        return tuple(found)
+        alternatives[0].example, alternatives[0].predicates = (specs, program), choices.predicates
+        return tuple(alternatives)
 
     def _example(self, choices: _Choices) -> tuple[Specs, Program]:
         """Shapes at which the pattern can be traced, and the program there."""
@@ -235,7 +235,7 @@ class Pattern:
             except Exception as raised:  # whatever a user's function raises at wrong shapes
                 error = error or raised
         raise PatternError(
-            f"the pattern {self.name} cannot be traced: {error}. Say how its dims go together, "
+            f"the pattern {self.name} cannot be traced: {error}. State how its dims correspond, "
             f"as in Pattern({self.name}, '... d, d -> ... d')."
         ) from error
 
@@ -281,10 +281,10 @@ def _chosen(choices: _Choices) -> Iterator[None]:
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
     """Suppress warnings and logged errors of traces that are tried and may fail."""
-    here, log = threading.get_ident(), logging.getLogger(internals.FAKES_LOG)
+    thread, log = threading.get_ident(), logging.getLogger(internals.FAKES_LOG)
 
     def others(record: logging.LogRecord) -> bool:
-        return record.thread != here
+        return record.thread != thread
 
     log.addFilter(others)
     try:
@@ -328,8 +328,8 @@ class Alternative:
     @cached_property
     def half(self) -> Skeleton | None:
         """The skeleton in half precision, if its form differs: casts separate sums and products."""
-        found = self.rounded
-        return None if found is None or same_form(found, self.skeleton) else found
+        rounded = self.rounded
+        return None if rounded is None or same_form(rounded, self.skeleton) else rounded
 
     @cached_property
     def rounded(self) -> Skeleton | None:

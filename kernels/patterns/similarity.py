@@ -187,8 +187,8 @@ def _apart(mine: Term, theirs: Term) -> tuple[list[Operand], list[Operand]]:
 def _numbers(term: Term, other: Term) -> str:
     """The numbers that the other term does not have, as text; all if there are none."""
     mine = _flat(term.numbers[:-1] if term.op == "sum" and not term.numbers[-1] else term.numbers)
-    found = [n for n in mine if n not in _flat(other.numbers)] or mine
-    return " and ".join(f"{n:.6g}" if isinstance(n, float) else str(n) for n in found) or "none"
+    numbers = [n for n in mine if n not in _flat(other.numbers)] or mine
+    return " and ".join(f"{n:.6g}" if isinstance(n, float) else str(n) for n in numbers) or "none"
 
 
 def _flat(value: Any) -> list[Any]:

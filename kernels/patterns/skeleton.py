@@ -40,14 +40,14 @@ class Skeleton:
     @cached_property
     def turned(self) -> frozenset[int]:
         """The numbers of inputs that are matrices of products with the contracted dim first."""
-        found = set()
+        numbers = set()
         for term in self.terms:
             for operand, access in term.operands if term.op == "dot" else ():
                 kept = max((stride for _, stride in access.dims[: len(term.sizes)]), default=0)
                 summed = max((stride for _, stride in access.dims[len(term.sizes) :]), default=0)
                 if operand in self.inputs and summed > kept:
-                    found.add(self.inputs.index(operand))
-        return frozenset(found)
+                    numbers.add(self.inputs.index(operand))
+        return frozenset(numbers)
 
     @cached_property
     def operations(self) -> frozenset[Any]:
@@ -63,8 +63,8 @@ class Skeleton:
     def reads(self, term: Term) -> frozenset[int]:
         """The numbers of the inputs that a term depends on."""
         if term not in self.read:
-            found = {self.inputs.index(term)} if term in self.inputs else set()
-            self.read[term] = frozenset(found.union(*(self.reads(o) for o, _ in term.operands)))
+            own = {self.inputs.index(term)} if term in self.inputs else set()
+            self.read[term] = frozenset(own.union(*(self.reads(o) for o, _ in term.operands)))
         return self.read[term]
 
     def size(self, term: Term) -> int:
@@ -86,12 +86,12 @@ def same_form(one: Skeleton, other: Skeleton, *, rounding: bool = False) -> bool
 
 def _forms(terms: Sequence[Term], known: dict[Any, int], rounding: bool) -> list[int]:
     """A number for each term, equal where their forms are."""
-    found = []
+    forms = []
     for term in terms if rounding else map(bare, terms):
         if term not in known:
             inner = _forms([operand for operand, _ in term.operands], known, rounding)
             number = term.numbers if term.op == "input" else ()
             key = term.op, tuple(inner), number, term.dtype if rounding else None
             known[term] = known.setdefault(key, len(known))
-        found.append(known[term])
-    return found
+        forms.append(known[term])
+    return forms

@@ -93,16 +93,16 @@ class Unifier:
     @cached_property
     def _anything(self) -> set[Term]:
         """The skeleton's terms that unify with any term, or may be absorbed in a program's."""
-        found: set[Term] = set()
+        terms: set[Term] = set()
         todo = list(self.skeleton.roots)
         while todo:
             term = bare(todo.pop())
             kind = getattr(term.op, "namespace", "")
             if term in self.numbers or term.op == "constant" or kind == "torchard_pattern":
-                found.add(term)
+                terms.add(term)
             else:
                 todo += [operand for operand, _ in term.operands]
-        return found
+        return terms
 
     def candidates(self, root: int, binding: Binding) -> list[Term]:
         """The terms that an output might be: if an input of it is bound, terms that read it likewise."""
@@ -110,10 +110,10 @@ class Unifier:
         if path is None:
             return self.reading.by_op.get(bare(self.skeleton.roots[root]).op, [])
         *steps, number = path
-        found = {binding.inputs[number]: None}
+        terms = {binding.inputs[number]: None}
         for op in reversed(steps):
-            found = dict.fromkeys(t for term in found for t in self.reading.readers(term, op))
-        return [term for term in found if term in self.reading.nodes]
+            terms = dict.fromkeys(t for term in terms for t in self.reading.readers(term, op))
+        return [term for term in terms if term in self.reading.nodes]
 
     def _way(self, term: Term, binding: Binding) -> list[Any] | None:
         """The operations from a term down to a bound input, and the input's number."""
@@ -122,22 +122,23 @@ class Unifier:
             if number in binding.inputs:
                 return [term.op, number]
         for operand, _ in term.operands:
-            found = self._way(bare(operand), binding)
-            if found is not None:
-                return [term.op, *found]
+            rest = self._way(bare(operand), binding)
+            if rest is not None:
+                return [term.op, *rest]
         return None
 
     def _unify(
         self, p: Term, t: Term, b: Binding, path: Path | None, depth: int, root: bool = False
     ) -> Iterator[Binding]:
+        """The bindings by which a term p of the skeleton could be a term t of the program."""
         self.effort.spend()
         i = self.numbers.get(p)
         if i is not None:
             if i in self.weights and not self._is_weight(i, t, b):
                 return
-            found = b.with_input(i, t, path)
-            if found is not None:
-                yield found
+            extended = b.with_input(i, t, path)
+            if extended is not None:
+                yield extended
             return
         p = bare(p)
         if p in self.numbers:  # a cast or a multiple of an input
@@ -260,9 +261,9 @@ class Unifier:
         shape = (*t.sizes, *t.reduced)
         parts = [(t.numbers[k], TermValue(term, access)) for k, (term, access) in theirs]
         make = store.add if t.op == "sum" else store.multiply
-        found = make(parts, shape, t.dtype).term
-        known = found in self.reading.nodes or found in self.reading.multiples
-        return found if known else None
+        group = make(parts, shape, t.dtype).term
+        known = group in self.reading.nodes or group in self.reading.multiples
+        return group if known else None
 
     def _numbers(self, p: Term, t: Term, b: Binding) -> Iterator[Binding]:
         """Bind the literals at the places of their markers; other numbers are verified later."""

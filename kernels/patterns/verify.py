@@ -123,7 +123,7 @@ class Verifier:
     def returned(
         self, alternative: Alternative, first: int, term: Term, bound: Binding
     ) -> TermValue | None:
-        """The value of an output by a wrong binding; None if dims do not fit."""
+        """The value that an output has by a binding that is no match; None if dims do not fit."""
         given = self._given(alternative, term, bound)
         if given is None:
             return None
@@ -137,8 +137,8 @@ class Verifier:
                 for values, spec in zip(options, specs, strict=True)
             ]
             env = evaluate(plan.program.graph, inputs, self.reading.store)
-            found: TermValue = env[plan.program.results[first]]
-            return found
+            value: TermValue = env[plan.program.results[first]]
+            return value
         return None
 
     def _given(self, alternative: Alternative, term: Term, bound: Binding) -> _Given | None:
@@ -161,30 +161,30 @@ class Verifier:
         key = plan, step, chosen
         if key not in self._tried:
             self._tried[key] = self._follow(step, env)
-        found = self._tried[key]
-        return None if found is None else {**env, **found}
+        values = self._tried[key]
+        return None if values is None else {**env, **values}
 
     def _follow(self, step: MatchStep, env: Env) -> Env | None:
-        found: Env = {}
+        values: Env = {}
         inside = {**env}
         for node in step.nodes:
             self.effort.spend(EVALUATION)
-            inside[node] = found[node] = value_of(self.reading.store, node, inside)
-            if node in step.firm and bare(found[node].term).id >= self.known:
+            inside[node] = values[node] = value_of(self.reading.store, node, inside)
+            if node in step.firm and bare(values[node].term).id >= self.known:
                 return None
-        return found
+        return values
 
     def _roots(self, values: Sequence[TermValue], first: int, term: Term) -> list[Root]:
         """The pattern's outputs that are in the program, of which the first is known to be."""
-        found = [self.root(first, values[first], [term])]
+        roots = [self.root(first, values[first], [term])]
         for j, value in enumerate(values):
             if j != first and isinstance(value, TermValue):
                 exact = [value.term] if value.term in self.reading.nodes else []
                 sums = self.reading.by_op.get("sum", []) if value.term.op == "sum" else []
                 # A value of the forward does not depend on a cotangent.
                 terms = [t for t in exact or sums if self._phase(t) == self._phase(term)]
-                found.append(self.root(j, value, terms))
-        return [root for root in found if root is not None]
+                roots.append(self.root(j, value, terms))
+        return [root for root in roots if root is not None]
 
     def _phase(self, term: Term) -> Any:
         node = self.reading.nodes[term][0]
@@ -218,22 +218,22 @@ class Verifier:
             return None
         if not self._summands(part) <= self._summands(term):
             return None
-        whole = self.reading.first[term]
-        mine = value.access.reshaped(whole.shape)
+        total = self.reading.first[term]
+        mine = value.access.reshaped(total.shape)
         if mine is None:
             return None
         wanted = [_read(TermValue(part, mine), k) for k in range(len(part.operands))]
-        there = [_read(whole, k) for k in range(len(term.operands))]
-        left = list(range(len(there)))
+        present = [_read(total, k) for k in range(len(term.operands))]
+        left = list(range(len(present)))
         for operand in wanted:
-            at = next((k for k in left if operand is not None and there[k] == operand), None)
+            at = next((k for k in left if operand is not None and present[k] == operand), None)
             if at is None:
                 return None
             left.remove(at)
         return tuple(left)
 
     def _summands(self, term: Term) -> Counter[tuple[Any, Term]]:
-        """The multiset of (factor, term) of a sum, whatever the accesses."""
+        """The multiset of the (factor, term) pairs of a sum, whatever the accesses."""
         if term not in self._sums:
             operands = (operand for operand, _ in term.operands)
             self._sums[term] = Counter(zip(term.numbers, operands, strict=False))
@@ -244,34 +244,34 @@ class Verifier:
         term = bound.inputs.get(i)
         if term is None:
             return []
-        found: dict[TermValue, None] = {}
+        options: dict[TermValue, None] = {}
         paths = sorted(bound.paths.get(i, ()), key=len)
         for end in dict.fromkeys(self._reached(self.reading.value(node), path) for path in paths):
-            found.update(dict.fromkeys(_seen(end, turned)))
+            options.update(dict.fromkeys(_seen(end, turned)))
         # A factor that was pulled out of a term may have been the input's.
         for inner in [*_inside(term), *self.reading.multiples.get(term, ())]:
             for value in self.reading.read_as(inner):
-                found[value] = None
-                found[TermValue(inner, _aligned(value.access))] = None
+                options[value] = None
+                options[TermValue(inner, _aligned(value.access))] = None
                 if len(value.shape) == 2:
-                    found[TermValue(inner, value.access.permuted([1, 0]))] = None
+                    options[TermValue(inner, value.access.permuted([1, 0]))] = None
         usable = [
-            v for v in found if v.term in self.reading.nodes or _from_biased(v.term, self.reading)
+            v for v in options if v.term in self.reading.nodes or _from_biased(v.term, self.reading)
         ]
         # Prefer the value before or after a cast that takes fewer bytes to read.
         return sorted(usable, key=lambda value: value.dtype.itemsize)
 
     def _reached(self, value: TermValue, path: Path) -> TermValue | None:
         """The value at the end of a path of operands; cached, since paths share prefixes."""
-        found: TermValue | None = value
+        reached: TermValue | None = value
         for k in path:
-            if found is None:
+            if reached is None:
                 return None
-            key = found, k
+            key = reached, k
             if key not in self._steps:
-                self._steps[key] = through(found, k, within=True)
-            found = self._steps[key]
-        return found
+                self._steps[key] = through(reached, k, within=True)
+            reached = self._steps[key]
+        return reached
 
 
 class _Trial:
@@ -360,28 +360,28 @@ def _inside(term: Term) -> Iterator[Term]:
 
 def _read(value: TermValue, k: int) -> tuple[Any, ...] | None:
     """An operand of a sum: its factor, term and access."""
-    found = through(value, k)
-    if found is None:
+    operand = through(value, k)
+    if operand is None:
         return None
-    return value.term.numbers[k], found.term, found.access
+    return value.term.numbers[k], operand.term, operand.access
 
 
-def _seen(found: TermValue | None, turned: bool) -> Iterator[TermValue]:
+def _seen(value: TermValue | None, turned: bool) -> Iterator[TermValue]:
     """The possible forms of a value that is read from a root, in the root's dims, with or without casts.
 
     Args:
         turned: whether it is a matrix of a product whose contracted dim is first in the pattern.
     """
-    while found is not None:
-        dims = found.access.dims
+    while value is not None:
+        dims = value.access.dims
         if turned:
             matrix = tuple(d for d in dims if d[1])
-            yield TermValue(found.term, Access((*matrix[-1:], *matrix[:-1]), found.access.offset))
+            yield TermValue(value.term, Access((*matrix[-1:], *matrix[:-1]), value.access.offset))
         if all(stride or size == 1 for size, stride in dims):
-            yield found
-        yield TermValue(found.term, _aligned(found.access))
-        yield TermValue(found.term, Access(tuple(d for d in dims if d[1]), found.access.offset))
-        found = through(found) if bare(found.term) is not found.term else None
+            yield value
+        yield TermValue(value.term, _aligned(value.access))
+        yield TermValue(value.term, Access(tuple(d for d in dims if d[1]), value.access.offset))
+        value = through(value) if bare(value.term) is not value.term else None
 
 
 def _aligned(access: Access) -> Access:

@@ -65,7 +65,7 @@ class Pair:
             elif inputs[names.index(name)] == value:
                 self.positions.append(names.index(name))
             else:
-                return None  # they read one input in different dims
+                return None  # the two read an input in different dims
         count = len(forward.roots)
         more = (replace(root, output=root.output + count) for root in backward.roots)
         return replace(forward, inputs=tuple(inputs), roots=(*forward.roots, *more))
@@ -126,7 +126,7 @@ def _complete(occurrence: Occurrence) -> bool:
 
 
 def let_go_of_losses(program: Program) -> None:
-    """Replace ``ones_like(loss)``, the seed cotangent, by a constant that does not depend on the loss."""
+    """Replace ``ones_like(loss)``, a seed cotangent, by ones that do not depend on the loss."""
     for node in program.graph.find_nodes(op="call_function", target=aten.ones_like.default):
         val = VAL.of(node)
         if val.ndim:

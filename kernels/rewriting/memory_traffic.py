@@ -25,6 +25,7 @@ def size_of(node: fx.Node) -> int:
 
 
 def moves_nothing(node: fx.Node) -> bool:
+    """Whether a node is a view, or one of several results."""
     return is_view(node) or node.target is operator.getitem
 
 

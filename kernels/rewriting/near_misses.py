@@ -76,18 +76,19 @@ class Misses:
                     yield from self._of(kernel, alternative, finder)
 
     def _of(self, kernel: Kernel, alternative: Alternative, finder: Finder) -> Iterator[_Near]:
+        """The near misses of one alternative of a kernel's pattern."""
         reading, skeleton = finder.reading, alternative.skeleton
         first = skeleton.widest
         root = skeleton.roots[first]
         likeness = Likeness(skeleton)
-        telling = {term.op for term in skeleton.terms if _tells(term)}
+        distinctive = {term.op for term in skeleton.terms if _is_distinctive(term)}
         for term in finder.candidates(root):
             node = reading.nodes[term][0]
             if node.name in self.gone or not self.concerns(node):
                 continue
             if _is_backward(node) != (kernel.of is not None):
                 continue
-            if not reading.has_most(term, telling, likeness.depth):
+            if not reading.has_most(term, distinctive, likeness.depth):
                 continue
             score = likeness.of(root, term)
             if score >= _LEAST and score > _PART * likeness.all:
@@ -112,6 +113,7 @@ class _Near:
 
     @property
     def likely(self) -> tuple[float, int]:
+        """The fraction and the number of matching operations, by which kernels are compared."""
         return self.score / self.likeness.all, self.score
 
     @property
@@ -131,28 +133,28 @@ class _Near:
             value = values.get(node)
             return isinstance(value, TermValue) and bare(value.term) in ends
 
-        found, todo = {self.node}, [self.node]
+        reached, todo = {self.node}, [self.node]
         while todo:
-            fresh = {n for n in todo.pop().all_input_nodes if not ending(n)} - found
-            found |= fresh
+            fresh = {n for n in todo.pop().all_input_nodes if not ending(n)} - reached
+            reached |= fresh
             todo += fresh
-        return found
+        return reached
 
     def report(self) -> Missed | None:
-        """The report of this near miss; None for a single operation, which fusing would not replace."""
+        """The report of this near miss; None if nothing differs (as in one operation that was kept)."""
         self.finder.effort.begin()
         try:
             why = self._why()
         except Exhausted:
             why = "too many values look alike to say what differs"
-        matched = f"{self.score} of its {self.likeness.all} operations are there"
+        matched = f"{self.score} of its {self.likeness.all} operations match"
         return Missed.of(self.kernel.name, self.node, f"{why} ({matched})") if why else None
 
     def _why(self) -> str:
         """What differs; empty if nothing does."""
-        apart = self.likeness.parting(self.root, self.term)
-        if apart is not None:
-            p, t = apart
+        parting = self.likeness.parting(self.root, self.term)
+        if parting is not None:
+            p, t = parting
             if p.op == t.op:
                 here, wanted = len(t.operands), len(p.operands)
                 return f"{spoken(t)} of {here} values where the pattern's is of {wanted}"
@@ -160,24 +162,24 @@ class _Near:
         unifier = self.finder.unifier(self.alternative)
         bindings = list(itertools.islice(unifier.at(self.first, self.term), _BINDINGS))
         if not bindings:
-            return "values differ that are one in the pattern"
-        whole = [b for b in bindings if len(b.inputs) == len(self.alternative.skeleton.inputs)]
-        if not whole:
-            return "another result of the pattern's is not here"
+            return "values differ that are one input in the pattern"
+        complete = [b for b in bindings if len(b.inputs) == len(self.alternative.skeleton.inputs)]
+        if not complete:
+            return "another output of the pattern does not occur"
         verifier = self.finder.verifier
-        for binding in whole:
+        for binding in complete:
             value = verifier.returned(self.alternative, self.first, self.term, binding)
             if value is not None:
                 return "" if value.term is self.term else difference(value.term, self.term)
-        return "its dims do not go together as the pattern's"
+        return "its dims do not correspond as in the pattern"
 
 
 def _is_backward(node: fx.Node) -> bool:
     return PHASE.get(node) == "backward"
 
 
-def _tells(term: Term) -> bool:
-    """Whether an operation is distinctive; arithmetic is not."""
+def _is_distinctive(term: Term) -> bool:
+    """Whether a term's operation is distinctive; arithmetic is not."""
     return is_firm(term) or (isinstance(term.op, tuple) and term.op[0] == "reduce")
 
 

@@ -63,6 +63,7 @@ _COPIES = (aten.clone.default, aten._to_copy.default)
 
 
 def _keeps_layout(node: fx.Node) -> bool:
+    """Whether the result of an operation has the strides of its operand."""
     if node.target in _COPIES:
         return node.kwargs.get("memory_format") in (None, torch.preserve_format)
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
@@ -85,15 +86,15 @@ def _copied(node: fx.Node) -> fx.Node:
 
 
 def each_its_own(before: Program, program: Program) -> None:
-    """Copy results that share storage with others only because of kernels."""
+    """Copy results of a program that share storage with each other only because of kernels."""
     output, results = program.graph.output_node(), list(program.results)
     taken: dict[fx.Node, fx.Node] = {}
     for i, (old, new) in enumerate(zip(before.results, results, strict=True)):
         if not isinstance(new, fx.Node):
             continue
-        place, lay = _storage(new), _storage(old)
-        first = taken.setdefault(place, lay)
-        if first is not lay or (_beside(place) and lay is old):
+        storage, original = _storage(new), _storage(old)
+        first = taken.setdefault(storage, original)
+        if first is not original or (_beside(storage) and original is old):
             with program.graph.inserting_before(output):
                 results[i] = _copied(new)
     output.args = (tuple(results),)
@@ -101,9 +102,9 @@ def each_its_own(before: Program, program: Program) -> None:
 
 def _storage(node: fx.Node) -> fx.Node:
     """The value whose storage a node shares; reshapes count as views, which most are."""
-    while (found := storage_of(node)).target is aten.reshape.default:
-        node = found.all_input_nodes[0]
-    return found
+    while (base := storage_of(node)).target is aten.reshape.default:
+        node = base.all_input_nodes[0]
+    return base
 
 
 def _beside(node: fx.Node) -> bool:

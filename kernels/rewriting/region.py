@@ -30,10 +30,10 @@ def fused_of(
     region = KernelRegion(kernel, occurrence, compiler)
     numels = [value.access.numel for value in occurrence.inputs]
     region.way.data = region.label(reading.device.type, numels)
-    made = Fused(
+    fused = Fused(
         kernel.name, region.key, region.reference, region.choose, region.rule, kernel.shared_storage
     )
-    return made, region.way
+    return fused, region.way
 
 
 class KernelRegion(Choice):

@@ -11,7 +11,7 @@ from torch import fx
 
 from torchard.functional.programs.records import Record
 from torchard.functional.programs.tags import PHASE, SCOPE, SOURCE
-from torchard.kernels.rewriting.replace import Part
+from torchard.kernels.rewriting.plan import Part
 from torchard.kernels.terms.reading import Reading
 
 __all__ = ["Match", "Missed", "Use"]
@@ -35,6 +35,7 @@ class Match:
         phase: forward or backward.
         shapes: the shapes of its inputs.
         literals: the values of its literals.
+        nodes: the names of the nodes that become dead with it.
         bytes_before, bytes_after: the bytes moved by its operations one by one, and by one kernel.
     """
 
@@ -69,8 +70,9 @@ class Use(Record):
 
     Attributes:
         kernel: the name of the kernel.
-        scope, source, phase: where it is.
-        how: its implementation; a string that changes when one is chosen, at the first call.
+        scope, source, phase: where it is, by its first result.
+        how: its implementation; the string changes when one is chosen, at the first call.
+        operations: the number of operations it replaced.
         bytes_before, bytes_after: the bytes moved by the operations it replaced, and by it.
     """
 
@@ -118,10 +120,12 @@ class Use(Record):
 
 @dataclass(frozen=True)
 class Missed(Record):
-    """A near miss of a kernel, or an occurrence that could not be replaced.
+    """A near miss of a kernel, or an occurrence that was not replaced.
 
     Attributes:
-        kernel: its name. scope, source, phase: where. why: what is different, or was refused.
+        kernel: the name of the kernel.
+        scope, source, phase: where it is.
+        why: what differs from the pattern, or why the occurrence was not replaced.
     """
 
     kernel: str
@@ -144,14 +148,14 @@ class Missed(Record):
 
     @classmethod
     def table(cls, missed: Sequence[Missed]) -> str:
-        """A row for each kernel and reason, with the first place of several."""
+        """A row for each kernel, phase and reason, with the first of several places."""
         places: dict[tuple[str, str, str], list[Missed]] = {}
         for miss in missed:
             places.setdefault((miss.kernel, miss.phase, miss.why), []).append(miss)
-        rows = [("nearly", "phase", "scope", "source", "times", "why not")]
-        for (kernel, phase, why), alike in list(places.items())[:_SHOWN]:
-            first = alike[0]
-            rows.append((kernel, phase, first.scope, first.source, str(len(alike)), why))
+        rows = [("near miss", "phase", "scope", "source", "times", "why")]
+        for (kernel, phase, why), misses in list(places.items())[:_SHOWN]:
+            first = misses[0]
+            rows.append((kernel, phase, first.scope, first.source, str(len(misses)), why))
         more = len(places) - _SHOWN
         return _aligned(rows) + (f"\nand {more} more: .kernels.missed" if more > 0 else "")
 

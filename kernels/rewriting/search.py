@@ -20,9 +20,10 @@ from torchard.kernels.patterns.kernel import KERNELS, Kernel
 from torchard.kernels.patterns.match import Finder, Occurrence
 from torchard.kernels.rewriting.fused_loss_grad import Pair
 from torchard.kernels.rewriting.near_misses import Misses
+from torchard.kernels.rewriting.plan import REPLACED, Part, Replacement
 from torchard.kernels.rewriting.post_passes import in_any_layout, in_order
 from torchard.kernels.rewriting.region import fused_of
-from torchard.kernels.rewriting.replace import REPLACED, Part, Replacement, Replacer
+from torchard.kernels.rewriting.replace import Replacer
 from torchard.kernels.rewriting.report import Missed, Use
 from torchard.kernels.terms.reading import Reading
 
@@ -33,7 +34,12 @@ _PATIENCE = 20
 
 @dataclass
 class Group:
-    """Occurrences that are replaced at once: of a kernel, and of its gradients."""
+    """Occurrences that are replaced at once: of a kernel, and of its gradients.
+
+    Attributes:
+        members: the kernels and their occurrences.
+        differentiated: whether there are gradients, also if they are not replaced.
+    """
 
     members: list[tuple[Any, Occurrence]]
     differentiated: bool = False
@@ -77,16 +83,17 @@ class Search:
             # Without a kernel's occurrence one of its gradient is unlikely, and searching takes time.
             likely = forward or self.request.kernels is not None
             backward = kernel.gradient if likely and _has_backward(self.program) else None
-            behind = [] if backward is None else self._occurrences(backward, True)
+            gradients = [] if backward is None else self._occurrences(backward, True)
             for occurrence in forward:
-                mine = [g for g in behind if _is_gradient(g, occurrence)]
-                behind = [g for g in behind if g not in mine]
-                through = bool(mine)
+                mine = [g for g in gradients if _is_gradient(g, occurrence)]
+                gradients = [g for g in gradients if g not in mine]
+                differentiated = bool(mine)
                 if kernel.vjp is None:
                     mine = []
-                groups.append(Group([(kernel, occurrence), *((backward, g) for g in mine)], through))
+                members = [(kernel, occurrence), *((backward, g) for g in mine)]
+                groups.append(Group(members, differentiated))
             if kernel.vjp is not None:
-                groups += [Group([(backward, g)]) for g in behind]
+                groups += [Group([(backward, g)]) for g in gradients]
         for group in groups:
             group.plan = self._plan(group)
         groups.sort(key=lambda group: (-group.plan.operations, group.plan.after - group.plan.before))
@@ -94,29 +101,29 @@ class Search:
 
     def _occurrences(self, kernel: Kernel, partly: bool) -> list[Occurrence]:
         """The distinct occurrences of all references of a kernel."""
-        found: dict[Any, Occurrence] = {}
+        occurrences: dict[Any, Occurrence] = {}
         for pattern in kernel.patterns:
             for occurrence in self.finder.find(pattern, partly=partly):
-                found.setdefault(frozenset(root.term for root in occurrence.roots), occurrence)
+                occurrences.setdefault(frozenset(root.term for root in occurrence.roots), occurrence)
             if pattern in self.finder.stopped:
                 self.stopped.append(Missed(kernel.name, "", "", "forward", self._gave_up()))
-        return list(found.values())
+        return list(occurrences.values())
 
     def _gave_up(self) -> str:
         return (
             f"the search was given up after {self.finder.effort.limit:,} steps, as too many values look "
-            "alike; ask for the kernel by name, fuse(fn, kernel), or say where, fuse(fn, where=...)"
+            "alike; name the kernel, fuse(fn, kernel), or the scopes, fuse(fn, where=...)"
         )
 
     def _plan(self, group: Group) -> Replacement:
         plan = self.replacer.plan([occurrence for _, occurrence in group.members])
         nodes = [node for part in plan.parts for node in part.firsts]
         if not plan.refused and not all(map(self.request.concerns, nodes)):
-            plan.refused = "it is not where it was asked for"
+            plan.refused = "it is outside the scopes that are fused"
         return plan
 
     def apart(self) -> list[Group]:
-        """Groups whose results are not inside an earlier group, whatever bytes they move."""
+        """The groups whose results are not inside an earlier group, whether or not they pay."""
         taken: set[fx.Node] = set()
         kept = []
         for group in self._singly(self.groups()):
@@ -176,7 +183,7 @@ class Search:
         return True
 
     def _joined(self, group: Group) -> bool:
-        """Replace a kernel and its gradient by one kernel for both, where possible; whether it was.
+        """Replace a kernel and its gradient by one kernel for both, if possible; return whether it was.
 
         Not in a program that will be split into forward and backward.
         """
@@ -231,8 +238,8 @@ class Search:
         if differentiated or (not _is_backward(first) and any(map(_is_backward, readers))):
             raise KernelError(
                 f"kernel {kernel.name!r} has no vjp, and {self.program.name} takes a gradient through it "
-                f"({SOURCE.get(first)}). Give it one, Kernel(..., vjp={{'any': f}}), or let it be "
-                "its reference's: Kernel(..., vjp='reference')."
+                f"({SOURCE.get(first)}). Give it one, Kernel(..., vjp={{'any': f}}), or use that of its "
+                "reference, Kernel(..., vjp='reference')."
             )
 
 

@@ -37,7 +37,7 @@ class Access:
 
     @property
     def distinct(self) -> int:
-        """The number of distinct elements of the buffer that it reads."""
+        """The number of distinct elements that it reads of the buffer."""
         return math.prod(size for size, stride in self.dims if stride)
 
     def reshaped(self, shape: Sequence[int]) -> Access | None:
@@ -107,7 +107,7 @@ def _groups(mine: Sequence[int], theirs: Sequence[int]) -> list[tuple[list[int],
     """The smallest runs of dims with equal products on both sides; dims of size 1 may join any run."""
     if math.prod(mine) != math.prod(theirs) or 0 in mine:
         return None
-    found: list[tuple[list[int], list[int]]] = []
+    groups: list[tuple[list[int], list[int]]] = []
     i = j = 0
     while i < len(mine) or j < len(theirs):
         left, right = [i] if i < len(mine) else [], [j] if j < len(theirs) else []
@@ -122,21 +122,21 @@ def _groups(mine: Sequence[int], theirs: Sequence[int]) -> list[tuple[list[int],
                 b *= theirs[j]
                 right.append(j)
                 j += 1
-        found.append((left, right))
-    return found
+        groups.append((left, right))
+    return groups
 
 
 def _regrouped(dims: Sequence[Dim], shape: Sequence[int]) -> list[Dim] | None:
     """A run of dims regrouped to other sizes; None if the strides do not allow it."""
-    whole = _joined([d for d in dims if d[0] != 1])
-    if whole is None:
+    joined = _joined([d for d in dims if d[0] != 1])
+    if joined is None:
         return None
-    stride = whole[1]
-    found: list[Dim] = []
+    stride = joined[1]
+    regrouped: list[Dim] = []
     for want in reversed(shape):
-        found.append(_dim(want, stride))
+        regrouped.append(_dim(want, stride))
         stride *= want
-    return found[::-1]
+    return regrouped[::-1]
 
 
 def _joined(dims: Sequence[Dim]) -> Dim | None:
@@ -155,8 +155,8 @@ def digits(offset: int, sizes: Sequence[int]) -> list[int]:
     """The index of the element at an offset of a contiguous buffer of these sizes."""
     if 0 in sizes:
         return [0] * len(sizes)
-    found = []
+    index = []
     for size in reversed(sizes):
         offset, digit = divmod(offset, size)
-        found.append(digit)
-    return found[::-1]
+        index.append(digit)
+    return index[::-1]

@@ -98,9 +98,10 @@ def is_composite(target: Any) -> bool:
     return target in _OWN or target in _FROM_TORCH
 
 
-def _ways(target: Any) -> Callable[..., Any] | None:
-    found: Callable[..., Any] | None = _OWN.get(target)
-    return found or internals.DECOMPOSITION_TABLE.get(target)
+def _decomposition(target: Any) -> Callable[..., Any] | None:
+    """The decomposition of an operation: our own, else torch's; None if it has none."""
+    own: Callable[..., Any] | None = _OWN.get(target)
+    return own or internals.DECOMPOSITION_TABLE.get(target)
 
 
 _TRACED: Recent[fx.Graph | None] = Recent(512)
@@ -110,38 +111,39 @@ def taken_apart(node: fx.Node) -> fx.Graph | None:
     """The graph that a node decomposes to, with its operands as inputs; None if it does not."""
     operands = [n for n in _nodes((node.args, node.kwargs))]
     specs = [TensorSpec.of(VAL.of(n)) for n in operands]
-    key = (node.target, tuple(specs), _told((node.args, node.kwargs)))
+    key = (node.target, tuple(specs), _frozen((node.args, node.kwargs)))
     return _TRACED.get(key, lambda: _trace(node, specs))
 
 
 def _nodes(value: Any) -> list[fx.Node]:
-    found: list[fx.Node] = []
-    fx.map_arg(value, lambda n: found.append(n))
-    return found
+    nodes: list[fx.Node] = []
+    fx.map_arg(value, lambda n: nodes.append(n))
+    return nodes
 
 
-def _told(value: Any) -> Hashable:
+def _frozen(value: Any) -> Hashable:
+    """Arguments as a key, in which all nodes are equal."""
     if isinstance(value, fx.Node):
         return "node"
     if isinstance(value, (tuple, list)):
-        return tuple(map(_told, value))
+        return tuple(map(_frozen, value))
     if isinstance(value, dict):
-        return tuple((k, _told(v)) for k, v in sorted(value.items()))
+        return tuple((k, _frozen(v)) for k, v in sorted(value.items()))
     return value if isinstance(value, Hashable) else repr(value)
 
 
 def _trace(node: fx.Node, specs: list[TensorSpec]) -> fx.Graph | None:
-    way = _ways(node.target)
-    if way is None:
+    """The traced decomposition of a node; None if there is none with the same results."""
+    decomposition = _decomposition(node.target)
+    if decomposition is None:
         return None
 
     def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         args, kwargs = with_operands(node, inputs)
-        return tensors_of(way(*args, **kwargs))
+        return tensors_of(decomposition(*args, **kwargs))
 
-    found = purify(record(run, specs), ())
+    program = purify(record(run, specs), ())
     # An output node's first argument is the tuple of what is returned, which fx's types do not say.
-    made = [VAL.of(n) for n in found.graph.output_node().args[0]]  # type: ignore[union-attr,arg-type]
-    alike = [(v.shape, v.dtype) for v in tensors_of(VAL.of(node))]
-    same = [(v.shape, v.dtype) for v in made] == alike and not found.closures
-    return found.graph if same else None
+    outs = [VAL.of(n) for n in program.graph.output_node().args[0]]  # type: ignore[union-attr,arg-type]
+    have, want = ([(v.shape, v.dtype) for v in vals] for vals in (outs, tensors_of(VAL.of(node))))
+    return program.graph if have == want and not program.closures else None

@@ -24,6 +24,9 @@ _ELLIPSIS = 3
 
 Names = tuple[str, ...]
 Shape = tuple[int, ...]
+Side = tuple[OperandExpression, ...]
+# The inputs or outputs of an expression where none are written: one value without dims.
+_SCALAR: Side = (OperandExpression((), None, 0),)
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,11 @@ class Dims:
 
     @staticmethod
     def read(text: str, inputs: int, name: str) -> Dims:
-        """
+        """Parse the dims of a pattern with so many inputs.
+
+        Args:
+            name: the name of the pattern, for errors.
+
         Raises:
             PatternError: the text is malformed or has the wrong number of inputs; points at the place.
         """
@@ -57,7 +64,7 @@ class Dims:
         return self.dtypes[i]
 
     def example(self) -> list[tuple[int, ...]]:
-        """Example shapes of the inputs, in which two sizes are equal only if their names are."""
+        """Example shapes of the inputs, in which sizes are equal only if their names are."""
         names = dict.fromkeys(
             n for dims in self.inputs for n in dims if n != "..." and not n.isdigit()
         )
@@ -97,7 +104,10 @@ class Dims:
         ]
 
     def rule(self, ins: Sequence[Shape], outs: Sequence[Shape]) -> str | None:
-        """A factor rule for these shapes; dims that an output lacks are summed over for it."""
+        """The factor rule for these shapes; None if they do not fit.
+
+        Dims that an output lacks are summed over for it.
+        """
         if self._sizes(ins) is None:
             return None
         lead = self._lead(ins)
@@ -130,45 +140,63 @@ def _spelled(dims: Names, shape: Shape, lead: Sequence[str]) -> list[str]:
 
 
 def _read(text: AxisExpression, inputs: int) -> Dims:
-    results = text.results
-    if results is None:
+    """The dims that an expression states.
+
+    Raises:
+        AxisExpressionError: it is not that of a pattern with so many inputs.
+    """
+    operands, results = _sides(text, inputs)
+    ins = tuple(_names(text, operand) for operand in operands)
+    outs = tuple(_names(text, result) for result in results)
+    _check_names(text, ins, results)
+    dtypes = tuple(_dtype(text, operand) for operand in operands)
+    names = {name for dims in (*ins, *outs) for name in dims}
+    return Dims(text.text, ins, outs, dtypes, _whole(text, names))
+
+
+def _sides(text: AxisExpression, inputs: int) -> tuple[Side, Side]:
+    """The inputs and the outputs of an expression with so many inputs."""
+    if text.results is None:
         text.fail(len(text.text), "'->' and the outputs are expected here")
-    # An input without dims is written as an empty string.
-    nothing = (OperandExpression((), None, 0),)
-    operands, results = text.operands or nothing, results or nothing
+    operands, results = text.operands or _SCALAR, text.results or _SCALAR
     if len(operands) != inputs:
         text.fail(operands[min(inputs, len(operands) - 1)], f"{len(operands)} inputs, not {inputs}")
-    given = [_names(text, operand) for operand in operands]
-    made = [_names(text, result) for result in results]
-    if len({axis.name for axis in text.axes()}) > len(_SIZES):
-        text.fail(0, f"more than {len(_SIZES)} names")
-    if "..." not in {n for dims in given for n in dims}:
-        for dim in (d for result in results for d in result.dims if d.is_ellipsis):
-            text.fail(dim, "no input has a '...'")
-    for result in results:
-        if result.dtype is not None:
-            text.fail(result.dtype, "only inputs have dtypes")
-    dtypes = tuple(_dtype(text, operand) for operand in operands)
-    return Dims(text.text, tuple(given), tuple(made), dtypes, _whole(text, {*sum(given + made, ())}))
+    return operands, results
 
 
 def _names(text: AxisExpression, operand: OperandExpression) -> Names:
+    """The names of an operand's dims."""
     for dim in operand.dims:
         if len(dim.axes) > 1 or any(a.size is not None and not a.name.isdecimal() for a in dim.axes):
             text.fail(dim, "a dim of a pattern is a name, a number or '...'")
     return tuple(dim.name for dim in operand.dims)
 
 
+def _check_names(text: AxisExpression, ins: Sequence[Names], results: Side) -> None:
+    """Check that there are sizes for all names, and that outputs have neither new '...' nor dtypes."""
+    if len({axis.name for axis in text.axes()}) > len(_SIZES):
+        text.fail(0, f"more than {len(_SIZES)} names")
+    known = any("..." in dims for dims in ins)
+    new = [dim for result in results for dim in result.dims if dim.is_ellipsis and not known]
+    if new:
+        text.fail(new[0], "no input has a '...'")
+    dtypes = [result.dtype for result in results if result.dtype is not None]
+    if dtypes:
+        text.fail(dtypes[0], "only inputs have dtypes")
+
+
 def _dtype(text: AxisExpression, operand: OperandExpression) -> torch.dtype:
+    """The dtype of an operand, float32 by default."""
     if operand.dtype is None:
         return torch.float32
-    found = getattr(torch, operand.dtype.text, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, operand.dtype.text, None)
+    if not isinstance(dtype, torch.dtype):
         text.fail(operand.dtype, f"torch has no dtype {operand.dtype.text!r}")
-    return found
+    return dtype
 
 
 def _whole(text: AxisExpression, names: set[str]) -> Names:
+    """The names in the clauses ``whole``, the only ones that there are."""
     for clause in text.clauses:
         if clause.verb.text != "whole":
             text.fail(clause.verb, f"unknown clause {clause.verb.text!r}; there is 'whole'")

@@ -7,21 +7,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchard.functional.torch_internals.operators import aten
-from torchard.kernels.terms.evaluate import EvaluatedCall, register
-from torchard.kernels.terms.terms import Store, TermValue
+from torchard.kernels.terms.registry import EvaluatedCall, register
+from torchard.kernels.terms.store import Store
+from torchard.kernels.terms.terms import TermValue
 
 __all__: list[str] = []
 
 
 @register(aten.gather.default)
 def _gather(store: Store, call: EvaluatedCall) -> Any:
-    """[*rows, n] by [*rows, k] -> [*rows, k], whichever dim is gathered and however many rows are."""
+    """Gather [*rows, n] by indices [*rows, k], for any dim n and any number of row dims."""
     return _by_rows(store, call, "gather", call.args[0], call.args[1], [call.args[2]])
 
 
 @register(aten.scatter_add.default)
 def _scatter_add(store: Store, call: EvaluatedCall) -> Any:
-    """[*rows, n] and, at [*rows, k], [*rows, k] -> [*rows, n]."""
+    """Add [*rows, k] to [*rows, n] at indices [*rows, k]."""
     return _by_rows(store, call, "scatter_add", call.args[0], call.args[1], call.args[2:4])
 
 
@@ -32,9 +33,9 @@ def _by_rows(
         return NotImplemented
     dim %= len(x.shape)
     order = [d for d in range(len(x.shape)) if d != dim] + [dim]
-    given = [_rows(value, order) for value in (x, *more)]
-    rows = [value for value in given if value is not None]
-    if len(rows) < len(given) or len({value.shape[0] for value in rows}) > 1:
+    operands = [_rows(value, order) for value in (x, *more)]
+    rows = [value for value in operands if value is not None]
+    if len(rows) < len(operands) or len({value.shape[0] for value in rows}) > 1:
         return NotImplemented
     turned = [call.shape[d] for d in order]
     shape = [math.prod(turned[:-1]), turned[-1]]

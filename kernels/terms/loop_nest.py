@@ -37,7 +37,7 @@ class Canonical:
         reduced: the sizes of the inner loops, which are reduced.
         operands: the operands, with one dim per loop.
         result: the access by which the requested dims are read from the buffer.
-        repeats: the number of times each element is reduced.
+        repeats: the number of times each element enters the reduction.
     """
 
     sizes: tuple[int, ...]
@@ -181,7 +181,7 @@ class Nest:
                 pieces[:] = [p for p in pieces if p[0] is not loop]
 
     def _join(self) -> None:
-        """Coalesce loops that every operand traverses contiguously."""
+        """Coalesce pairs of loops that every operand traverses contiguously."""
         pair = self._joinable()
         while pair is not None:
             outer, inner = pair
@@ -194,6 +194,7 @@ class Nest:
             pair = self._joinable()
 
     def _joinable(self) -> tuple[_Loop, _Loop] | None:
+        """Two loops, outer and inner, that can be coalesced; None if there are none."""
         for outer in self.loops:
             for inner in self.loops:
                 if (
@@ -216,6 +217,7 @@ class Nest:
         return max(map(abs, loop.strides)), sorted(moves, reverse=True), loop.size
 
     def _result(self, strides: dict[_Loop, tuple[int, int]]) -> Access:
+        """The access by which the requested dims are read, given the size and stride of each loop."""
         dims: list[tuple[int, int]] = []
         for size, pieces in zip(self.shape[: self.kept], self.dims, strict=False):
             at = [(n, strides[loop][1] * multiple) for loop, multiple, n in pieces]

@@ -13,9 +13,9 @@ from torch import fx
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import PHASE, VAL
 from torchard.functional.torch_internals.operators import aten
-from torchard.kernels.terms import lookups  # noqa: F401  (its rules)
 from torchard.kernels.terms.evaluate import evaluate
-from torchard.kernels.terms.terms import Store, Term, TermValue, is_multiple, literal
+from torchard.kernels.terms.store import Store
+from torchard.kernels.terms.terms import Term, TermValue, is_multiple, literal
 
 __all__ = ["Reading", "bare", "inside", "operations"]
 
@@ -33,16 +33,16 @@ def bare(term: Term) -> Term:
 
 def inside(terms: Iterable[Term]) -> frozenset[Term]:
     """Some terms and all terms that they read, directly or indirectly."""
-    found = set(terms)
-    todo = list(found)
+    reached = set(terms)
+    todo = list(reached)
     while todo:
-        fresh = {operand for operand, _ in todo.pop().operands} - found
-        found |= fresh
+        fresh = {operand for operand, _ in todo.pop().operands} - reached
+        reached |= fresh
         todo += fresh
-    return frozenset(found)
+    return frozenset(reached)
 
 
-def _beginnings(program: Program) -> set[fx.Node]:
+def _seeds(program: Program) -> set[fx.Node]:
     """The seed cotangents of a backward; as the number 1 they would vanish from products."""
     return {
         node
@@ -55,15 +55,15 @@ def _beginnings(program: Program) -> set[fx.Node]:
 def operations(term: Term, depth: int, known: dict[Any, frozenset[Any]]) -> frozenset[Any]:
     """The operations within some steps of a term, casts and factors aside, cached in ``known``."""
     term = bare(term)
-    found = known.get((term, depth))
-    if found is None:
+    ops = known.get((term, depth))
+    if ops is None:
         inner = [operations(operand, depth - 1, known) for operand, _ in term.operands if depth]
-        found = known[term, depth] = frozenset({term.op}).union(*inner)
-    return found
+        ops = known[term, depth] = frozenset({term.op}).union(*inner)
+    return ops
 
 
 class Reading:
-    """The terms of a program, whose graph must not change while this is in use.
+    """The terms of a program. Whoever changes its graph adds inserted nodes to `values` and `nodes`.
 
     Attributes:
         values: the value of each node; several for a node with several results.
@@ -71,6 +71,7 @@ class Reading:
         by_op: the terms of each operation, casts and factors aside.
         first: the value of each term's earliest node.
         multiples: the multiples of each term that have nodes.
+        products: for each product that a node computes together with a bias, that node.
         order: the positions of the nodes.
         casts: whether there are any casts, which separate sums and products.
         behind: the nodes that depend on a cotangent.
@@ -83,19 +84,19 @@ class Reading:
             self.store.leaf(i, VAL.of(node).shape, VAL.of(node).dtype)
             for i, node in enumerate(program.placeholders)
         ]
-        found = evaluate(
-            program.graph, inputs, self.store, sharing=True, leaves=_beginnings(program)
+        values = evaluate(
+            program.graph, inputs, self.store, sharing=True, leaves=_seeds(program)
         )
-        self.values: dict[fx.Node, Any] = found
+        self.values: dict[fx.Node, Any] = values
         self.nodes: dict[Term, list[fx.Node]] = defaultdict(list)
         self.by_op: dict[Any, list[Term]] = defaultdict(list)
         self.order = {node: i for i, node in enumerate(program.graph.nodes)}
-        for node, value in found.items():
+        for node, value in values.items():
             if isinstance(value, TermValue) and literal(value) is None:
                 if value.term not in self.nodes:
                     self.by_op[bare(value.term).op].append(value.term)
                 self.nodes[value.term].append(node)
-        self.first = {term: found[nodes[0]] for term, nodes in self.nodes.items()}
+        self.first = {term: values[nodes[0]] for term, nodes in self.nodes.items()}
         self.multiples: dict[Term, list[Term]] = defaultdict(list)
         for term in self.nodes:
             if is_multiple(term):
@@ -111,27 +112,28 @@ class Reading:
         return VAL.of(placeholders[0]).device if placeholders else torch.device("cpu")
 
     def _behind(self) -> set[fx.Node]:
+        """The nodes that depend on a cotangent."""
         leaves = zip(self.program.placeholders, self.program.inputs, strict=False)
-        found = {node for node, leaf in leaves if leaf.role == "cotangent"}
+        behind = {node for node, leaf in leaves if leaf.role == "cotangent"}
         for node in self.program.calls:
-            if not found.isdisjoint(node.all_input_nodes):
-                found.add(node)
-        return found
+            if not behind.isdisjoint(node.all_input_nodes):
+                behind.add(node)
+        return behind
 
     def _products(self) -> dict[Term, fx.Node]:
-        """Products within products with a bias: they have no node, but can be given one."""
-        found: dict[Term, fx.Node] = {}
+        """Products within products with a bias; they have no node of their own, but can be given one."""
+        products: dict[Term, fx.Node] = {}
         for node in self.program.calls:
             if node.target in _BIASED:
                 a, b = (self.values[n] for n in node.all_input_nodes[-2:])
                 term = bare(self.store.dot(a, b, VAL.of(node).dtype).term)
-                found.setdefault(term, node)
-        return found
+                products.setdefault(term, node)
+        return products
 
     def value(self, node: fx.Node) -> TermValue:
         """The value of a node with one result."""
-        found: TermValue = self.values[node]
-        return found
+        value: TermValue = self.values[node]
+        return value
 
     def may_be(self, term: Term, needed: Sequence[frozenset[Any]]) -> bool:
         """Whether a term has the needed operations within 1, 2, ... steps."""
@@ -141,8 +143,8 @@ class Reading:
 
     def has_most(self, term: Term, wanted: Collection[Any], depth: int) -> bool:
         """Whether at least half of some operations are within some steps of a term."""
-        found = operations(term, depth, self._operations)
-        return 2 * sum(op in found for op in wanted) >= len(wanted)
+        ops = operations(term, depth, self._operations)
+        return 2 * sum(op in ops for op in wanted) >= len(wanted)
 
     @cached_property
     def _operations(self) -> dict[Any, frozenset[Any]]:
@@ -155,7 +157,7 @@ class Reading:
     @cached_property
     def _readers(self) -> dict[Term, list[Term]]:
         """The readers of every term, including readers without a node."""
-        found: dict[Term, dict[Term, None]] = defaultdict(dict)
+        readers: dict[Term, dict[Term, None]] = defaultdict(dict)
         todo, seen = list(self.nodes), set(self.nodes)
         while todo:
             term = todo.pop()
@@ -164,8 +166,8 @@ class Reading:
                     seen.add(operand)
                     todo.append(operand)
             for operand, _ in bare(term).operands:
-                found[bare(operand)][term] = None
-        return {term: list(terms) for term, terms in found.items()}
+                readers[bare(operand)][term] = None
+        return {term: list(terms) for term, terms in readers.items()}
 
     def read_as(self, term: Term) -> list[TermValue]:
         """The values by which the program's nodes read a term."""

@@ -119,9 +119,9 @@ def test_compilers_and_patterns() -> None:
         fuse(model, lambda: torch.ones(3))
     with pytest.raises(PatternError, match="not of the form"):
         Pattern(biased_gelu, "... d -> ... d")
-    with pytest.raises(PatternError, match=r"cannot be traced: .* Say how its dims go together"):
+    with pytest.raises(PatternError, match=r"cannot be traced: .* State how its dims correspond"):
         fuse(model, lambda x: x.no_such_thing())(X, B)
-    with pytest.raises(KernelError, match="there is a kernel 'bias_gelu' already"):
+    with pytest.raises(KernelError, match="a kernel named 'bias_gelu' is already registered"):
         register_kernel(Kernel("bias_gelu", (biased_gelu,)))
 
 

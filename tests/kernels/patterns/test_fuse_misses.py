@@ -66,7 +66,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str, str]] = {
         attention_scaled_by(0.3),
         (Q, Q, Q),
         "attention",
-        r"a factor of 0\.3 where the pattern has 0\.5 \(13 of its 13 operations are there\)",
+        r"a factor of 0\.3 where the pattern has 0\.5 \(13 of its 13 operations match\)",
     ),
     "no scale": (
         attention_scaled_by(1),
@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...], str, str]] = {
         "attention",
         "tanh where the pattern has dot",
     ),
-    "broadcast": (lambda g, u: F.silu(g) * u, (X, B), "swiglu", "its dims do not go together"),
+    "broadcast": (lambda g, u: F.silu(g) * u, (X, B), "swiglu", "its dims do not correspond"),
     "more bytes": (
         gelu_read_before,
         (X, B),
@@ -165,7 +165,7 @@ def test_a_near_miss_says_why(case: str) -> None:
 def test_what_is_not_like_a_kernel_is_not_listed(case: str) -> None:
     fn, args = NOTHING[case]
     assert missed(fn, args) == []
-    assert "nearly" not in str(fuse(fn, compiler="eager").lower(*args).kernels)
+    assert "near miss" not in str(fuse(fn, compiler="eager").lower(*args).kernels)
 
 
 def test_what_was_not_asked_for() -> None:
