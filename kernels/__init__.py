@@ -1,4 +1,4 @@
-"""Which operations become one: patterns, kernels, and ``fuse``.
+"""Operations that run as one: patterns, kernels, and ``fuse``.
 
 Imports `torchard.functional`, never `torchard.sharding`.
 """

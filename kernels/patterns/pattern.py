@@ -60,10 +60,10 @@ def any_of(*functions: Callable[..., Any]) -> Callable[..., Any]:
     """Inside a pattern, a function that may be any of several; elsewhere, the first of them.
 
     Args:
-        functions: with the same parameters.
+        functions: the alternatives, which have the same parameters.
 
     Returns:
-        A function with these parameters.
+        A function with those parameters.
 
     >>> import torch, torchard as ta
     >>> activation = ta.any_of(torch.relu, torch.nn.functional.silu)
@@ -115,7 +115,7 @@ def call(predicate: Callable[[str], bool]) -> Callable[..., torch.Tensor]:
     def called(*tensors: torch.Tensor) -> torch.Tensor:
         choices = _choices.get()
         if choices is None:
-            raise PatternError("call(predicate) stands for an operation of a pattern, and is only called in one.")
+            raise PatternError("call(predicate) can only be called inside a pattern.")
         place = len(choices.predicates)
         choices.predicates.append(predicate)
         operation = choices.operations[place] if place < len(choices.operations) else None
@@ -142,8 +142,8 @@ class Pattern:
             matches any number, another default matches that number.
         dims: how the dims of inputs and outputs correspond, ``"... d, d -> ... d"``. Without it, inputs
             may broadcast in any way.
-        name: for reports; by default that of ``fn``.
-        weights: parameters that must be inputs of the program, for what pays off for weights only.
+        name: the name in reports; by default that of ``fn``.
+        weights: parameters that must be inputs of the program, for kernels that pay only for weights.
 
     Raises:
         PatternError: ``fn`` takes no tensor, or cannot be traced.
