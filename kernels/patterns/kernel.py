@@ -35,7 +35,7 @@ class Kernel:
         implementations: functions by device type (``"cuda"``, ``"cpu"``; ``"any"`` for the rest). They
             take the tensors, then literals by name. An `Imported` one is skipped where what it needs is
             not installed. A device without one runs the compiled reference.
-        vjp: the derivative. ``"reference"``: that of the reference, found and compiled like it. A mapping:
+        vjp: the derivative. ``"reference"``: that of the reference, found and compiled like it. A dict:
             implementations by device type, which are functions of the inputs, then the outputs that
             torch's formulas read, then the cotangents, and return the gradients of all floating-point
             inputs; equal gradients, such as those of the operands of a sum, are returned once. None:
