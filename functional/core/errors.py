@@ -139,7 +139,7 @@ class KernelError(ValueError):
     ... except ta.KernelError as error:
     ...     print(error)
     kernel 'double' returned float32[] for float32[4]; its reference returns float32[4]. Both must
-    agree, whatever the kernel computes in inside.
+    agree; inside, the kernel may compute in any dtype.
     """
 
 
