@@ -195,17 +195,17 @@ class _Call:
             for named in (part.named_parameters, part.named_buffers):
                 params.update({prefix + k: t for k, t in named(remove_duplicate=False)})
         out = self.block(params, *args, **kwargs)
-        given = params, args, kwargs
-        if _described(given) not in self.checked:
-            self._check(given, _described(out))
-            self.checked.add(_described(given))
+        arguments = params, args, kwargs
+        if _described(arguments) not in self.checked:
+            self._check(arguments, _described(out))
+            self.checked.add(_described(arguments))
         return out
 
-    def _check(self, given: Any, have: str) -> None:
+    def _check(self, arguments: Any, have: str) -> None:
         """Compare the result with what the parts return for the same inputs on the meta device."""
         with internals.no_modes(), internals.autocast_off(), torch.no_grad():
             try:
-                on_meta = tree.map(_on_meta, given)
+                on_meta = tree.map(_on_meta, arguments)
                 result = torch.func.functional_call(self.like, *on_meta, tie_weights=False)
             except (RuntimeError, TypeError, ValueError):
                 return  # they need data, or do not take these inputs

@@ -94,8 +94,8 @@ class Choice(ABC):
 
     def label(self, device: str, numels: Sequence[int]) -> str:
         """The label of what runs on a device, as far as it is known before the first call."""
-        given = implementation(self.implementations, device)
-        return (given.name if given.run else self._compiling(device, numels)) + given.note
+        backend = implementation(self.implementations, device)
+        return (backend.name if backend.run else self._compiling(device, numels)) + backend.note
 
     def _compiling(self, device: str, numels: Sequence[int]) -> str:
         """The label where there is no implementation."""
@@ -119,28 +119,28 @@ class Choice(ABC):
 
     def _chosen(self, tensors: Tensors) -> tuple[Run, str]:
         device = tensors[0].device.type
-        given = implementation(self.implementations, device)
-        failure = self._failure(given, tensors)
-        if given.run is None or failure:
+        backend = implementation(self.implementations, device)
+        failure = self._failure(backend, tensors)
+        if backend.run is None or failure:
             run, label = self._variant(tensors)
-            return run, label + given.note + failure
+            return run, label + backend.note + failure
         literals = self.literals
-        run = functools.partial(given.run, **literals) if literals else given.run
+        run = functools.partial(backend.run, **literals) if literals else backend.run
         if self.by_time and self._compiling(device, [t.numel() for t in tensors]) == _TIMED:
-            run, label = self._variant(tensors, {given.name: run})
-            return run, label + given.note
-        return run, given.name + given.note
+            run, label = self._variant(tensors, {backend.name: run})
+            return run, label + backend.note
+        return run, backend.name + backend.note
 
-    def _failure(self, given: Backend, tensors: Tensors) -> str:
+    def _failure(self, backend: Backend, tensors: Tensors) -> str:
         """The note, if an optional implementation fails on these tensors; empty if it runs."""
-        if given.run is None:
+        if backend.run is None:
             return ""
         try:
-            self._check(given.run(*tensors, **self.literals), tensors)
+            self._check(backend.run(*tensors, **self.literals), tensors)
         except Exception as error:  # compilers raise anything on devices they do not support
-            if not given.imported:
+            if not backend.imported:
                 raise
-            return f" ({given.name} failed: {_named(error)})"
+            return f" ({backend.name} failed: {_named(error)})"
         return ""
 
     def _variant(self, tensors: Tensors, given: Mapping[str, Run] = {}) -> tuple[Run, str]:

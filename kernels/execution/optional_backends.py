@@ -62,12 +62,12 @@ def implementation(
     """The implementation for a device type, else for any device, whose package is installed."""
     note = ""
     for place in (device, "any"):
-        given = implementations.get(place)
-        if isinstance(given, Imported):
-            run = given.load()
+        entry = implementations.get(place)
+        if isinstance(entry, Imported):
+            run = entry.load()
             if run is not None:
-                return Backend(run, given.package, note, imported=True)
-            note = f" (no {given.package})"
-        elif given is not None:
-            return Backend(given, device if place == device else "kernel", note)
+                return Backend(run, entry.package, note, imported=True)
+            note = f" (no {entry.package})"
+        elif entry is not None:
+            return Backend(entry, device if place == device else "kernel", note)
     return Backend(None, note=note)

@@ -96,15 +96,15 @@ class _Joint:
         self, inputs: Sequence[Any], cotangents: Sequence[Any], literals: dict[str, Any]
     ) -> tuple[list[Any], list[Any]]:
         with torch.enable_grad():
-            given = list(inputs)
+            operands = list(inputs)
             for i in self.floating:
-                given[i] = inputs[i].detach().requires_grad_()
-            out = self.pattern.fn(*given, **literals)
+                operands[i] = inputs[i].detach().requires_grad_()
+            out = self.pattern.fn(*operands, **literals)
         outs = outputs_of(out)
         outs = [outs[j] for j in self.followed]
         gradients = torch.autograd.grad(
             outs,
-            [given[i] for i in self.floating],
+            [operands[i] for i in self.floating],
             cotangents,
             create_graph=self.again,
             materialize_grads=True,
@@ -145,9 +145,9 @@ def _cut(program: Program, count: int, results: Sequence[int]) -> Program:
     program = program.copy()
     graph, outputs = program.graph, program.results
     for j in results:
-        given = program.extend(f"{RESULT}{j}", VAL.of(outputs[j]))
+        placeholder = program.extend(f"{RESULT}{j}", VAL.of(outputs[j]))
         if outputs[j].op == "call_function":  # an output that is an input is read as that input
-            outputs[j].replace_all_uses_with(given)
+            outputs[j].replace_all_uses_with(placeholder)
     graph.output_node().args = (tuple(outputs[count:]),)
     graph.eliminate_dead_code()
     return replace(program, outputs=program.outputs[count:])

@@ -96,13 +96,13 @@ class Kernel:
         gradients = [gradient for pattern in self.patterns for gradient in gradients_of(pattern)]
         if not gradients:
             return None
-        given = dict(self.vjp) if isinstance(self.vjp, Mapping) else {}
+        vjp = dict(self.vjp) if isinstance(self.vjp, Mapping) else {}
         name = f"{self.name}_backward"
         return Kernel(
             name,
             tuple(gradients),
             None,
-            given,
+            vjp,
             None,
             self.tolerance,
             of=self,

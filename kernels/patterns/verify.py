@@ -98,10 +98,10 @@ class Verifier:
             partly: whether some of the others suffice.
         """
         self.effort.spend(EVALUATION)
-        given = self._given(alternative, term, bound)
-        if given is None:
+        proposal = self._given(alternative, term, bound)
+        if proposal is None:
             return None
-        options, literals, operations = given
+        options, literals, operations = proposal
         tries = itertools.count()
         for specs in itertools.islice(_fitting(options, alternative.pattern.dims), _SHAPES):
             plan = alternative.plan(specs, literals, operations)
@@ -124,10 +124,10 @@ class Verifier:
         self, alternative: Alternative, first: int, term: Term, bound: Binding
     ) -> TermValue | None:
         """The value that an output has by a binding that is no match; None if dims do not fit."""
-        given = self._given(alternative, term, bound)
-        if given is None:
+        proposal = self._given(alternative, term, bound)
+        if proposal is None:
             return None
-        options, literals, operations = given
+        options, literals, operations = proposal
         for specs in itertools.islice(_fitting(options, alternative.pattern.dims), _SHAPES):
             plan = alternative.plan(specs, literals, operations)
             if plan is None or len(plan.program.inputs) != len(options):

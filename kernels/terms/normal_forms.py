@@ -211,13 +211,13 @@ def _at_least(store: Store, call: EvaluatedCall) -> Evaluated:
 
 @register(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 def _where(store: Store, call: EvaluatedCall) -> Evaluated:
-    given = [
+    branches = [
         _promoted(store, call, v)
         if isinstance(v, TermValue)
         else store.constant(v, call.shape, call.dtype)
         for v in call.args[1:3]
     ]
-    return store.pointwise("where", [call.args[0], *given], (), call.shape, call.dtype)
+    return store.pointwise("where", [call.args[0], *branches], (), call.shape, call.dtype)
 
 
 @register(aten.masked_fill.Scalar, aten.masked_fill.Tensor)

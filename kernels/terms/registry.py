@@ -27,9 +27,9 @@ class EvaluatedCall:
 
     def __init__(self, node: fx.Node, env: dict[fx.Node, Evaluated]) -> None:
         self.node = node
-        given: Any = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-        self.args: tuple[Any, ...] = given[0]
-        self.kwargs: dict[str, Any] = given[1]
+        arguments: Any = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        self.args: tuple[Any, ...] = arguments[0]
+        self.kwargs: dict[str, Any] = arguments[1]
         self.val = VAL.of(node)
 
     @property
