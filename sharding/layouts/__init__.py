@@ -1,18 +1,19 @@
-"""Arithmetic of layouts: dims split over mesh axes, and what a reshard costs.
+"""The arithmetic of layouts: how dims are split over mesh axes, and what a reshard costs.
 
 A dim is a product of **sub-dims**, each split over an ordered tuple of mesh axes (`layout.py`).
-Flattening concatenates sub-dims and un-flattening takes them apart, so ``[b, s, d] -> [b·s, d]``
-with s split is no reshard, and neither is its gradient. Layouts have a normal form in which equal
-ownership compares equal. An axis may also be *pending*: each coordinate holds a contribution that a
-reduction completes.
+Flattening concatenates sub-dims and unflattening separates them, so ``[b, s, d] -> [b·s, d]`` with s
+split needs no reshard, and neither does its gradient. Layouts have a normal form: those that give every
+coordinate the same elements compare equal. A value may also be *pending* over an axis: each coordinate
+then holds a partial result, which a reduction over the axis completes.
 
-A factor rule says in one line how an operation can be split (`factors.py`):
+A factor rule states in one line how an operation can be split (`factors.py`):
 
     aten.mm         i k, k j -> i j | linear 0 | linear 1
     aten.embedding  v d, ... -> ... d | reduce v sum | linear 0
 
-Factors on no result are reduced; ``whole`` ones may not be split; ``index`` and ``free`` ones are
-made in place; ``linear`` says through which operands pending sums may pass. `options.py` turns a
-rule and a mesh into every way one operation can run; `reshard.py` finds the cheapest collectives
-between two layouts, by shortest path; `collective_ops.py` is the alphabet of collectives.
+Factors that are on no result are reduced. ``whole`` factors may not be split; ``index`` and ``free``
+factors are on no operand, and each rank computes its own part; ``linear`` names the operands through
+which pending sums may pass. `options.py` enumerates, from a rule and a mesh, the ways in which an
+operation can run; `reshard.py` finds the cheapest collectives between two layouts, by shortest path;
+`collective_ops.py` defines the collectives.
 """

@@ -1,7 +1,7 @@
-"""The collective operations, which move local values between the ranks along some mesh axes.
+"""Collective operations, which exchange local values between the ranks along some mesh axes.
 
-A reshard between two layouts is made of them (``reshard.py``), a collective of manual mode names the one
-that it is (``manual_collectives.py``), and a transport has a method for each (`CollectiveVisitor`).
+A reshard is a sequence of them (``reshard.py``), the collectives of manual mode are lowered to them
+(``manual_collectives.py``), and a transport has a method for each (`CollectiveVisitor`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-SubDim = tuple[int, int]  # a dim, and which of its sub-dims
+SubDim = tuple[int, int]  # a dim, and the index of one of its sub-dims
 
 
 @dataclass(frozen=True)
 class CollectiveOp(ABC):
-    """One operation over some mesh axes, the first outermost.
+    """A collective over some mesh axes, the first outermost.
 
     Attributes:
-        kind: what plans, messages and traces call it.
+        kind: its name in plans, messages and traces.
         sends: whether anything crosses the network.
-        reduction: sum, max or min, where it reduces.
+        reduction: "sum", "max" or "min"; None if it does not reduce.
     """
 
     axes: tuple[str, ...]
@@ -46,16 +46,21 @@ class CollectiveOp(ABC):
 
     @abstractmethod
     def elements(self, before: int, after: int, ranks: int) -> float:
-        """Elements that a rank sends (and receives) by the ring algorithm, of those it has."""
+        """The number of elements that a rank sends (and receives) under the ring algorithm.
+
+        Args:
+            before, after: the numbers of elements of its operand and its result.
+            ranks: the number of ranks along the axes.
+        """
 
     @abstractmethod
     def accept(self, visitor: CollectiveVisitor[T]) -> T:
-        """The visitor's method for this operation."""
+        """Call the visitor's method for this operation."""
 
 
 @dataclass(frozen=True)
 class AllReduce(CollectiveOp):
-    """Every rank gets the sum (the maximum, the minimum) of the ranks' values."""
+    """Every rank gets the sum (or the maximum or minimum) of the ranks' values."""
 
     reduction: str = "sum"
     kind = "all_reduce"
@@ -69,7 +74,7 @@ class AllReduce(CollectiveOp):
 
 @dataclass(frozen=True)
 class PsumScatter(CollectiveOp):
-    """Every rank gets its part along ``to`` of what an all_reduce gives."""
+    """Every rank gets its slice along ``to`` of what an all_reduce would give."""
 
     to: SubDim
     reduction: str = "sum"
@@ -84,7 +89,7 @@ class PsumScatter(CollectiveOp):
 
 @dataclass(frozen=True)
 class AllGather(CollectiveOp):
-    """Every rank gets the ranks' values side by side along ``at``."""
+    """Every rank gets the ranks' values, concatenated along ``at``."""
 
     at: SubDim
     kind = "all_gather"
@@ -98,7 +103,7 @@ class AllGather(CollectiveOp):
 
 @dataclass(frozen=True)
 class AllToAll(CollectiveOp):
-    """Every rank gets its part along ``to`` of each rank's value, side by side along ``at``."""
+    """Every rank gets its slice along ``to`` of each rank's value, concatenated along ``at``."""
 
     at: SubDim
     to: SubDim
@@ -113,7 +118,7 @@ class AllToAll(CollectiveOp):
 
 @dataclass(frozen=True)
 class Ppermute(CollectiveOp):
-    """Of (source, target) positions along the axes: target gets source's value, the others zeros."""
+    """For each (source, target) pair of positions, target gets source's value; other ranks get zeros."""
 
     pairs: tuple[tuple[int, int], ...]
     kind = "ppermute"
@@ -127,7 +132,7 @@ class Ppermute(CollectiveOp):
 
 @dataclass(frozen=True)
 class LocalSlice(CollectiveOp):
-    """Every rank keeps its part along ``to`` of the value that all have; nothing is sent."""
+    """Every rank keeps its slice along ``to`` of a value that all ranks hold; nothing is sent."""
 
     to: SubDim
     kind, sends = "slice", False
@@ -140,7 +145,7 @@ class LocalSlice(CollectiveOp):
 
 
 class CollectiveVisitor(ABC, Generic[T]):
-    """One method for each collective operation: what lowers one lowers all of them."""
+    """One method for each collective operation, all of them required."""
 
     @abstractmethod
     def all_reduce(self, op: AllReduce) -> T: ...

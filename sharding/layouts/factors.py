@@ -1,17 +1,17 @@
 """Factor rules: one line that states how an operation can be split.
 
-After Shardy's sharding rules (https://openxla.org/shardy), in einops' spelling: an axis expression
-(``axis_expressions.py``) whose axes are the factors that an operation's dims are made of. What can be in
-a rule is in the docstring of `torchard.register_rule`, with an example each.
+Factor rules follow Shardy's sharding rules (https://openxla.org/shardy), in the notation of einops. A
+rule is an axis expression (``axis_expressions.py``) whose axes are the factors of an operation's dims.
+The docstring of `torchard.register_rule` describes the parts of a rule, with an example of each.
 
-Parsing is cached by the text, instantiation by the shapes.
+Parsed rules are cached by their text, instantiated ones by the shapes as well.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ Factors = tuple[int, ...]  # the factors of one dim, outermost first
 
 
 class RuleError(ValueError):
-    """A factor rule that cannot be parsed or does not fit the shapes."""
+    """A factor rule cannot be parsed, or does not fit the shapes."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +45,15 @@ class Rule:
         sizes: the size of each factor.
         ins, outs: for every operand and result, the factors of each dim.
         whole: factors that may not be split.
-        combine: factors that are on no result, and the reduction that joins partial results.
+        combine: factors that some result lacks, each with the reduction of the partial results.
         linear: sets of operands in which the operation is jointly linear.
-        index: factors made here, of which each coordinate can make its own part.
-        run: factors that are split as one dim or not at all.
-        ties: pairs of a dim and its blocks, split together, one block a rank.
-        halo: the blocks between which the operation itself moves data: their factor, that of a block's
-            elements, and how many of these the busiest rank sends or receives.
-        gathered: True for the rule of last resort.
+        index: factors on no operand, of which each coordinate can compute its own part.
+        run: factors that are split as a single dim or not at all.
+        gathered: whether this is the fallback rule, by which all operands are gathered.
+        names: the name of each factor.
+        ties: pairs of a dim's factor and that of its blocks: they are split together, one block per rank.
+        halo: set where the operation itself moves data between blocks: the factor of the blocks, that of
+            a block's elements, and how many of these the busiest rank sends or receives.
     """
 
     sizes: tuple[int, ...]
@@ -85,10 +86,12 @@ class Rule:
 
 
 class _Builder:
-    """Gives numbers to names, and sizes to both.
+    """Numbers the factors of a rule, and finds their sizes in the shapes.
 
     Attributes:
-        alone: the sizes of factors that some dim consists of; a product elsewhere is sized by them.
+        ids: the number of each factor, by name.
+        sizes: the size of each factor, by number; None if it is not known yet.
+        alone: the sizes of factors that are a whole dim somewhere, known before any product is sized.
     """
 
     def __init__(self, text: AxisExpression) -> None:
@@ -112,31 +115,37 @@ class _Builder:
         return known
 
     def dim(self, dim: DimExpression, size: int) -> Factors:
+        """The factors of a dim."""
         if dim.name == "1":
             if size != 1:
                 self.text.fail(dim, f"the dim is {size}, not 1")
             return ()
-        if len(dim.axes) == 1 and dim.axes[0].size is None:
+        if _is_one_factor(dim):
             return (self.factor(dim.axes[0], size),)
+        sizes = self._sizes_in_product(dim, size)
+        return tuple(self.factor(axis, n) for axis, n in zip(dim.axes, sizes, strict=True))
+
+    def _sizes_in_product(self, dim: DimExpression, size: int) -> list[int]:
+        """The size of each factor of a dim; at most one is not known, and follows from the dim's size."""
         sizes = [self.alone.get(a.name) if a.size is None else a.size for a in dim.axes]
         known = math.prod(n for n in sizes if n is not None)
         missing = sizes.count(None)
         if missing > 1 or (missing and known and size % known):
-            self.text.fail(dim, f"cannot size {dim.name} of a dim of {size}")
+            self.text.fail(dim, f"cannot infer the sizes of ({dim.name}) from a dim of {size}")
         if not missing and known != size:
             self.text.fail(dim, f"({dim.name}) is {known}, the dim is {size}")
-        rest = size // known if known else 0
-        each = zip(dim.axes, sizes, strict=True)
-        return tuple(self.factor(axis, rest if n is None else n) for axis, n in each)
+        inferred = size // known if known else 0
+        return [inferred if n is None else n for n in sizes]
 
     def operand(self, operand: OperandExpression, shape: tuple[int, ...]) -> list[Factors]:
+        """The factors of each dim; a broadcast dim of size one gets a placeholder (see ``close``)."""
         aligned = self.aligned(operand, shape)
         return [self.broadcast(d, n) if isinstance(d, int) else self.dim(d, n) for d, n in aligned]
 
     def aligned(
         self, operand: OperandExpression, shape: tuple[int, ...]
     ) -> list[tuple[DimExpression | int, int]]:
-        """Each dim and its size; those of an ellipsis are counted from its right."""
+        """Each dim with its size; a dim of the ellipsis is its position, counted from the right."""
         dims, at = operand.dims, operand.ellipsis
         named = len(dims) - (at is not None)
         extra = len(shape) - named
@@ -148,21 +157,23 @@ class _Builder:
         return list(zip(spread, shape, strict=True))
 
     def note(self, operand: OperandExpression, shape: tuple[int, ...]) -> None:
-        """Note the sizes of dims that are one factor each."""
+        """Note the sizes of factors that are a dim each."""
         for dim, size in self.aligned(operand, shape):
-            if isinstance(dim, DimExpression) and len(dim.axes) == 1 and dim.axes[0].size is None:
+            if isinstance(dim, DimExpression) and _is_one_factor(dim):
                 self.alone.setdefault(dim.name, size)
 
     def broadcast(self, position: int, size: int) -> Factors:
+        """The factor of a dim of the ellipsis."""
         if size == 1:
-            return (-position - 1,)  # resolved in close(): the factor's size is not known yet
+            return (-position - 1,)  # a placeholder: the factor's size is not known yet
         name = f".{position}"
         known = self.number(name, size)
         if self.sizes[known] != size:
-            raise RuleError(f"'...' is {self.sizes[known]} and {size} in dim {-position - 1} of it")
+            raise RuleError(f"dim {-position - 1} of '...' is {self.sizes[known]} and {size}")
         return (known,)
 
     def close(self, operand: list[Factors]) -> tuple[Factors, ...]:
+        """The factors of each dim, with placeholders of broadcast dims resolved."""
         return tuple(self._close(dim) for dim in operand)
 
     def _close(self, dim: Factors) -> Factors:
@@ -172,9 +183,18 @@ class _Builder:
         return dim
 
 
+def _is_one_factor(dim: DimExpression) -> bool:
+    """Whether a dim is a single factor, whose size is that of the dim."""
+    return len(dim.axes) == 1 and dim.axes[0].size is None
+
+
 @functools.lru_cache(maxsize=65536)
 def instantiate(text: str, ins: OperandShapes, outs: OperandShapes) -> Rule:
-    """The rule for these operand and result shapes. Raises RuleError where they do not fit."""
+    """The rule for these shapes of operands and results.
+
+    Raises:
+        RuleError: the text is no rule, or does not fit the shapes.
+    """
     try:
         return _instantiate(parse(text), ins, outs)
     except (AxisExpressionError, RuleError) as error:
@@ -187,7 +207,7 @@ def _instantiate(text: AxisExpression, ins: OperandShapes, outs: OperandShapes) 
     for operand in text.arrays:
         if operand.dtype is not None:
             text.fail(operand.dtype, "a factor rule has no dtypes")
-    # One operand without dims is spelled as nothing, just as none is.
+    # An empty side of the arrow stands for no operand, or for one without dims.
     nothing = (OperandExpression((), None, 0),)
     left, right = text.operands or nothing * min(len(ins), 1), text.results or nothing * min(len(outs), 1)
     if len(left) != len(ins) or len(right) != len(outs):
@@ -200,18 +220,19 @@ def _instantiate(text: AxisExpression, ins: OperandShapes, outs: OperandShapes) 
         build.note(operand, shape)
     raw_outs = [build.operand(d, s) for d, s in zip(right, outs, strict=True)]
     raw_ins = [build.operand(d, s) for d, s in zip(left, ins, strict=True)]
-    done_ins = tuple(build.close(o) for o in raw_ins)
-    done_outs = tuple(build.close(o) for o in raw_outs)
-    return _rule(build, _Said.by(build), done_ins, done_outs)
+    closed_ins = tuple(build.close(o) for o in raw_ins)
+    closed_outs = tuple(build.close(o) for o in raw_outs)
+    return _rule(build, _Clauses.of(build), closed_ins, closed_outs)
 
 
 class _Words:
-    """The words of one clause: factors, numbers, and a reduction."""
+    """The words of one clause, read as factors, numbers or a reduction."""
 
     def __init__(self, build: _Builder, clause: Clause) -> None:
         self.build, self.clause = build, clause
 
     def counted(self, least: int, most: int) -> tuple[Word, ...]:
+        """The words, whose number must be between ``least`` and ``most``."""
         words = self.clause.words
         if not least <= len(words) <= most:
             form = _CLAUSES[self.clause.verb.text].form
@@ -224,19 +245,19 @@ class _Words:
         return self.build.ids[word.text]
 
     def factors(self) -> set[int]:
-        """Those named; of an ellipsis all, or those that it has in this call."""
-        found: set[int] = set()
+        """The factors that the clause names; ``...`` is every dim of the ellipsis, ``.0`` its last."""
+        named: set[int] = set()
         for word in self.clause.words:
             if not word.text.startswith("."):
-                found.add(self.factor(word))
+                named.add(self.factor(word))
             elif all(array.ellipsis is None for array in self.build.text.arrays):
                 self.build.text.fail(word, "the rule has no '...'")
             else:
                 of_all = word.text == "..."
-                found |= {
+                named |= {
                     f for n, f in self.build.ids.items() if n == word.text or (of_all and n[0] == ".")
                 }
-        return found
+        return named
 
     def number(self, word: Word) -> int:
         if not word.is_number:
@@ -248,8 +269,8 @@ class _Words:
 
 
 @dataclass
-class _Said:
-    """What the clauses of a rule say, as far as they have been read."""
+class _Clauses:
+    """The contents of a rule's clauses, as far as they have been read."""
 
     whole: set[int] = field(default_factory=set)
     index: set[int] = field(default_factory=set)
@@ -261,85 +282,96 @@ class _Said:
     linear: list[frozenset[int]] = field(default_factory=list)
 
     @staticmethod
-    def by(build: _Builder) -> _Said:
-        said = _Said()
+    def of(build: _Builder) -> _Clauses:
+        """The contents of all clauses."""
+        clauses = _Clauses()
         for clause in build.text.clauses:
             verb = clause.verb
             if verb.text not in _CLAUSES:
                 *most, last = _CLAUSES
                 build.text.fail(
-                    verb, f"unknown clause {verb.text!r}; there are {', '.join(most)} and {last}"
+                    verb, f"unknown clause {verb.text!r}; the clauses are {', '.join(most)} and {last}"
                 )
-            _CLAUSES[verb.text].read(said, _Words(build, clause))
-        return said
+            _CLAUSES[verb.text].read(clauses, _Words(build, clause))
+        return clauses
 
-    def reduced(self, words: _Words) -> None:
+    def read_reduce(self, words: _Words) -> None:
         factor, *op = words.counted(1, 2)
         if op and op[0].text not in REDUCTIONS:
             words.build.text.fail(op[0], f"the reductions are {', '.join(REDUCTIONS)}")
         self.combine[words.factor(factor)] = op[0].text if op else "sum"
 
-    def tied(self, words: _Words) -> None:
+    def read_tie(self, words: _Words) -> None:
         dim, blocks = words.counted(2, 2)
         self.ties.append((words.factor(dim), words.factor(blocks)))
 
-    def haloed(self, words: _Words) -> None:
-        blocks, each, moved = words.counted(3, 3)
-        self.halo = words.factor(blocks), words.factor(each), words.number(moved)
+    def read_halo(self, words: _Words) -> None:
+        blocks, elements, moved = words.counted(3, 3)
+        self.halo = words.factor(blocks), words.factor(elements), words.number(moved)
+
+    @property
+    def tied(self) -> set[int]:
+        """The factors of dims that are split with their blocks, and of the blocks."""
+        return {f for pair in self.ties for f in pair}
 
 
 class _Clause(NamedTuple):
     form: str
-    read: Callable[[_Said, _Words], None]
+    read: Callable[[_Clauses, _Words], None]
 
 
 _CLAUSES = {
-    "whole": _Clause("whole FACTOR...", lambda said, words: said.whole.update(words.factors())),
-    "index": _Clause("index FACTOR...", lambda said, words: said.index.update(words.factors())),
-    "free": _Clause("free FACTOR...", lambda said, words: said.index.update(words.factors())),
-    "same": _Clause("same FACTOR...", lambda said, words: said.same.update(words.factors())),
-    "run": _Clause("run FACTOR...", lambda said, words: said.run.update(words.factors())),
-    "reduce": _Clause("reduce FACTOR [sum|max|min]", _Said.reduced),
-    "tie": _Clause("tie FACTOR FACTOR", _Said.tied),
-    "halo": _Clause("halo FACTOR FACTOR NUMBER", _Said.haloed),
-    "linear": _Clause("linear OPERAND...", lambda said, words: said.linear.append(words.numbers())),
+    "whole": _Clause("whole FACTOR...", lambda clauses, words: clauses.whole.update(words.factors())),
+    "index": _Clause("index FACTOR...", lambda clauses, words: clauses.index.update(words.factors())),
+    "free": _Clause("free FACTOR...", lambda clauses, words: clauses.index.update(words.factors())),
+    "same": _Clause("same FACTOR...", lambda clauses, words: clauses.same.update(words.factors())),
+    "run": _Clause("run FACTOR...", lambda clauses, words: clauses.run.update(words.factors())),
+    "reduce": _Clause("reduce FACTOR [sum|max|min]", _Clauses.read_reduce),
+    "tie": _Clause("tie FACTOR FACTOR", _Clauses.read_tie),
+    "halo": _Clause("halo FACTOR FACTOR NUMBER", _Clauses.read_halo),
+    "linear": _Clause("linear OPERAND...", lambda clauses, words: clauses.linear.append(words.numbers())),
 }
 
 
 def _rule(
     build: _Builder,
-    said: _Said,
+    clauses: _Clauses,
     ins: tuple[tuple[Factors, ...], ...],
     outs: tuple[tuple[Factors, ...], ...],
 ) -> Rule:
-    """The rule, with what follows where no clause says otherwise."""
-    on_result = {f for out in outs for dim in out for f in dim}
-    on_operand = {f for i in ins for dim in i for f in dim}
-    tied = {f for pair in said.ties for f in pair}
-    made_of_nothing = on_result - on_operand - said.index - tied
-    whole = said.whole | made_of_nothing  # which could not be split
-    on_each = [{f for dim in out for f in dim} for out in outs]
-    on_all = set[int]().union(*on_each).intersection(*on_each)
-    summed = on_operand - whole - on_all - tied - said.same
-    combine = dict.fromkeys(summed, "sum") | said.combine
+    """The rule, with the defaults of what no clause states."""
+    on_operand, on_each_result = _factors_of(ins), [_factors_of([out]) for out in outs]
+    on_result = set[int]().union(*on_each_result)
+    # A factor that no operand has cannot be split, unless a clause says how it is computed.
+    whole = clauses.whole | (on_result - on_operand - clauses.index - clauses.tied)
+    # A factor that some result lacks is summed over there.
+    on_all_results = on_result.intersection(*on_each_result)
+    summed = on_operand - whole - on_all_results - clauses.tied - clauses.same
+    combine = dict.fromkeys(summed, "sum") | clauses.combine
+    halo_blocks = set(clauses.halo[:1] if clauses.halo else ())
     return Rule(
-        sizes=tuple(0 if s is None else s for s in build.sizes),
+        sizes=tuple(size or 0 for size in build.sizes),
         ins=ins,
         outs=outs,
         whole=frozenset(whole),
         combine=tuple(sorted((f, op) for f, op in combine.items() if f not in whole)),
-        linear=tuple(said.linear),
-        index=frozenset(said.index),
-        run=frozenset(said.run | tied | set(said.halo[:1] if said.halo else ())),
+        linear=tuple(clauses.linear),
+        index=frozenset(clauses.index),
+        run=frozenset(clauses.run | clauses.tied | halo_blocks),
         names=tuple(build.ids),
-        ties=tuple(said.ties),
-        halo=said.halo,
+        ties=tuple(clauses.ties),
+        halo=clauses.halo,
     )
+
+
+def _factors_of(tensors: Iterable[tuple[Factors, ...]]) -> set[int]:
+    """The factors of all dims of these tensors."""
+    return {f for dims in tensors for dim in dims for f in dim}
 
 
 @functools.lru_cache(maxsize=4096)
 def gathering_rule(ins: OperandShapes, outs: OperandShapes) -> Rule:
-    """The rule of last resort: nothing may be split."""
+    """The fallback rule, by which nothing may be split."""
     sizes: list[int] = []
 
     def number(shape: tuple[int, ...]) -> tuple[Factors, ...]:

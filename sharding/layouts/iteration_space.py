@@ -1,4 +1,4 @@
-"""What an operation iterates over, by its factor rule: its work, as plans are compared by it."""
+"""The iteration space of an operation, from its factor rule: the work by which plans are compared."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Factors = frozenset[int]
 
 @functools.lru_cache(maxsize=65536)
 def points(rule: Rule, axes: tuple[tuple[str, ...], ...], sizes: Sizes) -> int:
-    """Points of the iteration space that the busiest rank computes; without axes, all of them."""
+    """The points of the iteration space that the busiest rank computes; without axes, all of them."""
     if rule.ties or rule.halo is not None:
-        return 0  # blocks are a view, and windows what has arrived
+        return 0  # blocks are a view, and windows are received data: nothing is computed
     table = dict(sizes)
-    each = axes or ((),) * len(rule.sizes)
-    local = [_local_size(n, a, table) for n, a in zip(rule.sizes, each, strict=True)]
+    splits = axes or ((),) * len(rule.sizes)
+    local = [_local_size(n, a, table) for n, a in zip(rule.sizes, splits, strict=True)]
     shared, tensors = _space(rule)
     product = max(math.prod(local[f] for f in group) for group in shared)
     rest = max((math.prod(local[f] for f in t & rule.whole) for t in tensors), default=1)
@@ -36,12 +36,12 @@ def _local_size(size: int, axes: tuple[str, ...], sizes: dict[str, int]) -> int:
 
 @functools.lru_cache(maxsize=65536)
 def _space(rule: Rule) -> tuple[tuple[Factors, ...], tuple[Factors, ...]]:
-    """What an operation iterates over: products of shared factors, and whole tensors.
+    """The groups of factors whose sizes multiply to the iteration space, and the factors of each tensor.
 
-    A factor on one tensor alone is read or looked up there, as a table's rows are; those that stand
-    for the same points on different tensors, as a slice's two sizes do, are not multiplied. Shared
-    factors multiply, as in a contraction, where some tensor has both: the places of a scatter and
-    what it scatters into do not.
+    Factors that are on several tensors multiply, as in a contraction, where some tensor has both; the
+    positions of a scatter and the dim that it scatters into are on no common tensor, and do not. A factor
+    on one tensor alone is not iterated over but looked up, as the rows of an embedding table are. Factors
+    that denote the same points on different tensors, as the two sizes of a slice do, do not multiply.
     """
     tensors = tuple(frozenset(f for d in dims for f in d) for dims in (*rule.ins, *rule.outs))
     rewritten = rule.whole | {f for pair in rule.ties for f in pair}
@@ -55,7 +55,7 @@ def _space(rule: Rule) -> tuple[tuple[Factors, ...], tuple[Factors, ...]]:
     return tuple(g - rewritten for g in shared), tensors
 
 
-def _joined(groups: list[Factors], factor: int, near: Factors) -> list[Factors]:
-    """The groups with a factor, which joins all those that share a tensor with it."""
-    met = [g for g in groups if g & near]
-    return [*(g for g in groups if g not in met), Factors({factor}).union(*met)]
+def _joined(groups: list[Factors], factor: int, beside: Factors) -> list[Factors]:
+    """The groups after adding a factor, which joins those with a factor ``beside`` it on some tensor."""
+    joined = [g for g in groups if g & beside]
+    return [*(g for g in groups if g not in joined), Factors({factor}).union(*joined)]

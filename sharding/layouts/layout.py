@@ -1,9 +1,9 @@
-"""Layout: which part of a global value each mesh coordinate holds.
+"""Layouts: which part of a global value each mesh coordinate holds.
 
-The one idea: a dim is a product of sub-dims, and each sub-dim is split over an ordered tuple of mesh
-axes. Flattening concatenates sub-dims and un-flattening takes them apart, so a view of a sharded dim
-costs nothing as long as its boundaries fall between sub-dims. A mesh axis that splits no sub-dim holds
-the value whole, or, when it is *pending*, a contribution that a reduction over the axis completes.
+A dim is a product of sub-dims, and each sub-dim is split over an ordered tuple of mesh axes. Flattening
+concatenates sub-dims and unflattening separates them, so a view of a sharded dim costs nothing as long
+as its boundaries fall between sub-dims. Along an axis that splits no sub-dim the value is replicated, or
+*pending*: each coordinate holds a contribution, and a reduction over the axis completes the value.
 
 Uneven splits follow ``torch.chunk`` (32 over 3 is 11, 11, 10; 1 over 2 is 1, 0), axis by axis, the
 first axis of the tuple outermost.
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 __all__ = ["VARYING", "Layout", "Sub", "chunk", "merge", "refine"]
 
-# Pending in a way that no reduction completes: each coordinate has a value of its own (lower_manual.py).
+# In place of a reduction: along the axis each coordinate has a value of its own (manual mode).
 VARYING = "varying"
 
 Sizes = tuple[tuple[str, int], ...]  # the mesh's axes and their sizes: hashable
@@ -62,7 +62,7 @@ def _coordinates(axes: Iterable[str], sizes: Mapping[str, int]) -> Iterator[dict
 
 @functools.lru_cache(maxsize=65536)
 def _joins(outer: Sub, inner: Sub, sizes: Sizes) -> bool:
-    """Whether one sub-dim over both axis tuples means the same as the two, for every coordinate."""
+    """Whether a single sub-dim over the axes of both gives every coordinate the same elements."""
     if not inner.axes and (not outer.axes or outer.size % _parts(outer.axes, sizes) == 0):
         return True
     if outer.size == 1 and not outer.axes:
@@ -70,24 +70,25 @@ def _joins(outer: Sub, inner: Sub, sizes: Sizes) -> bool:
     table = dict(sizes)
     joint = outer.axes + inner.axes
     for at in _coordinates(joint, table):
-        out, inn = chunk(outer.size, outer.axes, at, table), chunk(inner.size, inner.axes, at, table)
-        whole = chunk(outer.size * inner.size, joint, at, table)
-        if len(out) * len(inn) != len(whole):
+        rows, columns = chunk(outer.size, outer.axes, at, table), chunk(inner.size, inner.axes, at, table)
+        joined = chunk(outer.size * inner.size, joint, at, table)
+        if len(rows) * len(columns) != len(joined):
             return False
-        if len(whole) and len(inn) != inner.size and len(out) != 1:
+        if len(joined) and len(columns) != inner.size and len(rows) != 1:
             return False
-        if len(whole) and whole.start != out.start * inner.size + inn.start:
+        if len(joined) and joined.start != rows.start * inner.size + columns.start:
             return False
     return True
 
 
 def _parts(axes: Iterable[str], sizes: Sizes) -> int:
+    """The number of parts into which these axes split a sub-dim."""
     table = dict(sizes)
     return math.prod(table[a] for a in axes)
 
 
 def merge(subs: Iterable[Sub], sizes: Sizes) -> Dim:
-    """The normal form of a dim: neighbouring sub-dims joined wherever that says the same."""
+    """The normal form of a dim, in which adjacent sub-dims are joined wherever one describes both."""
     out: list[Sub] = []
     for sub in subs:
         if sub.size == 1 and not sub.axes and out:
@@ -100,7 +101,7 @@ def merge(subs: Iterable[Sub], sizes: Sizes) -> Dim:
 
 
 def _split(sub: Sub, size: int, sizes: Sizes) -> tuple[Sub, Sub] | None:
-    """``sub`` as an outer sub-dim of ``size`` and an inner one, or None where the cut misses."""
+    """``sub`` as an outer sub-dim of ``size`` and an inner one; None if that cuts through a shard."""
     if size == 0 or sub.size % size:
         return None
     for cut in range(len(sub.axes), -1, -1):
@@ -142,7 +143,10 @@ def refine(dim: Dim, factors: tuple[int, ...], sizes: Sizes) -> tuple[Dim, ...] 
 
 
 def _attach_ones(rest: list[Sub], out: list[Dim]) -> tuple[Dim, ...] | None:
-    """Sub-dims of size 1 left over: harmless unless they are split (then only one shard has it)."""
+    """Give a factor of size 1 the axes of sub-dims of size 1 that are left over; None if there is none.
+
+    A split sub-dim of size 1 matters, since one shard alone has its element.
+    """
     axes = tuple(a for sub in rest for a in sub.axes)
     if not axes:
         return tuple(out)
@@ -161,7 +165,7 @@ def _refine_empty(dim: Dim, factors: tuple[int, ...]) -> tuple[Dim, ...] | None:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of one value: its dims, and the axes over which it is pending, with their ops."""
+    """The layout of a value: its dims, and the axes over which it is pending, with the reductions."""
 
     dims: tuple[Dim, ...]
     pending: tuple[tuple[str, str], ...] = ()
@@ -190,7 +194,7 @@ class Layout:
 
     @functools.cached_property
     def axes(self) -> frozenset[str]:
-        """The axes along which coordinates hold different things."""
+        """The axes along which coordinates hold different values."""
         return frozenset(self.split_axes) | {a for a, _ in self.pending}
 
     @property
@@ -204,7 +208,7 @@ class Layout:
 
     @functools.cached_property
     def awaited(self) -> tuple[str, ...]:
-        """The axes over which a reduction is still to come."""
+        """The axes over which a reduction is still to be done."""
         return tuple(a for a, op in self.pending if op != VARYING)
 
     def dim_of(self, axis: str) -> int | None:
@@ -225,14 +229,18 @@ class Layout:
         return tuple(math.prod(dim) for dim in self.local_subs(coords, sizes))
 
     def local_range(self, dim: int, coords: Coords, sizes: Mapping[str, int]) -> range:
-        """The contiguous global indices of a dim at a coordinate; its dim must be one sub-dim."""
+        """The global indices of a dim at a coordinate, which are contiguous if it is one sub-dim.
+
+        Raises:
+            ValueError: the dim is several sub-dims.
+        """
         subs = self.dims[dim]
         if len(subs) != 1:
             raise ValueError(f"dim {dim} of {self} is not contiguous")
         return chunk(subs[0].size, subs[0].axes, coords, sizes)
 
     def largest_local(self, sizes: Mapping[str, int]) -> int:
-        """Elements of the largest shard."""
+        """The number of elements of the largest shard."""
         return math.prod(self.largest_shape(sizes))
 
     def largest_shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -240,19 +248,19 @@ class Layout:
         return tuple(math.prod(_largest(sub, sizes) for sub in dim) for dim in self.dims)
 
     def key(self, coords: Coords) -> tuple[int, ...]:
-        """What tells the distinct shards apart: the coordinate on the axes that matter."""
+        """The coordinate along ``axes``, which identifies a shard among the distinct ones."""
         return tuple(coords[a] for a in sorted(self.axes))
 
     def keys(self, sizes: Mapping[str, int]) -> Iterator[dict[str, int]]:
-        """A coordinate (of the axes that matter) for every distinct shard, in order of ``key``."""
+        """The coordinate along ``axes`` of every distinct shard, in the order of ``key``."""
         return _coordinates(sorted(self.axes), sizes)
 
     def normal(self, sizes: Sizes) -> Layout:
-        """The same layout in normal form: equal layouts compare equal."""
+        """The layout in normal form, in which equivalent layouts compare equal."""
         return Layout(tuple(merge(d, sizes) or (Sub(1),) for d in self.dims), self.pending)
 
     def reduced(self) -> Layout:
-        """The layout when the reductions are done; what varies varies still."""
+        """The layout after all reductions, which leave varying axes as they are."""
         return self._pending((a, VARYING) for a in self.varying) if self.pending else self
 
     def varying_over(self, axes: Iterable[str]) -> Layout:
@@ -264,6 +272,7 @@ class Layout:
         return Layout(self.dims, tuple(sorted(pending)))
 
     def with_leading(self, size: int) -> Layout:
+        """The layout with a new unsplit leading dim."""
         return Layout(((Sub(size),), *self.dims), self.pending)
 
     def __str__(self) -> str:
@@ -278,9 +287,9 @@ def _replicated(shape: tuple[int, ...]) -> Layout:
 
 
 def _dim_text(dim: Dim) -> str:
-    def one(sub: Sub) -> str:
+    def axes(sub: Sub) -> str:
         return "·".join(sub.axes) if sub.axes else "None"
 
     if len(dim) == 1:
-        return one(dim[0])
-    return "(" + " ".join(f"{s.size}:{one(s)}" if s.axes else str(s.size) for s in dim) + ")"
+        return axes(dim[0])
+    return "(" + " ".join(f"{s.size}:{axes(s)}" if s.axes else str(s.size) for s in dim) + ")"

@@ -1,8 +1,8 @@
 """The ways one operation can run on a mesh: which axis splits which factor.
 
-An *option* says, for every mesh axis its operands use, that the axis splits a factor, that a pending sum
-passes through it, or that nothing is split. From the option follow the layouts that the operands must
-have and that the results get. What is possible is decided here; what is good, in ``propagate``.
+An *option* states for every mesh axis that the operands use what it does: split a factor, carry a pending
+sum through the operation, or neither. It determines the layouts that operands must have and that results
+get. This module enumerates the options; ``planning/`` chooses among them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Cost:
-    """What an option costs.
+    """The cost of an option.
 
     Attributes:
         split: the axes that split a factor.
@@ -51,10 +51,10 @@ class Option:
     """One way to run an operation.
 
     Attributes:
-        rule: with factors so fine that each is split as one.
+        rule: the rule, its factors cut so that each is one sub-dim.
         axes: for every factor, the axes that split it.
-        passed: axes whose pending sum passes through, each with its set of operands.
-        ins, outs: the layouts that follow.
+        passed: the axes whose pending sum passes through, each with the operands that are pending.
+        ins, outs: the layouts of operands and results.
     """
 
     rule: Rule
@@ -64,7 +64,7 @@ class Option:
     outs: tuple[Layout, ...]
 
     def cost(self, sizes: Sizes) -> Cost:
-        """What it costs on a mesh. Layers repeat, and so do options: the answer is kept."""
+        """The cost on a mesh; cached, since options recur in every layer of a model."""
         known: dict[Sizes, Cost] = self.__dict__.setdefault("_costs", {})
         if sizes not in known:
             table = dict(sizes)
@@ -79,14 +79,14 @@ class Option:
     def _exchanged(self, sizes: dict[str, int]) -> int:
         if self.rule.halo is None:
             return 0
-        blocks, each, moved = self.rule.halo
+        blocks, elements, moved = self.rule.halo
         if not self.axes[blocks]:
             return 0
-        return self.ins[0].largest_local(sizes) // max(self.rule.sizes[each], 1) * moved
+        return self.ins[0].largest_local(sizes) // max(self.rule.sizes[elements], 1) * moved
 
 
 def atomic(rule: Rule, ins: Sequence[Layout], outs: Sequence[Layout], sizes: Sizes) -> Rule:
-    """The rule with every factor cut where some layout splits inside it."""
+    """The rule with every factor cut at the sub-dim boundaries that these layouts have inside it."""
     if all(len(d) == 1 for layout in (*ins, *outs) for d in layout.dims):
         return rule
     cuts: dict[int, tuple[int, ...]] = {}
@@ -109,7 +109,7 @@ def _per_factor(
 
 
 def _common_cut(known: tuple[int, ...] | None, new: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The refinement of two ways to cut a factor; the first wins where they do not mix."""
+    """The common refinement of two ways to cut a factor; the first of them if there is none."""
     if known is None:
         return new
     bounds = sorted({math.prod(c[:i]) for c in (known, new) for i in range(1, len(c) + 1)})
@@ -135,8 +135,8 @@ def _cut_rule(rule: Rule, cuts: dict[int, tuple[int, ...]]) -> Rule:
     def all_of(factors: Iterable[int]) -> frozenset[int]:
         return frozenset(n for f in factors for n in renumber[f])
 
-    def one(factor: int) -> int:
-        return renumber[factor][0]  # ties and halos are among those that are not cut
+    def uncut(factor: int) -> int:
+        return renumber[factor][0]  # for factors of ties and halos, which are never cut
 
     return Rule(
         sizes=tuple(sizes),
@@ -149,16 +149,16 @@ def _cut_rule(rule: Rule, cuts: dict[int, tuple[int, ...]]) -> Rule:
         run=all_of(rule.run),
         gathered=rule.gathered,
         names=tuple(names),
-        ties=tuple((one(a), one(b)) for a, b in rule.ties),
-        halo=rule.halo and (one(rule.halo[0]), one(rule.halo[1]), rule.halo[2]),
+        ties=tuple((uncut(a), uncut(b)) for a, b in rule.ties),
+        halo=rule.halo and (uncut(rule.halo[0]), uncut(rule.halo[1]), rule.halo[2]),
     )
 
 
 def factor_axes(
     rule: Rule, dims: tuple[Factors, ...], layout: Layout, sizes: Sizes
 ) -> dict[int, tuple[str, ...]]:
-    """How a layout splits the factors of an atomic rule; what it splits otherwise is left out."""
-    found: dict[int, tuple[str, ...]] = {}
+    """The axes that split each factor of an atomic rule; splits at other boundaries are left out."""
+    axes_of: dict[int, tuple[str, ...]] = {}
     for factors, dim in zip(dims, layout.dims, strict=True):
         if not any(s.axes for s in dim) or not factors:
             continue
@@ -167,12 +167,12 @@ def factor_axes(
             cut = _leading(rule, factors, dim, sizes)
         for factor, subs in zip(factors, cut, strict=False):
             if len(subs) == 1 and subs[0].axes:
-                found[factor] = subs[0].axes
-    return found
+                axes_of[factor] = subs[0].axes
+    return axes_of
 
 
 def _leading(rule: Rule, factors: Factors, dim: Dim, sizes: Sizes) -> tuple[Dim, ...]:
-    """Where a shard boundary misses the factors', what can still be said: its outer axes alone."""
+    """The sub-dims of each factor under the dim's outer axes alone, as many as fit factor boundaries."""
     (first, *_) = dim
     for keep in range(len(first.axes) - 1, 0, -1):
         size = math.prod(s.size for s in dim)
@@ -187,7 +187,7 @@ def _leading(rule: Rule, factors: Factors, dim: Dim, sizes: Sizes) -> tuple[Dim,
 def dim_of_factors(
     factors: Factors, rule: Rule, axes: Sequence[tuple[str, ...]], sizes: Sizes
 ) -> Dim:
-    """A dim made of split factors, in normal form."""
+    """The dim that these factors make up, in normal form."""
     if not factors:
         return (Sub(1),)
     if len(factors) == 1:
@@ -203,8 +203,8 @@ def image(
     sizes: Sizes,
 ) -> Layout:
     """The layout of an operand or result under a choice of axes for the factors."""
-    made = tuple(dim_of_factors(d, rule, axes, sizes) for d in dims)
-    return Layout(made, tuple(sorted(pending)))
+    split = tuple(dim_of_factors(d, rule, axes, sizes) for d in dims)
+    return Layout(split, tuple(sorted(pending)))
 
 
 def build(
@@ -213,7 +213,7 @@ def build(
     passed: tuple[tuple[str, frozenset[int]], ...],
     sizes: Sizes,
 ) -> Option | None:
-    """The option with these choices, or None if its results would pend in two ways at once."""
+    """The option with these choices; None if a result would be pending with two different reductions."""
     axes = _with_blocks(rule, axes, sizes)
     pending = [_pending_of(rule, dims, axes, passed) for dims in rule.outs]
     if any(len(set(p.values())) > 1 for p in pending):
@@ -234,7 +234,7 @@ def _pending_of(
     axes: tuple[tuple[str, ...], ...],
     passed: tuple[tuple[str, frozenset[int]], ...],
 ) -> dict[str, str]:
-    """What one result is pending over: what passed, and the factors it has lost."""
+    """The axes over which a result is pending: those that pass through, and those of factors it lacks."""
     kept = {f for d in dims for f in d}
     lost = {a: op for f, op in rule.combine if f not in kept for a in axes[f]}
     return {a: "sum" for a, _ in passed} | lost
@@ -246,9 +246,9 @@ def options(
     wished: Sequence[Layout],
     sizes: Sizes,
 ) -> tuple[Option, ...]:
-    """Every option that its operands' layouts, or layouts wished of its result, suggest.
+    """Every option suggested by the layouts of the operands, or by those wished for the result.
 
-    Layers repeat, and so do sweeps: the answer is kept.
+    Cached, since operations recur in every layer of a model and in every sweep of the planner.
     """
     return _options(rule, tuple(ins), tuple(wished), sizes)
 
@@ -265,15 +265,15 @@ def _options(
     for axis in used:
         factors = dict.fromkeys(f for f, axes in hints if axis in axes)
         modes.append([*factors, *groups.get(axis, ()), None])
-    found: dict[tuple[object, ...], Option] = {}
+    distinct: dict[tuple[object, ...], Option] = {}
     for choice in itertools.product(*modes):
         option = _choose(rule, hints, dict(zip(used, choice, strict=True)), sizes)
         if option is not None:
-            found.setdefault((option.axes, option.passed), option)
-    return tuple(found.values())
+            distinct.setdefault((option.axes, option.passed), option)
+    return tuple(distinct.values())
 
 
-_Hint = tuple[int, tuple[str, ...]]  # a factor, and axes that some layout splits it over
+_Hint = tuple[int, tuple[str, ...]]  # a factor, and the axes that split it in some layout
 
 
 def _suggestions(
@@ -291,7 +291,7 @@ def _suggestions(
 
 
 def _passable(rule: Rule, ins: Sequence[Layout]) -> dict[str, list[frozenset[int]]]:
-    """For every axis over which operands are pending: the jointly linear sets that pass it."""
+    """For each axis over which operands are pending, the jointly linear sets of them."""
     pending: dict[str, set[int]] = {}
     for k, layout in enumerate(ins):
         for axis, op in layout.pending:
@@ -310,6 +310,7 @@ def _choose(
     choice: dict[str, int | frozenset[int] | None],
     sizes: Sizes,
 ) -> Option | None:
+    """The option in which each axis splits its factor, or carries the sum of its operands, or neither."""
     axes: list[tuple[str, ...]] = [()] * len(rule.sizes)
     for factor, suggested in hints:
         chosen = [a for a in suggested if choice.get(a) == factor and a not in axes[factor]]
@@ -321,7 +322,7 @@ def _choose(
 def _with_blocks(
     rule: Rule, chosen: tuple[tuple[str, ...], ...], sizes: Sizes
 ) -> tuple[tuple[str, ...], ...]:
-    """Blocks are split with their dim, where each rank gets one; else neither is."""
+    """The axes of each factor, with blocks split as their dim is, one per rank, or else neither split."""
     if not rule.ties and rule.halo is None:
         return chosen
     axes, table = list(chosen), dict(sizes)
@@ -340,14 +341,14 @@ def _with_blocks(
 def in_blocks(size: int, count: int, axes: tuple[str, ...], sizes: Sizes) -> bool:
     """Whether a dim split over these axes is ``count`` blocks in order, one for each coordinate.
 
-    Not so where uneven parts are nested: 5 over 2 x 2 is 2, 1, 1, 1, and over 4 it is 2, 2, 1, 0.
+    False where uneven shards are nested: 5 over 2 x 2 is 2, 1, 1, 1, but over 4 it is 2, 2, 1, 0.
     """
-    table, each = dict(sizes), -(-size // count) if count else 0
+    table, block = dict(sizes), -(-size // count) if count else 0
     if math.prod(table[a] for a in axes) != count:
         return False
-    starts = []
+    bounds = []
     for index in itertools.product(*(range(table[a]) for a in axes)):
         at = dict(zip(axes, index, strict=True))
         part = chunk(size, axes, at, table)
-        starts.append((min(part.start, size), part.stop))
-    return starts == [(min(j * each, size), min((j + 1) * each, size)) for j in range(count)]
+        bounds.append((min(part.start, size), part.stop))
+    return bounds == [(min(j * block, size), min((j + 1) * block, size)) for j in range(count)]

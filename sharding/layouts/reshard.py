@@ -1,9 +1,9 @@
-"""Reshard planning: from one layout to another with the fewest bytes sent.
+"""Reshards: the collectives from one layout to another that send the fewest elements.
 
-Both layouts are first cut at common sub-dim boundaries. A shortest-path search over what each axis does
-(split a sub-dim, hold everything, be pending) then finds the cheapest steps; costs are elements a rank
-sends and receives under ring algorithms (Patarasuk & Yuan 2009), so a slice is free, an all_to_all is
-cheaper than a gather, and a psum_scatter costs half an all_reduce.
+Both layouts are first cut at common sub-dim boundaries. A shortest-path search over the state of each
+axis (splitting a sub-dim, replicated, or pending) then finds the cheapest steps. The cost of a step is
+the number of elements that a rank sends under ring algorithms (Patarasuk & Yuan 2009), so a slice is
+free, an all_to_all is cheaper than a gather, and a psum_scatter costs half an all_reduce.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from torchard.sharding.layouts.layout import Dim, Layout, Sizes, Sub, refine
 
 __all__ = ["ReshardStep", "cost", "plan"]
 
-_LATENCY = 1e-3  # elements' worth of a collective's fixed cost: breaks ties towards fewer of them
+_LATENCY = 1e-3  # the fixed cost of a collective, in elements: breaks ties in favour of fewer collectives
 
 
 @dataclass(frozen=True)
 class ReshardStep:
-    """One collective between two layouts, with explicit sub-dims, in which its places count."""
+    """One collective between two layouts, to whose sub-dims its ``at`` and ``to`` refer."""
 
     collective: CollectiveOp
     before: Layout
@@ -52,7 +52,7 @@ class ReshardStep:
         return self.collective.reduction
 
     def elements(self, sizes: Sizes) -> float:
-        """Elements on the wire per rank by the ring algorithm, every shard padded to the largest."""
+        """The elements that a rank sends under the ring algorithm, with shards padded to the largest."""
         table = dict(sizes)
         ranks = math.prod(table[a] for a in self.axes)
         before, after = self.before.largest_local(table), self.after.largest_local(table)
@@ -61,13 +61,17 @@ class ReshardStep:
 
 @functools.lru_cache(maxsize=65536)
 def plan(before: Layout, after: Layout, sizes: Sizes) -> tuple[ReshardStep, ...]:
-    """The cheapest steps that take a value from one layout to another (which pends nowhere new)."""
+    """The cheapest steps from one layout to another.
+
+    Raises:
+        ValueError: ``after`` is pending where ``before`` is not, or they vary over different axes.
+    """
     if before == after:
         return ()
     if extra := set(after.pending) - set(before.pending):
         raise ValueError(f"cannot make {before} pending over {sorted(extra)}")
     if after.varying != before.varying:
-        raise ValueError(f"no reduction makes one value of what varies in {before}")
+        raise ValueError(f"cannot reshard {before} to {after}: a varying value is not reduced implicitly")
     cut = _common(before, after, sizes)
     if cut is None:
         middle = _release(before, after, sizes)
@@ -77,27 +81,27 @@ def plan(before: Layout, after: Layout, sizes: Sizes) -> tuple[ReshardStep, ...]
 
 @functools.lru_cache(maxsize=65536)
 def cost(before: Layout, after: Layout, sizes: Sizes) -> float:
-    """Elements on the wire per rank of the plan, plus a latency term that only breaks ties."""
+    """The elements that a rank sends in the cheapest plan, plus a latency term that only breaks ties."""
     steps = plan(before, after, sizes)
     return sum(s.elements(sizes) + _LATENCY * s.collective.sends for s in steps)
 
 
 def _common(before: Layout, after: Layout, sizes: Sizes) -> tuple[Layout, Layout] | None:
-    """Both layouts with the same sub-dim boundaries, or None where some cut through a shard."""
+    """Both layouts cut at common sub-dim boundaries; None if one of these falls inside a shard."""
     pairs = [_common_dim(b, a, sizes) for b, a in zip(before.dims, after.dims, strict=True)]
     if any(p is None for p in pairs):
         return None
-    done = [p for p in pairs if p is not None]
+    cut = [p for p in pairs if p is not None]
     return (
-        Layout(tuple(p[0] for p in done), before.pending),
-        Layout(tuple(p[1] for p in done), after.pending),
+        Layout(tuple(p[0] for p in cut), before.pending),
+        Layout(tuple(p[1] for p in cut), after.pending),
     )
 
 
 def _common_dim(before: Dim, after: Dim, sizes: Sizes) -> tuple[Dim, Dim] | None:
     if len(before) == 1 and len(after) == 1:
         return before, after
-    # As multisets: a factor of size one, which one shard alone may own, is a boundary met twice.
+    # Multisets, since a sub-dim of size one, which a single shard may own, repeats a boundary.
     boundaries = sorted((_boundaries(before) | _boundaries(after)).elements())
     if 0 in boundaries or any(b % a for a, b in itertools.pairwise(boundaries)):
         return None
@@ -115,7 +119,7 @@ def _boundaries(dim: Dim) -> Counter[int]:
 
 
 def _release(before: Layout, after: Layout, sizes: Sizes) -> Layout:
-    """``before`` with every dim that shares no boundaries with ``after`` held whole."""
+    """``before`` with those dims gathered that have no common boundaries with ``after``."""
     dims = []
     for b, a in zip(before.dims, after.dims, strict=True):
         size = math.prod(s.size for s in b)
@@ -127,7 +131,7 @@ _State = tuple[tuple[tuple[str, ...], ...], tuple[tuple[str, str], ...]]
 
 
 class _Space:
-    """The search space: the axes at each sub-dim, and what is pending."""
+    """The search space, whose states are the axes that split each sub-dim, and the pending ones."""
 
     def __init__(self, before: Layout, after: Layout, sizes: Sizes) -> None:
         self.places = [(d, s) for d, dim in enumerate(before.dims) for s in range(len(dim))]
@@ -144,7 +148,7 @@ class _Space:
         return Layout(dims, state[1])
 
     def moves(self, state: _State) -> Iterator[tuple[CollectiveOp, _State]]:
-        """Every collective over one axis, and the state after it."""
+        """Every collective over one axis that is possible in a state, with the state after it."""
         splits, pending = state
         held = {a for axes in splits for a in axes} | {a for a, _ in pending}
         for axis, op in pending:
@@ -174,10 +178,11 @@ def _put(splits: tuple[tuple[str, ...], ...], to: int, axis: str) -> tuple[tuple
 
 
 def _search(before: Layout, after: Layout, sizes: Sizes) -> list[ReshardStep]:
+    """The steps of a shortest path, by Dijkstra's algorithm."""
     space = _Space(before, after, sizes)
     start = space.state(before)
-    tie = itertools.count()
-    queue: list[tuple[float, int, _State, tuple[ReshardStep, ...]]] = [(0.0, next(tie), start, ())]
+    order = itertools.count()  # decides between equal costs
+    queue: list[tuple[float, int, _State, tuple[ReshardStep, ...]]] = [(0.0, next(order), start, ())]
     seen: set[_State] = set()
     while queue:
         spent, _, state, steps = heapq.heappop(queue)
@@ -191,24 +196,24 @@ def _search(before: Layout, after: Layout, sizes: Sizes) -> list[ReshardStep]:
                 continue
             step = ReshardStep(collective, space.layout(state), space.layout(after_state))
             cost = step.elements(sizes) + (_LATENCY if collective.sends else _LATENCY / 10)
-            heapq.heappush(queue, (spent + cost, next(tie), after_state, (*steps, step)))
-    raise AssertionError(f"no way from {before} to {after}")
+            heapq.heappush(queue, (spent + cost, next(order), after_state, (*steps, step)))
+    raise AssertionError(f"no sequence of collectives leads from {before} to {after}")
 
 
 def _join_reductions(steps: list[ReshardStep]) -> tuple[ReshardStep, ...]:
-    """Neighbouring all_reduces of one operation become one, over the product of their axes."""
-    out: list[ReshardStep] = []
+    """The steps with consecutive all_reduces of one reduction merged, over the product of their axes."""
+    merged: list[ReshardStep] = []
     for step in steps:
-        joint = _joined(out[-1].collective, step.collective) if out else None
+        joint = _joined(merged[-1].collective, step.collective) if merged else None
         if joint is None:
-            out.append(step)
+            merged.append(step)
         else:
-            out[-1] = ReshardStep(joint, out[-1].before, step.after)
-    return tuple(out)
+            merged[-1] = ReshardStep(joint, merged[-1].before, step.after)
+    return tuple(merged)
 
 
 def _joined(first: CollectiveOp, then: CollectiveOp) -> AllReduce | None:
-    """One collective that does what two do, if they are all_reduces of one operation."""
+    """The all_reduce that is equivalent to two of the same reduction; None for other collectives."""
     if isinstance(first, AllReduce) and isinstance(then, AllReduce) and first.reduction == then.reduction:
         return AllReduce(first.axes + then.axes, first.reduction)
     return None

@@ -24,19 +24,19 @@ __all__ = [
 
 CALL: Tag[Any] = declare(
     "call",
-    "the operation with its operands told apart from its settings, made once",
+    "the operation, its tensor operands separated from its settings; cached",
     written_by="rules/registry",
     read_by="rules/registry",
 )
 RULE: Tag[Any] = declare(
     "rule",
-    "the factor rule of the operation, looked up once",
+    "the factor rule of the operation; cached",
     written_by="rules/registry",
     read_by="rules/registry",
 )
 WEIGHT: Tag[float] = declare(
     "weight",
-    "the work of the operation, in relation to its points, counted once",
+    "the work of the operation per point of its iteration space; cached",
     written_by="planning/decision",
     read_by="planning/decision",
 )
@@ -45,28 +45,28 @@ WEIGHT: Tag[float] = declare(
 
 SOFT: Tag[bool] = declare(
     "soft",
-    "of a constraint, that it is the spec of an input, not one that was asked for",
+    "whether a constraint is only the spec of an input, and has that input's precedence",
     written_by="planning/constraints",
     read_by="planning/constraints",
     follows="call",
 )
 PART_OF: Tag[int] = declare(
     "part_of",
-    "the number of the operation that came apart into this one",
+    "the number of the operation that was decomposed into this one and others",
     written_by="decompositions/decompose",
     read_by="scheduling/precision",
     follows="place",
 )
 GATHERED: Tag[bool] = declare(
     "gathered",
-    "it has no rule for its operands, which are whole",
+    "whether the operation has no rule that fits its operands, which are gathered",
     written_by="scheduling/partition",
     read_by="lowering/lower",
     follows="call",
 )
 LOWERED: Tag[Any] = declare(
     "lowered",
-    "how the node is lowered, where no rule says so",
+    "the function that lowers the node, where its factor rule does not determine that",
     written_by="lowering/lower_manual, lowering/windows",
     read_by="lowering/lower",
     follows="call",
@@ -76,25 +76,25 @@ LOWERED: Tag[Any] = declare(
 
 BUCKET: Tag[Any] = declare(
     "bucket",
-    "the steps that are sent with it, as one call",
+    "the bucket of reshard steps that are sent as one collective",
     written_by="scheduling/bucket",
     read_by="lowering/lower, scheduling/gathers",
 )
 AFTER: Tag[Any] = declare(
     "after",
-    "the bucket that must have arrived before the node's own is issued",
+    "the bucket that must complete before the node's own is issued",
     written_by="scheduling/gathers",
     read_by="lowering/lower",
 )
 TURN: Tag[int] = declare(
     "turn",
-    "of the backward, how many layers are behind it",
+    "the number of the layer in the backward, counted from the first that is differentiated",
     written_by="scheduling/gathers",
     read_by="lowering/lower",
 )
 OVER: Tag[tuple[str, ...]] = declare(
     "over",
-    "in a lowered graph, the mesh axes along which processes take part",
+    "in a lowered graph, the mesh axes whose processes take part in the collective",
     written_by="lowering/channel",
     read_by="lowering/call_order",
     follows="call",

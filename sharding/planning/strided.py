@@ -107,25 +107,48 @@ def _dims_of(base: torch.Tensor, dims: Sequence[int], step: int) -> dict[int, in
 def _chain(
     base: torch.Tensor, size: list[int], taken: list[dict[int, int]], first: dict[int, int]
 ) -> tuple[list[_View], list[int]] | None:
-    met = [d for along in taken for d in along]
-    if len(set(met)) < len(met):
+    """The slices, selections and diagonals that make up a region, and the order of its dims.
+
+    Args:
+        base: the tensor.
+        size: the shape of the region.
+        taken: for each dim of the region, the increments of the tensor's indices along it.
+        first: the tensor's indices at the region's first element.
+    """
+    used = [d for along in taken for d in along]
+    slices = _slices(base, size, taken, first)
+    if len(set(used)) < len(used) or slices is None:
         return None
-    views, left = [], list(range(base.ndim))  # the dims of the value so far
+    # From the last dim to the first, so that each removes a dim behind those that are still to go.
+    unused = sorted(set(range(base.ndim)) - set(used), reverse=True)
+    selects = [_View(aten.select.int, aten.select_scatter.default, (d, first[d])) for d in unused]
+    diagonals, dims = _diagonals(taken, sorted(used))
+    views = [*slices, *selects, *diagonals]
+    return (views, [dims.index(next(iter(along))) for along in taken]) if views else None
+
+
+def _slices(
+    base: torch.Tensor, size: list[int], taken: list[dict[int, int]], first: dict[int, int]
+) -> list[_View] | None:
+    """The slices along the dims of a region; None if it extends beyond the end of one."""
+    views = []
     for along, n in zip(taken, size, strict=True):
-        if any(first[d] + (n - 1) * step >= base.shape[d] for d, step in along.items()):
-            return None
         for d, step in along.items():
-            ends = (first[d], first[d] + (n - 1) * step + 1, step)
-            if ends != (0, base.shape[d], 1):
-                views.append(_View(aten.slice.Tensor, aten.slice_scatter.default, (d, *ends)))
-    for d in sorted(set(left) - set(met), reverse=True):
-        views.append(_View(aten.select.int, aten.select_scatter.default, (d, first[d])))
-        left.remove(d)
+            stop = first[d] + (n - 1) * step + 1
+            if stop > base.shape[d]:
+                return None
+            if (first[d], stop, step) != (0, base.shape[d], 1):
+                args = (d, first[d], stop, step)
+                views.append(_View(aten.slice.Tensor, aten.slice_scatter.default, args))
+    return views
+
+
+def _diagonals(taken: list[dict[int, int]], dims: list[int]) -> tuple[list[_View], list[int]]:
+    """The diagonals of pairs of dims, and the dims of the value after them: a diagonal's is the last."""
+    views = []
     for along in taken:
         if len(along) == 2:
-            pair = tuple(left.index(d) for d in along)
+            pair = tuple(dims.index(d) for d in along)
             views.append(_View(aten.diagonal.default, aten.diagonal_scatter.default, (0, *pair)))
-            left = [d for d in left if d not in along] + [next(iter(along))]
-    if not views:
-        return None
-    return views, [left.index(next(iter(along))) for along in taken]
+            dims = [d for d in dims if d not in along] + [next(iter(along))]
+    return views, dims

@@ -62,7 +62,7 @@ WRONG = {
     "i m, k j -> i m": ("m", "factor m is 6 and 3"),
     "i k, 1 j -> i j": ("1", "the dim is 3, not 1"),
     "i (m=2 k), k j -> i j": ("(m", "(m k) is 6, the dim is 3"),
-    "i (m=2 l), k j -> i j": ("(m", "cannot size m l of a dim of 3"),
+    "i (m=2 l), k j -> i j": ("(m", "cannot infer the sizes of (m l) from a dim of 3"),
     "i 4, 3 j -> i j": ("4", "(4) is 4, the dim is 3"),
     "i:int64 k, k j -> i j": ("k", "unexpected 'k'"),
     "i k:int64, k j -> i j": ("int64", "a factor rule has no dtypes"),
