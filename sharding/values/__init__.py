@@ -1,10 +1,10 @@
 """Meshes, specs, and the values that are placed by them.
 
-A P may have names of dims: ``rules=`` replaces them by axes (`axis_rules.py`) before any other code
-reads the spec. `constrain` runs without a mesh, so its names are kept in the graph, and the enclosing
+A P may name dims instead of axes: ``rules=`` maps the names to axes (`axis_rules.py`) before any other
+code reads the spec. `constrain` runs without a mesh, so its names stay in the graph until the enclosing
 `shard` replaces them.
 
-An operation on a placed value outside any trace is a sharded program of that one operation
-(`eager.py`), so the only rules are the planner's. `operators.py` has the operators and methods of
-placed values.
+An operation on a placed value outside any trace runs as a sharded program of that one operation
+(`eager.py`), so there are no sharding rules besides the planner's. `operators.py` defines the operators
+and methods of placed values.
 """

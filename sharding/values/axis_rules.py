@@ -1,8 +1,8 @@
 """Names of dims, and rules that map them to the mesh axes that split them.
 
-A spec may name dims instead of axes, ``P("embed", "mlp")``, and so may the factors of one. A model is
-annotated once, its parameters by a tree of such specs and its activations by ``constrain``; where it
-runs is a mapping from names to axes::
+A spec may name dims instead of axes, ``P("embed", "mlp")``, and so may its factors. A model is annotated
+once, its parameters by a tree of such specs and its activations by ``constrain``; a mapping from names
+to axes then places it on a mesh::
 
     def loss(params, x):
         x = constrain(x, P("batch", "seq", "embed"))
@@ -15,9 +15,9 @@ runs is a mapping from names to axes::
     params = place(params, mesh, specs, rules=tensor)
     run = shard(loss, mesh, rules=tensor)
 
-`shard`, `place`, `initialize` and `parallelize` take ``rules=``. Those of a shard hold for its specs and
-for every ``constrain`` inside it that no inner shard has rules for. Outside any shard ``constrain`` is
-the identity, whatever it names.
+`shard`, `place`, `initialize` and `parallelize` take ``rules=``. The rules of a shard apply to its specs
+and to every ``constrain`` inside it, except inside an inner shard with rules of its own. Outside any
+shard ``constrain`` is the identity, whatever it names.
 
 - A name without a rule is an error, unless it is an axis of the mesh, which stands for itself. A dim
   that is not split has an explicit rule: ``"seq": None``.
@@ -62,8 +62,8 @@ class Rules:
         """The rules in a user's mapping, checked.
 
         Raises:
-            SpecError: a rule is of another type, or maps to what is no axis of the mesh, or gives an
-                axis of the mesh another meaning. All that is wrong is in one message.
+            SpecError: a rule has the wrong type, maps to something other than axes of the mesh, or
+                redefines an axis of the mesh. One message lists all errors.
         """
         if not isinstance(given, Mapping):
             raise SpecError(
@@ -79,7 +79,7 @@ class Rules:
         """The spec with names replaced by axes.
 
         Raises:
-            SpecError: it names what is neither in the rules nor an axis; the message names ``where``.
+            SpecError: a name is neither in the rules nor an axis; the message begins with ``where``.
         """
         rules = dict(self.axes)
         unknown = [name for name in spec.axes if name not in rules and name not in self.mesh.axes]
@@ -87,7 +87,7 @@ class Rules:
             raise SpecError(
                 f"{where} has spec {spec}, but {unknown[0]!r} is neither in rules "
                 f"({', '.join(rules) or 'which are empty'}) nor an axis of {self.mesh}; add it to "
-                f"rules, as {unknown[0]!r}: None if nothing is to split it."
+                f"rules, as {unknown[0]!r}: None if the dim is not to be split."
             )
         taken = {name for name in spec.axes if name not in rules}
 
@@ -105,7 +105,8 @@ def resolved(specs: Any, rules: AxisRules | None, mesh: Mesh, what: str) -> Any:
     """A tree of specs with names replaced by axes; unchanged without rules.
 
     Raises:
-        SpecError: a name is not known, or the rules are wrong; names every such leaf's path.
+        SpecError: a name is not known (the message has the path of every such leaf), or the rules are
+            wrong.
     """
     if rules is None:
         return specs
@@ -138,7 +139,7 @@ def _problem(name: Any, to: Any, mesh: Mesh) -> str | None:
             f"{', '.join(mesh.axes)}."
         )
     if len(set(_axes(to))) < len(_axes(to)):
-        return f"rules[{name!r}] is {to!r}, which has an axis twice."
+        return f"rules[{name!r}] is {to!r}, which names an axis twice."
     if name in mesh.axes and _axes(to) != (name,):
         return (
             f"rules[{name!r}] is {to!r}, but {name!r} is an axis of {mesh}, which stands for itself; "

@@ -1,4 +1,4 @@
-"""`constrain`: fix the layout of a value inside a function that otherwise does not mention meshes."""
+"""`constrain`: pin the layout of a value inside a function that does not mention meshes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ torch.library.register_fake("torchard::constrain", _fake, lib=_library)
 
 
 def number_of(spec: P) -> int:
-    """The number that stands for a spec in a graph, whose arguments are plain values."""
+    """The number that represents a spec in a graph, whose arguments are plain values."""
     with _lock:
         if spec not in _NUMBERS:
             _NUMBERS[spec] = len(_SPECS)
@@ -58,6 +58,8 @@ def _apply(x: torch.Tensor, spec: int) -> torch.Tensor:
 
 
 class _Constrain(torch.autograd.Function):
+    """The autograd Function of ``constrain``, which constrains cotangents and tangents too."""
+
     @staticmethod
     def forward(x: torch.Tensor, spec: int) -> torch.Tensor:
         out: torch.Tensor = torch.ops.torchard.constrain(x, spec)
@@ -84,8 +86,8 @@ class _Constrain(torch.autograd.Function):
 def constrain(x: torch.Tensor, spec: P) -> torch.Tensor:
     """Pin the layout of a value where the function is sharded; the identity everywhere else.
 
-    The cotangent is pinned too. The mesh and the rules for names of dims are those of the enclosing
-    `shard`. Inside `shard_map`, the spec may name the axes that are not manual.
+    The cotangent is pinned too. The mesh, and the rules for names of dims, are those of the enclosing
+    `shard`. Inside `shard_map` the spec may name only axes that are not manual.
 
     Args:
         x: a tensor.

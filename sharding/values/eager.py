@@ -1,9 +1,9 @@
-"""Single operations on placed values outside any trace, each run as a program of that operation.
+"""Single operations on placed values outside any trace, each run as a sharded program of its own.
 
-``x @ w`` runs as ``shard(torch.matmul, mesh)(x, w)`` would; so do ``x[0]``, ``x.norm()`` and
+``x @ w`` runs like ``shard(torch.matmul, mesh)(x, w)``, and so do ``x[0]``, ``x.norm()`` and
 ``torch.exp(x)``: by the same rules, cached by signature, differentiable, and checked across ranks. So
-``shard(torch.matmul, mesh).lower(x, w).collectives`` lists what ``x @ w`` sends. A whole function under
-``shard`` sends less than the sum of its operations, since they are planned as one program.
+``shard(torch.matmul, mesh).lower(x, w).collectives`` lists the collectives of ``x @ w``. A function under
+``shard`` sends less than its operations do one by one, since they are planned together.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     """Run an operation of torch on arguments that include placed values.
 
     Raises:
-        PlacementError: it writes in place, its result is no tensor, or its shape is in the data.
-        MeshError: the values are on several meshes.
+        PlacementError: the operation writes in place, its result is not a tensor, or the shape of its
+            result depends on values.
+        MeshError: the values are on different meshes.
     """
     name, state = _name_of(func), active()
     if state is None and func in _SPECIAL:
@@ -43,10 +44,10 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
         if args and not is_placed(args[0]):
             raise PlacementError(
                 f"{name} writes in place, from a MeshTensor into a plain tensor: pass x.full(), the "
-                "whole value, or this rank's part of it."
+                "whole value, or one of x.parts, this process's shards."
             )
         raise PlacementError(
-            f"{name} writes in place, and a MeshTensor is a value that never changes: take the result "
+            f"{name} writes in place, and a MeshTensor is immutable: use the result instead "
             "(x = x + 1, x = torch.where(mask, new, x)), or write in a function under shard."
         )
     if state is not None:  # a value that a traced function closes over
@@ -55,7 +56,7 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
     _check_one_mesh(name, (args, kwargs))
     if internals.dispatch_is_excluded():
         raise PlacementError(
-            f"{name} of a MeshTensor inside a constructor of torch's: torch.tensor(x) and the like take "
+            f"{name} of a MeshTensor inside a tensor constructor: torch.tensor(x) and the like take "
             "plain tensors and numbers; pass x.full()."
         )
     if func is torch.Tensor.__getitem__:
@@ -69,8 +70,8 @@ def run(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -
         ) from error
 
 
-# Operations of which floats are traced operands, so that x * 0.1 and x * 0.2 share a plan. To others a
-# float may be a setting (an eps, a rate), which torch reads as a number.
+# Operations whose float arguments are traced operands, so that x * 0.1 and x * 0.2 share a plan. In other
+# operations a float may be a setting (an eps, a rate), which torch reads as a Python number.
 _ARITHMETIC = {
     *("add", "sub", "mul", "div", "truediv", "true_divide", "radd", "rsub", "rmul", "rtruediv"),
     *("eq", "ne", "lt", "le", "gt", "ge"),
@@ -79,7 +80,7 @@ _ARITHMETIC = {
 
 @dataclass(frozen=True)
 class _Setting:
-    """A float that is a Python number inside the trace, and part of its cache key."""
+    """A float that stays a Python number inside the trace and is part of the cache key."""
 
     value: float
 
@@ -93,7 +94,7 @@ def _loose(value: Any) -> Any:
 
 
 class _Operation(Transformed):
-    """The transform of one operation, which the placements of its operands make a sharded one."""
+    """The transform that runs one operation, sharded on the mesh of its operands."""
 
     def _count(self, arguments: Arguments, paths: list[str]) -> None:
         """Do not warn: many shapes and indices are usual for single operations."""
@@ -151,7 +152,7 @@ def _check_one_mesh(name: str, arguments: Any) -> None:
 
 
 def _plain_index(index: Any) -> Any:
-    """An index with Python numbers for positions and slice bounds that are given as tensors."""
+    """The index, with positions and slice bounds that are tensors converted to Python numbers."""
     if isinstance(index, tuple):
         return tuple(_plain_index(i) for i in index)
     if not isinstance(index, slice):
@@ -168,17 +169,17 @@ def _is_position(index: Any) -> bool:
     return not index.dtype.is_floating_point and not index.dtype.is_complex
 
 
-# -- not programs: values read, shape queries, gradients -----------------------------------
+# -- operations that do not run as programs: comparisons, shape queries, gradients -----------------
 
 
 def _of_shape(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Run a query that depends on shape and dtype only."""
+    """A query that depends on shapes and dtypes only, run on tensors without data."""
 
-    def asked(*args: Any, **kwargs: Any) -> Any:
+    def query(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = _placed_mapped(_without_data, (args, kwargs))
         return func(*args, **kwargs)
 
-    return asked
+    return query
 
 
 def _without_data(value: Any) -> torch.Tensor:
@@ -186,7 +187,7 @@ def _without_data(value: Any) -> torch.Tensor:
 
 
 def _alike(func: Callable[..., Any]) -> Callable[..., Any]:
-    """A new value of x's shape that depends on no values, created shard by shard."""
+    """A function that creates a value of x's shape from no values, run shard by shard."""
 
     def make(x: Any, *args: Any, **kwargs: Any) -> Any:
         held, parts = x.__torchard_placed__()[3:]
@@ -204,7 +205,7 @@ def _allclose(*args: Any, **kwargs: Any) -> bool:
 
 
 def _autograd_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **options: Any) -> Any:
-    """`torch.autograd.grad` of the shards; gradients have the placements of their inputs."""
+    """`torch.autograd.grad` of the shards; gradients are placed as their inputs are."""
     wanted = [inputs] if isinstance(inputs, torch.Tensor) or is_placed(inputs) else list(inputs)
     results, starts = _paired(outputs, grad_outputs)
     flat = torch.autograd.grad(results, [t for x in wanted for t in _shards(x)], starts, **options)
@@ -222,7 +223,7 @@ def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **opt
 
 
 def _paired(outputs: Any, cotangents: Any) -> tuple[list[torch.Tensor], list[Any] | None]:
-    """The shards of results, and of their cotangents."""
+    """The shards of the results, and those of their cotangents."""
     alone = isinstance(outputs, torch.Tensor) or is_placed(outputs)
     outputs = [outputs] if alone else list(outputs)
     results = [t for x in outputs for t in _shards(x)]

@@ -58,14 +58,19 @@ class Mesh:
     Args:
         axes: the size of each axis, outermost first; or a ``DeviceMesh`` with named dims.
         virtual: simulate every rank in this process, in lockstep; needs no process group.
-        device_type: of the process group's tensors, such as ``"cuda"``.
+        device_type: the type of device that holds the ranks' tensors, such as ``"cuda"``.
         timeout: seconds after which a rank stops waiting for the others to plan, or to place a value;
-            by default that of the process group.
-        transport: moves values between ranks instead of the library's own; one of
-            `torchard.sharding.transports.Transport`.
+            by default the timeout of the process group.
+        transport: a `torchard.sharding.transports.Transport` that moves values between ranks; by default
+            the library's own.
+
+    Attributes:
+        shape: the size of each axis, by name.
+        coords: this rank's coordinate along each axis, by name; None on a virtual mesh.
 
     Raises:
-        MeshError: no process group exists, or the sizes do not multiply to its world size.
+        MeshError: no process group exists, or the sizes do not multiply to its world size; an axis has
+            a size of 0, or a name that is no identifier.
 
     >>> import torchard as ta
     >>> mesh = ta.Mesh({"dp": 2, "tp": 4}, virtual=True)
@@ -93,7 +98,8 @@ class Mesh:
         for name, size in shape.items():
             if not name.isidentifier() or size < 1:
                 raise MeshError(
-                    f"Mesh axis {name!r} has size {size}: a name and a size of at least 1 are needed."
+                    f"Mesh axis {name!r} has size {size}; the name of an axis must be an identifier, and "
+                    "its size at least 1."
                 )
         self.shape = shape
         self.virtual = virtual
@@ -172,7 +178,9 @@ class Mesh:
 
     def __reduce__(self) -> Any:
         if not self.virtual:
-            raise TypeError(f"{self} holds process groups and cannot be pickled; make it anew")
+            raise TypeError(
+                f"{self} holds process groups and cannot be pickled; construct it in each process."
+            )
         return _remake, (dict(self.shape), self.timeout, self.transport)
 
 
@@ -187,8 +195,8 @@ def _check_device_type(device_type: str) -> None:
         known = False
     if not known:
         raise MeshError(
-            f"Mesh(device_type={device_type!r}): no such type of device; it is one of torch's, without a "
-            "number: 'cpu', 'cuda'."
+            f"Mesh(device_type={device_type!r}): unknown device type; use one of torch's, without an "
+            "index, such as 'cpu' or 'cuda'."
         )
 
 
@@ -211,14 +219,14 @@ def _check_world(shape: Mapping[str, int]) -> None:
     world = dist.get_world_size()
     if need != world:
         raise MeshError(
-            f"Mesh({axes}) is {need} ranks, but the process group has {world}. Make the sizes "
+            f"Mesh({axes}) has {need} ranks, but the process group has {world}. Make the sizes "
             f"multiply to {world}, or start {need} processes."
         )
 
 
 @functools.cache
 def _joint_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
-    """The process groups over products of axes. Every rank creates all of them, in the same order."""
+    """This rank's group over a product of axes. Every rank creates all of these groups, in one order."""
     others = [a for a in mesh.shape if a not in axes]
     assert mesh.device_mesh is not None
     ranks = mesh.device_mesh.mesh
@@ -239,12 +247,12 @@ def patience_of(group: Any, device_type: str) -> datetime.timedelta:
 def _host_group(world: Any, ranks: tuple[int, ...], patience: datetime.timedelta) -> Any:
     """A group of these processes that can send host tensors; None if no backend can.
 
-    The default group, if it uses gloo for them; otherwise, such as with NCCL, a new group.
+    It is the default group if that uses gloo for them, and a new group otherwise, as under NCCL.
     """
-    carriers = dist.get_backend_config(world)
-    if "cpu:gloo" in carriers:
+    backends = dist.get_backend_config(world)
+    if "cpu:gloo" in backends:
         return world
-    if "fake" in carriers:
+    if "fake" in backends:
         return None
     return dist.new_group(list(ranks), patience, "gloo", use_local_synchronization=True)
 

@@ -1,4 +1,4 @@
-"""The operators and methods that a placed value has in common with a tensor."""
+"""The operators and methods that placed values have in common with tensors."""
 
 from __future__ import annotations
 
@@ -59,10 +59,10 @@ class Operators:
     def __hash__(self) -> int:
         return id(self)
 
-    # -- reading values, which takes a gather and all ranks --------------------------------------------
+    # -- reading values, which takes a gather by all ranks ---------------------------------------------
 
     def item(self) -> Any:
-        """The value of a tensor with one element, as a number. Every rank must call it."""
+        """The only element, as a Python number. Every rank must call it."""
         if self.shape.numel() != 1:
             raise PlacementError(
                 f"a MeshTensor of shape {list(self.shape)} is not one number; reduce it (x.mean()), or "
@@ -75,7 +75,7 @@ class Operators:
         return self.full().tolist()
 
     def numpy(self) -> Any:
-        """The whole value as an array. Every rank must call it."""
+        """The whole value as a NumPy array. Every rank must call it."""
         return self.full().numpy()
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
@@ -115,7 +115,7 @@ _MOVING = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
 
 
 def _attribute(name: str) -> property:
-    """A property that is computed by an operation of torch."""
+    """The property whose value an operation of torch computes."""
 
     def read(value: Any) -> Any:
         return getattr(value, name)
@@ -125,7 +125,7 @@ def _attribute(name: str) -> property:
 
 
 def _absent(name: str) -> property:
-    """Raise an error for an attribute of tensors that placed values do not have."""
+    """The property that raises an error, for an attribute of tensors that placed values do not have."""
 
     def refuse(self: Any) -> NoReturn:
         raise AttributeError(
@@ -137,6 +137,7 @@ def _absent(name: str) -> property:
 
 
 def _method(name: str) -> Callable[..., Any]:
+    """The method of tensors with this name, for placed values."""
     func = getattr(torch.Tensor, name)
 
     def call(self: Operators, *args: Any, **kwargs: Any) -> Any:
@@ -159,6 +160,7 @@ def _check_device(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
 
 
 def _operator(name: str) -> Any:
+    """The operator of tensors with this name, for placed values, tensors and numbers."""
     func = getattr(torch.Tensor, name)
 
     def apply(self: Operators, *others: Any) -> Any:
@@ -171,6 +173,8 @@ def _operator(name: str) -> Any:
 
 
 def _refusal(name: str) -> Any:
+    """The in-place operator with this name, which raises an error."""
+
     def refuse(self: Operators, other: Any) -> NoReturn:
         run(getattr(torch.Tensor, name), (self, other), {})
         raise AssertionError("writing is refused")

@@ -42,15 +42,15 @@ class P:
     """A partition spec: for each dim, the mesh axes that split it.
 
     ``P("tp", None)`` splits dim 0 over tp. Missing trailing entries are None, so ``P()`` is replicated.
-    An uneven dim is split as `torch.chunk` does. `P.factors` names factors inside a dim.
+    An uneven dim is split as by `torch.chunk`. `P.factors` splits factors inside a dim.
 
     Args:
         entries: for each dim an axis, a tuple of axes (outermost first), or None. Entries may also be
             names of dims, which ``rules=`` maps to axes.
-        weak: let propagation overrule it more readily than other specs.
+        weak: whether propagation may overrule the spec more readily than others.
 
     Raises:
-        SpecError: an entry has another type, or an axis appears twice.
+        SpecError: an entry has the wrong type, or an axis appears twice.
 
     Source: ``jax.sharding.PartitionSpec``.
 
@@ -90,20 +90,20 @@ class P:
     @classmethod
     @checked
     def factors(cls, pattern: str, *, weak: bool = False, **names: Factor) -> P:
-        """A spec that names the factors of fused dims.
+        """A spec in terms of factors, for dims that fuse several.
 
         Args:
-            pattern: factors of each dim, fused ones in parentheses: ``"(three heads d) embed"``.
+            pattern: the factors of each dim, fused ones in parentheses: ``"(three heads d) embed"``.
             weak: as for `P`.
             names: for a factor its size (an int), its axes (a name or a tuple), or both, ``heads=(16,
-                "tp")``. The pattern may have the size instead, ``(three=3 heads d)``. At most one
+                "tp")``. The pattern may give the size instead, ``(three=3 heads d)``. At most one
                 factor of a dim may lack a size.
 
         Returns:
             A P.
 
         Raises:
-            SpecError: the pattern cannot be read, or does not fit ``names``.
+            SpecError: the pattern cannot be parsed, or contradicts ``names``.
 
         >>> import torch, torchard as ta
         >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
@@ -118,7 +118,7 @@ class P:
             if axis.size is not None and given not in (None, axis.size):
                 raise SpecError(
                     f"P.factors({pattern!r}): factor {axis.name} has size {axis.size} in the pattern "
-                    f"and {given} beside it."
+                    f"and {given} in its keyword argument; give it once."
                 )
         spec.named = (pattern, tuple(sorted(names.items())))
         _check_unique(spec, [a for v in names.values() for a in _sized(v)[1]])
@@ -126,7 +126,7 @@ class P:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every axis the spec names."""
+        """All axes that the spec names."""
         if self.named is not None:
             return tuple(a for _, v in self.named[1] for a in _sized(v)[1])
         return tuple(a for e in self.entries for a in _axes(e))
@@ -136,7 +136,7 @@ class P:
         return not self.axes
 
     def led(self, dims: int) -> P:
-        """The spec of the same value with unsplit dims added in front."""
+        """The spec of a value with this many unsplit leading dims added."""
         if not dims:
             return self
         if self.named is None:
@@ -162,31 +162,31 @@ class P:
         return P.factors(pattern, weak=self.weak, **named)
 
     def renamed(self, axes_of: Callable[[str], tuple[str, ...]]) -> P:
-        """The spec with each axis replaced by others or by none; ``to`` is called from left to right."""
+        """The spec with each name replaced by ``axes_of(name)``, which is called from left to right."""
 
-        def swap(axes: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(new for axis in axes for new in axes_of(axis))
+        def mapped(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(axis for name in names for axis in axes_of(name))
 
         if self.named is None:
-            return P(*[_entry(swap(_axes(e))) for e in self.entries], weak=self.weak)
+            return P(*[_entry(mapped(_axes(e))) for e in self.entries], weak=self.weak)
         pattern, named = self.named[0], dict(self.named[1])
         for factor in [a.name for group in _groups(pattern) for a in group if a.name in named]:
             size, axes = _sized(named.pop(factor))
-            new = swap(axes)
+            new = mapped(axes)
             if size is not None or new:
                 named[factor] = _entry(new) if size is None else (size, *new) if new else size
         return P.factors(pattern, weak=self.weak, **named)
 
     def __iter__(self) -> Iterator[Entry]:
-        """The entries: ``P(None, *spec)`` is the spec of a stack of such values.
+        """Iterate over the entries: ``P(None, *spec)`` is the spec of a stack of such values.
 
         Raises:
-            SpecError: it names factors inside of dims, and has no entries (use ``led``).
+            SpecError: the spec names factors, and has no entries (use ``led``).
         """
         if self.named is not None:
             raise SpecError(
-                f"{self} names factors and has no entries to unpack; .led(1) is the spec of a stack of "
-                "such values."
+                f"{self} names factors and has no entries to unpack; use .led(1) for the spec of a stack "
+                "of such values."
             )
         return iter(self.entries)
 
@@ -208,11 +208,12 @@ class P:
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
+    """The axes of an entry, as a tuple."""
     return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 def _entry(axes: tuple[str, ...]) -> Entry:
-    """An entry as source text."""
+    """The entry for these axes, as a user would write it."""
     return None if not axes else axes[0] if len(axes) == 1 else axes
 
 
@@ -241,15 +242,15 @@ def layout_of(spec: P, shape: Sequence[int], mesh: Mesh, path: str = "the value"
     """The layout that a spec gives a value of this shape.
 
     Raises:
-        SpecError: the spec is longer than the rank, names an axis the mesh has not, or its factors
-            do not multiply to the dim. The message names ``path``.
+        SpecError: the spec is longer than the rank, names an axis that the mesh does not have, or its
+            factors do not multiply to the dim. The message begins with ``path``.
     """
     shape = tuple(shape)
     unknown = [a for a in spec.axes if a not in mesh.shape]
     if unknown:
         raise SpecError(
             f"{path} has spec {spec}, but {mesh} has no axis {unknown[0]!r}; its axes are "
-            f"{', '.join(mesh.axes)}. Names of dims are mapped to them by rules=."
+            f"{', '.join(mesh.axes)}. To name dims instead of axes, pass rules=."
         )
     if spec.named is not None:
         dims = _named_dims(spec, shape, path)
@@ -271,7 +272,7 @@ def _shorter(spec: P, rank: int) -> str:
 
 
 def _strip(sub: Sub, sizes: Mapping[str, int]) -> Sub:
-    """The axes without those of size one, which split nothing."""
+    """The sub-dim without axes of size one, which split nothing."""
     return Sub(sub.size, tuple(a for a in sub.axes if sizes[a] > 1))
 
 
@@ -287,24 +288,24 @@ def _groups(pattern: str) -> tuple[tuple[Axis, ...], ...]:
 
 
 def _check_is_dims(text: AxisExpression) -> None:
-    """Raise AxisExpressionError for anything but the named factors of one value's dims."""
+    """Raise AxisExpressionError for anything but the named factors of a single value's dims."""
     if text.results is not None:
-        text.fail(text.text.index("->"), "a spec is of one value and has no '->'")
+        text.fail(text.text.index("->"), "a spec describes one value and has no '->'")
     for operand in text.operands[1:]:
-        text.fail(operand, "a spec is of one value: write its dims without commas")
+        text.fail(operand, "a spec describes one value: write its dims without commas")
     for clause in text.clauses:
         text.fail(clause.verb, "a spec has no clauses")
     for operand in text.operands:
         if operand.dtype is not None:
             text.fail(operand.dtype, "a spec has no dtype")
         if operand.ellipsis is not None:
-            text.fail(operand.dims[operand.ellipsis], "a spec names every dim, in place of '...'")
+            text.fail(operand.dims[operand.ellipsis], "a spec names every dim and has no '...'")
     names: set[str] = set()
     for axis in text.axes():
         if axis.name.isdecimal():
-            text.fail(axis, f"a factor has a name, as in 'n={axis.name}'")
+            text.fail(axis, f"a factor must have a name, as in 'n={axis.name}'")
         if axis.name in names:
-            text.fail(axis, f"a second factor {axis.name!r}")
+            text.fail(axis, f"factor {axis.name!r} appears twice")
         names.add(axis.name)
 
 
@@ -338,7 +339,7 @@ def _named_dim(spec: P, group: tuple[Axis, ...], size: int, named: dict[str, Any
 
 
 def spec_of(layout: Layout) -> P:
-    """The spec of a layout."""
+    """The spec that gives a layout, without what is pending."""
     if all(len(dim) == 1 for dim in layout.dims):
         return P(*[_entry(sub.axes) for (sub,) in layout.dims])
     names: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Spec trees: prefixes of the arguments or the result, expanded to one spec per leaf."""
+"""Spec trees: pytree prefixes of the arguments or the result, expanded to one spec per leaf."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class _Slot:
 def specs_of_arguments(
     program: Program, in_specs: Any, fn: Callable[..., Any] | None
 ) -> dict[str, P]:
-    """The specs of argument leaves that were given one, by path.
+    """The specs of those argument leaves for which one was given, by path.
 
     Raises:
-        SpecError: the tree is no prefix of the arguments, or a spec faces what is no tensor.
+        SpecError: the tree is not a prefix of the arguments, or splits a leaf that is not a tensor.
     """
     if in_specs is None:
         return {}
@@ -40,18 +40,18 @@ def specs_of_arguments(
         specs = broadcast(as_arguments(in_specs, args), args, "in_specs", "args")
         specs += [None] * len(tree.leaves(kwargs))
     traced = {leaf.path for leaf in program.inputs}
-    found = {p: s for p, s in zip(paths, specs, strict=True) if s is not None}
-    for path, spec in found.items():
+    given = {p: s for p, s in zip(paths, specs, strict=True) if s is not None}
+    for path, spec in given.items():
         if path not in traced and not spec.is_replicated:
             raise SpecError(
                 f"in_specs gives {path} the spec {spec}, but it is not a tensor: it is static and "
-                "lives on no mesh. Put None there."
+                "cannot be split. Use None there."
             )
-    return {p: s for p, s in found.items() if p in traced}
+    return {p: s for p, s in given.items() if p in traced}
 
 
 def as_arguments(in_specs: Any, args: tuple[Any, ...]) -> Any:
-    """Normalise in_specs: a list is a tuple, and a single argument's spec need not be in one."""
+    """The in_specs as a tuple with one entry per argument, also from a list or from a lone entry."""
     if isinstance(in_specs, list):
         return tuple(in_specs)
     if len(args) == 1 and not isinstance(in_specs, (tuple, P)):
@@ -62,7 +62,7 @@ def as_arguments(in_specs: Any, args: tuple[Any, ...]) -> Any:
 def _is_the_argument(
     in_specs: Mapping[str, Any], args: tuple[Any, ...], names: list[str], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether a mapping is the spec tree of a single dict argument, not specs by argument name."""
+    """Whether a mapping is the spec tree of a single dict argument, rather than specs by argument name."""
     lone = len(args) == 1 and not kwargs and isinstance(args[0], Mapping)
     return lone and not set(in_specs) <= set(names)
 
@@ -89,10 +89,10 @@ def _positional_names(fn: Any, count: int) -> list[str]:
 
 
 def specs_of_results(program: Program, out_specs: Any) -> dict[str, P]:
-    """The specs of result leaves that were given one, by path.
+    """The specs of those result leaves for which one was given, by path.
 
     Raises:
-        SpecError: the tree is no prefix of the result.
+        SpecError: the tree is not a prefix of the result.
     """
     if out_specs is None:
         return {}
@@ -106,10 +106,15 @@ def specs_of_results(program: Program, out_specs: Any) -> dict[str, P]:
 
 
 def broadcast(prefix: Any, full: Any, name: str, what: str) -> list[P | None]:
-    """One spec (or None) for each leaf of ``full``.
+    """The spec (or None) of each leaf of ``full``, from a pytree prefix.
+
+    Args:
+        prefix: the specs.
+        full: the tree of leaves.
+        name, what: the names of ``prefix`` and ``full`` in messages.
 
     Raises:
-        SpecError: the prefix does not fit, or has a leaf that is no spec.
+        SpecError: the tree is not a prefix of ``full``, or has a leaf that is not a spec.
     """
     for leaf in optree.tree_leaves(prefix, none_is_leaf=True, namespace=tree.NAMESPACE):
         if leaf is not None and not isinstance(leaf, P):

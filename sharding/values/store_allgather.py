@@ -30,14 +30,14 @@ class ExchangeError(RuntimeError):
     >>> ta.place(torch.arange(8.0), mesh, ta.P("dp"))
     Traceback (most recent call last):
         ...
-    torchard.ExchangeError: rank 1 did not tell what it passed to place within 1 s. It has ended, or is
+    torchard.ExchangeError: rank 1 did not report what it passed to place within 1 s. It has ended, or is
         busy for longer than that: then pass a larger timeout to Mesh (by default it is the process
         group's).
     """
 
 
 class OutOfStep(ExchangeError):
-    """Ranks make different calls, or make them from different threads."""
+    """Ranks make different calls, or make the same calls from different threads."""
 
 
 _turns = itertools.count()
@@ -50,18 +50,21 @@ _WAIT_LONGER = (
 def exchange(
     mesh: Mesh, what: str, mine: Any, timeout: float | None = None, remedy: str = _WAIT_LONGER
 ) -> list[Any]:
-    """Gather one JSON value from every rank of the mesh, by position in the mesh.
+    """The JSON values of all ranks of the mesh, in the mesh's order of ranks.
 
-    Every rank must call, in the same order.
+    Every rank must make the same calls, in the same order.
 
     Args:
-        what: what the value is about, for messages.
+        mesh: a mesh of processes.
+        what: a description of the value, for messages.
+        mine: this rank's value.
+        timeout: seconds; by default ``mesh.timeout``.
         remedy: what to do about a rank that sent nothing, for messages.
 
     Raises:
-        ExchangeError: a rank sent nothing for ``timeout`` seconds, or by default ``mesh.timeout``;
-            names it and ``what``. Or the store itself does not answer.
-        OutOfStep: a rank is at a different exchange.
+        ExchangeError: a rank sent nothing within the timeout, or the store does not answer; names the
+            rank and ``what``.
+        OutOfStep: a rank is at a different exchange, or at this one in a different thread.
     """
     assert mesh.device_mesh is not None
     store, turn = default_store(), next(_turns)
@@ -70,16 +73,16 @@ def exchange(
     text = json.dumps([what, thread_name(), mine])
     _answer(store, lambda: store.set(_key(turn, own), text), seconds, what)
     ranks: list[int] = mesh.device_mesh.mesh.flatten().tolist()
-    told = []
+    values = []
     for rank in ranks:
         try:
-            heard = text if rank == own else _read(store, turn, rank, seconds, what)
+            received = text if rank == own else _read(store, turn, rank, seconds, what)
         except _Late as late:
             raise ExchangeError(f"{late} {remedy}") from late.__cause__
-        told.append(_told(heard, rank, what))
+        values.append(_checked_value(received, rank, what))
     # A rank that has reached this turn has read all values of the last one.
     _answer(store, lambda: store.delete_key(_key(turn - 1, own)), seconds, what)
-    return told
+    return values
 
 
 def _answer(store: Any, question: Callable[[], Any], seconds: float, what: str) -> Any:
@@ -93,20 +96,21 @@ class _Late(RuntimeError):
     """A rank sent nothing in time."""
 
 
-def _told(text: str, rank: int, what: str) -> Any:
-    about, thread, data = json.loads(text)
+def _checked_value(text: str, rank: int, what: str) -> Any:
+    """The value in a rank's message, which must be about the same exchange and from the same thread."""
+    about, thread, value = json.loads(text)
     if about != what:
         raise OutOfStep(
-            f"rank {dist.get_rank()} tells {what} while rank {rank} tells {about}: the ranks are at "
+            f"rank {dist.get_rank()} reports {what} while rank {rank} reports {about}: the ranks are at "
             "different calls. Every rank must make the same calls of placed values, in the same order."
         )
     if thread != thread_name():
         raise OutOfStep(
-            f"rank {dist.get_rank()} tells {what} in thread {thread_name()}, rank {rank} in thread "
-            f"{thread}. Threads run in any order, on each rank in another one: let one thread make all "
-            "calls of plans and of placed values."
+            f"rank {dist.get_rank()} reports {what} in thread {thread_name()}, rank {rank} in thread "
+            f"{thread}. Threads may run in a different order on each rank: make all calls of plans and "
+            "of placed values from one thread."
         )
-    return data
+    return value
 
 
 def thread_name() -> str:
@@ -122,14 +126,14 @@ def _key(turn: int, rank: int) -> str:
 def _read(store: Any, turn: int, rank: int, seconds: float, what: str) -> str:
     key = _key(turn, rank)
 
-    def heard() -> bytes:
+    def receive() -> bytes:
         store.wait([key], datetime.timedelta(seconds=seconds))
-        told: bytes = store.get(key)
-        return told
+        received: bytes = store.get(key)
+        return received
 
     try:
-        return str(_answer(store, heard, seconds, what).decode())
+        return str(_answer(store, receive, seconds, what).decode())
     except ExchangeError:
         raise
     except (RuntimeError, dist.DistError) as error:
-        raise _Late(f"rank {rank} did not tell {what} within {seconds:g} s.") from error
+        raise _Late(f"rank {rank} did not report {what} within {seconds:g} s.") from error

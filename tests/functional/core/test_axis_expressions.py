@@ -122,13 +122,13 @@ def test_what_is_wrong_and_where(text: str) -> None:
 
 
 SPECS = {
-    "a -> b": (2, "a spec is of one value and has no '->'"),
-    "a, b": (3, "a spec is of one value: write its dims without commas"),
+    "a -> b": (2, "a spec describes one value and has no '->'"),
+    "a, b": (3, "a spec describes one value: write its dims without commas"),
     "a b | whole a": (6, "a spec has no clauses"),
     "a:int64": (2, "a spec has no dtype"),
-    "... b": (0, "a spec names every dim, in place of '...'"),
-    "(2 d) b": (1, "a factor has a name, as in 'n=2'"),
-    "(a b) a": (6, "a second factor 'a'"),
+    "... b": (0, "a spec names every dim and has no '...'"),
+    "(2 d) b": (1, "a factor must have a name, as in 'n=2'"),
+    "(a b) a": (6, "factor 'a' appears twice"),
     "(a b": (4, "')' is expected here, not the end"),
 }
 
@@ -145,7 +145,7 @@ def test_a_pattern_may_have_sizes() -> None:
     mesh = Mesh({"tp": 2}, virtual=True)
     beside, within = P.factors("(three h d)", three=3, h=(4, "tp")), P.factors("(three=3 h=4 d)", h="tp")
     assert layout_of(beside, (24,), mesh) == layout_of(within, (24,), mesh) != layout_of(P(), (24,), mesh)
-    with pytest.raises(SpecError, match="factor h has size 4 in the pattern and 2 beside it"):
+    with pytest.raises(SpecError, match="factor h has size 4 in the pattern and 2 in its keyword"):
         P.factors("(h=4 d)", h=(2, "tp"))
     with pytest.raises(SpecError, match="do not multiply to the dim's 24"):
         layout_of(P.factors("(h=5 d)", h="tp"), (24,), mesh)

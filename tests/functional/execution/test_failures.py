@@ -216,7 +216,7 @@ def test_a_rank_that_is_silent(told: dict[str, Told], name: str, said: str) -> N
 def test_a_rank_that_does_not_come_to_place(told: dict[str, Told]) -> None:
     job = told["placing"]
     assert job["type"] == "ExchangeError" and in_time(job), job
-    assert "rank 1 did not tell what it passed to place within 2 s. It has ended, or" in job["text"]
+    assert "rank 1 did not report what it passed to place within 2 s. It has ended, or" in job["text"]
     assert "pass a larger timeout to Mesh (by default it is the process group's)" in job["text"]
 
 

@@ -156,7 +156,7 @@ def test_placed_replicas_that_differ(ranks: Results) -> None:
 
 def test_a_rank_that_gathers_alone(ranks: Results) -> None:
     found = every(ranks, "one_rank_gathers_alone")
-    assert found[0][0].startswith("ExchangeError: rank 1 did not tell that it called full()")
+    assert found[0][0].startswith("ExchangeError: rank 1 did not report that it called full()")
     assert found[0][1] < 20
 
 
@@ -206,7 +206,7 @@ def test_a_rank_that_retraces_alone(ranks: Results) -> None:
     found = every(ranks, "one_rank_retraces_alone")
     said, seconds = found[0]
     assert said.startswith("PlanMismatch: rank 0 planned")
-    assert "waited" in said and "rank 1 did not tell the plan within 1.5 s" in said
+    assert "waited" in said and "rank 1 did not report the plan within 1.5 s" in said
     assert seconds < 20
     assert [other[0] for other in found[1:]] == ["no error"] * (len(ranks) - 1)
 
@@ -239,7 +239,7 @@ def test_a_rank_that_dies_while_it_stores(ranks: Results) -> None:
     found = every(ranks, "storage_one_rank_dies")
     assert found.pop(1)[0].startswith("KeyboardInterrupt")
     for said, seconds, left in found:
-        assert said.startswith("StorageError: rank 1 did not tell that it is done with writing")
+        assert said.startswith("StorageError: rank 1 did not report that it is done with writing")
         assert "within 1 s. Either it died" in said and "timeout" in said
         assert seconds < 20 and left == []
 

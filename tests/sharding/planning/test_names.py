@@ -233,7 +233,7 @@ def test_styles_take_names() -> None:
         ({}, ["'mlp' is neither in rules (which are empty) nor an axis of Mesh", "'mlp': None"]),
         ({"mlp": "x"}, ["rules['mlp'] is 'x', but", "has no axis 'x'; its axes are dp, tp."]),
         ({"mlp": 1}, ["rules['mlp'] is 1; a name maps to an axis, a tuple of axes, or None."]),
-        ({"mlp": ("tp", "tp")}, ["has an axis twice"]),
+        ({"mlp": ("tp", "tp")}, ["names an axis twice"]),
         ({"tp": "dp"}, ["'tp' is an axis of Mesh", "give the dim another name"]),
         ([("mlp", "tp")], ["rules is a list; use a mapping"]),
         ({"mlp": "x", "embed": "y"}, ["rules['mlp']", "rules['embed']"]),
