@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,122 +11,29 @@ from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked, written
 from torchard.functional.core.errors import DonatedError
 from torchard.functional.core.placed import Facts
-from torchard.functional.programs.program import Rewrite
 from torchard.functional.tracing.trace_state import active
-from torchard.sharding.layouts.layout import Dim, Layout, Sub
+from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.values.mesh import Mesh, PlacementError
 from torchard.sharding.values.operators import Operators
+from torchard.sharding.values.placement import METHODS, MeshPlacement
 from torchard.sharding.values.spec import P, layout_of, spec_of
 from torchard.sharding.values.store_allgather import exchange
 
 __all__ = ["METHODS", "MeshPlacement", "MeshTensor", "PlacementError"]
 
 
-class Methods:
-    """Methods of placed values that are implemented by transforms, which are built on placed values.
-
-    Attributes:
-        rewrite: the rewrite of a program with such a value; set by `shard`.
-        full, redistribute: the methods of MeshTensor; set by `redistribute`.
-    """
-
-    rewrite: Callable[[Mesh], Rewrite]
-    full: Callable[[MeshTensor], torch.Tensor]
-    redistribute: Callable[[MeshTensor, P], MeshTensor]
-
-
-METHODS = Methods()
-
-
-@dataclass(frozen=True)
-class MeshPlacement:
-    """The placement of a global value: its mesh and the axes that split each dim.
-
-    ``lead`` counts leading dims that vmap added, whose sizes are not known here.
-    """
-
-    mesh: Mesh
-    dims: tuple[Dim, ...]
-    pending: tuple[tuple[str, str], ...] = ()
-    lead: int = 0
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.mesh, self.dims, self.pending, self.lead)))
-
-    def __hash__(self) -> int:
-        return self._hash  # type: ignore[attr-defined,no-any-return]
-
-    def __repr__(self) -> str:
-        """The text in plans and printed programs."""
-        pending = f", pending {dict(self.pending)}" if self.pending else ""
-        return f"{spec_of(Layout(self.dims))} on {self.mesh}{pending}"
-
-    @staticmethod
-    def of(mesh: Mesh, layout: Layout) -> MeshPlacement:
-        """The placement of a value with this layout."""
-        return MeshPlacement(mesh, layout.dims, layout.pending)
-
-    @functools.cached_property
-    def _axes(self) -> tuple[str, ...]:
-        split = {a for dim in self.dims for sub in dim for a in sub.axes}
-        return tuple(sorted(split | {a for a, _ in self.pending}))
-
-    @functools.cached_property
-    def width(self) -> int:
-        """The number of parts: one under process groups, all distinct shards on a virtual mesh."""
-        if not self.mesh.virtual:
-            return 1
-        n = 1
-        for axis in self._axes:
-            n *= self.mesh.shape[axis]
-        return n
-
-    def batched(self) -> MeshPlacement:
-        """The placement with a new unsplit leading dim."""
-        return MeshPlacement(self.mesh, self.dims, self.pending, self.lead + 1)
-
-    def layout(self, shape: Sequence[int]) -> Layout:
-        """The layout of a value of this (global) shape."""
-        lead = tuple((Sub(n),) for n in shape[: self.lead])
-        return Layout((*lead, *self.dims), self.pending)
-
-    @functools.cached_property
-    def places(self) -> list[dict[str, int]]:
-        """The coordinates of this process's parts, in order."""
-        if self.mesh.coords is not None:
-            return [self.mesh.coords]
-        seen: dict[tuple[int, ...], dict[str, int]] = {}
-        for at in self.mesh.all_coords():
-            seen.setdefault(tuple(at[a] for a in self._axes), at)
-        return list(seen.values())
-
-    @functools.cached_property
-    def shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shape of each part, without leading dims that vmap added."""
-        bare = Layout(self.dims, self.pending)
-        return tuple(bare.local_shape(at, self.mesh.shape) for at in self.places)
-
-    def wrap(self, parts: Sequence[torch.Tensor]) -> MeshTensor:
-        """Build the MeshTensor of these parts."""
-        return MeshTensor(self, parts)
-
-    def rewrite(self) -> Rewrite:
-        """The rewrites a program with such a value needs: it is sharded on the value's mesh."""
-        return METHODS.rewrite(self.mesh)
-
-
 @written("place(x, mesh, P('tp'))")
 class MeshTensor(Operators):
-    """One global value, held as shards over a mesh. Made by `place`, ``from_local`` or ``from_shards``.
+    """A global value held as shards over a mesh. Made by `place`, ``from_local`` or ``from_shards``.
 
     It is a pytree node around the *distinct* shards of this process: one under process groups, all
     distinct ones on a virtual mesh, never copies. Leafwise gradients and norms therefore count a value
-    once. Its values never change in place. Outside a transform, each operation on it runs as a small
-    program of its own, forward and under autograd, and every rank must call it; results without dims
-    are plain tensors. Several operations belong under `shard`, which plans them together.
+    once. It is immutable. Outside a transform, each operation on it runs as a program of its own, forward
+    and under autograd, so every rank must call it; 0-d results are plain tensors. Several operations are
+    better put in a function under `shard`, which plans them together.
 
     Args:
-        held: mesh and layout (internal).
+        held: the placement (internal).
         parts: the shards, in the order of their coordinates.
 
     Attributes:
@@ -167,21 +72,22 @@ class MeshTensor(Operators):
     def from_local(
         cls, part: torch.Tensor, mesh: Mesh, spec: P, *, shape: Sequence[int] | None = None
     ) -> MeshTensor:
-        """A value of which this rank has one shard, such as data that is loaded rank by rank.
+        """Make a value from one shard per rank, such as data that each rank loads.
 
         Args:
             part: this rank's shard.
             mesh: a mesh of processes.
             spec: how the value is split.
-            shape: of the whole value. By default the ranks exchange the shapes of their shards, so
-                every rank must call.
+            shape: the shape of the whole value. By default the ranks exchange the shapes of their
+                shards, so every rank must call.
 
         Returns:
             A MeshTensor.
 
         Raises:
-            PlacementError: the mesh is virtual (use ``from_shards``), or the shard's shape is not what
-                the spec gives this rank.
+            PlacementError: the mesh is virtual (use ``from_shards``), or the shard does not have the
+                shape that the spec gives this rank.
+            ExchangeError: another rank did not call within ``mesh.timeout`` seconds.
 
         >>> # torchrun --nproc-per-node 2
         >>> import torch, torch.distributed as dist, torchard as ta
@@ -205,13 +111,13 @@ class MeshTensor(Operators):
     def from_shards(
         cls, parts: Sequence[torch.Tensor], mesh: Mesh, spec: P, *, shape: Sequence[int]
     ) -> MeshTensor:
-        """A value from the distinct shards of this process.
+        """Make a value from the distinct shards of this process.
 
         Args:
             parts: the shards, in the order of their coordinates; one under process groups.
             mesh: the mesh.
             spec: how the value is split.
-            shape: of the whole value.
+            shape: the shape of the whole value.
 
         Returns:
             A MeshTensor.
@@ -261,10 +167,10 @@ class MeshTensor(Operators):
             for p, shape in zip(self.parts, held.shapes, strict=True)
         ):
             raise PlacementError(
-                f"a MeshTensor on {held.mesh} with spec {spec_of(Layout(held.dims))} holds shards "
-                f"of shape {[list(p.shape) for p in self.parts]} where {[list(s) for s in held.shapes]} "
-                "belong. vmap cannot map over a MeshTensor directly: write shard(vmap(f)), which "
-                "maps over the global value, or pass it with in_dims=None."
+                f"a MeshTensor on {held.mesh} with spec {spec_of(Layout(held.dims))} holds shards of "
+                f"shapes {[list(p.shape) for p in self.parts]}, not {[list(s) for s in held.shapes]}. "
+                "vmap cannot map over a MeshTensor directly: write shard(vmap(f)), which maps over the "
+                "global value, or pass it with in_dims=None."
             )
         for _ in range(extra):
             held = held.batched()
@@ -276,7 +182,7 @@ class MeshTensor(Operators):
         return self._read()
 
     def __torchard_donate__(self) -> None:
-        """Release the shards to the call that was given them, which can then free them."""
+        """Release the shards to the call that they are donated to, which can then free them."""
         self._dead, self.parts, self._facts = True, (), None
 
     @property
@@ -302,7 +208,7 @@ class MeshTensor(Operators):
 
     @property
     def spec(self) -> P:
-        """The spec, axes of size one left out."""
+        """The spec, without axes of size one."""
         return spec_of(self.layout)
 
     @property
@@ -320,7 +226,7 @@ class MeshTensor(Operators):
         return self._read().parts[0]
 
     def full(self) -> torch.Tensor:
-        """The whole value, gathered, as a plain tensor on every rank."""
+        """The whole value as a plain tensor on every rank. Every rank must call it."""
         return METHODS.full(self)
 
     def redistribute(self, spec: P) -> MeshTensor:
@@ -347,14 +253,14 @@ class MeshTensor(Operators):
         return any(part.requires_grad for part in self._read().parts)
 
     def requires_grad_(self, requires_grad: bool = True) -> MeshTensor:
-        """Have autograd follow this value (its shards): ``.grad`` is there after ``backward()``."""
+        """Have autograd record operations on the shards, so that ``backward()`` sets ``.grad``."""
         for part in self._read().parts:
             part.requires_grad_(requires_grad)
         return self
 
     @property
     def grad(self) -> MeshTensor | None:
-        """The gradient that ``backward()`` left, placed as this value is."""
+        """The gradient that ``backward()`` accumulated, placed as this value is."""
         held, parts = self._read()[3:]
         gradients = [part.grad for part in parts]
         if any(part is None for part in gradients):
@@ -368,15 +274,15 @@ class MeshTensor(Operators):
             part.grad = gradient
 
     def backward(self, gradient: MeshTensor | None = None, **options: Any) -> None:
-        """As of a tensor; ``gradient`` is a MeshTensor like this one."""
+        """Like `torch.Tensor.backward`; ``gradient`` is a MeshTensor placed as this one is."""
         torch.autograd.backward(self, gradient, **options)  # type: ignore[arg-type]
 
 
 def _whole_shape(part: torch.Tensor, mesh: Mesh, spec: P) -> tuple[int, ...]:
     """The global shape, from the sizes of the shards of all ranks."""
     axes = layout_of(spec, part.shape, mesh)  # only the axes of each dim are used, not sizes
-    known = exchange(mesh, f"the shape of a shard with spec {spec}", list(part.shape))
-    whole = []
+    known = exchange(mesh, f"the shape of its shard with spec {spec}", list(part.shape))
+    shape = []
     for d, n in enumerate(part.shape):
         split = [a for sub in axes.dims[d] for a in sub.axes]
         sizes = {
@@ -384,12 +290,12 @@ def _whole_shape(part: torch.Tensor, mesh: Mesh, spec: P) -> tuple[int, ...]:
             for at in mesh.all_coords()
             if all(at[a] == mesh.coords[a] for a in mesh.axes if a not in split)  # type: ignore[index]
         }
-        whole.append(sum(sizes.values()) if split else n)
-    return tuple(whole)
+        shape.append(sum(sizes.values()) if split else n)
+    return tuple(shape)
 
 
 class _Whole:
-    """The static part of a value that is read during a trace, where it has no shards."""
+    """The static part of a value that is read during a trace, where it is one traced tensor."""
 
     def __repr__(self) -> str:
         return "whole"
@@ -412,3 +318,4 @@ def _unflatten(held: MeshPlacement | _Whole, parts: Sequence[torch.Tensor]) -> M
 
 
 tree.register(MeshTensor, _flatten, _unflatten)
+METHODS.wrap = MeshTensor

@@ -62,7 +62,7 @@ def as_arguments(in_specs: Any, args: tuple[Any, ...]) -> Any:
 def _is_the_argument(
     in_specs: Mapping[str, Any], args: tuple[Any, ...], names: list[str], kwargs: dict[str, Any]
 ) -> bool:
-    """Whether a mapping is the spec tree of a single dict argument, rather than specs by argument name."""
+    """Whether a mapping is the spec tree of a lone dict argument, rather than specs by argument name."""
     lone = len(args) == 1 and not kwargs and isinstance(args[0], Mapping)
     return lone and not set(in_specs) <= set(names)
 
