@@ -1,8 +1,8 @@
-"""Moves: the collectives and edges of manual mode, as data.
+"""Moves: the collectives of manual mode, and the edges between global and local values, as data.
 
-Every move is a linear map (except pmax and pmin) with a transpose and a batched form; it defines the
-shape of its result and the axes over which the result varies. In a traced program a move is one opaque
-operation, from whose arguments ``move_of`` reads it back; ``lower_manual.py`` lowers its collective
+Every move except pmax and pmin is a linear map with a transpose and a batched form; it defines the shape
+of its result and the axes over which the result varies. In a traced program a move is one opaque
+operation, from whose arguments ``move_of`` restores it; ``lower_manual.py`` lowers its collective
 (`Move.collective`). The transposes are those of JAX's shard_map with check_vma=True.
 """
 
@@ -52,13 +52,13 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Move:
-    """One collective, or one edge of the region in which values are local.
+    """A collective, or an edge of the region in which values are local.
 
     Attributes:
-        manual: the axes along which surrounding values are local; the move is over some of them.
-        op, schema: its operation in namespace ``torchard``, and that operation's arguments.
-        takes: whether its operand must be "varying" or "invariant" over ``axes``.
-        gives: whether its result is varying or invariant over them.
+        manual: the axes along which values in the region are local; the move is over some of them.
+        op, schema: the name of its operator in the namespace ``torchard``, and the operator's arguments.
+        takes: whether the operand must be "varying" or "invariant" over ``axes``.
+        gives: whether the result is "varying" or "invariant" over them.
     """
 
     manual: Axes
@@ -74,9 +74,9 @@ class Move:
 
     @property
     def collective(self) -> CollectiveOp | None:
-        """The collective on local values; None where only the type (varying, local) changes.
+        """The collective on local values; None if the move changes only their type (varying, local).
 
-        Places are positions in layouts in which the move's axes are outermost in their dims.
+        Its ``at`` and ``to`` refer to layouts in which the move's axes are the outermost of their dims.
         """
         return None
 
@@ -95,7 +95,7 @@ class Move:
         return varying | self.over if self.gives == "varying" else varying - self.over
 
     def transposed(self) -> Move:
-        """The transpose, which is the move of cotangents."""
+        """The transpose, which is the move that cotangents take."""
         raise NotImplementedError
 
     def excess(self, varying: frozenset[str]) -> frozenset[str]:
@@ -117,7 +117,12 @@ def _shrunk(shape: Shape, dim: int, times: int) -> Shape:
 
 @dataclass(frozen=True)
 class _Edge(Move):
-    """An edge between global and local values: each dim's axes (comma-separated) and number of parts."""
+    """An edge between global and local values.
+
+    Attributes:
+        entries: for each dim the axes that split it, separated by commas.
+        counts: for each dim the number of parts.
+    """
 
     entries: tuple[str, ...]
     counts: tuple[int, ...]
@@ -159,6 +164,8 @@ class Leave(_Edge):
 
 @dataclass(frozen=True)
 class _Over(Move):
+    """A move over some mesh axes, the first outermost."""
+
     axes: Axes
 
 
@@ -197,8 +204,8 @@ class Extreme(_Over):
 
     def transposed(self) -> Move:
         raise DerivativeError(
-            f"p{self.which} has no derivative; detach() its operand, as the maximum of a softmax may "
-            "be, or take the maximum of an all_gather."
+            f"p{self.which} has no derivative; detach() its operand (as for the maximum in a softmax), "
+            "or take the maximum of an all_gather."
         )
 
 
@@ -218,7 +225,7 @@ class _Along(_Over):
 
 
 class _Concatenating(_Along):
-    """A move whose result has the ranks' values one after another."""
+    """A move whose result is the concatenation of the ranks' values."""
 
     @property
     def collective(self) -> AllGather:
@@ -229,14 +236,14 @@ class _Concatenating(_Along):
 
 
 class _Slicing(_Along):
-    """A move of whose result each rank has a slice."""
+    """A move whose result is the rank's slice of a dim."""
 
     def shape(self, shape: Shape) -> Shape:
         return _shrunk(shape, self.dim, self.size)
 
 
 class Gather(_Concatenating):
-    """The concatenated values of the ranks, as a varying value."""
+    """The concatenation of the ranks' values, as a varying value."""
 
     op, schema = "all_gather", "str[] axes, int size, int dim"
 
@@ -258,7 +265,7 @@ class Scatter(_Slicing):
 
 
 class GatherWhole(_Concatenating):
-    """The concatenated values of the ranks, as an invariant value."""
+    """The concatenation of the ranks' values, as an invariant value."""
 
     op, schema, gives = "all_gather_invariant", "str[] axes, int size, int dim", "invariant"
 
@@ -290,7 +297,7 @@ class Exchange(_Over):
 
     @property
     def collective(self) -> AllToAll:
-        """The collective; where ranks and parts share a dim, the ranks are outermost."""
+        """The collective; if both dims are the same, the ranks are the outermost sub-dim."""
         to = (self.split, 1 if self.split == self.concat else 0)
         return AllToAll(self.axes, at=(self.concat, 0), to=to)
 
@@ -327,14 +334,17 @@ _KINDS: tuple[type[Move], ...] = (
 _library = torch.library.Library("torchard", "FRAGMENT")
 
 
-def _made(kind: type[Move], arguments: tuple[Any, ...]) -> Move:
+def _construct(kind: type[Move], arguments: tuple[Any, ...]) -> Move:
+    """The move of a kind with an operator's arguments."""
     frozen = (tuple(a) if isinstance(a, (list, tuple)) else a for a in arguments)
     return kind(*frozen)
 
 
 def _define(kind: type[Move]) -> None:
+    """Define the operator of a kind of move, which has no kernel: it is lowered before it runs."""
+
     def fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        return x.new_empty(_made(kind, arguments).shape(tuple(x.shape)))
+        return x.new_empty(_construct(kind, arguments).shape(tuple(x.shape)))
 
     _library.define(f"{kind.op}(Tensor x, str[] manual, {kind.schema}) -> Tensor")
     torch.library.register_fake(f"torchard::{kind.op}", fake, lib=_library)
@@ -387,4 +397,4 @@ def is_move(target: Any) -> bool:
 def move_of(node: fx.Node) -> Move | None:
     """The move of a graph node; None for other nodes."""
     kind = _BY_TARGET.get(node.target)
-    return None if kind is None else _made(kind, node.args[1:])
+    return None if kind is None else _construct(kind, node.args[1:])

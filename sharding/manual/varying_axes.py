@@ -1,17 +1,17 @@
 """The mesh axes along which local values vary, tracked while a function of local values is traced.
 
-An axis is *manual* if the function is written for one rank along it; values can vary along manual axes
-only. Along the other axes, which are automatic, values are global.
+An axis is *manual* if the function is written for one rank along it. Values vary along manual axes only;
+along the other axes, which are *automatic*, they are global.
 
 A value is *invariant* over an axis if all ranks along it are known to hold the same value. The graph
-determines this: shards of an input vary over the axes of its spec, collectives define the result's axes,
-and any other result varies over the axes of all of its operands. Where an operation mixes values that
-vary differently, an explicit ``pvary`` is inserted on those that vary less, so that the transpose of this
-implicit broadcast is a sum over ranks (JAX's check_vma=True). It is inserted while the function runs,
-before autograd, so that gradients taken inside the function see it too.
+determines this: shards of an input vary over the axes of its spec, each collective defines the axes of
+its result, and any other result varies over the axes of all of its operands. Where an operation mixes
+values that vary differently, an explicit ``pvary`` is inserted on those that vary less, so that the
+transpose of this implicit broadcast is a sum over ranks (JAX's check_vma=True). It is inserted while the
+function runs, before autograd, so that gradients taken inside the function take account of it.
 
 A mixture that is not detected (inside the user's own autograd.Function, say) leads to a cotangent that
-varies where its value does not; each collective checks its cotangents.
+varies where its value does not; each collective checks its cotangents for that.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ _NONE: Axes = frozenset()
 
 def node_varies(node: fx.Node, known: dict[fx.Node, Axes]) -> Axes:
     """The axes a node varies over, given those of its operands."""
-    found = _NONE.union(*(known[source] for source in node.all_input_nodes))
+    of_operands = _NONE.union(*(known[source] for source in node.all_input_nodes))
     if is_axis_index(node):
         return frozenset(node.args[1])  # type: ignore[arg-type]
     move = move_of(node)
-    return found if move is None else move.after(found)
+    return of_operands if move is None else move.after(of_operands)
 
 
 def varying_in_graph(graph: fx.Graph) -> dict[fx.Node, Axes]:
@@ -76,11 +76,11 @@ def varying_in_graph(graph: fx.Graph) -> dict[fx.Node, Axes]:
 
 
 def manual_in_graph(graph: fx.Graph, varying: dict[fx.Node, Axes]) -> dict[fx.Node, Axes]:
-    """For every node that varies, the axes that are manual around it; none for global values."""
+    """For every node, the manual axes of its region if it varies, and none otherwise."""
     known: dict[fx.Node, Axes] = {}
     for node in graph.nodes:
-        found = manual_around(node).union(*(known[source] for source in node.all_input_nodes))
-        known[node] = found if varying[node] else _NONE
+        manual = manual_around(node).union(*(known[source] for source in node.all_input_nodes))
+        known[node] = manual if varying[node] else _NONE
     return known
 
 
@@ -88,7 +88,7 @@ _known: weakref.WeakKeyDictionary[Any, dict[fx.Node, Axes]] = weakref.WeakKeyDic
 
 
 def varying_axes(tensor: torch.Tensor) -> Axes:
-    """The axes a tensor of the trace in progress varies over; none for what comes from outside."""
+    """The axes a tensor of the trace in progress varies over; none for a tensor from outside."""
     state = active()
     if state is None:
         return _NONE
@@ -133,7 +133,7 @@ class ManualRegion(TorchFunctionMode):
 
     Attributes:
         mesh: the mesh of the values.
-        manual, automatic: the axes along which values are local, and whole.
+        manual, automatic: the axes along which values are local, and those along which they are global.
         device: the device of new values.
         state: the trace in progress.
     """
@@ -169,11 +169,10 @@ class ManualRegion(TorchFunctionMode):
         if any(internals.version(t) != before[key] for key, t in aligned.items()):
             raise MeshError(
                 f"{getattr(func, '__name__', func)} writes a value that varies over more axes than "
-                "what it is written into, in place. Return a new value (torch.where, torch.cat), or "
-                "make it varying first: x = pvary(x, axes)."
+                "what it is written into. Compute a new value instead (torch.where, torch.cat), or make "
+                "the one that is written into varying first: x = pvary(x, axes)."
             )
         return out
-
 
     def _align(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         aligned = _made_varying(tensors, self.manual)
@@ -183,7 +182,7 @@ class ManualRegion(TorchFunctionMode):
 def _made_varying(
     tensors: Sequence[torch.Tensor], manual: tuple[str, ...]
 ) -> dict[int, torch.Tensor]:
-    """Replacements, by id, for the tensors that vary less than the others."""
+    """A varying version, by id, of each tensor that varies over fewer axes than all of them together."""
     varies = {id(t): varying_axes(t) for t in tensors}
     union = _NONE.union(*varies.values())
     aligned: dict[int, torch.Tensor] = {}
@@ -222,7 +221,7 @@ def _sorted(axes: Axes) -> tuple[str, ...]:
     return tuple(sorted(axes))
 
 
-def _words(axes: Sequence[str] | Axes) -> str:
+def _quoted(axes: Sequence[str] | Axes) -> str:
     return " and ".join(map(repr, sorted(axes)))
 
 
@@ -234,7 +233,10 @@ def current(who: str) -> ManualRegion:
     """
     region: ManualRegion | None = getattr(_regions, "current", None)
     if region is None:
-        raise MeshError(f"{who} is called outside shard_map; it speaks of ranks, and has none here.")
+        raise MeshError(
+            f"{who} is called outside shard_map. Call it in a function under shard_map; elsewhere values "
+            "are global and need no collectives."
+        )
     if region.state is not active():
         raise MeshError(
             f"{who} is called in a function that another transform (jit, ...) traces inside "
@@ -252,13 +254,13 @@ def in_region() -> bool:
 
 
 def native(x: torch.Tensor) -> torch.Tensor:
-    """A tensor of the trace in progress; closed-over tensors become operands and keep gradients."""
+    """The tensor in the trace in progress; a closed-over tensor becomes an operand, with its gradient."""
     state = active()
     return x if state is None or state.native(x) else state.lift(x)
 
 
 def apply(move: Move, x: torch.Tensor) -> torch.Tensor:
-    """Apply a move, after a pvary of the operand if it must vary and does not."""
+    """Apply a move; an operand that must vary, but does not, is first made varying."""
     x = native(x)
     if move.takes == "varying":
         missing = move.over - varying_axes(x)
@@ -268,19 +270,19 @@ def apply(move: Move, x: torch.Tensor) -> torch.Tensor:
 
 
 def _function(x: torch.Tensor, move: Move) -> torch.Tensor:
-    aligned: Any = _Apply.apply
-    out: torch.Tensor = aligned(x, move)
+    apply_function: Any = _Apply.apply
+    out: torch.Tensor = apply_function(x, move)
     return out
 
 
 def _pull(move: Move, ct: torch.Tensor) -> torch.Tensor:
-    """The transposed move of a cotangent, which may vary only as the move's result does."""
+    """Apply the transposed move to a cotangent, which may vary only as the result of the move does."""
     back = move.transposed()
     if extra := back.excess(varying_axes(ct)):
         raise DerivativeError(
-            f"the cotangent that {move.op} got varies over {_words(extra)}, but its value does "
-            "not: values that vary differently met where it could not be seen (in an "
-            "autograd.Function, or another transform inside shard_map). Make the less varying one "
+            f"the cotangent that {move.op} got varies over {_quoted(extra)}, but its value does not: "
+            "values that vary differently were combined where that is not detected (in an "
+            "autograd.Function, or another transform inside shard_map). Make the one that varies less "
             f"varying before that: pvary(x, {tuple(sorted(extra))})."
         )
     return apply(back, ct)
