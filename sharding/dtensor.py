@@ -1,4 +1,4 @@
-"""The bridge to torch's DTensor."""
+"""Conversion to and from torch's DTensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["from_dtensor", "to_dtensor"]
 
 @checked
 def to_dtensor(value: MeshTensor) -> DTensor:
-    """Convert a MeshTensor to a DTensor with the same shards on the same DeviceMesh; nothing moves.
+    """Convert a MeshTensor to a DTensor with the same shards on the same DeviceMesh; nothing is sent.
 
     Args:
         value: a MeshTensor on a mesh of processes.
@@ -25,7 +25,7 @@ def to_dtensor(value: MeshTensor) -> DTensor:
 
     Raises:
         PlacementError: the mesh is virtual, or the layout has no counterpart (factors inside a dim, or
-            axes of a dim in another order than the mesh's): redistribute the value first.
+            axes of a dim in an order other than the mesh's); redistribute the value first.
 
     >>> # torchrun --nproc-per-node 2
     >>> import torch, torch.distributed as dist, torchard as ta
@@ -44,8 +44,8 @@ def to_dtensor(value: MeshTensor) -> DTensor:
         axes = [a for sub in dim for a in sub.axes]
         if len(dim) != 1 or axes != sorted(axes, key=mesh.axes.index):
             raise PlacementError(
-                f"{value} splits dim {d} in a way DTensor cannot say; redistribute it to plain "
-                "axis names in mesh order first."
+                f"{value} splits dim {d} in a way that a DTensor cannot express; redistribute it to "
+                "plain axis names in mesh order first."
             )
         for axis in axes:
             placements[mesh.axes.index(axis)] = Shard(d)
@@ -61,11 +61,11 @@ def to_dtensor(value: MeshTensor) -> DTensor:
 
 @checked
 def from_dtensor(value: DTensor, mesh: Mesh | None = None) -> MeshTensor:
-    """Convert a DTensor to a MeshTensor with the same shards; pending (Partial) sums are reduced first.
+    """Convert a DTensor to a MeshTensor with the same shards; Partial placements are reduced first.
 
     Args:
         value: a DTensor.
-        mesh: the Mesh to put it on; by default one is made of the DTensor's own.
+        mesh: the Mesh of the result; by default one over the DTensor's DeviceMesh.
 
     Returns:
         A MeshTensor.
@@ -86,8 +86,8 @@ def from_dtensor(value: DTensor, mesh: Mesh | None = None) -> MeshTensor:
     if mesh.device_mesh != value.device_mesh:
         raise PlacementError(f"the DTensor is on {value.device_mesh}, not on {mesh}")
     if any(isinstance(p, Partial) for p in value.placements):
-        done = [Replicate() if isinstance(p, Partial) else p for p in value.placements]
-        value = value.redistribute(placements=done)
+        reduced = [Replicate() if isinstance(p, Partial) else p for p in value.placements]
+        value = value.redistribute(placements=reduced)
     axes: list[tuple[str, ...]] = [()] * value.ndim
     for name, placement in zip(mesh.axes, value.placements, strict=True):
         if type(placement) is Shard:
@@ -99,6 +99,7 @@ def from_dtensor(value: DTensor, mesh: Mesh | None = None) -> MeshTensor:
 
 
 def _strides(shape: torch.Size) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

@@ -1,4 +1,4 @@
-"""Parameters that come into being on the mesh, shard by shard."""
+"""Initialization of parameters on a mesh, shard by shard."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def initialize(
     Args:
         init: ``init(name, key, shape, dtype)`` returns the whole parameter with this (dotted) name.
             Every name has its own key, folded from ``key``.
-        params: nested dicts of what has a shape and a dtype: tensors on ``meta``, or `ShapeDtype`.
+        params: nested dicts of anything with a shape and a dtype: tensors on ``meta``, or `ShapeDtype`.
         mesh: as for `place`.
         specs: as for `place`.
         key: int64 ``[2]``, on the mesh's device.
@@ -54,7 +54,9 @@ def initialize(
         A tree like ``params`` of MeshTensors.
 
     Raises:
-        SpecError: specs do not fit, or ``init`` returned another shape or dtype; names the parameter.
+        SpecError: specs do not fit, or ``init`` returned a tensor of another shape or dtype; names the
+            parameter.
+        TypeError: a leaf of ``params`` has no shape or dtype; names it.
         PurityError: ``init`` draws from torch's global random state.
 
     >>> import torch, torchard as ta
@@ -84,21 +86,21 @@ def initialize(
     wanted = broadcast(specs, structure.unflatten(names), "specs", "params")
     given = [spec or P() for spec in wanted]
 
-    # Folded here, not inside: half of what there would be to plan.
+    # Folded here and not under shard, where this would double the number of operations to plan.
     numbers = torch.tensor([_number(name) for name in names], device=key.device)
     keys = random.fold_in(key.expand(len(names), 2), numbers)
 
-    def make(keys: Tensor) -> list[Tensor]:
-        made = []
+    def draw(keys: Tensor) -> list[Tensor]:
+        drawn = []
         for i, (name, leaf, spec) in enumerate(zip(names, leaves, given, strict=True)):
             value = init(name, keys[i], torch.Size(leaf.shape), leaf.dtype)
-            _check_made(name, value, leaf)
-            # An out_spec alone would slice what was made whole; a constraint is carried back to
-            # the draw.
-            made.append(value if spec.is_replicated else constrain(value, spec))
-        return made
+            _check_returned(name, value, leaf)
+            # With an out_spec alone each rank would draw the whole value and slice it; a constraint is
+            # propagated back to the draw.
+            drawn.append(value if spec.is_replicated else constrain(value, spec))
+        return drawn
 
-    values = shard(make, mesh, out_specs=given)(keys)
+    values = shard(draw, mesh, out_specs=given)(keys)
     return structure.unflatten(
         place(value, mesh, P(), check_replicated=False) if isinstance(value, Tensor) else value
         for value in values
@@ -110,13 +112,13 @@ def _dotted(path: tuple[Any, ...]) -> str:
 
 
 def _number(name: str) -> int:
-    """63 bits of a name, the same in every process."""
+    """A hash of a name in 63 bits, the same in every process."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8]) >> 1
 
 
-def _check_made(name: str, value: Tensor, leaf: Any) -> None:
+def _check_returned(name: str, value: Tensor, leaf: Any) -> None:
     if tuple(value.shape) != tuple(leaf.shape) or value.dtype != leaf.dtype:
         raise SpecError(
             f"init({name!r}, ...) returned {value.dtype} {list(value.shape)}, but the parameter is "
-            f"{leaf.dtype} {list(leaf.shape)}; make it of the shape and dtype it was given."
+            f"{leaf.dtype} {list(leaf.shape)}; return a tensor of the shape and dtype passed to init."
         )

@@ -1,4 +1,4 @@
-"""Norms over trees of placed values: leafwise reductions outside shard see this rank's shards only."""
+"""Norms of trees of placed values, for code outside shard, where a sum over parts misses other ranks'."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ __all__ = ["clip_by_global_norm", "global_norm"]
 
 
 def global_norm(values: Any) -> torch.Tensor:
-    """The 2-norm of all leaves of a tree taken together.
+    """The 2-norm of all leaves of a tree, as if they were one vector.
 
     Args:
         values: a tree of tensors and MeshTensors. Every value counts once, however it is placed.
 
     Returns:
         A 0-d tensor, the same on every rank.
+
+    Raises:
+        TypeError: a leaf is neither a tensor nor a MeshTensor.
 
     >>> import torch, torchard as ta
     >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
@@ -45,10 +48,11 @@ def clip_by_global_norm(values: Any, limit: Limit) -> tuple[Any, torch.Tensor]:
         limit: the largest norm, a number >= 0 or a 0-d tensor.
 
     Returns:
-        The scaled tree, and the norm it had, a 0-d tensor.
+        The scaled tree, and its norm before scaling, a 0-d tensor.
 
     Raises:
         ValueError: ``limit`` is negative, NaN, or a tensor with dims.
+        TypeError: a leaf is neither a tensor nor a MeshTensor.
 
     Source: Pascanu et al., arXiv:1211.5063, section 3.2.
 
@@ -58,7 +62,7 @@ def clip_by_global_norm(values: Any, limit: Limit) -> tuple[Any, torch.Tensor]:
     """
     if isinstance(limit, torch.Tensor) and limit.ndim:
         raise ValueError(
-            f"clip_by_global_norm: limit has shape {list(limit.shape)}; it is one number for all values."
+            f"clip_by_global_norm: limit has shape {list(limit.shape)}; pass one number for all values."
         )
     leaves, structure = optree.tree_flatten(
         values, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
@@ -69,14 +73,15 @@ def clip_by_global_norm(values: Any, limit: Limit) -> tuple[Any, torch.Tensor]:
 
 
 def _leaves(values: Any) -> list[Any]:
-    found = optree.tree_leaves(values, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE)
-    for leaf in found:
+    """The leaves of a tree except None."""
+    leaves = optree.tree_leaves(values, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE)
+    for leaf in leaves:
         if not (leaf is None or isinstance(leaf, torch.Tensor) or is_placed(leaf)):
             raise TypeError(
-                f"a norm of values with a leaf {leaf!r} ({type(leaf).__name__}): values are a tree of "
+                f"global norm: values has a leaf {leaf!r} of type {type(leaf).__name__}; pass a tree of "
                 "tensors and MeshTensors."
             )
-    return [leaf for leaf in found if leaf is not None]
+    return [leaf for leaf in leaves if leaf is not None]
 
 
 def _any_placed(values: Any) -> bool:
@@ -85,7 +90,7 @@ def _any_placed(values: Any) -> bool:
 
 @functools.cache
 def _on_mesh(fn: Any) -> Transformed:
-    """The function of placed values: their placements ask for the sharding it needs."""
+    """The function for placed values, whose placements request that it is sharded."""
     return Transformed(fn, ())
 
 

@@ -1,4 +1,4 @@
-"""Moving whole values: onto a mesh, off it, and from one spec to another."""
+"""Moving values onto a mesh, off it, and from one spec to another."""
 
 from __future__ import annotations
 
@@ -46,14 +46,16 @@ def place(
         mesh: where to put them.
         specs: a pytree prefix of ``values`` with a `P` at each leaf.
         rules: a mapping from names of dims in the specs to axes.
-        check_replicated: compare the tensors over ranks by checksum, since each is one value.
+        check_replicated: compare the tensors across ranks by checksum; they must be the same on each.
 
     Returns:
-        The tree with MeshTensors for tensors.
+        The tree with MeshTensors in place of tensors.
 
     Raises:
         ReplicaMismatch: ranks passed different tensors.
         SpecError: ``specs`` is not a prefix of ``values``, or a spec does not fit its value.
+        PlacementError: a tensor is sparse.
+        TypeError: an array is not a tensor, or there is no tensor in ``values``.
 
     Source: ``jax.device_put``.
 
@@ -85,7 +87,7 @@ def place(
 
 
 def _check_placeable(leaves: Sequence[Any], paths: Sequence[str]) -> None:
-    """Numbers and strings among tensors stay what they are; they are not placed alone."""
+    """Raise TypeError for an array that is not a tensor, and for a tree without any tensor."""
     for leaf, path in zip(leaves, paths, strict=True):
         is_tensor = isinstance(leaf, torch.Tensor) or is_placed(leaf)
         if not is_tensor and hasattr(leaf, "__array__") and not isinstance(leaf, Number):
@@ -108,29 +110,29 @@ def _placed(leaf: Any, mesh: Mesh, spec: P, path: str) -> Any:
         return leaf
     if leaf.layout is not torch.strided:
         raise PlacementError(
-            f"{path} has the layout {leaf.layout}, which cannot be cut into shards; place its parts "
-            "(values and indices), or x.to_dense()."
+            f"{path} has the layout {leaf.layout}, which cannot be split into shards; place its values "
+            "and indices, or x.to_dense()."
         )
     layout = layout_of(spec, leaf.shape, mesh, path)
     if active() is not None:
-        return constrain(leaf, spec)  # inside a trace every value is whole, wherever it lives
+        return constrain(leaf, spec)  # inside a trace values are global, and a spec is a constraint
     held = MeshPlacement.of(mesh, layout)
     if layout.is_replicated:
         return MeshTensor(held, [leaf.clone()])
     if leaf.requires_grad or internals.has_transforms():
         return _mover(mesh, spec, (leaf.shape, leaf.dtype))(leaf)
-    # A shard of its own: it must neither keep the whole alive nor share memory with it.
+    # Copies, which neither keep the whole value alive nor share memory with it.
     return MeshTensor(held, [cut(leaf, layout, at, mesh).clone() for at in held.places])
 
 
 def cut(value: torch.Tensor, layout: Layout, at: Coords, mesh: Mesh) -> torch.Tensor:
-    """The part of a whole value that a coordinate holds."""
-    opened = value.reshape([sub.size for dim in layout.dims for sub in dim])
+    """The shard of a whole value at a coordinate."""
     subs = [sub for dim in layout.dims for sub in dim]
+    view = value.reshape([sub.size for sub in subs])
     for d, sub in enumerate(subs):
         own = chunk(sub.size, sub.axes, at, mesh.shape)
-        opened = opened.narrow(d, own.start, len(own))
-    return opened.reshape(layout.local_shape(at, mesh.shape))
+        view = view.narrow(d, own.start, len(own))
+    return view.reshape(layout.local_shape(at, mesh.shape))
 
 
 def full(value: MeshTensor) -> torch.Tensor:
@@ -172,14 +174,14 @@ def redistribute(value: MeshTensor, spec: P) -> MeshTensor:
 
 
 def _agree(value: MeshTensor, what: str) -> None:
-    """A rank that alone asks for a value would wait for the others in a collective."""
+    """Check that every rank makes this call: a rank on its own would wait in a collective."""
     if not value.mesh.virtual and value.mesh.size > 1 and value.layout.axes:
-        exchange(value.mesh, f"that it called {what} of a value of shape {list(value.shape)}", what)
+        exchange(value.mesh, f"that it called {what} on a value of shape {list(value.shape)}", what)
 
 
 @functools.lru_cache(maxsize=1024)
 def _mover(mesh: Mesh, spec: P, kind: Hashable) -> Transformed:
-    """What takes values of a kind to a spec; as any transform it has the right gradient."""
+    """The transform that moves values of a kind to a spec; like any transform, it is differentiable."""
     return Transformed(torch.clone, (Shard(mesh, None, spec),))
 
 

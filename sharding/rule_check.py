@@ -1,8 +1,9 @@
-"""Rules of users are held against their operation, once, when they are used first.
+"""Registration of rules by users, which are checked against their operation when they are first used.
 
-A wrong rule gives wrong numbers, and nothing else would tell. So on small tensors each factor is split
-over two ranks, as a plan would, and each sum the rule calls linear is taken apart: the results must be
-the operation's. What cannot be called on such tensors (indices, checks of values) is not checked.
+A wrong rule would silently give wrong numbers. So on small random tensors each factor is split over two
+ranks, as in a plan, and operands in which the rule calls the operation linear are written as sums; the
+results must be those of the operation. Operations that cannot be called on such tensors, because they
+take indices or check values, are not checked.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from torchard.sharding.values.mesh import Mesh
 
 __all__ = ["check_rule", "register_rule"]
 
-_MOST = 2**20  # elements of operands that are checked as they are
-_SMALL = 4  # of a factor, where sizes are no arguments
+_MOST = 2**20  # the most elements of operands for which a rule is checked at the shapes of the call
+_SMALL = 4  # the size of factors if the operation has no arguments that could depend on sizes
 
 
 def register_rule(
@@ -44,42 +45,43 @@ def register_rule(
     emit: Emit | None = None,
     alias: bool = False,
 ) -> None:
-    """Give operations a sharding rule: how the factors of their dims may be split.
+    """Register a sharding rule for operations, which states how the factors of their dims may be split.
 
-    The rule is checked against the operation at its first use.
+    The rule is checked against the operation when it is first used.
 
-    A rule names the factors that dims are made of, of all tensor operands and then of all results (an
-    operand that is no tensor is left out). A name that occurs again is the same factor, and a factor can
-    be split if everything that has it is split alike; one that is on no result is summed over ranks::
+    A rule names the factors of every dim, first of all tensor operands, then of all results (operands
+    that are not tensors are left out). A repeated name is the same factor, which must be split alike
+    wherever it occurs; a factor that is on no result is summed over ranks::
 
-        i k, k j -> i j                     a contraction: split over k, its parts are summed
-        ..., ... -> ...                     any number of dims, broadcast from the right: pointwise
-        b (h d) -> b h d                    a product of factors, the outermost first
-        b (h=4 d) -> b d                    one with its size, where no shape tells it
-        i, 1 -> i                           a dim of size one takes no part
+        i k, k j -> i j                     a contraction: if k is split, partial sums are added
+        ..., ... -> ...                     pointwise: any number of dims, broadcast from the right
+        b (h d) -> b h d                    a dim that is a product of factors, the outermost first
+        b (h=4 d) -> b d                    a factor with its size, where no shape determines it
+        i, 1 -> i                           a dim of size one, which has no factor
 
-    What is true besides is said by clauses::
+    Clauses state what dims alone cannot::
 
-        ... d -> ... d | whole d            may not be split; ``...`` are all of its dims, ``.0`` its last
-        ... d -> ... | reduce d max         on no result, and joined by max or min instead of a sum
-        n n, n k -> n k, n n | same k       on some results; on the others every part of k gives the same
-        -> i j | index i j                  made here, by an ``emit`` that knows which part it makes
-        1 -> i | free i                     made here, and the same at every index
-        -> i | index i | run i              split as one dim or not at all, so each part is one run
-        i k, k j -> i j | linear 0 | linear 1    linear in operand 0, and in 1: sums may come later
-        ..., ... -> ... | linear 0 1        linear in both together: both or none may be summed later
-        n -> r c | tie n r                  r blocks of a dim n: split together, one block a rank
-        r c -> r w | whole c w | halo r c 2    of each block's c, 2 are sent to other ranks or fetched
+        ... d -> ... d | whole d            d may not be split; ``...`` is all of its dims, ``.0`` its last
+        ... d -> ... | reduce d max         partial results over d are combined by max or min, not summed
+        n n, n k -> n k, n n | same k       results without k are the same for every part of k, not sums
+        -> i j | index i j                  i and j are on no operand; ``emit`` computes the rank's part
+        1 -> i | free i                     i is on no operand, and the result is the same at every index
+        -> i | index i | run i              i is split as one dim or not at all: each part is contiguous
+        i k, k j -> i j | linear 0 | linear 1    linear in 0 and in 1: either may be a pending sum
+        ..., ... -> ... | linear 0 1        jointly linear in both: both or neither may be pending sums
+        n -> r c | tie n r                  r blocks of a dim n, split together, one block per rank
+        r c -> r w | whole c w | halo r c 2    of each block's c, 2 are sent to other ranks or received
 
     Args:
         targets: ``torch.ops`` overloads.
-        text: the rule, or a function of the call that gives it; None from it gathers the operands.
-        emit: how one coordinate computes its part; None applies the operation to the parts.
+        text: the rule, or a function from the call to it, which may return None to gather the operands.
+        emit: a function that computes one coordinate's part; None applies the operation to the local
+            operands.
         alias: whether the operation is a bijective view.
 
-    Raises (where the rule is used first):
-        RuleError: the text is no rule, or does not fit the shapes: points at the place. Or, split as it
-            says, the operation gives other results: names the factor.
+    Raises (when the rule is first used):
+        RuleError: the text is not a rule, or does not fit the shapes (the message points at the
+            position); or the operation, split by the rule, gives other results (it names the factor).
 
     >>> import torch, torchard as ta
     >>> @torch.library.custom_op("docs::scaled_mm", mutates_args=())
@@ -105,7 +107,7 @@ def register_rule(
         kind = (call.target, rule.ins, rule.outs, rule.linear)
         if kind in known:
             return
-        known.add(kind)  # first: what is run for the check asks for the rule as well
+        known.add(kind)  # first, since the check itself looks up the rule
         try:
             check_rule(call, rule)
         except RuleError:
@@ -116,10 +118,10 @@ def register_rule(
 
 
 def check_rule(call: Call, rule: Rule) -> None:
-    """Compare an operation with itself, split as its rule says.
+    """Compare an operation with the same operation split by its rule.
 
     Raises:
-        RuleError: they differ.
+        RuleError: the results differ.
     """
     with internals.clean_thread_state(gradients=False):
         _check(call, rule)
@@ -127,34 +129,34 @@ def check_rule(call: Call, rule: Rule) -> None:
 
 def _check(call: Call, rule: Rule) -> None:
     try:
-        alone = _Alone(call, rule)
-    except Exception:  # not to be called on such tensors
+        sample = _SampleCall(call, rule)
+    except Exception:  # the operation cannot be called on random tensors
         return
     mesh = Mesh({"ranks": 2}, virtual=True)
-    for factor, size in enumerate(alone.rule.sizes):
-        if factor in alone.rule.whole or size < 2:
+    for factor, size in enumerate(sample.rule.sizes):
+        if factor in sample.rule.whole or size < 2:
             continue
-        axes = tuple(("ranks",) if f == factor else () for f in range(len(alone.rule.sizes)))
-        option = build(alone.rule, axes, (), mesh.sizes)
-        if option is not None and not alone.agrees(alone.split, option, mesh):
+        axes = tuple(("ranks",) if f == factor else () for f in range(len(sample.rule.sizes)))
+        option = build(sample.rule, axes, (), mesh.sizes)
+        if option is not None and not sample.agrees(sample.split, option, mesh):
             name = rule.names[factor] if factor < len(rule.names) else str(factor)
             raise RuleError(
                 f"the factor rule of {call.target} is wrong about {name!r}: with {name!r} split over "
-                f"two ranks the results are not the operation's, on {call.ins} -> {call.outs}. If it "
-                f'may not be split, say "| whole {name}"; if partial results combine otherwise, '
-                f'"| reduce {name} max"; if local code differs, give emit=.'
+                f"two ranks the results differ from the operation's, on {call.ins} -> {call.outs}. If it "
+                f'may not be split, add "| whole {name}"; if partial results are not summed, '
+                f'"| reduce {name} max"; if local code differs from the operation, pass emit=.'
             )
-    for group in alone.rule.linear:
-        if not alone.agrees(alone.in_two, group):
+    for group in sample.rule.linear:
+        if not sample.agrees(sample.by_summands, group):
             clause = " ".join(["linear", *map(str, sorted(group))])
             raise RuleError(
-                f'the factor rule of {call.target} is wrong in "{clause}": the operation of a sum is '
-                "not the sum of the operations; leave the clause out."
+                f'the factor rule of {call.target} is wrong in "{clause}": the operation is not linear '
+                "in these operands; leave the clause out."
             )
 
 
-class _Alone:
-    """A graph of one call on small random tensors, and what it gives."""
+class _SampleCall:
+    """A graph of one call on small random tensors, and its results."""
 
     def __init__(self, call: Call, rule: Rule) -> None:
         self.generator = torch.Generator().manual_seed(0)
@@ -172,16 +174,17 @@ class _Alone:
         self.wanted = self.apply(self.inputs)
         several = isinstance(VAL.of(call.node), (tuple, list))
         value = self._value(self.inputs)
-        inherit(self.call, call.node)  # and nothing that was looked up for other shapes
+        inherit(self.call, call.node)  # without what is cached for other shapes
         VAL.set(self.call, tuple(value) if several else value)
         self.outs = [self.call] if not several else self._items(value)
         self.graph.output(tuple(self.outs))
         self.rule = rule_of(Call.of(self.call)) if shapes != list(call.ins) else rule
 
     def _shapes(self, call: Call, rule: Rule) -> list[tuple[int, ...]]:
-        """Small ones, where no argument may be a size; else those of the call."""
-        told = [a for a in (*call.node.args, *call.node.kwargs.values()) if not isinstance(a, fx.Node)]
-        if not told and call.operands and sum(map(math.prod, call.ins)) > 2**10:
+        """The shapes of the operands: small ones if no argument can be a size, else those of the call."""
+        arguments = (*call.node.args, *call.node.kwargs.values())
+        settings = [a for a in arguments if not isinstance(a, fx.Node)]
+        if not settings and call.operands and sum(map(math.prod, call.ins)) > 2**10:
             small = [min(n, _SMALL) for n in rule.sizes]
             return [tuple(math.prod(small[f] for f in dim) for dim in dims) for dims in rule.ins]
         if sum(map(math.prod, call.ins)) > _MOST:
@@ -212,15 +215,15 @@ class _Alone:
         return [v for v in values if isinstance(v, torch.Tensor)]
 
     def agrees(self, run: Callable[..., list[torch.Tensor]], *how: Any) -> bool:
-        """Whether results are those of the call, up to rounding; local code that raises does not."""
+        """Whether ``run`` gives the results of the call, up to rounding, and raises no error."""
         try:
-            found = run(*how)
+            results = run(*how)
         except Exception:
             return False
-        return len(found) == len(self.wanted) and all(map(_close, found, self.wanted))
+        return len(results) == len(self.wanted) and all(map(_close, results, self.wanted))
 
     def split(self, option: Option, mesh: Mesh) -> list[torch.Tensor]:
-        """The results of a plan in which the operation runs so."""
+        """The results of a plan in which the operation runs by this option."""
         placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
         decision = LayoutDecision(option={self.call: option}, raw={self.call: option.outs})
         inputs = {n: (Layout.replicated(VAL.of(n).shape), BATCH) for n in placeholders}
@@ -231,15 +234,15 @@ class _Alone:
         spmd = partition(self.graph, given, decision, mesh.sizes)
         attach_windows(spmd, mesh)
         local = Lowering(spmd, mesh, mesh.all_coords(), SimulatedTransport()).run()
-        return compiled(local)(list(self.inputs))  # which it empties
+        return compiled(local)(list(self.inputs))  # a copy, since the call empties the list
 
-    def in_two(self, group: frozenset[int]) -> list[torch.Tensor]:
-        """The sum of the results for two parts of these operands."""
-        parts, rest = list(self.inputs), list(self.inputs)
+    def by_summands(self, group: frozenset[int]) -> list[torch.Tensor]:
+        """The sum of the results for two summands of these operands."""
+        first, second = list(self.inputs), list(self.inputs)
         for k in group:
-            parts[k] = self._random(self.inputs[k], tuple(self.inputs[k].shape))
-            rest[k] = self.inputs[k] - parts[k]
-        return [a + b for a, b in zip(self.apply(parts), self.apply(rest), strict=True)]
+            first[k] = self._random(self.inputs[k], tuple(self.inputs[k].shape))
+            second[k] = self.inputs[k] - first[k]
+        return [a + b for a, b in zip(self.apply(first), self.apply(second), strict=True)]
 
 
 def _close(have: torch.Tensor, want: torch.Tensor) -> bool:

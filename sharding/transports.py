@@ -1,9 +1,9 @@
-"""The public names for writing a transport, which moves values between ranks: `Mesh(axes, transport=)`.
+"""The public interface of transports, which move values between ranks: ``Mesh(axes, transport=...)``.
 
 A `Transport` is given a reshard step, the local values of the coordinates that this process runs, and the
 graph to which it appends operations. `SimulatedTransport` runs all ranks in one process;
-`ProcessGroupTransport` runs this process's rank of a process group. The smallest transport of your own
-derives from one of them and overrides ``step``.
+`ProcessGroupTransport` runs this process's rank of a process group. To write one of your own, derive from
+either and override ``step``.
 """
 
 from torchard.sharding.layouts.collective_ops import CollectiveOp, CollectiveVisitor
