@@ -8,7 +8,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torchard.functional.core.arguments import checked
 from torchard.sharding.layouts.layout import Layout, Sub
 from torchard.sharding.values.mesh import Mesh
-from torchard.sharding.values.place import MeshPlacement, MeshTensor, PlacementError
+from torchard.sharding.values.place import MeshTensor, PlacementError
+from torchard.sharding.values.placement import MeshPlacement
 
 __all__ = ["from_dtensor", "to_dtensor"]
 

@@ -18,11 +18,12 @@ from torchard.functional.engine.transformed import Transformed
 from torchard.functional.tracing.trace_state import active
 from torchard.sharding.layouts.layout import Coords, Layout, chunk
 from torchard.sharding.lowering.plan_consistency import agree_on_values
-from torchard.sharding.shard import Shard
+from torchard.sharding.shard_rewrite import Shard
 from torchard.sharding.values.axis_rules import AxisRules, resolved
 from torchard.sharding.values.constrain import constrain
 from torchard.sharding.values.mesh import Mesh
-from torchard.sharding.values.place import METHODS, MeshPlacement, MeshTensor, PlacementError
+from torchard.sharding.values.place import MeshTensor, PlacementError
+from torchard.sharding.values.placement import METHODS, MeshPlacement
 from torchard.sharding.values.spec import P, SpecError, layout_of
 from torchard.sharding.values.spectree import broadcast
 from torchard.sharding.values.store_allgather import exchange

@@ -61,7 +61,7 @@ def register_rule(
 
     Clauses state what dims alone cannot::
 
-        ... d -> ... d | whole d            d may not be split; ``...`` is all of its dims, ``.0`` its last
+        ... d -> ... d | whole d            may not be split; ``...`` is all dims of it, ``.0`` the last
         ... d -> ... | reduce d max         partial results over d are combined by max or min, not summed
         n n, n k -> n k, n n | same k       results without k are the same for every part of k, not sums
         -> i j | index i j                  i and j are on no operand; ``emit`` computes the rank's part

@@ -2,50 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import fx
 
 from torchard.functional.core.arguments import checked
 from torchard.functional.engine.transformed import Transformed
-from torchard.functional.programs.graphs import output_values
-from torchard.functional.programs.program import FREE, Leaf, Program, Rewrite
-from torchard.functional.programs.tags import NAME, VAL
-from torchard.sharding.layouts.layout import Layout
-from torchard.sharding.lowering.lower_manual import attach_moves
-from torchard.sharding.lowering.runtime import runtime_of
-from torchard.sharding.lowering.windows import attach_windows
-from torchard.sharding.planning.canonicalize import prepare
-from torchard.sharding.planning.constraints import (
-    SpecHint,
-    constrain_named,
-    constraint_layouts,
-    constraint_rank,
-    insert_constraint,
-    matches,
-    where_of,
-)
-from torchard.sharding.planning.decision import BATCH, DERIVED, PARAMETER, Given
-from torchard.sharding.planning.manual_options import check_local, local_operations, may_leave_as
-from torchard.sharding.planning.plan import choose, warn_of_idle_axes
-from torchard.sharding.planning.updates import after_backward, source_of, updated_inputs
-from torchard.sharding.scheduling.gathers import layer_of
-from torchard.sharding.scheduling.partition import partition, unpartition
-from torchard.sharding.scheduling.precision import check_reduce_dtype, reduce_widely
-from torchard.sharding.scheduling.schedule import Schedule, schedule
+from torchard.sharding.scheduling.precision import check_reduce_dtype
+from torchard.sharding.scheduling.schedule import Schedule
+from torchard.sharding.shard_rewrite import Shard
 from torchard.sharding.values.axis_rules import AxisRules, Rules, resolved
-from torchard.sharding.values.constrain import constraint_spec, number_of
-from torchard.sharding.values.mesh import Mesh, MeshError, default_device
-from torchard.sharding.values.place import METHODS, MeshPlacement
-from torchard.sharding.values.spec import P, SpecError, layout_of
-from torchard.sharding.values.spectree import specs_of_arguments, specs_of_results
+from torchard.sharding.values.mesh import Mesh
+from torchard.sharding.values.spec import P
 
 __all__ = ["Shard", "shard"]
-
-_PLANNED = "planned by, with inputs"  # of a program's facts
 
 
 @checked
@@ -63,20 +34,20 @@ def shard(
 ) -> Transformed:
     """Run a function that is written for whole arrays on a mesh.
 
-    How values inside are split is propagated from the specs of arguments, results and constraints. What
-    will cross the network is in ``.lower(*args).collectives``, before anything runs.
+    The layouts of values inside are propagated from the specs of arguments, results and constraints.
+    ``.lower(*args).collectives`` lists what will cross the network, before anything runs.
 
     Args:
         fn: a pure function of pytrees.
         mesh: where it runs.
         in_specs: a pytree prefix of the positional arguments (or a mapping by argument name) with a `P`
-            at each leaf; None takes the specs that placed arguments carry.
+            at each leaf; None takes the specs of placed arguments.
         out_specs: a pytree prefix of the result; None leaves a spec to propagation.
         constrain_at: specs for named values, by a pattern over ``scope/name``; see `scope` and `name`.
         rules: a mapping from names of dims, in these specs and in `constrain` inside, to axes.
-        reduce_dtype: the dtype of sums over ranks of narrower floats; None keeps their own.
+        reduce_dtype: the dtype in which narrower floats are summed over ranks; None sums in their own.
         schedule: how far ahead parameters are gathered, and how gradients are merged; see `Schedule`.
-        check_replicated: compare plain tensors over ranks by checksum when they are first used.
+        check_replicated: compare plain tensors across ranks by checksum when they are first used.
 
     Returns:
         A function of plain tensors (one value, the same on every rank) and MeshTensors. 0-d results,
@@ -86,8 +57,8 @@ def shard(
 
     Raises (when called):
         SpecError: a spec does not fit its value; the message names the argument's path.
-        MeshError: a MeshTensor lives on another mesh.
-        ReplicaMismatch, PlanMismatch: ranks disagree.
+        MeshError: a MeshTensor is on another mesh.
+        ReplicaMismatch, PlanMismatch: ranks pass different plain tensors, or plan different programs.
 
     Source: GSPMD, Xu et al., arXiv:2105.04663; factor propagation as in Shardy.
 
@@ -107,308 +78,15 @@ def shard(
     check_reduce_dtype(reduce_dtype)
     in_specs = resolved(in_specs, rules, mesh, "in_specs")
     out_specs = resolved(out_specs, rules, mesh, "out_specs")
-    constraints = tuple((constrain_at or {}).items())
-    known = None if rules is None else Rules.of(rules, mesh)
-    how = schedule or Schedule()
-    own = Shard(
-        mesh, in_specs, out_specs, constraints, check_replicated, fn, known, reduce_dtype, how
+    rewrite = Shard(
+        mesh,
+        in_specs,
+        out_specs,
+        constraints=tuple((constrain_at or {}).items()),
+        check_replicated=check_replicated,
+        fn=fn,
+        rules=None if rules is None else Rules.of(rules, mesh),
+        reduce_dtype=reduce_dtype,
+        schedule=schedule,
     )
-    return Transformed(fn, (own,))
-
-
-class Shard(Rewrite):
-    """The rewrite behind ``shard``: a global program becomes an SPMD program."""
-
-    def __init__(
-        self,
-        mesh: Mesh,
-        in_specs: Any = None,
-        out_specs: Any = None,
-        constraints: tuple[tuple[str, P], ...] = (),
-        check_replicated: bool = True,
-        fn: Callable[..., Any] | None = None,
-        rules: Rules | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        schedule: Schedule | None = None,
-    ) -> None:
-        self.mesh, self.in_specs, self.out_specs = mesh, in_specs, out_specs
-        self.reduce_dtype, self.schedule = reduce_dtype, schedule or Schedule()
-        self.warned: set[str] = set()
-        self.constraints, self.check_replicated = constraints, check_replicated
-        self.fn, self.rules = fn, rules
-
-    def _key(self) -> tuple[Any, ...]:
-        specs = (self.in_specs, self.out_specs)
-        given = tuple(None if s is None else id(s) for s in specs)
-        how = (self.check_replicated, self.rules, self.reduce_dtype, self.schedule)
-        return self.mesh, given, self.constraints, how
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Shard) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def __repr__(self) -> str:
-        return f"shard({self.mesh})"
-
-    def covers(self, other: Rewrite) -> bool:
-        """Whether what another rewrite asks for is done when this one has run."""
-        if isinstance(other, Shard) and other.mesh != self.mesh:
-            raise MeshError(
-                f"a value or an inner shard is on {other.mesh}, the enclosing shard on {self.mesh}; "
-                "one program runs on one mesh. Use the same mesh, or call them one after the other."
-            )
-        return isinstance(other, Shard)
-
-    def wants(self, node: fx.Node) -> bool:
-        """Whether ``constrain_at`` means a value."""
-        return NAME.on(node) and any(matches(node, pattern) for pattern, _ in self.constraints)
-
-    # -- before: what the user said, leaf by leaf ----------------------------------------------
-
-    def annotate(self, program: Program) -> Program:
-        """Check the specs against the function's own trees and leave them on the leaves."""
-        for leaf in program.inputs:
-            if isinstance(leaf.tag, MeshPlacement):
-                _check_mesh(leaf, self.mesh)
-        _check_devices(program, self.mesh)
-        given = specs_of_arguments(program, self.in_specs, self.fn)
-        wanted = specs_of_results(program, self.out_specs)
-        errors: list[str] = []
-        inputs = tuple(
-            self._hinted(leaf, given.get(leaf.path), node, "in_specs", errors)
-            for leaf, node in zip(program.inputs, program.placeholders, strict=True)
-        )
-        outputs = tuple(
-            self._hinted(leaf, wanted.get(leaf.path), node, "out_specs", errors)
-            for leaf, node in zip(program.outputs, program.results, strict=True)
-        )
-        if errors:
-            raise SpecError("\n".join(errors))
-        return replace(program, inputs=inputs, outputs=outputs)
-
-    def _hinted(
-        self, leaf: Leaf, spec: P | None, node: fx.Node, which: str, errors: list[str]
-    ) -> Leaf:
-        if spec is None:
-            return leaf
-        path = f"{which} gives {leaf.path} a spec: {leaf.path}"
-        try:
-            layout_of(spec, tuple(VAL.of(node).shape), self.mesh, path)
-        except SpecError as error:
-            errors.append(str(error))
-        return replace(leaf, hint=SpecHint(spec))
-
-    # -- the rewrite ---------------------------------------------------------------------------
-
-    def __call__(self, program: Program) -> Program:
-        """The SPMD program."""
-        graph = unpartition(program.graph)
-        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        self._constrain_inputs(graph, program, placeholders)
-        constrain_named(graph, self.constraints)
-        self._resolve_constraints(graph)
-        prepare(graph)
-        made = choose(graph, self._given(program, graph), self.mesh)
-        warn_of_idle_axes(made, self.mesh, program.name, self.warned)
-        new = partition(made.graph, made.given, made.decision, self.mesh.sizes)
-        attach_moves(new, self.mesh)
-        attach_windows(new, self.mesh)
-        if self.reduce_dtype is not None:
-            reduce_widely(new, self.reduce_dtype)
-        outputs = self._outputs(program, made.decision.outputs)
-        inputs = tuple(
-            replace(leaf, tag=outputs[leaf.of].tag)
-            if leaf.role == "cotangent" and leaf.of is not None
-            else leaf
-            for leaf in program.inputs
-        )
-        runtime = runtime_of(self.mesh, self.check_replicated)
-        facts = {**program.facts, _PLANNED: (self, tuple(made.given.inputs.values()))}
-        return replace(
-            program, graph=new, inputs=inputs, outputs=outputs, runtime=runtime, facts=facts
-        )
-
-    def finish(self, program: Program) -> Program:
-        """Say when collectives run and which run as one, those of what the backward makes again too."""
-        planner, given = program.facts[_PLANNED]
-        if planner is not self:  # a shard around this one planned anew
-            return program
-        layers: dict[fx.Node, str] = {}
-        batch: set[str] = set()
-        for leaf, node, known in zip(program.inputs, program.placeholders, given, strict=True):
-            if isinstance(known, int):
-                continue
-            layout, rank = known
-            if isinstance(leaf.hint, SpecHint):  # where a plain argument is put first
-                layout = self._layout_of_hint(leaf, node)
-            if rank == PARAMETER:
-                layers[node] = layer_of(leaf.path)
-            elif rank == BATCH:
-                batch |= set(layout.split_axes)
-        schedule(program, self.schedule, layers, batch)
-        return program
-
-    def inline(self, program: Program) -> Program:
-        """For an outer trace: the same global program, its specs as constraints."""
-        copied = program.copy()
-        graph = copied.graph
-        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        self._constrain_inputs(graph, copied, placeholders)
-        self._constrain_outputs(graph, copied)
-        constrain_named(graph, self.constraints)
-        self._resolve_constraints(graph)
-        plain = tuple(
-            replace(leaf, tag=None) if leaf.tag is FREE else leaf for leaf in copied.outputs
-        )
-        own = Shard(
-            self.mesh,
-            check_replicated=self.check_replicated,
-            reduce_dtype=self.reduce_dtype,
-            schedule=self.schedule,
-        )
-        return replace(copied, outputs=plain, asks=(*copied.asks, own))
-
-    def _constrain_inputs(
-        self, graph: fx.Graph, program: Program, placeholders: Sequence[fx.Node]
-    ) -> None:
-        last = placeholders[-1] if placeholders else None
-        for leaf, node in zip(program.inputs, placeholders, strict=True):
-            if isinstance(leaf.hint, SpecHint) and leaf.role in ("primal", "closure", "tangent"):
-                if not node.users or self._layout_of_hint(leaf, node) == _tag_layout(leaf, node):
-                    continue
-                assert last is not None
-                with graph.inserting_after(last):
-                    insert_constraint(node, leaf.hint, leaf.path, soft=True)
-
-    def _constrain_outputs(self, graph: fx.Graph, program: Program) -> None:
-        out = graph.output_node()
-        values = list(out.args[0])  # type: ignore[arg-type]
-        last = graph.find_nodes(op="placeholder")[-1:]
-        for i, leaf in enumerate(program.outputs):
-            value = values[i]
-            if isinstance(leaf.hint, SpecHint) and isinstance(value, fx.Node):
-                # Ahead of all that reads the value: what is computed of a result reads the result.
-                with graph.inserting_after(last[0] if value.op == "placeholder" else value):
-                    values[i] = insert_constraint(value, leaf.hint, leaf.path, soft=False)
-        out.args = (tuple(values),)
-
-    def _resolve_constraints(self, graph: fx.Graph) -> None:
-        """Axes for what ``constrain`` named, here and not in what is around this shard."""
-        if self.rules is None:
-            return
-        for node in graph.nodes:
-            spec = constraint_spec(node)
-            if spec is not None:
-                spec = self.rules.spec(spec, where_of(node))
-                node.args = (node.args[0], number_of(spec))
-
-    def _layout_of_hint(self, leaf: Leaf, node: fx.Node) -> Layout:
-        hint = leaf.hint
-        assert isinstance(hint, SpecHint)
-        return hint.layout(tuple(VAL.of(node).shape), self.mesh, leaf.path)
-
-    # -- what is given -------------------------------------------------------------------------
-
-    def _given(self, program: Program, graph: fx.Graph) -> Given:
-        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        updated, stepped = updated_inputs(graph, program.outputs), after_backward(graph)
-        wanted = {leaf.of for leaf in program.outputs if leaf.role == "gradient"}
-        inputs: dict[fx.Node, tuple[Layout, int] | int] = {}
-        for i, (leaf, node) in enumerate(zip(program.inputs, placeholders, strict=True)):
-            if leaf.role == "cotangent" and leaf.of is not None:
-                inputs[node] = leaf.of
-                continue
-            rank = PARAMETER if i in wanted or node in updated.values() else BATCH
-            if isinstance(leaf.hint, SpecHint) and leaf.hint.spec.weak:
-                rank = DERIVED
-            inputs[node] = (_tag_layout(leaf, node), rank)
-        leaves = dict(zip(placeholders, program.inputs, strict=True))
-        outputs: list[Layout | None] = []
-        for i, (leaf, value) in enumerate(zip(program.outputs, output_values(graph), strict=True)):
-            layout = self._layout_of_result(leaf, value)
-            if layout is None and i in updated:
-                layout = self._layout_of_update(value, value in stepped, leaves[updated[i]], updated[i])
-            outputs.append(layout)
-        check_local(graph, program, self.mesh)
-        constraints = constraint_layouts(graph, self.mesh)
-        ranks = {n: constraint_rank(n, inputs) for n in constraints}
-        return Given(inputs, tuple(outputs), constraints, ranks, local_operations(graph))
-
-    def _layout_of_result(self, leaf: Leaf, value: Any) -> Layout | None:
-        """The layout that an output must have; None if it is left to propagation."""
-        if not isinstance(value, fx.Node):
-            return Layout.replicated(())
-        shape = tuple(VAL.of(value).shape)
-        if isinstance(leaf.tag, MeshPlacement):
-            return leaf.tag.layout(shape)
-        if leaf.tag is None or not shape:
-            return Layout.replicated(shape)
-        if isinstance(leaf.hint, SpecHint):
-            return leaf.hint.layout(shape, self.mesh, leaf.path)
-        return None
-
-    def _layout_of_update(
-        self, value: fx.Node, stepped: bool, given: Leaf, source: fx.Node
-    ) -> Layout | None:
-        """The layout of an input, for its new value or its gradient; None if it has none to keep.
-
-        Args:
-            stepped: the value is made of gradients.
-        """
-        layout = _tag_layout(given, source)
-        if given.tag is None and isinstance(given.hint, SpecHint):  # plain, and split by in_specs
-            layout = self._layout_of_hint(given, source)
-        # A step's new parameter stays whole where the old one was placed so.
-        meant = not layout.is_replicated or (stepped and isinstance(given.tag, MeshPlacement))
-        return layout if meant and may_leave_as(value, layout, self.mesh.sizes) else None
-
-    def _outputs(self, program: Program, layouts: Sequence[Layout]) -> tuple[Leaf, ...]:
-        tags = {n: leaf.tag for leaf, n in zip(program.inputs, program.placeholders, strict=True)}
-        done = []
-        for leaf, value, layout in zip(program.outputs, program.results, layouts, strict=True):
-            if leaf.tag is FREE:
-                held = MeshPlacement.of(self.mesh, layout)
-                plain = not layout.dims
-                if not plain and isinstance(leaf.hint, SpecHint) and leaf.hint.spec.is_replicated:
-                    # The new value of what is placed so stays placed.
-                    source = source_of(value)
-                    plain = source is None or tags[source] != held
-                leaf = replace(leaf, tag=None if plain else held)
-            done.append(leaf)
-        return tuple(done)
-
-
-def _check_mesh(leaf: Leaf, mesh: Mesh) -> None:
-    assert isinstance(leaf.tag, MeshPlacement)
-    if leaf.tag.mesh != mesh:
-        raise MeshError(
-            f"{leaf.path} is on {leaf.tag.mesh}, but the enclosing shard runs on {mesh}. Place it on "
-            "that mesh (place(x.full(), mesh, spec)), or shard the function on its own."
-        )
-
-
-def _check_devices(program: Program, mesh: Mesh) -> None:
-    """All values of a program are on one kind of device: the mesh's."""
-    kinds: dict[str, str] = {}
-    for leaf, node in zip(program.inputs, program.placeholders, strict=True):
-        val = VAL.of(node)
-        if val.ndim and val.device.type != "meta":
-            kinds.setdefault(val.device.type, leaf.path)
-    want = default_device(mesh).type if not mesh.virtual else next(iter(kinds), None)
-    for kind, path in kinds.items():
-        if kind != want:
-            others = next((f" and {p} is on {k}" for k, p in kinds.items() if k != kind), "")
-            raise MeshError(
-                f"{path} is on {kind}{others}; {mesh} works on {want}. Move it there with "
-                f".to({want!r}) before the call."
-            )
-
-
-def _tag_layout(leaf: Leaf, node: fx.Node) -> Layout:
-    shape = tuple(VAL.of(node).shape)
-    return leaf.tag.layout(shape) if isinstance(leaf.tag, MeshPlacement) else Layout.replicated(shape)
-
-
-METHODS.rewrite = Shard
+    return Transformed(fn, (rewrite,))

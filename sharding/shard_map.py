@@ -1,9 +1,9 @@
-"""shard_map: a function written for one rank's shards, run on every rank of a mesh.
+"""shard_map: run a function written for one rank's shards on every rank of a mesh.
 
-The one idea: inside, values are local; at the edges they are global. So shard_map is ``shard`` of a
-function that makes its arguments local, runs ``fn`` on them, and makes the results global again. Along
-axes that are not manual they are global inside as well, and everything else (placement, propagation,
-gradients, nesting, runtimes) is shard's.
+Inside, values are local; at the edges they are global. So shard_map is ``shard`` of a function that makes
+its arguments local, runs ``fn`` on them, and makes the results global again. Along axes that are not
+manual, values are global inside as well. Everything else (placement, propagation, gradients, nesting,
+runtimes) is shard's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torchard.functional.engine.transformed import Transformed
 from torchard.functional.tracing.signature import paths_of
 from torchard.sharding.manual.manual_collectives import Enter, Leave
 from torchard.sharding.manual.varying_axes import ManualRegion, apply, in_region, varying_axes
-from torchard.sharding.shard import Shard
+from torchard.sharding.shard_rewrite import Shard
 from torchard.sharding.values.mesh import Mesh, MeshError, default_device
 from torchard.sharding.values.spec import P, SpecError, layout_of
 from torchard.sharding.values.spectree import as_arguments, broadcast
@@ -44,23 +44,24 @@ def shard_map(
     """Run a function that is written for one rank's shards on every rank of a mesh.
 
     Inside, ranks communicate over the manual axes by `psum`, `all_gather`, `ppermute` and so on. Each
-    value varies over some of these axes and is invariant over the others. Gradients follow from that:
-    the gradient of an invariant value is summed over the ranks that used it differently.
+    value varies over some of these axes and is invariant over the others, which determines gradients: the
+    gradient of an invariant value is the sum of the gradients of the ranks that use it.
 
-    Along the other, automatic axes, values are whole inside, and how they are split is propagated as in
-    `shard`: from placed arguments, an enclosing `shard`, and ``constrain(x, P("dp"))`` inside. A dim
-    split by both is split over the manual axes first.
+    Along the other axes, which are automatic, values are global inside, and their layouts are propagated
+    as in `shard`: from placed arguments, an enclosing `shard`, and ``constrain(x, P("dp"))`` inside. A
+    dim split by both is split over the manual axes first.
 
     Args:
         fn: a pure function of shards. An argument of shape [8, 6] with spec ``P("x", None)`` has shape
             [8 / x, 6] inside.
         mesh: where it runs; process groups or virtual.
         in_specs: a pytree prefix of the positional arguments (keyword arguments are replicated). An
-            argument is invariant over the manual axes its spec leaves out. Specs name manual axes only.
+            argument is invariant over the manual axes that its spec leaves out. Specs name manual axes
+            only.
         out_specs: a pytree prefix of the result. A dim with axes is the concatenation of the ranks'
-            results along them. Over a manual axis that its spec leaves out, a result must be invariant.
-        axis_names: the set of manual axes; None makes all of them manual.
-        check_replicated: compare plain tensors over ranks by checksum when they are first used.
+            results along them. A result must be invariant over the manual axes that its spec leaves out.
+        axis_names: the set of manual axes; None makes all axes manual.
+        check_replicated: compare plain tensors across ranks by checksum when they are first used.
 
     Returns:
         A function of plain tensors (one global value) and MeshTensors. 0-d results are plain tensors,
@@ -69,9 +70,9 @@ def shard_map(
     Raises (when called, except for axis_names):
         SpecError: a spec does not fit its value, does not divide it evenly, names an automatic axis, or
             claims that a varying result is replicated; names the path, the axis and the remedy.
-        MeshError: shard_map inside shard_map, a collective over an invariant or automatic axis,
-            `constrain` over a manual one, or ``axis_names`` that are not axes of the mesh.
-        DerivativeError: through pmax or pmin.
+        MeshError: shard_map inside shard_map, a collective over an automatic axis or of an invariant
+            value, `constrain` over a manual axis, or ``axis_names`` that are not axes of the mesh.
+        DerivativeError: the derivative of pmax or pmin is needed.
 
     Source: ``jax.shard_map`` with ``check_vma=True`` and ``axis_names``.
 
@@ -94,20 +95,20 @@ def shard_map(
     manual = _manual_axes(axis_names, mesh)
     local = _Local(fn, mesh, manual, in_specs, out_specs)
     functools.update_wrapper(local, fn, updated=())
-    # They say all there is to say of the results only if no axis is left to propagation.
-    whole = out_specs if len(manual) == len(mesh.axes) else None
-    own = Shard(mesh, None, whole, check_replicated=check_replicated, fn=fn)
-    return Transformed(local, (own,))
+    # The out_specs fix the layouts of the results only if no axis is left to propagation.
+    fixed = out_specs if len(manual) == len(mesh.axes) else None
+    rewrite = Shard(mesh, None, fixed, check_replicated=check_replicated, fn=fn)
+    return Transformed(local, (rewrite,))
 
 
 def _manual_axes(names: Collection[str] | None, mesh: Mesh) -> tuple[str, ...]:
-    """In the mesh's order."""
+    """The manual axes, in the mesh's order."""
     if names is None:
         return mesh.axes
     if isinstance(names, str) or not isinstance(names, Collection) or not len(names):
         raise MeshError(
             f"shard_map(..., axis_names={names!r}): name the manual axes of {mesh} in a set, as in "
-            f"axis_names={{{mesh.axes[-1]!r}}}; leave it out where all are, and use shard where none is."
+            f"axis_names={{{mesh.axes[-1]!r}}}; leave it out if all are manual, and use shard if none is."
         )
     if unknown := [a for a in names if not (isinstance(a, str) and a in mesh.shape)]:
         raise MeshError(
@@ -118,7 +119,7 @@ def _manual_axes(names: Collection[str] | None, mesh: Mesh) -> tuple[str, ...]:
 
 
 class _Local(Wrapper):
-    """The function of global values that runs fn on local ones."""
+    """The function of global values that runs ``fn`` on local ones."""
 
     def __init__(
         self,
@@ -135,7 +136,7 @@ class _Local(Wrapper):
         if in_region():
             raise MeshError(
                 "shard_map inside shard_map: write one shard_map whose axis_names are all the axes that "
-                "are to be manual."
+                "should be manual."
             )
         given, named = self._entered(args, kwargs)
         tensors = [x for x in tree.leaves(args) if isinstance(x, torch.Tensor) and x.ndim]
@@ -174,7 +175,7 @@ class _Local(Wrapper):
 
 @dataclass(frozen=True)
 class _Edges:
-    """Between the global values of a mesh and those that are local along its manual axes."""
+    """The edges between global values and values that are local along the manual axes."""
 
     mesh: Mesh
     manual: tuple[str, ...]
@@ -184,16 +185,17 @@ class _Edges:
         return tuple(a for a in self.mesh.axes if a not in self.manual)
 
     def enter(self, x: torch.Tensor, spec: P | None) -> torch.Tensor:
+        """The local value of a global argument."""
         if spec is None or spec.is_replicated:
-            return x  # what is the same everywhere is local as it is
+            return x  # the local value is the global one
         return apply(Enter(self.manual, *self.parts(spec, x.ndim)), x)
 
     def leave(self, x: torch.Tensor, spec: P | None) -> torch.Tensor:
-        """Also what is the same everywhere: no manual axis splits it, whatever it is made of."""
+        """The global value of a local result, a replicated one too: manual axes must not split it."""
         return apply(Leave(self.manual, *self.parts(spec or P(), x.ndim)), x)
 
     def parts(self, spec: P, rank: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-        """For each dim the axes that split it, joined by commas, and into how many parts."""
+        """For each dim the axes that split it, separated by commas, and the number of parts."""
         names = [(e,) if isinstance(e, str) else e or () for e in spec.entries]
         names += [()] * (rank - len(names))
         counts = (math.prod(self.mesh.shape[a] for a in e) for e in names)
@@ -206,14 +208,14 @@ class _Edges:
 def _check_all(
     which: str, leaves: Sequence[Any], specs: Sequence[P | None], paths: Sequence[str], edges: _Edges
 ) -> None:
-    """Every argument against its spec; all misfits in one error."""
+    """Check every argument against its spec; one error lists all misfits."""
     errors = []
     for x, spec, path in zip(leaves, specs, paths, strict=True):
         if spec is None:
             continue
         if not isinstance(x, torch.Tensor):
             if not spec.is_replicated:
-                errors.append(f"{which} gives {path} the spec {spec}, but it is no tensor: use None.")
+                errors.append(f"{which} gives {path} the spec {spec}, but it is not a tensor; use None.")
         elif problem := _misfit(which, tuple(x.shape), spec, path, edges):
             errors.append(problem)
     if errors:
@@ -221,17 +223,18 @@ def _check_all(
 
 
 def _misfit(which: str, shape: tuple[int, ...], spec: P, path: str, edges: _Edges) -> str | None:
-    named = _misnamed(which, shape, spec, path, edges)
-    if named is not None:
-        return named
+    """The error in the spec of an argument, as a message; None if there is none."""
+    wrong_names = _misnamed(which, shape, spec, path, edges)
+    if wrong_names is not None:
+        return wrong_names
     split = zip(shape, *edges.parts(spec, len(shape)), strict=True)
     for d, (n, entry, parts) in enumerate(split):
         if n % parts:
             return (
                 f"{which} gives {path} the spec {spec}, which splits dim {d} of shape "
-                f"{list(shape)} over {entry!r} into {parts} parts, and {n} does not divide: inside "
-                "shard_map every rank has the same shapes. Pad it to "
-                f"{-(-n // parts) * parts}, or use shard, which takes uneven shards."
+                f"{list(shape)} over {entry!r} into {parts} parts, but {n} is not divisible by {parts}: "
+                "inside shard_map every rank has the same shapes. Pad it to "
+                f"{-(-n // parts) * parts}, or use shard, which allows uneven shards."
             )
     return None
 
@@ -239,9 +242,10 @@ def _misfit(which: str, shape: tuple[int, ...], spec: P, path: str, edges: _Edge
 def _misnamed(
     which: str, shape: tuple[int, ...], spec: P, path: str, edges: _Edges
 ) -> str | None:
+    """The error in the names of a spec, as a message; None if there is none."""
     if spec.named is not None:
         return (
-            f"{which} gives {path} the spec {spec}: shard_map has no named factors; reshape, so that "
+            f"{which} gives {path} the spec {spec}: shard_map takes no named factors; reshape, so that "
             "the factor is a dim of its own."
         )
     try:
@@ -255,15 +259,16 @@ def _misnamed(
 def _is_automatic(which: str, path: str, spec: P, axis: str, edges: _Edges) -> str:
     return (
         f"{which} gives {path} the spec {spec}, which names {axis!r}, but axis_names makes only "
-        f"{' and '.join(map(repr, edges.manual))} manual. Along {axis!r} the value is whole inside, and "
-        f"propagation chooses its layout: drop {axis!r} here and say it where values are global, by the "
-        f"spec an argument is placed with or constrain(x, P({axis!r})); or add it to axis_names."
+        f"{' and '.join(map(repr, edges.manual))} manual. Along {axis!r} the value is global inside, and "
+        f"propagation chooses its layout: drop {axis!r} here and use it where values are global, in the "
+        f"spec that an argument is placed with or in constrain(x, P({axis!r})); or add it to axis_names."
     )
 
 
 def _check_results(
     leaves: Sequence[Any], specs: Sequence[P | None], paths: Sequence[str], edges: _Edges
 ) -> None:
+    """Check every result against its spec; one error lists all misfits."""
     errors = []
     for x, spec, path in zip(leaves, specs, paths, strict=True):
         if not isinstance(x, torch.Tensor):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib
 import itertools
 import platform
 import re
@@ -33,14 +32,11 @@ from refusals import refuses
 from torch import fx
 
 from torchard.functional.core.errors import RetraceWarning
-from torchard.sharding import Mesh, P, place, shard
+from torchard.sharding import Mesh, P, place, shard, shard_rewrite
 from torchard.sharding.decompositions.decompose import comes_apart
 from torchard.sharding.planning.plan import Plan, choose
 from torchard.sharding.rules import lookup
 from torchard.sharding.testing import check_sharded, random_spec
-
-# The package's attribute of that name is the function.
-shard_module: Any = importlib.import_module("torchard.sharding.shard")
 
 MESHES = [Mesh(axes, virtual=True) for axes in ({"a": 2}, {"a": 3}, {"a": 4}, {"a": 2, "b": 2})]
 LEAST = 4  # an entry of few samples is tried with several specs
@@ -88,11 +84,11 @@ def _is_operation(target: Any) -> bool:
 @contextmanager
 def watched(seen: Seen) -> Iterator[None]:
     """Look at every plan that ``shard`` makes."""
-    shard_module.choose = seen.plan
+    shard_rewrite.choose = seen.plan
     try:
         yield
     finally:
-        shard_module.choose = choose
+        shard_rewrite.choose = choose
 
 
 # -- one case -----------------------------------------------------------------------------------------
@@ -162,7 +158,7 @@ def _tolerance(case: Case) -> float:
 def _ours(error: BaseException) -> bool:
     """Whether the comparison itself failed, not an assertion on the way."""
     last = traceback.extract_tb(error.__traceback__)[-1]
-    return last.filename.endswith(("sharding/testing.py", "op_sweep.py"))
+    return last.filename.endswith(("sharding/testing/check.py", "op_sweep.py"))
 
 
 def _words(error: BaseException) -> str:

@@ -126,7 +126,7 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "named factors": (
         shard_map(local_loss, X2, (P(), P.factors("(a b) c", a=2, b="x")), P()),
         SpecError,
-        r"shard_map has no named factors",
+        r"shard_map takes no named factors",
     ),
     "specs that are no prefix": (
         shard_map(local_loss, X2, (P(), P(), P()), P()),
@@ -246,7 +246,7 @@ def test_refuses(name: str) -> None:
 AXIS_NAMES: dict[str, tuple[Any, str]] = {
     "none of the mesh": ({"z"}, r"axis_names={'z'}\): Mesh.* has no axis 'z'; its axes are x, y\."),
     "a string": ("x", r"axis_names='x'\): name the manual axes of .* in a set, as in axis_names={'y'}"),
-    "none at all": ((), r"axis_names=\(\)\): name the manual axes .* use shard where none is"),
+    "none at all": ((), r"axis_names=\(\)\): name the manual axes .* use shard if none is"),
 }
 
 
