@@ -8,7 +8,6 @@ whole axis. The transport decides how a reshard step moves data; everything here
 from __future__ import annotations
 
 import itertools
-import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,7 +23,8 @@ from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.reshard import ReshardStep
 from torchard.sharding.layouts.tags import AFTER, BUCKET, GATHERED, LOWERED, TURN
-from torchard.sharding.rules import Call, lookup, rule_of
+from torchard.sharding.lowering.empty_shards import empty_shard_result
+from torchard.sharding.rules import Call, lookup
 from torchard.sharding.rules.blocks import Piece
 from torchard.sharding.scheduling.collectives import record_of
 from torchard.sharding.values.mesh import Mesh
@@ -324,7 +324,7 @@ class Lowering:
         self.env[node] = parts
 
     def _local(self, node: fx.Node, call: Call, outs: tuple[Layout, ...], at: Coords) -> Any:
-        empty = self._empty(node, call, outs, at)
+        empty = empty_shard_result(call, outs, at, self.mesh.shape, self.emit.full)
         if empty is not None:
             return empty
 
@@ -339,66 +339,6 @@ class Lowering:
             SHAPE.set(result, self.local_shape(outs[0], at))
         return result
 
-    def _empty(self, node: fx.Node, call: Call, outs: tuple[Layout, ...], at: Coords) -> Any:
-        """The identity, where a rank has nothing to compute: some kernels crash on empty shards."""
-        split = any(o.split_axes for o in outs) or any(
-            LAYOUT.of(o).split_axes for o in call.operands
-        )
-        if not split:
-            return None
-        shapes = [self.local_shape(o, at) for o in outs]
-        vals = _results(node)
-        if all(0 in s for s in shapes):
-            return _spread(node, [self.emit.full(s, 0, v) for s, v in zip(shapes, vals, strict=True)])
-        op = self._empty_reduction(call, at)
-        if op is None:
-            return None
-        identities = [
-            self.emit.full(s, identity(op, v.dtype), v) for s, v in zip(shapes, vals, strict=True)
-        ]
-        return _spread(node, identities)
-
-    def _empty_reduction(self, call: Call, at: Coords) -> str | None:
-        """The reduction over a factor of which this coordinate has no element; None if there is none."""
-        rule = rule_of(call)
-        for operand, dims in zip(call.operands, rule.ins, strict=True):
-            layout: Layout = LAYOUT.of(operand)
-            if not layout.split_axes:
-                continue
-            local = self.local_shape(layout, at)
-            for size, n, factors in zip(VAL.of(operand).shape, local, dims, strict=True):
-                if n == 0 and size and factors:
-                    return next((rule.combiner[f] for f in factors if f in rule.combiner), None)
-        return None
-
 
 def _axes_of(node: fx.Node) -> list[str]:
     return sorted({a for layout in result_layouts(node) for a in layout.axes})
-
-
-def _results(node: fx.Node) -> list[torch.Tensor]:
-    val = VAL.of(node)
-    values = val if isinstance(val, (tuple, list)) else (val,)
-    return [v for v in values if isinstance(v, torch.Tensor)]
-
-
-def _spread(node: fx.Node, values: list[Any]) -> Any:
-    """One values, or a tuple of several with None where the operation returns None."""
-    if not isinstance(VAL.of(node), (tuple, list)):
-        return values[0]
-    rest = iter(values)
-    return tuple(next(rest) if isinstance(v, torch.Tensor) else None for v in VAL.of(node))
-
-
-def identity(op: str, dtype: torch.dtype) -> float | int | bool:
-    """The neutral element of a reduction."""
-    if op == "sum":
-        return 0
-    if op not in ("max", "min"):
-        raise NotImplementedError(f"no neutral element is known for {op}")
-    if dtype == torch.bool:
-        return op == "min"
-    if dtype.is_floating_point:
-        return -math.inf if op == "max" else math.inf
-    info = torch.iinfo(dtype)
-    return info.min if op == "max" else info.max

@@ -38,7 +38,7 @@ def check_sharded(
         grads: also compare the gradients of all floating arguments. Cotangents are random small integers,
             so functions of integers stay exact.
         placed: pass the arguments as MeshTensors; False passes plain tensors and ``in_specs``.
-        tolerance: the largest difference, relative to the largest entry (or to 1 if that is larger). Where
+        tolerance: the largest difference, relative to the largest entry (or to 1 if that is larger). If
             the results of ``fn`` itself change by more when its inputs change by rounding errors, that
             much is allowed. 0 requires equal values.
 
