@@ -163,11 +163,11 @@ class _Local(Wrapper):
         leaves, structure = tree.flatten(out)
         paths = tree.paths(out, "out")
         _check_results(leaves, specs, paths, self.edges)
-        whole = [
+        results = [
             self.edges.leave(x, spec) if isinstance(x, torch.Tensor) else x
             for x, spec in zip(leaves, specs, strict=True)
         ]
-        return tree.unflatten(structure, whole)
+        return tree.unflatten(structure, results)
 
 
 # -- edges ----------------------------------------------------------------------------------------
