@@ -11,7 +11,13 @@ from collections.abc import Sequence
 import torch
 
 from torchard.sharding.manual.manual_collectives import Move, Sum
-from torchard.sharding.manual.varying_axes import apply, current, made_by_backward, native, varying_axes
+from torchard.sharding.manual.varying_axes import (
+    apply,
+    current,
+    made_by_backward,
+    native,
+    varying_axes,
+)
 from torchard.sharding.values.mesh import MeshError
 
 __all__ = [

@@ -231,7 +231,8 @@ class MeshTensor(Operators):
 
     def redistribute(self, spec: P) -> MeshTensor:
         """The same value with another spec. Every rank must call it."""
-        return METHODS.redistribute(self, spec)
+        moved: MeshTensor = METHODS.redistribute(self, spec)
+        return moved
 
     def __repr__(self) -> str:
         if self._dead:
