@@ -249,7 +249,7 @@ def test_wrong_rules(rules: Any, says: list[str]) -> None:
 
 
 def test_names_without_rules() -> None:
-    with pytest.raises(SpecError, match=r"no axis 'mlp'; its axes are dp, tp\. Names .* rules="):
+    with pytest.raises(SpecError, match=r"no axis 'mlp'; its axes are dp, tp\. To name dims .* rules="):
         place(mlp_parameters(), DP_TP, MLP)
     with pytest.raises(SpecError, match=r"constrain at .*test_names.* no axis 'batch'.* rules="):
         shard(mlp, DP_TP)(mlp_parameters(), X)
