@@ -138,7 +138,7 @@ def test_global_norm_counts_each_value_once(ranks: Results) -> None:
 def test_mesh_of_another_size_than_the_world(ranks: Results) -> None:
     n = len(ranks)
     for said in every(ranks, "mesh_of_another_size"):
-        assert said.startswith(f"MeshError: Mesh(tp={n + 1}) is {n + 1} ranks")
+        assert said.startswith(f"MeshError: Mesh(tp={n + 1}) has {n + 1} ranks")
         assert f"the process group has {n}" in said
 
 
