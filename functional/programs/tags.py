@@ -72,7 +72,7 @@ SEGMENTS: Tag[tuple[Any, ...]] = declare(
     "segments",
     "the checkpointed segments it is in, outermost first",
     written_by="remat/rematerialise, remat/segments, tracing/trace_state",
-    read_by="remat/segments, rewriting/replace, rewriting/search, tracing/trace_state",
+    read_by="remat/segments, rewriting/plan, rewriting/search, tracing/trace_state",
     follows="place",
 )
 PHASE: Tag[str] = declare(
