@@ -1,8 +1,9 @@
-"""Attention: batch and heads may be split, and the queries; keys and values are whole.
+"""Attention: batch, heads and query positions may be split; key and value positions may not.
 
-Grouped heads are written ``(g r)``: r query heads read one key head, so a group is split as one. Split
-queries of causal attention know their place in the sequence, which the kernel's own causal mask (query
-0 sees key 0) does not: a shard that does not start at 0 brings its rows of the mask instead.
+The query heads of grouped-query attention are written ``(h r)``: r query heads read each of h key
+heads, so splitting h splits queries, keys and values alike. The kernel's causal mask assumes that its
+first query is at position 0; a shard of the queries that starts elsewhere is given its rows of the mask
+explicitly.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.registry import Call, Local, register_rule
 
-OUT_OF_SIGHT = float("-inf")
+_MASKED = float("-inf")
 
 
 def _dims(query: Sequence[int], key: Sequence[int]) -> tuple[str, str, str] | None:
-    """Query, key and value of [batch, heads, length, width] by their factors."""
+    """The dims of query, key and value [batch, heads, length, width]; None if groups are uneven."""
     heads, groups = query[1], key[1]
     if groups == 0 or heads % groups:
         return None
-    of_query = "h" if heads == groups else f"(h={groups} r={heads // groups})"
-    return f"b {of_query} s d", "b h t d", "b h t e"
+    query_heads = "h" if heads == groups else f"(h={groups} r={heads // groups})"
+    return f"b {query_heads} s d", "b h t d", "b h t e"
 
 
 def _mask_dims(mask: Sequence[int], scores: Sequence[int], heads: str) -> str:
-    """A mask broadcasts from the right to the scores, [batch, heads, queries, keys]."""
+    """The dims of a mask, which broadcasts to the scores [batch, heads, queries, keys]."""
     names = ["b", heads, "s", "t"][4 - len(mask) :]
     sizes = scores[4 - len(mask) :]
     return " ".join(n if m == s else "1" for n, m, s in zip(names, mask, sizes, strict=True))
@@ -51,7 +52,7 @@ def _attention(call: Call) -> str | None:
 
 
 def _attention_backward(call: Call) -> str | None:
-    """What keys and values get is summed over the queries and query heads that read them."""
+    """The gradients of keys and values are summed over the queries and query heads that read them."""
     _, query, key, *_ = call.ins
     named = _dims(query, key)
     if named is None or call.arg(6):
@@ -65,17 +66,22 @@ def _attention_backward(call: Call) -> str | None:
 
 
 def _rows_of_causal_mask(local: Local, query: Any, rows: range, keys: int, like: Any) -> Any:
-    """[rows, keys] of zeros where a query may look, and minus infinity where it may not."""
-    at = {"device": like.device}
-    row = local.call(aten.arange.start_step, rows.start, rows.stop, 1, **at)
-    column = local.call(aten.arange.start_step, 0, keys, 1, **at)
+    """Rows of an additive causal mask [rows, keys]: 0 where a query attends to a key, -inf elsewhere."""
+    on = {"device": like.device}
+    row = local.call(aten.arange.start_step, rows.start, rows.stop, 1, **on)
+    column = local.call(aten.arange.start_step, 0, keys, 1, **on)
     hidden = local.call(aten.lt.Tensor, local.call(aten.unsqueeze.default, row, 1), column)
     zeros = local.call(aten.new_zeros.default, query, [len(rows), keys])
-    return local.call(aten.masked_fill.Scalar, zeros, hidden, OUT_OF_SIGHT)
+    return local.call(aten.masked_fill.Scalar, zeros, hidden, _MASKED)
 
 
 def _emit(call: Call, local: Local, query: int, causal: int) -> Any:
-    """``query``: which operand it is; ``causal``: at which argument the kernel is told."""
+    """Apply the kernel to a shard; causal queries that do not start at 0 are given a mask.
+
+    Args:
+        query: the index of the query among the operands.
+        causal: the position of the argument ``is_causal``.
+    """
     args = list(local.args)
     rows = local.operand_range(query, 2) if call.arg(causal, "is_causal", False) else range(0)
     if rows.start == 0:

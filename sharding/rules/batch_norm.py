@@ -1,4 +1,4 @@
-"""Batch norm: channels are free, and in training all other dims are whole (``decompose`` steps in)."""
+"""Batch norm: in training only channels may be split; where another dim is, it is decomposed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from torchard.sharding.rules.registry import Call, letters, register_rule, spell
 
 
 def _image(call: Call) -> tuple[str, list[str]]:
-    """The input's dims, and those that are not channels."""
+    """The dims of the input, and the names of all but the channel dim."""
     names = letters(len(call.ins[0]))
     return spell(names), [names[0], *names[2:]]
 
 
-def _of(shape: tuple[int, ...], image: str, channels: int, rank: int) -> str:
-    """An image, a vector of channels, or statistics that are not there (no elements)."""
+def _dims(shape: tuple[int, ...], image: str, channels: int, rank: int) -> str:
+    """The dims of an operand or result: the input's, a vector's over channels, or an empty tensor's."""
     if len(shape) == rank:
         return image
     return "d1" if shape == (channels,) else "none"
@@ -27,23 +27,24 @@ def _clauses(kind: str, names: list[str]) -> str:
 def _batch_norm(call: Call) -> str:
     image, others = _image(call)
     channels, rank = call.ins[0][1], len(call.ins[0])
-    ins, outs = ([_of(s, image, channels, rank) for s in some] for some in (call.ins, call.outs))
+    ins, outs = ([_dims(s, image, channels, rank) for s in shapes] for shapes in (call.ins, call.outs))
     whole = _clauses("whole {}", others) if call.arg(5) else ""
-    return f"{', '.join(ins)} -> {', '.join(outs)}{whole}{_nothing(outs)}"
+    return f"{', '.join(ins)} -> {', '.join(outs)}{whole}{_empty_clause(outs)}"
 
 
 def _batch_norm_backward(call: Call) -> str:
     image, others = _image(call)
     channels, rank = call.ins[0][1], len(call.ins[0])
-    ins, outs = ([_of(s, image, channels, rank) for s in some] for some in (call.ins, call.outs))
+    ins, outs = ([_dims(s, image, channels, rank) for s in shapes] for shapes in (call.ins, call.outs))
     training, mask = call.arg(7), call.arg(9)
     clauses = _clauses("whole {}", others) if training else ""
     if not training and (mask[1] or mask[2]):
         clauses = _clauses("reduce {} sum", others)
-    return f"{', '.join(ins)} -> {', '.join(outs)}{clauses}{_nothing([*ins, *outs])}"
+    return f"{', '.join(ins)} -> {', '.join(outs)}{clauses}{_empty_clause([*ins, *outs])}"
 
 
-def _nothing(texts: list[str]) -> str:
+def _empty_clause(texts: list[str]) -> str:
+    """The clause on empty tensors (statistics that are not kept), whose dim may not be split."""
     return " | whole none" if "none" in texts else ""
 
 

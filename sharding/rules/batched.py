@@ -1,6 +1,7 @@
-"""Operations on the last dims of their operands: whatever is in front of those may be split.
+"""Rules of batched operations: batch dims may be split, core dims may not.
 
-Tables of how many last dims belong to the operation, for every operand and result.
+As in NumPy's generalized ufuncs, core dims are the trailing dims on which the operation itself works. An
+operation is registered with their number, for each operand and each result.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ Cores = Sequence[int]
 
 
 def core_text(call: Call, ins: Cores, outs: Cores, clauses: str = "") -> str:
-    """The rule for so many whole last dims; results not asked for are empty and have none in front."""
+    """The rule for these numbers of core dims.
+
+    A result that was not asked for is an empty tensor [0], without batch dims.
+    """
     lead = max((len(s) - k for s, k in zip(call.ins, ins, strict=False)), default=0)
     whole: list[str] = []
 
@@ -37,19 +41,19 @@ def core_text(call: Call, ins: Cores, outs: Cores, clauses: str = "") -> str:
 
 
 def _not_on_all(leads: Sequence[tuple[int, ...]]) -> list[int]:
-    """Dims in front, counted from the right, that some result lacks: it is no sum over them."""
-    sizes = list(itertools.zip_longest(*leads, fillvalue=1))
-    return [i for i, found in enumerate(sizes) if len(set(found)) > 1]
+    """Batch dims, counted from the right, that some result lacks without being a sum over them."""
+    sizes = itertools.zip_longest(*leads, fillvalue=1)
+    return [i for i, sizes_of_dim in enumerate(sizes) if len(set(sizes_of_dim)) > 1]
 
 
 def emit_into_shape(call: Call, local: Local) -> Any:
-    """A backward whose second argument is the whole shape of its result: here the local one."""
+    """Emit a backward whose second argument is the shape of its result, with the local shape."""
     grad, _, *rest = local.args
     return local.call(call.target, grad, local.shape(), *rest)
 
 
 def emit_contiguous(call: Call, local: Local) -> Any:
-    """For kernels that read memory as if operands were contiguous; a shard need not be."""
+    """Emit an operation whose kernel assumes contiguous operands, which shards need not be."""
     args = [
         local.call(aten.contiguous.default, a) if isinstance(a, fx.Node) else a for a in local.args
     ]
@@ -63,7 +67,7 @@ def batched(
     clauses: str = "",
     emit: Callable[[Call, Local], Any] | None = None,
 ) -> None:
-    """Register operations with these numbers of last dims."""
+    """Register operations with these numbers of core dims."""
 
     def text(call: Call) -> str:
         return core_text(call, ins, outs, clauses)

@@ -1,9 +1,10 @@
-"""Blocks and windows: what an operation that reads its neighbours along a split dim is made of.
+"""Blocks and windows: three operations that express reads of neighbours along a split dim.
 
-A dim of n elements over R ranks is R *blocks* of ceil(n/R), the last ones filled up, so that the dim of
-blocks is split evenly and a block is whole: ``blocks`` and ``unblocks`` are local. ``windows`` alone
-crosses the network: each block's window is a list of runs of the blocked dim, of which a rank fetches
-what it does not have. ``neighbours.py`` writes operations with these three; ``windows.py`` lowers them.
+A dim of n elements over R ranks becomes R *blocks* of ceil(n/R) elements, padded at the end. The dim of
+blocks is split evenly and a block is never split, so ``blocks`` and ``unblocks`` are local. Only
+``windows`` communicates: the window of a block is a list of runs of the blocked dim, of which a rank
+fetches the elements that it does not hold. ``neighbours.py`` decomposes operations into these three, and
+``windows.py`` lowers the third.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = [
     "windows",
 ]
 
-Run = tuple[int, int, int, int]  # start in the blocked dim, length, step, place in the window
+Run = tuple[int, int, int, int]  # start in the blocked dim, length, step, offset in the window
 Apply = Callable[..., Any]
 
 
@@ -43,10 +44,10 @@ class Window:
     """The windows of all blocks along one dim.
 
     Attributes:
-        dim: of the blocks; the elements of a block are the dim behind it.
-        width: elements of a window.
-        fill: what is in a window where no run is.
-        runs: for each block, runs that do not overlap, in the order of their places.
+        dim: the dim of blocks; the dim after it holds the elements of a block.
+        width: the number of elements of a window.
+        fill: the value of the elements that no run covers.
+        runs: for each block, disjoint runs, ordered by their offsets in its window.
     """
 
     dim: int
@@ -57,7 +58,7 @@ class Window:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some elements of a block; of no block, as many fillings."""
+    """A slice of a block or, where ``block`` is None, as many fill values."""
 
     block: int | None
     start: int
@@ -69,35 +70,37 @@ class Piece:
         return len(range(self.start, self.stop, self.step))
 
 
-def pieces(window: Window, each: int) -> list[list[Piece]]:
-    """What every window is put together from, where a block has ``each`` elements."""
-    return [list(_pieces(runs, window.width, each)) for runs in window.runs]
+def pieces(window: Window, block_size: int) -> list[list[Piece]]:
+    """The pieces of every window, in order, for blocks of ``block_size`` elements."""
+    return [list(_pieces(runs, window.width, block_size)) for runs in window.runs]
 
 
-def _pieces(runs: Sequence[Run], width: int, each: int) -> Iterator[Piece]:
+def _pieces(runs: Sequence[Run], width: int, block_size: int) -> Iterator[Piece]:
     filled = 0
-    for start, length, step, place in runs:
-        if place > filled:
-            yield Piece(None, 0, place - filled)
-        yield from _by_block(start, start + (length - 1) * step, step, each)
-        filled = place + length
+    for start, length, step, offset in runs:
+        if offset > filled:
+            yield Piece(None, 0, offset - filled)
+        yield from _by_block(start, start + (length - 1) * step, step, block_size)
+        filled = offset + length
     if filled < width:
         yield Piece(None, 0, width - filled)
 
 
-def _by_block(first: int, last: int, step: int, each: int) -> Iterator[Piece]:
+def _by_block(first: int, last: int, step: int, block_size: int) -> Iterator[Piece]:
+    """The pieces of one run, one for each block that it reads."""
     while first <= last:
-        block = first // each
-        near = range(first, min((block + 1) * each, last + 1), step)
-        yield Piece(block, first - block * each, near[-1] - block * each + 1, step)
-        first = near[-1] + step
+        block = first // block_size
+        begin = block * block_size
+        inside = range(first, min(begin + block_size, last + 1), step)
+        yield Piece(block, first - begin, inside[-1] - begin + 1, step)
+        first = inside[-1] + step
 
 
-def fetched(window: Window, each: int) -> int:
-    """Elements along the dim that the busiest rank sends or receives, one block a rank."""
+def fetched(window: Window, block_size: int) -> int:
+    """The elements along the dim that the busiest rank sends or receives, with one block per rank."""
     count = len(window.runs)
     sent, received = [0] * count, [0] * count
-    for rank, parts in enumerate(pieces(window, each)):
+    for rank, parts in enumerate(pieces(window, block_size)):
         for piece in parts:
             if piece.block not in (None, rank):
                 received[rank] += piece.size
@@ -111,7 +114,7 @@ def fetched(window: Window, each: int) -> int:
 def _to_blocks(
     do: Apply, x: Any, have: Sequence[int], dim: int, want: Sequence[int], fill: Any
 ) -> Any:
-    """``have`` and ``want`` are the shapes before and after: global ones, or a coordinate's."""
+    """Pad x and reshape it from shape ``have`` to shape ``want``, both global or both local."""
     missing = want[dim] * want[dim + 1] - have[dim]
     if missing:
         pad = [0, 0] * (len(have) - 1 - dim) + [0, missing]
@@ -127,32 +130,32 @@ def _from_blocks(do: Apply, x: Any, have: Sequence[int], dim: int, want: Sequenc
 
 def assemble(do: Apply, taken: Sequence[Any], shape: Sequence[int], like: torch.Tensor, w: Window,
              parts: Sequence[Piece]) -> Any:
-    """One window, of shape [..., 1, width, ...], from what was taken for its pieces."""
-    at, found, rest = w.dim + 1, [], iter(taken)
+    """One window [..., 1, width, ...]: the values taken from blocks and fill values, concatenated."""
+    dim, values, rest = w.dim + 1, [], iter(taken)
     for piece in parts:
         if piece.block is not None:
-            found.append(next(rest))
+            values.append(next(rest))
         else:
-            size = [*shape[:at], piece.size, *shape[at + 1 :]]
+            size = [*shape[:dim], piece.size, *shape[dim + 1 :]]
             kind = {"dtype": like.dtype, "device": like.device}
-            found.append(do(aten.full.default, size, w.fill, **kind))
-    return found[0] if len(found) == 1 else do(aten.cat.default, found, at)
+            values.append(do(aten.full.default, size, w.fill, **kind))
+    return values[0] if len(values) == 1 else do(aten.cat.default, values, dim)
 
 
 def take(do: Apply, block: Any, dim: int, piece: Piece) -> Any:
-    """A piece of its block, of shape [..., 1, each, ...]."""
+    """Slice a piece out of its block [..., 1, block size, ...]."""
     return do(aten.slice.Tensor, block, dim + 1, piece.start, piece.stop, piece.step)
 
 
 def _all_windows(do: Apply, x: Any, shape: Sequence[int], like: torch.Tensor, w: Window) -> Any:
-    """Every window, where all blocks are at hand."""
-    one = [*shape[: w.dim], 1, *shape[w.dim + 1 :]]
+    """All windows, where all blocks are available locally."""
+    block_shape = [*shape[: w.dim], 1, *shape[w.dim + 1 :]]
     blocks_ = [do(aten.slice.Tensor, x, w.dim, j, j + 1) for j in range(shape[w.dim])]
-    made = []
+    assembled = []
     for parts in pieces(w, shape[w.dim + 1]):
         taken = [take(do, blocks_[p.block], w.dim, p) for p in parts if p.block is not None]
-        made.append(assemble(do, taken, one, like, w, parts))
-    return do(aten.cat.default, made, w.dim)
+        assembled.append(assemble(do, taken, block_shape, like, w, parts))
+    return do(aten.cat.default, assembled, w.dim)
 
 
 def _eagerly(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -162,20 +165,20 @@ def _eagerly(op: Any, *args: Any, **kwargs: Any) -> Any:
 def _blocks(x: torch.Tensor, dim: int, count: int, fill: Any) -> torch.Tensor:
     n = x.shape[dim]
     want = [*x.shape[:dim], count, -(-n // count), *x.shape[dim + 1 :]]
-    made: torch.Tensor = _to_blocks(_eagerly, x, x.shape, dim, want, fill)
-    return made.clone() if internals.is_view(made) else made
+    blocked: torch.Tensor = _to_blocks(_eagerly, x, x.shape, dim, want, fill)
+    return blocked.clone() if internals.is_view(blocked) else blocked
 
 
 def _unblocks(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
     want = [*x.shape[:dim], size, *x.shape[dim + 2 :]]
-    made: torch.Tensor = _from_blocks(_eagerly, x, x.shape, dim, want)
-    return made.clone()
+    unblocked: torch.Tensor = _from_blocks(_eagerly, x, x.shape, dim, want)
+    return unblocked.clone()
 
 
 def _windows(x: torch.Tensor, dim: int, runs: list[int], width: int, fill: Any) -> torch.Tensor:
     window = _window(x.shape[dim], dim, runs, width, fill)
-    made: torch.Tensor = _all_windows(_eagerly, x, x.shape, x, window)
-    return made
+    result: torch.Tensor = _all_windows(_eagerly, x, x.shape, x, window)
+    return result
 
 
 _library = torch.library.Library("torchard", "FRAGMENT")
@@ -191,7 +194,7 @@ for _fn, _schema in (
 _BLOCKS: Any = torch.ops.torchard.blocks.default
 _UNBLOCKS: Any = torch.ops.torchard.unblocks.default
 _WINDOWS: Any = torch.ops.torchard.windows.default
-MOVED_AS_BLOCKS = frozenset({_BLOCKS, _UNBLOCKS, _WINDOWS})  # on a rank, views or what has arrived
+MOVED_AS_BLOCKS = frozenset({_BLOCKS, _UNBLOCKS, _WINDOWS})  # on a rank, views or fetched values: no work
 
 
 def _fake_blocks(x: torch.Tensor, dim: int, count: int, fill: Any) -> torch.Tensor:
@@ -213,40 +216,40 @@ torch.library.register_fake("torchard::windows", _fake_windows, lib=_library)
 
 
 def blocks(x: torch.Tensor, dim: int, count: int, fill: float | int | bool = 0) -> torch.Tensor:
-    """[..., n, ...] as [..., count, ceil(n / count), ...]; ``fill`` is in the last blocks' rest."""
-    made: torch.Tensor = _BLOCKS(x, dim, count, fill)
-    return made
+    """Reshape [..., n, ...] to [..., count, ceil(n / count), ...], padded at the end with ``fill``."""
+    result: torch.Tensor = _BLOCKS(x, dim, count, fill)
+    return result
 
 
 def unblocks(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """[..., count, each, ...] as [..., size, ...]; what was filled up is cut off."""
-    made: torch.Tensor = _UNBLOCKS(x, dim, size)
-    return made
+    """Reshape [..., count, block size, ...] to [..., size, ...], without the padding."""
+    result: torch.Tensor = _UNBLOCKS(x, dim, size)
+    return result
 
 
 def windows(x: torch.Tensor, window: Window) -> torch.Tensor:
-    """The windows of blocks: [..., count, each, ...] to [..., count, width, ...]."""
-    runs = [n for j, each in enumerate(window.runs) for run in each for n in (j, *run)]
-    made: torch.Tensor = _WINDOWS(x, window.dim, runs, window.width, window.fill)
-    return made
+    """The windows of blocks: [..., count, block size, ...] to [..., count, width, ...]."""
+    runs = [n for j, of_block in enumerate(window.runs) for run in of_block for n in (j, *run)]
+    result: torch.Tensor = _WINDOWS(x, window.dim, runs, window.width, window.fill)
+    return result
 
 
 def _window(count: int, dim: int, runs: Sequence[int], width: int, fill: Any) -> Window:
     by_block: list[list[Run]] = [[] for _ in range(count)]
-    for j, start, length, step, place in zip(*[iter(runs)] * 5, strict=True):
-        by_block[j].append((start, length, step, place))
+    for j, start, length, step, offset in zip(*[iter(runs)] * 5, strict=True):
+        by_block[j].append((start, length, step, offset))
     return Window(dim, width, fill, tuple(map(tuple, by_block)))
 
 
 def window_of(node: fx.Node) -> Window | None:
-    """The windows a graph node makes, or None for other nodes."""
+    """The windows that a node computes; None for other nodes."""
     if node.target is not _WINDOWS:
         return None
     x, dim, runs, width, fill = node.args
     return _window(VAL.of(x).shape[dim], dim, runs, width, fill)  # type: ignore[arg-type]
 
 
-# -- their rules ----------------------------------------------------------------------------------
+# -- rules of the operations ----------------------------------------------------------------------
 
 
 def _blocks_text(call: Call) -> str:
@@ -272,7 +275,7 @@ def _windows_text(call: Call) -> str:
 
 
 def _linear(fill: Any) -> str:
-    """Parts of a sum may not bring the filling once each."""
+    """The clause for a fill of zero; any other value would be added once per partial sum."""
     return " | linear 0" if fill == 0 else ""
 
 
@@ -288,7 +291,7 @@ def _emit_unblocks(call: Call, local: Local) -> Any:
 
 
 def _emit_windows(call: Call, local: Local) -> Any:
-    """Where every block is here; where they are not, ``windows.py`` lowers the node."""
+    """All windows, where no rank lacks a block; else ``windows.py`` lowers the node instead."""
     window = window_of(call.node)
     assert window is not None
     like = VAL.of(call.node)

@@ -1,4 +1,4 @@
-"""Contractions: what the matrix multiplications have in common is that one factor is summed."""
+"""Contractions: products of matrices and vectors, which sum over one factor."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ register_rule(aten.dot.default, aten.vdot.default, text="k, k -> | linear 0 | li
 
 
 def _addmm(call: Call) -> str:
-    """The bias would be added once per shard of a split contraction: k is whole here.
+    """``bias + a @ b``: k is whole, as each shard of a split k would add the bias.
 
-    ``decompose`` takes the operation apart where k is split.
+    Where k is split, the operation is decomposed (``functional_forms.py``).
     """
     bias = call.ins[0]
     i, j = call.outs[0]

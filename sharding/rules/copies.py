@@ -1,4 +1,4 @@
-"""The copying forms of views (``view_copy`` for ``view``): the same rules, on memory of their own."""
+"""Copying variants of views (``view_copy`` of ``view``): the rules of the views."""
 
 from __future__ import annotations
 

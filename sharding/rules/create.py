@@ -1,4 +1,4 @@
-"""Creation: each coordinate makes its own part, because it knows where in the whole it is."""
+"""Creation: each rank makes its own shard, from the global indices that it owns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _emit_sized_first(call: Call, local: Local) -> Any:
 
 
 def _new_constant(call: Call) -> str:
-    """new_zeros(x, size): x lends its dtype only, and is never moved for that."""
+    """new_zeros(x, size): only the dtype of x matters; ``canonicalize.py`` writes it without x."""
     source = letters(len(call.ins[0]))
     ins = [f"x{n}" for n in source]
     outs = letters(len(call.outs[0]))
@@ -56,7 +56,7 @@ register_rule(
 
 
 def _emit_arange(call: Call, local: Local) -> Any:
-    """Integer ranges are made in place; others are cut out of the whole, bit for bit the same."""
+    """Integer ranges start at the shard's first index; others are slices of the whole, bitwise equal."""
     size, own = call.outs[0][0], local.result_range(0)
     if len(own) == size:
         return local.call(call.target, *local.args, **local.kwargs)
@@ -84,12 +84,12 @@ register_rule(
 
 
 def _spaced(call: Call) -> str:
-    """Its ends may be tensors; they are numbers all the same."""
+    """linspace and logspace: the ends may be scalar tensors."""
     return f"{', '.join([''] * len(call.ins))} -> i | index i | run i"
 
 
 def _emit_cut(call: Call, local: Local) -> Any:
-    """Bit for bit the same as the whole, because cut out of it: along the last dim."""
+    """Slice the shard out of the whole along the last dim, to be bitwise equal."""
     dim = len(call.outs[0]) - 1
     own, whole = local.result_range(dim), local.call(call.target, *local.args, **local.kwargs)
     return local.call(aten.slice.Tensor, whole, dim, own.start, own.stop)
@@ -128,13 +128,13 @@ register_rule(
 
 def _bits(call: Call) -> str:
     batch = letters(len(call.ins[0]) - 1)
-    made = [f"i{k}" for k in range(len(call.outs[0]) - len(batch))]
-    index = f" | index {spell(made)} | run {spell(made)}" if made else ""
-    return f"{spell([*batch, 'two'])} -> {spell(batch + made)}{index} | whole two"
+    dims = [f"i{k}" for k in range(len(call.outs[0]) - len(batch))]
+    index = f" | index {spell(dims)} | run {spell(dims)}" if dims else ""
+    return f"{spell([*batch, 'two'])} -> {spell(batch + dims)}{index} | whole two"
 
 
 def _emit_bits(call: Call, local: Local) -> Any:
-    """Bits are a function of (key, global index): a coordinate makes its own block."""
+    """Bits are a function of the key and the global index, so a rank makes only its shard."""
     key, size, begin = local.args[0], list(call.arg(1)), list(call.arg(2))
     batch = len(call.ins[0]) - 1
     own = [local.result_range(batch + d) for d in range(len(size))]
@@ -143,5 +143,5 @@ def _emit_bits(call: Call, local: Local) -> Any:
     return local.call(call.target, key, size, start, stop)
 
 
-# The keyed generator's one operation, which the import of `random` above defines.
+# The operation of the keyed generator, which the import of `random` above defines.
 register_rule(torch.ops.torchard.random_bits.default, text=_bits, emit=_emit_bits)

@@ -1,7 +1,7 @@
-"""Cuts along a dim and their reverse: slice, split, cat.
+"""Slicing and concatenation along a dim: slice, split, cat.
 
-A cut at multiples of g is a cut of the outer factor of a dim written ``(n/g g)``: the inner one may be
-split, so that fused projections (gate and up, q and k and v) come apart without being gathered.
+Slicing at multiples of g slices the outer factor of a dim written ``(n/g g)``; the inner factor may be
+split. So fused projections (gate and up; q, k and v) are separated without a gather.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ CutBounds = tuple[int, int]  # start and stop along the dim
 
 
 def _slice(call: Call) -> tuple[int, list[CutBounds], int]:
-    """The dim, where its one piece is, and the step."""
+    """The dim, the bounds of the slice, and the step."""
     shape = call.ins[0]
     dim = call.arg(1, "dim", 0) % len(shape)
     start, stop, step = call.arg(2, "start"), call.arg(3, "end"), call.arg(4, "step", 1)
@@ -32,9 +32,9 @@ def _slice_backward(call: Call) -> tuple[int, list[CutBounds], int]:
 
 
 def _parts(dim: int, shapes: Sequence[tuple[int, ...]]) -> tuple[int, list[CutBounds], int]:
-    """Pieces one after another."""
-    stops = list(itertools.accumulate((shape[dim] for shape in shapes), initial=0))
-    return dim, list(itertools.pairwise(stops)), 1
+    """The dim, the bounds of consecutive slices of these shapes, and step 1."""
+    bounds = list(itertools.accumulate((shape[dim] for shape in shapes), initial=0))
+    return dim, list(itertools.pairwise(bounds)), 1
 
 
 def _split(call: Call) -> tuple[int, list[CutBounds], int]:
@@ -46,16 +46,16 @@ def _cat(call: Call) -> tuple[int, list[CutBounds], int]:
 
 
 def _grain(size: int, pieces: Sequence[CutBounds], step: int) -> int:
-    """The largest g of which all cuts are multiples; 1 if that says nothing."""
+    """The largest g that divides all bounds; 1 for strided and empty slices."""
     if step != 1 or size == 0 or any(start >= stop for start, stop in pieces):
         return 1
-    return math.gcd(size, *(end for piece in pieces for end in piece))
+    return math.gcd(size, *(bound for piece in pieces for bound in piece))
 
 
 def _dims(
     rank: int, dim: int, size: int, pieces: Sequence[CutBounds], step: int
 ) -> tuple[str, list[str], str]:
-    """The whole, its pieces, and the clause on what may not be split."""
+    """The dims of the whole and of each slice, and the clause on what may not be split."""
     grain, names = _grain(size, pieces, step), letters(rank)
 
     def with_dim(text: str) -> str:
@@ -64,46 +64,46 @@ def _dims(
     if len(pieces) == 1 and pieces[0] == (0, size) and step == 1:
         return spell(names), [spell(names)], ""
     if grain == 1:
-        cut = [with_dim(f"w{k}") for k in range(len(pieces))]
-        return with_dim("w"), cut, " | whole w " + " ".join(f"w{k}" for k in range(len(pieces)))
-    cut = [with_dim(f"(w{k}={(b - a) // grain} g={grain})") for k, (a, b) in enumerate(pieces)]
+        slices = [with_dim(f"w{k}") for k in range(len(pieces))]
+        return with_dim("w"), slices, " | whole w " + " ".join(f"w{k}" for k in range(len(pieces)))
+    slices = [with_dim(f"(w{k}={(b - a) // grain} g={grain})") for k, (a, b) in enumerate(pieces)]
     whole = " ".join(f"w{k}" for k in range(len(pieces)))
-    return with_dim(f"(w={size // grain} g={grain})"), cut, f" | whole w {whole}"
+    return with_dim(f"(w={size // grain} g={grain})"), slices, f" | whole w {whole}"
 
 
 def _slice_text(call: Call) -> str:
     dim, pieces, step = _slice(call)
-    whole, cut, clause = _dims(len(call.ins[0]), dim, call.ins[0][dim], pieces, step)
-    return f"{whole} -> {cut[0]} | linear 0{clause}"
+    full, slices, clause = _dims(len(call.ins[0]), dim, call.ins[0][dim], pieces, step)
+    return f"{full} -> {slices[0]} | linear 0{clause}"
 
 
 def _slice_backward_text(call: Call) -> str:
     dim, pieces, step = _slice_backward(call)
-    whole, cut, clause = _dims(len(call.outs[0]), dim, call.outs[0][dim], pieces, step)
-    return f"{cut[0]} -> {whole} | linear 0{clause}"
+    full, slices, clause = _dims(len(call.outs[0]), dim, call.outs[0][dim], pieces, step)
+    return f"{slices[0]} -> {full} | linear 0{clause}"
 
 
 def _split_text(call: Call) -> str:
     dim, pieces, step = _split(call)
-    whole, cut, clause = _dims(len(call.ins[0]), dim, call.ins[0][dim], pieces, step)
-    return f"{whole} -> {', '.join(cut)} | linear 0{clause}"
+    full, slices, clause = _dims(len(call.ins[0]), dim, call.ins[0][dim], pieces, step)
+    return f"{full} -> {', '.join(slices)} | linear 0{clause}"
 
 
 def _cat_text(call: Call) -> str | None:
     if len({len(shape) for shape in call.ins}) != 1:
-        return None  # torch lets a legacy empty tensor of rank one take part
+        return None  # torch accepts empty tensors of rank one beside any other rank
     dim, pieces, step = _cat(call)
-    whole, cut, clause = _dims(len(call.outs[0]), dim, call.outs[0][dim], pieces, step)
-    joint = " ".join(str(k) for k in range(len(cut)))
-    return f"{', '.join(cut)} -> {whole} | linear {joint}{clause}"
+    full, slices, clause = _dims(len(call.outs[0]), dim, call.outs[0][dim], pieces, step)
+    joint = " ".join(str(k) for k in range(len(slices)))
+    return f"{', '.join(slices)} -> {full} | linear {joint}{clause}"
 
 
-def _local(ends: Sequence[int], size: int, here: int) -> list[int]:
-    """Where cuts of a dim of ``size`` fall in the ``here`` elements that are local.
+def _local(bounds: Sequence[int], size: int, local_size: int) -> list[int]:
+    """Bounds on a dim of ``size``, as bounds on its ``local_size`` local elements.
 
-    The outer factor is whole, so a cut after k of its n steps is after k of n equal runs.
+    The outer factor is whole, so a bound after k of its n steps falls after k of n equal local runs.
     """
-    return [end * here // size for end in ends] if size else list(ends)
+    return [bound * local_size // size for bound in bounds] if size else list(bounds)
 
 
 def _emit_slice(call: Call, local: Local) -> Any:
@@ -122,8 +122,8 @@ def _emit_slice_backward(call: Call, local: Local) -> Any:
 def _emit_split(call: Call, local: Local) -> Any:
     dim, pieces, _ = _split(call)
     sizes = [b - a for a, b in pieces]
-    here = _local(sizes, call.ins[0][dim], local.operand_shape(0)[dim])
-    return local.call(aten.split_with_sizes.default, local.args[0], here, dim)
+    local_sizes = _local(sizes, call.ins[0][dim], local.operand_shape(0)[dim])
+    return local.call(aten.split_with_sizes.default, local.args[0], local_sizes, dim)
 
 
 register_rule(aten.slice.Tensor, text=_slice_text, emit=_emit_slice)

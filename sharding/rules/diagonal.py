@@ -1,8 +1,8 @@
-"""Diagonals and triangles: of a block of a matrix they are another diagonal, and another triangle.
+"""Diagonals and triangles of split matrices.
 
-Where a rank's rows begin at r and its columns at c, the diagonal ``offset`` of the matrix is the
-diagonal ``offset + r - c`` of its block. So triangles are local however a matrix is split, and a diagonal
-is what is left of the matrix when all other elements are taken as zero and rows or columns are summed.
+On a shard whose rows begin at r and whose columns begin at c, the diagonal ``offset`` of the matrix is
+the diagonal ``offset + r - c``. So triangles are local however a matrix is split. A diagonal is read as
+partial sums: each rank contributes the elements on its shard, and zeros for all others.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ register_rule(aten.tril.default, aten.triu.default, text=_triangle, emit=_emit_t
 
 @dataclass(frozen=True)
 class _Diagonal:
-    """A diagonal of matrices in ``dims`` of a tensor."""
+    """A diagonal of the matrices in two dims of a tensor."""
 
     shape: tuple[int, ...]
     dims: tuple[int, int]
@@ -42,14 +42,14 @@ class _Diagonal:
     def of(
         call: Call, shape: tuple[int, ...], at: int, defaults: tuple[int, int] = (0, 1)
     ) -> _Diagonal:
-        """``at``: where the call's arguments offset, dim1 and dim2 begin."""
+        """The diagonal of a call whose arguments offset, dim1 and dim2 begin at position ``at``."""
         rank = len(shape)
         first = call.arg(at + 1, "dim1", defaults[0]) % rank
         second = call.arg(at + 2, "dim2", defaults[1]) % rank
         return _Diagonal(shape, (first, second), call.arg(at, "offset", 0))
 
     def within(self, rows: range, columns: range) -> tuple[int, range]:
-        """Of a block: its diagonal, and which elements of the whole diagonal are on it."""
+        """The offset of the diagonal in a shard, and the range of the diagonal's elements on it."""
         first_row = max(rows.start, columns.start - self.offset)
         last_row = min(rows.stop, columns.stop - self.offset)
         before = max(0, -self.offset)  # the row in which the whole diagonal begins
@@ -57,17 +57,17 @@ class _Diagonal:
         return offset, range(first_row - before, max(last_row, first_row) - before)
 
     def text(self) -> tuple[str, str, list[str]]:
-        """The tensor, its diagonal (the last dim of it), and the dims of which it knows the place."""
+        """The dims of the tensor, those of its diagonal (the last of them), and the matrix dims."""
         names = letters(len(self.shape))
         rest = [n for i, n in enumerate(names) if i not in self.dims]
         return spell(names), spell([*rest, self.shared() or "diag"]), [names[i] for i in self.dims]
 
     def whole(self) -> str:
-        """The clause on a diagonal that is a dim of its own."""
+        """The clause on a diagonal that shares its factor with no dim of the matrix."""
         return "" if self.shared() else " | whole diag"
 
     def shared(self) -> str | None:
-        """The dim that the diagonal is as long as and begins with, if there is one."""
+        """The matrix dim along which the diagonal visits every index; None if there is none."""
         (rows, columns), names = (self.shape[i] for i in self.dims), letters(len(self.shape))
         if 0 <= self.offset <= columns - rows:
             return names[self.dims[0]]
@@ -77,7 +77,7 @@ class _Diagonal:
 
 
 def _elements(local: Local, values: Any, dim: int, have: range, want: range) -> Any:
-    """Those elements of ``values``, of which these are here."""
+    """The elements ``want`` of a diagonal, from ``values``, which holds the elements ``have``."""
     if have == want:
         return values
     return local.call(
@@ -86,21 +86,21 @@ def _elements(local: Local, values: Any, dim: int, have: range, want: range) -> 
 
 
 def _read(call: Call) -> str:
-    matrix, diagonal, places = _Diagonal.of(call, call.ins[0], 1).text()
-    return f"{matrix} -> {diagonal} | linear 0 | run {spell(places)}"
+    matrix, elements, places = _Diagonal.of(call, call.ins[0], 1).text()
+    return f"{matrix} -> {elements} | linear 0 | run {spell(places)}"
 
 
 def _emit_read(call: Call, local: Local) -> Any:
-    """The elements that are here, among zeros for those of other ranks."""
-    found = _Diagonal.of(call, call.ins[0], 1)
-    rows, columns = (local.operand_range(0, d) for d in found.dims)
-    offset, here = found.within(rows, columns)
+    """The elements on this shard, padded with zeros for those of other ranks."""
+    diagonal = _Diagonal.of(call, call.ins[0], 1)
+    rows, columns = (local.operand_range(0, d) for d in diagonal.dims)
+    offset, here = diagonal.within(rows, columns)
     shape = local.shape()
-    made = local.result_range(len(shape) - 1)
+    result = local.result_range(len(shape) - 1)
     if not here:
         return zeros(call, local, shape)
-    values = local.call(call.target, local.args[0], offset, *found.dims)
-    pad = [here.start - made.start, made.stop - here.stop]
+    values = local.call(call.target, local.args[0], offset, *diagonal.dims)
+    pad = [here.start - result.start, result.stop - here.stop]
     return local.call(aten.constant_pad_nd.default, values, pad, 0) if any(pad) else values
 
 
@@ -109,53 +109,54 @@ register_rule(
 )
 
 
-def _write(found: _Diagonal) -> tuple[str, str, str]:
-    matrix, diagonal, places = found.text()
-    return matrix, diagonal, f" | index {spell(places)} | run {spell(places)}{found.whole()}"
+def _write(diagonal: _Diagonal) -> tuple[str, str, str]:
+    """The dims of the tensor and of its diagonal, and the clauses on writing the diagonal into zeros."""
+    matrix, elements, places = diagonal.text()
+    return matrix, elements, f" | index {spell(places)} | run {spell(places)}{diagonal.whole()}"
 
 
 def _read_backward(call: Call) -> str:
-    matrix, diagonal, clauses = _write(_Diagonal.of(call, call.outs[0], 2))
-    return f"{diagonal} -> {matrix} | linear 0{clauses}"
+    matrix, elements, clauses = _write(_Diagonal.of(call, call.outs[0], 2))
+    return f"{elements} -> {matrix} | linear 0{clauses}"
 
 
 def _emit_read_backward(call: Call, local: Local) -> Any:
     return _placed(call, local, _Diagonal.of(call, call.outs[0], 2))
 
 
-def _placed(call: Call, local: Local, found: _Diagonal) -> Any:
-    """Zeros, and the elements of a diagonal that are on this block."""
+def _placed(call: Call, local: Local, diagonal: _Diagonal) -> Any:
+    """Zeros, with the elements of a diagonal that are on this shard."""
     shape = local.shape()
-    rows, columns = (local.result_range(d) for d in found.dims)
-    offset, here = found.within(rows, columns)
+    rows, columns = (local.result_range(d) for d in diagonal.dims)
+    offset, here = diagonal.within(rows, columns)
     if not here:
         return zeros(call, local, shape)
     dim = len(shape) - 2
     values = _elements(local, local.args[0], dim, local.operand_range(0, dim), here)
-    return local.call(aten.diagonal_backward.default, values, shape, offset, *found.dims)
+    return local.call(aten.diagonal_backward.default, values, shape, offset, *diagonal.dims)
 
 
 def _scatter(call: Call) -> str:
-    found = _Diagonal.of(call, call.ins[0], 2)
-    matrix, diagonal, places = found.text()
-    return f"{matrix}, {diagonal} -> {matrix} | linear 0 1 | run {spell(places)}{found.whole()}"
+    diagonal = _Diagonal.of(call, call.ins[0], 2)
+    matrix, elements, places = diagonal.text()
+    return f"{matrix}, {elements} -> {matrix} | linear 0 1 | run {spell(places)}{diagonal.whole()}"
 
 
 def _emit_scatter(call: Call, local: Local) -> Any:
-    found = _Diagonal.of(call, call.ins[0], 2)
-    rows, columns = (local.result_range(d) for d in found.dims)
-    offset, here = found.within(rows, columns)
+    diagonal = _Diagonal.of(call, call.ins[0], 2)
+    rows, columns = (local.result_range(d) for d in diagonal.dims)
+    offset, here = diagonal.within(rows, columns)
     matrix, values = local.args[:2]
     if not here:
         return local.call(aten.clone.default, matrix)
     dim = len(call.ins[1]) - 1
     values = _elements(local, values, dim, local.operand_range(1, dim), here)
-    return local.call(call.target, matrix, values, offset, *found.dims)
+    return local.call(call.target, matrix, values, offset, *diagonal.dims)
 
 
 def _embed(call: Call) -> str:
-    matrix, diagonal, clauses = _write(_embedded(call))
-    return f"{diagonal} -> {matrix} | linear 0{clauses}"
+    matrix, elements, clauses = _write(_embedded(call))
+    return f"{elements} -> {matrix} | linear 0{clauses}"
 
 
 def _embedded(call: Call) -> _Diagonal:
@@ -172,8 +173,8 @@ register_rule(aten.diag_embed.default, text=_embed, emit=_emit_embed)
 
 
 def _emit_trace(call: Call, local: Local) -> Any:
-    found = _Diagonal(call.ins[0], (0, 1), 0)
-    offset, here = found.within(local.operand_range(0, 0), local.operand_range(0, 1))
+    diagonal = _Diagonal(call.ins[0], (0, 1), 0)
+    offset, here = diagonal.within(local.operand_range(0, 0), local.operand_range(0, 1))
     if not here:
         return zeros(call, local, ())
     values = local.call(aten.diagonal.default, local.args[0], offset, 0, 1)

@@ -1,4 +1,4 @@
-"""Fourier transforms: the dims transformed are whole."""
+"""Fourier transforms: the transformed dims are whole."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torchard.sharding.rules.registry import Call, register_rule
 
 
 def _fourier(call: Call) -> str:
-    """A transform along some dims; of real numbers, half of the last one."""
+    """Transformed dims are new factors in the result: transforms from or to reals change a size."""
     rank = len(call.ins[0])
     whole = {d % rank for d in call.arg(1)}
     ins = [f"d{i}" for i in range(rank)]

@@ -1,4 +1,4 @@
-"""The rule of a fused call that does not say its own: composed from those of its operations."""
+"""Rules of fused calls: the rules of the operations that the kernel replaces, composed."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ from torchard.sharding.rules.registry import (
 
 __all__ = ["composed"]
 
-Side = tuple[tuple[Factors, ...], ...]  # all operands, or all results: the factors of each dim
+Side = tuple[tuple[Factors, ...], ...]  # for all operands or all results, the factors of each dim
 
+# Operations whose emitters only replace a shape argument by the local shape.
 _SHAPED = (
     aten.view.default,
     aten.reshape.default,
@@ -45,38 +46,41 @@ _SHAPED = (
 
 @find
 def _fused(target: Any) -> OpRule | None:
-    # Of the call's own target: this is remembered for all that compare equal to the first.
+    # _rule reads the target from its call, as this entry is cached for all targets that compare equal.
     return OpRule(_rule) if isinstance(target, Fused) else None
 
 
 def _rule(call: Call) -> Rule | None:
-    """What a kernel says of itself, as far as it is true of its operations."""
-    text, found = call.target.rule(call.ins, call.outs), composed(call)
-    if text is None or found is None:
-        return found
-    said = instantiate(text, call.ins, call.outs)
-    whole = set(said.whole)
-    for one, other in ((said.ins, found.ins), (said.outs, found.outs)):
-        for claimed, true in zip(one, other, strict=True):
-            for mine, theirs in zip(claimed, true, strict=True):
-                whole.update(mine if found.whole.intersection(theirs) else ())
-    combine = tuple((f, how) for f, how in said.combine if f not in whole)
-    return replace(said, whole=frozenset(whole), combine=combine)
+    """The rule that the kernel states, with every factor whole that its operations need whole.
+
+    Without a stated rule it is the composed one; None, to gather, if the reference cannot be composed.
+    """
+    text, derived = call.target.rule(call.ins, call.outs), composed(call)
+    if text is None or derived is None:
+        return derived
+    stated = instantiate(text, call.ins, call.outs)
+    whole = set(stated.whole)
+    for stated_side, derived_side in ((stated.ins, derived.ins), (stated.outs, derived.outs)):
+        for stated_dims, derived_dims in zip(stated_side, derived_side, strict=True):
+            for factors, operations in zip(stated_dims, derived_dims, strict=True):
+                whole.update(factors if derived.whole.intersection(operations) else ())
+    combine = tuple((f, how) for f, how in stated.combine if f not in whole)
+    return replace(stated, whole=frozenset(whole), combine=combine)
 
 
 def composed(call: Call) -> Rule | None:
-    """What can be split through all of a reference's operations at once; None if it cannot be read."""
+    """The rule of the kernel's reference as one operation; None if the reference closes over tensors."""
     reference = call.target.reference
 
     def run(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         return outputs_of(reference(*inputs))
 
-    found = purify(record(run, [TensorSpec.of(VAL.of(n)) for n in call.operands]), ())
-    return None if found.closures else _Composition(found.graph).rule()
+    program = purify(record(run, [TensorSpec.of(VAL.of(n)) for n in call.operands]), ())
+    return None if program.closures else _Composition(program.graph).rule()
 
 
 class _Composition:
-    """Factors of a graph: classes of the factors of its operations that are one and the same."""
+    """The factors of a graph: the factors of its operations, united where they split the same dim."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -87,7 +91,7 @@ class _Composition:
         self.dims: dict[tuple[fx.Node, int], tuple[Factors, ...]] = {}
 
     def rule(self) -> Rule:
-        """Of the graph as one operation."""
+        """The rule of the graph as one operation."""
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         for node in inputs:
             self.dims[node, 0] = tuple(self._fresh(size) for size in VAL.of(node).shape)
@@ -100,13 +104,13 @@ class _Composition:
         return _renumbered(self.sizes, ins, outs, whole, tuple((f, "sum") for f in sorted(summed)))
 
     def _of_the_graph(self, ins: Side, outs: Side) -> tuple[set[int], set[int]]:
-        """Which factors stay whole, and which are summed, in the graph as one operation."""
-        given, made = _factors(ins), _factors(outs)
-        # What not every output has, and was not summed on the way out, needs all of itself.
-        partial = given - given.intersection(*(_factors([dims]) for dims in outs))
+        """The factors of the graph that are whole, and those that are summed."""
+        on_inputs, on_outputs = _factors(ins), _factors(outs)
+        # A factor that some output lacks must be whole, unless it was summed right before the outputs.
+        lacking = on_inputs - on_inputs.intersection(*(_factors([dims]) for dims in outs))
         summed = {self._find(f) for f in self.summed}
-        whole = {self._find(f) for f in self.whole} | (made - given) | (partial - summed)
-        return whole, partial & summed - whole
+        whole = {self._find(f) for f in self.whole} | (on_outputs - on_inputs) | (lacking - summed)
+        return whole, lacking & summed - whole
 
     def _fresh(self, size: int) -> Factors:
         if size == 1:
@@ -124,7 +128,7 @@ class _Composition:
         self.parent[self._find(a)] = self._find(b)
 
     def _read(self, node: fx.Node) -> tuple[Factors, ...]:
-        """The factors of a value's dims, as classes."""
+        """The united factors of each dim of a value."""
         source, index = (
             (node.args[0], result_index(node)) if node.target is operator.getitem else (node, 0)
         )
@@ -132,34 +136,35 @@ class _Composition:
         return tuple(tuple(self._find(f) for f in factors) for factors in dims)
 
     def _enter(self, node: fx.Node) -> None:
-        """The factors of one operation, joined with those of its operands."""
+        """Add the factors of an operation, united with those of its operands."""
         call = Call.of(node)
         rule = rule_of(call)
-        mine = {f: self._fresh(size) for f, size in enumerate(rule.sizes)}
+        fresh = {f: self._fresh(size) for f, size in enumerate(rule.sizes)}
         whole, summed = self._of_an_operation(node, rule)
-        self.whole.update(g for f in whole for g in mine[f])
-        self.summed.update(g for f in summed for g in mine[f])
+        self.whole.update(g for f in whole for g in fresh[f])
+        self.summed.update(g for f in summed for g in fresh[f])
         for operand, dims in zip(call.operands, rule.ins, strict=True):
             for have, want in zip(self._read(operand), dims, strict=True):
-                self._join(have, tuple(g for f in want for g in mine[f]))
+                self._join(have, tuple(g for f in want for g in fresh[f]))
         for i, dims in enumerate(rule.outs):
-            self.dims[node, i] = tuple(tuple(g for f in fs for g in mine[f]) for fs in dims)
+            self.dims[node, i] = tuple(tuple(g for f in fs for g in fresh[f]) for fs in dims)
         assert len(results(node)) == len(rule.outs)
 
     def _of_an_operation(self, node: fx.Node, rule: Rule) -> tuple[set[int], set[int]]:
-        """Which factors of an operation stay whole, and which are summed on the way out."""
+        """The factors of an operation that are whole, and those that are summed at the outputs."""
         factors, reduced = set(range(len(rule.sizes))), {f for f, _ in rule.combine}
         entry = lookup(node.target)
-        # Traced again at local shapes, shapes are local ones; what else an emitter does, is not done.
-        own_form = entry is None or (entry.emit is not None and node.target not in _SHAPED)
-        if own_form or rule.gathered or rule.halo is not None:
+        # The reference is traced again at local shapes, which replaces shape arguments; no other
+        # emitter runs.
+        needs_emitter = entry is None or (entry.emit is not None and node.target not in _SHAPED)
+        if needs_emitter or rule.gathered or rule.halo is not None:
             return factors, set()
         bound = {*rule.whole, *rule.index, *rule.run, *(f for tie in rule.ties for f in tie)}
         sums = {f for f in reduced - bound if rule.combiner[f] == "sum"} if self._leaves(node) else set()
         return bound | (reduced - sums), sums
 
     def _join(self, have: Factors, want: Factors) -> None:
-        """One dim, said twice; where it comes apart in two ways it stays whole."""
+        """Unite two lists of factors of one dim; if their sizes differ, all of them are whole."""
         same = [self.sizes[f] for f in have] == [self.sizes[f] for f in want]
         for a, b in zip(have, want, strict=False) if same else ():
             self._union(a, b)
@@ -167,7 +172,7 @@ class _Composition:
             self.whole.update((*have, *want))
 
     def _leaves(self, node: fx.Node) -> bool:
-        """Whether nothing but views is between a value and the outputs."""
+        """Whether only views lie between a value and the outputs."""
         return all(
             user.op == "output"
             or ((user.target is operator.getitem or base_of(user) is not None) and self._leaves(user))
@@ -176,23 +181,24 @@ class _Composition:
 
 
 def _factors(side: Iterable[tuple[Factors, ...]]) -> set[int]:
-    """All factors of some values."""
+    """All factors of these values."""
     return {f for dims in side for fs in dims for f in fs}
 
 
 def _renumbered(
     sizes: list[int], ins: Side, outs: Side, whole: set[int], combine: tuple[tuple[int, str], ...]
 ) -> Rule:
+    """The rule with the factors that it uses numbered from 0."""
     used = sorted(_factors([*ins, *outs]))
     number = {f: i for i, f in enumerate(used)}
 
-    def told(side: Side) -> Side:
+    def numbered(side: Side) -> Side:
         return tuple(tuple(tuple(number[f] for f in fs) for fs in dims) for dims in side)
 
     return Rule(
         tuple(sizes[f] for f in used),
-        told(ins),
-        told(outs),
+        numbered(ins),
+        numbered(outs),
         whole=frozenset(number[f] for f in whole if f in number),
         combine=tuple((number[f], how) for f, how in combine),
     )

@@ -1,4 +1,4 @@
-"""Windows on images: pooling, padding, resampling. Examples and channels may be split, pixels not."""
+"""Pooling, padding and resampling of images: batch and channels may be split, spatial dims may not."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ for _name, _dims, _count in [
 ]:
     batched(getattr(aten, _name).default, ins=(_dims,), outs=(_dims,) * _count)
 
-# A gradient, and the operand it is the gradient for; some kernels want the places of maxima, too.
+# Their operands are a gradient and the operand that it is for; those of max pools also take indices.
 for _name, _dims, _count in [
     ("_adaptive_avg_pool2d_backward", 2, 2),
     ("_adaptive_avg_pool3d_backward", 3, 2),
@@ -68,7 +68,7 @@ for _name, _dims, _count in [
 
 
 def _emit_resampled(call: Call, local: Local) -> Any:
-    """upsample_*_backward(gradient, output size, input size, ...): the last is the whole shape."""
+    """upsample_*_backward(gradient, output size, input size, ...), with the local input size."""
     grad, size, _, *rest = local.args
     return local.call(call.target, grad, size, local.shape(), *rest, **local.kwargs)
 
@@ -98,20 +98,19 @@ for _name, _dims in [
 
 def _grid(call: Call) -> str:
     names = ["w", "h", "d"][: len(call.ins[0]) - 2]
-    image, places = " ".join(names), " ".join(f"o{n}" for n in names)
-    return f"n c {image}, n {places} two -> n c {places} | whole {image} {places} two"
+    image, points = " ".join(names), " ".join(f"o{n}" for n in names)
+    return f"n c {image}, n {points} two -> n c {points} | whole {image} {points} two"
 
 
 def _grid_backward(call: Call) -> str:
-    """A place is read from every channel, so its gradient is their sum."""
+    """A point of the grid samples every channel, so its gradient is a sum over channels."""
     names = ["w", "h", "d"][: len(call.ins[1]) - 2]
-    image, places = " ".join(names), " ".join(f"o{n}" for n in names)
-    results = (f"n c {image}", f"n {places} two")
-    made = zip(results, VAL.of(call.node), strict=True)
-    wanted = [names for names, val in made if isinstance(val, torch.Tensor)]
+    image, points = " ".join(names), " ".join(f"o{n}" for n in names)
+    results = zip((f"n c {image}", f"n {points} two"), VAL.of(call.node), strict=True)
+    wanted = [dims for dims, value in results if isinstance(value, torch.Tensor)]
     return (
-        f"n c {places}, n c {image}, n {places} two -> {', '.join(wanted)} | linear 0 "
-        f"| whole {image} {places} two"
+        f"n c {points}, n c {image}, n {points} two -> {', '.join(wanted)} | linear 0 "
+        f"| whole {image} {points} two"
     )
 
 
@@ -122,7 +121,7 @@ register_rule(
 
 
 def _columns(call: Call) -> str:
-    """Images as columns of their windows: channels are the outer factor of a column."""
+    """im2col: a column holds a window of every channel; channels are its outer factor."""
     channels = call.ins[0][-3]
     return f"... c h w -> ... (c={channels} k) l | linear 0 | whole h w k l"
 
@@ -137,11 +136,11 @@ register_rule(aten.col2im.default, text=_columns_back)
 
 
 def _pixels(call: Call) -> str:
-    """Blocks of r × r pixels are channels: both keep their outer factor."""
+    """Groups of r × r channels and blocks of r × r pixels become each other; neither may be split."""
     r = call.arg(1)
     deep, wide = f"... (c r={r} s={r}) h w", f"... c (h r={r}) (w s={r})"
-    ends = (deep, wide) if call.target is aten.pixel_shuffle.default else (wide, deep)
-    return f"{ends[0]} -> {ends[1]} | linear 0 | whole r s"
+    before, after = (deep, wide) if call.target is aten.pixel_shuffle.default else (wide, deep)
+    return f"{before} -> {after} | linear 0 | whole r s"
 
 
 register_rule(aten.pixel_shuffle.default, aten.pixel_unshuffle.default, text=_pixels)

@@ -1,4 +1,8 @@
-"""Lookups and their transposes. A split table answers for the rows it owns: mask, then reduce."""
+"""Lookups (embedding, gather, index) and their transposes (scatter, index_put, index_add).
+
+Each rank looks up the rows of a split table that it owns, with zeros for all others; the results are
+partial sums. Writes to rows that a rank does not own are masked or sent to a spare slot.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,10 @@ from torchard.sharding.rules.registry import Call, Local, letters, register_rule
 
 
 def _owned(local: Local, ids: Any, own: range, size: int, *, refuse: bool) -> tuple[Any, Any]:
-    """Which ids fall into the owned run, and where there.
+    """A mask of the ids in the owned run, and the ids relative to its start (0 where masked out).
 
-    With ``refuse``, ids beyond either end are left to the shard at that end, whose kernel refuses
-    them as the whole table's would; without, they are no one's (a write to them is the forward's
-    error already).
+    With ``refuse``, ids out of bounds belong to the first or last shard, whose kernel refuses them as it
+    would on the whole table. Without it they belong to no shard, as the forward has refused them.
     """
     checks = []
     if own.start > 0 or not refuse:
@@ -30,14 +33,14 @@ def _owned(local: Local, ids: Any, own: range, size: int, *, refuse: bool) -> tu
 
 
 def _from_the_end(local: Local, ids: Any, size: int) -> Any:
-    """Negative ids count from the end, where the operation has it so."""
+    """The ids, with negative ones counted from the end."""
     negative = local.call(aten.lt.Scalar, ids, 0)
     return local.call(aten.where.self, negative, local.call(aten.add.Tensor, ids, size), ids)
 
 
-def _masked(local: Local, mask: Any, value: Any, like: int, rank: int) -> Any:
-    """``value`` where the mask, whose dims sit at ``like``, is set; zero elsewhere."""
-    for _ in range(rank - like):
+def _masked(local: Local, mask: Any, value: Any, end: int, rank: int) -> Any:
+    """``value``, of ``rank`` dims, where the mask is set, else zero; the mask's dims end at ``end``."""
+    for _ in range(rank - end):
         mask = local.call(aten.unsqueeze.default, mask, -1)
     return local.call(aten.where.ScalarOther, mask, value, 0)
 
@@ -84,7 +87,7 @@ register_rule(
 
 
 def _gather_names(call: Call, index: int) -> tuple[list[str], list[str], list[str], int]:
-    """Names for the table and the index: shared where both have the dim in full, else whole."""
+    """The dims of table and index, those that are whole (of unequal size), and the dim looked up."""
     table, ids = call.ins[0], call.ins[index]
     dim = call.arg(1) % max(len(table), 1)
     names, picked, whole = letters(len(table)), [], []
@@ -111,15 +114,15 @@ def _emit_gather(call: Call, local: Local) -> Any:
     if len(own) == size:
         return local.call(call.target, *local.args, **local.kwargs)
     mask, ids = _owned(local, local.args[2], own, size, refuse=True)
-    found = local.call(aten.gather.default, local.args[0], dim, ids)
-    return local.call(aten.where.ScalarOther, mask, found, 0)
+    values = local.call(aten.gather.default, local.args[0], dim, ids)
+    return local.call(aten.where.ScalarOther, mask, values, 0)
 
 
 register_rule(aten.gather.default, text=_gather, emit=_emit_gather)
 
 
 def _scatter(call: Call) -> str | None:
-    """scatter, scatter_add: the index's own dim is whole, the table's may be split (masked)."""
+    """scatter, scatter_add: the dim written along may be split in the table, not in the index."""
     if not call.ins[0] or len(call.ins[0]) != len(call.ins[1]):
         return None  # an empty index may have any rank
     names, picked, whole, dim = _gather_names(call, 1)
@@ -132,31 +135,31 @@ def _scatter(call: Call) -> str | None:
 
 
 def _sent_away(local: Local, ids: Any, own: range, size: int) -> Any:
-    """Where ids fall in the owned run; those of other rows go to the spare slot behind it."""
+    """The ids relative to the owned run; ids of other rows are those of the spare slot after it."""
     mask, shifted = _owned(local, ids, own, size, refuse=False)
     others = local.call(aten.logical_not.default, mask)
     return local.call(aten.masked_fill.Scalar, shifted, others, len(own))
 
 
 def _spare_slot(local: Local, table: Any, shape: list[int], dim: int) -> Any:
-    """The table with one more slot along ``dim``, where writes to others' rows go to die."""
+    """The table with a spare slot at the end of ``dim``, for writes that are to be discarded."""
     shape = list(shape)
     shape[dim] = 1
     spare = local.call(aten.new_zeros.default, table, shape)
     return local.call(aten.cat.default, [table, spare], dim)
 
 
-_SUMMING = (aten.scatter_add.default, aten.index_add.default)  # what is masked adds nothing
+_SUMMING = (aten.scatter_add.default, aten.index_add.default)  # a masked value adds zero
 
 
 def _ids_in(call: Call, dim: int) -> tuple[int, int]:
-    """Behind which dim of what is written the ids' dims end, and how many dims it has."""
+    """The end of the ids' dims among those of the written values, and the rank of the values."""
     rank = len(call.ins[2])
     return (rank if len(call.ins[1]) == rank else dim + 1), rank
 
 
 def _emit_scatter(call: Call, local: Local) -> Any:
-    """Writes to other ranks' rows add zero, or where writes replace go to a spare slot."""
+    """Writes to other ranks' rows add zero or, where they would replace values, go to a spare slot."""
     dim = call.arg(1) % len(call.ins[0])
     own, size = local.result_range(dim), call.outs[0][dim]
     if len(own) == size:
@@ -167,8 +170,8 @@ def _emit_scatter(call: Call, local: Local) -> Any:
         rest[0] = _masked(local, mask, rest[0], *_ids_in(call, dim))
         return local.call(call.target, table, dim, ids, *rest, **local.kwargs)
     ids = _sent_away(local, ids, own, size)
-    longer = _spare_slot(local, table, local.shape(), dim)
-    out = local.call(call.target, longer, dim, ids, *rest, **local.kwargs)
+    extended = _spare_slot(local, table, local.shape(), dim)
+    out = local.call(call.target, extended, dim, ids, *rest, **local.kwargs)
     return local.call(aten.slice.Tensor, out, dim, 0, len(own))
 
 
@@ -200,15 +203,15 @@ def _emit_index_select(call: Call, local: Local) -> Any:
     if len(own) == size:
         return local.call(call.target, *local.args, **local.kwargs)
     mask, ids = _owned(local, local.args[2], own, size, refuse=True)
-    found = local.call(aten.index_select.default, local.args[0], dim, ids)
-    return _masked(local, mask, found, dim + 1, len(call.outs[0]))
+    rows = local.call(aten.index_select.default, local.args[0], dim, ids)
+    return _masked(local, mask, rows, dim + 1, len(call.outs[0]))
 
 
 register_rule(aten.index_select.default, text=_index_select, emit=_emit_index_select)
 
 
 def _index(call: Call) -> str | None:
-    """``x[..., i, j, ...]``: masked like a lookup along every indexed dim that is split."""
+    """``x[..., i, j, ...]``: a masked lookup along every indexed dim that is split."""
     indices = call.arg(1)
     used = [d for d, i in enumerate(indices) if isinstance(i, fx.Node)]
     if any(VAL.of(i).dtype == torch.bool for i in indices if isinstance(i, fx.Node)):
@@ -223,8 +226,8 @@ def _index(call: Call) -> str | None:
     at = used[0] if adjacent else 0
     out = rest[:at] + picked + rest[at:]
     ins = ", ".join([spell(names)] + [spell(picked)] * len(used))
-    verb = " | reduce {0} sum | run {0}"
-    return f"{ins} -> {spell(out)} | linear 0" + "".join(verb.format(names[d]) for d in used)
+    clauses = "".join(f" | reduce {names[d]} sum | run {names[d]}" for d in used)
+    return f"{ins} -> {spell(out)} | linear 0{clauses}"
 
 
 def _emit_index(call: Call, local: Local) -> Any:
@@ -237,24 +240,24 @@ def _emit_index(call: Call, local: Local) -> Any:
             continue
         ids = _from_the_end(local, indices[d], size)
         mask, shifted = _owned(local, ids, own, size, refuse=True)
-        if own.start == 0:  # what is negative still is beyond the start; here it would count again
-            beyond = local.call(aten.lt.Scalar, shifted, 0)
-            shifted = local.call(aten.masked_fill.Scalar, shifted, beyond, len(own))
+        if own.start == 0:  # an id that is still negative is out of bounds: it must not count again
+            out_of_bounds = local.call(aten.lt.Scalar, shifted, 0)
+            shifted = local.call(aten.masked_fill.Scalar, shifted, out_of_bounds, len(own))
         indices[d] = shifted
         masks.append(mask)
-    found = local.call(call.target, table, indices)
+    values = local.call(call.target, table, indices)
     adjacent = used == list(range(used[0], used[0] + len(used)))
     after = (used[0] if adjacent else 0) + len(call.ins[1])
     for mask in masks:
-        found = _masked(local, mask, found, after, len(call.outs[0]))
-    return found
+        values = _masked(local, mask, values, after, len(call.outs[0]))
+    return values
 
 
 register_rule(aten.index.Tensor, text=_index, emit=_emit_index)
 
 
 def _index_put(call: Call) -> str | None:
-    """The transpose of ``x[..., i, j, ...]``: rows masked, the indices' dims whole."""
+    """The transpose of ``x[..., i, j, ...]``: writes are masked, the dims of the indices are whole."""
     indices = call.arg(1)
     used = [d for d, i in enumerate(indices) if isinstance(i, fx.Node)]
     if any(VAL.of(indices[d]).dtype == torch.bool for d in used):
@@ -273,7 +276,7 @@ def _index_put(call: Call) -> str | None:
 
 
 def _emit_index_put(call: Call, local: Local) -> Any:
-    """As a scatter: sums are masked, other writes have a spare slot along each dim that is split."""
+    """As for scatter: sums are masked, other writes have a spare slot along each split dim."""
     table, indices, *rest = local.args
     if len(rest) > 1 and rest[1]:
         return _emit_summing_put(call, local)
@@ -310,7 +313,7 @@ register_rule(aten.index_put.default, text=_index_put, emit=_emit_index_put)
 
 
 def _index_add(call: Call) -> str | None:
-    """The transpose of index_select: rows masked, the index's dim whole."""
+    """The transpose of index_select: writes are masked, the dim of the index is whole."""
     if not call.ins[0] or len(call.ins[1]) != 1:
         return None
     names = letters(len(call.ins[0]))

@@ -1,4 +1,4 @@
-"""Operations that only move or rename: views, expand, flips, padding."""
+"""Operations that rearrange elements: views, permutations, expand, flips, padding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchard.sharding.rules.registry import Call, Local, letters, register_rule
 def view_text(before: tuple[int, ...], after: tuple[int, ...]) -> str:
     """The factor rule of a view: the common refinement of both shapes, greedily from the left.
 
-    Where the boundaries do not divide each other (6·4 as 8·3), the rest of the group is whole.
+    Where boundaries do not align (6·4 as 8·3), the rest of their group is whole.
     """
     ins: list[list[str]] = [[] for _ in before]
     outs: list[list[str]] = [[] for _ in after]
@@ -33,20 +33,20 @@ def view_text(before: tuple[int, ...], after: tuple[int, ...]) -> str:
                 outs[j].append(f"f{n}={common}")
                 a[i], b[j], n = a[i] // common, b[j] // common, n + 1
             else:
-                i, j, n = _stuck((a, i, ins), (b, j, outs), n, whole)
+                i, j, n = _unaligned((a, i, ins), (b, j, outs), n, whole)
     return (
         f"{' '.join(_group(d) for d in ins)} -> {' '.join(_group(d) for d in outs)}"
         + "".join(f" | whole {w}" for w in whole)
     )
 
 
-def _stuck(
+def _unaligned(
     left: tuple[list[int], int, list[list[str]]],
     right: tuple[list[int], int, list[list[str]]],
     n: int,
     whole: list[str],
 ) -> tuple[int, int, int]:
-    """Take dims from both sides until their products agree; none of them may be split."""
+    """Take dims from both sides until their products agree; none of these dims may be split."""
     (a, i, ins), (b, j, outs) = left, right
     have, want = 1, 1
     while have != want or have == 1:
@@ -91,7 +91,7 @@ def _squeeze(call: Call) -> str:
 
 
 def _match(names: list[str], shape: tuple[int, ...]) -> list[str]:
-    """Names for a result that differs from its operand in dims of size one only."""
+    """Names of the dims of a result that differs from its operand only in dims of size one."""
     rest = iter(n for n in names if n != "1")
     return ["1" if n == 1 else next(rest) for n in shape]
 
@@ -178,13 +178,13 @@ def _as_strided(call: Call) -> str:
 
 
 def _emit_as_strided(call: Call, local: Local) -> Any:
-    """It reads memory, so the operand is first laid out in memory as it was while tracing."""
+    """as_strided reads memory, so its operand is first laid out as it was during tracing."""
     val = VAL.of(call.operands[0])
     order = sorted(range(val.ndim), key=lambda d: (-val.stride(d), d))
     if val.storage_offset() or not val.permute(order).is_contiguous():
         raise NotImplementedError(
-            f"as_strided at {SOURCE.get(call.node)} reads the memory around a slice, which "
-            "sharded values do not have; index the tensor it is a slice of instead."
+            f"as_strided at {SOURCE.get(call.node)} reads memory outside of a slice, which "
+            "sharded values do not have; index the tensor that was sliced instead."
         )
     packed = local.call(aten.permute.default, local.args[0], order)
     packed = local.call(aten.clone.default, packed, memory_format=torch.contiguous_format)

@@ -1,6 +1,6 @@
-"""Matrices: torch's solvers and factorisations take batches, and a batch may be split.
+"""Linear algebra: a batch of matrices may be split, a matrix may not.
 
-Right-hand sides are a batch too: each is solved for on its own, by whoever has the matrix.
+Right-hand sides of a solver may be split too, as each is solved on its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.batched import Cores, batched, core_text, emit_contiguous
 from torchard.sharding.rules.registry import Call, Local, register_rule
 
-M, V, S = 2, 1, 0  # a matrix, a vector, a number of each in the batch
+M, V, S = 2, 1, 0  # core dims of a matrix, of a vector, of a scalar
 
 for _name, _ins, _outs in [
     ("cholesky", (M,), (M,)),
@@ -39,9 +39,9 @@ batched(aten.linalg_pinv.atol_rtol_tensor, ins=(M, S, S), outs=(M,))
 
 
 def _emit_as_laid_out(call: Call, local: Local) -> Any:
-    """Of a contiguous matrix these factorise the transpose, and their gradients count on it.
+    """Emit an operation that factorises the transpose of a contiguous matrix, which its gradient assumes.
 
-    So a shard must be laid out in memory as the whole was while tracing.
+    So a shard must be laid out in memory as the whole was during tracing.
     """
     matrix, *rest = local.args
     if VAL.of(call.operands[0]).is_contiguous():
@@ -57,9 +57,10 @@ batched(aten._linalg_slogdet.default, ins=(M,), outs=(S, S, M, V), emit=_emit_as
 
 
 def _sides(call: Call, ins: Cores, outs: Cores, sides: int, left: bool = True) -> str:
-    """The rule for right-hand sides in operand ``sides``: columns, or rows if they are multiplied there.
+    """The rule of a solver whose right-hand sides, in operand ``sides``, may be split.
 
-    Results without them, the factors of the matrix, are the same for all of them.
+    They are the columns of b in ``a @ x = b`` (``left``), its rows in ``x @ a = b``. Results without
+    them, such as the factors of a, are the same on all of their shards.
     """
     text, _, clauses = core_text(call, ins, outs).partition(" |")
     names = (f"x{sides}_{int(left)}", f"y0_{int(left)}")
@@ -97,7 +98,7 @@ _register_solvers()
 
 
 def _is_vector(call: Call) -> bool:
-    """A x = b: b is a vector where it has A's shape without its last dim."""
+    """Whether b of ``a @ x = b`` holds vectors: its shape is that of a without the last dim."""
     a, b = call.ins
     return len(b) == 1 or (len(b) == len(a) - 1 and b == a[:-1])
 
@@ -109,7 +110,7 @@ def _solve(call: Call) -> str:
 
 
 def _emit_solve(call: Call, local: Local) -> Any:
-    """A part of a matrix of right-hand sides must not look like a batch of vectors."""
+    """Add a batch dim to right-hand sides, a shard of which might look like a batch of vectors."""
     if not _is_vector(call) and len(call.ins[1]) < len(call.ins[0]):
         matrix, sides, *rest = local.args
         local.args = (matrix, local.call(aten.unsqueeze.default, sides, 0), *rest)
@@ -120,7 +121,7 @@ register_rule(aten._linalg_solve_ex.default, text=_solve, emit=_emit_solve)
 
 
 def _emit_distances(call: Call, local: Local) -> Any:
-    """Which way distances are computed depends on the number of rows: on that of the whole."""
+    """cdist chooses its algorithm by the number of rows: here by the global one, not the shard's."""
     x, y, p, mode = (*local.args, None)[:4]
     if not mode:
         many = max(call.ins[0][-2], call.ins[1][-2]) > 25

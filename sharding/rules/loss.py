@@ -1,4 +1,4 @@
-"""Losses with their own kernels: rows may be split, classes only once ``decompose`` has stepped in."""
+"""Losses with kernels of their own: rows may be split; where classes are, the loss is decomposed."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ MEAN, SUM = 1, 2
 
 
 def class_dim(shape: tuple[int, ...]) -> int:
-    """Where torch has the classes: [c], [n, c], [n, c, ...]."""
+    """The dim of the classes in torch's shapes [c], [n, c] and [n, c, ...]."""
     return min(len(shape) - 1, 1)
 
 
 def _names(shape: tuple[int, ...]) -> tuple[list[str], list[str], str]:
+    """The names of all dims, of the rows' dims, and of the classes."""
     names = letters(len(shape))
     at = class_dim(shape)
     return names, names[:at] + names[at + 1 :], names[at]
 
 
 def _nll_loss(call: Call) -> str:
-    """A sum of rows is a sum of parts; a mean needs the weights of all rows, so its rows are whole."""
+    """A sum over rows is a sum of partial sums; a mean needs the weights of all rows, which are whole."""
     names, rows, classes = _names(call.ins[0])
-    how = call.arg(3)
+    reduction = call.arg(3)
     ins = [spell(names), spell(rows)] + [classes] * (len(call.ins) - 2)
     out = spell(rows) if len(call.outs[0]) else ""
-    whole = [classes, *rows] if how == MEAN else [classes]
+    whole = [classes, *rows] if reduction == MEAN else [classes]
     return f"{', '.join(ins)} -> {out}, | whole {' '.join(whole)}"
 
 

@@ -1,8 +1,8 @@
-"""How the collectives of manual mode can be split over axes that they are not over.
+"""Rules of shard_map's collectives, along the mesh axes over which they do not communicate.
 
-Along those axes a local value is a global one, so a move is an operation like any other: a psum over tp
-is pointwise in a batch that dp splits. ``k`` are the ranks: what a move gathers or parts cannot be split
-otherwise, but what is inside a rank's part can.
+Along those axes a local value is a global one, so a collective is an operation like any other: a psum
+over tp is pointwise in a batch that dp splits. A dim that it gathers or scatters is written ``(k d)``:
+the ranks k may not be split, the shard d of each rank may.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ def _left(move: Leave, dims: DimNames) -> tuple[DimNames, DimNames]:
 
 
 def _outside(edge: Enter | Leave, dims: DimNames) -> DimNames:
+    """The dims of the global value at an edge of manual mode: the ranks that split each, and the rest."""
     counted = zip(dims, edge.counts, strict=True)
     return [_part(d, n, f"k{i}") for i, (d, n) in enumerate(counted)]
 
@@ -88,7 +89,7 @@ def _text(call: Call) -> str:
 
 
 def _ranks(dims: DimNames) -> set[str]:
-    """The ranks in front of what is in their parts."""
+    """The factors of ranks, which are in front of those of their shards."""
     return {dim[1:].partition("=")[0] for dim in dims if dim.startswith("(k")}
 
 

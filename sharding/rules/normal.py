@@ -1,4 +1,4 @@
-"""Normalisations: the normalised dims are whole; where they are split, ``decompose`` steps in."""
+"""Normalisations: normalised dims are whole; where they are split, the operation is decomposed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ register_rule(aten.native_layer_norm.default, text=_layer_norm)
 
 
 def _layer_norm_backward(call: Call) -> str:
-    """The gradients of weight and bias sum over the rows, that of x keeps them."""
+    """The gradients of weight and bias are sums over rows; that of x has all rows."""
     names = letters(len(call.ins[0]))
     inner = len(call.arg(2))
     outer, normed = names[: len(names) - inner], names[len(names) - inner :]
@@ -58,7 +58,7 @@ def _layer_norm_backward(call: Call) -> str:
 
 
 def _emit_layer_norm_backward(call: Call, local: Local) -> Any:
-    """torch's CPU kernel reads mean and scale as if they were contiguous; a slice need not be."""
+    """torch's CPU kernel assumes contiguous means and scales, which shards need not be."""
     grad, x, shape, mean, scale, *rest = local.args
     stats = [local.call(aten.contiguous.default, s) for s in (mean, scale)]
     return local.call(call.target, grad, x, shape, *stats, *rest)
@@ -72,7 +72,7 @@ register_rule(
 
 
 def _group_dims(shape: tuple[int, ...], groups: int) -> tuple[str, str, str]:
-    """Image, channels and statistics by their factors, and what must be whole."""
+    """The dims of image and channels, and the clause on what may not be split."""
     area = [f"s{i}" for i in range(len(shape) - 2)]
     return spell(["n", f"(g={groups} c)", *area]), f"(g={groups} c)", f" | whole {spell(['c', *area])}"
 
@@ -86,12 +86,13 @@ def _group_norm(call: Call) -> str | None:
 
 
 def _group_norm_backward(call: Call) -> str | None:
-    """The gradients of weight and bias sum over the batch."""
+    """The gradients of weight and bias are sums over the batch."""
     if 0 in call.ins[0]:
         return None
     image, channels, whole = _group_dims(call.ins[0], call.arg(8))
     ins = [image, image, "n g", "n g"] + [channels] * (len(call.ins) - 4)
-    outs = [of for of, asked in zip((image, channels, channels), call.arg(9), strict=True) if asked]
+    of_all = zip((image, channels, channels), call.arg(9), strict=True)
+    outs = [dims for dims, asked in of_all if asked]
     return f"{', '.join(ins)} -> {', '.join(outs)}{whole}"
 
 
@@ -104,9 +105,9 @@ def _emit_group_norm_backward(call: Call, local: Local) -> Any:
 
 
 def _with_local_sizes(call: Call, local: Local, at: int) -> Any:
-    """torch is told the sizes: of the batch, the channels, the image, and how many groups.
+    """Apply the kernel with local sizes (batch at ``at``, channels, image, groups) in its arguments.
 
-    Its kernels refuse images with gaps between them, which slices have.
+    The kernel refuses operands that are not contiguous, as a slice may be.
     """
     args, (n, channels, *_) = list(local.args), local.operand_shape(0)
     for i in range(at):

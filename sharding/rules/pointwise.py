@@ -1,4 +1,4 @@
-"""Pointwise operations: every one that torch tags so, and what is linear among them."""
+"""Pointwise operations: all that torch tags as such, and in which operands they are linear."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def _linear_sum(call: Call) -> str:
-    """add, sub: linear in both jointly; with a number as one of them it is affine, not linear."""
+    """add, sub: jointly linear in two tensors; with a nonzero number they are affine, not linear."""
     a, b = call.arg(0), call.arg(1)
     if isinstance(a, fx.Node) and isinstance(b, fx.Node):
         return f"{_body(call)} | linear 0 1"
@@ -35,7 +35,7 @@ def _linear_sum(call: Call) -> str:
 
 
 def _linear_each(call: Call) -> str:
-    """mul: linear in each factor alone."""
+    """mul: linear in each operand alone."""
     return _body(call) + "".join(f" | linear {i}" for i in range(len(call.operands)))
 
 
@@ -46,14 +46,14 @@ def _linear_first(call: Call) -> str:
 
 
 def _linear_where(call: Call) -> str:
-    """where: linear in its two values jointly, if both are tensors or the other is zero."""
+    """where: jointly linear in its two values, if both are tensors."""
     if len(call.operands) == 3:
         return f"{_body(call)} | linear 1 2"
     return _body(call)
 
 
 def _linear_cast(call: Call) -> str:
-    """A cast passes pending sums unless it narrows: the sum is made in the wider type."""
+    """A cast is linear unless it narrows, so that pending sums are added in the wider dtype."""
     before = VAL.of(call.operands[0]).dtype
     after = VAL.of(call.node).dtype
     widens = before == after or (
@@ -100,7 +100,7 @@ register_rule(
 )
 
 
-# Pointwise, though torch does not tag them so.
+# Pointwise operations that torch does not tag as such.
 _UNTAGGED = {
     "_prelu_kernel",
     "_prelu_kernel_backward",
@@ -139,7 +139,7 @@ def _pointwise(target: Any) -> OpRule | None:
     if schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
         return None
     if not all(str(r.type) == "Tensor" for r in schema.returns):
-        return None  # aten.equal is tagged pointwise, too
+        return None  # aten.equal is tagged pointwise, but returns a bool
     first = schema.arguments[0].name if schema.arguments else ""
     if first in ("grad_output", "grad_out") and "backward" in schema.name:
         return OpRule(_linear_first)

@@ -1,4 +1,4 @@
-"""Reductions. Sums, maxima and the like of parts combine; what does not is whole, or decomposed."""
+"""Reductions: sums, maxima and minima of shards combine; other reduced dims are whole, or decomposed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from torchard.sharding.rules.registry import Call, letters, register_rule, spell
 
 
 def reduced_dims(dims: Any, rank: int) -> list[int]:
-    """The dims an operation reduces: all of them for None and (as torch has it) for an empty list."""
+    """The dims that an operation reduces: all of them for None and, as in torch, for an empty list."""
     if dims is None or (isinstance(dims, (list, tuple)) and not dims):
         return list(range(rank))
     listed: Sequence[int] = [dims] if isinstance(dims, int) else list(dims)
     return [d % rank if rank else 0 for d in listed][: None if rank else 0]
 
 
-def _reduction(call: Call, dims: Any, keepdim: bool, tail: str, results: int = 1) -> str:
+def _reduction(call: Call, dims: Any, keepdim: bool, clause: str, results: int = 1) -> str:
+    """The rule with this clause on each reduced dim, and so many results of the same shape."""
     rank = len(call.ins[0])
-    names, gone = letters(rank), set(reduced_dims(dims, rank))
-    out = ["1" if i in gone else n for i, n in enumerate(names) if keepdim or i not in gone]
+    names, reduced = letters(rank), set(reduced_dims(dims, rank))
+    out = ["1" if i in reduced else n for i, n in enumerate(names) if keepdim or i not in reduced]
     outs = ", ".join([spell(out)] * results)
-    clauses = "".join(f" | {tail.format(names[d])}" for d in sorted(gone))
+    clauses = "".join(f" | {clause.format(names[d])}" for d in sorted(reduced))
     return f"{spell(names)} -> {outs}{clauses}"
 
 

@@ -1,4 +1,4 @@
-"""The registry of factor rules: one entry per operation, the tables live beside this file."""
+"""The registry of factor rules: one entry per operation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["REGISTRY", "Call", "Local", "OpRule", "find", "lookup", "register_ru
 
 @dataclass(frozen=True)
 class Call:
-    """One operation of a program, seen from outside: its arguments and the shapes around it."""
+    """One operation of a program as its rule sees it: arguments, and shapes of operands and results."""
 
     node: fx.Node
     operands: tuple[fx.Node, ...]
@@ -44,7 +44,7 @@ class Call:
         return self.node.target
 
     def arg(self, position: int, name: str | None = None, default: Any = None) -> Any:
-        """A positional argument, by name where it was given so, else the schema's default."""
+        """The argument at a position, or given by name; else ``default``, which is the schema's."""
         args, kwargs = self.node.args, self.node.kwargs
         if position < len(args):
             return args[position]
@@ -56,7 +56,7 @@ def _val(node: fx.Node) -> Any:
 
 
 def results(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    """The tensors a node returns (those it does not return, None, are left out)."""
+    """The tensors that a node returns, without results that are None."""
     val = _val(node)
     if isinstance(val, torch.Tensor):
         return (val,)
@@ -66,7 +66,7 @@ def results(node: fx.Node) -> tuple[torch.Tensor, ...]:
 
 
 def result_index(node: fx.Node) -> int:
-    """Which of its source's tensors a getitem takes (results that are None do not count)."""
+    """The index of a getitem among the tensors that its source returns, not counting None."""
     source, position = node.args
     assert isinstance(source, fx.Node) and isinstance(position, int)
     val = _val(source)
@@ -86,7 +86,7 @@ def _tensor_args(node: fx.Node) -> Iterator[fx.Node]:
 
 
 class Local(Protocol):
-    """What an emitter sees: the local values of one coordinate, and how to make more."""
+    """What an emitter works with: the local operands of one mesh coordinate, and operations on them."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -101,10 +101,10 @@ class Local(Protocol):
         """The local shape of an operand."""
 
     def result_range(self, dim: int) -> range:
-        """The global indices of a dim of the first result that this coordinate owns."""
+        """The global indices that this coordinate owns of a dim of the first result."""
 
     def operand_range(self, operand: int, dim: int) -> range:
-        """The global indices of a dim of an operand that this coordinate owns."""
+        """The global indices that this coordinate owns of a dim of an operand."""
 
 
 Text = str | Callable[[Call], str | Rule | None]
@@ -116,10 +116,10 @@ class OpRule:
     """A registered rule.
 
     Attributes:
-        text: the factor rule, or a function of the call that gives it (None: gather).
-        emit: how one coordinate computes its part; None applies the same operation.
-        alias: True for bijective views: a reshard is made on the base and viewed again.
-        check: what holds the rule of a call against its operation; raises where it is wrong.
+        text: the factor rule, or a function of the call that returns it (None to gather the operands).
+        emit: how one coordinate computes its shard; None applies the operation to its local operands.
+        alias: True for bijective views: their base is resharded, and viewed again.
+        check: a test of the rule of a call against its operation, which raises if they disagree.
     """
 
     text: Text
@@ -139,33 +139,36 @@ def register_rule(
     alias: bool = False,
     check: Callable[[Call, Rule], None] | None = None,
 ) -> None:
-    """Give operations a factor rule. Users' are checked: theirs is that of ``rule_check.py``."""
+    """Register a factor rule of operations. Users' rules are also checked, by ``rule_check.py``."""
     for target in targets:
         if not isinstance(target, Absent):
             REGISTRY[target] = OpRule(text, emit, alias, check)
 
 
-_POINTWISE: list[Callable[[Any], OpRule | None]] = []
+_FINDERS: list[Callable[[Any], OpRule | None]] = []
 
 
 def find(finder: Callable[[Any], OpRule | None]) -> Callable[[Any], OpRule | None]:
-    """Register a finder for whole families of operations (say, all that torch tags pointwise)."""
-    _POINTWISE.append(finder)
+    """Register a function from operations to rules (or None), for families without a table.
+
+    All operations that torch tags pointwise are such a family.
+    """
+    _FINDERS.append(finder)
     return finder
 
 
 @functools.cache
-def _found(target: Any) -> OpRule | None:
-    return next((r for finder in _POINTWISE if (r := finder(target)) is not None), None)
+def _family_rule(target: Any) -> OpRule | None:
+    return next((r for finder in _FINDERS if (r := finder(target)) is not None), None)
 
 
 def lookup(target: Any) -> OpRule | None:
-    """The rule of an operation, or None: it will be gathered."""
-    return REGISTRY.get(target) or _found(target)
+    """The entry of an operation; None if it has none, so that its operands are gathered."""
+    return REGISTRY.get(target) or _family_rule(target)
 
 
 def rule_of(call: Call) -> Rule:
-    """The rule for this call, the gathering rule where there is none."""
+    """The factor rule of a call; the gathering rule if no other one applies."""
     cached = RULE.get(call.node)
     if isinstance(cached, Rule):
         return cached
@@ -188,7 +191,7 @@ def _instantiate(entry: OpRule, call: Call) -> Rule | None:
 
 
 def _counts_bools(call: Call, group: frozenset[int]) -> bool:
-    """Parts of a bool are joined by "or", which nothing that makes a number of it respects."""
+    """Whether an operation turns partial bools, which combine by "or", into numbers, which add up."""
     bools = any(_val(call.operands[k]).dtype == torch.bool for k in group)
     return bools and any(r.dtype != torch.bool for r in results(call.node))
 
@@ -199,5 +202,5 @@ def letters(n: int) -> list[str]:
 
 
 def spell(dims: Sequence[str]) -> str:
-    """Dims as the text of an operand."""
+    """The text of an operand with these dims."""
     return " ".join(dims)

@@ -1,7 +1,8 @@
-"""Running along a dim, which is whole; sums from the end, as the derivative of a running sum needs them.
+"""Scans and sorts along a dim, which is whole; and ``sums_from``, a cumulative sum from the end.
 
-Torch writes that derivative as a flip, a running sum and a flip, which would send every element of a
-split dim to the other end and back. ``sums_from`` is the three in one: it needs a sum from each rank.
+torch computes the derivative of cumsum as flip, cumsum, flip, which would send every element of a split
+dim to the rank at the other end and back. ``sums_from`` replaces all three and, decomposed, needs one
+sum from each rank.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ torch.library.register_fake("torchard::sums_from", _sums_from, lib=_library)
 
 
 def sums_from(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """At each place of a dim, the sum from there to the end."""
-    made: torch.Tensor = SUMS_FROM(x, dim)
-    return made
+    """The cumulative sum from the end of a dim: at each index, the sum from there to the end."""
+    result: torch.Tensor = SUMS_FROM(x, dim)
+    return result
 
 
 def fold_flips(graph: fx.Graph) -> None:
-    """Running sums between two flips of their dim become sums from the end."""
+    """Replace flip, cumsum, flip along one dim by ``sums_from``; changes the graph in place."""
     for node in list(graph.nodes):
-        found = _summed_from(node)
-        if found is None or VAL.of(found[0]).dtype != VAL.of(node).dtype:
-            continue  # sums of integers are wider
-        substitute(node, Inserter(node)(SUMS_FROM, *found, same="value"))
+        summed = _summed_from(node)
+        if summed is None or VAL.of(summed[0]).dtype != VAL.of(node).dtype:
+            continue  # cumsum returns int64 for narrower integers
+        substitute(node, Inserter(node)(SUMS_FROM, *summed, same="value"))
 
 
 def _summed_from(node: fx.Node) -> tuple[fx.Node, int] | None:
-    """What a node sums from the end, and along which dim."""
+    """The operand and dim of flip, cumsum, flip that ends at a node; None for other nodes."""
     last = _flipped(node)
     if last is None or last[0].target is not aten.cumsum.default or last[0].kwargs:
         return None
@@ -58,7 +59,7 @@ def _summed_from(node: fx.Node) -> tuple[fx.Node, int] | None:
 
 
 def _flipped(node: Any) -> tuple[fx.Node, int] | None:
-    """What is flipped, along which dim; None if it is not flipped along one."""
+    """The operand and dim of a flip along one dim; None for other nodes."""
     if not isinstance(node, fx.Node) or node.target is not aten.flip.default:
         return None
     if not VAL.of(node).ndim:

@@ -1,4 +1,4 @@
-"""Looking values up in a sorted row or a set, which is whole; and statistics that need a whole dim."""
+"""Search in sorted rows and in sets, which are whole; order statistics along a whole dim; glu."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _buckets(call: Call) -> str:
 
 
 def _sorted_rows(call: Call) -> str | None:
-    """One sorted row for all values, or one for each row of values."""
+    """searchsorted: one sorted row for all values, or one for each row of values."""
     rows, *values = call.ins
     if len(call.ins) != 2 or not values[0]:
         return None
@@ -30,14 +30,14 @@ def _member(call: Call) -> str | None:
     return f"..., {spell(tests)} -> ..." + (f" | whole {spell(tests)}" if tests else "")
 
 
-# torch warns where what it looks up is not contiguous, as a shard need not be.
+# torch warns of values that are not contiguous, which shards need not be.
 register_rule(aten.bucketize.Tensor, text=_buckets, emit=emit_contiguous)
 register_rule(aten.searchsorted.Tensor, text=_sorted_rows, emit=emit_contiguous)
 register_rule(aten.isin.Tensor_Tensor, text=_member)
 
 
 def _along(position: int, default: int) -> Any:
-    """A value and its place along a dim."""
+    """The rule of a value and its index along a dim, which is the argument at ``position``."""
 
     def text(call: Call) -> str:
         names = letters(len(call.ins[0]))
@@ -56,7 +56,7 @@ register_rule(aten.mode.default, aten.median.dim, aten.nanmedian.dim, text=_alon
 
 
 def _halves(call: Call) -> str:
-    """glu: the first half of a dim gates the second."""
+    """glu: the second half of a dim gates the first."""
     names = letters(len(call.ins[0]))
     dim = call.arg(1, "dim", -1) % len(names)
     out = ["half" if i == dim else n for i, n in enumerate(names)]

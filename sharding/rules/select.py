@@ -1,7 +1,7 @@
-"""One row of a dim, taken out or written: every rank knows whether the row is its own.
+"""Reads and writes of single rows of a dim: select, select_scatter, slice_scatter, unbind, stack.
 
-A row is a lookup with a known index: the rank that has it contributes it, the others contribute zeros,
-and the sum is pending until somebody needs the row. Its gradient, and a write to it, are made in place.
+A selected row is a lookup with a known index: the rank that owns the row contributes it, the others
+contribute zeros, and the sum is pending until the row is used. Its gradient and writes to it are local.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from torchard.sharding.rules.registry import Call, Local, letters, register_rule
 __all__ = ["zeros"]
 
 
-
 def zeros(call: Call, local: Local, shape: Sequence[int]) -> Any:
-    """Zeros of the dtype of a call's first result."""
+    """Zeros with the dtype and device of a call's first result."""
     like = _first_result(call)
     return local.call(aten.full.default, list(shape), 0, dtype=like.dtype, device=like.device)
 
@@ -32,7 +31,7 @@ def _first_result(call: Call) -> torch.Tensor:
 
 
 def _row(index: int, size: int, own: range) -> int | None:
-    """Where a row is among those owned; None where it is another rank's."""
+    """The index of a row among those owned; None if another rank owns it."""
     index %= size
     return index - own.start if index in own else None
 
@@ -57,7 +56,7 @@ register_rule(aten.select.int, text=_select, emit=_emit_select)
 
 
 def _select_backward(call: Call) -> str:
-    """Zeros, and the row's gradient where the row is."""
+    """Zeros, with the gradient of the row on the rank that owns it."""
     names = letters(len(call.outs[0]))
     dim = call.arg(2) % len(names)
     kept = names[:dim] + names[dim + 1 :]
@@ -113,7 +112,7 @@ def _slice_scatter(call: Call) -> str:
 
 
 def _emit_slice_scatter(call: Call, local: Local) -> Any:
-    """Of what is written, the rows that fall into the owned run."""
+    """Write the rows that fall into the owned run."""
     dim, places = _places(call)
     table, written = local.args[:2]
     if places == range(call.ins[0][dim]):
@@ -133,7 +132,7 @@ register_rule(aten.slice_scatter.default, text=_slice_scatter, emit=_emit_slice_
 
 
 def _unbind(call: Call) -> str:
-    """All rows, each whole: a few of them are selects, made of this in ``canonicalize.py``."""
+    """All rows of a whole dim; where few of them are read, ``cuts.py`` replaces this by selects."""
     names = letters(len(call.ins[0]))
     dim = call.arg(1, "dim", 0) % len(names)
     kept = spell(names[:dim] + names[dim + 1 :])

@@ -1,4 +1,4 @@
-"""Sliding windows along a dim, and repetition."""
+"""unfold (sliding windows along a dim) and repeat."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ register_rule(aten.unfold_backward.default, text=_unfold_backward, emit=emit_int
 
 
 def _repeat(call: Call) -> str | None:
-    """Each dim becomes (times, dim); the times are made on every rank."""
+    """Each dim becomes (repetitions, dim), of which only the dim itself may be split."""
     if 0 in call.outs[0]:
         return None
     names, times = letters(len(call.ins[0])), call.arg(1)
