@@ -1,9 +1,11 @@
-"""Plans for whole models.
+"""Styles: sharding plans for whole models.
 
-Styles write specs and named constraints; propagation does the rest. Layouts default to "left to
-propagation": the weights already imply Megatron's collectives, and a pin is total, so it would
-gather the batch over other axes (hence ``batch=``). Heads must stay whole, and no shape says where
-they are: `heads.py` follows each dim of each weight by the factor rules, which know what every
-view, cut and contraction does to a dim. Fused projections are found as parts, groups of keys and
-values as what the queries are split by.
+A style writes specs of parameters and constraints on labelled activations; propagation does the rest.
+Activations are left to propagation by default: the specs of weights already imply Megatron's collectives,
+and a constraint fixes all dims of a value, so that it would gather the batch over other axes (unless
+``batch=`` names them).
+
+Attention heads must not be split, and no shape says where they are. `heads.py` follows each dim of each
+weight through a trace by the factor rules, which state what every view, slice and contraction does to a
+dim. It finds the projections fused in one weight, and splits grouped queries with their keys and values.
 """

@@ -1,10 +1,11 @@
 """Heads: which features of a projection stay together, read off a trace.
 
-A projection may be split between its heads, not inside them; where they are shows in the views that
-follow it. So every dim of every weight is followed through the program, by the factor rules: a view that
-takes it apart leaves its outermost factor to be split (``features -> (heads d)``), a cut leaves what is
-inside its pieces (``(three features)``), and where two of them meet on one factor, as queries and keys
-do, both are split alike: q by the groups of k and v in grouped attention, and the output projection too.
+A projection may be split between its heads but not inside them, and the views that follow it show where
+they are. So each dim of each weight is followed through the program by the factor rules. Where a view
+factors it, the outermost factor may be split (``features -> (heads d)``); where slices are taken of it,
+what is inside each slice may be split (``(three features)``). Where two dims meet on one factor, as those
+of queries and keys do, both are split alike: in grouped-query attention q and the output projection are
+split by the groups of k and v.
 """
 
 from __future__ import annotations
@@ -26,16 +27,22 @@ from torchard.sharding.rules.registry import result_index
 
 __all__ = ["Units", "units_of"]
 
-Units = tuple[int, int]  # parts, one after the other, and the units that each of them is split into
+Units = tuple[int, int]  # the number of consecutive parts of a dim, and of units in each part
 Source = tuple[str, int]  # a parameter and its dim
 
 _TAKES = {aten.select.int, aten.unbind.int}
-_ATTENTION = {aten._scaled_dot_product_flash_attention_for_cpu.default}  # of those with a rule
+_ATTENTION = {aten._scaled_dot_product_flash_attention_for_cpu.default}  # the kernels that have a rule
 
 
 @dataclass(frozen=True)
 class _Mark:
-    """A dim of a value is ``before`` times the units of a source times what is inside a unit."""
+    """Where the units of a source are in a value.
+
+    Attributes:
+        dim: the dim that holds them.
+        before: the product of the factors of that dim that are outside of the units.
+        source: the dim of a parameter that they come from.
+    """
 
     dim: int
     before: int
@@ -43,10 +50,10 @@ class _Mark:
 
 
 def units_of(program: Program) -> dict[str, tuple[Units, ...]]:
-    """The units of each dim of each parameter: of the leaves of the first argument, by dotted name.
+    """The units of each dim of each parameter, by the parameter's dotted name.
 
     Args:
-        program: a trace of the model, its parameters the first argument.
+        program: a trace of the model whose first argument is the parameters.
     """
     weights = {
         name: node
@@ -54,7 +61,7 @@ def units_of(program: Program) -> dict[str, tuple[Units, ...]]:
         if (name := _dotted(leaf.path)) is not None
     }
     walk = _Walk(program.graph, weights)
-    while walk.recut():
+    while walk.refine():
         pass
     return {
         name: tuple(walk.units((name, dim)) for dim in range(VAL.of(node).ndim))
@@ -66,22 +73,32 @@ def _dotted(path: str) -> str | None:
     first, rest = path[: len("args[0]")], path[len("args[0]") :]
     if first != "args[0]":
         return None
-    return ".".join("".join(found) for found in re.findall(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)", rest))
+    steps = re.findall(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)", rest)
+    return ".".join("".join(step) for step in steps)
 
 
 class _Walk:
+    """Walks through a program that determine the units of its weights' dims (the sources).
+
+    Attributes:
+        parts: the number of parts of each source, as known before a walk.
+        parts_seen: the same, with the slices that were met during the walk.
+        counts: the number of units in each part of a source; among sources split alike, the root's holds.
+        alike: for a source that is split like another, that other source (a union-find).
+    """
+
     def __init__(self, graph: fx.Graph, weights: dict[str, fx.Node]) -> None:
         self.graph, self.weights = graph, weights
         self.parts: dict[Source, int] = {}
-        self.cut: dict[Source, int] = {}
+        self.parts_seen: dict[Source, int] = {}
         self.counts: dict[Source, int] = {}
         self.alike: dict[Source, Source] = {}
 
     def units(self, source: Source) -> Units:
-        return self.parts[source], self.counts[self._first(source)]
+        return self.parts[source], self.counts[self._root(source)]
 
-    def recut(self) -> bool:
-        """Follow all sources through the program; True if a cut was met, and another round is due."""
+    def refine(self) -> bool:
+        """Follow all sources through the program; True if new parts were seen, so another walk is due."""
         self.counts, self.alike = {}, {}
         marks: dict[fx.Node, list[list[_Mark]]] = {}
         for name, node in self.weights.items():
@@ -89,21 +106,21 @@ class _Walk:
             for source in sources:
                 self.counts[source] = self._size(source) // self.parts.setdefault(source, 1)
             marks[node] = [[_Mark(s[1], self.parts[s], s) for s in sources]]
-        self.cut = dict(self.parts)
+        self.parts_seen = dict(self.parts)
         for node in self.graph.nodes:
             if node.op == "call_function" and any(marks.get(n) for n in node.all_input_nodes):
                 marks[node] = self._through(node, marks)
-        known, self.parts = self.parts, self.cut
-        return self.parts != known
+        before, self.parts = self.parts, self.parts_seen
+        return self.parts != before
 
     def _through(self, node: fx.Node, marks: dict[fx.Node, list[list[_Mark]]]) -> list[list[_Mark]]:
         """The marks of each result of an operation."""
         if node.target is operator.getitem:
-            own = marks[node.all_input_nodes[0]]
-            return [own[result_index(node)]] if hasattr(VAL.of(node), "shape") else []
+            of_results = marks[node.all_input_nodes[0]]
+            return [of_results[result_index(node)]] if hasattr(VAL.of(node), "shape") else []
         call = Call.of(node)
         rule = rule_of(call)
-        met: dict[tuple[int, int], Source] = {}
+        sources: dict[tuple[int, int], Source] = {}
         for operand, dims in zip(call.operands, rule.ins, strict=True):
             for mark in next(iter(marks.get(operand, ())), ()):
                 at = _located(rule, dims[mark.dim], mark.before)
@@ -111,50 +128,49 @@ class _Walk:
                     continue
                 factor, inside = at
                 room = rule.sizes[factor] // inside
-                taken = rule.whole | rule.run if call.target in _TAKES else rule.whole
-                if factor in taken and self._cuts(call, mark, rule, dims[mark.dim], factor):
-                    self._cut(mark.source, room)
+                sliced = rule.whole | rule.run if call.target in _TAKES else rule.whole
+                if factor in sliced and self._makes_parts(call, mark, rule, dims[mark.dim], factor):
+                    self._see_parts(mark.source, room)
                     continue
                 if factor in rule.whole and call.target in _ATTENTION:
-                    room = 1  # a lone head: what is inside it cannot be split
-                self._join(met.setdefault(at, mark.source), mark.source, room)
-        kept = {at: source for at, source in met.items() if at[0] not in rule.whole}
+                    room = 1  # a single head, which cannot be split
+                self._join(sources.setdefault(at, mark.source), mark.source, room)
+        kept = {at: source for at, source in sources.items() if at[0] not in rule.whole}
         return [list(_marks_on(rule, dims, kept)) for dims in rule.outs]
 
-    def _cut(self, source: Source, pieces: int) -> None:
-        """There are so many pieces in each part; pieces of several sizes have a common measure."""
-        parts = math.lcm(self.cut[source], self.parts[source] * pieces)
+    def _see_parts(self, source: Source, slices: int) -> None:
+        """Divide each part into so many slices; where their sizes differ, into a common multiple."""
+        parts = math.lcm(self.parts_seen[source], self.parts[source] * slices)
         if self._size(source) % parts == 0:
-            self.cut[source] = parts
+            self.parts_seen[source] = parts
 
     def _size(self, source: Source) -> int:
         return int(VAL.of(self.weights[source[0]]).shape[source[1]])
 
-    def _cuts(
+    def _makes_parts(
         self, call: Call, mark: _Mark, rule: Rule, factors: tuple[int, ...], factor: int
     ) -> bool:
-        """Whether pieces of a dim are taken, and units are to be found in each of them."""
+        """Whether an operation slices a source into parts that have units of their own."""
         parts, count = self.units(mark.source)
         if call.target in _TAKES:
             return self._size(mark.source) > parts * count
         return any(rule.sizes[f] > 1 for f in factors[factors.index(factor) + 1 :])
 
-    def _first(self, source: Source) -> Source:
+    def _root(self, source: Source) -> Source:
         while source in self.alike:
             source = self.alike[source]
         return source
 
-    def _join(self, one: Source, other: Source, room: int) -> None:
-        """Two sources are split alike, into what divides both and the room there is."""
-        one, other = self._first(one), self._first(other)
-        count = math.gcd(self.counts[one], self.counts[other], room)
-        self.counts[one] = self.counts[other] = count
-        if one != other:
-            self.alike[other] = one
+    def _join(self, a: Source, b: Source, room: int) -> None:
+        """Split two sources alike, into a number of units that divides those of both and ``room``."""
+        a, b = self._root(a), self._root(b)
+        self.counts[a] = self.counts[b] = math.gcd(self.counts[a], self.counts[b], room)
+        if a != b:
+            self.alike[b] = a
 
 
 def _located(rule: Rule, factors: tuple[int, ...], before: int) -> tuple[int, int] | None:
-    """The factor of a dim in which what comes after ``before`` begins, and how far inside it."""
+    """The factor of a dim that has the units after ``before``, and what of ``before`` is inside it."""
     for factor in factors:
         size = rule.sizes[factor]
         if size and before % size == 0 and before >= size:
@@ -165,12 +181,13 @@ def _located(rule: Rule, factors: tuple[int, ...], before: int) -> tuple[int, in
 
 
 def _marks_on(
-    rule: Rule, dims: tuple[tuple[int, ...], ...], met: dict[tuple[int, int], Source]
+    rule: Rule, dims: tuple[tuple[int, ...], ...], sources: dict[tuple[int, int], Source]
 ) -> Iterator[_Mark]:
+    """The marks of a result, from the sources that were located on factors."""
     for dim, factors in enumerate(dims):
         before = 1
         for factor in factors:
-            for (found, inside), source in met.items():
-                if found == factor:
+            for (marked, inside), source in sources.items():
+                if marked == factor:
                     yield _Mark(dim, before * inside, source)
             before *= rule.sizes[factor]

@@ -23,14 +23,14 @@ class Layer:
     """One module of a model.
 
     Attributes:
-        path: dotted; "" for the model itself.
+        path: the dotted path of the module; "" for the model itself.
         kind: ``linear``, ``embedding``, ``other``; ``unknown`` where only parameters were given.
-        what: its class, for messages.
-        names: what it calls its own parameters -> their names in the model's params (a tied one
-            goes by the first).
-        shapes: by the same keys.
-        transposed: its weight is [in, out], not [out, in].
-        units: by the same keys, into which units each dim comes apart; empty if nobody looked.
+        what: the name of its class, for messages.
+        names: from the module's names of its own parameters to their names in the model's params (for
+            a tied parameter, the first one).
+        shapes: the shapes of these parameters, by the same keys.
+        transposed: whether the weight is [in, out] instead of [out, in].
+        units: the units of each dim of these parameters, by the same keys; empty without a trace.
     """
 
     path: str
@@ -43,21 +43,21 @@ class Layer:
 
     @property
     def is_linear(self) -> bool:
-        """Whether it multiplies by a matrix; of parameters alone, whether it has one."""
+        """Whether the layer multiplies by a matrix; if its class is unknown, whether it has one."""
         if self.kind == UNKNOWN:
             return len(self.shapes.get("weight", ())) == 2
         return self.kind == LINEAR
 
 
 def layers_of(model: Any) -> tuple[dict[str, Layer], Any]:
-    """Each module path's Layer, in the order of the model, and a tree like its params of names.
+    """The layers of a model by module path, in model order, and a tree like its params that holds names.
 
     Args:
-        model: an nn.Module, what `functionalize` made of one, or params: a dict by dotted name, or
-            dicts in dicts.
+        model: an nn.Module, what `functionalize` returned for one, or params: a dict by dotted name, or
+            nested dicts.
 
     Raises:
-        SpecError: it is none of these.
+        SpecError: the model is none of these.
     """
     if isinstance(model, Functional):
         model = model.module
@@ -67,23 +67,23 @@ def layers_of(model: Any) -> tuple[dict[str, Layer], Any]:
         names = _names(model, "")
         return _of_params(dict(_flat(model, names))), names
     raise SpecError(
-        f"parallelize: model is a {type(model).__name__}; pass a module, a functionalized one, or a "
-        "dict of parameters."
+        f"parallelize: model is a {type(model).__name__}; pass an nn.Module, a functionalized one, "
+        "or a dict of parameters."
     )
 
 
 def with_units(layers: Mapping[str, Layer], program: Program) -> dict[str, Layer]:
-    """The layers with what a trace of the model says of their units.
+    """The layers with the units that are found in a trace of the model.
 
     Raises:
-        SpecError: the first argument of what was traced is not the model's params.
+        SpecError: the first argument of the program is not the model's params.
     """
     known = units_of(program)
     missing = sorted({n for layer in layers.values() for n in layer.names.values()} - set(known))
     if missing:
         raise SpecError(
-            f"program is no trace of this model: its first argument has no {missing[0]!r}. Use "
-            "trace(fn)(params, ...) with the params of what is parallelized."
+            f"program is not a trace of this model: its first argument has no {missing[0]!r}. Use "
+            "trace(fn)(params, ...) with the params of the model that is parallelized."
         )
     return {
         path: replace(layer, units={k: known[name] for k, name in layer.names.items()})
@@ -92,19 +92,19 @@ def with_units(layers: Mapping[str, Layer], program: Program) -> dict[str, Layer
 
 
 def _of_module(model: nn.Module) -> dict[str, Layer]:
-    first: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
-    found = {}
+    first_names: dict[int, str] = {id(p): name for name, p in model.named_parameters()}
+    layers = {}
     for path, part in model.named_modules(remove_duplicate=False):
         own = dict(part.named_parameters(recurse=False, remove_duplicate=False))
-        found[path] = Layer(
+        layers[path] = Layer(
             path=path,
             kind=_kind(part),
             what=type(part).__name__,
-            names={k: first[id(p)] for k, p in own.items()},
+            names={k: first_names[id(p)] for k, p in own.items()},
             shapes={k: tuple(p.shape) for k, p in own.items()},
             transposed=_is_transposed(part),
         )
-    return found
+    return layers
 
 
 def _kind(part: nn.Module) -> str:
@@ -114,7 +114,7 @@ def _kind(part: nn.Module) -> str:
 
 
 def _is_transposed(part: nn.Module) -> bool:
-    """HuggingFace's Conv1D, GPT-2's linear; known by name, for the package need not be there."""
+    """Whether it is HuggingFace's Conv1D, the linear of GPT-2 (by name: transformers is optional)."""
     return any(
         cls.__name__ == "Conv1D" and cls.__module__.startswith("transformers.")
         for cls in type(part).__mro__
@@ -134,14 +134,15 @@ def _flat(params: Mapping[str, Any], names: Mapping[str, Any]) -> Iterator[tuple
             yield from _flat(value, names[k])
         elif not hasattr(value, "shape"):
             raise SpecError(
-                f"parallelize: model at {names[k]!r} is {value!r}; a dict of parameters holds tensors."
+                f"parallelize: model at {names[k]!r} is {value!r}; a dict of parameters must hold "
+                "tensors."
             )
         else:
             yield names[k], value
 
 
 def _of_params(flat: Mapping[str, Any]) -> dict[str, Layer]:
-    """The layers that dotted names speak of, containers included."""
+    """The layers that dotted names of parameters imply, containers included."""
     paths: dict[str, dict[str, str]] = {"": {}}
     for name in flat:
         steps = name.split(".")

@@ -30,32 +30,31 @@ def parallelize(
     rules: AxisRules | None = None,
     program: Program | None = None,
 ) -> tuple[Any, dict[str, P]]:
-    """The specs of a model's parameters and the constraints on its activations, from styles by module
-    path.
+    """Specs of a model's parameters and constraints on its activations, from styles by module path.
 
     Args:
         model: what `functionalize` returned (the function or the params), an ``nn.Module``, or params
             in nested dicts. Where only parameters are known, a layer with a ``weight`` of two dims
             counts as a linear with a weight [out, in].
         mesh: where the model will run.
-        plan: styles by patterns over module paths (``*`` also matches dots; ``""`` is the model).
+        plan: from patterns of module paths to styles (``*`` also matches dots; ``""`` is the model).
         axis: the mesh axis that styles split over.
-        batch: axes that split dim 0 of activations; what a style places stays split by them.
-        fsdp: axes that split every parameter besides, in the first dim that no style splits (ZeRO).
+        batch: axes that split dim 0 of activations, also where a style places them.
+        fsdp: axes that split every parameter as well, in the first dim that no style splits (ZeRO).
             With the batch split over the same axes, the parameters of a layer are gathered where they
-            are used. A parameter whose only dim is split already stays as it is.
+            are used. A parameter whose dims are all split already stays as it is.
         rules: a mapping from names of dims, in ``batch``, ``fsdp`` and styles, to axes.
         program: a trace of the model, ``trace(fn)(params, ...)``. `Colwise` and `Rowwise` without
-            ``heads`` find heads in it, by the views that follow a projection.
+            ``heads`` find the heads in it, by the views that follow a projection.
 
     Returns:
-        The specs, a tree like params with a `P` for each (without a style, replicated), and the
+        The specs, a tree like params with a `P` for each (replicated if no style places it), and the
         constraints that `shard` takes as ``constrain_at`` (empty unless styles have layouts).
 
     Raises:
         SpecError: a pattern matches no module, a style does not suit its layer or is not a style, or
-            two patterns contradict each other. One message lists everything that is wrong.
-        MeshError: the mesh lacks an axis.
+            two patterns contradict each other. The message lists all that is wrong with the plan.
+        MeshError: the mesh lacks one of the axes.
 
     Source: ZeRO, Rajbhandari et al., arXiv:1910.02054, for ``fsdp``; PyTorch's ``parallelize_module``.
 
@@ -64,8 +63,8 @@ def parallelize(
     >>> mlp = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
     >>> fn, params = ta.functionalize(mlp)
     >>> plan = {"0": ta.Colwise(), "2": ta.Rowwise(output_layouts=0)}
-    >>> specs, pins = ta.parallelize(fn, mesh, plan)
-    >>> run = ta.shard(fn, mesh, constrain_at=pins)
+    >>> specs, constraints = ta.parallelize(fn, mesh, plan)
+    >>> run = ta.shard(fn, mesh, constrain_at=constraints)
     >>> run(ta.place(params, mesh, specs), torch.ones(2, 4)).spec
     P('tp', None)
     """
@@ -114,13 +113,13 @@ def _check_style(style: Any) -> None:
 
 def _matched(pattern: str, layers: Mapping[str, Layer]) -> list[Layer]:
     paths = [path for path in layers if path] if pattern else [""]
-    found = [layers[path] for path in paths if fnmatch.fnmatchcase(path, pattern)]
-    if not found:
+    matched = [layers[path] for path in paths if fnmatch.fnmatchcase(path, pattern)]
+    if not matched:
         near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.5) or paths[:8]
         raise SpecError(
             f"it matches no module; there are {len(paths)}, such as {', '.join(near) or 'none'}."
         )
-    return found
+    return matched
 
 
 def _specs_like(names: Any, specs: Mapping[str, P]) -> Any:
@@ -132,13 +131,13 @@ def _specs_like(names: Any, specs: Mapping[str, P]) -> Any:
 def _check_inside(layer: Layer, split: Any) -> None:
     if not layer.path:
         raise SpecError(
-            f"a layout ({split!r}) for the model itself; what it takes and returns is placed by "
-            "shard's in_specs and out_specs."
+            f"a layout ({split!r}) for the model itself; its inputs and outputs are placed by shard's "
+            "in_specs and out_specs."
         )
 
 
 class _Claims:
-    """What has been said so far of parameters and activations, and by which pattern."""
+    """The specs and constraints that patterns have given so far, and which pattern gave each of them."""
 
     def __init__(
         self, mesh: Mesh, axis: str, batch: str | tuple[str, ...] | None, rules: AxisRules | None
@@ -149,7 +148,11 @@ class _Claims:
         self._by: dict[str, str] = {}
 
     def add(self, by: str, placing: Placing, layers: Mapping[str, Layer]) -> None:
-        """Take down what a pattern says of one layer; SpecError if it cannot be."""
+        """Record the placing of one layer by a pattern.
+
+        Raises:
+            SpecError: it does not fit the layer, or contradicts another pattern.
+        """
         layer = layers[placing.path]
         shapes = {name: layer.shapes[k] for k, name in layer.names.items()}
         for name, spec in self._known(dict(placing.specs), "specs").items():
@@ -162,19 +165,19 @@ class _Claims:
                 self._claim(self.constraints, label, self._constrain(self._known(split, label)), by)
 
     def split_further(self, axes: tuple[str, ...], layers: Mapping[str, Layer]) -> None:
-        """Every parameter over these axes too, in the first dim that is whole so far."""
+        """Split every parameter over these axes too, in its first dim that is not split."""
         for layer in layers.values():
             for key, name in layer.names.items():
                 rank = len(layer.shapes[key])
                 spec = self.specs.get(name, P())
-                if not set(axes) & set(spec.axes):  # a tied one comes up more than once
+                if not set(axes) & set(spec.axes):  # a tied parameter is in several layers
                     self.specs[name] = spec.split_further(axes, rank)
 
-    def _claim(self, said: dict[str, P], name: str, spec: P, by: str) -> None:
-        if said.setdefault(name, spec) != spec:
+    def _claim(self, claimed: dict[str, P], name: str, spec: P, by: str) -> None:
+        if claimed.setdefault(name, spec) != spec:
             raise SpecError(
-                f"{name} would get spec {spec}, but {self._by[name]} gives it {said[name]}; one "
-                "parameter has one spec, also where it is tied. Narrow one of the patterns."
+                f"{name} would get spec {spec}, but {self._by[name]} gives it {claimed[name]}; there is "
+                "only one spec, even for a tied parameter. Narrow one of the patterns."
             )
         self._by.setdefault(name, by)
 

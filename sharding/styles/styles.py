@@ -1,4 +1,4 @@
-"""Styles: how layers are split over one axis, and where activations go between them."""
+"""Styles: how the parameters of a layer are split over one axis, and how its activations are placed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Layers = Mapping[str, Layer]
 
 @dataclass(frozen=True)
 class Placing:
-    """What a style says of one layer: specs by the names in params, and its boundary's layouts."""
+    """The specs of a layer's parameters, by name in params, and the layouts of its input and output."""
 
     path: str
     specs: Mapping[str, P]
@@ -40,17 +40,17 @@ class Style:
     """How a layer is split. Subclass it and override ``specs`` for a style of your own.
 
     Args:
-        input_layouts: of the first tensor that the layer takes: the dim that the axis splits, counted
-            from the front (0 is the batch); ``P()`` for none; another P as it is; None leaves it to
-            propagation.
-        output_layouts: the same of the first tensor that the layer returns.
+        input_layouts: the layout of the first tensor that the layer takes: the dim that the axis splits,
+            counted from the front (0 is the batch); ``P()`` for none; any other P as it is; None leaves
+            it to propagation.
+        output_layouts: the same for the first tensor that the layer returns.
 
     >>> import torch, torchard as ta
     >>> class Stacked(ta.Style):
     ...     def specs(self, layer, axis):                        # split dim 0 of every parameter
     ...         return {name: ta.P(axis) for name in layer.names.values()}
     >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
-    >>> specs, pins = ta.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4)), mesh, {"0": Stacked()})
+    >>> specs, _ = ta.parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4)), mesh, {"0": Stacked()})
     >>> specs
     {'0.weight': P('tp'), '0.bias': P('tp')}
     """
@@ -64,16 +64,16 @@ class Style:
         check_fields(self)
 
     def placings(self, layer: Layer, layers: Layers, axis: str) -> list[Placing]:
-        """What this style says of a layer, and of the layers inside it.
+        """The placings of a layer, and of layers inside it.
 
         Raises:
-            SpecError: it does not suit the layer.
+            SpecError: the style does not suit the layer.
         """
         specs = self.specs(layer, axis)
         return [Placing(layer.path, specs, self.input_layouts, self.output_layouts)]
 
     def specs(self, layer: Layer, axis: str) -> dict[str, P]:
-        """Specs of the layer's own parameters; those not in it are replicated."""
+        """Specs of the layer's own parameters, by their names in params; others are replicated."""
         return {}
 
 
@@ -82,26 +82,26 @@ def _check_split(style: str, which: str, split: Any) -> None:
         return
     if not isinstance(split, int) or isinstance(split, bool):
         raise SpecError(
-            f"{style}({which}={split!r}): a layout is a dim, a P, or None for what propagation finds."
+            f"{style}({which}={split!r}): a layout is a dim, a P, or None to leave it to propagation."
         )
     if split < 0:
         raise SpecError(
-            f"{style}({which}={split}): dims count from the front, for a style does not know the "
+            f"{style}({which}={split}): dims are counted from the front, as a style does not know the "
             f"rank; the last dim of [batch, sequence, features] is 2."
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Product(Style):
-    """A layer with one matrix.
+    """A style of layers with one matrix.
 
     Args:
-        unit: this many consecutive features stay together (the size of an attention head).
-        heads: the features are those of this many heads, each of which stays whole: the same said
-            by their number. Where k and v have fewer heads than q, it is theirs for q, k, v and the
-            output alike, so that a group of queries stays with its k and v.
-        transposed: the weight is [in, out]. None asks the layer's class; True or False also makes
-            a linear of a layer whose class is not known.
+        unit: the number of consecutive features that stay together, such as the size of a head.
+        heads: the number of heads that the features form, none of which is split (instead of ``unit``).
+            Where k and v have fewer heads than q, their number for q, k, v and the output projection
+            alike, so that a group of queries stays with its k and v.
+        transposed: whether the weight is [in, out]; None goes by the layer's class. With True or False,
+            any layer with a matrix as its weight is taken for a linear.
     """
 
     unit: int = 1
@@ -115,12 +115,16 @@ class _Product(Style):
             _check_count(self, "heads", self.heads)
             if self.unit > 1:
                 raise SpecError(
-                    f"{type(self).__name__}(unit={self.unit}, heads={self.heads}): the size of a "
-                    "head and their number say the same of a layer; give one of them."
+                    f"{type(self).__name__}(unit={self.unit}, heads={self.heads}): the size of heads "
+                    "and their number state the same; give one of them."
                 )
 
     def _of_linear(self, layer: Layer) -> bool:
-        """Whether the weight is [in, out]; SpecError if the layer has none."""
+        """Whether the weight is [in, out].
+
+        Raises:
+            SpecError: the layer has no such weight.
+        """
         forced = self.transposed is not None and len(layer.shapes.get("weight", ())) == 2
         if not (layer.is_linear or forced):
             style = type(self).__name__
@@ -128,26 +132,27 @@ class _Product(Style):
             raise SpecError(
                 f"{style} splits linears and embeddings; {layer.path!r} is a {layer.what} with "
                 f"{shapes}. Narrow the pattern, use Activations() or SequenceParallel() to place "
-                f"what goes in and out, or {style}(transposed=False) if its weight is a [out, in]."
+                f"what goes in and out, or {style}(transposed=False) if its weight is [out, in]."
             )
         return layer.transposed if self.transposed is None else self.transposed
 
     def _units(self, layer: Layer, dim: int, parts: int = 1) -> tuple[int, int | None]:
-        """The parts of a dim of the weight and the heads in each: as told, else as found."""
-        found = layer.units.get("weight")
-        if self.unit > 1 or self.heads is not None or not found or parts not in (1, found[dim][0]):
+        """The parts of a dim of the weight, and the heads in each: as given, else as found in a trace."""
+        traced = layer.units.get("weight")
+        if self.unit > 1 or self.heads is not None or not traced or parts not in (1, traced[dim][0]):
             return parts, self.heads
-        parts, units = found[dim]
+        parts, units = traced[dim]
         size = layer.shapes["weight"][dim]
         if units == 1 < size // parts:
             raise SpecError(
-                f"the {size} features of {layer.path!r} stay together in what follows, so that there "
-                f"is nothing to split; give {type(self).__name__}(heads=) or (unit=), or leave it out."
+                f"the {size} features of {layer.path!r} stay together in the operations that follow, so "
+                f"they cannot be split; give {type(self).__name__}(heads=) or (unit=), or leave the "
+                "layer out of the plan."
             )
         return parts, None if parts == 1 and units == size else units
 
     def _split(self, axis: str, other: str, parts: int, heads: int | None) -> P:
-        """A dim of ``parts`` times units, with another dim before it, after it, or none."""
+        """The spec of a dim of ``parts`` times units, with another dim before it, after it, or none."""
         if parts == self.unit == 1 and heads is None:
             return P(None, axis) if other == "before" else P(axis, *[None] * (other == "after"))
         fused = "(parts units unit)"
@@ -160,21 +165,21 @@ class _Product(Style):
 
 def _check_count(style: Style, which: str, count: Any) -> None:
     if not isinstance(count, int) or count < 1:
-        raise SpecError(f"{type(style).__name__}({which}={count!r}): it must be an int from 1 on.")
+        raise SpecError(f"{type(style).__name__}({which}={count!r}): it must be a positive int.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Colwise(_Product):
     """Split a linear by its outputs, an embedding by its features.
 
-    Nothing is communicated in the forward.
+    The forward needs no communication.
 
     Args:
         unit: as for `Rowwise`.
         heads: as for `Rowwise`.
         transposed: as for `Rowwise`.
-        parts: how many projections of equal size the layer fuses one after the other (3 for q, k and
-            v). Each of them is split.
+        parts: the number of projections of equal size that the layer concatenates (3 for q, k and v).
+            Each of them is split.
 
     Source: Megatron-LM, Shoeybi et al., arXiv:1909.08053, section 3; PyTorch's ``ColwiseParallel``.
 
@@ -200,8 +205,8 @@ class Colwise(_Product):
         transposed = layer.kind == EMBEDDING or self._of_linear(layer)
         parts, heads = self._units(layer, 1 if transposed else 0, self.parts)
         weight = self._split(axis, "before" if transposed else "after", parts, heads)
-        found = {"weight": weight, "bias": self._split(axis, "", parts, heads)}
-        return {layer.names[k]: spec for k, spec in found.items() if k in layer.names}
+        specs = {"weight": weight, "bias": self._split(axis, "", parts, heads)}
+        return {layer.names[k]: spec for k, spec in specs.items() if k in layer.names}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,12 +217,12 @@ class Rowwise(_Product):
     ``output_layouts`` names a dim. The bias is replicated and added once.
 
     Args:
-        unit: this many consecutive features stay together, such as the size of an attention head.
-        heads: the features are those of this many heads, each of which stays whole. Where k and v have
-            fewer heads than q, give their number for q, k, v and the output alike, so that a group of
-            queries stays with its k and v.
-        transposed: the weight is [in, out]. None asks the layer's class; True or False also makes a
-            linear of a layer whose class is unknown.
+        unit: the number of consecutive features that stay together, such as the size of a head.
+        heads: the number of heads that the features form, none of which is split (instead of ``unit``).
+            Where k and v have fewer heads than q, give their number for q, k, v and the output
+            projection alike, so that a group of queries stays with its k and v.
+        transposed: whether the weight is [in, out]; None goes by the layer's class. With True or False,
+            any layer with a matrix as its weight is taken for a linear.
 
     Source: Megatron-LM, Shoeybi et al., arXiv:1909.08053, section 3; PyTorch's ``RowwiseParallel``.
 
@@ -242,7 +247,7 @@ class Rowwise(_Product):
 
 @dataclass(frozen=True, kw_only=True)
 class Activations(Style):
-    """Place only what a layer takes and returns.
+    """Place only the input and output of a layer.
 
     Its parameters are replicated, or placed by other patterns.
 
@@ -258,7 +263,7 @@ class Activations(Style):
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceParallel(Style):
-    """Run a layer that treats each position alone, such as a norm, on activations split by position.
+    """Run a layer that treats positions independently, such as a norm, on a split sequence.
 
     Its parameters are replicated. By default dim 1 of [batch, sequence, features] is split.
 
@@ -266,11 +271,11 @@ class SequenceParallel(Style):
 
     >>> import torch, torchard as ta
     >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
-    >>> specs, pins = ta.parallelize(
+    >>> specs, constraints = ta.parallelize(
     ...     torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(4)}), mesh, {"norm": ta.SequenceParallel()})
     >>> specs
     {'norm.weight': P(), 'norm.bias': P()}
-    >>> pins
+    >>> constraints
     {'norm/in': P(None, 'tp'), 'norm/out': P(None, 'tp')}
     """
 
@@ -282,8 +287,8 @@ class SequenceParallel(Style):
 class Pairwise(Style):
     """Split the linears inside a module in pairs, `Colwise` then `Rowwise`.
 
-    An odd last one is left alone. They pair up in the order in which the module registered them;
-    embeddings and norms do not count. The layouts are those of the module, not of the linears.
+    They are paired in the order in which the module registered them; embeddings and norms do not count,
+    and an odd last linear is not split. The layouts are those of the module, not of the linears.
 
     Source: PyTorch's ``PairwiseParallel``.
 
@@ -303,10 +308,10 @@ class Pairwise(Style):
             raise SpecError(
                 f"Pairwise splits the linears inside a module in pairs; {layer.path!r} is a "
                 f"{layer.what} with {len(linears)} inside. Give it a module that holds two, or use "
-                "Colwise() or Rowwise() for a single one."
+                "Colwise() or Rowwise() for a single linear."
             )
-        found = super().placings(layer, layers, axis)
+        placings = super().placings(layer, layers, axis)
         for first, second in zip(linears[::2], linears[1::2], strict=False):
-            found += Colwise().placings(first, layers, axis)
-            found += Rowwise().placings(second, layers, axis)
-        return found
+            placings += Colwise().placings(first, layers, axis)
+            placings += Rowwise().placings(second, layers, axis)
+        return placings

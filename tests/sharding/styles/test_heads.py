@@ -179,5 +179,5 @@ def test_a_lone_head_is_not_split() -> None:
 def test_a_trace_of_something_else() -> None:
     fn, params = functionalize(Gated().double())
     other = trace(lambda p, x: fn(p, x))({k: v for k, v in params.items()}, X)
-    with pytest.raises(SpecError, match=r"no trace of this model: .* no 'k\.bias'.* trace\(fn\)"):
+    with pytest.raises(SpecError, match=r"not a trace of this model: .* no 'k\.bias'.* trace\(fn\)"):
         parallelize(CASES["each"][0], TP, {"q": Colwise()}, program=other)
