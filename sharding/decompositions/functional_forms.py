@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from torchard.functional.torch_internals.operators import Absent, aten
-from torchard.sharding.rules.loss import MEAN, SUM, class_dim
-from torchard.sharding.rules.reduce import reduced_dims
+from torchard.sharding.rules.compute.loss import MEAN, SUM, class_dim
+from torchard.sharding.rules.compute.reduce import reduced_dims
 
 __all__ = ["BIASED_PRODUCTS", "DECOMPOSITIONS", "register_decomposition"]
 

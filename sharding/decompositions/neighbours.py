@@ -17,7 +17,7 @@ import torch
 
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.blocks import Window, blocks, unblocks, windows
-from torchard.sharding.rules.scan import SUMS_FROM, sums_from
+from torchard.sharding.rules.compute.scan import SUMS_FROM, sums_from
 
 __all__ = [
     "NEIGHBOURS",

@@ -25,14 +25,14 @@ __all__ = [
 CALL: Tag[Any] = declare(
     "call",
     "the operation, its tensor operands separated from its settings; cached",
-    written_by="rules/registry",
-    read_by="rules/registry",
+    written_by="rules/registry/call",
+    read_by="rules/registry/call",
 )
 RULE: Tag[Any] = declare(
     "rule",
     "the factor rule of the operation; cached",
-    written_by="rules/registry",
-    read_by="rules/registry",
+    written_by="rules/registry/entries",
+    read_by="rules/registry/entries",
 )
 WEIGHT: Tag[float] = declare(
     "weight",

@@ -23,7 +23,7 @@ from torchard.sharding.planning.cuts import gather_cuts
 from torchard.sharding.planning.strided import unstride
 from torchard.sharding.planning.sums import fold_sums
 from torchard.sharding.rules import lookup
-from torchard.sharding.rules.scan import fold_flips
+from torchard.sharding.rules.compute.scan import fold_flips
 
 __all__ = ["prepare"]
 

@@ -1,32 +1,12 @@
-"""Factor rules, one file per family of operations; importing this package registers them all."""
+"""Factor rules: how each operation can be split. Importing this package registers them all.
 
-from torchard.sharding.rules import (
-    attention,
-    batch_norm,
-    batched,
-    blocks,
-    contract,
-    conv,
-    copies,
-    create,
-    cut,
-    diagonal,
-    fourier,
-    fused,
-    image,
-    index,
-    layout,
-    linalg,
-    loss,
-    moves,
-    normal,
-    pointwise,
-    reduce,
-    scan,
-    search,
-    select,
-    unfold,
-)
+`registry/` holds the registry, and what a rule and its emitter see of a call. The rules of torch's
+operations are in two folders, one file per family: `compute/` for operations that compute new values,
+`data_movement/` for those that rearrange, read or write elements. The other files have the rules of
+torchard's own operations: fused kernels, shard_map's collectives, and blocks of a dim with their windows.
+"""
+
+from torchard.sharding.rules import blocks, compute, data_movement, fused, manual_collectives
 from torchard.sharding.rules.registry import (
     REGISTRY,
     Call,
@@ -43,33 +23,13 @@ __all__ = [
     "Call",
     "Local",
     "OpRule",
-    "attention",
-    "batch_norm",
-    "batched",
     "blocks",
-    "contract",
-    "conv",
-    "copies",
-    "create",
-    "cut",
-    "diagonal",
+    "compute",
+    "data_movement",
     "find",
-    "fourier",
     "fused",
-    "image",
-    "index",
-    "layout",
-    "linalg",
     "lookup",
-    "loss",
-    "moves",
-    "normal",
-    "pointwise",
-    "reduce",
+    "manual_collectives",
     "register_rule",
     "rule_of",
-    "scan",
-    "search",
-    "select",
-    "unfold",
 ]

@@ -101,5 +101,4 @@ def test_rooms_import_one_way() -> None:
 def test_a_folder_says_what_it_is_for_and_holds_few_files() -> None:
     for folder in sorted({path.parent for path in MODULES.values()}):
         assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
-        if folder.name != "rules":  # a family of operations a file
-            assert len([p for p in folder.glob("*.py") if p.name != "__init__.py"]) <= 15, folder
+        assert len([p for p in folder.glob("*.py") if p.name != "__init__.py"]) <= 15, folder

@@ -12,7 +12,7 @@ from random_programs import Example, _program, programs
 
 from torchard.sharding import Mesh
 from torchard.sharding.rules import REGISTRY
-from torchard.sharding.rules.pointwise import _linear_each
+from torchard.sharding.rules.compute.pointwise import _linear_each
 from torchard.sharding.rules.registry import OpRule
 from torchard.sharding.testing import check_sharded
 

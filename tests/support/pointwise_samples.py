@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from sample_calls import F64, S, Sample, bools, x
 
-from torchard.sharding.rules.pointwise import _is_pointwise
+from torchard.sharding.rules.compute.pointwise import _is_pointwise
 
 aten = torch.ops.aten
 

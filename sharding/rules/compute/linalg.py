@@ -11,8 +11,8 @@ from typing import Any
 
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
-from torchard.sharding.rules.batched import Cores, batched, core_text, emit_contiguous
 from torchard.sharding.rules.registry import Call, Local, register_rule
+from torchard.sharding.rules.registry.batched import Cores, batched, core_text, emit_contiguous
 
 M, V, S = 2, 1, 0  # core dims of a matrix, of a vector, of a scalar
 

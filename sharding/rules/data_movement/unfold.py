@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from torchard.functional.torch_internals.operators import aten
-from torchard.sharding.rules.batched import emit_into_shape
 from torchard.sharding.rules.registry import Call, letters, register_rule, spell
+from torchard.sharding.rules.registry.batched import emit_into_shape
 
 
 def _ends(rank: int, dim: int) -> tuple[str, str, str]:

@@ -1,4 +1,4 @@
-"""Reductions: sums, maxima and minima of shards combine; other reduced dims are whole, or decomposed."""
+"""Reductions: sums, maxima and minima of shards combine; others need whole dims, or are decomposed."""
 
 from __future__ import annotations
 

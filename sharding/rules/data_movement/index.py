@@ -87,7 +87,7 @@ register_rule(
 
 
 def _gather_names(call: Call, index: int) -> tuple[list[str], list[str], list[str], int]:
-    """The dims of table and index, those that are whole (of unequal size), and the dim looked up."""
+    """The dims of table and index, those that are whole (their sizes differ), and the dim looked up."""
     table, ids = call.ins[0], call.ins[index]
     dim = call.arg(1) % max(len(table), 1)
     names, picked, whole = letters(len(table)), [], []
@@ -135,7 +135,7 @@ def _scatter(call: Call) -> str | None:
 
 
 def _sent_away(local: Local, ids: Any, own: range, size: int) -> Any:
-    """The ids relative to the owned run; ids of other rows are those of the spare slot after it."""
+    """The ids relative to the owned run; ids of other rows point at the spare slot after it."""
     mask, shifted = _owned(local, ids, own, size, refuse=False)
     others = local.call(aten.logical_not.default, mask)
     return local.call(aten.masked_fill.Scalar, shifted, others, len(own))

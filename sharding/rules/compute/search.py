@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torchard.functional.torch_internals.operators import aten
-from torchard.sharding.rules.batched import emit_contiguous
 from torchard.sharding.rules.registry import Call, letters, register_rule, spell
+from torchard.sharding.rules.registry.batched import emit_contiguous
 
 
 def _buckets(call: Call) -> str:
@@ -37,7 +37,7 @@ register_rule(aten.isin.Tensor_Tensor, text=_member)
 
 
 def _along(position: int, default: int) -> Any:
-    """The rule of a value and its index along a dim, which is the argument at ``position``."""
+    """The rule for a value and its index along ``dim``, which is the argument at ``position``."""
 
     def text(call: Call) -> str:
         names = letters(len(call.ins[0]))

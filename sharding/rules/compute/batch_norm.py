@@ -1,4 +1,4 @@
-"""Batch norm: in training only channels may be split; where another dim is, it is decomposed."""
+"""Batch norm: in training only channels may be split; where other dims are, it is decomposed."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ import torch
 
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
-from torchard.sharding.rules.batched import batched, emit_contiguous
 from torchard.sharding.rules.registry import Call, Local, register_rule
+from torchard.sharding.rules.registry.batched import batched, emit_contiguous
 
 for _name, _dims, _count in [
     ("_adaptive_avg_pool2d", 2, 1),
@@ -136,7 +136,7 @@ register_rule(aten.col2im.default, text=_columns_back)
 
 
 def _pixels(call: Call) -> str:
-    """Groups of r × r channels and blocks of r × r pixels become each other; neither may be split."""
+    """Groups of r × r channels become blocks of r × r pixels, or the reverse; neither may be split."""
     r = call.arg(1)
     deep, wide = f"... (c r={r} s={r}) h w", f"... c (h r={r}) (w s={r})"
     before, after = (deep, wide) if call.target is aten.pixel_shuffle.default else (wide, deep)

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchard.functional.torch_internals.operators import aten
+from torchard.sharding.rules.data_movement.select import zeros
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
-from torchard.sharding.rules.select import zeros
 
 
 def _triangle(call: Call) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torchard.functional.torch_internals.operators import aten
-from torchard.sharding.rules import cut, layout, pointwise, select  # noqa: F401  their rules are read here
+from torchard.sharding.rules.compute import pointwise  # noqa: F401  its rules are read below
+from torchard.sharding.rules.data_movement import select, slicing, views  # noqa: F401  theirs too
 from torchard.sharding.rules.registry import REGISTRY, Call, Local, register_rule
 
 

@@ -14,10 +14,10 @@ from typing import Any
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
 
-CutBounds = tuple[int, int]  # start and stop along the dim
+Bounds = tuple[int, int]  # start and stop along the dim
 
 
-def _slice(call: Call) -> tuple[int, list[CutBounds], int]:
+def _slice(call: Call) -> tuple[int, list[Bounds], int]:
     """The dim, the bounds of the slice, and the step."""
     shape = call.ins[0]
     dim = call.arg(1, "dim", 0) % len(shape)
@@ -25,27 +25,27 @@ def _slice(call: Call) -> tuple[int, list[CutBounds], int]:
     return dim, [slice(start, stop).indices(shape[dim])[:2]], step
 
 
-def _slice_backward(call: Call) -> tuple[int, list[CutBounds], int]:
+def _slice_backward(call: Call) -> tuple[int, list[Bounds], int]:
     shape = call.outs[0]
     dim = call.arg(2) % len(shape)
     return dim, [slice(call.arg(3), call.arg(4)).indices(shape[dim])[:2]], call.arg(5)
 
 
-def _parts(dim: int, shapes: Sequence[tuple[int, ...]]) -> tuple[int, list[CutBounds], int]:
+def _parts(dim: int, shapes: Sequence[tuple[int, ...]]) -> tuple[int, list[Bounds], int]:
     """The dim, the bounds of consecutive slices of these shapes, and step 1."""
     bounds = list(itertools.accumulate((shape[dim] for shape in shapes), initial=0))
     return dim, list(itertools.pairwise(bounds)), 1
 
 
-def _split(call: Call) -> tuple[int, list[CutBounds], int]:
+def _split(call: Call) -> tuple[int, list[Bounds], int]:
     return _parts(call.arg(2, "dim", 0) % len(call.ins[0]), call.outs)
 
 
-def _cat(call: Call) -> tuple[int, list[CutBounds], int]:
+def _cat(call: Call) -> tuple[int, list[Bounds], int]:
     return _parts(call.arg(1, "dim", 0) % len(call.ins[0]), call.ins)
 
 
-def _grain(size: int, pieces: Sequence[CutBounds], step: int) -> int:
+def _grain(size: int, pieces: Sequence[Bounds], step: int) -> int:
     """The largest g that divides all bounds; 1 for strided and empty slices."""
     if step != 1 or size == 0 or any(start >= stop for start, stop in pieces):
         return 1
@@ -53,7 +53,7 @@ def _grain(size: int, pieces: Sequence[CutBounds], step: int) -> int:
 
 
 def _dims(
-    rank: int, dim: int, size: int, pieces: Sequence[CutBounds], step: int
+    rank: int, dim: int, size: int, pieces: Sequence[Bounds], step: int
 ) -> tuple[str, list[str], str]:
     """The dims of the whole and of each slice, and the clause on what may not be split."""
     grain, names = _grain(size, pieces, step), letters(rank)

@@ -1,0 +1,35 @@
+"""Factor rules of operations that compute new values, one file per family."""
+
+from torchard.sharding.rules.compute import (
+    attention,
+    batch_norm,
+    conv,
+    creation,
+    fourier,
+    image,
+    linalg,
+    loss,
+    matmul,
+    normalization,
+    pointwise,
+    reduce,
+    scan,
+    search,
+)
+
+__all__ = [
+    "attention",
+    "batch_norm",
+    "conv",
+    "creation",
+    "fourier",
+    "image",
+    "linalg",
+    "loss",
+    "matmul",
+    "normalization",
+    "pointwise",
+    "reduce",
+    "scan",
+    "search",
+]

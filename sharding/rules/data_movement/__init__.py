@@ -1,0 +1,21 @@
+"""Factor rules of operations that rearrange, read or write elements, one file per family."""
+
+from torchard.sharding.rules.data_movement import (
+    copies,
+    diagonal,
+    index,
+    select,
+    slicing,
+    unfold,
+    views,
+)
+
+__all__ = [
+    "copies",
+    "diagonal",
+    "index",
+    "select",
+    "slicing",
+    "unfold",
+    "views",
+]

@@ -1,0 +1,103 @@
+"""A call of an operation as its rule sees it, and one rank's part of the call as an emitter sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from torchard.functional.programs.tags import VAL
+from torchard.sharding.layouts.tags import CALL
+
+__all__ = ["Call", "Local", "result_index", "results"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One operation of a program as its rule sees it: arguments, and shapes of operands and results."""
+
+    node: fx.Node
+    operands: tuple[fx.Node, ...]
+    ins: tuple[tuple[int, ...], ...]
+    outs: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(node: fx.Node) -> Call:
+        cached = CALL.get(node)
+        if isinstance(cached, Call) and cached.node is node:
+            return cached
+        operands = tuple(a for a in _tensor_args(node) if isinstance(_val(a), torch.Tensor))
+        ins = tuple(tuple(_val(a).shape) for a in operands)
+        call = Call(node, operands, ins, tuple(tuple(v.shape) for v in results(node)))
+        CALL.set(node, call)
+        return call
+
+    @property
+    def target(self) -> Any:
+        return self.node.target
+
+    def arg(self, position: int, name: str | None = None, default: Any = None) -> Any:
+        """The argument at a position, or given by name; else ``default``, which is the schema's."""
+        args, kwargs = self.node.args, self.node.kwargs
+        if position < len(args):
+            return args[position]
+        return kwargs.get(name, default) if name is not None else default
+
+
+def _val(node: fx.Node) -> Any:
+    return VAL.get(node)
+
+
+def results(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """The tensors that a node returns, without results that are None."""
+    val = _val(node)
+    if isinstance(val, torch.Tensor):
+        return (val,)
+    if isinstance(val, (tuple, list)):
+        return tuple(v for v in val if isinstance(v, torch.Tensor))
+    return ()
+
+
+def result_index(node: fx.Node) -> int:
+    """The index of a getitem among the tensors that its source returns, not counting None."""
+    source, position = node.args
+    assert isinstance(source, fx.Node) and isinstance(position, int)
+    val = _val(source)
+    return sum(hasattr(v, "shape") for v in val[:position])
+
+
+def _tensor_args(node: fx.Node) -> Iterator[fx.Node]:
+    def walk(value: Any) -> Iterator[fx.Node]:
+        if isinstance(value, fx.Node):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            for v in value:
+                yield from walk(v)
+
+    for value in (*node.args, *node.kwargs.values()):
+        yield from walk(value)
+
+
+class Local(Protocol):
+    """What an emitter works with: the local operands of one mesh coordinate, and operations on them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """Apply an operation to local values."""
+
+    def shape(self, result: int = 0) -> list[int]:
+        """The local shape of a result."""
+
+    def operand_shape(self, operand: int) -> list[int]:
+        """The local shape of an operand."""
+
+    def result_range(self, dim: int) -> range:
+        """The global indices that this coordinate owns of a dim of the first result."""
+
+    def operand_range(self, operand: int, dim: int) -> range:
+        """The global indices that this coordinate owns of a dim of an operand."""
