@@ -1,8 +1,8 @@
 """In-place writes become values; buffers of modules become results.
 
 Memory that is written to has one current value, that of its *root*, the operation that allocated it; a
-view is a *step* from another view. `writes.py` walks the recorded graph once. For a write it calls
-the operation's functional twin, found by its schema (`mutation.py`), and computes the root's new
+view is a *step* from another view (`aliases.py`). `writes.py` walks the recorded graph once. For a write
+it calls the operation's functional twin, found by its schema (`mutation.py`), and computes the root's new
 value by the inverses of the steps (`scatters.py`); a view that is read after a write is recomputed.
 ``as_strided`` becomes the slices, diagonals and permutations it stands for, or an index. Nothing is
 retraced, so nodes keep their tags, and a ``detach`` (tagged ``cut``) remains one. An operation that
