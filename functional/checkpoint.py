@@ -13,7 +13,8 @@ from torchard.functional.core.errors import CheckpointError
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.programs.program import Program, Rewrite
 from torchard.functional.programs.tags import NAME
-from torchard.functional.remat.policies import Policy, as_policy, save_nothing
+from torchard.functional.remat.policies import save_nothing
+from torchard.functional.remat.policy import Policy, as_policy
 from torchard.functional.remat.recompute import RECOMPUTE
 from torchard.functional.remat.segments import (
     ScopePattern,

@@ -25,7 +25,8 @@ from torchard.functional.programs.program import Program, Rewrite, finished
 from torchard.functional.programs.tags import FRAMES, NAME, PHASE, RECOMPUTE, SCOPE, VAL
 from torchard.functional.programs.views import is_tuple, needed_by
 from torchard.functional.remat.liveness import Liveness, Storage, bytes_in, liveness, storage_key
-from torchard.functional.remat.policies import Budget, Policy
+from torchard.functional.remat.policies import Budget
+from torchard.functional.remat.policy import Policy
 from torchard.functional.remat.remat_ilp import Problem, solve
 from torchard.functional.remat.rematerialise import passes_of, rematerialise
 from torchard.functional.remat.segments import Segment, segments_of

@@ -1,28 +1,28 @@
-"""Policies: which values a backward keeps, recomputes, or offloads to host memory.
+"""The library's policies: which values a backward keeps, recomputes, or offloads to host memory.
 
 A policy is a plain function ``(op, shapes, scope, name)`` of one value of the forward:
 
 - ``op``: the operation, ``"aten.mm"``, ``"torchard.random_bits"``, ``"collective.all_reduce"``, or the
   name of a fused kernel;
 - ``shapes``: the shapes of the operands and of the result, ``shapes.operands`` and ``shapes.result``;
-- ``scope``: its scope, ``"block/3"``, or ``""``;
+- ``scope``: the scope that it runs in, ``"block/3"``, or ``""``;
 - ``name``: the label that `torchard.name` gave the value, or None.
 
 It returns "save", "recompute" or "offload", or True for "save" and False for "recompute". The policies of
-this module, and combinations by ``&`` and ``|``, are `Policy` objects.
+this module, and combinations by ``&`` and ``|``, are `Policy` objects (`policy.py`).
 
 After jax.checkpoint_policies, and Megatron-LM's selective recomputation (Korthikanti et al. 2022, §5).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from torchard.functional.core.arguments import checked
-from torchard.functional.core.errors import CheckpointError
 from torchard.functional.programs.flops import DOTS
+from torchard.functional.remat.policy import Decision, Policy, Shapes, as_policy
 
 __all__ = [
     "Budget",
@@ -41,168 +41,14 @@ __all__ = [
     "save_nothing",
 ]
 
-Decision = Literal["recompute", "offload", "save"]
-"""What a policy returns: "recompute", "offload" (to host memory) or "save".
-
->>> from torchard import policies
->>> def keep_blocks(op, shapes, scope, name) -> policies.Decision:
-...     return "save" if scope.startswith("block/") else "recompute"
->>> policies.as_policy(keep_blocks)("aten.mm", policies.Shapes(((2, 3), (3, 4)), (2, 4)), "head", None)
-'recompute'
-"""
-# By device memory, ascending: `&` takes the minimum of two decisions, `|` the maximum.
-_ORDER: tuple[Decision, ...] = ("recompute", "offload", "save")
-
 COLLECTIVE_PREFIX = "collective."
 
 
-class Shapes(NamedTuple):
-    """The shapes that a policy is told.
+class _Named(Policy):
+    """A policy that is a constant of this module, and is pickled by its name."""
 
-    Attributes:
-        operands: of the operation's tensor operands, in order.
-        result: of the value; of an operation with several results, this one.
-
-    >>> from torchard import policies
-    >>> def save_large(op, shapes, scope, name):
-    ...     return max(shapes.result) >= 1024
-    >>> save_large("aten.mm", policies.Shapes(operands=((8, 64), (64, 4096)), result=(8, 4096)), "", None)
-    True
-    """
-
-    operands: tuple[tuple[int, ...], ...]
-    result: tuple[int, ...]
-
-
-Function = Callable[[str, Shapes, str, str | None], Any]
-
-
-class Policy:
-    """A policy ``(op, shapes, scope, name) -> Decision`` that combines with others by ``&`` and ``|``.
-
-    ``a | b`` keeps what either keeps, ``a & b`` what both keep. Where one saves and the other offloads,
-    ``|`` saves and ``&`` offloads.
-
-    Args:
-        decide: the function; a bool or None that it returns stands for "save" or "recompute".
-        text: how the policy prints.
-        labels: value labels that must exist in the function, else CheckpointError.
-        choose: of a value with several labels, take the decision that keeps most (max) or least (min).
-
-    >>> from torchard import policies
-    >>> embeddings = policies.Policy(lambda op, shapes, scope, name: op == "aten.embedding", "embeddings")
-    >>> embeddings | policies.save_dots
-    (embeddings | save_dots)
-    >>> isinstance(policies.save_dots, policies.Policy)
-    True
-    """
-
-    def __init__(
-        self,
-        decide: Function,
-        text: str,
-        labels: Sequence[str] = (),
-        choose: Callable[..., int] = max,
-    ) -> None:
-        self.decide, self.choose = decide, choose
-        self.text = text
-        self.labels = tuple(labels)
-
-    def __call__(self, op: str, shapes: Shapes, scope: str, name: str | None) -> Decision:
-        found = self.decide(op, shapes, scope, name)
-        if found is None or isinstance(found, bool):
-            return "save" if found else "recompute"
-        if found not in _ORDER:
-            raise CheckpointError(
-                f"the policy {self} returned {found!r} for {op} {list(shapes.result)} in "
-                f"{scope or 'no scope'}: it must be 'save', 'recompute' or 'offload' (or a bool)."
-            )
-        decision: Decision = found
-        return decision
-
-    def over(self, op: str, shapes: Shapes, scope: str, names: Sequence[str | None]) -> Decision:
-        """The decision on a value with several labels, by ``choose``."""
-        found = (_ORDER.index(self(op, shapes, scope, name)) for name in names)
-        return _ORDER[self.choose(found)]
-
-    def __and__(self, other: Any) -> Policy:
-        return _combined(self, other, min, "&")
-
-    def __or__(self, other: Any) -> Policy:
-        return _combined(self, other, max, "|")
-
-    def __rand__(self, other: Any) -> Policy:
-        return _combined(other, self, min, "&")
-
-    def __ror__(self, other: Any) -> Policy:
-        return _combined(other, self, max, "|")
-
-    def __repr__(self) -> str:
+    def __reduce__(self) -> Any:
         return self.text
-
-    def __reduce__(self) -> Any:
-        if globals().get(self.text) is self:
-            return self.text  # a policy of this module is pickled by name
-        return Policy, (self.decide, self.text, self.labels, self.choose)
-
-
-def as_policy(policy: Any) -> Policy:
-    """Turn a plain function into a `Policy`; a Policy is returned as it is.
-
-    Args:
-        policy: a Policy, or a function of ``(op, shapes, scope, name)``.
-
-    Returns:
-        A Policy.
-
-    Raises:
-        CheckpointError: it is not callable.
-
-    >>> from torchard import policies
-    >>> policies.as_policy("save_dots")
-    Traceback (most recent call last):
-        ...
-    torchard.CheckpointError: policy='save_dots' is no policy: take one of torchard.policies,
-        such as policies.save_dots, or a function of (op, shapes, scope, name).
-    """
-    if isinstance(policy, Policy):
-        return policy
-    if not callable(policy) or isinstance(policy, type):
-        raise CheckpointError(
-            f"policy={policy!r} is no policy: take one of torchard.policies, such as "
-            "policies.save_dots, or a function of (op, shapes, scope, name)."
-        )
-    return Policy(policy, getattr(policy, "__name__", repr(policy)))
-
-
-def _combined(one: Any, other: Any, choose: Callable[..., int], sign: str) -> Policy:
-    a, b = as_policy(one), as_policy(other)
-    for policy in (a, b):
-        if isinstance(policy, Budget):
-            raise CheckpointError(
-                f"{a} {sign} {b}: a budget chooses all that is saved; there is nothing to add to it or "
-                "take from it. Checkpoint a part of the function with `where` instead."
-            )
-
-    return _Both(a, b, choose, sign)
-
-
-class _Both(Policy):
-    """The minimum or maximum of the decisions of two policies."""
-
-    def __init__(self, a: Policy, b: Policy, choose: Callable[..., int], sign: str) -> None:
-        def decide(op: str, shapes: Shapes, scope: str, name: str | None) -> Decision:
-            return self.over(op, shapes, scope, [name])
-
-        super().__init__(decide, f"({a} {sign} {b})", (*a.labels, *b.labels), choose)
-        self.both, self.sign = (a, b), sign
-
-    def __reduce__(self) -> Any:
-        return _combined, (*self.both, self.choose, self.sign)
-
-    def over(self, op: str, shapes: Shapes, scope: str, names: Sequence[str | None]) -> Decision:
-        ranks = [_ORDER.index(p.over(op, shapes, scope, names)) for p in self.both]
-        return _ORDER[self.choose(ranks)]
 
 
 # -- by operation -----------------------------------------------------------------------------------
@@ -215,8 +61,8 @@ def _no_batch(op: str, shapes: Shapes, scope: str, name: str | None) -> bool:
     return op in _MATRIX_PRODUCTS or (op in _BATCHED and shapes.result[0] == 1)
 
 
-save_nothing = Policy(lambda op, shapes, scope, name: "recompute", "save_nothing")
-"""Recompute every intermediate value in the backward: least memory, one more forward of work.
+save_nothing = _Named(lambda op, shapes, scope, name: "recompute", "save_nothing")
+"""Recompute every intermediate value in the backward: least memory, at the cost of another forward.
 
 >>> import torch, torchard as ta
 >>> x = torch.ones(8)
@@ -224,7 +70,7 @@ save_nothing = Policy(lambda op, shapes, scope, name: "recompute", "save_nothing
 >>> [r.what for r in ta.saved_residuals(f, x)]
 ['args[0]']
 """
-save_everything = Policy(lambda op, shapes, scope, name: "save", "save_everything")
+save_everything = _Named(lambda op, shapes, scope, name: "save", "save_everything")
 """Save every intermediate value that the backward reads, as without a checkpoint.
 
 >>> import torch, torchard as ta
@@ -233,7 +79,7 @@ save_everything = Policy(lambda op, shapes, scope, name: "save", "save_everythin
 >>> [r.what for r in ta.saved_residuals(f, x)]
 ['args[0]', 'aten.exp']
 """
-save_dots = Policy(lambda op, shapes, scope, name: op in DOTS, "save_dots")
+save_dots = _Named(lambda op, shapes, scope, name: op in DOTS, "save_dots")
 """Save the results of matrix products, convolutions and attention; recompute the rest.
 
 Source: ``jax.checkpoint_policies.dots_saveable``.
@@ -244,10 +90,10 @@ Source: ``jax.checkpoint_policies.dots_saveable``.
 >>> [r.what for r in ta.saved_residuals(f, w, x)]
 ['args[0]', 'args[1]', 'aten.mm']
 """
-save_dots_with_no_batch_dims = Policy(_no_batch, "save_dots_with_no_batch_dims")
+save_dots_with_no_batch_dims = _Named(_no_batch, "save_dots_with_no_batch_dims")
 """Save the results of matrix products without batch dims; recompute the rest.
 
-In a transformer these are the products with weights, not those of attention.
+In a transformer these are the products with weights, and not those of attention.
 
 Source: ``jax.checkpoint_policies.dots_with_no_batch_dims_saveable``.
 
@@ -260,10 +106,10 @@ Source: ``jax.checkpoint_policies.dots_with_no_batch_dims_saveable``.
 >>> [r.what for r in ta.saved_residuals(ta.checkpoint(scores, policy=policy), w, x)]
 ['args[0]', 'args[1]', 'aten.mm']
 """
-save_collectives = Policy(
+save_collectives = _Named(
     lambda op, shapes, scope, name: op.startswith(COLLECTIVE_PREFIX), "save_collectives"
 )
-"""Save the results of collectives, so that the backward does not communicate again; recompute the rest.
+"""Save the results of collectives, so that the backward does not repeat them; recompute the rest.
 
 >>> import torch, torchard as ta
 >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
@@ -283,7 +129,7 @@ def _listed(verb: str, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class _OfNames:
-    """A decision for values with these labels, and one for all others."""
+    """A function that decides by label: one decision for values with these labels, one for the others."""
 
     names: Sequence[str]
     decision: Decision
@@ -301,7 +147,7 @@ def save_names(*names: str) -> Policy:
         names: labels.
 
     Returns:
-        A Policy. A checkpoint with it raises CheckpointError if a label is nowhere in the function.
+        A Policy. A checkpoint with it raises CheckpointError if no value of the function has a label.
 
     >>> import torch, torchard as ta
     >>> def f(x):
@@ -322,7 +168,7 @@ def save_all_but_names(*names: str) -> Policy:
         names: labels.
 
     Returns:
-        A Policy. A checkpoint with it raises CheckpointError if a label is nowhere in the function.
+        A Policy. A checkpoint with it raises CheckpointError if no value of the function has a label.
 
     >>> import torch, torchard as ta
     >>> def f(x):
@@ -339,14 +185,14 @@ def save_all_but_names(*names: str) -> Policy:
 def offload_names(*names: str) -> Policy:
     """Keep the values with these labels in host memory until the backward; recompute the rest.
 
-    On an accelerator they are copied to pinned memory and back, asynchronously. Where the program runs on
-    the host itself, the copies are ordinary operations.
+    On an accelerator they are copied to pinned memory and back asynchronously. On a CPU the copies are
+    ordinary operations.
 
     Args:
         names: labels; see `torchard.name`.
 
     Returns:
-        A Policy. A checkpoint with it raises CheckpointError if a label is nowhere in the function.
+        A Policy. A checkpoint with it raises CheckpointError if no value of the function has a label.
 
     >>> import torch, torchard as ta
     >>> def f(x):
@@ -363,7 +209,7 @@ def offload_names(*names: str) -> Policy:
 
 
 class Budget(Policy):
-    """A bound on peak memory, made by `budget`. It does not combine with other policies.
+    """A bound on peak memory, made by `budget`. It cannot be combined with other policies.
 
     Args:
         fraction: see `budget`.
@@ -380,9 +226,14 @@ class Budget(Policy):
         with `where` instead.
     """
 
+    indivisible = (
+        "a budget chooses all that is saved; there is nothing to add to it or take from it. Checkpoint a "
+        "part of the function with `where` instead."
+    )
+
     def __init__(self, fraction: float | None, bytes: int | None) -> None:
-        given = f"fraction={fraction}" if bytes is None else f"bytes={bytes:,}"
-        super().__init__(lambda *value: "recompute", f"budget({given})")
+        bound = f"fraction={fraction}" if bytes is None else f"bytes={bytes:,}"
+        super().__init__(lambda *value: "recompute", f"budget({bound})")
         self.fraction, self.bytes = fraction, bytes
 
     def __reduce__(self) -> Any:
@@ -397,15 +248,16 @@ def budget(*, fraction: float | None = None, bytes: int | None = None) -> Budget
     results included, each storage counted once; over a mesh, on the rank that holds most.
 
     Args:
-        fraction: 0 is the least peak that can be reached, 1 that of saving everything.
-        bytes: the peak on one device, in bytes.
+        fraction: the bound between the least peak that can be reached (0) and that of saving
+            everything (1).
+        bytes: the bound in bytes, on one device.
 
     Returns:
         A Policy that chooses for all values of a program at once.
 
     Raises:
-        ValueError: not exactly one of the two is given, or a fraction outside [0, 1].
-        CheckpointError (when called): the bound is below the least peak, which the message names.
+        ValueError: not exactly one of the two is given, or the fraction is outside [0, 1].
+        CheckpointError (when called): the bound is below the least peak, which the message states.
         ModuleNotFoundError (when called): scipy is not installed.
 
     >>> import torch, torchard as ta

@@ -43,7 +43,8 @@ from torchard.functional.programs.views import (
     storage_of,
 )
 from torchard.functional.remat.offload import offload_after, reload_before
-from torchard.functional.remat.policies import COLLECTIVE_PREFIX, Budget, Decision, Policy, Shapes
+from torchard.functional.remat.policies import COLLECTIVE_PREFIX, Budget
+from torchard.functional.remat.policy import Decision, Policy, Shapes
 from torchard.functional.remat.segments import Segment, segments_of
 
 __all__ = ["passes_of", "rematerialise", "tag_version"]

@@ -18,7 +18,7 @@ from torch import fx
 from torchard.functional.core.scope_frames import Frame, path_of
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import FRAMES, SEGMENTS
-from torchard.functional.remat.policies import Policy
+from torchard.functional.remat.policy import Policy
 
 __all__ = ["ScopePattern", "Segment", "Where", "mark", "scopes_in", "segments_of", "segments_opened"]
 
