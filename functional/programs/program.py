@@ -1,7 +1,8 @@
 """Program: one traced pure function, and the contracts of rewrites and runtimes.
 
 A Program is a flat ATen FX graph over *global* values. Other packages attach information to values as
-tags (tagging.py, tags.py), so that this module depends on neither meshes nor kernels.
+tags (tagging.py, tags.py), so that this module depends on neither meshes nor kernels. The types below
+refer to each other in a circle, and so are in one module.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ __all__ = [
 ]
 
 Bound = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
-"""What a bound program is: a function of the list of all input tensors to the list of all outputs.
+"""A bound program: a function from the list of all input tensors to the list of all output tensors.
 
 >>> import torch, torchard as ta
 >>> from torchard.transforms import Bound
@@ -91,7 +92,7 @@ class Placement(Protocol):
 
 
 class Hint(Protocol):
-    """What ``annotate`` of a rewrite notes of a leaf, for its ``__call__``.
+    """A note that ``annotate`` of a rewrite leaves on a leaf for its ``__call__``.
 
     >>> from dataclasses import dataclass
     >>> from torchard.transforms import Hint, Leaf
@@ -113,13 +114,13 @@ class Leaf:
     """One input or output of a Program.
 
     Attributes:
-        path: where the user knows it from: ``args[0]['w1']``, ``out[1]``, ``closure 'h'``.
-        tag: a Placement; None for one plain tensor; FREE (outputs only) for "rewrites choose".
+        path: what messages call it: ``args[0]['w1']``, ``out[1]``, ``closure 'h'``.
+        tag: a Placement; None for one plain tensor; FREE for an output that rewrites may place.
         role: inputs are ``primal | cotangent | tangent | closure | constant | residual``,
             outputs are ``output | gradient | tangent | residual``.
-        of: the output a cotangent belongs to, the input a gradient belongs to. A rewrite must
-            give a cotangent the tag of its output and a gradient the tag of its input. Of an output,
-            the input whose gradient it is, if the function takes that inside.
+        of: for a cotangent, the index of its output; for a gradient, that of its input. A rewrite must
+            give a cotangent the tag of its output and a gradient the tag of its input. For an output,
+            the index of the input whose gradient it is, if the function itself takes that gradient.
         hint: what a rewrite's ``annotate`` left here for its ``__call__``.
 
     >>> import torch, torchard as ta
@@ -197,7 +198,7 @@ class Rewrite(ABC):
 
     @abstractmethod
     def __call__(self, program: Program) -> Program:
-        """The rewritten program. Afterwards no output's tag is FREE unless nobody placed it."""
+        """The rewritten program. A rewrite that places values also places the outputs that are FREE."""
 
     def inline(self, program: Program) -> Program:
         """The rewritten program for replay inside an outer trace: still global and unplaced."""
@@ -229,7 +230,7 @@ def finished(program: Program, rewrites: Iterable[Rewrite]) -> Program:
 
 
 class Runtime(ABC):
-    """What turns a rewritten program into something that runs on tensors.
+    """What binds a rewritten program to a callable on tensors.
 
     The defaults are those of one process that holds each value whole, in one tensor.
 
@@ -284,7 +285,7 @@ class Runtime(ABC):
 
 
 class Compiler(Protocol):
-    """How a program is compiled, in the place of the generated Python; see `jit`.
+    """How a program is compiled, in place of running generated Python; see `jit`.
 
     >>> from dataclasses import dataclass, replace
     >>> import torch
@@ -319,20 +320,20 @@ class Program:
             constant, or None) per output.
         inputs, outputs: a Leaf for each, in graph order.
         in_tree, out_tree: the user's trees (None on derived programs, which are flat).
-        runtime: who binds it; None runs the graph as it is, one tensor per leaf.
-        compiler: who compiles what the runtime makes of it; None runs generated Python.
+        runtime: what binds it; None runs the graph as it is, one tensor per leaf.
+        compiler: what compiles the runtime's graph of it; None runs generated Python.
         stack: the rewrites of the lowering in progress, in the order in which they run.
-        differentiable: of a joint program, which outputs depend on inputs of its mask.
-        asks: rewrites that pieces inside the trace asked for (a nested ``shard``); whoever lowers
-            the program appends those its own stack lacks.
-        name: of the traced function.
-        misses: what finds near misses of kernels, each with the reason.
-        facts: what a rewrite notes for its own post-pass; kept by ``copy()``.
-        closures: what the inputs of role ``closure`` stand for (see trace.py).
-        constants: values of the last inputs, those of role ``constant``: made while tracing.
-        retrace: the function itself, to be run again for derivatives, where the graph alone does
-            not show them (gradients switched off inside, autograd.Function).
-        forgets_turns: plain autograd on fakes would be wrong in ``retrace`` (see effects/mutation.py).
+        differentiable: for a joint program, which outputs depend on the inputs that it differentiates.
+        asks: the rewrites that transforms inside the trace asked for (a nested ``shard``); lowering
+            appends those that its stack lacks.
+        name: the name of the traced function.
+        misses: functions that find near misses of kernels, each with the reason.
+        facts: notes of rewrites for their own post-passes; kept by ``copy()``.
+        closures: what the inputs of role ``closure`` stand for (see tracing/trace_state.py).
+        constants: the values of the last inputs, those of role ``constant``, made while tracing.
+        retrace: the function itself, to be run again for derivatives where the graph does not
+            determine them (gradients switched off inside, autograd.Function).
+        forgets_turns: whether plain autograd on fakes is wrong in ``retrace`` (effects/mutation.py).
 
     >>> import torch, torchard as ta
     >>> from torchard.transforms import Program
@@ -377,7 +378,7 @@ class Program:
         return tuple(values)
 
     def extend(self, name: str, val: torch.Tensor) -> fx.Node:
-        """Add a placeholder without a leaf behind the others, in a copy that will only be bound."""
+        """Add a placeholder after the others, without a leaf, to a copy that will only be bound."""
         with self.graph.inserting_after(self.placeholders[-1]):
             node = self.graph.placeholder(name)
         VAL.set(node, val)
@@ -395,7 +396,7 @@ class Program:
 
     @property
     def kernels(self) -> Records:
-        """The fused kernels, in order: the ``use`` tags, and those that were decomposed again.
+        """The fused kernels, in order: the ``use`` tags, and the kernels that were decomposed again.
 
         ``.missed``: near misses, and matches that could not be replaced, each with the reason.
         """
