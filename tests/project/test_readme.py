@@ -70,12 +70,21 @@ def test_every_public_name_is_shown_as_code() -> None:
     assert not set(torchard.__all__) - errors - {"__version__"} - shown
 
 
-def test_the_first_example_prints_what_is_shown() -> None:
-    found = re.search(r"```python\n(.*?)```\n\nprints\n\n```text\n(.*?)```", README, re.DOTALL)
-    assert found is not None
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        exec(compile(found[1], "mlp.py", "exec"), {"__name__": "mlp"})
-    assert printed.getvalue() == found[2]
+@pytest.mark.parametrize(("page", "name", "shown"), [("README.md", "mlp", 1), ("GUIDE.md", "guide", 2)])
+def test_examples_print_what_is_shown(page: str, name: str, shown: int) -> None:
+    """The code blocks of a page are one file; its output at some of them is behind "prints"."""
+    text, namespace, lines = (ROOT / page).read_text(), {"__name__": name}, 0
+    blocks = re.findall(r"```python\n(.*?)```(?:\n\nprints\n\n```text\n(.*?)```)?", text, re.DOTALL)
+    for code, expected in blocks:
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile("\n" * lines + code, f"{name}.py", "exec"), namespace)
+        lines += code.count("\n")
+        if expected:
+            assert printed.getvalue() == expected
+            shown -= 1
+        if not shown:
+            return
+    pytest.fail("a block of output is missing")
 
 
 def test_links_lead_somewhere() -> None:
