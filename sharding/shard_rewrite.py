@@ -82,7 +82,7 @@ class Shard(Rewrite):
         return f"shard({self.mesh})"
 
     def covers(self, other: Rewrite) -> bool:
-        """Whether this rewrite does what is requested of another one."""
+        """Whether this rewrite also does what another one would do."""
         if isinstance(other, Shard) and other.mesh != self.mesh:
             raise MeshError(
                 f"a value or an inner shard is on {other.mesh}, the enclosing shard on {self.mesh}; "

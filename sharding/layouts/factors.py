@@ -339,7 +339,7 @@ def _rule(
     ins: tuple[tuple[Factors, ...], ...],
     outs: tuple[tuple[Factors, ...], ...],
 ) -> Rule:
-    """The rule, with the defaults of what no clause states."""
+    """The rule, with defaults for what its clauses do not state."""
     on_operand, on_each_result = _factors_of(ins), [_factors_of([out]) for out in outs]
     on_result = set[int]().union(*on_each_result)
     # A factor that no operand has cannot be split, unless a clause says how it is computed.

@@ -1,8 +1,8 @@
 """The ways one operation can run on a mesh: which axis splits which factor.
 
-An *option* states for every mesh axis that the operands use what it does: split a factor, carry a pending
-sum through the operation, or neither. It determines the layouts that operands must have and that results
-get. This module enumerates the options; ``planning/`` chooses among them.
+An *option* gives every mesh axis that the operands use a role: the axis splits a factor, carries a
+pending sum through the operation, or does neither. This determines the layouts that operands must have
+and that results get. This module enumerates the options; ``planning/`` chooses among them.
 """
 
 from __future__ import annotations

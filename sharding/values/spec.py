@@ -339,7 +339,7 @@ def _named_dim(spec: P, group: tuple[Axis, ...], size: int, named: dict[str, Any
 
 
 def spec_of(layout: Layout) -> P:
-    """The spec that gives a layout, without what is pending."""
+    """The spec of a layout; pending axes are left out."""
     if all(len(dim) == 1 for dim in layout.dims):
         return P(*[_entry(sub.axes) for (sub,) in layout.dims])
     names: dict[str, Any] = {}
