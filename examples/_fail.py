@@ -50,7 +50,7 @@ def _raise() -> None:
 
 
 def _pause() -> None:
-    """Say so, and wait for a line on stdin."""
+    """Print "paused", and wait for a line on stdin."""
     print("paused", flush=True)
     sys.stdin.readline()
 

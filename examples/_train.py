@@ -67,7 +67,7 @@ class Recipe:
 
 
 def make_step(loss: Callable[[Params, Tensor], Tensor], optimizer: optim.Optimizer) -> Step:
-    """One step of training on one device: a pure function."""
+    """A training step on one device, as a pure function."""
 
     def step(params: Params, state: Any, batch: Tensor) -> tuple[Params, Any, Tensor]:
         grads, value = torch.func.grad_and_value(loss)(params, batch)

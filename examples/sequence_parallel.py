@@ -29,7 +29,7 @@ OPTIMIZER = optim.adamw(0.25)
 
 
 def mlp(params: Params, x: Tensor) -> Tensor:
-    """x [batch, position, 10] -> [batch, position, 5]."""
+    """An MLP: [batch, position, 10] -> [batch, position, 5]."""
     with scope("first"):
         hidden = name(nn.relu(nn.linear(x, params["w1"], params["b1"])), "hidden")
     with scope("second"):

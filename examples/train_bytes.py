@@ -21,7 +21,7 @@ from torchard import P
 
 
 def recipe(size: _model.Size) -> _train.Recipe:
-    """Which mesh axis splits which dimension of each parameter, and of the batch."""
+    """The specs of the parameters and of the batch, over a mesh with the axes "dp" and "tp"."""
     up, down = {"w": P("tp", None), "b": P("tp")}, {"w": P(None, "tp"), "b": P()}
     blocks = [{"up": up, "down": down}] * size.blocks
     specs = {"embed": P(), "blocks": blocks, "out": {"w": P(), "b": P()}}

@@ -155,7 +155,7 @@ def _decay_of(who: str, weight_decay: Any) -> Callable[[Any], list[Any]]:
 
 
 def _map_to_trees(count: int, fn: Callable[..., tuple[Any, ...]], *trees: Any) -> tuple[Any, ...]:
-    """Map a function with `count` results over trees to `count` trees, None in the first one to None."""
+    """Map a function with `count` results over trees to `count` trees; None in the first gives None."""
     shape = tree.structure(trees[0])
     mapped = tree.map(lambda p, *rest: (None,) * count if p is None else fn(p, *rest), *trees)
     rows = shape.flatten_up_to(mapped)

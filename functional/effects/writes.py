@@ -220,7 +220,7 @@ class _Functionalization:
 
 
 def _check_overlap(node: fx.Node) -> None:
-    """Refuse an operation whose operand partly overlaps its output: the result depends on torch's loops.
+    """Refuse an operation whose operand partly overlaps its output: its result is not defined.
 
     torch refuses it as well where it detects it ("refer to a single memory location").
     """
