@@ -71,7 +71,7 @@ def _taking_a_function(who: str, signature: inspect.Signature) -> str:
     if next(iter(signature.parameters), "") != "fn":
         return ""
     return (
-        f" {who} takes a function and returns one: {who}(fn, ...)(*args), or, with options above a def, "
+        f" {who} takes a function and returns one: call {who}(fn, ...)(*args), or decorate with "
         f"@functools.partial({who}, ...)."
     )
 
@@ -89,7 +89,7 @@ def _hints(fn: Any) -> dict[str, Any]:
 def _one_by_one(
     signature: inspect.Signature, given: dict[str, Any]
 ) -> Iterator[tuple[str, str, Any]]:
-    """Triples of parameter name, place as one would write it, and value."""
+    """For each value: the parameter's name, the argument path, and the value."""
     for name, value in given.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
@@ -137,10 +137,10 @@ def _misfit_annotated(value: Any, inner: tuple[Any, ...], path: str) -> str | No
 def _misfit_option(value: Any, inner: tuple[Any, ...], path: str) -> str | None:
     if torch.device in inner and isinstance(value, str):
         return None if _is_device(value) else _is(value, path)
-    wrongs = [_misfit(value, option, path) for option in inner]
-    told = [wrong for wrong in wrongs if wrong is not None]
-    inside = [wrong for wrong in told if not wrong.startswith(f"{path} is ")]
-    return None if None in wrongs else (inside or told)[0]
+    problems = [_misfit(value, option, path) for option in inner]
+    misfits = [problem for problem in problems if problem is not None]
+    nested = [problem for problem in misfits if not problem.startswith(f"{path} is ")]
+    return None if None in problems else (nested or misfits)[0]
 
 
 def _misfit_choice(value: Any, inner: tuple[Any, ...], path: str) -> str | None:
@@ -167,8 +167,8 @@ def _misfit_inside(value: Any, origin: Any, inner: tuple[Any, ...], path: str) -
         pairs = [(f"{path}[{i}]", v, inner[0]) for i, v in enumerate(value)]
     else:
         return None
-    wrongs = (_misfit(v, hint, where) for where, v, hint in pairs)
-    return next((wrong for wrong in wrongs if wrong is not None), None)
+    problems = (_misfit(v, hint, where) for where, v, hint in pairs)
+    return next((problem for problem in problems if problem is not None), None)
 
 
 def _is_container(origin: Any) -> bool:
@@ -237,7 +237,7 @@ _WORDS: dict[Any, str] = {
     bool: "True or False",
     int: "an integer",
     float: "a number",
-    str: "a text",
+    str: "a string",
     type(None): "None",
     torch.dtype: "a dtype, as in torch.float32",
     torch.device: "a device, as in torch.device('cuda', 0) or 'cpu'",

@@ -169,7 +169,7 @@ class _Parser:
         return word
 
     def took(self, mark: str) -> bool:
-        """Take a mark if it comes next; whether it did."""
+        """Take a mark if it comes next; return whether it did."""
         return self.next.text == mark and bool(self.take())
 
     def name(self, wanted: str) -> Word:
@@ -189,12 +189,12 @@ class _Parser:
         return AxisExpression(self.text, operands, results, tuple(clauses))
 
     def operands(self) -> tuple[OperandExpression, ...]:
-        """The operands between commas; an operand may have no dims, but a lone one then is none."""
-        read = [self.operand()]
+        """The operands between commas. One may have no dims (a scalar); an empty text has no operands."""
+        operands = [self.operand()]
         while self.took(","):
-            read.append(self.operand())
-        alone = len(read) == 1 and not read[0].dims and read[0].dtype is None
-        return () if alone else tuple(read)
+            operands.append(self.operand())
+        empty = len(operands) == 1 and not operands[0].dims and operands[0].dtype is None
+        return () if empty else tuple(operands)
 
     def operand(self) -> OperandExpression:
         at, dims = self.next.at, list[DimExpression]()

@@ -32,9 +32,9 @@ class PurityError(RuntimeError):
         ...
     torchard.PurityError: <doctest PurityError[1]>:3 in clip needs the value of a tensor while
         the function is traced (by aten._local_scalar_dense.default): branching, item(), bool(),
-        float() and shapes that depend on values are not part of a pure function. Use
-        torch.where for the branch, pass the number as an int, bool or string argument (those
-        are static), or do it outside the transform.
+        float() and shapes that depend on values cannot be traced. Use torch.where for a branch,
+        pass the number as an int, bool or string argument (these are static), or compute it
+        outside the transform.
     """
 
 
@@ -51,10 +51,10 @@ class UnexpectedTracerError(RuntimeError):
     >>> leaked[0] + 1
     Traceback (most recent call last):
         ...
-    torchard.UnexpectedTracerError: a tensor that stands for a value while a function is traced
-        (aten.mul.Tensor, made at <doctest UnexpectedTracerError[2]>:2 in f) is used after the
-        trace. It has no value: a traced function must not keep tensors (in a list, an
-        attribute, a cache). Return it, or compute it outside the transform.
+    torchard.UnexpectedTracerError: the result of aten.mul.Tensor at <doctest
+        UnexpectedTracerError[2]>:2 in f is used after the trace that recorded it. Tensors of a
+        trace have no values, so a traced function must not keep them (in a list, an attribute,
+        a cache): return the tensor, or compute it outside the transform.
     """
 
 
@@ -144,7 +144,7 @@ class KernelError(ValueError):
 
 
 class RetraceWarning(UserWarning):
-    """A function is traced for the eighth time. The message names the argument that keeps changing.
+    """A function was traced for the eighth time. The message names the argument that keeps changing.
 
     >>> import torch, torchard as ta, warnings
     >>> f = ta.jit(lambda x, step: x * step, backend="eager")

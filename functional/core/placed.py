@@ -35,15 +35,15 @@ class Placed(Protocol):
         """The value's facts and parts."""
 
     def __torchard_donate__(self) -> None:
-        """Drop the parts: the call that was given them is their only owner."""
+        """Drop the parts, so that the call that took them is their only owner."""
 
 
 class _PlacedTypes(dict[type, bool]):
     """A cache: every node of every call's arguments is tested, but each type inspected once."""
 
     def __missing__(self, kind: type) -> bool:
-        found = self[kind] = hasattr(kind, "__torchard_placed__")
-        return found
+        has_method = self[kind] = hasattr(kind, "__torchard_placed__")
+        return has_method
 
 
 _placed_types = _PlacedTypes()

@@ -246,14 +246,14 @@ def _restricted(
     f = _callable(program)
     floats = [i for i, spec in enumerate(_out_specs(program)) if _is_float(spec)]
 
-    def moved(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        whole = list(given)
-        for i, value in zip(wanted, some, strict=True):
-            whole[i] = value
-        outputs = f([*whole, *constants])
+    def restricted(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        primals = list(given)
+        for i, value in zip(wanted, values, strict=True):
+            primals[i] = value
+        outputs = f([*primals, *constants])
         return tuple(outputs[i] for i in floats)
 
-    return moved, tuple(given[i] for i in wanted)
+    return restricted, tuple(given[i] for i in wanted)
 
 
 def pushforward(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> Program:
@@ -274,8 +274,8 @@ def pushforward(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> 
         given, rest = inputs[:count], inputs[count:]
         constants = rest[len(wanted) :]
 
-        moved, at = _restricted(program, given, wanted, constants)
-        return list(torch.func.jvp(moved, at, tuple(rest[: len(wanted)]))[1])
+        f, at = _restricted(program, given, wanted, constants)
+        return list(torch.func.jvp(f, at, tuple(rest[: len(wanted)]))[1])
 
     return derived_program(
         program,
@@ -309,10 +309,10 @@ def batched(program: Program, mapped: Sequence[bool], size: int, tags: Sequence[
     def fn(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         constants = inputs[count:]
 
-        def one(*some: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            return tuple(f([*some, *constants]))
+        def sample(*operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(f([*operands, *constants]))
 
-        return list(torch.vmap(one, in_dims=dims)(*inputs[:count]))
+        return list(torch.vmap(sample, in_dims=dims)(*inputs[:count]))
 
     return derived_program(
         program,

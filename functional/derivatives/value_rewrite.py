@@ -18,7 +18,7 @@ __all__ = ["ValueRewrite", "interpreted"]
 
 
 class ValueRewrite:
-    """What a transform does that changes values on purpose: quantisation, noise, clipping.
+    """A transform's change of values, made on purpose: quantisation, noise, clipping.
 
     It says how the inputs and operations of a traced function are computed instead; the function is run
     through it and traced again, before any derivative is taken and before any `Rewrite` runs. So
@@ -38,14 +38,14 @@ class ValueRewrite:
     """
 
     def annotate(self, program: Program) -> None:
-        """Check the trace of the user's own function; raise what the user should know."""
+        """Check the trace of the user's own function; raise an error for the user."""
 
     def input(self, leaf: Leaf, value: torch.Tensor) -> torch.Tensor:
-        """What the function computes with in the place of an input; closures are inputs too."""
+        """The value that the function computes with instead of an input; closures are inputs too."""
         return value
 
     def call(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What an operation gives for these arguments.
+        """The result of an operation for these arguments.
 
         Args:
             node: the operation; its tags are those of everything computed here.
@@ -57,8 +57,8 @@ def interpreted(program: Program, rewrite: ValueRewrite) -> Program:
     """The program of a traced function, computed as a rewrite says.
 
     Raises:
-        DerivativeError: it replaces operations of a function of whose derivative they are not all: one
-            that switches gradients off or has an autograd.Function.
+        DerivativeError: it replaces operations of a function whose gradient is not that of its operations,
+            because it switches gradients off or calls an autograd.Function.
     """
     rewrite.annotate(program)
     count, inputs = split_inputs(program)
@@ -67,8 +67,8 @@ def interpreted(program: Program, rewrite: ValueRewrite) -> Program:
     if operations and program.retrace is not None:
         raise DerivativeError(
             f"{type(rewrite).__name__} replaces operations of {program.name}, whose gradient is not that "
-            "of its operations: it switches gradients off inside, or has an autograd.Function. Write "
-            ".detach() for torch.no_grad(), or change inputs alone (ValueRewrite.input)."
+            "of its operations, because it switches gradients off or calls an autograd.Function. Write "
+            ".detach() instead of torch.no_grad(), or change inputs only (ValueRewrite.input)."
         )
 
     def fn(values: list[torch.Tensor]) -> list[torch.Tensor]:

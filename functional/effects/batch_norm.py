@@ -114,7 +114,7 @@ def decompose_kernels(graph: fx.Graph) -> None:
         if node.target in _UNSUPPORTED:
             raise PurityError(
                 f"{SOURCE.get(node)} calls {node.target}, which writes to its arguments: use "
-                "torch.nn.functional.batch_norm, which over a mesh is that of the whole batch."
+                "torch.nn.functional.batch_norm, which normalises over the whole batch on a mesh too."
             )
         writes = node.target is aten.native_batch_norm.default and node.args[5] and node.args[3]
         if node.target in _KERNELS and (writes or node.target is not aten.native_batch_norm.default):

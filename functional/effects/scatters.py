@@ -91,7 +91,7 @@ def _inverse(order: Sequence[int]) -> list[int]:
 
 
 def laid_out_as(emit: NodeInserter, value: fx.Node, want: torch.Tensor) -> fx.Node:
-    """The value, dense, with the strides of another: views of that are views of this."""
+    """Lay a value out densely, in the memory order of another tensor, so that it has the same views."""
     have = VAL.of(value)
     if have.is_conj() or have.is_neg():
         value = emit(aten.clone.default, value)
@@ -217,7 +217,7 @@ _EMBEDS = {"slice": aten.slice_backward.default, "select": aten.select_backward.
 
 
 def _scattered(emit: NodeInserter, kind: str, into: fx.Node, value: fx.Node, where: Any) -> fx.Node:
-    """A slice or row of a value replaced; torch differentiates these scatters for real dtypes only."""
+    """Replace a slice or row of ``into``. torch differentiates these scatters for real dtypes only."""
     want = VAL.of(into)
     if not want.is_complex():
         return emit(_SCATTERS[kind], into, value, *where)
@@ -277,7 +277,7 @@ def strided_steps(emit: NodeInserter, val: torch.Tensor, view: torch.Tensor) -> 
 
 
 def _by_dims(val: torch.Tensor, view: torch.Tensor, start: int) -> list[ViewStep] | None:
-    """Diagonals, slices and a permutation, if each dim runs along one of the value's; else None."""
+    """Diagonals, slices and a permutation, if each dim of the view runs along one dim of the value."""
     kind = val.ndim, view.ndim, start
     if kind == (2, 1, 0) and (*view.shape, *view.stride()) == (min(val.shape), sum(val.stride())):
         return [ViewStep(aten.diagonal.default)]
@@ -318,7 +318,7 @@ def _along(
 
 
 def _packed(view: torch.Tensor, start: int) -> list[ViewStep] | None:
-    """Steps of a slice of the flat memory, reshaped: strided for one dim, else contiguous; or None."""
+    """The steps of a reshaped slice of flat memory (with a stride only for one dim); None if it is none."""
     numel = view.numel()
     order = _memory_order(view)
     if view.ndim == 1:

@@ -114,8 +114,8 @@ class _Functionalization:
         turns = torch.Tag.inplace_view in target.tags
         if twin is None or (turns and not twin.is_view):
             raise PurityError(
-                f"{SOURCE.get(node)} writes in place by {node.target}, which has no form that "
-                "returns new values; use an operation without the underscore."
+                f"{SOURCE.get(node)} writes in place by {node.target}, which has no out-of-place form: "
+                "use an operation that returns a new tensor."
             )
         if turns:  # no element is written: the tensor has other dims, or no gradient, from now on
             step = ViewStep(twin, node.args[1:], tuple(node.kwargs.items()), CUT.on(node))
@@ -166,8 +166,8 @@ class _Functionalization:
         have, want = VAL.of(value), alias.val
         if have.shape != want.shape:
             raise PurityError(
-                f"{SOURCE.get(node)} writes {list(have.shape)} into a tensor of "
-                f"{list(want.shape)} ({node.target}), which would resize it: return the new value."
+                f"{SOURCE.get(node)} writes a value of shape {list(have.shape)} into a tensor of shape "
+                f"{list(want.shape)} ({node.target}), which would resize it: return the new value instead."
             )
         if have.dtype != want.dtype:
             value = emit(aten._to_copy.default, value, dtype=want.dtype)
@@ -230,9 +230,9 @@ def _check_overlap(node: fx.Node) -> None:
         for operand in (n for n in others if storage_key(n) == storage_key(target)):
             if overlap(VAL.of(operand), VAL.of(target)):
                 raise PurityError(
-                    f"{SOURCE.get(node)} reads memory that it writes to, from other places "
-                    f"({node.target}): what torch computes there depends on the order of its loops. Read "
-                    "a copy: y[1:] = y[:-1].clone()."
+                    f"{SOURCE.get(node)} reads elements that it also writes, at other indices "
+                    f"({node.target}), so the result depends on the order of torch's loops. Read a copy: "
+                    "y[1:] = y[:-1].clone()."
                 )
 
 

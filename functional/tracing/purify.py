@@ -121,7 +121,7 @@ def purify(recording: Recording, paths: Sequence[str]) -> Recording:
     Raises:
         PurityError: an argument is mutated, or a random number is drawn from torch's global state.
     """
-    with internals.no_modes():  # a trace around this one would take the values for its operands
+    with internals.no_modes():  # a trace around this one would lift the values as operands of its own
         _check_random(recording.graph)
         batch_norm.decompose_kernels(recording.graph)
         _strip_detaches(recording.graph)
@@ -179,8 +179,8 @@ def _check_pure(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if written_nodes(node):
             raise PurityError(
-                f"{SOURCE.get(node)} writes in place by {node.target}, which could not be "
-                "turned into an operation that returns new values."
+                f"{SOURCE.get(node)} writes in place by {node.target}, which has no out-of-place form: "
+                "use an operation that returns a new tensor."
             )
 
 

@@ -106,34 +106,34 @@ _READS_A_VALUE = (
     ".numpy() is not supported for tensor subclasses",
 )
 _DRAWN = (
-    "draws random numbers from a torch.Generator: its state would not move on when the trace is used "
+    "draws random numbers from a torch.Generator: its state would not advance when the trace is run "
     "again. Pass a key and use torchard.random, or draw outside and pass the tensor"
 )
 # Parts of torch's messages for other things that cannot be traced, and what to do instead.
 _INSTEAD = {
     "does not require grad": (
-        "takes a gradient by torch.autograd of what the function was given, which records nothing while "
-        "it is traced. Use torch.func.grad (or vjp, jacrev) of a function, inside or around this one"
+        "takes a gradient by torch.autograd with respect to an argument, for which autograd records "
+        "nothing during a trace. Use torch.func.grad (or vjp, jacrev) inside or around this function"
     ),
     "support saved tensor hooks": (
-        "has hooks for what autograd saves inside torch.func.grad, which torch refuses. Use "
-        "torchard.checkpoint, which may stand under any transform"
+        "sets saved-tensor hooks inside torch.func.grad, which torch does not support. Use "
+        "torchard.checkpoint, which works under every transform"
     ),
     "override the setup_context staticmethod": (
-        "calls an autograd.Function without setup_context, which torch refuses under torch.func, as all "
-        "derivatives of a transform are but the first. Give it a forward without ctx, and a "
+        "calls an autograd.Function without setup_context, which torch.func does not support; second and "
+        "higher derivatives of a transform are taken by torch.func. Give it a forward without ctx, and a "
         "setup_context(ctx, inputs, output)"
     ),
     **dict.fromkeys(
         ("INTERNAL ASSERT FAILED", "returned an invalid gradient"),
-        "meets an error inside of torch's own differentiation while it is traced. It is known of writes "
-        "to views of detached or stopped tensors, and through as_strided: write to a clone instead",
+        "fails inside torch's autograd while it is traced. This is known to happen for writes to views "
+        "of detached tensors, and for writes through as_strided: write to a clone instead",
     ),
     # torch 2.11 raises; from 2.12 on the tracer keeps the generator as an attribute
     internals.GENERATOR_IN_ERRORS: _DRAWN,
     internals.CONTROL_FLOW_IN_ERRORS: (
-        "uses control flow of torch.compile's (torch.cond, while_loop, scan, map). Write torch.where for "
-        "the choice, and a Python loop, which is unrolled"
+        "uses a control-flow operator of torch.compile (torch.cond, while_loop, scan, map), which cannot "
+        "be traced here. Use torch.where for a branch, and a Python loop, which is unrolled"
     ),
 }
 
@@ -159,8 +159,8 @@ def _run(state: TraceState, fn: Callable[..., Any], inputs: list[torch.Tensor]) 
             raise _branching(error) from error
         if "derivative for" in text and "is not implemented" in text:
             raise DerivativeError(
-                f"torch has no derivative of an operation of the function: {text.rstrip('.')}. "
-                "detach() what it is given, or differentiate the other arguments alone."
+                f"torch has no derivative of an operation in the function: {text.rstrip('.')}. "
+                "detach() its operands, or differentiate with respect to other arguments only."
             ) from error
         for part, instead in _INSTEAD.items():
             if part in (text + type(error).__module__) and not isinstance(error, PurityError):
@@ -170,11 +170,13 @@ def _run(state: TraceState, fn: Callable[..., Any], inputs: list[torch.Tensor]) 
 
 
 def _leaked(node: fx.Node) -> UnexpectedTracerError:
-    origin = SOURCE.get(node) if node.op == "call_function" else "the function's arguments"
+    what = "an argument or closed-over tensor of a traced function"
+    if node.op == "call_function":
+        what = f"the result of {node.target} at {SOURCE.get(node)}"
     return UnexpectedTracerError(
-        f"a tensor that stands for a value while a function is traced ({node.target}, made at {origin}) "
-        "is used after the trace. It has no value: a traced function must not keep tensors (in a list, "
-        "an attribute, a cache). Return it, or compute it outside the transform."
+        f"{what} is used after the trace that recorded it. Tensors of a trace have no values, so a traced "
+        "function must not keep them (in a list, an attribute, a cache): return the tensor, or compute it "
+        "outside the transform."
     )
 
 
@@ -184,9 +186,9 @@ def _branching(error: BaseException) -> PurityError:
     operation = f" (by {op})" if op is not None else ""
     return PurityError(
         f"{where} needs the value of a tensor while the function is traced{operation}: branching, "
-        "item(), bool(), float() and shapes that depend on values are not part of a pure "
-        "function. Use torch.where for the branch, pass the number as an int, bool or string "
-        "argument (those are static), or do it outside the transform."
+        "item(), bool(), float() and shapes that depend on values cannot be traced. Use "
+        "torch.where for a branch, pass the number as an int, bool or string argument (these are "
+        "static), or compute it outside the transform."
     )
 
 
@@ -199,8 +201,8 @@ def _output_node(state: TraceState, output: torch.Tensor) -> fx.Node:
             node = internals.proxy_node(state.tracer, aten.alias.default(output))
     if node is None:
         raise PurityError(
-            "an output of the traced function was made outside torch's view; return tensors "
-            "computed from the arguments"
+            "an output of the traced function was computed by operations that the trace did not record: "
+            "return tensors computed by torch from the arguments."
         )
     return node
 
@@ -216,8 +218,8 @@ def _lift_attributes(recording: Recording, state: TraceState) -> None:
             raise _drawn(node)
         if id(value) in state.stood_in:
             raise DerivativeError(
-                "a tensor the function closes over is differentiated inside it and outside it; "
-                "pass it as an argument"
+                "a tensor that the function closes over is differentiated both inside the function and "
+                "outside of it: pass it as an argument."
             )
         if id(value) not in operands:
             operand = _placeholder(graph, state, value)

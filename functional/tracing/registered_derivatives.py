@@ -140,12 +140,12 @@ class _Call:
         """Run the registered backward; one gradient for each argument.
 
         Raises:
-            DerivativeError: there is none, or it cannot be run where it is differentiated in turn.
+            DerivativeError: there is none, or it fails where it must be differentiable itself.
         """
         if self.backward is None:
             raise DerivativeError(
                 f"{self.where} differentiates {self.op}, which has no derivative: register one by "
-                "torch.library.register_autograd, or detach() what it is given."
+                "torch.library.register_autograd, or detach() its operands."
             )
         try:
             with self.mode():
@@ -155,8 +155,8 @@ class _Call:
         except Exception as error:
             raise DerivativeError(
                 f"{self.where} differentiates {self.op}, whose registered derivative fails under "
-                f"torch.func, which differentiates it in turn: {str(error).rstrip('.')}. Write the "
-                "derivative with operations that have one, or use other operations here."
+                f"torch.func, where it must be differentiable itself: {str(error).rstrip('.')}. Write the "
+                "derivative with differentiable operations, or use another operation here."
             ) from error
         return gradients if isinstance(gradients, tuple) else (gradients,)
 
@@ -205,7 +205,7 @@ class _Registered(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise DerivativeError(
-            f"{ctx.run.where} calls {ctx.run.op} in forward mode: what is registered for it is the "
-            "derivative of reverse mode, and torch takes the tangent to be zero. Use grad, vjp or "
-            "jacrev, or other operations here."
+            f"{ctx.run.where} calls {ctx.run.op} in forward mode, but only a reverse-mode derivative is "
+            "registered for it (torch would return a tangent of zero). Use grad, vjp or jacrev, or "
+            "another operation here."
         )

@@ -46,7 +46,7 @@ class ShapeDtype:
     def __post_init__(self) -> None:
         check_fields(self)
         if any(n < 0 for n in self.shape):
-            raise ValueError(f"ShapeDtype(shape={self.shape}): sizes are not negative.")
+            raise ValueError(f"ShapeDtype(shape={self.shape}): sizes must not be negative.")
         object.__setattr__(self, "shape", tuple(self.shape))
 
 
@@ -157,7 +157,10 @@ def _unhashable(args: Any, kwargs: Any, leaves: Sequence[Any]) -> StaticArgument
                 "hashable value (a tuple instead of an array), or register the type with "
                 "torchard.tree.register."
             )
-    return StaticArgumentError("an argument is not hashable")
+    return StaticArgumentError(
+        "an argument has a tree node whose static part is not hashable, so it cannot be part of the cache "
+        "key: let the type's flatten function return a hashable one (a tuple instead of a list)."
+    )
 
 
 def _check_holds_no_tensor(leaf: Any, args: Any, kwargs: Any, i: int) -> None:
@@ -169,15 +172,15 @@ def _check_holds_no_tensor(leaf: Any, args: Any, kwargs: Any, i: int) -> None:
 
 def _unregistered(leaf: Any, path: str) -> StaticArgumentError:
     return StaticArgumentError(
-        f"{path} is a {type(leaf).__name__}, a dataclass that is no node of a tree: put "
-        "@torchard.tree.register_dataclass above its @dataclass, and its fields are traced."
+        f"{path} is a {type(leaf).__name__}, a dataclass that is not registered as a pytree node: put "
+        "@torchard.tree.register_dataclass above its @dataclass, so that its fields are traced."
     )
 
 
 def _sparse(leaf: torch.Tensor, path: str) -> StaticArgumentError:
     return StaticArgumentError(
         f"{path} has the layout {leaf.layout}, and a traced function takes strided tensors only. Pass "
-        "its parts (values and indices) and put it together inside, or pass x.to_dense()."
+        "its indices and values and build it inside the function, or pass x.to_dense()."
     )
 
 

@@ -45,23 +45,23 @@ class StridedInput:
         """Check that a value of this input has the memory layout that its trace assumes.
 
         Raises:
-            PurityError: it has another, so the program would read other elements than the function.
+            PurityError: it has another one, so the program would read other elements than the function.
         """
         if not isinstance(value, torch.Tensor):
             return  # a float, or a placed value, whose global value is contiguous
         start = internals.base_tensor(value).storage_offset()
         if self.absolute and start:
             raise PurityError(
-                f"{self.source} reads {self.path} by as_strided from an offset into its storage, where "
-                f"{self.path} begins at element {start}: a transform knows the tensor alone, not what "
-                f"lies before it. Leave storage_offset out to count from its first element, pass a "
-                "clone(), or write slices."
+                f"{self.source} reads {self.path} by as_strided with a storage_offset, and {self.path} "
+                f"begins at element {start} of its storage: a trace sees the tensor, not the storage "
+                "before it. Omit storage_offset to count from the first element, pass a clone(), or use "
+                "slices."
             )
         if internals.VMAP in internals.level_kinds() and not value.is_contiguous():
             raise PurityError(
-                f"{self.source} reads {self.path} by as_strided under vmap, where the elements of one "
-                f"sample lie {list(value.stride())} apart: a transform is given them side by side, and "
-                "would read others. Write slices, or map over dim 0 of a contiguous tensor."
+                f"{self.source} reads {self.path} by as_strided under vmap, and one sample of it has "
+                f"strides {list(value.stride())}: a transform is given contiguous samples, so it would "
+                "read other elements. Use slices, or map over dim 0 of a contiguous tensor."
             )
 
 

@@ -99,8 +99,8 @@ class TensorLifting(TorchFunctionMode):
         """``y.data``, as a detach: a tracer may not see it, and never sees ``y.data = z``."""
         if func.__name__ == "__set__":
             raise PurityError(
-                f"{source.of_here()} assigns to the .data of a tensor, which no trace can see. Go on "
-                "with the new tensor instead, or write y.data.copy_(z) or y.copy_(z)."
+                f"{source.of_here()} assigns to the .data of a tensor, which a trace cannot record. Use "
+                "the new tensor instead, or write y.data.copy_(z) or y.copy_(z)."
             )
         if internals.level_kinds()[-1:] != [internals.VMAP]:  # which refuses .data
             args = (func(*args, **kwargs),)
@@ -135,9 +135,9 @@ def _check_levels(outputs: Any) -> None:
     outputs = [outputs] if isinstance(outputs, torch.Tensor) else outputs
     if not all(isinstance(x, torch.Tensor) and internals.in_gradient_level(x) for x in outputs):
         raise PurityError(
-            f"{source.of_here()} takes a gradient by torch.autograd in a function that gives a tensor "
-            "other dims in place (unsqueeze_, squeeze_, t_, transpose_): while a function is traced, "
-            "torch forgets that when it follows views. Use the operation without the underscore, or "
+            f"{source.of_here()} takes a gradient by torch.autograd in a function that changes the dims "
+            "of a tensor in place (unsqueeze_, squeeze_, t_, transpose_), which autograd loses when it "
+            "regenerates views during a trace. Use the operation without the underscore, or "
             "torch.func.grad."
         )
 

@@ -16,6 +16,7 @@ from typing import Any
 from torch.utils import checkpoint as torchs
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import CheckpointError
 from torchard.functional.core.locks import Lock
 from torchard.functional.remat.policies import save_nothing
@@ -39,9 +40,9 @@ def _segments(theirs: Any) -> Callable[..., Generator[None]]:
         given = parameters.bind(*args, **kwargs).arguments
         if given.get("context_fn", torchs.noop_context_fn) is not torchs.noop_context_fn:
             raise CheckpointError(
-                "torch.utils.checkpoint.checkpoint(..., context_fn=...) inside a traced function: what "
-                "is kept is decided on the program, not by a mode of torch's. Use torchard.checkpoint("
-                "fn, policy=...) there."
+                f"{source.of_here()} calls torch.utils.checkpoint.checkpoint(..., context_fn=...) inside a "
+                "traced function, where a policy selects what is saved, not a mode of torch's. Use "
+                "torchard.checkpoint(fn, policy=...) instead."
             )
         with checkpointed(save_nothing):
             yield

@@ -106,9 +106,8 @@ class _FlatFunction:
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if not tensors:
             raise PurityError(
-                f"{getattr(self.fn, '__name__', self.fn)} returned no tensor but "
-                f"{type(output).__name__}; a traced function returns tensors, possibly in "
-                "dicts, lists and tuples"
+                f"{getattr(self.fn, '__name__', self.fn)} returned {type(output).__name__} without a "
+                "tensor: a traced function must return tensors, possibly in dicts, lists and tuples."
             )
         self.paths = [
             path for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)

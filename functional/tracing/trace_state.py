@@ -207,7 +207,7 @@ class TraceState:
         before = dict(self.closures)
         for closure, value, tensor in zip(closures, values, tensors, strict=True):
             self.closures[id(value)] = closure, tensor
-            if not closure.made:  # a constant of the function: nobody differentiates it
+            if not closure.made:  # constants of the function are never differentiated
                 self.stood_in.add(id(value))
         stand_ins = set(map(id, values))
         try:
@@ -235,8 +235,8 @@ class TraceState:
 
 def _placed_from_shards() -> PurityError:
     return PurityError(
-        f"{source.of_here()} makes a placed tensor of shards that the traced function computes. It is "
-        "written for whole arrays: return them and place the result, or use shard_map."
+        f"{source.of_here()} builds a placed tensor from shards computed inside a traced function, which "
+        "works on global arrays: return the array and place the result, or use shard_map."
     )
 
 

@@ -367,7 +367,7 @@ def test_wrong_arguments_are_refused_by_name(
         (lambda: place({"w": X.numpy()}, MESH, P()), "values['w'] is a ndarray"),
         (lambda: ta.fuse(double, kernel=double), "without a pattern"),
         (lambda: ta.Schedule(prefetch=1.5), "prefetch is 1.5"),
-        (lambda: ta.ShapeDtype((2, -1)), "sizes are not negative"),
+        (lambda: ta.ShapeDtype((2, -1)), "sizes must not be negative"),
     ],
 )  # fmt: skip
 def test_what_is_said(call: Callable[[], Any], said: str) -> None:

@@ -205,7 +205,7 @@ def test_a_static_argument_must_be_hashable() -> None:
 
 
 def test_no_tensor_comes_back() -> None:
-    with pytest.raises(PurityError, match="returned no tensor but int"):
+    with pytest.raises(PurityError, match="returned int without a tensor"):
         trace(lambda x: 3)(X)
 
 
