@@ -173,7 +173,7 @@ class TorchVersionWarning(UserWarning):
     True
     >>> print(caught[0].message)
     torchard is tested with torch 2.11 to 2.15, and this is torch 1.13.1: it may fail where
-    torch's internals have changed
+    torch's internals have changed. Install a version in that range.
     """
 
 

@@ -70,7 +70,7 @@ def _call_any_levels(lowered: LoweredFunction, parts: Tensors) -> Outputs:
 
 
 def _fast() -> bool:
-    """Whether the halves may be used: no level but at most one Grad level, and no tangents."""
+    """Whether the halves may be used: no functorch level, or a single Grad level, and no tangents."""
     if internals.forward_ad_active():
         return False
     return not internals.has_transforms() or internals.level_kinds() == [internals.GRAD]
@@ -177,8 +177,8 @@ class _Primals:
         for part, version in zip(self.parts, self.versions, strict=True):
             if _version(part) != version:
                 raise RuntimeError(
-                    f"an input of shape {list(part.shape)} was changed in place after the forward: its "
-                    "gradient's own gradient needs the value it had; change a clone() of it."
+                    f"an input of shape {list(part.shape)} was changed in place after the forward, and "
+                    "the second derivative needs the value it had: change a clone() instead."
                 )
         return self.parts
 

@@ -42,8 +42,8 @@ def give_up(
     for i in donated:
         if not isinstance(leaves[i], float) and ids.count(id(leaves[i])) > 1:
             raise ValueError(
-                "a donated value is passed twice in one call; pass a clone, or leave its argument "
-                "out of donate_argnums"
+                f"a donated value of shape {list(leaves[i].shape)} is passed twice in one call: pass a "
+                "clone, or leave its argument out of donate_argnums."
             )
     for i in donated:
         leaf = leaves[i]

@@ -52,10 +52,10 @@ def lower(program: Program, rewrites: Sequence[Rewrite]) -> Program:
     for rewrite in stack:
         program = rewrite(program)
     program = finished(_without_dead_code(program), finishing(stack))
-    settled = tuple(
+    outputs = tuple(
         replace(leaf, tag=None) if isinstance(leaf.tag, Free) else leaf for leaf in program.outputs
     )
-    return replace(program, outputs=settled, stack=())
+    return replace(program, outputs=outputs, stack=())
 
 
 def _in_order(program: Program, rewrites: Sequence[Rewrite]) -> tuple[Rewrite, ...]:
@@ -184,8 +184,8 @@ class LoweredFunction:
 
     def joint(self, mask: tuple[bool, ...]) -> Program:
         """The joint program after all rewrites."""
-        found: Program = self._once(("joint", mask), lambda: self._rewritten(joint(self.base, mask)))
-        return found
+        program: Program = self._once(("joint", mask), lambda: self._rewritten(joint(self.base, mask)))
+        return program
 
     def _halves(self, mask: tuple[bool, ...]) -> Halves:
         program = self.joint(mask)

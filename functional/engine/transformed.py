@@ -304,7 +304,10 @@ def _retraced(name: str, history: list[tuple[Any, list[str]]]) -> str:
         changes.append((len(values), path, values))
     head = f"{name} was traced {len(history)} times: "
     if not changes or max(changes)[0] < 2:
-        return head + "its argument trees, closures or surroundings (autocast, dtype) differ."
+        return head + (
+            "its argument trees, closures or torch's settings (autocast, default dtype) differ. Call it "
+            "with arguments of one structure, under the same settings."
+        )
     count, path, values = max(changes, key=lambda change: change[0])
     return head + (
         f"{path} took {count} different values ({', '.join(values[:4])}...), and each is a new "

@@ -19,7 +19,7 @@ __all__ = ["compiled_failed", "failed"]
 
 _REMEDY = (
     "A process that takes part has ended, hangs, or cannot be reached; what this call computed is lost. "
-    "End all ranks, and start them again from the last checkpoint."
+    "Stop all ranks, and restart them from the last checkpoint."
 )
 _DOING = {
     "meet": "this rank waited for the others to make the same call",
@@ -68,8 +68,8 @@ def compiled_failed(error: Exception, name: str, backend: str, records: Sequence
         return
     raise CollectiveError(
         f"a collective of {name} failed ({call.strip()}): {_first_line(error)}\n"
-        f"The program is compiled by {backend}, so it can only be said to be one of these: "
-        f"{_listed(records)}. {_REMEDY} jit(..., backend='eager') would name it.",
+        f"The program is compiled by {backend}, so which one is not known; it is one of: "
+        f"{_listed(records)}. {_REMEDY} jit(..., backend='eager') names it.",
     ) from error
 
 

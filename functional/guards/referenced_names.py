@@ -105,7 +105,7 @@ def functions_of_class(cls: type, code: Code) -> list[tuple[str, Any]]:
     return held
 
 
-# Attributes of classes that are no operators: not run by functions that use an instance.
+# Special attributes that are not operators: functions that use an instance do not run them.
 _NOT_OPERATORS = frozenset(
     (
         *("__init__", "__new__", "__del__", "__repr__", "__hash__", "__setattr__", "__delattr__"),

@@ -42,15 +42,15 @@ def add_call(
         val: its value; if omitted, ``target`` is run on the values of its operands.
         same: what the two nodes have in common (`inherit`). A value that is inherited is not computed.
     """
-    made = (graph or like.graph).call_function(target, args, kwargs)
+    call = (graph or like.graph).call_function(target, args, kwargs)
     if val is None and same == "place":
-        given, named = fx.map_arg((args, kwargs), VAL.of)
+        values, named = fx.map_arg((args, kwargs), VAL.of)
         with internals.no_modes(), torch.no_grad():
-            val = target(*given, **named)
-    inherit(made, like, same)
+            val = target(*values, **named)
+    inherit(call, like, same)
     if val is not None:
-        VAL.set(made, val)
-    return made
+        VAL.set(call, val)
+    return call
 
 
 class Inserter:
@@ -66,8 +66,8 @@ class Inserter:
 
     def outputs_of(self, target: Any, *args: Any) -> list[fx.Node]:
         """Insert a call with several results; returns its items."""
-        made = self(target, *args)
-        return [self(operator.getitem, made, i) for i in range(len(VAL.of(made)))]
+        call = self(target, *args)
+        return [self(operator.getitem, call, i) for i in range(len(VAL.of(call)))]
 
 
 def substitute(node: fx.Node, new: fx.Node) -> None:

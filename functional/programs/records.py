@@ -11,7 +11,7 @@ __all__ = ["AxisWork", "Record", "Records", "Work"]
 
 
 class Record:
-    """What stands behind one line of a report; its ``str`` says all of it.
+    """The data of one line of a report; its ``str`` shows all of it.
 
     >>> from dataclasses import dataclass
     >>> from torchard.transforms import Record, Records

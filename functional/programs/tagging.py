@@ -75,8 +75,8 @@ class Tag(Generic[T]):
         name: the key.
         meaning: what the value says of the node.
         written_by, read_by: by which files, or whom.
-        follows: what has the tag as well when something is made of the node (see above).
-        where: it was declared.
+        follows: which nodes made from a node have the tag too (see above).
+        where: the line that declared it.
 
     >>> import torch, torchard as ta
     >>> from torchard.transforms import TAGS, Tag
@@ -131,8 +131,8 @@ class Tag(Generic[T]):
     def _missing(self, node: fx.Node) -> str:
         return (
             f"{node.name} ({node.target}) has no tag {self.name!r}: {self.meaning}. It is written by "
-            f"{self.written_by or 'whoever declared it, at ' + self.where}; it has "
-            f"{', '.join(map(repr, node.meta)) or 'none'}."
+            f"{self.written_by or 'the transform that declared it, at ' + self.where}; the node has "
+            f"{', '.join(map(repr, node.meta)) or 'no tags'}."
         )
 
 
@@ -167,11 +167,11 @@ def declare(
     Args:
         name: the key it has in ``fx.Node.meta``.
         meaning: what it says of a node.
-        written_by, read_by: who does, for those who read the table of all tags (`TAGS`).
-        follows: what has it as well of what is made of the node: nothing (``"node"``), the same
-            operation made again (``"call"``), besides, what else holds its value (``"value"``),
-            and besides, whatever takes its place (``"place"``): its gradient, a collective that it
-            needs, the operations that ranks run for it.
+        written_by, read_by: its writers and readers, for the table of all tags (`TAGS`).
+        follows: which nodes made from a node have the tag too: none (``"node"``); the same operation,
+            made again (``"call"``); that, and other nodes with its value (``"value"``); these, and
+            whatever takes its place (``"place"``): its gradient, a collective that it needs, the
+            operations that ranks run for it.
 
     Returns:
         The tag, to be kept in a constant.
@@ -190,7 +190,7 @@ def declare(
     known = TAGS.get(name)
     if known is not None:
         raise TagError(
-            f"the tag {name!r} is declared already, at {known.where}: {known.meaning}. Take another name."
+            f"the tag {name!r} is declared already, at {known.where}: {known.meaning}. Use another name."
         )
     tag: Tag[Any] = Tag(name, meaning, written_by, read_by, follows, _caller())
     TAGS[name] = tag
@@ -210,14 +210,14 @@ def _caller() -> str:
 
 
 def inherited_tags(node: fx.Node, same: Same = "place") -> dict[Tag[Any], Any]:
-    """What a node hands on to what has its place (or its value, or its call) in common with it.
+    """The tags that a node passes on to another node in its place (or with its value, or its call).
 
     Args:
         node: the node.
         same: what the two have in common, as in `inherit`.
 
     Returns:
-        The value of each tag that the node has and the other is to have.
+        The value of each tag that is passed on.
 
     >>> import torch, torchard as ta
     >>> from torchard.transforms import inherited_tags
@@ -230,11 +230,11 @@ def inherited_tags(node: fx.Node, same: Same = "place") -> dict[Tag[Any], Any]:
 
 
 def inherit(node: fx.Node, like: fx.Node, same: Same = "place") -> None:
-    """Give a new node what another one hands on; what the new one had is forgotten.
+    """Replace the tags of a new node by those that another node passes on.
 
     Args:
-        node: the new one.
-        like: the other.
+        node: the new node.
+        like: the node whose tags it inherits.
         same: what the two have in common: the new one takes the other's place, or is made on its account
             (``"place"``), holds the same value (``"value"``), or is the same operation (``"call"``).
 

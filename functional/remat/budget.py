@@ -33,10 +33,10 @@ from torchard.functional.remat.segments import Segment, segments_of
 
 __all__ = ["Point", "envelope", "kept_within_budget"]
 
-_STEPS = 16  # bounds that are tried for an envelope, but
-_SMALL = 16  # with no more values than this, every bound is tried
+_STEPS = 16  # bounds that are tried for an envelope
+_SMALL = 16  # up to this many values, every bound is tried
 _REMEMBERED = 32  # cached envelopes
-_BUCKETS = 24  # buckets of the backward, or as many as it has operations if fewer
+_BUCKETS = 24  # buckets of the backward; fewer if it has fewer operations
 
 # With the policies whose ids are in the digest: kept alive, so that no other object gets their ids.
 _envelopes: dict[Hashable, tuple[list[tuple[int, int, list[int]]], set[Policy]]] = {}
@@ -78,8 +78,8 @@ def kept_within_budget(program: Program, last: tuple[Rewrite, ...] = ()) -> froz
         return frozenset()
     if len(budgets) > 1:
         raise CheckpointError(
-            f"{program.name} has {len(budgets)} budgets ({', '.join(map(str, budgets))}): a budget is "
-            "one of all of the program's memory. Keep one; give the other parts another policy."
+            f"{program.name} has {len(budgets)} budgets ({', '.join(map(str, budgets))}), but a budget "
+            "bounds the memory of the whole program. Keep one, and give the other parts another policy."
         )
     (budget,) = budgets
     assert isinstance(budget, Budget)
@@ -93,8 +93,8 @@ def kept_within_budget(program: Program, last: tuple[Rewrite, ...] = ()) -> froz
     if not fitting:
         raise CheckpointError(
             f"checkpoint({program.name}, policy={budget}): the least peak that can be reached is "
-            f"{least:,} bytes ({most:,} with everything saved). Ask for that at least, or make the batch "
-            "smaller."
+            f"{least:,} bytes ({most:,} with everything saved). Set a budget of at least that, or make "
+            "the batch smaller."
         )
     return min(fitting, key=lambda point: point.flops).kept
 
@@ -161,7 +161,7 @@ def _results(operations: Iterable[fx.Node]) -> frozenset[fx.Node]:
 
 
 def _heuristic_choices(operations: Sequence[fx.Node], problem: Problem) -> Iterator[Sequence[int]]:
-    """Everything; for each depth, the outputs of its scopes; and those with all dots that are read."""
+    """Choices made without a solver: all; per depth, the outputs of scopes, without and with products."""
     yield range(len(operations))
     frames = [FRAMES.get(node, ()) for node in operations]
     products = {v for v, node in enumerate(operations) if problem.reads[v] and op_name(node) in DOTS}
@@ -284,7 +284,7 @@ def _size(live: Liveness, node: fx.Node) -> int:
 
 
 def _is_choice(node: fx.Node) -> bool:
-    """Whether a budget decides on its results: they are in its segment, in storages of their own."""
+    """Whether a budget decides on a node's results: they are in its segment, in storages of their own."""
     budgeted = any(isinstance(segment.policy, Budget) for segment in segments_of(node))
     return budgeted and storage_key(node)[0] is node
 

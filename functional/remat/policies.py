@@ -221,9 +221,9 @@ class Budget(Policy):
     >>> policies.Budget(None, 10_000) | policies.save_dots
     Traceback (most recent call last):
         ...
-    torchard.CheckpointError: budget(bytes=10,000) | save_dots: a budget chooses all that is
-        saved; there is nothing to add to it or take from it. Checkpoint a part of the function
-        with `where` instead.
+    torchard.CheckpointError: budget(bytes=10,000) | save_dots: a budget decides on every value,
+        so it cannot be combined with another policy. Checkpoint a part of the function with
+        `where` instead.
     """
 
     indivisible = (
@@ -272,10 +272,10 @@ def budget(*, fraction: float | None = None, bytes: int | None = None) -> Budget
     (36008, 28008, 24008)
     """
     if (fraction is None) == (bytes is None):
-        raise ValueError("budget(...) takes a fraction or bytes, and not both: budget(fraction=0.5).")
+        raise ValueError("budget(...) takes either fraction or bytes, as in budget(fraction=0.5).")
     if fraction is not None and not 0 <= fraction <= 1:
         raise ValueError(
-            f"budget(fraction={fraction}): 0 is the least peak that can be reached, 1 that of saving "
-            "everything."
+            f"budget(fraction={fraction}): the fraction must be in [0, 1]; 0 is the least peak that can "
+            "be reached, 1 that of saving everything."
         )
     return Budget(fraction, bytes)

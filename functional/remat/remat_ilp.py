@@ -1,10 +1,10 @@
 """The integer program behind a budget: which values to keep, so that the fewest FLOPs are recomputed.
 
 Time is divided into buckets of consecutive operations of the forward and of the backward. The results of
-an operation v of the forward are kept (s_v = 1) or recomputed: e_vk says that they have been by bucket k
-of the backward. Kept values are alive until their last reader; x_vk says that v still is in bucket k,
-after the backward's own last read, because a recomputation reads it then or later. Recomputed values are
-alive until the backward's last read, and in the bucket in which they are recomputed.
+an operation v of the forward are kept (s_v = 1) or recomputed (e_vk = 1: by bucket k of the backward).
+Kept values are alive until their last reader; x_vk = 1 says that v is still alive in bucket k, after the
+backward's own last read, because a recomputation reads it then or later. Recomputed values are alive
+until the backward's last read, and in the bucket in which they are recomputed.
 
     minimise   the FLOPs of recomputation
     such that  s_v + e_vk >= 1              if the backward reads v in bucket k
@@ -179,7 +179,7 @@ def _columns(start: int, spans: Sequence[range]) -> list[dict[int, int]]:
 
 
 def solve(problem: Problem, bound: float) -> Solution | None:
-    """The values to keep under a bound on the peak, in bytes; None if none of them fits.
+    """The values to keep under a bound on the peak, in bytes; None if no choice fits.
 
     Raises:
         ModuleNotFoundError: scipy is not installed.

@@ -66,7 +66,7 @@ class _Cut:
                 self.tainted.add(node)
         for node in self.outputs:
             if node in self.tainted:
-                raise ValueError(f"output {node} depends on a cotangent; it cannot be split off")
+                raise ValueError(f"output {node} depends on a cotangent, so no forward can compute it")
 
     def saveable(self, node: fx.Node) -> bool:
         """Whether the forward computes the value and saving it is better than recomputing it."""
@@ -92,7 +92,6 @@ def _is_item(node: fx.Node) -> bool:
 def _whole(item: fx.Node) -> fx.Node:
     """The tuple an item is taken from."""
     return item.all_input_nodes[0]
-
 
 
 def _backward_nodes(cut: _Cut) -> tuple[list[fx.Node], list[fx.Node]]:

@@ -105,7 +105,7 @@ def draw(program: Program, path: str | os.PathLike[str]) -> Path:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "Program.draw needs matplotlib: pip install 'torchard[examples]'"
+            "draw() needs matplotlib: pip install 'torchard[examples]'."
         ) from error
     layers = layers_of(program)
     places = _places(layers)

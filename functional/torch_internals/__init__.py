@@ -1,10 +1,10 @@
 """Every private interface of torch that the project uses, behind public names, each with its reason.
 
 No other code uses one (`test_torch_privates.py`). Where a version of torch lacks one, the docstring says
-what is done instead; otherwise importing this package says which. `thread_state.py`, `modes.py` and
-`functorch_levels.py` are for where a trace runs, `proxies.py` for what it records, `compilers.py` for
-what runs it, `accessors` for what torch's objects keep to themselves. Here, too: what differs between
-versions (`operators.py`, `versions.py`), and what torch does to fake tensors otherwise than to tensors
+what is done instead; otherwise importing this package raises an error that names it. `thread_state.py`,
+`modes.py` and `functorch_levels.py` set up where a trace runs, `proxies.py` records it, `compilers.py`
+compiles it, and `accessors` reads private attributes of torch's objects. Also here: differences between
+versions (`operators.py`, `versions.py`), and between torch's treatment of fake and of real tensors
 (`zero_tangents.py`, `scalar_operands.py`, `composite_functions.py`).
 """
 

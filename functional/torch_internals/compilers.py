@@ -57,13 +57,13 @@ def _backend(name: str) -> Callable[..., Any]:
         return lookup_backend(name)
     except InvalidBackend as error:
         known = ", ".join(map(repr, ["eager", *list_backends()]))
-        raise ValueError(f"jit(backend={name!r}): no such backend; there are {known}.") from error
+        raise ValueError(f"jit(backend={name!r}): no such backend; pass one of {known}.") from error
 
 
 def resolved(tensors: Sequence[torch.Tensor], conjugates: bool = True) -> list[torch.Tensor]:
     """The same list, with lazy negation and conjugation materialised.
 
-    torch marks `z.conj()`, and `z.conj().imag`, by a bit. A trace is of tensors without it, and compilers
+    torch marks `z.conj()`, and `z.conj().imag`, by a bit. Traces assume tensors without it, and compilers
     read the memory without regard to it (torch 2.13: a wrong sign).
 
     Args:

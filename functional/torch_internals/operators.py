@@ -25,8 +25,8 @@ class Absent:
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
-            f"torch {torch.__version__} has no operator {self.name}; torchard was tested with the "
-            "versions of torch named in its pyproject.toml"
+            f"torch {torch.__version__} has no operator {self.name}: install a version of torch in the "
+            "range of torchard's pyproject.toml."
         )
 
 

@@ -60,7 +60,7 @@ def ask(store: Any, question: Callable[[], Any], seconds: float, what: str) -> A
 
 def _unanswered(what: str) -> StoreError:
     return StoreError(
-        f"the store through which ranks tell {what} does not answer: the host that serves it (rank 0's, "
-        "or torchrun's) is gone or cannot be reached. End all ranks, and start them again from the last "
-        "checkpoint."
+        f"the store through which ranks report {what} does not answer: the host that serves it (rank "
+        "0's, or torchrun's) has failed or cannot be reached. Stop all ranks, and restart them from the "
+        "last checkpoint."
     )

@@ -140,8 +140,8 @@ def thread_state_kept() -> Iterator[None]:
         changed = before.differences(_ThreadState.now())
     if changed:
         raise RuntimeError(
-            f"tracing left torch's state of this thread changed ({', '.join(changed)}), and it could not "
-            "be set back: results of this thread can no longer be relied on. Start a new process."
+            f"tracing changed torch's state of this thread ({', '.join(changed)}), and it could not be "
+            "restored, so further results of this thread may be wrong. Start a new process."
         )
 
 

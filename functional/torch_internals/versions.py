@@ -18,7 +18,7 @@ def check(version: str) -> None:
     if not OLDEST <= numbers <= NEWEST:
         warnings.warn(
             f"torchard is tested with torch {RANGE}, and this is torch {version}: it may fail where "
-            "torch's internals have changed",
+            "torch's internals have changed. Install a version in that range.",
             TorchVersionWarning,
             stacklevel=2,
         )

@@ -69,7 +69,7 @@ def test_a_tag_that_is_missing_is_named_with_its_node() -> None:
         VAL.of(node)
     assert str(error.value).startswith("sin (<built-in method sin")
     assert "has no tag 'val': fake tensor" in str(error.value)
-    assert str(error.value).endswith("written by torch; it has 'phase'.")
+    assert str(error.value).endswith("written by torch; the node has 'phase'.")
     assert VAL.get(node) is None and VAL.get(node, 1) == 1 and not VAL.on(node)
 
 

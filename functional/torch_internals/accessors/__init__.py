@@ -1,4 +1,4 @@
-"""Private attributes and tables of torch's, each read under a name of ours.
+"""Private attributes and tables of torch, each under a public name.
 
-Imports nothing of ours but itself, so that all other folders may import it.
+Imports nothing else of this library, so that all other folders may import it.
 """

@@ -55,8 +55,8 @@ def current_backward_node() -> int | None:
 def registered_formula(node: Any) -> tuple[Any, Any] | None:
     """The backward and setup_context that torch.library.register_autograd registered, from a node.
 
-    torch has them in the closure of a generated class, which only autograd nodes refer to. Where another
-    version has them elsewhere, the operator is called as torch calls it.
+    torch keeps them in the closure of a generated class, which only autograd nodes refer to. If another
+    version keeps them elsewhere, the operator is called as torch calls it.
     """
     generated: Any = getattr(type(node), "_forward_cls", None)
     if not getattr(generated, "__name__", "").startswith("GeneratedBackwardFor"):

@@ -33,6 +33,6 @@ def needed() -> Iterator[None]:
         yield
     except (ImportError, AttributeError) as error:
         raise ImportError(
-            f"torchard needs torch {RANGE}; {torch.__version__} lacks an internal it uses "
-            f"({error}). Install one of those versions."
+            f"torchard needs torch {RANGE}; torch {torch.__version__} lacks an internal that it uses "
+            f"({error}). Install a version in that range."
         ) from error

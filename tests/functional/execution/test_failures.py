@@ -120,7 +120,7 @@ def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "_GRACE", 0.0)
     asked, store = threading.Event(), object()
     monkeypatch.setattr(store_module, "_silent", [])
-    said = "through which ranks tell the plan does not answer.*start them again from the last"
+    said = "through which ranks report the plan does not answer.*restart them from the last"
     with pytest.raises(store_module.StoreError, match=said):
         store_module.ask(store, asked.wait, 0.01, "the plan")
     with pytest.raises(store_module.StoreError, match=said):  # who asks once more is told at once
@@ -222,5 +222,5 @@ def test_a_rank_that_does_not_come_to_place(told: dict[str, Told]) -> None:
 
 def test_of_a_compiled_program_the_collectives_are_listed(told: dict[str, Told]) -> None:
     said = told["compiled"]["text"]
-    assert "compiled by aot_eager, so it can only be said to be one of these: all_reduce over" in said
+    assert "compiled by aot_eager, so which one is not known; it is one of: all_reduce over" in said
     assert all(title in said for title, _, _ in told["stopped at 0"]["plan"])
