@@ -33,12 +33,12 @@ __all__ = [
 ]
 
 SCALARS = (int, float, bool, complex, str, type(None))
-_LEAVE = "Add them to like, or pass partial=True to leave them."
+_LEAVE = "Add them to like, or pass partial=True to skip them."
 SHOWN = 5  # keys of a checkpoint in one message
 
 
 class StorageError(ValueError):
-    """A checkpoint cannot be written, or is not what ``load`` was told to expect.
+    """A checkpoint cannot be written, or does not hold what ``load`` expects.
 
     >>> import torch, torchard as ta
     >>> ta.save("step-100", {"w": torch.ones(4)})
@@ -47,8 +47,8 @@ class StorageError(ValueError):
         ...
     torchard.StorageError: like['b'] is float32 [2], but .../step-100 has no key
         'b'; rename or drop it in like.
-    like['w'] is float32 [3], but .../step-100 has float32 [4]; ask for that in
-        like, and convert what load returns.
+    like['w'] is float32 [3], but .../step-100 has float32 [4]; use that in like,
+        and convert the result of load.
     """
 
 
@@ -66,7 +66,7 @@ class StorageWarning(UserWarning):
     True
     >>> print(caught[0].message)
     /.../step-100 has no checksums, which torchard's save writes and plain DCP does
-    not: whether its values are damaged cannot be told.
+    not, so damage to its values cannot be detected. Save it again with torchard.save to add them.
     """
 
 
@@ -106,7 +106,7 @@ def kind_of(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 
 def leaves_of(tree: Any, root: str) -> tuple[list[CheckpointLeaf], optree.PyTreeSpec]:
-    """The leaves of a tree that the user calls root, and its structure.
+    """The leaves of a tree, labelled by paths that begin with ``root``, and its structure.
 
     Raises:
         StorageError: two leaves have the same key.
@@ -114,18 +114,18 @@ def leaves_of(tree: Any, root: str) -> tuple[list[CheckpointLeaf], optree.PyTree
     values, structure = optree.tree_flatten(
         tree, is_placed, none_is_leaf=True, namespace=trees.NAMESPACE
     )
-    found: dict[str, CheckpointLeaf] = {}
+    leaves: dict[str, CheckpointLeaf] = {}
     for accessor, value in zip(structure.accessors(), values, strict=True):
         # DCP's outermost tree is a dict, whatever ours is.
         first, *rest = [_step(entry) for entry in accessor] or [""]
         leaf = CheckpointLeaf(accessor.codify(root), (str(first), *rest), value)
-        if leaf.key in found:
+        if leaf.key in leaves:
             raise StorageError(
-                f"{found[leaf.key].label} and {leaf.label} would both be stored as {leaf.key!r}; "
+                f"{leaves[leaf.key].label} and {leaf.label} would both be stored as {leaf.key!r}; "
                 "rename one of them."
             )
-        found[leaf.key] = leaf
-    return list(found.values()), structure
+        leaves[leaf.key] = leaf
+    return list(leaves.values()), structure
 
 
 def _step(entry: Any) -> str | int:
@@ -135,8 +135,10 @@ def _step(entry: Any) -> str | int:
 
 
 def check_storable(leaves: Iterable[CheckpointLeaf]) -> None:
-    """Raises:
-    StorageError: names each leaf that cannot be stored, and what to store instead.
+    """Check that all leaves can be stored.
+
+    Raises:
+        StorageError: names each leaf that cannot be stored, and what to store instead.
     """
     problems = [f"{leaf.label} {why}" for leaf in leaves if (why := _unstorable(leaf.value))]
     if problems:
@@ -146,9 +148,9 @@ def check_storable(leaves: Iterable[CheckpointLeaf]) -> None:
 def _unstorable(value: Any) -> str | None:
     if isinstance(value, MeshTensor):
         if value._dead:
-            return "was donated to a jitted function; store what that call returned."
+            return "was donated to a jitted function; store the value that the call returned."
         if value.layout.pending:
-            return "is a sum whose terms were not added up; store what shard returns."
+            return "is a pending sum over ranks; store a value that shard returned."
         tensors: Sequence[Tensor] = value.parts
     elif isinstance(value, Tensor):
         tensors = [value]
@@ -157,13 +159,13 @@ def _unstorable(value: Any) -> str | None:
     else:
         known = ", ".join(t.__name__ for t in SCALARS)
         return (
-            f"is a {type(value).__name__}; a checkpoint has MeshTensors, tensors and {known}. Turn "
-            "it into these, or leave it out."
+            f"is a {type(value).__name__}; a checkpoint has MeshTensors, tensors and {known}. Convert "
+            "it to one of these, or leave it out."
         )
     for tensor in tensors:
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             name = type(tensor).__name__
-            return f"is a {name}; pass a plain tensor, or of a DTensor from_dtensor(x)."
+            return f"is a {name}; pass a plain tensor (from_dtensor(x) for a DTensor)."
         if internals.is_wrapped(tensor) or tensor.is_meta or tensor.layout is not torch.strided:
             what = "a transform's" if internals.is_wrapped(tensor) else tensor.device
             return (
@@ -210,7 +212,7 @@ def compare(
     problems = [text for leaf in leaves if (text := _mismatch(leaf, index.get(leaf.key), path))]
     if extra and (problems or not partial):
         what = "They may be misnamed in like." if partial else _LEAVE
-        problems.append(f"{path} has keys that like has not: {_some(extra)}. {what}")
+        problems.append(f"{path} has keys that are not in like: {_some(extra)}. {what}")
     if problems:
         raise StorageError("\n".join(problems))
 
@@ -221,25 +223,27 @@ def _mismatch(leaf: CheckpointLeaf, saved: Any, path: Path) -> str | None:
         return f"{what}, but {path} has no key {leaf.key!r}; rename or drop it in like."
     if isinstance(saved, BytesStorageMetadata):
         if leaf.is_tensor:
-            return f"{what}, but {path} has a Python value there; put one of its type in like."
+            return f"{what}, but {path} has a Python value there; put a value of its type in like."
         return None
     kind = kind_of(saved.properties.dtype, saved.size)
     if not leaf.is_tensor:
         return f"{what}, but {path} has a tensor there, {kind}; put its ShapeDtype in like."
     if leaf.kind == kind:
         return None
-    return f"{what}, but {path} has {kind}; ask for that in like, and convert what load returns."
+    return f"{what}, but {path} has {kind}; use that in like, and convert the result of load."
 
 
 def check_types(leaves: Sequence[CheckpointLeaf], objects: Mapping[str, Any], path: Path) -> None:
-    """Raises:
-    StorageError: names each scalar that is of another type than in like.
+    """Check that the scalars of a checkpoint have the types of those in like.
+
+    Raises:
+        StorageError: names each scalar that is of another type.
     """
     problems = [
-        f"{leaf.label} is {leaf.kind}, but {path} has the {type(found).__name__} {found!r} there; "
-        "put one of that type in like."
+        f"{leaf.label} is {leaf.kind}, but {path} has the {type(saved).__name__} {saved!r} there; "
+        "put a value of that type in like."
         for leaf in leaves
-        if leaf.key in objects and type(found := objects[leaf.key]) is not type(leaf.value)
+        if leaf.key in objects and type(saved := objects[leaf.key]) is not type(leaf.value)
     ]
     if problems:
         raise StorageError("\n".join(problems))

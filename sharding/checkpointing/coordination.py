@@ -16,7 +16,7 @@ from torchard.sharding.values.store_allgather import ExchangeError, OutOfStep, e
 __all__ = ["check_same", "common_mesh", "owned", "run_on_all_ranks"]
 
 
-_SLOWER = "Either it died, or its disk is that much slower: then pass a larger timeout."
+_SLOWER = "Either it died, or its disk is slower than that: then pass a larger timeout."
 
 
 def common_mesh(values: Sequence[Any]) -> Mesh | None:
@@ -24,8 +24,8 @@ def common_mesh(values: Sequence[Any]) -> Mesh | None:
     meshes = list({v.mesh: None for v in values if isinstance(v, MeshTensor)})
     if len({tuple(sorted(mesh.identity[2])) for mesh in meshes}) > 1:
         raise StorageError(
-            f"the tree has values on {' and on '.join(map(str, meshes))}, which are not the same "
-            "processes; save and load them apart."
+            f"the tree has values on {' and on '.join(map(str, meshes))}, which have different "
+            "processes; save and load them separately."
         )
     if not meshes and dist.is_initialized():
         return Mesh({"ranks": dist.get_world_size()})
@@ -38,8 +38,8 @@ def run_on_all_ranks(
     """Run ``fn`` on every rank and return all results by rank; a failure on one rank raises on all.
 
     Raises:
-        StorageError: fn failed somewhere, or a rank is not done within ``timeout`` seconds.
-        OutOfStep: a rank does something else.
+        StorageError: fn failed on a rank, or a rank is not done within ``timeout`` seconds.
+        OutOfStep: a rank makes a different call.
     """
     mine, failure, cause = None, None, None
     try:
@@ -48,32 +48,34 @@ def run_on_all_ranks(
         cause, failure = error, str(error)
         if not isinstance(error, StorageError):
             failure = f"{doing} failed with {type(error).__name__}: {error}"
-    told = [[failure, mine]]
+    reports = [[failure, mine]]
     if mesh is not None:
         try:
             done = f"that it is done with {doing}"
-            told = exchange(mesh, done, [failure, mine], timeout, _SLOWER)
+            reports = exchange(mesh, done, [failure, mine], timeout, _SLOWER)
         except OutOfStep:
             raise
         except ExchangeError as error:
             raise StorageError(str(error)) from error
-    failed = {rank: text for rank, (text, _) in enumerate(told) if text is not None}
-    if len(set(failed.values())) == 1 and len(failed) == len(told):
+    failed = {rank: text for rank, (text, _) in enumerate(reports) if text is not None}
+    if len(set(failed.values())) == 1 and len(failed) == len(reports):
         raise StorageError(failed[0]) from cause
     if failed:
         raise StorageError("\n".join(f"rank {r}: {text}" for r, text in failed.items())) from cause
-    return [value for _, value in told]
+    return [value for _, value in reports]
 
 
 def check_same(mesh: Mesh | None, leaves: Sequence[CheckpointLeaf], digests: Sequence[str]) -> None:
-    """Raises:
-    StorageError: the ranks' trees differ; names where.
+    """Check that all ranks save the same tree.
+
+    Raises:
+        StorageError: the trees differ; names where.
     """
     if mesh is None or len(set(digests)) == 1:
         return
-    told = exchange(mesh, "the tree it saves", [str(leaf) for leaf in leaves])
+    trees = exchange(mesh, "the tree it saves", [str(leaf) for leaf in leaves])
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    ours, theirs = ([x for x in told[a] if x not in told[b]] for a, b in ((0, other), (other, 0)))
+    ours, theirs = ([x for x in trees[a] if x not in trees[b]] for a, b in ((0, other), (other, 0)))
     raise StorageError(
         f"the ranks save different trees: rank 0 alone has {_first(ours)}, rank {other} alone has "
         f"{_first(theirs)}. Pass the same tree on every rank."
@@ -85,9 +87,9 @@ def _first(texts: Sequence[str]) -> str:
 
 
 def owned(leaves: Sequence[CheckpointLeaf], mesh: Mesh | None) -> Iterator[CheckpointLeaf]:
-    """The leaves of which this rank writes its shard: of those that have the same, one does.
+    """The leaves whose shards this rank writes: of ranks with the same shard, one writes it.
 
-    Which one follows from the tree, so that ranks need not ask: the one with least to write so far.
+    It is the one with the least to write so far; the tree determines that, so no rank has to ask another.
     """
     work: dict[tuple[Mesh, tuple[str, ...]], list[int]] = {}
     for leaf in leaves:

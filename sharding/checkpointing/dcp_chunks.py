@@ -63,12 +63,12 @@ def runs(dim: Dim, at: Coords, sizes: Mapping[str, int]) -> list[IndexRun]:
 
 def _overlap(held: Iterable[IndexRun], start: int, length: int) -> list[IndexRun]:
     """The overlaps of runs with a range, with starts relative to the range's."""
-    found = []
+    overlaps = []
     for run in held:
         low, high = max(run.start, start), min(run.start + run.length, start + length)
         if low < high:
-            found.append(IndexRun(low - start, low - run.start + run.local, high - low))
-    return found
+            overlaps.append(IndexRun(low - start, low - run.start + run.local, high - low))
+    return overlaps
 
 
 def _shards(value: Any, everywhere: bool = False) -> Iterator[list[list[IndexRun]]]:

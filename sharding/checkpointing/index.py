@@ -68,9 +68,9 @@ class _Record:
     """A record of the arguments and the state of a DCP class, without its methods."""
 
     def __new__(cls, *args: Any) -> _Record:
-        made = super().__new__(cls)
-        made.__dict__["args"] = args
-        return made
+        record = super().__new__(cls)
+        record.__dict__["args"] = args
+        return record
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__["state"] = state
@@ -94,9 +94,9 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         raise StorageError(
-            f"{self.where} names {module}.{name}, which is no part of an index. A pickle that names "
-            "other things than DCP's may run anything, so it was not read. Do not use this checkpoint "
-            "unless you know who made it."
+            f"{self.where} names {module}.{name}, which does not belong in DCP's index. A pickle that "
+            "names other objects can run arbitrary code, so it was not read. Do not use this checkpoint "
+            "unless you trust its source."
         )
 
 
@@ -104,23 +104,23 @@ def read_index(path: Path, unfinished: Path) -> Index:
     """The index of a checkpoint, read as untrusted data.
 
     Args:
-        unfinished: the directory in which a save to that path is until it is complete.
+        unfinished: the directory that a save to that path writes to until it is complete.
 
     Raises:
         StorageError: there is no index; or it is damaged, or names objects that do not belong in one.
     """
     if not path.is_dir():
         also = (
-            f"; {unfinished} is what a save left that did not come to its end, and of no use"
+            f"; {unfinished} was left by a save that did not complete, and cannot be loaded"
             if unfinished.exists()
             else ""
         )
-        raise StorageError(f"there is no checkpoint at {path}{also}.")
+        raise StorageError(f"there is no checkpoint at {path}{also}. Pass the directory of a save.")
     file = file_of(path, INDEX)
     if not file.exists():
         raise StorageError(
-            f"{path} is no checkpoint: it has no file {INDEX}, which is written last; pass the path of "
-            "one that save, or torch.distributed.checkpoint, came to the end with."
+            f"{path} is not a checkpoint: it has no file {INDEX}, which is written last. Pass a "
+            "directory written by a completed save(), or by torch.distributed.checkpoint."
         )
     where = str(file)
     try:
@@ -132,7 +132,7 @@ def read_index(path: Path, unfinished: Path) -> Index:
     known = _fields(root, "Metadata", where)
     entries, places = known.get("state_dict_metadata"), known.get("storage_data")
     if not isinstance(entries, dict) or not isinstance(places, dict):
-        _damaged(where, "it has no list of values, or of where they are")
+        _damaged(where, "it lists no values, or no locations of them")
     return Index(
         {_text(key, where): _entry(value, where) for key, value in entries.items()},
         {_key(key, where): _place(value, where) for key, value in places.items()},
@@ -151,12 +151,12 @@ def file_of(path: Path, name: str) -> Path:
     if outside or not (path / pure).resolve().is_relative_to(path.resolve()):
         raise StorageError(
             f"{path} names the file {name!r}, which is outside of its directory, or a link that leads "
-            "out of it: nothing there was read. If you trust where it leads, put a copy in its place."
+            "out of it, so it was not read. If you trust that file, put a copy of it in the directory."
         )
-    found = path / pure
-    if found.exists() and not found.is_file():
-        raise StorageError(f"{found} is no regular file; take another checkpoint.")
-    return found
+    file = path / pure
+    if file.exists() and not file.is_file():
+        raise StorageError(f"{file} is not a regular file. Use another checkpoint.")
+    return file
 
 
 def check_disjoint(key: str, saved: TensorStorageMetadata, path: Path) -> None:
@@ -170,11 +170,11 @@ def check_disjoint(key: str, saved: TensorStorageMetadata, path: Path) -> None:
     for d, size in enumerate(saved.size):
         ends = {(at[d], at[d] + n[d]) for at, n in boxes}
         if any(start < 0 or stop > size for start, stop in ends):
-            _damaged(str(path / INDEX), f"a box of {key!r} is not within {list(saved.size)}")
+            _damaged(str(path / INDEX), f"a box of {key!r} is not within its shape {list(saved.size)}")
         cuts.append({n: i for i, n in enumerate(sorted({n for pair in ends for n in pair}))})
     pieces = [max(len(cut) - 1, 1) for cut in cuts]
     if np.prod(pieces, dtype=float) > _PIECES:
-        _damaged(str(path / INDEX), f"{key!r} is in boxes that do not fit together")
+        _damaged(str(path / INDEX), f"the boxes of {key!r} divide it into more than {_PIECES:,} cells")
     times = np.zeros(pieces, dtype=np.int32)
     for at, sizes in boxes:
         times[
@@ -185,12 +185,12 @@ def check_disjoint(key: str, saved: TensorStorageMetadata, path: Path) -> None:
 
 
 def _damaged(where: str, why: str) -> NoReturn:
-    raise StorageError(f"{where} is damaged, or no index of DCP's: {why}. Take another checkpoint.")
+    raise StorageError(f"{where} is damaged, or is not an index of DCP: {why}. Use another checkpoint.")
 
 
 def _fields(value: Any, kind: str, where: str) -> Mapping[str, Any]:
     if not isinstance(value, _Record) or type(value).__name__ != kind:
-        _damaged(where, f"a {type(value).__name__} is where a {kind} belongs")
+        _damaged(where, f"it has a {type(value).__name__} in the place of a {kind}")
     state = value.__dict__.get("state", {})
     if not isinstance(state, dict):
         _damaged(where, f"a {kind} has no fields")
@@ -198,18 +198,18 @@ def _fields(value: Any, kind: str, where: str) -> Mapping[str, Any]:
 
 
 def _text(value: Any, where: str) -> str:
-    return value if isinstance(value, str) else _damaged(where, f"{value!r} is no text")
+    return value if isinstance(value, str) else _damaged(where, f"{value!r} is not a string")
 
 
 def _whole(value: Any, where: str) -> int:
     if type(value) is int and value >= 0:
         return value
-    _damaged(where, f"{value!r} is no size")
+    _damaged(where, f"{value!r} is not a size")
 
 
 def _size(value: Any, where: str) -> Size:
     if not isinstance(value, Size | tuple | list):
-        _damaged(where, f"{value!r} is no shape")
+        _damaged(where, f"{value!r} is not a shape")
     return Size([_whole(n, where) for n in value])
 
 
@@ -229,7 +229,7 @@ def _box(value: Any, ndim: int, where: str) -> ChunkStorageMetadata:
     known = _fields(value, "ChunkStorageMetadata", where)
     offsets, sizes = _size(known.get("offsets"), where), _size(known.get("sizes"), where)
     if not len(offsets) == len(sizes) == ndim:
-        _damaged(where, f"a box at {list(offsets)} of {list(sizes)} in {ndim} dims")
+        _damaged(where, f"a tensor of {ndim} dims has a box at {list(offsets)} of sizes {list(sizes)}")
     return ChunkStorageMetadata(offsets, sizes)
 
 
@@ -254,7 +254,7 @@ def _place(value: Any, where: str) -> ItemLocation:
     known = _fields(value, internals.STORAGE_INFO, where)
     transforms: Sequence[Any] = known.get("transform_descriptors") or ()
     if not isinstance(transforms, list | tuple):
-        _damaged(where, f"{transforms!r} is no list of transforms")
+        _damaged(where, f"{transforms!r} is not a list of transforms")
     return ItemLocation(
         _text(known.get("relative_path"), where),
         _whole(known.get("offset"), where),

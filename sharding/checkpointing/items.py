@@ -63,14 +63,14 @@ class _Slice(io.RawIOBase):
 
 def checksum_of(file: BinaryIO, offset: int, length: int) -> int | None:
     """The checksum of some bytes of a file; None if it ends before them."""
-    found, left = 0, length
+    crc, left = 0, length
     file.seek(offset)
     while left:
         data = file.read(min(_CHUNK, left))
         if not data:
             return None
-        found, left = zlib.crc32(data, found), left - len(data)
-    return found
+        crc, left = zlib.crc32(data, crc), left - len(data)
+    return crc
 
 
 class Checksums:
@@ -83,8 +83,8 @@ class Checksums:
     def write(path: Path, items: Iterable[tuple[str, int, int, int]]) -> None:
         """Write the checksums next to the index, which exists."""
         index = zlib.crc32((path / INDEX).read_bytes())
-        told = {"algorithm": _ALGORITHM, "index": index, "items": sorted(items)}
-        (path / CHECKSUMS).write_text(json.dumps(told))
+        record = {"algorithm": _ALGORITHM, "index": index, "items": sorted(items)}
+        (path / CHECKSUMS).write_text(json.dumps(record))
 
     @staticmethod
     def read(path: Path) -> Checksums | None:
@@ -97,45 +97,47 @@ class Checksums:
         if not file.exists():
             return None
         try:
-            told = json.loads(file.read_bytes())
-            found = Checksums(
-                {(str(name), int(at), int(n)): int(crc) for name, at, n, crc in told["items"]},
-                int(told["index"]),
+            record = json.loads(file.read_bytes())
+            checksums = Checksums(
+                {(str(name), int(at), int(n)): int(crc) for name, at, n, crc in record["items"]},
+                int(record["index"]),
             )
-            known = told["algorithm"] == _ALGORITHM
+            known = record["algorithm"] == _ALGORITHM
         except (ValueError, KeyError, TypeError) as error:
-            raise StorageError(f"{file} is damaged. Take another checkpoint.") from error
-        if not known or found.index != zlib.crc32(file_of(path, INDEX).read_bytes()):
+            raise StorageError(f"{file} is damaged. Use another checkpoint.") from error
+        if not known or checksums.index != zlib.crc32(file_of(path, INDEX).read_bytes()):
             raise StorageError(
-                f"{path / INDEX} is not what {CHECKSUMS} was written for: one of them is damaged, or the "
-                f"checkpoint was written over by other means. Take another checkpoint, or remove "
-                f"{CHECKSUMS} if you know that it is whole."
+                f"{path / INDEX} does not match {CHECKSUMS}: one of them is damaged, or the checkpoint "
+                f"was overwritten by another program. Use another checkpoint, or remove {CHECKSUMS} if "
+                "you know that the checkpoint is intact."
             )
-        return found
+        return checksums
 
     def check(self, file: BinaryIO, place: ItemLocation, what: str) -> None:
-        """Raises:
-        StorageError: the bytes there are not those that were written.
+        """Check the bytes of an item.
+
+        Raises:
+            StorageError: they are not those that were written.
         """
         name, offset, length, _ = place
         want = self.items.get((name, offset, length))
         if want is None or checksum_of(file, offset, length) != want:
             raise StorageError(
-                f"{what}: its bytes in {name} are not those that were written: the file is damaged. Take "
+                f"{what}: its bytes in {name} are not those that were written: the file is damaged. Use "
                 "another checkpoint."
             )
 
 
 def packed(written: Iterable[WriteResult], path: Path) -> str:
     """The write results of one rank, with checksums, as text for the rank that writes the index."""
-    told = []
+    rows = []
     for result in written:
         info, index = result.storage_data, result.index
         with open(path / info.relative_path, "rb") as file:
             crc = checksum_of(file, info.offset, info.length)
         place = [info.relative_path, info.offset, info.length, crc]
-        told.append([index.fqn, index.offset, result.size_in_bytes, place])
-    return base64.b64encode(zlib.compress(json.dumps(told).encode())).decode()
+        rows.append([index.fqn, index.offset, result.size_in_bytes, place])
+    return base64.b64encode(zlib.compress(json.dumps(rows).encode())).decode()
 
 
 def unpacked(text: str) -> tuple[list[WriteResult], list[tuple[str, int, int, int]]]:
@@ -166,7 +168,7 @@ def read_items(path: Path, index: Index, planner: Reads) -> bool:
         place = index.places.get(item.storage_index)
         if place is None:
             raise StorageError(
-                f"{path} does not say where {_name(item)} is; take another checkpoint."
+                f"the index of {path} has no location of {_name(item)}. Use another checkpoint."
             )
         by_file.setdefault(place.file, []).append((item, place))
     for name, items in by_file.items():
@@ -200,20 +202,20 @@ def _read(
         return
     if not stream.seekable():
         stream = io.BytesIO(stream.read())
-    found = torch.load(stream, map_location="cpu", weights_only=True)
-    _check_is(found, kind_of(*planner.kinds[item.storage_index]), what)
+    box = torch.load(stream, map_location="cpu", weights_only=True)
+    _check_is(box, kind_of(*planner.kinds[item.storage_index]), what)
     for d, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        found = found.narrow(d, start, length)
+        box = box.narrow(d, start, length)
     target = planner.resolve_tensor(item)
-    target.detach().copy_(found)
+    target.detach().copy_(box)
     planner.commit_tensor(item, target)
 
 
-def _check_is(found: Any, kind: str, what: str) -> None:
-    plain = type(found) in (torch.Tensor, torch.nn.Parameter) and found.layout is torch.strided
-    have = kind_of(found.dtype, found.shape) if plain else type(found).__name__
-    if have != kind or found.device.type != "cpu":
+def _check_is(value: Any, kind: str, what: str) -> None:
+    plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+    have = kind_of(value.dtype, value.shape) if plain else type(value).__name__
+    if have != kind or value.device.type != "cpu":
         raise StorageError(
-            f"{what} is {have}, but the index says {kind}: one of them is damaged. Take another "
+            f"{what} is {have}, but the index says {kind}: one of them is damaged. Use another "
             "checkpoint."
         )

@@ -52,8 +52,8 @@ __all__ = ["StorageError", "StorageWarning", "load", "save"]
 PathLike = str | os.PathLike[str]
 Seconds = Annotated[float, AtLeast(0)]
 _UNCHECKED = (
-    "{} has no checksums, which torchard's save writes and plain DCP does not: whether its values are "
-    "damaged cannot be told."
+    "{} has no checksums, which torchard's save writes and plain DCP does not, so damage to its values "
+    "cannot be detected. Save it again with torchard.save to add them."
 )
 
 
@@ -61,23 +61,23 @@ _UNCHECKED = (
 def save(
     path: PathLike, tree: Any, *, check_replicated: bool = True, timeout: Seconds = 600.0
 ) -> None:
-    """Write a tree as a `torch.distributed.checkpoint`. Every rank must call it; on return all is on the
-    disk.
+    """Write a tree as a `torch.distributed.checkpoint`. Every rank must call it.
 
-    A leaf's key is its path joined by dots, as in DCP: ``w.0`` and ``w.1`` for ``{"w": [a, b]}``;
-    fields of named tuples go by name. (DCP stores a list without tensors as one value; for such lists
-    the keys differ.) Checksums go into a file of their own, which DCP ignores.
+    On return the whole checkpoint is on disk. A leaf's key is its path joined by dots, as in DCP: ``w.0``
+    and ``w.1`` for ``{"w": [a, b]}``; fields of named tuples go by name. (DCP stores a list without
+    tensors as one value; for such lists the keys differ.) Checksums are in a separate file, which DCP
+    ignores.
 
     Args:
-        path: of a new directory, on a disk that all ranks share.
-        tree: of MeshTensors, tensors (one value each, the same on every rank), and int, float, bool,
-            complex, str and None.
+        path: a new directory, on a disk that all ranks share.
+        tree: a tree of MeshTensors, tensors (one value each, the same on every rank), and int, float,
+            bool, complex, str and None.
         check_replicated: compare the plain tensors over ranks by checksum.
         timeout: seconds to wait for the slowest rank to have written its part.
 
     Raises:
         StorageError: the path exists, leaves cannot be stored (names them), ranks passed different
-            trees, or one failed. All ranks raise it; an incomplete checkpoint is never at the path.
+            trees, or a rank failed. All ranks raise it; the path never has an incomplete checkpoint.
         ReplicaMismatch: ranks passed different tensors.
 
     >>> import torch, torchard as ta
@@ -127,12 +127,12 @@ def load(
     read as weights only, and no file outside the directory is opened.
 
     Args:
-        path: of the directory.
-        like: a tree of what is wanted, whose values are not read: MeshTensors, tensors (on ``meta``,
+        path: the directory.
+        like: a tree of the expected leaves, whose values are not read: MeshTensors, tensors (on ``meta``,
             say), `ShapeDtype`, and scalars of the expected type.
         mesh: where to put tensors.
-        specs: as for `place`. A tensor without a spec (None) comes as it is in ``like``: a MeshTensor
-            with the same spec, or a plain tensor.
+        specs: as for `place`. A tensor without a spec (None) is loaded as it is in ``like``: as a
+            MeshTensor with the same spec, or as a plain tensor.
         rules: as for `place`.
         partial: allow the checkpoint to hold more than ``like``.
         timeout: seconds to wait for the slowest rank.
@@ -142,7 +142,7 @@ def load(
 
     Raises:
         StorageError: ``path`` is not a checkpoint; leaves are missing, too many, or of another shape or
-            dtype (names all of them); something is damaged; or a rank failed. All ranks raise it.
+            dtype (names all of them); the checkpoint is damaged; or a rank failed. All ranks raise it.
         SpecError: specs do not fit.
 
     Warns:
@@ -160,14 +160,14 @@ def load(
     elif specs is not None:
         raise SpecError("load was given specs and no mesh; write load(path, like, mesh, specs).")
     wanted = broadcast(specs, structure.unflatten([leaf.key for leaf in leaves]), "specs", "like")
-    rooms = [empty(leaf, mesh, spec) for leaf, spec in zip(leaves, wanted, strict=True)]
-    common = common_mesh([room.value for room in rooms])
+    results = [empty(leaf, mesh, spec) for leaf, spec in zip(leaves, wanted, strict=True)]
+    common = common_mesh([leaf.value for leaf in results])
     objects: dict[str, Any] = {}
     what = f"loading {source}"
-    checked = run_on_all_ranks(common, what, lambda: _read(source, rooms, partial, objects), timeout)
+    checked = run_on_all_ranks(common, what, lambda: _read(source, results, partial, objects), timeout)
     if not all(checked):
         warnings.warn(_UNCHECKED.format(source), StorageWarning, stacklevel=3)
-    return structure.unflatten([objects.get(room.key, room.value) for room in rooms])
+    return structure.unflatten([objects.get(leaf.key, leaf.value) for leaf in results])
 
 
 def _unfinished(path: Path) -> Path:
@@ -214,22 +214,22 @@ def _finish(
         os.rename(_unfinished(target), target)
 
 
-def _read(path: Path, rooms: Sequence[CheckpointLeaf], partial: bool, objects: dict[str, Any]) -> bool:
-    """Fill the tensors among the leaves, and a dict of the others; return whether all was checked."""
+def _read(path: Path, leaves: Sequence[CheckpointLeaf], partial: bool, objects: dict[str, Any]) -> bool:
+    """Fill the tensors among the leaves, and a dict of the others; return whether checksums were checked."""
     planner, index = Reads(), read_index(path, _unfinished(path))
-    compare(rooms, index.entries, path, partial)
-    for room in rooms:
-        saved = index.entries[room.key]
+    compare(leaves, index.entries, path, partial)
+    for leaf in leaves:
+        saved = index.entries[leaf.key]
         if isinstance(saved, BytesStorageMetadata):
-            planner.add_object(room.key)
+            planner.add_object(leaf.key)
             continue
-        check_disjoint(room.key, saved, path)
-        if missing := planner.add_tensor(room.key, room.value, saved):
+        check_disjoint(leaf.key, saved, path)
+        if missing := planner.add_tensor(leaf.key, leaf.value, saved):
             raise StorageError(
-                f"{path} lacks {missing} of the elements of {room.label}, {room.kind}: whoever saved "
-                "it did not save all shards. Take another checkpoint."
+                f"{path} lacks {missing} of the elements of {leaf.label}, {leaf.kind}: not all of its "
+                "shards were saved. Use another checkpoint."
             )
     checked = read_items(path, index, planner)
-    check_types(rooms, planner.objects, path)
+    check_types(leaves, planner.objects, path)
     objects.update(planner.objects)
     return checked

@@ -47,18 +47,18 @@ def test_a_path_that_exists(saved: pathlib.Path) -> None:
 def test_no_checkpoint_there(saved: pathlib.Path) -> None:
     raises("there is no checkpoint at ... nowhere", load, saved.parent / "nowhere", {"w": X})
     os.remove(saved / ".metadata")
-    raises("saved is no checkpoint: it has no file .metadata", load, saved, {"w": X})
+    raises("saved is not a checkpoint: it has no file .metadata", load, saved, {"w": X})
 
 
 def test_missing_and_extra_keys(saved: pathlib.Path) -> None:
     like = {"weight": place(X, HERE, P("dp")), "b": X[0], "n": 3}
     raises(
         "like['weight'] is float32 [4, 3], but ... saved has no key 'weight'; ... saved has keys that "
-        "like has not: 'w'. Add them to like, or pass partial=True",
+        "are not in like: 'w'. Add them to like, or pass partial=True",
         *(load, saved, like),
     )
     raises("no key 'weight' ... They may be misnamed", load, saved, like, partial=True)
-    raises("like has not: 'b', 'n'. Add", load, saved, {"w": X})
+    raises("not in like: 'b', 'n'. Add", load, saved, {"w": X})
     save(saved.parent / "many", list(range(9)))
     raises("'1', '2', '3', '4', '5' and 3 more", load, saved.parent / "many", [0])
 
@@ -66,7 +66,7 @@ def test_missing_and_extra_keys(saved: pathlib.Path) -> None:
 def test_other_shapes_and_dtypes(saved: pathlib.Path) -> None:
     like = {"w": ShapeDtype((3, 4)), "b": X[0].double(), "n": 3}
     raises(
-        "like['b'] is float64 [3], but ... has float32 [3]; ask for that ... and convert ... "
+        "like['b'] is float64 [3], but ... has float32 [3]; use that ... and convert ... "
         "like['w'] is float32 [3, 4], but ... has float32 [4, 3]",
         *(load, saved, like),
     )
@@ -141,7 +141,7 @@ def test_a_save_that_was_killed_is_no_checkpoint(
         with pytest.raises(KeyboardInterrupt):
             save(path, {"w": X})
     (tmp_path / "saved.unfinished" / "__7_0.distcp").write_bytes(b"of a larger run")
-    raises("no checkpoint at ... saved; ... saved.unfinished is what a save left", load, path, X)
+    raises("no checkpoint at ... saved; ... saved.unfinished was left by a save", load, path, X)
     save(path, {"w": X + 1})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["saved"]
     assert sorted(p.name for p in path.iterdir()) == [".checksums", ".metadata", "__0_0.distcp"]

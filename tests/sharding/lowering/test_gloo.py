@@ -250,5 +250,5 @@ def test_ranks_that_store_different_trees(ranks: Results) -> None:
         assert tensors.startswith("ReplicaMismatch: tree['x'] of save is one value")
         assert "rank 1 alone has tree['x1']: float32 [4] split P(tp) over Mesh(tp=" in keys
         assert meshes.startswith("StorageError: the tree has values on Mesh(tp=")
-        assert "which are not the same processes; save and load them apart." in meshes
+        assert "which have different processes; save and load them separately." in meshes
         assert left == "[]"
