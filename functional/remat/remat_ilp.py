@@ -97,7 +97,7 @@ class Problem:
         return [range(a, b + 1) for a, b in zip(first, last, strict=True)]
 
     @cached_property
-    def made(self) -> list[dict[int, int]]:
+    def recomputed(self) -> list[dict[int, int]]:
         """For each operation, the variable e_vk by bucket k; the variables before these are s_v."""
         return _columns(len(self.sizes), self.spans)
 
@@ -112,11 +112,11 @@ class Problem:
 
     @property
     def variables(self) -> int:
-        return len(self.sizes) + sum(map(len, (*self.made, *self.lingering)))
+        return len(self.sizes) + sum(map(len, (*self.recomputed, *self.lingering)))
 
     def rules(self) -> Iterator[ConstraintRow]:
         """All inequalities except the bounds on memory."""
-        e = self.made
+        e = self.recomputed
         for v, span in enumerate(self.spans):
             for k in self.reads[v]:
                 yield {v: 1.0, e[v][k]: 1.0}, 1.0
@@ -135,19 +135,19 @@ class Problem:
         for _, kept in self.ahead:
             yield {v: self.sizes[v] for v in kept}
         read: list[dict[int, float]] = [{} for _ in self.base]
-        made: list[dict[int, float]] = [{} for _ in self.base]
+        recomputing: list[dict[int, float]] = [{} for _ in self.base]
         for v, size in enumerate(self.sizes):
-            e, last = self.made[v], self.until[v]
+            e, last = self.recomputed[v], self.until[v]
             here = [(k, v) for k in range(last + 1)] + list(self.lingering[v].items())
             here += [(k, e[k]) for k in self.spans[v] if k <= last]
             for k, variable in here:
-                read[k][variable] = made[k][variable] = size
+                read[k][variable] = recomputing[k][variable] = size
             for k in self.spans[v]:
                 if self.passing and k > last:  # recomputed for another recomputation, then freed
-                    made[k][e[k]] = size
+                    recomputing[k][e[k]] = size
                     if k - 1 in e:
-                        made[k][e[k - 1]] = -size
-        yield from (*read, *made)
+                        recomputing[k][e[k - 1]] = -size
+        yield from (*read, *recomputing)
 
     @cached_property
     def fixed(self) -> np.ndarray[Any, Any]:
@@ -196,12 +196,12 @@ def solve(problem: Problem, bound: float) -> Solution | None:
     available = (bound - problem.fixed) / unit
     cost = np.zeros(problem.variables)
     cost[:count] = 1e-7 * np.array(problem.sizes) / unit  # breaks ties in favour of keeping less
-    for v, recomputed in enumerate(problem.made):
-        if recomputed:
-            cost[max(recomputed.values())] += problem.costs[v] / max(max(problem.costs), 1)
+    for v, variables in enumerate(problem.recomputed):
+        if variables:
+            cost[max(variables.values())] += problem.costs[v] / max(max(problem.costs), 1)
     upper = np.ones(problem.variables)
     for v in problem.forced:
-        upper[list(problem.made[v].values())] = 0
+        upper[list(problem.recomputed[v].values())] = 0
     result = milp(
         cost,
         integrality=np.ones(problem.variables),

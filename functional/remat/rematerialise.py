@@ -102,7 +102,7 @@ class _Versions:
     graph: fx.Graph
     passes: dict[fx.Node, int]
     budgeted: Set[fx.Node]
-    made: dict[Version, fx.Node] = field(default_factory=dict)
+    nodes: dict[Version, fx.Node] = field(default_factory=dict)
     # From a version to the original node.
     origin: dict[fx.Node, fx.Node] = field(default_factory=dict)
     decided: dict[tuple[fx.Node, Policy], Decision] = field(default_factory=dict)
@@ -144,10 +144,10 @@ class _Versions:
         """Add a version and the versions it needs, ahead of the first reader, unless they exist."""
         stack = [version]
         while stack:
-            missing = [v for v in self._needs(stack[-1]) if v[1] and v not in self.made]
-            if missing and stack[-1] not in self.made:
+            missing = [v for v in self._needs(stack[-1]) if v[1] and v not in self.nodes]
+            if missing and stack[-1] not in self.nodes:
                 stack.extend(missing)
-            elif (wanted := stack.pop()) not in self.made:
+            elif (wanted := stack.pop()) not in self.nodes:
                 self._make(wanted, reader)
 
     def _needs(self, version: Version) -> Iterator[Version]:
@@ -171,11 +171,11 @@ class _Versions:
         node, depth, now = version
         if self._is_offloaded(version):
             outer = self._version(node, segments_of(node)[: depth - 1], now)
-            kept = self.made[outer] if outer[1] else node
+            kept = self.nodes[outer] if outer[1] else node
             away = offload_after(kept)
             WHY.setdefault(away, f"{segments_of(node)[depth - 1].policy} offloads it")
             self.passes[away] = self.passes[kept]
-            made = reload_before(reader, away)
+            new = reload_before(reader, away)
         else:
             mine = segments_of(node)[:depth]
 
@@ -186,17 +186,17 @@ class _Versions:
                 return self._read(source, mine, now)
 
             with self.graph.inserting_before(reader):
-                made = self.graph.node_copy(node, swap)
-            tag_version(made, node, depth)
-        self.passes[made] = now
-        self.origin[made] = node
-        self.made[version] = made
+                new = self.graph.node_copy(node, swap)
+            tag_version(new, node, depth)
+        self.passes[new] = now
+        self.origin[new] = node
+        self.nodes[version] = new
 
     def _read(self, node: fx.Node, reader: Segments, now: int) -> fx.Node:
         """The node that a reader in these segments reads; its version exists already."""
         version = self._version(node, reader, now)
         if version[1]:
-            return self.made[version]
+            return self.nodes[version]
         self._note(node, reader)
         return node
 

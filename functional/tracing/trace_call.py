@@ -36,7 +36,7 @@ def trace_call(
     names = [paths[i] for i in arguments.traced]
     recording = purify(record(flat_fn, specs, grad_mode=grad_mode), names)
     lifted = [closure for closure in recording.closures if not closure.made]
-    made = [closure for closure in recording.closures if closure.made]
+    constants = [closure for closure in recording.closures if closure.made]
     for closure in lifted:
         closure.reader = reader_of(fn, closure.value)
     given = [arguments.leaves[i] for i in arguments.traced]
@@ -48,7 +48,7 @@ def trace_call(
         inputs=(
             *(Leaf(path, _tag(leaf)) for path, leaf in zip(names, given, strict=True)),
             *(Leaf(_path_to(closure), closure.tag, "closure") for closure in lifted),
-            *(Leaf(f"constant {i}", role="constant") for i, _ in enumerate(made)),
+            *(Leaf(f"constant {i}", role="constant") for i, _ in enumerate(constants)),
         ),
         outputs=_outputs(flat_fn.paths, recording),
         in_tree=arguments.structure,
@@ -56,7 +56,7 @@ def trace_call(
         name=getattr(fn, "__name__", type(fn).__name__),
         asks=tuple(dict.fromkeys(recording.asks)),
         closures=tuple(lifted),
-        constants=tuple(closure.value for closure in made),
+        constants=tuple(closure.value for closure in constants),
         retrace=flat_fn.retrace(lifted) if recording.without_grad else None,
         forgets_turns=recording.forgets_turns,
     )

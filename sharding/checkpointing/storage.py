@@ -215,7 +215,7 @@ def _finish(
 
 
 def _read(path: Path, leaves: Sequence[CheckpointLeaf], partial: bool, objects: dict[str, Any]) -> bool:
-    """Fill the tensors among the leaves, and a dict of the others; return whether checksums were checked."""
+    """Fill the tensors among the leaves, and a dict of the others; return whether all were checked."""
     planner, index = Reads(), read_index(path, _unfinished(path))
     compare(leaves, index.entries, path, partial)
     for leaf in leaves:

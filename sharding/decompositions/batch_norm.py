@@ -11,9 +11,9 @@ from torchard.sharding.decompositions.functional_forms import register_decomposi
 
 @register_decomposition(batch_norm.PURE, aten.native_batch_norm.default)
 def _batch_norm(*args: Any) -> Any:
-    found = batch_norm.composed(*args)
+    outputs = batch_norm.composed(*args)
     with_running = args[3] is not None
-    return found if with_running else found[:3]
+    return outputs if with_running else outputs[:3]
 
 
 @register_decomposition(aten.native_batch_norm_backward.default)

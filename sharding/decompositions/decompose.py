@@ -67,7 +67,7 @@ def _decompositions(target: Any, parts: Parts | None) -> list[Callable[..., Any]
 
 
 def decompose(graph: fx.Graph, node: fx.Node, parts: Parts | None = None) -> list[fx.Node]:
-    """Replace a node by its pieces, and return those. None of them: it does not come apart.
+    """Replace a node by its decomposition, and return the new nodes: none if it has no decomposition.
 
     Args:
         parts: for each operand, how many ranks split each dim; None: not by blocks.
@@ -80,8 +80,8 @@ def decompose(graph: fx.Graph, node: fx.Node, parts: Parts | None = None) -> lis
     if traced is None:
         return []
     with graph.inserting_before(node):
-        pieces, made = _inline(graph, traced, operands, node)
-    _replace(graph, node, made)
+        pieces, outputs = _inline(graph, traced, operands, node)
+    _replace(graph, node, outputs)
     return pieces
 
 
@@ -110,7 +110,7 @@ def _trace(
 
 
 def _writes_for_good(node: fx.Node) -> bool:
-    """``prims.copy_to`` and the like, in some of torch's table: nothing makes them pure."""
+    """Whether a node is ``prims.copy_to`` or the like, in some of torch's table: none has a pure form."""
     target: Any = node.target
     is_op = isinstance(target, internals.OpOverload)
     return is_op and internals.is_mutable(target) and target.namespace != "aten"
@@ -129,11 +129,11 @@ def _is_itself(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def same_call(one: fx.Node, other: fx.Node) -> bool:
-    """The same operation on the same shapes, told to do the same."""
-    return one.target is other.target and _told(one) == _told(other)
+    """Whether two calls are of one operation, with operands of the same shapes and equal settings."""
+    return one.target is other.target and _settings(one) == _settings(other)
 
 
-def _told(node: fx.Node) -> list[Any]:
+def _settings(node: fx.Node) -> list[Any]:
     return [_shape(a) if isinstance(a, fx.Node) else a for a in node.args]
 
 
@@ -153,7 +153,7 @@ def _inline(
     env.update(zip(inputs, operands, strict=True))
     tags: dict[Tag[Any], Any] = {PART_OF: next(_NUMBERS)}
     if USE.on(node):
-        tags[APART] = replace(USE.of(node), how="came apart: a dim that must be whole is split")
+        tags[APART] = replace(USE.of(node), how="decomposed: a dim that it needs whole is split")
     for inner in traced.nodes:
         if inner.op == "call_function":
             env[inner] = graph.node_copy(inner, env.__getitem__)
@@ -175,7 +175,7 @@ def _replace(graph: fx.Graph, node: fx.Node, pieces: list[fx.Node]) -> None:
 
 
 def _use(piece: fx.Node, before: fx.Node) -> None:
-    """A piece in the place of a node; what its users remember of their operands is forgotten."""
+    """Put a piece in the place of a node; what its users remember of their operands is forgotten."""
     stand_for(piece, before)
     for user in before.replace_all_uses_with(piece):
         forget(user, CALL)

@@ -174,10 +174,10 @@ def _place_of_extreme(x: torch.Tensor, top: torch.Tensor, dims: list[int]) -> to
         shape = [1] * x.ndim
         shape[d] = x.shape[d]
         place = place * x.shape[d] + torch.arange(x.shape[d], device=x.device).reshape(shape)
-    found = x == top
+    is_extreme = x == top
     if x.is_floating_point():
-        found = found | (x != x)
-    return torch.amin(torch.where(found, place, _numel(x, dims)), dims, True)
+        is_extreme = is_extreme | (x != x)
+    return torch.amin(torch.where(is_extreme, place, _numel(x, dims)), dims, True)
 
 
 def _arg_extreme(extreme: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -288,7 +288,7 @@ def _layer_norm_backward(
 def _weights(
     target: torch.Tensor, weight: torch.Tensor | None, ignored: int, like: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A class that exists for every row, and what the row counts."""
+    """For every row, a class that exists and the row's weight."""
     counts = target != ignored
     known = torch.where(counts, target, 0)
     if weight is None:
@@ -329,7 +329,7 @@ def _nll_loss_backward(
 
 
 class _Groups:
-    """Sums of [n, c, ...] over groups of channels, and back, however the channels are split."""
+    """Means of [n, c, ...] over groups of channels, and their broadcast, however channels are split."""
 
     def __init__(self, x: torch.Tensor, groups: int) -> None:
         each = max(x.shape[1] // groups, 1)
@@ -345,8 +345,8 @@ class _Groups:
 
     def spread(self, statistic: torch.Tensor) -> torch.Tensor:
         """From [n, group] to a shape that broadcasts to [n, c, ...]."""
-        found = statistic.index_select(1, self.of_channel)
-        return found.reshape(*found.shape, *self.rest)
+        per_channel = statistic.index_select(1, self.of_channel)
+        return per_channel.reshape(*per_channel.shape, *self.rest)
 
 
 def _per_channel(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -80,12 +80,13 @@ class _Reading:
 
     @property
     def _at(self) -> tuple[int, int, int]:
-        """Of the split dim: the step from one result to the next, the padding, what each reads."""
+        """Along the split dim: the step between results, the padding, how many elements each reads."""
         i = self.dim - 2
         return self.stride[i], self.padding[i], self.dilation[i] * (self.weight.shape[self.dim] - 1) + 1
 
     @property
     def _own(self) -> list[int]:
+        """The padding on windows, which include that of the split dim."""
         return replaced(self.padding, self.dim - 2, 0)
 
     def sizes(self, shape: Sequence[int]) -> list[int]:
@@ -94,12 +95,14 @@ class _Reading:
         return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in zip(*how, strict=True)]
 
     def makes(self, read: Sequence[int], made: Sequence[int]) -> bool:
-        """Whether one shape is made of another; of a transposed convolution's outermost elements,
-        padded by more than a stride, nothing is."""
+        """Whether the convolution maps images of one shape to results of another.
+
+        Not so for a transposed convolution whose output padding is a stride or more.
+        """
         return self.sizes(read) == list(made[2:])
 
     def can_write(self, size: int) -> bool:
-        """Whether blocks of what is read begin at one phase of the stride."""
+        """Whether all blocks of the image that is read begin at the same phase of the stride."""
         return worthwhile(size, self.count) and not each_of(size, self.count) % self._at[0]
 
     def _seen(self, read: torch.Tensor, made: int) -> torch.Tensor:
@@ -125,8 +128,8 @@ class _Reading:
         only = [True, False, False]
 
         def run(near: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-            made: torch.Tensor = self._backward(near, like, only)[0]
-            return made
+            dx: torch.Tensor = self._backward(near, like, only)[0]
+            return dx
 
         return gradient_of_reading(run, grad, shape, self.dim, self.count, step, padding, reach)
 
@@ -134,8 +137,8 @@ class _Reading:
         """The gradient of the weight."""
         own = fold(blocks(grad, self.dim, self.count), self.dim)
         seen, only = self._seen(read, grad.shape[self.dim]), [False, True, False]
-        made: torch.Tensor = self._backward(own, seen, only)[1]
-        return made
+        dw: torch.Tensor = self._backward(own, seen, only)[1]
+        return dw
 
     def _backward(self, grad: torch.Tensor, read: torch.Tensor, mask: list[bool]) -> Any:
         return aten.convolution_backward.default(
@@ -144,10 +147,10 @@ class _Reading:
         )  # fmt: skip
 
     def _pays_to_turn(self, grad: torch.Tensor) -> bool:
-        """Whether to make the gradient by a convolution with the kernel turned round.
+        """Whether to compute the gradient as a convolution with the flipped kernel.
 
-        That computes no more than the block's own elements, but turns the kernel, which must be little
-        beside what is saved. It exists where there are no strides.
+        That computes no more than the block's own elements, but flips the kernel, which must cost little
+        beside what is saved. It is possible without strides only.
         """
         _, _, reach = self._at
         lines = grad.numel() // (grad.shape[1] * grad.shape[self.dim])  # elements of one, over channels
@@ -157,11 +160,12 @@ class _Reading:
 
     @property
     def _around(self) -> list[int]:
-        """The padding of that convolution."""
+        """The padding of the convolution with the flipped kernel."""
         each = zip(self.weight.shape[2:], self.dilation, self.padding, strict=True)
         return [d * (k - 1) - p for k, d, p in each]
 
     def _turned(self, near: torch.Tensor) -> torch.Tensor:
+        """The convolution with the flipped kernel, its channels transposed."""
         made, read, *kernel = self.weight.shape
         weight = self.weight.reshape(self.groups, made // self.groups, read, *kernel)
         weight = weight.transpose(1, 2).reshape(self.groups * read, made // self.groups, *kernel)
@@ -261,11 +265,11 @@ def gradient_of_reading(
     padding: int,
     reach: int,
 ) -> torch.Tensor:
-    """The gradient of x, of some shape, from results of which element i read x from i step - padding on.
+    """The gradient of x, of some shape, from that of results: element i reads x from i step - padding on.
 
     Args:
-        run: gives the gradient of images like its second argument, from that of what reads them.
-        count: blocks of the dim, whose size must be a multiple of ``step``.
+        run: computes the gradient of images like its second argument, from that of the results.
+        count: the number of blocks of the dim; their size must be a multiple of ``step``.
     """
     size = shape[dim]
     each = each_of(size, count)
@@ -280,7 +284,7 @@ def gradient_of_reading(
 
 
 def readers(each: int, step: int, padding: int, reach: int) -> tuple[int, int]:
-    """Which results read a block of ``each`` elements: the first, from its own place, and how many."""
+    """Which results read a block of ``each`` elements: the first, relative to the block, and how many."""
     first, last = -((reach - 1 - padding) // step), (each - 1 + padding) // step
     return first, last - first + 1
 

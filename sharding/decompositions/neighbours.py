@@ -70,14 +70,14 @@ def in_windows(
 
 def starts(like: torch.Tensor, dim: int, count: int, step: int, first: int = 0) -> torch.Tensor:
     """first + j step for every block j, to be added along the dim of blocks of ``like``."""
-    found = torch.arange(count, device=like.device) * step + first
-    return found.reshape(count, *(1 for _ in like.shape[dim + 1 :]))
+    offsets = torch.arange(count, device=like.device) * step + first
+    return offsets.reshape(count, *(1 for _ in like.shape[dim + 1 :]))
 
 
 def places_in(like: torch.Tensor, dim: int, count: int, each: int) -> torch.Tensor:
-    """The places of elements in the whole dim, [count, each, 1, ...], beside blocks of ``like``."""
-    found = torch.arange(count * each, device=like.device)
-    return found.reshape(count, each, *(1 for _ in like.shape[dim + 1 :]))
+    """The indices of elements in the whole dim, [count, each, 1, ...], which broadcast to blocks."""
+    indices = torch.arange(count * each, device=like.device)
+    return indices.reshape(count, each, *(1 for _ in like.shape[dim + 1 :]))
 
 
 def strided(
@@ -342,7 +342,7 @@ def _sums_from(parts: Parts, x: torch.Tensor, dim: int) -> Any:
 def _with_others(
     within: torch.Tensor, others: torch.Tensor, dim: int, size: int, pad: tuple[int, int]
 ) -> torch.Tensor:
-    """Sums within blocks, [..., count, each, ...], and those of the other blocks, of all but one."""
+    """Add to sums within blocks, [..., count, each, ...], those of other blocks, of all but one."""
     wide = [0, 0] * (others.ndim - 1 - dim) + [*pad]
     others = aten.constant_pad_nd.default(others, wide, 0)
     return unblocks(within + others.unsqueeze(dim + 1), dim, size)
@@ -368,13 +368,13 @@ def _topk(
 
 
 def _first_of_sorted(x: torch.Tensor, k: int, dim: int, largest: bool) -> Any:
-    """topk in which of equals the first is best: what fills the last block loses to every element."""
+    """topk that takes the first of equal elements, so that the fill of the last block is taken last."""
     values, places = torch.sort(x, dim=dim, descending=largest, stable=True)
     return values.narrow(dim, 0, k), places.narrow(dim, 0, k)
 
 
 def _worst(dtype: torch.dtype, largest: bool) -> float | int:
-    """The last that topk would take; NaN is above all numbers."""
+    """The value that topk takes last; NaN is above all numbers."""
     if dtype.is_floating_point:
         return -math.inf if largest else math.nan
     return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max

@@ -178,7 +178,7 @@ def _avg_pool_backward(
     rest = (kernel, stride, replaced(padding, i, 0), ceil, counts_padding, divisor)
 
     def run(near: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = aten.avg_pool2d_backward.default(near, like, *rest)
-        return made
+        dx: torch.Tensor = aten.avg_pool2d_backward.default(near, like, *rest)
+        return dx
 
     return gradient_of_reading(run, grad, x.shape, dim, count, stride[i], padding[i], kernel[i])

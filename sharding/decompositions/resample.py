@@ -37,7 +37,7 @@ def _factor(dim: int | None, shape: Sequence[int], size: Sequence[int], scales: 
 
 
 def _but(scales: Scales, dim: int) -> list[float | None]:
-    """The scales of the other dims; the split dim's follows from the sizes."""
+    """The scales without the split dim's, which follows from the sizes."""
     return [None if i == dim - 2 else s for i, s in enumerate(scales)]
 
 
@@ -58,7 +58,7 @@ def _with_borders(x: torch.Tensor, dim: int, count: int, border: int) -> torch.T
 
 
 def _cut_anew(y: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """Blocks that hold ``size`` elements as blocks of that size."""
+    """The dim of ``size`` elements that blocks hold, after they are cut into the blocks of such a dim."""
     count, each = y.shape[dim], each_of(size, y.shape[dim])
     if each != y.shape[dim + 1]:
         runs = []

@@ -36,8 +36,8 @@ __all__ = ["CallOrder", "PlanMismatch", "one_call_at_a_time"]
 
 # The bytes of a message that describes a call; longer texts are truncated.
 _LENGTH = 512
-# A rank, 1, and a call of its that differs; or zeros while no call that differs has been heard of.
-_NOBODY = bytes(8 + _LENGTH)
+# In the place of a rank's number plus one and its differing call: none has been received so far.
+_NONE = bytes(8 + _LENGTH)
 
 
 class PlanMismatch(RuntimeError):
@@ -54,8 +54,8 @@ class PlanMismatch(RuntimeError):
     Traceback (most recent call last):
         ...
     torchard.PlanMismatch: rank 0 planned norm(args[0]: float32[8]), rank 1 planned norm(args[0]:
-        float32[8]): the programs differ, and so would their collectives. Where they part, rank 0 has
-        sum_default = sum.default(mul_tensor,): float32[] as P()+sum(dp), rank 1 has
+        float32[8]): the programs differ, so their collectives would not match. At the first difference
+        rank 0 has sum_default = sum.default(mul_tensor,): float32[] as P()+sum(dp), rank 1 has
         max_default = max.default(mul_tensor,): float32[] as P()+max(dp). Every rank must call the same
         function with arguments of the same shapes, dtypes, specs and static values, and the same
         checkpoint policies.
@@ -78,17 +78,19 @@ class PlanCall(NamedTuple):
     thread: str
     text: str
 
-    def told(self) -> bytes:
+    def encoded(self) -> bytes:
+        """The call as a message of fixed length."""
         return "\n".join(map(str, self)).encode()[:_LENGTH].ljust(_LENGTH, b"\0")
 
     @staticmethod
-    def heard(told: bytes) -> PlanCall:
-        text = told.rstrip(b"\0").decode(errors="ignore")
+    def decoded(message: bytes) -> PlanCall:
+        """The call in a message."""
+        text = message.rstrip(b"\0").decode(errors="ignore")
         number, failures, thread, text = text.split("\n", 3)
         return PlanCall(int(number), int(failures), thread, text)
 
     def __str__(self) -> str:
-        return f"{self.text}, which is {'new' if not self.number else f'plan {self.number}'}"
+        return f"{self.text} ({f'plan {self.number}' if self.number else 'a new plan'})"
 
 
 class Circle:
@@ -101,36 +103,36 @@ class Circle:
         tag = zlib.crc32(repr(ranks).encode()) & 0x7FFFFFE0
         rounds = (len(ranks) - 1).bit_length()
         self.rounds = [_Round(self, tag + i, 1 << i) for i in range(rounds)]
-        self._mine, self._other = b"", _NOBODY
+        self._mine, self._other = b"", _NONE
 
-    def begin(self, told: bytes) -> None:
+    def begin(self, call: bytes) -> None:
         """Post the receives of all rounds, so that no sender waits for one."""
-        self._mine, self._other = told, _NOBODY
-        for each in self.rounds:
-            each.listen()
+        self._mine, self._other = call, _NONE
+        for round_ in self.rounds:
+            round_.listen()
 
-    def tell(self, number: int) -> None:
-        """Send this rank's call, and a different one it has heard of, in one round."""
-        self.rounds[number].tell(self._mine + self._other)
+    def send(self, number: int) -> None:
+        """Send this rank's call, and a differing one that it has received, in one round."""
+        self.rounds[number].send(self._mine + self._other)
 
-    def hear(self, number: int, patience: datetime.timedelta) -> None:
-        """Receive in one round, and remember a call that differs, the sender's own or one it heard of."""
-        rank, mine, other = self.rounds[number].hear(patience)
+    def receive(self, number: int, patience: datetime.timedelta) -> None:
+        """Receive in one round, and keep a call that differs: the sender's, or one that it received."""
+        rank, mine, other = self.rounds[number].receive(patience)
         if mine != self._mine:
             self._other = (rank + 1).to_bytes(8, "little") + mine
-        elif other != _NOBODY:
+        elif other != _NONE:
             self._other = other
 
     def end(self, patience: datetime.timedelta) -> None:
         """Wait until all sends have completed."""
-        for each in self.rounds:
-            each.sending.wait(patience)
+        for round_ in self.rounds:
+            round_.sending.wait(patience)
 
     @property
     def other(self) -> tuple[int, PlanCall] | None:
         """A rank that makes a different call, and that call; None if there is none."""
         rank = int.from_bytes(self._other[:8], "little")
-        return (rank - 1, PlanCall.heard(self._other[8:])) if rank else None
+        return (rank - 1, PlanCall.decoded(self._other[8:])) if rank else None
 
 
 class _Round:
@@ -141,24 +143,26 @@ class _Round:
         source = (own - distance) % size
         self.backend, self.tag, self.rank = circle.backend, tag, circle.ranks[source]
         self.to, self.source = circle.peers[(own + distance) % size], circle.peers[source]
-        self._sent, self._heard = (torch.zeros(2 * _LENGTH + 8, dtype=torch.uint8) for _ in "ab")
+        self._sent, self._received = (torch.zeros(2 * _LENGTH + 8, dtype=torch.uint8) for _ in "ab")
         # Accessed as plain bytes, without torch, whatever modes are active around the call.
         bytes_of: Any = memoryview
-        self._told, self._read = bytes_of(self._sent.numpy()), bytes_of(self._heard.numpy())
+        self._out, self._in = bytes_of(self._sent.numpy()), bytes_of(self._received.numpy())
         self.sending: Any = None
         self._receiving: Any = None
 
     def listen(self) -> None:
-        self._receiving = self.backend.recv([self._heard], self.source, self.tag)
+        """Post the receive."""
+        self._receiving = self.backend.recv([self._received], self.source, self.tag)
 
-    def tell(self, told: bytes) -> None:
-        self._told[:] = told
+    def send(self, message: bytes) -> None:
+        """Begin to send."""
+        self._out[:] = message
         self.sending = self.backend.send([self._sent], self.to, self.tag)
 
-    def hear(self, patience: datetime.timedelta) -> tuple[int, bytes, bytes]:
-        """The sender's rank, its call, and a different call that it has heard of."""
+    def receive(self, patience: datetime.timedelta) -> tuple[int, bytes, bytes]:
+        """The sender's rank, its call, and a differing call that it has received."""
         self._receiving.wait(patience)
-        return self.rank, bytes(self._read[:_LENGTH]), bytes(self._read[_LENGTH:])
+        return self.rank, bytes(self._in[:_LENGTH]), bytes(self._in[_LENGTH:])
 
 
 @functools.cache
@@ -210,13 +214,13 @@ class CallOrder:
             patience = max(patience, datetime.timedelta(seconds=self.mesh.timeout))
         try:
             for at, call in mine.items():
-                at.begin(call.told())
+                at.begin(call.encoded())
             for number in range(max((len(circle.rounds) for circle in mine), default=0)):
-                telling = [circle for circle in mine if number < len(circle.rounds)]
-                for at in telling:
-                    at.tell(number)
-                for at in telling:
-                    at.hear(number, patience)
+                circles = [circle for circle in mine if number < len(circle.rounds)]
+                for at in circles:
+                    at.send(number)
+                for at in circles:
+                    at.receive(number, patience)
             for at in mine:
                 at.end(patience)
         except RuntimeError as error:
@@ -236,16 +240,15 @@ class CallOrder:
 
 def _different(rank: int, mine: PlanCall, other: int, theirs: PlanCall) -> str:
     if mine.failures != theirs.failures:
-        counts = f"{mine.failures} on rank {rank} and {theirs.failures} on rank {other}"
+        counts = f"{mine.failures} failed on rank {rank}, {theirs.failures} on rank {other}"
         return (
-            f"ranks are out of step before {mine.text}: calls that ranks had agreed to make have failed, "
-            f"{counts}. Nothing of this call was sent. End all ranks, and start them again from the last "
+            f"ranks are out of step before {mine.text}: of the calls that they had agreed to make, "
+            f"{counts}. Nothing of this call was sent. Stop all ranks, and restart them from the last "
             "checkpoint."
         )
     if mine.thread != theirs.thread:
         remedy = (
-            "Threads run in any order, on each rank in another one: let one thread make all calls of "
-            "plans."
+            "Threads may run in a different order on each rank: make all calls of plans from one thread."
         )
         calls = [f"{call} in thread {call.thread}" for call in (mine, theirs)]
     else:
@@ -254,8 +257,8 @@ def _different(rank: int, mine: PlanCall, other: int, theirs: PlanCall) -> str:
             "Every rank must make the same calls in the same order, with arguments of the same shapes, "
             "dtypes, specs and static values, and the same checkpoint policies."
         )
-    calls_differ = f"rank {rank} calls {calls[0]}, while rank {other} calls {calls[1]}"
-    return f"{calls_differ}. Nothing was sent. {remedy}"
+    difference = f"rank {rank} calls {calls[0]}, while rank {other} calls {calls[1]}"
+    return f"{difference}. Nothing was sent. {remedy}"
 
 
 class _OneAtATime:

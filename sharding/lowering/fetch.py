@@ -42,26 +42,28 @@ class _Exchange:
             return lambda: [self.slice(p) for p in mine]
         arrive = self._exchanged()
 
-        def found() -> list[fx.Node]:
+        def pieces() -> list[fx.Node]:
             arrived = arrive()
             return [
                 self.slice(p) if p.block == self.here else next(arrived[p.block or 0]) for p in mine
             ]
 
-        return found
+        return pieces
 
     def _exchanged(self) -> Callable[[], list[Iterator[fx.Node]]]:
         """Send the pieces that others want; return a function that waits for those from each rank."""
         low, call = self.low, self.low.emit.call
-        asked = [self._between(self.here, parts, r) for r, parts in enumerate(self.request.wanted)]
-        taken = [self._between(r, self.request.wanted[self.here], self.here) for r in range(len(asked))]
-        sent = self._flat([self.slice(p) for parts in asked for p in parts])
+        wanted = self.request.wanted
+        to_send = [self._between(self.here, parts, r) for r, parts in enumerate(wanted)]
+        to_receive = [self._between(r, wanted[self.here], self.here) for r in range(len(wanted))]
+        sent = self._flat([self.slice(p) for parts in to_send for p in parts])
         carrier = exchanging(call, self.request.val.dtype)
         sizes = [
-            [carrier.each * sum(self._elements(parts)) for parts in each] for each in (taken, asked)
+            [carrier.each * sum(self._elements(parts)) for parts in by_rank]
+            for by_rank in (to_receive, to_send)
         ]
         issued = self.channel.issue("all_to_all_single", carrier.encode(sent), *sizes)
-        flow = [piece for parts in taken for piece in parts]
+        flow = [piece for parts in to_receive for piece in parts]
 
         def arrive() -> list[Iterator[fx.Node]]:
             arrived = carrier.decode(self.channel.wait(issued))
@@ -72,7 +74,7 @@ class _Exchange:
                     for i, piece in enumerate(flow)
                 ]
             )
-            return [iter([next(values) for _ in parts]) for parts in taken]
+            return [iter([next(values) for _ in parts]) for parts in to_receive]
 
         return arrive
 

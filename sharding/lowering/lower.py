@@ -243,7 +243,7 @@ class Lowering:
         return parts
 
     def _bucket(self, members: Sequence[fx.Node]) -> None:
-        """Lower a bucket's steps at once, after their operands, which a split may have moved behind."""
+        """Lower a bucket's steps at once, after their operands, which a split may have put after them."""
         for node in members:
             self._have(node.all_input_nodes[0])
         moves = [

@@ -37,8 +37,8 @@ class ReplicaMismatch(ValueError):
     >>> ta.place(local, mesh, ta.P())
     Traceback (most recent call last):
         ...
-    torchard.ReplicaMismatch: values of place is one value for all ranks, but rank 0 and rank 1 passed
-        different ones. Make it from the same key or seed on every rank, pass rank-local data with
+    torchard.ReplicaMismatch: values of place is replicated, but rank 0 and rank 1 passed different
+        values. Make it from the same key or seed on every rank, pass rank-local data with
         MeshTensor.from_local, or, to skip the check, place(..., check_replicated=False).
     """
 
@@ -66,26 +66,27 @@ def agreed(
         "number": _last_number + 1,
         "sums": _common_values(program, parts) if check_replicated else {},
     }
-    told = _told(mesh, mine)
-    plans = [theirs["plan"] for theirs in told]
-    if len(set(plans)) > 1:
-        raise PlanMismatch(_difference(mesh, [theirs["call"] for theirs in told], plans, lines))
+    all_plans = _exchanged(mesh, mine)
+    digests = [theirs["plan"] for theirs in all_plans]
+    if len(set(digests)) > 1:
+        raise PlanMismatch(_difference(mesh, [theirs["call"] for theirs in all_plans], digests, lines))
     rank = dist.get_rank()
-    for other, theirs in enumerate(told):
+    for other, theirs in enumerate(all_plans):
         _compare_sums(program.name, "shard", rank, mine["sums"], other, theirs["sums"])
-    _last_number = max(int(theirs["number"]) for theirs in told)
+    _last_number = max(int(theirs["number"]) for theirs in all_plans)
     return _last_number
 
 
 _NOTHING_NEW = (
-    "Either that rank died, or is busy, or its arguments differ (shapes, dtypes, static values), so that "
-    "it had nothing new to plan."
+    "That rank died, is busy, or has nothing new to plan: pass arguments of the same shapes, dtypes and "
+    "static values on every rank."
 )
 # The number of the plan that this rank agreed on last.
 _last_number = 0
 
 
-def _told(mesh: Mesh, mine: dict[str, Any]) -> list[dict[str, Any]]:
+def _exchanged(mesh: Mesh, mine: dict[str, Any]) -> list[dict[str, Any]]:
+    """The plans of all ranks."""
     try:
         return exchange(mesh, "the plan", mine, remedy=_NOTHING_NEW)
     except OutOfStep:
@@ -97,20 +98,20 @@ def _told(mesh: Mesh, mine: dict[str, Any]) -> list[dict[str, Any]]:
         ) from error
 
 
-def _difference(mesh: Mesh, calls: list[str], plans: list[str], lines: list[str]) -> str:
-    """A message that says where the plans of two ranks diverge; those two send it to all."""
+def _difference(mesh: Mesh, calls: list[str], digests: list[str], lines: list[str]) -> str:
+    """A message with the first difference between the plans of two ranks, which send theirs to all."""
     assert mesh.device_mesh is not None
-    other = next(i for i, plan in enumerate(plans) if plan != plans[0])
+    other = next(i for i, digest in enumerate(digests) if digest != digests[0])
     ranks: list[int] = mesh.device_mesh.mesh.flatten().tolist()
     mine = lines if dist.get_rank() in (ranks[0], ranks[other]) else []
-    told = exchange(mesh, "how its plan differs", mine)
-    pairs = itertools.zip_longest(told[0], told[other], fillvalue="nothing more")
+    plans = exchange(mesh, "how its plan differs", mine)
+    pairs = itertools.zip_longest(plans[0], plans[other], fillvalue="nothing more")
     ours, theirs = next((a, b) for a, b in pairs if a != b)
     return (
         f"rank {ranks[0]} planned {calls[0]}, rank {ranks[other]} planned {calls[other]}: the programs "
-        f"differ, and so would their collectives. Where they part, rank {ranks[0]} has {ours}, rank "
-        f"{ranks[other]} has {theirs}. Every rank must call the same function with arguments of the same "
-        "shapes, dtypes, specs and static values, and the same checkpoint policies."
+        f"differ, so their collectives would not match. At the first difference rank {ranks[0]} has "
+        f"{ours}, rank {ranks[other]} has {theirs}. Every rank must call the same function with "
+        "arguments of the same shapes, dtypes, specs and static values, and the same checkpoint policies."
     )
 
 
@@ -120,10 +121,9 @@ def _compare_sums(
     for path, value in mine.items():
         if theirs.get(path, value) != value:
             raise ReplicaMismatch(
-                f"{path} of {name} is one value for all ranks, but rank {rank} and rank {other} "
-                "passed different ones. Make it from the same key or seed on every rank, pass "
-                "rank-local data with MeshTensor.from_local, or, to skip the check, "
-                f"{verb}(..., check_replicated=False)."
+                f"{path} of {name} is replicated, but rank {rank} and rank {other} passed different "
+                "values. Make it from the same key or seed on every rank, pass rank-local data with "
+                f"MeshTensor.from_local, or, to skip the check, {verb}(..., check_replicated=False)."
             )
 
 
@@ -155,8 +155,8 @@ def plan_lines(program: Program) -> list[str]:
         shapes = [f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for v in results(node)]
         step, layout = STEP.get(node), LAYOUT.get(node)
         kind = "" if step is None else f" by {step.kind} over {step.axes}"
-        made = f"{target}{node.args}" if node.op == "call_function" else node.op
-        lines.append(f"{node.name} = {made}: {', '.join(shapes)} as {layout}{kind}")
+        call = f"{target}{node.args}" if node.op == "call_function" else node.op
+        lines.append(f"{node.name} = {call}: {', '.join(shapes)} as {layout}{kind}")
     return lines
 
 

@@ -88,7 +88,7 @@ class Distributed(_OnMesh):
         return self.guard(program, compiled(graph, program.name), graph)
 
     def guard(self, program: Program, bound: Bound, graph: fx.Graph) -> Bound:
-        """Add checks: before each call that all ranks make it, before the first that plans are equal.
+        """Add checks: before each call, that all ranks make it; before the first, that plans are equal.
 
         Args:
             graph: the graph that this rank runs.

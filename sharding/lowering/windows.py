@@ -1,4 +1,4 @@
-"""Lowering of windows along a split dim: each rank fetches the elements of its windows it does not hold.
+"""Lowering of windows along a split dim: each rank fetches the elements of its windows that it lacks.
 
 The exchange is one all_to_all in which most splits are empty. If every rank already holds its windows,
 as for an aligned slice, nothing is sent; every rank can tell from the plan.

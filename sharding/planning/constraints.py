@@ -75,10 +75,8 @@ def constrain_named(graph: fx.Graph, constraints: Sequence[tuple[str, P]]) -> No
         matching = [n for n in graph.nodes if NAME.on(n) and matches(n, pattern)]
         if not matching:
             names = sorted({_label(n) for n in graph.nodes if NAME.on(n)})
-            raise SpecError(
-                f"constrain_at[{pattern!r}] matches no named value; there are "
-                f"{', '.join(names) or 'none: label one with name(x, ...)'}."
-            )
+            hint = f"the labels are {', '.join(names)}" if names else "label one with name(x, ...)"
+            raise SpecError(f"constrain_at[{pattern!r}] matches no labelled value; {hint}.")
         for node in matching:
             with graph.inserting_after(node):
                 insert_constraint(node, SpecHint(spec), f"constrain_at[{pattern!r}]", soft=False)
@@ -103,6 +101,7 @@ def constraint_layouts(graph: fx.Graph, mesh: Mesh) -> dict[fx.Node, Layout]:
 
 
 def where_of(node: fx.Node) -> str:
+    """A constrained value, for messages."""
     return f"constrain at {SOURCE.get(node) or 'an unknown line'}: the value"
 
 

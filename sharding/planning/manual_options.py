@@ -174,16 +174,16 @@ def check_local(graph: fx.Graph, program: Program, mesh: Mesh) -> None:
             raise MeshError(_constrained(node, min(named)))
         if mapped != mesh and (varying[node] or move_of(node) is not None):
             raise MeshError(
-                f"a shard of a shard_map is on {mesh}, the shard_map on {mapped}; one program runs on "
-                "one mesh, and shard_map's needs no shard around it."
+                f"a shard around a shard_map is on {mesh}, but the shard_map is on {mapped}: one program "
+                "runs on one mesh. Use the same mesh, or drop the shard, which a shard_map does not need."
             )
 
 
 def _constrained(node: fx.Node, axis: str) -> str:
     return (
         f"constrain at {SOURCE.get(node)} is inside a shard_map and names {axis!r}, which is "
-        "manual there: every rank's values are its own along it. Constrain global values, outside of "
-        "it, or along axes that axis_names leaves out."
+        "manual there: along it, each rank has a value of its own. Constrain global values, outside of "
+        "the shard_map, or constrain along axes that axis_names leaves out."
     )
 
 
@@ -192,8 +192,8 @@ def _check_results(program: Program, graph: fx.Graph, varying: dict[fx.Node, Axe
         if isinstance(value, fx.Node) and varying[value]:
             axes = tuple(sorted(varying[value]))
             raise DerivativeError(
-                f"the {leaf.path} varies over {axes}, though its value is the same along them: "
-                "inside the shard_map it met a varying value where that could not be seen (in an "
-                "autograd.Function, or another transform). Make it varying before that: "
+                f"the {leaf.path} varies over {axes}, although the value itself is the same along them: "
+                "inside the shard_map it was combined with a varying value where that cannot be tracked "
+                "(in an autograd.Function, or another transform). Make it varying before that: "
                 f"pvary(x, {axes})."
             )

@@ -32,7 +32,7 @@ _SMALL = 5e6  # multiplications
 
 
 class IdleAxisWarning(UserWarning):
-    """Something is split over a mesh axis, and next to none of the products are.
+    """A mesh axis splits an input or a constraint, but almost none of the products.
 
     >>> import torchard as ta, warnings
     >>> mesh = ta.Mesh({"tp": 4}, virtual=True)
@@ -45,9 +45,9 @@ class IdleAxisWarning(UserWarning):
     >>> caught[0].category is ta.IdleAxisWarning
     True
     >>> print(caught[0].message)
-    f: axis 'tp' splits 0.0% of the products, though something is split over it: 4 ranks compute
-    the same. Split a batch, or what the products are made of, over it; .lower(...).work and
-    .collectives show where it is lost.
+    f: axis 'tp' splits 0.0% of the products, although an input or a constraint is split over it:
+    its 4 ranks compute the same products. Split a batch, or the operands of the products, over
+    it; .lower(...).work and .collectives show where the split is lost.
     """
 
 
@@ -99,9 +99,10 @@ def warn_of_idle_axes(plan: Plan, mesh: Mesh, name: str, already: set[str]) -> N
         if total > _SMALL and part < _LITTLE:
             already.add(axis)
             warnings.warn(
-                f"{name}: axis {axis!r} splits {part:.1%} of the products, though something is split "
-                f"over it: {mesh.shape[axis]} ranks compute the same. Split a batch, or what the "
-                "products are made of, over it; .lower(...).work and .collectives show where it is lost.",
+                f"{name}: axis {axis!r} splits {part:.1%} of the products, although an input or a "
+                f"constraint is split over it: its {mesh.shape[axis]} ranks compute the same products. "
+                "Split a batch, or the operands of the products, over it; .lower(...).work and "
+                ".collectives show where the split is lost.",
                 IdleAxisWarning,
                 stacklevel=2,
             )
@@ -137,16 +138,16 @@ def _cheapest(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
 
     First all candidates are decomposed; if that is not cheaper, all but one kind of them at a time.
     """
-    whole = _with_separate_bias(graph, given, mesh)
-    kinds = dict.fromkeys(_kind(node) for node in _torn(whole, mesh))
+    plan = _with_separate_bias(graph, given, mesh)
+    kinds = dict.fromkeys(_kind(node) for node in _torn(plan, mesh))
     if not (kinds or given.spread):
-        return whole
-    best, kept_whole = _apart(whole, mesh, frozenset()), frozenset[str]()
-    if best is whole and len(kinds) > 1:
+        return plan
+    best, kept_whole = _apart(plan, mesh, frozenset()), frozenset[str]()
+    if best is plan and len(kinds) > 1:
         for kind in kinds:
-            tried = _apart(whole, mesh, kept_whole | {kind})
-            if _total(tried) < _total(best):
-                best, kept_whole = tried, kept_whole | {kind}
+            candidate = _apart(plan, mesh, kept_whole | {kind})
+            if _total(candidate) < _total(best):
+                best, kept_whole = candidate, kept_whole | {kind}
     return best
 
 

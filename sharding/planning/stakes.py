@@ -38,7 +38,7 @@ class Spread(Protocol):
 
 
 class Stakes:
-    """For every value and dim, the work of the heaviest path that a split of the dim is carried along.
+    """For every value and dim, the work on the heaviest path along which a split of the dim is carried.
 
     Args:
         constraints: where a layout is fixed; dims that it does not split end there.

@@ -24,7 +24,7 @@ def updated_inputs(graph: fx.Graph, outputs: Sequence[Leaf]) -> dict[int, fx.Nod
     their specs agree in any sensible program.
     """
     inputs = graph.find_nodes(op="placeholder")
-    found: dict[int, fx.Node] = {}
+    updated: dict[int, fx.Node] = {}
     for i, (leaf, value) in enumerate(zip(outputs, output_values(graph), strict=True)):
         if not isinstance(value, fx.Node) or value.op == "placeholder" or not _shape(value):
             continue
@@ -33,17 +33,17 @@ def updated_inputs(graph: fx.Graph, outputs: Sequence[Leaf]) -> dict[int, fx.Nod
             primal = inputs[leaf.of]  # of its shape, unless one of the two was batched since
             source = primal if _shape(primal) == _shape(value) else None
         if source is not None:
-            found[i] = source
-    return found
+            updated[i] = source
+    return updated
 
 
 def after_backward(graph: fx.Graph) -> set[fx.Node]:
     """The nodes computed from gradients after the backward: an optimizer step's updates."""
-    found: set[fx.Node] = set()
+    late: set[fx.Node] = set()
     for node in graph.nodes:
-        if PHASE.get(node) == "backward" or not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found
+        if PHASE.get(node) == "backward" or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    return late
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

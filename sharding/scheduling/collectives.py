@@ -158,14 +158,14 @@ def record_of(
     step: ReshardStep, val: torch.Tensor, near: fx.Node, sizes: Sizes, note: str = ""
 ) -> Collective:
     """The plan's record of a step, attributed to the node that it serves."""
-    table_ = dict(sizes)
+    axis_sizes = dict(sizes)
     shape = []
     for dim in step.before.dims:
         n = 1
         for sub in dim:
             size = sub.size
             for axis in sub.axes:
-                size = -(-size // table_[axis])
+                size = -(-size // axis_sizes[axis])
             n *= size
         shape.append(n)
     return Collective(

@@ -30,11 +30,11 @@ _FINISHES = (aten.add.Tensor, aten.mul.Tensor, aten.div.Tensor)
 
 
 def check_reduce_dtype(dtype: torch.dtype | None) -> None:
-    """Raises ValueError unless it is None or a floating point dtype."""
+    """Raise ValueError unless it is None or a floating point dtype."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(
-            f"shard(..., reduce_dtype={dtype!r}): sums over ranks are made in a floating point dtype, "
-            "as in reduce_dtype=torch.float32."
+            f"shard(..., reduce_dtype={dtype!r}): sums over ranks are computed in a floating point "
+            "dtype, as in reduce_dtype=torch.float32."
         )
 
 

@@ -40,7 +40,7 @@ class Schedule:
         prefetch: number of layers before its use that a layer's split parameters are gathered. Each
             holds one more gathered layer; 0 gathers at the first use, with nothing to overlap.
         bucket_bytes: the most that one merged all_reduce of gradients sends, in bytes; a larger
-            gradient goes alone. None: 25 MiB, or a quarter of all gradients if that is more.
+            gradient is sent on its own. None: 25 MiB, or a quarter of all gradients if that is more.
 
     Raises:
         ValueError: a negative distance, or an empty bucket.
@@ -65,12 +65,12 @@ class Schedule:
         if self.prefetch < 0:
             raise ValueError(
                 f"Schedule(prefetch={self.prefetch}): parameters cannot be gathered after their use; "
-                "0 gathers them at it, 1 a layer ahead."
+                "0 gathers them at their first use, 1 one layer ahead."
             )
         if self.bucket_bytes is not None and self.bucket_bytes <= 0:
             raise ValueError(
                 f"Schedule(bucket_bytes={self.bucket_bytes}): a bucket sends at least one byte; "
-                "1 sends every gradient alone, None chooses."
+                "1 sends every gradient on its own, None chooses a size."
             )
 
 

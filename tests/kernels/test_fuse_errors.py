@@ -133,7 +133,7 @@ def test_dims_that_say_too_much_split_nothing() -> None:
 
     kernel = Kernel("scaled", (scaled,), "... d, d -> ... d")
     mesh = Mesh({"tp": 2}, virtual=True)
-    for spec, how in ((P(None, "tp"), "came apart"), (P("tp"), "eager")):
+    for spec, how in ((P(None, "tp"), "decomposed"), (P("tp"), "eager")):
         run = shard(fuse(scaled, kernel), mesh, in_specs=(spec, P()))
         torch.testing.assert_close(run(X, B).full(), scaled(X, B))
         (use,) = run.lower(X, B).kernels

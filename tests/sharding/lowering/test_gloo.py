@@ -247,7 +247,7 @@ def test_a_rank_that_dies_while_it_stores(ranks: Results) -> None:
 def test_ranks_that_store_different_trees(ranks: Results) -> None:
     for scalars, tensors, keys, meshes, left in every(ranks, "storage_trees_that_differ"):
         assert "rank 0 alone has tree['step']: 0, rank 1 alone has tree['step']: 1" in scalars
-        assert tensors.startswith("ReplicaMismatch: tree['x'] of save is one value")
+        assert tensors.startswith("ReplicaMismatch: tree['x'] of save is replicated")
         assert "rank 1 alone has tree['x1']: float32 [4] split P(tp) over Mesh(tp=" in keys
         assert meshes.startswith("StorageError: the tree has values on Mesh(tp=")
         assert "which have different processes; save and load them separately." in meshes

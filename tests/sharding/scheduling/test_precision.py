@@ -78,5 +78,5 @@ def test_what_is_wide_already_stays() -> None:
 
 
 def test_only_floats_are_summed() -> None:
-    with pytest.raises(ValueError, match=r"reduce_dtype=torch.int32\): sums over ranks are made in a"):
+    with pytest.raises(ValueError, match=r"reduce_dtype=torch.int32\): sums over ranks are computed"):
         shard(lambda a: a, MESH, reduce_dtype=torch.int32)
