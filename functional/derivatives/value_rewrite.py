@@ -57,8 +57,8 @@ def interpreted(program: Program, rewrite: ValueRewrite) -> Program:
     """The program of a traced function, computed as a rewrite says.
 
     Raises:
-        DerivativeError: it replaces operations of a function whose gradient is not that of its operations,
-            because it switches gradients off or calls an autograd.Function.
+        DerivativeError: it replaces operations of a function whose gradient is not that of its
+            operations, because it switches gradients off or calls an autograd.Function.
     """
     rewrite.annotate(program)
     count, inputs = split_inputs(program)

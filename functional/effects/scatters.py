@@ -318,7 +318,7 @@ def _along(
 
 
 def _packed(view: torch.Tensor, start: int) -> list[ViewStep] | None:
-    """The steps of a reshaped slice of flat memory (with a stride only for one dim); None if it is none."""
+    """The steps, if the view is a reshaped slice of flat memory (with a step for one dim only)."""
     numel = view.numel()
     order = _memory_order(view)
     if view.ndim == 1:

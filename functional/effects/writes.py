@@ -167,7 +167,7 @@ class _Functionalization:
         if have.shape != want.shape:
             raise PurityError(
                 f"{SOURCE.get(node)} writes a value of shape {list(have.shape)} into a tensor of shape "
-                f"{list(want.shape)} ({node.target}), which would resize it: return the new value instead."
+                f"{list(want.shape)} ({node.target}), which would resize it: return the new value."
             )
         if have.dtype != want.dtype:
             value = emit(aten._to_copy.default, value, dtype=want.dtype)

@@ -174,9 +174,9 @@ def _leaked(node: fx.Node) -> UnexpectedTracerError:
     if node.op == "call_function":
         what = f"the result of {node.target} at {SOURCE.get(node)}"
     return UnexpectedTracerError(
-        f"{what} is used after the trace that recorded it. Tensors of a trace have no values, so a traced "
-        "function must not keep them (in a list, an attribute, a cache): return the tensor, or compute it "
-        "outside the transform."
+        f"{what} is used after the trace that recorded it. Tensors of a trace have no values, so a "
+        "traced function must not keep them (in a list, an attribute, a cache): return the tensor, or "
+        "compute it outside the transform."
     )
 
 

@@ -155,8 +155,8 @@ class _Call:
         except Exception as error:
             raise DerivativeError(
                 f"{self.where} differentiates {self.op}, whose registered derivative fails under "
-                f"torch.func, where it must be differentiable itself: {str(error).rstrip('.')}. Write the "
-                "derivative with differentiable operations, or use another operation here."
+                f"torch.func, where it must be differentiable itself: {str(error).rstrip('.')}. Write "
+                "the derivative with differentiable operations, or use another operation here."
             ) from error
         return gradients if isinstance(gradients, tuple) else (gradients,)
 

@@ -40,8 +40,8 @@ def _segments(theirs: Any) -> Callable[..., Generator[None]]:
         given = parameters.bind(*args, **kwargs).arguments
         if given.get("context_fn", torchs.noop_context_fn) is not torchs.noop_context_fn:
             raise CheckpointError(
-                f"{source.of_here()} calls torch.utils.checkpoint.checkpoint(..., context_fn=...) inside a "
-                "traced function, where a policy selects what is saved, not a mode of torch's. Use "
+                f"{source.of_here()} calls torch.utils.checkpoint.checkpoint(..., context_fn=...) inside "
+                "a traced function, where a policy selects what is saved, not a mode of torch's. Use "
                 "torchard.checkpoint(fn, policy=...) instead."
             )
         with checkpointed(save_nothing):

@@ -274,7 +274,8 @@ def says_what_is_missing(name: str) -> None:
     said = str(caught.value)
     assert re.search(rf"\b{re.escape(name)}\b", said)
     assert said.startswith(
-        f"torchard needs torch {required.RANGE}; torch {torch.__version__} lacks an internal that it uses ("
+        f"torchard needs torch {required.RANGE}; torch {torch.__version__} lacks an internal that it "
+        "uses ("
     )
     assert said.endswith("). Install a version in that range.")
 

@@ -113,7 +113,7 @@ def test_a_policy_by_torch_s_modes_is_refused() -> None:
         return torchs.create_selective_checkpoint_contexts([torch.ops.aten.mm.default])
 
     fn = lambda x: torchs.checkpoint(torch.sin, x, use_reentrant=False, context_fn=contexts)  # noqa: E731
-    with pytest.raises(CheckpointError, match=r"test_torch_checkpoint\.py:\d+ in <lambda> calls .*policy="):
+    with pytest.raises(CheckpointError, match=r"_checkpoint\.py:\d+ in <lambda> calls .*policy="):
         trace(fn)(X)
     assert torch.equal(fn(X), X.sin())
 
