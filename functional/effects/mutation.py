@@ -51,10 +51,10 @@ def storage_key(node: fx.Node) -> int | None:
 def forgets_turns(graph: fx.Graph) -> bool:
     """Whether plain autograd on fakes gives wrong gradients of what was recorded.
 
-    After a write, autograd regenerates each view of the memory: that of an ordinary tensor by its strides,
-    that of a fake one by replaying the view functions. A replay leaves out changes of dims in place
-    ("turns", such as ``unsqueeze_``), so gradients are wrong after a write to memory with a turned view,
-    and where a tensor that has views was turned.
+    After a write, autograd regenerates each view of the memory: a view of an ordinary tensor by its
+    strides, one of a fake tensor by replaying the view functions. A replay leaves out changes of dims in
+    place ("turns", such as ``unsqueeze_``), so gradients are wrong after a write to memory with a turned
+    view, and where a tensor that has views was turned.
     """
     seen, views, viewed, pending = set[int](), set[fx.Node](), set[int](), set[int]()
     for node in graph.nodes:

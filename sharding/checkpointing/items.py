@@ -183,7 +183,7 @@ def read_items(path: Path, index: Index, planner: Reads) -> bool:
 
 def _name(item: ReadItem) -> str:
     at = item.storage_index.offset
-    return f"{item.storage_index.fqn!r}" + (f" from {list(at)} on" if at else "")
+    return f"{item.storage_index.fqn!r}" + (f" at offsets {list(at)}" if at else "")
 
 
 def _read(

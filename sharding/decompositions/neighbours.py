@@ -64,7 +64,7 @@ def clipped(start: int, stop: int, size: int) -> tuple[Run, ...]:
 def in_windows(
     x: torch.Tensor, dim: int, width: int, runs: Sequence[tuple[Run, ...]], fill: Any = 0
 ) -> torch.Tensor:
-    """x [..., n, ...] as [..., count, width, ...]: for each block its window, by its runs of x."""
+    """The windows of x [..., n, ...], one for each block, given by runs of x: [..., count, width, ...]."""
     return windows(blocks(x, dim, len(runs)), Window(dim, width, fill, tuple(runs)))
 
 
@@ -83,7 +83,7 @@ def places_in(like: torch.Tensor, dim: int, count: int, each: int) -> torch.Tens
 def strided(
     x: torch.Tensor, dim: int, count: int, made: int, step: int, first: int, reach: int, fill: Any = 0
 ) -> torch.Tensor:
-    """The windows for the blocks of a result of which element i reads x from first + i step.
+    """The windows of x for the blocks of a result whose element i reads x from first + i step on.
 
     Args:
         made: elements of the result along the dim.

@@ -58,7 +58,7 @@ def _with_borders(x: torch.Tensor, dim: int, count: int, border: int) -> torch.T
 
 
 def _cut_anew(y: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-    """The dim of ``size`` elements that blocks hold, after they are cut into the blocks of such a dim."""
+    """Join blocks that hold ``size`` elements in all, cut anew into the blocks of a dim of that size."""
     count, each = y.shape[dim], each_of(size, y.shape[dim])
     if each != y.shape[dim + 1]:
         runs = []
