@@ -64,7 +64,7 @@ def clipped(start: int, stop: int, size: int) -> tuple[Run, ...]:
 def in_windows(
     x: torch.Tensor, dim: int, width: int, runs: Sequence[tuple[Run, ...]], fill: Any = 0
 ) -> torch.Tensor:
-    """The windows of x [..., n, ...], one for each block, given by runs of x: [..., count, width, ...]."""
+    """The windows of x [..., n, ...], one per block, given by runs of x: [..., count, width, ...]."""
     return windows(blocks(x, dim, len(runs)), Window(dim, width, fill, tuple(runs)))
 
 
