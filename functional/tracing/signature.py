@@ -158,8 +158,8 @@ def _unhashable(args: Any, kwargs: Any, leaves: Sequence[Any]) -> StaticArgument
                 "torchard.tree.register."
             )
     return StaticArgumentError(
-        "an argument has a tree node whose static part is not hashable, so it cannot be part of the "
-        "cache key: let the type's flatten function return a hashable one (a tuple instead of a list)."
+        "an argument is not hashable, so it cannot be part of the cache key: pass a tensor or a hashable "
+        "value (a tuple instead of a list)."
     )
 
 

@@ -210,8 +210,8 @@ def test_one_budget_at_a_time() -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({}, "and not both"),
-        ({"fraction": 0.5, "bytes": 1}, "and not both"),
+        ({}, "either fraction or bytes"),
+        ({"fraction": 0.5, "bytes": 1}, "either fraction or bytes"),
         ({"fraction": 2.0}, "0 is the least"),
     ],
 )
