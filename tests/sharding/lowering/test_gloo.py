@@ -145,7 +145,7 @@ def test_mesh_of_another_size_than_the_world(ranks: Results) -> None:
 def test_replicas_that_differ(ranks: Results) -> None:
     for said in every(ranks, "replicas_that_differ"):
         assert said.startswith("ReplicaMismatch: args[1]")
-        assert "passed different ones" in said and "from_local" in said
+        assert "passed different values" in said and "from_local" in said
 
 
 def test_placed_replicas_that_differ(ranks: Results) -> None:
