@@ -186,8 +186,8 @@ class AliasTable:
             steps = list(strided_steps(NodeInserter(reader), parent.val, val))
         except NotImplementedError as error:
             raise PurityError(
-                f"{SOURCE.get(reader)} reads or writes memory by strides ({error}) that is "
-                "changed in place: index the tensor instead."
+                f"{SOURCE.get(reader)} accesses memory that is changed in place through a strided view "
+                f"({error}), which has no pure form: index the tensor instead."
             ) from error
         for step in (*steps, *outer):
             parent = self.view(reader, parent, step)

@@ -227,8 +227,8 @@ class Budget(Policy):
     """
 
     indivisible = (
-        "a budget chooses all that is saved; there is nothing to add to it or take from it. Checkpoint a "
-        "part of the function with `where` instead."
+        "a budget decides on every value, so it cannot be combined with another policy. Checkpoint a part "
+        "of the function with `where` instead."
     )
 
     def __init__(self, fraction: float | None, bytes: int | None) -> None:

@@ -84,7 +84,7 @@ class Policy:
         if answer not in _ORDER:
             raise CheckpointError(
                 f"the policy {self} returned {answer!r} for {op} {list(shapes.result)} in "
-                f"{scope or 'no scope'}: it must be 'save', 'recompute' or 'offload' (or a bool)."
+                f"{scope or 'no scope'}: it must return 'save', 'recompute' or 'offload' (or a bool)."
             )
         decision: Decision = answer
         return decision
@@ -129,14 +129,14 @@ def as_policy(policy: Any) -> Policy:
     >>> policies.as_policy("save_dots")
     Traceback (most recent call last):
         ...
-    torchard.CheckpointError: policy='save_dots' is no policy: take one of torchard.policies,
+    torchard.CheckpointError: policy='save_dots' is not a policy: pass one of torchard.policies,
         such as policies.save_dots, or a function of (op, shapes, scope, name).
     """
     if isinstance(policy, Policy):
         return policy
     if not callable(policy) or isinstance(policy, type):
         raise CheckpointError(
-            f"policy={policy!r} is no policy: take one of torchard.policies, such as "
+            f"policy={policy!r} is not a policy: pass one of torchard.policies, such as "
             "policies.save_dots, or a function of (op, shapes, scope, name)."
         )
     return Policy(policy, getattr(policy, "__name__", repr(policy)))
