@@ -227,8 +227,8 @@ class Budget(Policy):
     """
 
     indivisible = (
-        "a budget decides on every value, so it cannot be combined with another policy. Checkpoint a part "
-        "of the function with `where` instead."
+        "a budget decides on every value, so it cannot be combined with another policy. Checkpoint a "
+        "part of the function with `where` instead."
     )
 
     def __init__(self, fraction: float | None, bytes: int | None) -> None:
