@@ -82,8 +82,8 @@ class DerivativeError(RuntimeError):
     >>> torch.func.grad(largest)(torch.ones(4))
     Traceback (most recent call last):
         ...
-    torchard.DerivativeError: pmax has no derivative; detach() its operand, as the maximum of a
-        softmax may be, or take the maximum of an all_gather.
+    torchard.DerivativeError: pmax has no derivative; detach() its operand (as for the maximum in a
+        softmax), or take the maximum of an all_gather.
     """
 
 

@@ -186,7 +186,7 @@ def test_repr_needs_no_other_rank() -> None:
         ("getitem", lambda x: x[x > 2], ("value of a tensor", "x.full()")),
         ("dropout", lambda x: F.dropout(x), ("random numbers", "key")),
         ("rand_like", lambda x: torch.rand_like(x), ("random numbers", "key")),
-        ("stride", lambda x: x.stride(), ("no tensor", "x.full()")),
+        ("stride", lambda x: x.stride(), ("without a tensor", "x.full()")),
         ("unbind", lambda x: torch.tensor(x), ("torch.tensor(x)", "x.full()")),
         ("cuda", lambda x: x.to("cuda"), ("its mesh's device", "x.full()")),
         ("item", lambda x: x.item(), ("[4, 6]", "x.full()")),
