@@ -175,6 +175,11 @@ class Transformed(Wrapper):
         starts = None if numbers is None else tuple(f"args[{n}]" for n in numbers)
         return Lowered.of(entry.lowered.joint(_floating(entry.lowered.base, starts)))
 
+    @property
+    def traces(self) -> int:
+        """How often the function was traced so far: once for each signature that a call did not find."""
+        return self._traces
+
     # -- cache --------------------------------------------------------------------------------
 
     def _entry(

@@ -1,0 +1,50 @@
+"""Property-based numerical testing: laws that functions hold, and where two functions part.
+
+- `equal`: values and derivatives agree up to rounding, by bounds that are measured, not chosen.
+- `check_...`: laws of one function; `invariant`, `equivariant`, `homogeneous`: its symmetries.
+- `assert_...`, `max_traces`: what it costs.
+- `localize`: the first operations at which two functions part.
+"""
+
+from torchard.testing.counts import (
+    assert_collectives,
+    assert_kernels,
+    assert_residual_bytes,
+    max_traces,
+)
+from torchard.testing.derivatives import check_derivatives
+from torchard.testing.equal import equal
+from torchard.testing.laws import (
+    check_batching,
+    check_checkpoint,
+    check_dtypes,
+    check_pure,
+    check_sharding,
+    check_stack,
+)
+from torchard.testing.localize import Divergence, Operation, localize
+from torchard.testing.report import Difference, Report
+from torchard.testing.symmetries import equivariant, homogeneous, invariant
+
+__all__ = [
+    "Difference",
+    "Divergence",
+    "Operation",
+    "Report",
+    "assert_collectives",
+    "assert_kernels",
+    "assert_residual_bytes",
+    "check_batching",
+    "check_checkpoint",
+    "check_derivatives",
+    "check_dtypes",
+    "check_pure",
+    "check_sharding",
+    "check_stack",
+    "equal",
+    "equivariant",
+    "homogeneous",
+    "invariant",
+    "localize",
+    "max_traces",
+]

@@ -1,0 +1,125 @@
+"""Derivatives of a function as functions of the same arguments, so that they are compared as values are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+
+from torchard.functional.core import tree
+from torchard.functional.core.placed import is_placed
+from torchard.sharding import MeshTensor, place
+from torchard.testing.in_double import is_float
+
+__all__ = ["ORDERS", "derived"]
+
+Fn = Callable[..., Any]
+
+
+def derived(fn: Fn, order: str) -> Fn:
+    """What is compared of a function.
+
+    Args:
+        fn: a function of pytrees.
+        order: one of `ORDERS`. Derivatives are of the floating results times fixed cotangents, with respect
+            to the floating leaves of all arguments.
+
+    Returns:
+        A function of the same arguments. Derivatives are a dict with a tensor for each of those leaves
+        (for "jvp", for each floating result), by its path.
+    """
+    return ORDERS[order](fn)
+
+
+def _value(fn: Fn) -> Fn:
+    return fn
+
+
+def _gradient(fn: Fn) -> Fn:
+    def gradient(*args: Any) -> dict[str, torch.Tensor]:
+        part = _FloatingPart(fn, args)
+        results, pull = torch.func.vjp(part, *part.leaves)
+        gradients = part.by_path(pull(tuple(map(fixed_direction, results))))
+        return {f"gradient of {path}": g for path, g in gradients.items()}
+
+    return gradient
+
+
+def _jvp(fn: Fn) -> Fn:
+    def jvp(*args: Any) -> dict[str, torch.Tensor]:
+        part = _FloatingPart(fn, args)
+        _, tangents = torch.func.jvp(part, tuple(part.leaves), part.directions)
+        return {f"tangent of result {i}": t for i, t in enumerate(tangents)}
+
+    return jvp
+
+
+def _second(fn: Fn) -> Fn:
+    """The gradient of the gradient's product with a fixed direction."""
+
+    def along(*args: Any) -> torch.Tensor:
+        products = (_inner(g, fixed_direction(g)) for g in _gradient(fn)(*args).values())
+        return sum(products, start=torch.zeros(()))
+
+    def second(*args: Any) -> dict[str, torch.Tensor]:
+        return {f"second {path}": g for path, g in _gradient(along)(*args).items()}
+
+    return second
+
+
+ORDERS: dict[str, Callable[[Fn], Fn]] = {
+    "value": _value,
+    "gradient": _gradient,
+    "jvp": _jvp,
+    "second": _second,
+}
+
+
+class _FloatingPart:
+    """fn as a function of the floating tensors of its arguments, to its floating results.
+
+    Placed arguments are tensors each, one for each shard.
+    """
+
+    def __init__(self, fn: Fn, args: tuple[Any, ...]) -> None:
+        self.fn, self.args = fn, args
+        floats, self.rest = tree.partition(args)
+        self.leaves, self.structure = tree.flatten(floats)
+
+    def __call__(self, *leaves: Any) -> tuple[torch.Tensor, ...]:
+        args = tree.combine(tree.unflatten(self.structure, leaves), self.rest)
+        results = tree.leaves(tree.whole(self.fn(*args)))
+        return tuple(r for r in results if is_float(r))
+
+    @property
+    def directions(self) -> tuple[torch.Tensor, ...]:
+        """Fixed tangents, those of a placed argument placed as it is."""
+        directions = optree.tree_map(
+            _direction_like, self.args, is_leaf=is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
+        )
+        return tuple(tree.leaves(tree.partition(directions)[0]))
+
+    def by_path(self, gradients: Sequence[Any]) -> dict[str, torch.Tensor]:
+        whole = tree.whole(tree.unflatten(self.structure, gradients))
+        return dict(zip(tree.paths(whole, "args"), tree.leaves(whole), strict=True))
+
+
+def _direction_like(leaf: Any) -> Any:
+    if isinstance(leaf, MeshTensor):
+        return place(fixed_direction(leaf), leaf.mesh, leaf.spec)
+    return fixed_direction(leaf) if is_float(leaf) else leaf
+
+
+def _inner(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The real inner product."""
+    return (x * y.conj()).real.sum() if x.is_complex() else (x * y).sum()
+
+
+def fixed_direction(x: Any) -> Any:
+    """Small integers of a tensor's shape, the same for every tensor of that shape; integers stay exact."""
+    generator = torch.Generator().manual_seed(x.numel())
+    count = 2 if x.is_complex() else 1
+    parts = [torch.randint(-3, 4, tuple(x.shape), generator=generator).double() for _ in range(count)]
+    return (torch.complex(*parts) if x.is_complex() else parts[0]).to(x.device, x.dtype)

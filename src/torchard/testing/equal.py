@@ -1,0 +1,168 @@
+"""equal: two functions agree, in values and derivatives, up to rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.core import tree
+from torchard.functional.core.arguments import checked
+from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import VAL
+from torchard.functional.trace import trace
+from torchard.functional.tracing.signature import read
+from torchard.testing.derived import derived
+from torchard.testing.in_double import coarsest
+from torchard.testing.report import Difference, Report
+from torchard.testing.rounding import Expected, expected
+
+__all__ = ["equal"]
+
+Fn = Callable[..., Any]
+
+
+@checked
+def equal(
+    fn: Callable[..., Any],
+    reference: Callable[..., Any],
+    *args: Any,
+    orders: Sequence[str] = ("value", "gradient", "jvp", "second"),
+    seed: int = 0,
+) -> Report:
+    """Assert that two functions agree on these arguments, in values and derivatives, up to rounding.
+
+    The reference is evaluated in float64, and its rounding errors are measured there: by runs in which each
+    of its operations is perturbed by as much as the dtype it computes in rounds. So a bound follows
+    from the dtypes, the number of roundings and the conditioning of the function; where nothing is
+    rounded (small integers), values must be equal. Where ``fn`` computes in narrower dtypes, bounds
+    are those of its own roundings.
+
+    Args:
+        fn: the function under test: sharded, checkpointed, fused, compiled, in half precision, or another
+            way of computing the same.
+        reference: a plain function that computes the same.
+        args: pytrees, the arguments of both; placed values are gathered for the reference.
+        orders: what is compared: "value"; "gradient" (reverse mode); "jvp" (forward mode); "second" (the
+            gradient of a product with the gradient). Derivatives are taken outside, with respect to
+            all floating leaves, along fixed directions of small integers.
+        seed: of the perturbed runs.
+
+    Returns:
+        A report with a row for each value; print it.
+
+    Raises:
+        AssertionError: the functions differ; the message is the report.
+
+    Source: Higham, Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41
+    (2019), for the growth of errors; TTrace, arXiv:2506.09280, for tolerances by perturbation.
+
+    >>> import torch
+    >>> from torchard.testing import equal
+    >>> def softmax(x):
+    ...     e = (x - x.max()).exp()
+    ...     return e / e.sum()
+    >>> x = torch.tensor([0.5, 2.0, -1.0])
+    >>> equal(softmax, lambda x: x.softmax(0), x).good
+    True
+    >>> equal(lambda x: x.sum() * 3, lambda x: x.sum() * 2, x)
+    Traceback (most recent call last):
+        ...
+    AssertionError: fn differs from its reference:
+    value ...
+    """
+    whole = tree.whole(args)
+    report = Report()
+    for order in orders:
+        report += _compared(derived(fn, order), derived(reference, order), args, whole, seed)
+    if not report.good:
+        raise AssertionError(f"fn differs from its reference:\n{report}")
+    return report
+
+
+def traced(fn: Fn, args: Sequence[Any]) -> tuple[Program, list[Any]]:
+    """The program of a call over plain tensors, and its inputs."""
+    program = trace(fn)(*args)
+    values = read(tuple(args), {}).values
+    return program, [*values, *(c.value for c in program.closures), *program.constants]
+
+
+_ABSENT = object()
+
+
+def _compared(fn: Fn, reference: Fn, args: Any, whole: Any, seed: int) -> Report:
+    have = _by_path(tree.whole(fn(*args)))
+    return _differences(have, _expected(reference, whole, _roundoff_of(fn, whole), seed))
+
+
+def _roundoff_of(fn: Fn, args: Any) -> float:
+    """The unit roundoff of the narrowest dtype that fn computes in; 0 if it cannot be traced."""
+    try:
+        return coarsest(trace(fn)(*args))
+    except Exception:  # whatever a trace refuses: then the reference's own dtypes stand
+        return 0.0
+
+
+def _by_path(result: Any) -> dict[str, Any]:
+    return dict(zip(tree.paths(result, "out"), tree.leaves(result), strict=True))
+
+
+def _expected(fn: Fn, args: Any, roundoff: float, seed: int) -> dict[str, _Wanted]:
+    """What a plain function should return, by path."""
+    program, inputs = traced(fn, args)
+    nodes = [node for node in program.results if isinstance(node, fx.Node)]
+    known = expected(program, inputs, nodes, roundoff=roundoff, seed=seed)
+    tensors = [
+        _Wanted(known[node], VAL.of(node).dtype) if isinstance(node, fx.Node) else node
+        for node in program.results
+    ]
+    return _by_path(program.out_tree.build(tensors))
+
+
+# -- differences --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A tensor among expected results, and the dtype that it should have."""
+
+    value: Expected
+    dtype: torch.dtype
+
+
+def _differences(have: dict[str, Any], want: dict[str, Any]) -> Report:
+    return Report(
+        _difference(path, have.get(path, _ABSENT), want.get(path, _ABSENT))
+        for path in dict.fromkeys([*want, *have])
+    )
+
+
+def _difference(path: str, have: Any, want: Any) -> Difference:
+    kind = have.dtype if isinstance(have, torch.Tensor) else type(have)
+    if problem := _misfit(have, want):
+        return Difference(path, kind, problem=problem)
+    if not isinstance(want, _Wanted):
+        return Difference(path, kind)
+    excess = want.value.excess(have)
+    if not excess.numel():
+        return Difference(path, kind)
+    place = int(excess.argmax())
+    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), excess.shape))
+    bound = 0.0 if want.value.bound is None else float(want.value.bound[at])
+    return Difference(path, kind, want.value.error(have), bound, float(excess[at]), at)
+
+
+def _misfit(have: Any, want: Any) -> str:
+    """Why two results cannot be equal, whatever the numbers in them are."""
+    if have is _ABSENT or want is _ABSENT:
+        return f"{'fn' if have is _ABSENT else 'the reference'} has no such result"
+    if isinstance(have, torch.Tensor) and isinstance(want, _Wanted):
+        if have.shape != want.value.exact.shape:
+            return f"shape {list(have.shape)}, reference {list(want.value.exact.shape)}"
+        return "" if have.dtype == want.dtype else f"dtype, reference {want.dtype}"
+    if isinstance(have, torch.Tensor) or isinstance(want, _Wanted):
+        return f"a {type(have).__name__}, the reference {'a' if isinstance(want, _Wanted) else 'no'} tensor"
+    return "" if type(have) is type(want) and have == want else f"{have!r}, reference {want!r}"

@@ -1,0 +1,317 @@
+"""Laws of one function: it is pure, vmap is a loop, dtypes and transforms do not change what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from torchard.functional.checkpoint import checkpoint
+from torchard.functional.core import tree
+from torchard.functional.core.arguments import checked
+from torchard.functional.core.errors import PurityError
+from torchard.functional.jit import jit
+from torchard.functional.trace import trace
+from torchard.kernels import fuse
+from torchard.sharding import Mesh, P, place, shard
+from torchard.testing.derived import derived
+from torchard.testing.equal import equal
+from torchard.testing.in_double import is_float
+from torchard.testing.report import Report
+
+__all__ = [
+    "check_batching",
+    "check_checkpoint",
+    "check_dtypes",
+    "check_pure",
+    "check_sharding",
+    "check_stack",
+]
+
+Fn = Callable[..., Any]
+Layer = Callable[[Fn], Fn]
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+
+
+@checked
+def check_pure(fn: Callable[..., Any], *args: Any) -> None:
+    """Assert that a function is pure: equal results for equal arguments, and nothing else changes.
+
+    Args:
+        fn: a function of pytrees.
+        args: its arguments.
+
+    Raises:
+        AssertionError: two calls differ, an argument was changed, torch's global random state was read, or a
+            trace of the function refuses an effect; says which.
+
+    >>> import torch
+    >>> from torchard.testing import check_pure
+    >>> check_pure(torch.sin, torch.ones(3))
+    >>> check_pure(torch.rand_like, torch.ones(3))
+    Traceback (most recent call last):
+        ...
+    AssertionError: the function draws from torch's global random state; pass a key of torchard.random
+    """
+    before = tree.map(_copied, args)
+    state = torch.get_rng_state()
+    first = fn(*args)
+    if not torch.equal(state, torch.get_rng_state()):
+        torch.set_rng_state(state)
+        raise AssertionError(
+            "the function draws from torch's global random state; pass a key of torchard.random"
+        )
+    _check_same(args, before, "args", "was changed by the call")
+    _check_same(fn(*args), first, "out", "differs between two calls with the same arguments")
+    try:
+        trace(fn)(*args)
+    except PurityError as error:
+        raise AssertionError(f"the function is not pure: {error}") from error
+
+
+@checked
+def check_batching(fn: Callable[..., Any], *args: Any, seed: int = 0) -> Report:
+    """Assert that `torch.vmap` of a function is a loop over examples, in values and derivatives.
+
+    Args:
+        fn: a function of pytrees.
+        args: the arguments of one example; floating leaves are varied to make a batch of three.
+        seed: of the variations.
+
+    Returns:
+        A report with a row for each value.
+
+    Raises:
+        AssertionError: they differ; the message is the report.
+
+    >>> import torch
+    >>> from torchard.testing import check_batching
+    >>> check_batching(lambda w, x: torch.tanh(x @ w), torch.ones(3, 2), torch.ones(3)).good
+    True
+    """
+    generator = torch.Generator().manual_seed(seed)
+    batch = tree.map(lambda leaf: _batch_of(leaf, generator), args)
+    dims = tree.map(lambda leaf: 0 if isinstance(leaf, torch.Tensor) else None, args)
+
+    def loop(*batch: Any) -> Any:
+        results = [fn(*tree.map(lambda x, d, i=i: x if d is None else x[i], batch, dims)) for i in range(3)]
+        return tree.map(lambda *each: torch.stack(each), *results)
+
+    return equal(torch.vmap(fn, in_dims=dims), loop, *batch)
+
+
+@checked
+def check_dtypes(
+    fn: Callable[..., Any], *args: Any, dtypes: Sequence[torch.dtype] = _DTYPES
+) -> Report:
+    """Assert that a function computes what it does in float64 in other dtypes too, up to their rounding.
+
+    Args:
+        fn: a function of pytrees.
+        args: its arguments; floating leaves are converted to each dtype.
+        dtypes: real floating dtypes.
+
+    Returns:
+        A report with a row for each value.
+
+    Raises:
+        AssertionError: a result is off by more than rounding explains (an overflow, a constant in a narrow
+            dtype); the message is the report.
+
+    >>> import torch
+    >>> from torchard.testing import check_dtypes
+    >>> check_dtypes(lambda x: x.logsumexp(0), torch.tensor([1.0, 100.0])).good
+    True
+    >>> check_dtypes(lambda x: x.exp().sum().log(), torch.tensor([1.0, 100.0]))
+    Traceback (most recent call last):
+        ...
+    AssertionError: in torch.float32, fn differs from its reference:
+    ...
+    """
+    report = Report()
+    for dtype in dtypes:
+        cast = tree.map(lambda x, d=dtype: x.to(d) if is_float(x) and not x.is_complex() else x, args)
+        try:
+            report += equal(fn, fn, *cast, orders=("value", "gradient"))
+        except AssertionError as error:
+            raise AssertionError(f"in {dtype}, {error}") from None
+    return report
+
+
+@checked
+def check_sharding(fn: Callable[..., Any], mesh: Mesh, specs: Any, *args: Any) -> Report:
+    """Assert that a function computes the same on a mesh, of plain and of placed arguments.
+
+    Args:
+        fn: a pure function of pytrees.
+        mesh: where it runs.
+        specs: a pytree prefix of ``args`` with a `P` at each leaf.
+        args: whole arguments.
+
+    Returns:
+        A report with a row for each value.
+
+    Raises:
+        AssertionError: a value or a derivative differs; the message is the report.
+
+    >>> import torch, torchard as ta
+    >>> from torchard.testing import check_sharding
+    >>> mesh = ta.Mesh({"tp": 3}, virtual=True)
+    >>> x = torch.arange(20.0).view(4, 5)
+    >>> check_sharding(lambda x: x.softmax(-1), mesh, (ta.P(None, "tp"),), x).good
+    True
+    """
+    report = equal(shard(fn, mesh, specs), fn, *args)
+    return report + equal(shard(fn, mesh), fn, *place(args, mesh, specs))
+
+
+@checked
+def check_checkpoint(fn: Callable[..., Any], policies: Iterable[Any], *args: Any) -> Report:
+    """Assert that a checkpointed function computes the same under each policy.
+
+    Args:
+        fn: a pure function of pytrees.
+        policies: checkpoint policies; see `torchard.policies`.
+        args: its arguments.
+
+    Returns:
+        A report with a row for each value.
+
+    Raises:
+        AssertionError: a value or a derivative differs; the message is the report.
+
+    >>> import torch, torchard as ta
+    >>> from torchard.testing import check_checkpoint
+    >>> both = [ta.policies.save_nothing, ta.policies.save_dots]
+    >>> check_checkpoint(lambda x: (x @ x).sin().exp(), both, torch.eye(3)).good
+    True
+    """
+    report = Report()
+    for policy in policies:
+        report += equal(checkpoint(fn, policy=policy), fn, *args)
+    return report
+
+
+@checked
+def check_stack(
+    fn: Callable[..., Any],
+    words: Iterable[Sequence[Any]],
+    *args: Any,
+    mesh: Mesh | None = None,
+) -> Report:
+    """Assert that stacks of transforms and derivatives equal the same derivatives of the plain function.
+
+    Args:
+        fn: a pure function of pytrees.
+        words: stacks, each a sequence of layers from the inside out: "shard", "fuse", "checkpoint", "jit",
+            "grad", "vmap", "jvp", or a function from functions to functions that compute the same.
+        args: its arguments.
+        mesh: of "shard", over whose first axis the first dim of every argument is split; by default two
+            virtual ranks.
+
+    Returns:
+        A report with a row for each value.
+
+    Raises:
+        AssertionError: a stack differs; names it, the message is the report.
+
+    >>> import torch
+    >>> from torchard.testing import check_stack
+    >>> words = [("grad", "shard"), ("shard", "checkpoint", "grad", "vmap")]
+    >>> check_stack(lambda w, x: torch.tanh(x @ w), words, torch.ones(4, 2), torch.ones(6, 4)).good
+    True
+    """
+    mesh = mesh or Mesh({"axis": 2}, virtual=True)
+    report = Report()
+    for word in words:
+        transformed, plain = fn, fn
+        for layer in word:
+            transformed = _layer(layer, mesh)(transformed)
+            plain = _layer(layer, mesh)(plain) if layer in _DERIVATIONS else plain
+        try:
+            report += equal(transformed, plain, *args, orders=("value",))
+        except AssertionError as error:
+            raise AssertionError(f"the stack {' of '.join(map(_name, reversed(word)))}: {error}") from None
+    return report
+
+
+# -- layers of stacks ---------------------------------------------------------------------------------
+
+
+def _batched(fn: Fn) -> Fn:
+    """vmap over a batch of two made of the arguments; the same arguments as fn."""
+
+    def run(*args: Any) -> Any:
+        batch = tree.map(lambda x: torch.stack([x, x / 2 if is_float(x) else x]) if _tensor(x) else x, args)
+        dims = tree.map(lambda x: 0 if _tensor(x) else None, args)
+        return torch.vmap(fn, in_dims=dims)(*batch)
+
+    return run
+
+
+def _sharded(fn: Fn, mesh: Mesh) -> Fn:
+    axis = mesh.axes[0]
+
+    def run(*args: Any) -> Any:
+        specs = tree.map(lambda x: P(axis) if _tensor(x) and x.ndim else P(), args)
+        return tree.whole(shard(fn, mesh, specs)(*args))
+
+    return run
+
+
+_DERIVATIONS: dict[Any, Layer] = {
+    "grad": lambda fn: derived(fn, "gradient"),
+    "jvp": lambda fn: derived(fn, "jvp"),
+    "vmap": _batched,
+}
+_TRANSFORMS: dict[Any, Layer] = {
+    "checkpoint": checkpoint,
+    "fuse": fuse,
+    "jit": lambda fn: jit(fn, backend="eager"),
+}
+
+
+def _layer(layer: Any, mesh: Mesh) -> Layer:
+    if callable(layer):
+        known: Layer = layer
+        return known
+    if layer == "shard":
+        return lambda fn: _sharded(fn, mesh)
+    try:
+        return {**_DERIVATIONS, **_TRANSFORMS}[layer]
+    except KeyError:
+        names = ", ".join(sorted(["shard", *_DERIVATIONS, *_TRANSFORMS]))
+        raise ValueError(f"{layer!r} is no layer of a stack; layers are {names}, or functions") from None
+
+
+def _name(layer: Any) -> str:
+    return layer if isinstance(layer, str) else getattr(layer, "__name__", repr(layer))
+
+
+# -- leaves -------------------------------------------------------------------------------------------
+
+
+def _tensor(x: Any) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+def _copied(x: Any) -> Any:
+    return x.clone() if isinstance(x, torch.Tensor) else x
+
+
+def _batch_of(leaf: Any, generator: torch.Generator) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if not is_float(leaf):
+        return torch.stack([leaf] * 3)
+    factors = torch.rand(3, generator=generator) + 0.5
+    return torch.stack([leaf * f for f in factors.to(leaf.dtype)])
+
+
+def _check_same(have: Any, want: Any, root: str, what: str) -> None:
+    """Leaves are equal bit by bit."""
+    for path, a, b in zip(tree.paths(want, root), tree.leaves(have), tree.leaves(want), strict=True):
+        equal_bits = torch.equal(a.nan_to_num(), b.nan_to_num()) if _tensor(a) else a == b
+        if not equal_bits:
+            raise AssertionError(f"{path} {what}")

@@ -1,0 +1,222 @@
+"""localize: where two functions that should agree first part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.core import tree
+from torchard.functional.core.arguments import checked
+from torchard.functional.programs.flops import op_name
+from torchard.functional.programs.tags import PHASE, SCOPE, SOURCE, VAL
+from torchard.functional.programs.views import is_view
+from torchard.functional.reports.text import value_text
+from torchard.testing.in_double import MOVES, coarsest, is_float
+from torchard.testing.observe import Observed, observed
+from torchard.testing.rounding import Expected, expected
+
+__all__ = ["Divergence", "Operation", "localize"]
+
+# The most operations that are shown of each function.
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a program, where it stands and how far its value is off.
+
+    Attributes:
+        op: its name: ``aten.mm``.
+        source: the line that called it: ``model.py:12 in mlp``.
+        scope: the enclosing scopes: ``block/3``.
+        phase: ``forward`` or ``backward``.
+        value: dtype and shape: ``f32[4, 8]``.
+        error: the largest absolute error against the nearest value of its shape in the other function; infinite
+            if it has none.
+        bound: the error that rounding explains there.
+    """
+
+    op: str
+    source: str
+    scope: str
+    phase: str
+    value: str
+    error: float
+    bound: float
+
+    def __str__(self) -> str:
+        place = "  ".join(filter(None, (self.scope, self.source)))
+        note = "" if self.phase == "forward" else f" ({self.phase})"
+        off = "no such value in the other" if self.error == float("inf") else f"off by {self.error:.2e}"
+        return f"{place}  {self.op}{note} {self.value}: {off}, rounding explains {self.bound:.2e}"
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where two functions part: the first operations whose operands occur in both functions, and results do not.
+
+    Attributes:
+        fn: such operations of the function under test, in order.
+        reference: such operations of its reference.
+        agree: whether all results agree; then there are no such operations.
+    """
+
+    fn: tuple[Operation, ...]
+    reference: tuple[Operation, ...]
+    agree: bool
+
+    def __str__(self) -> str:
+        if self.agree:
+            return "the functions agree up to rounding"
+        lines = ["the functions part at"]
+        for who, operations in (("fn", self.fn), ("reference", self.reference)):
+            lines += [f"  {who}: {operation}" for operation in operations]
+        return "\n".join(lines)
+
+
+@checked
+def localize(
+    fn: Callable[..., Any],
+    reference: Callable[..., Any],
+    *args: Any,
+    gradients: bool = False,
+    seed: int = 0,
+) -> Divergence:
+    """Find where two functions that should agree first part.
+
+    Both run once with every value inside kept. A value of one occurs in the other if that has a value of the
+    same shape which differs by no more than rounding explains. From results that differ, the search
+    goes back through values that do not occur in the other function, and stops at those that do: what
+    it stops at are the first operations that went wrong. Nothing needs to be named or hooked, and the
+    functions need not have the same operations.
+
+    Args:
+        fn: the function under test: sharded, checkpointed, fused, in half precision, or another program.
+        reference: a plain function that computes the same.
+        args: the arguments of both; placed values are gathered for the reference.
+        gradients: compare gradients with respect to all floating arguments too.
+        seed: of the perturbed runs that measure rounding.
+
+    Returns:
+        The operations at which they part, of both functions; print it.
+
+    >>> import torch
+    >>> from torchard.testing import localize
+    >>> def norm(x, eps=0.5):
+    ...     return x / (x.square().mean() + eps).sqrt()
+    >>> def mine(x, eps=0.5):
+    ...     return x / (x.square().mean().sqrt() + eps)
+    >>> print(localize(mine, norm, torch.tensor([1.0, 2.0])))
+    the functions part at
+      fn: ...
+    """
+    ours = observed(fn, args, gradients=gradients)
+    theirs = observed(reference, tree.whole(args), gradients=gradients)
+    known = expected(
+        theirs.program, theirs.inputs, theirs.values, seed=seed, roundoff=coarsest(ours.program)
+    )
+    match = _Match(ours, theirs, known)
+    wrong = match.wrong_results()
+    firsts = [_first(nodes, match.occurs) for nodes in wrong]
+    return Divergence(
+        tuple(match.operation(node) for node in firsts[0][:_SHOWN]),
+        tuple(match.operation(node) for node in firsts[1][:_SHOWN]),
+        agree=not any(wrong),
+    )
+
+
+class _Match:
+    """Which values of each of two runs occur in the other."""
+
+    def __init__(self, ours: Observed, theirs: Observed, known: dict[fx.Node, Expected]) -> None:
+        self.ours, self.theirs, self.known = ours, theirs, known
+        self.by_shape: dict[tuple[bool, torch.Size], tuple[list[fx.Node], list[fx.Node]]] = {}
+        for which, run in enumerate((ours, theirs)):
+            for node, value in run.values.items():
+                key = (is_float(value), value.shape)
+                self.by_shape.setdefault(key, ([], []))[which].append(node)
+        self._occurs: dict[fx.Node, bool] = {}
+
+    def occurs(self, node: fx.Node) -> bool:
+        """Whether a node's value, or that of which it is a view, occurs in the other run."""
+        if node not in self._occurs:
+            pairs = self._pairs(node)
+            self._occurs[node] = any(self._agree(a, b) for a, b in pairs) or (
+                _moves(node) and all(map(self.occurs, operands(node)))
+            )
+        return self._occurs[node]
+
+    def _pairs(self, node: fx.Node) -> Iterable[tuple[fx.Node, fx.Node]]:
+        """The node with each of the same shape in the other run, ours first."""
+        mine = node in self.ours.values
+        value = (self.ours if mine else self.theirs).values.get(node)
+        if value is None:
+            return []
+        ours, theirs = self.by_shape[is_float(value), value.shape]
+        return ((node, other) for other in theirs) if mine else ((other, node) for other in ours)
+
+    def _agree(self, mine: fx.Node, other: fx.Node) -> bool:
+        excess = self.known[other].excess(self.ours.values[mine])
+        return not excess.numel() or float(excess.max()) <= 1
+
+    def wrong_results(self) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The results that differ, of both."""
+        pairs = zip(self.ours.program.results, self.theirs.program.results, strict=True)
+        wrong = [
+            (a, b)
+            for a, b in pairs
+            if isinstance(a, fx.Node) and isinstance(b, fx.Node) and not self._agree(a, b)
+        ]
+        return [a for a, _ in wrong], [b for _, b in wrong]
+
+    def operation(self, node: fx.Node) -> Operation:
+        """What is said of a node."""
+        nearest = min(
+            ((self.known[b].error(self.ours.values[a]), b) for a, b in self._pairs(node)),
+            key=lambda pair: pair[0],
+            default=None,
+        )
+        error, bound = float("inf"), 0.0
+        if nearest is not None:
+            error, known = nearest[0], self.known[nearest[1]].bound
+            bound = float(known.max()) if known is not None and known.numel() else 0.0
+        return Operation(
+            op_name(node),
+            SOURCE.get(node) or "",
+            SCOPE.get(node) or "",
+            PHASE.get(node) or "forward",
+            value_text(VAL.of(node)),
+            error,
+            bound,
+        )
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """The operands of a node that hold one tensor each; those of a tuple's maker for its items."""
+    found: list[fx.Node] = []
+    for source in node.all_input_nodes:
+        found += [source] if isinstance(VAL.get(source), torch.Tensor) else operands(source)
+    return found
+
+
+def _moves(node: fx.Node) -> bool:
+    return node.op == "call_function" and (is_view(node) or op_name(node) in MOVES) and bool(operands(node))
+
+
+def _first(results: Sequence[fx.Node], occurs: Callable[[fx.Node], bool]) -> list[fx.Node]:
+    """The operations behind wrong results whose operands all occur in the other run, in order."""
+    stack, reached, first = list(results), set(results), []
+    while stack:
+        node = stack.pop()
+        strange = [n for n in operands(node) if not occurs(n)]
+        if not strange:
+            first.append(node)
+        for source in strange:
+            if source not in reached:
+                reached.add(source)
+                stack.append(source)
+    return sorted(first)

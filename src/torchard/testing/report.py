@@ -1,0 +1,64 @@
+"""What a comparison of two functions found, as a table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["Difference", "Report"]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One compared value.
+
+    Attributes:
+        path: where it is: ``out['logits']``, ``gradient of args[0]['w']``.
+        kind: its dtype, or the type of what is no tensor.
+        error: the largest absolute error against the exact value.
+        bound: the largest error that rounding explains, at the element that exceeds its bound by most.
+        excess: the error of that element over its bound; up to 1, rounding explains it.
+        at: the index of that element.
+        problem: why the values cannot be compared, if they cannot.
+    """
+
+    path: str
+    kind: torch.dtype | type
+    error: float = 0.0
+    bound: float = 0.0
+    excess: float = 0.0
+    at: tuple[int, ...] = ()
+    problem: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Whether rounding explains the difference."""
+        return not self.problem and self.excess <= 1
+
+    def __str__(self) -> str:
+        return "  ".join(self.cells).rstrip()
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The columns of the table."""
+        kind = self.kind.__name__ if isinstance(self.kind, type) else str(self.kind)[len("torch.") :]
+        if self.problem:
+            return self.path, kind, "", "", f"<-- {self.problem}"
+        note = "" if self.good else f"<-- at {list(self.at)}, {self.excess:.3g} times its bound"
+        return self.path, kind, f"{self.error:.2e}", f"{self.bound:.2e}", note
+
+
+class Report(list[Difference]):
+    """All compared values; prints as a table."""
+
+    @property
+    def good(self) -> bool:
+        """Whether rounding explains all differences."""
+        return all(row.good for row in self)
+
+    def __str__(self) -> str:
+        table = [("value", "dtype", "error", "bound", ""), *(row.cells for row in self)]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in table)
+        return "\n".join(line.rstrip() for line in lines)

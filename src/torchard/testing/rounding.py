@@ -1,0 +1,121 @@
+"""How far roundings may move the values of a program: measured by perturbed runs in double precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import VAL
+from torchard.testing.in_double import InDouble, is_float, unit_roundoff
+
+__all__ = ["Expected", "expected"]
+
+# How much larger an error may be than the largest of all elements over the perturbed runs, ...
+_OVER_LARGEST = 4.0
+# ... and than the element's own deviation over them, which a few runs estimate badly.
+_OVER_OWN = 50.0
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a value should be, and by how much roundings may move it.
+
+    Attributes:
+        exact: the value, in double precision.
+        bound: the largest error of each element, of the same shape; None where rounding has no part in the
+            value (integers, booleans), which must be equal.
+    """
+
+    exact: torch.Tensor
+    bound: torch.Tensor | None
+
+    def excess(self, value: torch.Tensor) -> torch.Tensor:
+        """The error of each element over its bound; above 1 rounding does not explain it."""
+        exact = self.exact
+        if self.bound is None:
+            return torch.where(value == exact, 0.0, torch.inf)
+        wide = value.detach().to("cpu", exact.dtype)
+        same = (wide == exact) | (wide.isnan() & exact.isnan())
+        error = torch.where(same, 0.0, (wide - exact).abs())
+        error = torch.where(error.isnan(), torch.inf, error)
+        return torch.where(error == 0, 0.0, error / self.bound)
+
+    def error(self, value: torch.Tensor) -> float:
+        """The largest absolute error of an element."""
+        kind = torch.complex128 if self.exact.is_complex() else torch.float64
+        wide, exact = value.detach().to("cpu", kind), self.exact.to(kind)
+        same = (wide == exact) | (wide.isnan() & exact.isnan())
+        error = torch.where(same, 0.0, (wide - exact).abs()).nan_to_num(nan=torch.inf)
+        return float(error.max()) if error.numel() else 0.0
+
+
+def expected(
+    program: Program,
+    inputs: Sequence[Any],
+    nodes: Iterable[fx.Node],
+    *,
+    roundoff: float = 0.0,
+    runs: int = 6,
+    seed: int = 0,
+) -> dict[fx.Node, Expected]:
+    """What values of a program should be, with bounds for their errors.
+
+    Args:
+        program: over global values, on one device.
+        inputs: of the program, in their own precision.
+        nodes: whose value is one tensor.
+        roundoff: the least unit roundoff of any operation; see `InDouble`.
+        runs: how many perturbed runs measure the bounds.
+        seed: of the perturbations.
+
+    Returns:
+        For each node, its `Expected`.
+    """
+    nodes = list(dict.fromkeys(nodes))
+    values = InDouble(program).evaluate(inputs)
+    exact = {node: values[node] for node in nodes}
+    rounded = [node for node in nodes if is_float(exact[node])]
+    spreads = {node: _Spread(exact[node], max(_unit(node), roundoff)) for node in rounded}
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(runs):
+        values = InDouble(program, generator, roundoff).evaluate(inputs)
+        for node, spread in spreads.items():
+            spread.add(values[node])
+    return {
+        node: Expected(exact[node], spreads[node].bound if node in spreads else None) for node in nodes
+    }
+
+
+def _unit(node: fx.Node) -> float:
+    val = VAL.of(node)
+    return unit_roundoff(val.dtype)
+
+
+class _Spread:
+    """How far perturbed values are from the exact one."""
+
+    def __init__(self, exact: torch.Tensor, unit: float) -> None:
+        self.exact, self.unit = exact, unit
+        self.squares = torch.zeros(exact.shape, dtype=torch.float64)
+        self.largest, self.count = 0.0, 0
+
+    def add(self, value: torch.Tensor) -> None:
+        same = (value == self.exact) | (value.isnan() & self.exact.isnan())
+        away = torch.where(same, 0.0, (value - self.exact).abs()).nan_to_num(nan=torch.inf)
+        self.squares += away**2
+        self.count += 1
+        if away.numel():
+            self.largest = max(self.largest, float(away.max()))
+
+    @property
+    def bound(self) -> torch.Tensor:
+        """For each element. Zero, if the program rounds nothing on the way to it."""
+        own = (self.squares / self.count).sqrt()
+        magnitude = torch.where(self.exact.isfinite(), self.exact.abs(), 0.0)
+        single = _OVER_OWN * own + 8 * self.unit * magnitude * (own > 0)
+        return single.clamp(max=_OVER_LARGEST * self.largest)

@@ -1,0 +1,98 @@
+"""Symmetries of a function, as laws: invariance, equivariance and homogeneity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torchard.functional.core import tree
+from torchard.functional.core.arguments import checked
+from torchard.testing.equal import equal
+from torchard.testing.in_double import is_float
+from torchard.testing.report import Report
+
+__all__ = ["equivariant", "homogeneous", "invariant"]
+
+
+@checked
+def invariant(fn: Callable[..., Any], action: Callable[..., Any], *args: Any) -> Report:
+    """Assert that ``fn(action(*args)) == fn(*args)``, in values and derivatives, up to rounding.
+
+    Args:
+        fn: a function of pytrees.
+        action: from the arguments to a tuple of arguments: a permutation, a shift, a rotation.
+        args: arguments of both.
+
+    Returns:
+        A report with a row for each value.
+
+    Raises:
+        AssertionError: the function is not invariant; the message is the report.
+
+    >>> import torch
+    >>> from torchard.testing import invariant
+    >>> x = torch.tensor([0.5, 2.0, -1.0])
+    >>> invariant(lambda x: x.softmax(0), lambda x: (x + 3,), x).good     # of shifts
+    True
+    """
+    return equal(lambda *xs: fn(*action(*xs)), fn, *args)
+
+
+@checked
+def equivariant(
+    fn: Callable[..., Any],
+    before: Callable[..., Any],
+    after: Callable[..., Any],
+    *args: Any,
+) -> Report:
+    """Assert that ``fn(before(*args)) == after(fn(*args))``, in values and derivatives, up to rounding.
+
+    Args:
+        fn: a function of pytrees.
+        before: from the arguments to a tuple of arguments.
+        after: the same action on results.
+        args: arguments of ``fn`` and ``before``.
+
+    Returns:
+        A report with a row for each value.
+
+    Raises:
+        AssertionError: the function is not equivariant; the message is the report.
+
+    >>> import torch
+    >>> from torchard.testing import equivariant
+    >>> x = torch.tensor([[0.5, 2.0], [-1.0, 1.0]])
+    >>> equivariant(lambda x: x.softmax(-1), lambda x: (x.flip(0),), lambda y: y.flip(0), x).good
+    True
+    """
+    return equal(lambda *xs: fn(*before(*xs)), lambda *xs: after(fn(*xs)), *args)
+
+
+@checked
+def homogeneous(fn: Callable[..., Any], degree: float, *args: Any, scale: float = 2.0) -> Report:
+    """Assert that ``fn`` of scaled arguments is its result times ``scale ** degree``.
+
+    Args:
+        fn: a function of pytrees.
+        degree: 1 for linear functions, 0 for normalisations, -1 for reciprocals.
+        args: its arguments; floating tensors are scaled.
+        scale: a positive number; of powers of two, scaling itself rounds nothing.
+
+    Returns:
+        A report with a row for each value.
+
+    Raises:
+        AssertionError: the function is not homogeneous; the message is the report.
+
+    >>> import torch
+    >>> from torchard.testing import homogeneous
+    >>> homogeneous(lambda x: x / x.norm(), 0, torch.tensor([3.0, 4.0])).good
+    True
+    """
+
+    def scaled(value: Any, factor: float) -> Any:
+        return tree.map(lambda x: x * factor if is_float(x) else x, value)
+
+    return equal(
+        lambda *xs: fn(*scaled(xs, scale)), lambda *xs: scaled(fn(*xs), scale**degree), *args
+    )
