@@ -105,7 +105,7 @@ def row_parallel_on_two_axes(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     rows = []
     for batch in shards(x, 2, 0):
         partial = [a @ b for a, b in zip(shards(batch, 2, 1), shards(w, 2, 0), strict=True)]
-        rows.append(psum(partial)[0])  # HERE
+        rows.append(partial[0] + partial[1])  # HERE
     return torch.cat(rows)
 
 
@@ -116,8 +116,8 @@ def wrong_axis(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         [a @ b for a, b in zip(shards(batch, 2, 1), shards(w, 2, 0), strict=True)]
         for batch in shards(x, 2, 0)
     ]
-    over_dp = [psum(list(column)) for column in zip(*partial, strict=True)]  # HERE
-    return torch.cat(over_dp[0])
+    over_dp = [a + b for a, b in zip(*partial, strict=True)]  # HERE
+    return torch.cat(over_dp)
 
 
 # -- data parallelism ---------------------------------------------------------------------------------
@@ -168,8 +168,8 @@ def dropped_out(x: torch.Tensor) -> torch.Tensor:
 
 @bug("Megatron-LM, CudaRNGStatesTracker's reason: one seed on every rank", dropped_out, draw(11, 4, 16))
 def same_mask_on_every_rank(x: torch.Tensor) -> torch.Tensor:
-    mask = random.bernoulli(random.key(3), 0.5, (4, 8))
-    return torch.cat([a * mask * 2 for a in shards(x, 2, 1)], 1)  # HERE
+    mask = random.bernoulli(random.key(3), 0.5, (4, 8))  # HERE
+    return torch.cat([a * mask * 2 for a in shards(x, 2, 1)], 1)
 
 
 # -- sequences ----------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def norm_weight_gradient(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
     """Of a norm's weight, under sequence parallelism: each rank has the gradient of its rows."""
     rows = zip(shards(x, 2, 0), shards(g, 2, 0), strict=True)
     partial = [(F.layer_norm(a, (4,)) * b).sum(0) for a, b in rows]
-    return psum(partial)[0]  # HERE
+    return torch.stack(partial).sum(0)  # HERE
 
 
 @bug("Megatron-LM, sequence parallelism: gradients of norm weights not reduced", norm_weight_gradient,

@@ -10,7 +10,8 @@ import torch
 
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
-from torchard.testing.in_double import as_double, is_float
+from torchard.testing.in_double import as_double
+from torchard.testing.roundings import is_float
 
 __all__ = ["check_derivatives"]
 

@@ -11,11 +11,22 @@ import torch
 from torchard.functional.core import tree
 from torchard.functional.core.placed import is_placed
 from torchard.sharding import MeshTensor, place
-from torchard.testing.in_double import is_float
+from torchard.testing.roundings import is_float
 
-__all__ = ["ORDERS", "derived"]
+__all__ = ["ORDERS", "Derivatives", "derived", "fixed_direction"]
 
 Fn = Callable[..., Any]
+
+
+class Derivatives(dict[str, torch.Tensor]):
+    """Derivatives by what they are of."""
+
+
+tree.register(
+    Derivatives,
+    lambda node: (list(node.values()), tuple(node)),
+    lambda names, values: Derivatives(zip(names, values, strict=True)),
+)
 
 
 def derived(fn: Fn, order: str) -> Fn:
@@ -27,8 +38,8 @@ def derived(fn: Fn, order: str) -> Fn:
             to the floating leaves of all arguments.
 
     Returns:
-        A function of the same arguments. Derivatives are a dict with a tensor for each of those leaves
-        (for "jvp", for each floating result), by its path.
+        A function of the same arguments. It returns `Derivatives`, with a tensor for each of those leaves
+        (for "jvp", for each floating result).
     """
     return ORDERS[order](fn)
 
@@ -38,20 +49,20 @@ def _value(fn: Fn) -> Fn:
 
 
 def _gradient(fn: Fn) -> Fn:
-    def gradient(*args: Any) -> dict[str, torch.Tensor]:
+    def gradient(*args: Any) -> Derivatives:
         part = _FloatingPart(fn, args)
         results, pull = torch.func.vjp(part, *part.leaves)
         gradients = part.by_path(pull(tuple(map(fixed_direction, results))))
-        return {f"gradient of {path}": g for path, g in gradients.items()}
+        return Derivatives((f"gradient of {path}", g) for path, g in gradients.items())
 
     return gradient
 
 
 def _jvp(fn: Fn) -> Fn:
-    def jvp(*args: Any) -> dict[str, torch.Tensor]:
+    def jvp(*args: Any) -> Derivatives:
         part = _FloatingPart(fn, args)
         _, tangents = torch.func.jvp(part, tuple(part.leaves), part.directions)
-        return {f"tangent of result {i}": t for i, t in enumerate(tangents)}
+        return Derivatives((f"tangent of result {i}", t) for i, t in enumerate(tangents))
 
     return jvp
 
@@ -63,8 +74,8 @@ def _second(fn: Fn) -> Fn:
         products = (_inner(g, fixed_direction(g)) for g in _gradient(fn)(*args).values())
         return sum(products, start=torch.zeros(()))
 
-    def second(*args: Any) -> dict[str, torch.Tensor]:
-        return {f"second {path}": g for path, g in _gradient(along)(*args).items()}
+    def second(*args: Any) -> Derivatives:
+        return Derivatives((f"second {path}", g) for path, g in _gradient(along)(*args).items())
 
     return second
 
@@ -119,7 +130,11 @@ def _inner(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 def fixed_direction(x: Any) -> Any:
     """Small integers of a tensor's shape, the same for every tensor of that shape; integers stay exact."""
-    generator = torch.Generator().manual_seed(x.numel())
-    count = 2 if x.is_complex() else 1
-    parts = [torch.randint(-3, 4, tuple(x.shape), generator=generator).double() for _ in range(count)]
-    return (torch.complex(*parts) if x.is_complex() else parts[0]).to(x.device, x.dtype)
+    place = torch.arange(x.numel(), device=x.device).view(tuple(x.shape))
+    parts = [_scattered(place, salt).double() for salt in range(2 if x.is_complex() else 1)]
+    return (torch.complex(*parts) if x.is_complex() else parts[0]).to(x.dtype)
+
+
+def _scattered(place: torch.Tensor, salt: int) -> torch.Tensor:
+    """Integers of -3 to 3 that follow no pattern: a multiplicative hash (Knuth, volume 3, section 6.4)."""
+    return ((place + 1 + 977 * salt) * 2654435761 % 2**32 >> 13) % 7 - 3

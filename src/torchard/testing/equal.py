@@ -15,10 +15,10 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.trace import trace
 from torchard.functional.tracing.signature import read
-from torchard.testing.derived import derived
-from torchard.testing.in_double import coarsest
+from torchard.testing.derived import Derivatives, derived
+from torchard.testing.roundings import coarsest
 from torchard.testing.report import Difference, Report
-from torchard.testing.rounding import Expected, expected
+from torchard.testing.bounds import Expected, expected
 
 __all__ = ["equal"]
 
@@ -107,6 +107,8 @@ def _roundoff_of(fn: Fn, args: Any) -> float:
 
 
 def _by_path(result: Any) -> dict[str, Any]:
+    if isinstance(result, Derivatives):
+        return dict(result)
     return dict(zip(tree.paths(result, "out"), tree.leaves(result), strict=True))
 
 

@@ -17,7 +17,7 @@ from torchard.kernels import fuse
 from torchard.sharding import Mesh, P, place, shard
 from torchard.testing.derived import derived
 from torchard.testing.equal import equal
-from torchard.testing.in_double import is_float
+from torchard.testing.roundings import is_float
 from torchard.testing.report import Report
 
 __all__ = [

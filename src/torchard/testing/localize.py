@@ -13,11 +13,10 @@ from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.functional.programs.flops import op_name
 from torchard.functional.programs.tags import PHASE, SCOPE, SOURCE, VAL
-from torchard.functional.programs.views import is_view
 from torchard.functional.reports.text import value_text
-from torchard.testing.in_double import MOVES, coarsest, is_float
+from torchard.testing.roundings import coarsest, is_float, moves
 from torchard.testing.observe import Observed, observed
-from torchard.testing.rounding import Expected, expected
+from torchard.testing.bounds import Expected, expected
 
 __all__ = ["Divergence", "Operation", "localize"]
 
@@ -121,10 +120,10 @@ def localize(
     )
     match = _Match(ours, theirs, known)
     wrong = match.wrong_results()
-    firsts = [_first(nodes, match.occurs) for nodes in wrong]
+    mine, other = (_Region.behind(nodes, match.occurs) for nodes in wrong)
     return Divergence(
-        tuple(match.operation(node) for node in firsts[0][:_SHOWN]),
-        tuple(match.operation(node) for node in firsts[1][:_SHOWN]),
+        tuple(match.operation(node) for node in mine.first[:_SHOWN]),
+        tuple(match.operation(node) for node in [*other.joining, *other.first][:_SHOWN]),
         agree=not any(wrong),
     )
 
@@ -146,7 +145,7 @@ class _Match:
         if node not in self._occurs:
             pairs = self._pairs(node)
             self._occurs[node] = any(self._agree(a, b) for a, b in pairs) or (
-                _moves(node) and all(map(self.occurs, operands(node)))
+                _passes_on(node) and all(map(self.occurs, operands(node)))
             )
         return self._occurs[node]
 
@@ -203,20 +202,42 @@ def operands(node: fx.Node) -> list[fx.Node]:
     return found
 
 
-def _moves(node: fx.Node) -> bool:
-    return node.op == "call_function" and (is_view(node) or op_name(node) in MOVES) and bool(operands(node))
+def _passes_on(node: fx.Node) -> bool:
+    return node.op == "call_function" and moves(node) and bool(operands(node))
 
 
-def _first(results: Sequence[fx.Node], occurs: Callable[[fx.Node], bool]) -> list[fx.Node]:
-    """The operations behind wrong results whose operands all occur in the other run, in order."""
-    stack, reached, first = list(results), set(results), []
-    while stack:
-        node = stack.pop()
-        strange = [n for n in operands(node) if not occurs(n)]
-        if not strange:
-            first.append(node)
-        for source in strange:
-            if source not in reached:
-                reached.add(source)
-                stack.append(source)
-    return sorted(first)
+@dataclass(frozen=True)
+class _Region:
+    """The operations behind wrong results, back to those whose values occur in the other run."""
+
+    nodes: list[fx.Node]
+    occurs: Callable[[fx.Node], bool]
+
+    @staticmethod
+    def behind(results: Sequence[fx.Node], occurs: Callable[[fx.Node], bool]) -> _Region:
+        stack, reached = list(results), set(results)
+        while stack:
+            for source in operands(stack.pop()):
+                if source not in reached and not occurs(source):
+                    reached.add(source)
+                    stack.append(source)
+        return _Region(sorted(reached), occurs)
+
+    @property
+    def first(self) -> list[fx.Node]:
+        """Operations all of whose operands occur in the other run."""
+        return [node for node in self.nodes if all(map(self.occurs, operands(node)))]
+
+    @property
+    def joining(self) -> list[fx.Node]:
+        """Operations that join a computed value that occurs in the other run with one that does not."""
+        return [
+            node
+            for node in self.nodes
+            if any(_computed(n) and self.occurs(n) for n in operands(node)) and node not in self.first
+        ]
+
+
+def _computed(node: fx.Node) -> bool:
+    """Whether a value is more than an input or a part of one."""
+    return node.op == "call_function" and (not moves(node) or any(map(_computed, operands(node))))

@@ -19,7 +19,7 @@ from torchard.functional.tracing.signature import read
 from torchard.sharding.testing import shard_at
 from torchard.sharding.values.place import MeshPlacement
 from torchard.testing.derived import fixed_direction
-from torchard.testing.in_double import is_float
+from torchard.testing.roundings import is_float
 
 __all__ = ["Observed", "observed"]
 

@@ -45,7 +45,8 @@ class Difference:
         kind = self.kind.__name__ if isinstance(self.kind, type) else str(self.kind)[len("torch.") :]
         if self.problem:
             return self.path, kind, "", "", f"<-- {self.problem}"
-        note = "" if self.good else f"<-- at {list(self.at)}, {self.excess:.3g} times its bound"
+        times = f"{self.excess:.3g} times its bound" if self.bound else "where nothing is rounded"
+        note = "" if self.good else f"<-- at {list(self.at)}, {times}"
         return self.path, kind, f"{self.error:.2e}", f"{self.bound:.2e}", note
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.testing.equal import equal
-from torchard.testing.in_double import is_float
+from torchard.testing.roundings import is_float
 from torchard.testing.report import Report
 
 __all__ = ["equivariant", "homogeneous", "invariant"]

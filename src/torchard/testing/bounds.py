@@ -11,7 +11,8 @@ from torch import fx
 
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
-from torchard.testing.in_double import InDouble, is_float, unit_roundoff
+from torchard.testing.in_double import InDouble, Perturbed
+from torchard.testing.roundings import is_float, roundings_of, unit_roundoff
 
 __all__ = ["Expected", "expected"]
 
@@ -69,7 +70,7 @@ def expected(
         program: over global values, on one device.
         inputs: of the program, in their own precision.
         nodes: whose value is one tensor.
-        roundoff: the least unit roundoff of any operation; see `InDouble`.
+        roundoff: the least unit roundoff of any operation; see `roundings_of`.
         runs: how many perturbed runs measure the bounds.
         seed: of the perturbations.
 
@@ -82,8 +83,9 @@ def expected(
     rounded = [node for node in nodes if is_float(exact[node])]
     spreads = {node: _Spread(exact[node], max(_unit(node), roundoff)) for node in rounded}
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(runs):
-        values = InDouble(program, generator, roundoff).evaluate(inputs)
+    roundings = roundings_of(program, values, roundoff)
+    for _ in range(runs if roundings else 0):
+        values = Perturbed(program, roundings, generator).evaluate(inputs)
         for node, spread in spreads.items():
             spread.add(values[node])
     return {
@@ -115,7 +117,7 @@ class _Spread:
     @property
     def bound(self) -> torch.Tensor:
         """For each element. Zero, if the program rounds nothing on the way to it."""
-        own = (self.squares / self.count).sqrt()
+        own = (self.squares / max(self.count, 1)).sqrt()
         magnitude = torch.where(self.exact.isfinite(), self.exact.abs(), 0.0)
         single = _OVER_OWN * own + 8 * self.unit * magnitude * (own > 0)
         return single.clamp(max=_OVER_LARGEST * self.largest)

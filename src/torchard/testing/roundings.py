@@ -1,0 +1,182 @@
+"""Which operations of a program round, and by how much: the model of rounding errors.
+
+Backward errors: an operation gives the exact result for operands that are off by as much as its rounding
+errors amount to, rounded once more. Errors of a sum of k terms are taken as independent, so that they grow
+as the square root of k (Higham, Mary, "A new approach to probabilistic rounding error analysis", SIAM J.
+Sci. Comput. 41, 2019). Roundings are those of the dtypes that the program computes in.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from torchard.functional.programs.flops import flops, is_product, op_name
+from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import VAL
+from torchard.functional.programs.views import is_view
+
+__all__ = ["Rounding", "coarsest", "is_float", "moves", "roundings_of", "unit_roundoff"]
+
+# Operations that move values and round none. Those that are missing here cost one rounding too many.
+_MOVES = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("cat", "clone", "constant_pad_nd", "embedding", "flip", "gather", "index", "index_select"),
+        *("masked_fill", "repeat", "roll", "select_scatter", "slice_scatter", "stack", "tril", "triu"),
+        *("where", "sort", "topk", "max_pool2d_with_indices"),
+    )
+)
+
+
+def is_float(value: Any) -> bool:
+    """Whether a value is a floating or complex tensor."""
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def unit_roundoff(dtype: torch.dtype) -> float:
+    """The largest relative error of one rounding to nearest: half the distance from 1 to the next number."""
+    return torch.finfo(dtype).eps / 2
+
+
+def coarsest(program: Program) -> float:
+    """The unit roundoff of the narrowest floating dtype that a program computes in."""
+    vals = pytree.tree_leaves([VAL.get(node) for node in program.calls])
+    return max((unit_roundoff(v.dtype) for v in vals if is_float(v)), default=0.0)
+
+
+def moves(node: fx.Node) -> bool:
+    """Whether an operation moves values and computes none."""
+    return is_view(node) or op_name(node) in _MOVES
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """Relative errors (standard deviations) of one operation.
+
+    Attributes:
+        inside: of its operands, which stand for the roundings inside.
+        of_result: of its result.
+    """
+
+    inside: float
+    of_result: float
+
+
+def roundings_of(
+    program: Program, values: Mapping[fx.Node, Any], roundoff: float = 0.0
+) -> dict[fx.Node, Rounding]:
+    """The operations of a program that round.
+
+    Moves, views and items of tuples do not, nor does what is computed from small integers, or from multiples of
+    one power of two, as long as results and the sums on the way to them are such numbers too.
+
+    Args:
+        program: over global values.
+        values: of every node, in double precision.
+        roundoff: the least unit roundoff of any operation, for a program that stands for one in a narrower
+            dtype.
+    """
+    exact = set(program.placeholders)
+    found: dict[fx.Node, Rounding] = {}
+    for node in program.calls:
+        units = [max(unit_roundoff(v.dtype), roundoff) for v in _tensors(VAL.of(node)) if is_float(v)]
+        computes = bool(units) and not moves(node) and node.target is not operator.getitem
+        of_exact = all(source in exact for source in node.all_input_nodes)
+        if of_exact and (not computes or _is_exact(node, values, min(map(_bits, units)))):
+            exact.add(node)
+        elif computes:
+            found[node] = _rounding(node, max(units))
+    return found
+
+
+def _rounding(node: fx.Node, unit: float) -> Rounding:
+    """Sums of 16-bit numbers are held in float32 and rounded once; over ranks, once for each rank."""
+    held = min(unit, unit_roundoff(torch.float32))
+    return Rounding(2 * unit + 2 * held * math.sqrt(_terms(node)), 2 * unit)
+
+
+def _terms(node: fx.Node) -> float:
+    """How many terms are added up for one element of the result, at most about."""
+    results = [v for v in pytree.tree_leaves(VAL.of(node)) if isinstance(v, torch.Tensor)]
+    count = max(1, sum(v.numel() for v in results))
+    if is_product(node):
+        return max(1.0, flops(node) / (2 * count))
+    if torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        return 1.0
+    operands = [VAL.of(n) for n in node.all_input_nodes]
+    sizes = [v for v in pytree.tree_leaves(operands) if isinstance(v, torch.Tensor)]
+    longest = max((max(v.shape, default=1) for v in sizes), default=1)
+    return max(1.0, longest, sum(v.numel() for v in sizes) / count)
+
+
+# -- the bits that values take ------------------------------------------------------------------------
+
+
+def _is_exact(node: fx.Node, values: Mapping[fx.Node, Any], bits: int) -> bool:
+    """Whether neither the result nor any sum on the way to it needs more bits than these."""
+    operands = [_span(x) for n in node.all_input_nodes for x in _tensors(values[n])]
+    results = [x for x in _tensors(values[node]) if is_float(x)]
+    if any(_bits_of_each(x) > min(bits, _CHANCE) for x in results):
+        return False
+    terms = math.log2(2 * _terms(node))
+    return terms + sum(max(span.high, 0) - min(span.low, 0) for span in operands) <= bits
+
+
+# Of the 53 bits of a double: results that are rounded fit in fewer than this by chance, once in thousands.
+_CHANCE = 40
+
+
+def _bits(unit: float) -> int:
+    """The bits of a significand, the leading one included."""
+    return -round(math.log2(unit))
+
+
+@dataclass(frozen=True)
+class _Span:
+    """All numbers are multiples of 2**low, and below 2**high in magnitude."""
+
+    low: float
+    high: float
+
+
+def _span(x: torch.Tensor) -> _Span:
+    x = _reals(x)
+    if not bool(x.isfinite().all()):
+        return _Span(-math.inf, math.inf)
+    x = x[x != 0]
+    if not x.numel():
+        return _Span(0, 0)
+    return _Span(int(_lowest_bit(x).min()), int(torch.frexp(x).exponent.max()))
+
+
+def _bits_of_each(x: torch.Tensor) -> float:
+    """The most significant bits that any one number takes."""
+    x = _reals(x)
+    x = x[x != 0]
+    if not bool(x.isfinite().all()):
+        return math.inf
+    return int((torch.frexp(x).exponent - _lowest_bit(x)).max()) if x.numel() else 0
+
+
+def _lowest_bit(x: torch.Tensor) -> torch.Tensor:
+    """The exponent of the lowest bit set in each number, none of which is zero."""
+    fraction, exponent = torch.frexp(x)
+    whole = (fraction * 2.0**53).long()
+    lowest = torch.frexp((whole & -whole).double()).exponent - 1
+    return exponent - 53 + lowest
+
+
+def _reals(x: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(x.resolve_conj()).double() if x.is_complex() else x.double()
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor)]
