@@ -1,8 +1,8 @@
 """Bugs of distributed training that were published, each beside the code as it should be.
 
-Hand-sharded code runs all ranks of a group in one process, as lists with one entry for each rank; a collective
-is a function of such a list. The line that is wrong, or from which something is missing, ends in
-``# HERE``, in the wrong function and in the right one.
+Hand-sharded code runs all ranks of a group in one process, as lists with one entry for each rank; a
+collective is a function of such a list. The line that is wrong, or from which something is missing, ends
+in ``# HERE``, in the wrong function and in the right one.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def missing_all_reduce(
     return partial[0] + bias  # HERE
 
 
-@bug("Megatron-LM, row-parallel linear: the bias added on each rank, before the reduction", mlp, *MLP)
+@bug(
+    "Megatron-LM, row-parallel linear: the bias added on each rank, before the reduction", mlp, *MLP
+)
 def double_bias(
     x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
@@ -135,7 +137,11 @@ def data_parallel_gradient(w: torch.Tensor, x: torch.Tensor, y: torch.Tensor) ->
     return psum(gradients)[0] / 2  # HERE
 
 
-@bug("Horovod and others: gradients summed over ranks and not averaged", data_parallel_gradient, *REGRESSION)
+@bug(
+    "Horovod and others: gradients summed over ranks and not averaged",
+    data_parallel_gradient,
+    *REGRESSION,
+)
 def gradient_times_world_size(w: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     batches = zip(shards(x, 2, 0), shards(y, 2, 0), strict=True)
     gradients = [torch.func.grad(squared_error)(w, a, b) for a, b in batches]
@@ -166,7 +172,11 @@ def dropped_out(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([a * m * 2 for a, m in zip(shards(x, 2, 1), masks, strict=True)], 1)  # HERE
 
 
-@bug("Megatron-LM, CudaRNGStatesTracker's reason: one seed on every rank", dropped_out, draw(11, 4, 16))
+@bug(
+    "Megatron-LM, CudaRNGStatesTracker's reason: one seed on every rank",
+    dropped_out,
+    draw(11, 4, 16),
+)
 def same_mask_on_every_rank(x: torch.Tensor) -> torch.Tensor:
     mask = random.bernoulli(random.key(3), 0.5, (4, 8))  # HERE
     return torch.cat([a * mask * 2 for a in shards(x, 2, 1)], 1)
@@ -246,7 +256,11 @@ def tied_loss(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(hidden @ table.mT, ids.roll(-1))
 
 
-@bug("torch.distributed.pipelining (pytorch#51931): one use's gradient of tied embeddings lost", tied_loss, *TIED)
+@bug(
+    "torch.distributed.pipelining (pytorch#51931): one use's gradient of tied embeddings lost",
+    tied_loss,
+    *TIED,
+)
 def tied_gradient_lost(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     hidden = torch.tanh(table.detach()[ids])  # HERE
     return F.cross_entropy(hidden @ table.mT, ids.roll(-1))
@@ -259,7 +273,11 @@ def accumulated(w: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tens
     return total
 
 
-@bug("gradient accumulation: the loss not divided by the number of microbatches", accumulated, *REGRESSION)
+@bug(
+    "gradient accumulation: the loss not divided by the number of microbatches",
+    accumulated,
+    *REGRESSION,
+)
 def accumulated_without_dividing(w: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     total = torch.zeros_like(w)
     for a, b in zip(shards(x, 3, 0), shards(y, 3, 0), strict=True):
@@ -289,7 +307,7 @@ def eps_outside_the_root(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @bug("norms of a split hidden dim: statistics of a rank's own part", rms_norm, *NORM)
 def statistics_of_one_rank(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     local = [a.square().sum(-1, keepdim=True) for a in shards(x, 2, 1)]
-    scales = [(s / a.shape[1] + 1e-3).rsqrt() for s, a in zip(local, shards(x, 2, 1), strict=True)]  # HERE
+    scales = [(s / (x.shape[1] // 2) + 1e-3).rsqrt() for s in local]  # HERE
     return torch.cat([a * s for a, s in zip(shards(x, 2, 1), scales, strict=True)], 1) * weight
 
 
@@ -307,7 +325,11 @@ def vocabulary_parallel(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return psum(partial)[0]
 
 
-@bug("Megatron-LM's vocabulary mask: off by one at the end of a rank's range", vocabulary_parallel, *VOCABULARY)
+@bug(
+    "Megatron-LM's vocabulary mask: off by one at the end of a rank's range",
+    vocabulary_parallel,
+    *VOCABULARY,
+)
 def vocabulary_mask_off_by_one(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     partial = []
     for r, rows in enumerate(shards(table, 2, 0)):

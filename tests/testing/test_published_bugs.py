@@ -25,7 +25,9 @@ def test_equal_finds_it(bug: Bug) -> None:
 
 def _lines(divergence: Divergence) -> set[int]:
     operations = (*divergence.fn, *divergence.reference)
-    return {int(m[1]) for o in operations if (m := re.search(r"published_bugs\.py:(\d+)", o.source))}
+    return {
+        int(m[1]) for o in operations if (m := re.search(r"published_bugs\.py:(\d+)", o.source))
+    }
 
 
 @pytest.mark.parametrize("bug", BY_NAME)

@@ -34,7 +34,11 @@ def test_small_integers_must_be_equal(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("off", [1e-5, 1e-3])
 def test_what_is_off_by_more_than_rounding_is_found(off: float) -> None:
     x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
-    equal(lambda x: torch.nn.functional.gelu(x) @ x.mT, lambda x: torch.nn.functional.gelu(x) @ x.mT, x)
+    equal(
+        lambda x: torch.nn.functional.gelu(x) @ x.mT,
+        lambda x: torch.nn.functional.gelu(x) @ x.mT,
+        x,
+    )
     with pytest.raises(AssertionError, match="differs"):
         equal(
             lambda x: torch.nn.functional.gelu(x) @ x.mT * (1 + off),

@@ -28,8 +28,8 @@ class Expected:
 
     Attributes:
         exact: the value, in double precision.
-        bound: the largest error of each element, of the same shape; None where rounding has no part in the
-            value (integers, booleans), which must be equal.
+        bound: the largest error of each element, of the same shape; None where rounding has no part in
+        the             value (integers, booleans), which must be equal.
     """
 
     exact: torch.Tensor
@@ -89,7 +89,8 @@ def expected(
         for node, spread in spreads.items():
             spread.add(values[node])
     return {
-        node: Expected(exact[node], spreads[node].bound if node in spreads else None) for node in nodes
+        node: Expected(exact[node], spreads[node].bound if node in spreads else None)
+        for node in nodes
     }
 
 

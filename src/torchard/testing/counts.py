@@ -50,7 +50,9 @@ def assert_collectives(
     have = Counter(c.kind for c in collectives)
     want = Counter({kind: n for kind, n in counts.items() if n})
     if have != want:
-        raise AssertionError(f"the function runs {_listed(have)}, not {_listed(want)}:\n{collectives}")
+        raise AssertionError(
+            f"the function runs {_listed(have)}, not {_listed(want)}:\n{collectives}"
+        )
     sent = sum(c.bytes for c in collectives)
     if bytes is not None and sent != bytes:
         raise AssertionError(f"a rank sends {sent:,} bytes, not {bytes:,}:\n{collectives}")
@@ -75,7 +77,9 @@ def assert_residual_bytes(fn: Callable[..., Any], *args: Any, most: int) -> None
     """
     residuals = saved_residuals(fn, *args)
     if residuals.bytes > most:
-        raise AssertionError(f"{residuals.bytes:,} bytes are kept, more than {most:,}:\n{residuals}")
+        raise AssertionError(
+            f"{residuals.bytes:,} bytes are kept, more than {most:,}:\n{residuals}"
+        )
 
 
 @checked

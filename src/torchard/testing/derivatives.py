@@ -133,8 +133,8 @@ def _check_product(level: _Level, pulled: float, cotangents: Vector, forward: Ve
     scale = float(_inner(_absolute(cotangents), _absolute(forward)))
     if not abs(pulled - pushed) <= 1e4 * _ROUNDOFF * max(scale, abs(pulled)):
         raise AssertionError(
-            f"reverse mode of order {level.order} is wrong or forward mode is: <c, J v> is {pushed:.10g}, "
-            f"<J' c, v> is {pulled:.10g}, for random v and c"
+            f"reverse mode of order {level.order} is wrong or forward mode is: <c, J v> is "
+            f"{pushed:.10g}, <J' c, v> is {pulled:.10g}, for random v and c"
         )
 
 
@@ -156,7 +156,9 @@ def _check_along(
         )
 
 
-def _compare_with_differences(level: _Level, at: Vector, direction: Vector, forward: Vector) -> None:
+def _compare_with_differences(
+    level: _Level, at: Vector, direction: Vector, forward: Vector
+) -> None:
     for i, (tangent, estimate) in enumerate(
         zip(forward, _differences(level.fn, at, direction), strict=True)
     ):
@@ -183,7 +185,7 @@ class _Estimate:
     error: torch.Tensor
 
     def excess(self, derivative: torch.Tensor) -> torch.Tensor:
-        """How far a derivative is outside of the interval, over the error; where no step gave a number, 0."""
+        """How far a derivative is outside of the interval, over the error; 0 where that is unknown."""
         away = ((derivative - self.value).abs() - self.spread).clamp(min=0)
         excess = away / (_OVER_ESTIMATE * self.error)
         known = self.error.isfinite() & self.value.isfinite()
@@ -212,7 +214,10 @@ def _estimate(here: torch.Tensor, values: Sequence[torch.Tensor], step: float) -
     wide, narrow = (right - left) / (2 * step), (right_near - left_near) / step
     rounding = 8 * _ROUNDOFF * torch.stack([v.abs() for v in (here, *values)]).amax(0) / step
     truncation = (narrow - wide).abs()
-    gap, gap_near = (right - 2 * here + left).abs() / step, 2 * (right_near - 2 * here + left_near).abs() / step
+    gap, gap_near = (
+        (right - 2 * here + left).abs() / step,
+        2 * (right_near - 2 * here + left_near).abs() / step,
+    )
     # Half the step halves the gap of a smooth function; the gap of a kink stays.
     kink = (gap_near > 0.75 * gap) & (gap_near > 4 * rounding)
     spread = torch.where(kink, gap_near / 2, 0.0)

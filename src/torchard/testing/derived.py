@@ -1,4 +1,4 @@
-"""Derivatives of a function as functions of the same arguments, so that they are compared as values are."""
+"""Derivatives of a function as functions of its arguments, so that they are compared as values are."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def derived(fn: Fn, order: str) -> Fn:
 
     Args:
         fn: a function of pytrees.
-        order: one of `ORDERS`. Derivatives are of the floating results times fixed cotangents, with respect
-            to the floating leaves of all arguments.
+        order: one of `ORDERS`. Derivatives are of the floating results times fixed cotangents, with
+            respect to the floating leaves of all arguments.
 
     Returns:
         A function of the same arguments. It returns `Derivatives`, with a tensor for each of those leaves
@@ -108,7 +108,11 @@ class _FloatingPart:
     def directions(self) -> tuple[torch.Tensor, ...]:
         """Fixed tangents, those of a placed argument placed as it is."""
         directions = optree.tree_map(
-            _direction_like, self.args, is_leaf=is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
+            _direction_like,
+            self.args,
+            is_leaf=is_placed,
+            none_is_leaf=True,
+            namespace=tree.NAMESPACE,
         )
         return tuple(tree.leaves(tree.partition(directions)[0]))
 
@@ -129,12 +133,12 @@ def _inner(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def fixed_direction(x: Any) -> Any:
-    """Small integers of a tensor's shape, the same for every tensor of that shape; integers stay exact."""
+    """Small integers, the same for every tensor of that shape: what is exact stays exact."""
     place = torch.arange(x.numel(), device=x.device).view(tuple(x.shape))
     parts = [_scattered(place, salt).double() for salt in range(2 if x.is_complex() else 1)]
     return (torch.complex(*parts) if x.is_complex() else parts[0]).to(x.dtype)
 
 
 def _scattered(place: torch.Tensor, salt: int) -> torch.Tensor:
-    """Integers of -3 to 3 that follow no pattern: a multiplicative hash (Knuth, volume 3, section 6.4)."""
+    """Integers of -3 to 3 that follow no pattern: multiplicative hashing (Knuth, volume 3, 6.4)."""
     return ((place + 1 + 977 * salt) * 2654435761 % 2**32 >> 13) % 7 - 3

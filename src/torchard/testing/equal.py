@@ -15,10 +15,10 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.trace import trace
 from torchard.functional.tracing.signature import read
-from torchard.testing.derived import Derivatives, derived
-from torchard.testing.roundings import coarsest
-from torchard.testing.report import Difference, Report
 from torchard.testing.bounds import Expected, expected
+from torchard.testing.derived import Derivatives, derived
+from torchard.testing.report import Difference, Report
+from torchard.testing.roundings import coarsest
 
 __all__ = ["equal"]
 
@@ -35,8 +35,8 @@ def equal(
 ) -> Report:
     """Assert that two functions agree on these arguments, in values and derivatives, up to rounding.
 
-    The reference is evaluated in float64, and its rounding errors are measured there: by runs in which each
-    of its operations is perturbed by as much as the dtype it computes in rounds. So a bound follows
+    The reference is evaluated in float64, and its rounding errors are measured there: by runs in which
+    each of its operations is perturbed by as much as the dtype it computes in rounds. So a bound follows
     from the dtypes, the number of roundings and the conditioning of the function; where nothing is
     rounded (small integers), values must be equal. Where ``fn`` computes in narrower dtypes, bounds
     are those of its own roundings.
@@ -57,8 +57,8 @@ def equal(
     Raises:
         AssertionError: the functions differ; the message is the report.
 
-    Source: Higham, Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41
-    (2019), for the growth of errors; TTrace, arXiv:2506.09280, for tolerances by perturbation.
+    Source: Higham, Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput.
+    41 (2019), for the growth of errors; TTrace, arXiv:2506.09280, for tolerances by perturbation.
 
     >>> import torch
     >>> from torchard.testing import equal
@@ -166,5 +166,6 @@ def _misfit(have: Any, want: Any) -> str:
             return f"shape {list(have.shape)}, reference {list(want.value.exact.shape)}"
         return "" if have.dtype == want.dtype else f"dtype, reference {want.dtype}"
     if isinstance(have, torch.Tensor) or isinstance(want, _Wanted):
-        return f"a {type(have).__name__}, the reference {'a' if isinstance(want, _Wanted) else 'no'} tensor"
+        other = "a tensor" if isinstance(want, _Wanted) else f"a {type(want).__name__}"
+        return f"a {type(have).__name__}, reference {other}"
     return "" if type(have) is type(want) and have == want else f"{have!r}, reference {want!r}"

@@ -48,7 +48,9 @@ class InDouble(fx.Interpreter):
             return call_pure(node, *wide)
         except (RuntimeError, TypeError):
             # Defined for its own precision alone (a view as another dtype, say).
-            narrow = fx.map_arg((node.args, node.kwargs), lambda n: _as_narrow(self.env[n], VAL.get(n)))
+            narrow = fx.map_arg(
+                (node.args, node.kwargs), lambda n: _as_narrow(self.env[n], VAL.get(n))
+            )
             return pytree.tree_map(as_double, call_pure(node, *narrow))
 
 

@@ -1,4 +1,4 @@
-"""Laws of one function: it is pure, vmap is a loop, dtypes and transforms do not change what it computes."""
+"""Laws of one function: it is pure, vmap is a loop, dtypes and transforms do not change its values."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torchard.kernels import fuse
 from torchard.sharding import Mesh, P, place, shard
 from torchard.testing.derived import derived
 from torchard.testing.equal import equal
-from torchard.testing.roundings import is_float
 from torchard.testing.report import Report
+from torchard.testing.roundings import is_float
 
 __all__ = [
     "check_batching",
@@ -43,8 +43,8 @@ def check_pure(fn: Callable[..., Any], *args: Any) -> None:
         args: its arguments.
 
     Raises:
-        AssertionError: two calls differ, an argument was changed, torch's global random state was read, or a
-            trace of the function refuses an effect; says which.
+        AssertionError: two calls differ, an argument was changed, torch's global random state was read,
+            or a trace of the function refuses an effect; says which.
 
     >>> import torch
     >>> from torchard.testing import check_pure
@@ -95,7 +95,9 @@ def check_batching(fn: Callable[..., Any], *args: Any, seed: int = 0) -> Report:
     dims = tree.map(lambda leaf: 0 if isinstance(leaf, torch.Tensor) else None, args)
 
     def loop(*batch: Any) -> Any:
-        results = [fn(*tree.map(lambda x, d, i=i: x if d is None else x[i], batch, dims)) for i in range(3)]
+        results = [
+            fn(*tree.map(lambda x, d, i=i: x if d is None else x[i], batch, dims)) for i in range(3)
+        ]
         return tree.map(lambda *each: torch.stack(each), *results)
 
     return equal(torch.vmap(fn, in_dims=dims), loop, *batch)
@@ -116,8 +118,8 @@ def check_dtypes(
         A report with a row for each value.
 
     Raises:
-        AssertionError: a result is off by more than rounding explains (an overflow, a constant in a narrow
-            dtype); the message is the report.
+        AssertionError: a result is off by more than rounding explains (an overflow, a constant in a
+            narrow dtype); the message is the report.
 
     >>> import torch
     >>> from torchard.testing import check_dtypes
@@ -131,7 +133,9 @@ def check_dtypes(
     """
     report = Report()
     for dtype in dtypes:
-        cast = tree.map(lambda x, d=dtype: x.to(d) if is_float(x) and not x.is_complex() else x, args)
+        cast = tree.map(
+            lambda x, d=dtype: x.to(d) if is_float(x) and not x.is_complex() else x, args
+        )
         try:
             report += equal(fn, fn, *cast, orders=("value", "gradient"))
         except AssertionError as error:
@@ -204,8 +208,8 @@ def check_stack(
 
     Args:
         fn: a pure function of pytrees.
-        words: stacks, each a sequence of layers from the inside out: "shard", "fuse", "checkpoint", "jit",
-            "grad", "vmap", "jvp", or a function from functions to functions that compute the same.
+        words: stacks, each a sequence of layers from the inside out: "shard", "fuse", "checkpoint",
+            "jit", "grad", "vmap", "jvp", or a function from functions to functions that compute the same.
         args: its arguments.
         mesh: of "shard", over whose first axis the first dim of every argument is split; by default two
             virtual ranks.
@@ -232,7 +236,9 @@ def check_stack(
         try:
             report += equal(transformed, plain, *args, orders=("value",))
         except AssertionError as error:
-            raise AssertionError(f"the stack {' of '.join(map(_name, reversed(word)))}: {error}") from None
+            raise AssertionError(
+                f"the stack {' of '.join(map(_name, reversed(word)))}: {error}"
+            ) from None
     return report
 
 
@@ -243,7 +249,9 @@ def _batched(fn: Fn) -> Fn:
     """vmap over a batch of two made of the arguments; the same arguments as fn."""
 
     def run(*args: Any) -> Any:
-        batch = tree.map(lambda x: torch.stack([x, x / 2 if is_float(x) else x]) if _tensor(x) else x, args)
+        batch = tree.map(
+            lambda x: torch.stack([x, x / 2 if is_float(x) else x]) if _tensor(x) else x, args
+        )
         dims = tree.map(lambda x: 0 if _tensor(x) else None, args)
         return torch.vmap(fn, in_dims=dims)(*batch)
 
@@ -282,7 +290,9 @@ def _layer(layer: Any, mesh: Mesh) -> Layer:
         return {**_DERIVATIONS, **_TRANSFORMS}[layer]
     except KeyError:
         names = ", ".join(sorted(["shard", *_DERIVATIONS, *_TRANSFORMS]))
-        raise ValueError(f"{layer!r} is no layer of a stack; layers are {names}, or functions") from None
+        raise ValueError(
+            f"{layer!r} is no layer of a stack; layers are {names}, or functions"
+        ) from None
 
 
 def _name(layer: Any) -> str:
@@ -311,7 +321,9 @@ def _batch_of(leaf: Any, generator: torch.Generator) -> Any:
 
 def _check_same(have: Any, want: Any, root: str, what: str) -> None:
     """Leaves are equal bit by bit."""
-    for path, a, b in zip(tree.paths(want, root), tree.leaves(have), tree.leaves(want), strict=True):
+    for path, a, b in zip(
+        tree.paths(want, root), tree.leaves(have), tree.leaves(want), strict=True
+    ):
         equal_bits = torch.equal(a.nan_to_num(), b.nan_to_num()) if _tensor(a) else a == b
         if not equal_bits:
             raise AssertionError(f"{path} {what}")

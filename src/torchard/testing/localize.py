@@ -14,9 +14,9 @@ from torchard.functional.core.arguments import checked
 from torchard.functional.programs.flops import op_name
 from torchard.functional.programs.tags import PHASE, SCOPE, SOURCE, VAL
 from torchard.functional.reports.text import value_text
-from torchard.testing.roundings import coarsest, is_float, moves
-from torchard.testing.observe import Observed, observed
 from torchard.testing.bounds import Expected, expected
+from torchard.testing.observe import Observed, observed
+from torchard.testing.roundings import coarsest, is_float, moves
 
 __all__ = ["Divergence", "Operation", "localize"]
 
@@ -34,8 +34,8 @@ class Operation:
         scope: the enclosing scopes: ``block/3``.
         phase: ``forward`` or ``backward``.
         value: dtype and shape: ``f32[4, 8]``.
-        error: the largest absolute error against the nearest value of its shape in the other function; infinite
-            if it has none.
+        error: the largest absolute error against the nearest value of its shape in the other function;
+            infinite if it has none.
         bound: the error that rounding explains there.
     """
 
@@ -50,13 +50,18 @@ class Operation:
     def __str__(self) -> str:
         place = "  ".join(filter(None, (self.scope, self.source)))
         note = "" if self.phase == "forward" else f" ({self.phase})"
-        off = "no such value in the other" if self.error == float("inf") else f"off by {self.error:.2e}"
+        off = (
+            "no such value in the other"
+            if self.error == float("inf")
+            else f"off by {self.error:.2e}"
+        )
         return f"{place}  {self.op}{note} {self.value}: {off}, rounding explains {self.bound:.2e}"
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two functions part: the first operations whose operands occur in both functions, and results do not.
+    """Where two functions part: the first operations whose operands occur in both functions, and results
+    do not.
 
     Attributes:
         fn: such operations of the function under test, in order.
@@ -87,8 +92,8 @@ def localize(
 ) -> Divergence:
     """Find where two functions that should agree first part.
 
-    Both run once with every value inside kept. A value of one occurs in the other if that has a value of the
-    same shape which differs by no more than rounding explains. From results that differ, the search
+    Both run once with every value inside kept. A value of one occurs in the other if that has a value of
+    the same shape which differs by no more than rounding explains. From results that differ, the search
     goes back through values that do not occur in the other function, and stops at those that do: what
     it stops at are the first operations that went wrong. Nothing needs to be named or hooked, and the
     functions need not have the same operations.
@@ -234,7 +239,8 @@ class _Region:
         return [
             node
             for node in self.nodes
-            if any(_computed(n) and self.occurs(n) for n in operands(node)) and node not in self.first
+            if any(_computed(n) and self.occurs(n) for n in operands(node))
+            and node not in self.first
         ]
 
 

@@ -19,7 +19,6 @@ from torchard.functional.tracing.signature import read
 from torchard.sharding.testing import shard_at
 from torchard.sharding.values.place import MeshPlacement
 from torchard.testing.derived import fixed_direction
-from torchard.testing.roundings import is_float
 
 __all__ = ["Observed", "observed"]
 
@@ -50,8 +49,8 @@ def observed(fn: Fn, args: Sequence[Any], *, gradients: bool = False) -> Observe
     Args:
         fn: a transform's function, or a plain one.
         args: its arguments.
-        gradients: run the joint program: outputs, and gradients with respect to all floating arguments, of
-            cotangents that are small integers.
+        gradients: run the joint program: outputs, and gradients with respect to all floating arguments,
+            of cotangents that are small integers.
 
     Returns:
         The run.
@@ -59,7 +58,9 @@ def observed(fn: Fn, args: Sequence[Any], *, gradients: bool = False) -> Observe
     run = fn if isinstance(fn, Transformed) else Transformed(fn, ())
     program: Program = run.lower_joint(*args) if gradients else run.lower(*args)
     parts = list(_inputs(program, run.fn, args))
-    nodes = [node for node in program.graph.nodes if _is_tensor(VAL.get(node)) and node.op != "output"]
+    nodes = [
+        node for node in program.graph.nodes if _is_tensor(VAL.get(node)) and node.op != "output"
+    ]
     extended, tags = _returning(program, nodes)
     flat = Lowered.of(extended).bind()(tuple(part for group in parts for part in group))
     values = _gathered(flat[_width(program.outputs) :], nodes, tags)
@@ -86,7 +87,11 @@ def _inputs(program: Program, fn: Fn, args: Sequence[Any]) -> Iterator[tuple[tor
 def _parts(value: Any) -> tuple[torch.Tensor, ...]:
     if is_placed(value):
         return tuple(value.__torchard_placed__().parts)
-    return (value if isinstance(value, torch.Tensor) else torch.scalar_tensor(value, dtype=torch.float64),)
+    return (
+        value
+        if isinstance(value, torch.Tensor)
+        else torch.scalar_tensor(value, dtype=torch.float64),
+    )
 
 
 def _shards(value: torch.Tensor, leaf: Leaf) -> tuple[torch.Tensor, ...]:
@@ -96,7 +101,9 @@ def _shards(value: torch.Tensor, leaf: Leaf) -> tuple[torch.Tensor, ...]:
     return tuple(shard_at(value, layout, at, mesh) for at in leaf.tag.places)
 
 
-def _returning(program: Program, nodes: Sequence[fx.Node]) -> tuple[Program, list[Placement | None]]:
+def _returning(
+    program: Program, nodes: Sequence[fx.Node]
+) -> tuple[Program, list[Placement | None]]:
     """A copy of a program that returns further values, and how they are placed."""
     runtime = program.runtime
     tags = [None if runtime is None else runtime.residual_tag(node) for node in nodes]

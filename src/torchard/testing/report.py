@@ -42,7 +42,9 @@ class Difference:
     @property
     def cells(self) -> tuple[str, ...]:
         """The columns of the table."""
-        kind = self.kind.__name__ if isinstance(self.kind, type) else str(self.kind)[len("torch.") :]
+        kind = (
+            self.kind.__name__ if isinstance(self.kind, type) else str(self.kind)[len("torch.") :]
+        )
         if self.problem:
             return self.path, kind, "", "", f"<-- {self.problem}"
         times = f"{self.excess:.3g} times its bound" if self.bound else "where nothing is rounded"

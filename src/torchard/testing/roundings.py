@@ -1,9 +1,9 @@
 """Which operations of a program round, and by how much: the model of rounding errors.
 
 Backward errors: an operation gives the exact result for operands that are off by as much as its rounding
-errors amount to, rounded once more. Errors of a sum of k terms are taken as independent, so that they grow
-as the square root of k (Higham, Mary, "A new approach to probabilistic rounding error analysis", SIAM J.
-Sci. Comput. 41, 2019). Roundings are those of the dtypes that the program computes in.
+errors amount to, rounded once more. Errors of a sum of k terms are taken as independent, so that they
+grow as the square root of k (Higham, Mary, "A new approach to probabilistic rounding error analysis",
+SIAM J. Sci. Comput. 41, 2019). Roundings are those of the dtypes that the program computes in.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _MOVES = frozenset(
     f"aten.{name}"
     for name in (
         *("cat", "clone", "constant_pad_nd", "embedding", "flip", "gather", "index", "index_select"),
-        *("masked_fill", "repeat", "roll", "select_scatter", "slice_scatter", "stack", "tril", "triu"),
-        *("where", "sort", "topk", "max_pool2d_with_indices"),
+        *("masked_fill", "max_pool2d_with_indices", "repeat", "roll", "select_scatter", "slice_scatter"),
+        *("sort", "stack", "topk", "tril", "triu", "where"),
     )
-)
+)  # fmt: skip
 
 
 def is_float(value: Any) -> bool:
@@ -42,7 +42,7 @@ def is_float(value: Any) -> bool:
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
-    """The largest relative error of one rounding to nearest: half the distance from 1 to the next number."""
+    """The largest relative error of rounding to nearest: half the distance from 1 to the next number."""
     return torch.finfo(dtype).eps / 2
 
 
@@ -75,19 +75,22 @@ def roundings_of(
 ) -> dict[fx.Node, Rounding]:
     """The operations of a program that round.
 
-    Moves, views and items of tuples do not, nor does what is computed from small integers, or from multiples of
-    one power of two, as long as results and the sums on the way to them are such numbers too.
+    Moves, views and items of tuples do not, nor does what is computed from small integers, or from
+    multiples of one power of two, as long as results and the sums on the way to them are such numbers
+    too.
 
     Args:
         program: over global values.
         values: of every node, in double precision.
-        roundoff: the least unit roundoff of any operation, for a program that stands for one in a narrower
-            dtype.
+        roundoff: the least unit roundoff of any operation, for a program that stands for one in a
+            narrower dtype.
     """
     exact = set(program.placeholders)
     found: dict[fx.Node, Rounding] = {}
     for node in program.calls:
-        units = [max(unit_roundoff(v.dtype), roundoff) for v in _tensors(VAL.of(node)) if is_float(v)]
+        units = [
+            max(unit_roundoff(v.dtype), roundoff) for v in _tensors(VAL.of(node)) if is_float(v)
+        ]
         computes = bool(units) and not moves(node) and node.target is not operator.getitem
         of_exact = all(source in exact for source in node.all_input_nodes)
         if of_exact and (not computes or _is_exact(node, values, min(map(_bits, units)))):
@@ -130,7 +133,7 @@ def _is_exact(node: fx.Node, values: Mapping[fx.Node, Any], bits: int) -> bool:
     return terms + sum(max(span.high, 0) - min(span.low, 0) for span in operands) <= bits
 
 
-# Of the 53 bits of a double: results that are rounded fit in fewer than this by chance, once in thousands.
+# Of the 53 bits of a double: rounded results fit in fewer than this by chance, once in thousands.
 _CHANCE = 40
 
 

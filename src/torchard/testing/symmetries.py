@@ -8,8 +8,8 @@ from typing import Any
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.testing.equal import equal
-from torchard.testing.roundings import is_float
 from torchard.testing.report import Report
+from torchard.testing.roundings import is_float
 
 __all__ = ["equivariant", "homogeneous", "invariant"]
 
