@@ -72,7 +72,7 @@ def check_derivatives(
     >>> check_derivatives(Cube.apply, torch.tensor([1.0, 2.0]), modes=["reverse"], order=1)
     Traceback (most recent call last):
         ...
-    AssertionError: reverse mode of order 1 is wrong ...
+    AssertionError: reverse mode of order 1 is wrong: ...
     """
     unknown = set(modes) - {"forward", "reverse"}
     if unknown or not modes:
@@ -119,7 +119,7 @@ def _check(level: _Level, at: Vector, direction: Vector, generator: torch.Genera
         forward = torch.func.jvp(level.fn, at, direction)[1]
         _compare_with_differences(level, at, direction, forward)
     if "reverse" in level.modes:
-        results, pull = torch.func.vjp(level.fn, *at)
+        results, pull, *_ = torch.func.vjp(level.fn, *at)
         cotangents = _random_like(results, generator)
         pulled = float(_inner(pull(cotangents), direction))
         if forward is not None:

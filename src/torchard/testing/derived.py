@@ -51,7 +51,7 @@ def _value(fn: Fn) -> Fn:
 def _gradient(fn: Fn) -> Fn:
     def gradient(*args: Any) -> Derivatives:
         part = _FloatingPart(fn, args)
-        results, pull = torch.func.vjp(part, *part.leaves)
+        results, pull, *_ = torch.func.vjp(part, *part.leaves)
         gradients = part.by_path(pull(tuple(map(fixed_direction, results))))
         return Derivatives((f"gradient of {path}", g) for path, g in gradients.items())
 
@@ -61,7 +61,7 @@ def _gradient(fn: Fn) -> Fn:
 def _jvp(fn: Fn) -> Fn:
     def jvp(*args: Any) -> Derivatives:
         part = _FloatingPart(fn, args)
-        _, tangents = torch.func.jvp(part, tuple(part.leaves), part.directions)
+        _, tangents, *_ = torch.func.jvp(part, tuple(part.leaves), part.directions)
         return Derivatives((f"tangent of result {i}", t) for i, t in enumerate(tangents))
 
     return jvp
@@ -88,6 +88,10 @@ ORDERS: dict[str, Callable[[Fn], Fn]] = {
 }
 
 
+# Typed for trees alone, it takes anything.
+_tree_map: Any = optree.tree_map
+
+
 class _FloatingPart:
     """fn as a function of the floating tensors of its arguments, to its floating results.
 
@@ -107,7 +111,7 @@ class _FloatingPart:
     @property
     def directions(self) -> tuple[torch.Tensor, ...]:
         """Fixed tangents, those of a placed argument placed as it is."""
-        directions = optree.tree_map(
+        directions: Any = _tree_map(
             _direction_like,
             self.args,
             is_leaf=is_placed,

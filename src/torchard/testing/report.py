@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,9 @@ class Difference:
 
 class Report(list[Difference]):
     """All compared values; prints as a table."""
+
+    def __add__(self, other: Iterable[Difference]) -> Report:  # type: ignore[override]  # a list's gives lists
+        return Report([*self, *other])
 
     @property
     def good(self) -> bool:
