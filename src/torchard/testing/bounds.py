@@ -12,7 +12,7 @@ from torch import fx
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.testing.in_double import InDouble, Perturbed
-from torchard.testing.roundings import is_float, roundings_of
+from torchard.testing.roundings import is_float, narrower, roundings_of
 
 __all__ = ["Expected", "expected"]
 
@@ -59,7 +59,7 @@ def expected(
     inputs: Sequence[Any],
     nodes: Iterable[fx.Node],
     *,
-    roundoff: float = 0.0,
+    narrowest: torch.dtype | None = None,
     runs: int = 6,
     seed: int = 0,
 ) -> dict[fx.Node, Expected]:
@@ -69,7 +69,7 @@ def expected(
         program: over global values, on one device.
         inputs: of the program, in their own precision.
         nodes: whose value is one tensor.
-        roundoff: the least unit roundoff of any operation; see `roundings_of`.
+        narrowest: a dtype in which all operations count as done; see `roundings_of`.
         runs: how many perturbed runs measure the bounds.
         seed: of the perturbations.
 
@@ -80,9 +80,9 @@ def expected(
     values = InDouble(program).evaluate(inputs)
     exact = {node: values[node] for node in nodes}
     rounded = [node for node in nodes if is_float(exact[node])]
-    spreads = {node: _Spread(exact[node], VAL.of(node).dtype) for node in rounded}
+    spreads = {node: _Spread(exact[node], narrower(VAL.of(node).dtype, narrowest)) for node in rounded}
     generator = torch.Generator().manual_seed(seed)
-    roundings = roundings_of(program, values, roundoff)
+    roundings = roundings_of(program, values, narrowest)
     for _ in range(runs if roundings else 0):
         values = Perturbed(program, roundings, generator).evaluate(inputs)
         for node, spread in spreads.items():

@@ -187,7 +187,7 @@ class _Estimate:
     def excess(self, derivative: torch.Tensor) -> torch.Tensor:
         """How far a derivative is outside of the interval, over the error; 0 where that is unknown."""
         away = ((derivative - self.value).abs() - self.spread).clamp(min=0)
-        excess = away / (_OVER_ESTIMATE * self.error)
+        excess = torch.where(away > 0, away / (_OVER_ESTIMATE * self.error), 0.0)
         known = self.error.isfinite() & self.value.isfinite()
         return torch.where(known, torch.where(excess.isnan(), torch.inf, excess), 0.0)
 

@@ -18,7 +18,7 @@ from torchard.functional.tracing.signature import read
 from torchard.testing.bounds import Expected, expected
 from torchard.testing.derived import Derivatives, derived
 from torchard.testing.report import Difference, Report
-from torchard.testing.roundings import coarsest
+from torchard.testing.roundings import narrowest_dtype
 
 __all__ = ["equal"]
 
@@ -95,15 +95,15 @@ _ABSENT = object()
 
 def _compared(fn: Fn, reference: Fn, args: Any, whole: Any, seed: int) -> Report:
     have = _by_path(tree.whole(fn(*args)))
-    return _differences(have, _expected(reference, whole, _roundoff_of(fn, whole), seed))
+    return _differences(have, _expected(reference, whole, _narrowest(fn, whole), seed))
 
 
-def _roundoff_of(fn: Fn, args: Any) -> float:
-    """The unit roundoff of the narrowest dtype that fn computes in; 0 if it cannot be traced."""
+def _narrowest(fn: Fn, args: Any) -> torch.dtype | None:
+    """The narrowest dtype that fn computes in; None if it cannot be traced."""
     try:
-        return coarsest(trace(fn)(*args))
+        return narrowest_dtype(trace(fn)(*args))
     except Exception:  # whatever a trace refuses: then the reference's own dtypes stand
-        return 0.0
+        return None
 
 
 def _by_path(result: Any) -> dict[str, Any]:
@@ -112,11 +112,13 @@ def _by_path(result: Any) -> dict[str, Any]:
     return dict(zip(tree.paths(result, "out"), tree.leaves(result), strict=True))
 
 
-def _expected(fn: Fn, args: Any, roundoff: float, seed: int) -> dict[str, _Wanted]:
+def _expected(
+    fn: Fn, args: Any, narrowest: torch.dtype | None, seed: int
+) -> dict[str, Any]:
     """What a plain function should return, by path."""
     program, inputs = traced(fn, args)
     nodes = [node for node in program.results if isinstance(node, fx.Node)]
-    known = expected(program, inputs, nodes, roundoff=roundoff, seed=seed)
+    known = expected(program, inputs, nodes, narrowest=narrowest, seed=seed)
     tensors = [
         _Wanted(known[node], VAL.of(node).dtype) if isinstance(node, fx.Node) else node
         for node in program.results

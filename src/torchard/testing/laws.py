@@ -133,14 +133,22 @@ def check_dtypes(
     """
     report = Report()
     for dtype in dtypes:
-        cast = tree.map(
-            lambda x, d=dtype: x.to(d) if is_float(x) and not x.is_complex() else x, args
-        )
+        narrow = [tree.map(lambda x, d=dtype: _cast(x, d), arg) for arg in args]
+        values = [tree.map(lambda x: _cast(x, torch.float64), arg) for arg in narrow]
+
+        def in_dtype(*xs: Any, d: torch.dtype = dtype) -> Any:
+            results = fn(*(tree.map(lambda x: _cast(x, d), x) for x in xs))
+            return tree.map(lambda x: _cast(x, torch.float64), results)
+
         try:
-            report += equal(fn, fn, *cast, orders=("value", "gradient"))
+            report += equal(in_dtype, fn, *values, orders=("value", "gradient"))
         except AssertionError as error:
             raise AssertionError(f"in {dtype}, {error}") from None
     return report
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if is_float(x) and not x.is_complex() else x
 
 
 @checked

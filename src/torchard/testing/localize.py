@@ -16,7 +16,7 @@ from torchard.functional.programs.tags import PHASE, SCOPE, SOURCE, VAL
 from torchard.functional.reports.text import value_text
 from torchard.testing.bounds import Expected, expected
 from torchard.testing.observe import Observed, observed
-from torchard.testing.roundings import coarsest, is_float, moves
+from torchard.testing.roundings import is_float, moves, narrowest_dtype
 
 __all__ = ["Divergence", "Operation", "localize"]
 
@@ -121,7 +121,7 @@ def localize(
     ours = observed(fn, args, gradients=gradients)
     theirs = observed(reference, tree.whole(args), gradients=gradients)
     known = expected(
-        theirs.program, theirs.inputs, theirs.values, seed=seed, roundoff=coarsest(ours.program)
+        theirs.program, theirs.inputs, theirs.values, seed=seed, narrowest=narrowest_dtype(ours.program)
     )
     match = _Match(ours, theirs, known)
     wrong = match.wrong_results()
@@ -208,7 +208,8 @@ def operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _passes_on(node: fx.Node) -> bool:
-    return node.op == "call_function" and moves(node) and bool(operands(node))
+    casts = op_name(node) == "aten._to_copy"
+    return node.op == "call_function" and (casts or moves(node)) and bool(operands(node))
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from torchard.functional.programs.program import Leaf, Placement, Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.reports.lowered import Lowered
 from torchard.functional.tracing.signature import read
-from torchard.sharding.testing import shard_at
-from torchard.sharding.values.place import MeshPlacement
+from torchard.sharding import place
+from torchard.sharding.values.placement import MeshPlacement
+from torchard.sharding.values.spec import spec_of
 from torchard.testing.derived import fixed_direction
 
 __all__ = ["Observed", "observed"]
@@ -95,10 +96,10 @@ def _parts(value: Any) -> tuple[torch.Tensor, ...]:
 
 
 def _shards(value: torch.Tensor, leaf: Leaf) -> tuple[torch.Tensor, ...]:
+    """The parts of a whole value, placed as a leaf says."""
     if not isinstance(leaf.tag, MeshPlacement):
         return (value,)
-    mesh, layout = leaf.tag.mesh, leaf.tag.layout(value.shape)
-    return tuple(shard_at(value, layout, at, mesh) for at in leaf.tag.places)
+    return _parts(place(value, leaf.tag.mesh, spec_of(leaf.tag.layout(value.shape))))
 
 
 def _returning(

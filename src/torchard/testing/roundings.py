@@ -23,7 +23,15 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_view
 
-__all__ = ["Rounding", "coarsest", "is_float", "moves", "roundings_of", "unit_roundoff"]
+__all__ = [
+    "Rounding",
+    "is_float",
+    "moves",
+    "narrower",
+    "narrowest_dtype",
+    "roundings_of",
+    "unit_roundoff",
+]
 
 # Operations that move values and round none. Those that are missing here cost one rounding too many.
 _MOVES = frozenset(
@@ -46,10 +54,20 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def coarsest(program: Program) -> float:
-    """The unit roundoff of the narrowest floating dtype that a program computes in."""
+def narrowest_dtype(program: Program) -> torch.dtype | None:
+    """The floating dtype with the largest roundoff of those that a program computes in."""
     vals = pytree.tree_leaves([VAL.get(node) for node in program.calls])
-    return max((unit_roundoff(v.dtype) for v in vals if is_float(v)), default=0.0)
+    dtypes = dict.fromkeys(_real(v.dtype) for v in vals if is_float(v))
+    return max(dtypes, key=unit_roundoff, default=None)
+
+
+def narrower(dtype: torch.dtype, other: torch.dtype | None) -> torch.dtype:
+    """Of two floating dtypes the one with the larger roundoff."""
+    return _real(dtype) if other is None else max(_real(dtype), other, key=unit_roundoff)
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
 
 
 def moves(node: fx.Node) -> bool:
@@ -71,26 +89,24 @@ class Rounding:
 
 
 def roundings_of(
-    program: Program, values: Mapping[fx.Node, Any], roundoff: float = 0.0
+    program: Program, values: Mapping[fx.Node, Any], narrowest: torch.dtype | None = None
 ) -> dict[fx.Node, Rounding]:
     """The operations of a program that round.
 
-    Moves, views and items of tuples do not, nor does what is computed from small integers, or from
-    multiples of one power of two, as long as results and the sums on the way to them are such numbers
-    too.
+    Moves, views and items of tuples do not, nor does what is computed from small integers, or multiples of
+    one power of two, as long as results and the sums on the way to them are such numbers too.
 
     Args:
         program: over global values.
         values: of every node, in double precision.
-        roundoff: the least unit roundoff of any operation, for a program that stands for one in a
-            narrower dtype.
+        narrowest: a dtype in which all operations count as done, but for narrower ones; for a program that
+            stands for another one.
     """
     exact = set(program.placeholders)
     found: dict[fx.Node, Rounding] = {}
     for node in program.calls:
-        units = [
-            max(unit_roundoff(v.dtype), roundoff) for v in _tensors(VAL.of(node)) if is_float(v)
-        ]
+        floats = filter(is_float, _tensors(VAL.of(node)))
+        units = [unit_roundoff(narrower(v.dtype, narrowest)) for v in floats]
         computes = bool(units) and not moves(node) and node.target is not operator.getitem
         of_exact = all(source in exact for source in node.all_input_nodes)
         if of_exact and (not computes or _is_exact(node, values, min(map(_bits, units)))):
@@ -101,9 +117,17 @@ def roundings_of(
 
 
 def _rounding(node: fx.Node, unit: float) -> Rounding:
-    """Sums of 16-bit numbers are held in float32 and rounded once; over ranks, once for each rank."""
-    held = min(unit, unit_roundoff(torch.float32))
-    return Rounding(2 * unit + 2 * held * math.sqrt(_terms(node)), 2 * unit)
+    """The errors of an operation whose result has this unit roundoff.
+
+    One rounding has a standard deviation of the unit roundoff over sqrt(3). Functions such as exp are off
+    by two roundings in their own dtype. 16-bit operations compute in float32 and round once; sums over
+    ranks round the sum of each rank too.
+    """
+    single = unit / math.sqrt(3)
+    held = min(unit, unit_roundoff(torch.float32)) / math.sqrt(3)
+    terms = _terms(node)
+    inside = 2 * held * math.sqrt(terms) + (single if held < single and terms > 1 else 0.0)
+    return Rounding(inside, max(single, 2 * held))
 
 
 def _terms(node: fx.Node) -> float:
