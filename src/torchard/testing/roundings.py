@@ -99,8 +99,8 @@ def roundings_of(
     Args:
         program: over global values.
         values: of every node, in double precision.
-        narrowest: a dtype in which all operations count as done, but for narrower ones; for a program that
-            stands for another one.
+        narrowest: operations of wider dtypes count as done in this one; for a program that stands for one
+            in a narrower dtype.
     """
     exact = set(program.placeholders)
     found: dict[fx.Node, Rounding] = {}
