@@ -11,7 +11,7 @@ JOBS  ?= 2
 # torchrun with two gloo ranks; when one fails, only the ranks' own message is printed.
 TORCHRUN := $(BIN)/python examples/_torchrun.py --nproc-per-node 2
 
-.PHONY: help venv test explore kernels sweep newest matrix lint types demo bench images clean
+.PHONY: help venv test explore laws kernels sweep newest matrix lint types demo bench images clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -40,6 +40,10 @@ test: $(STAMP) ## run all tests, in JOBS processes
 
 explore: $(STAMP) ## run tests with many more examples per property (ARGS=tests/functional/effects/test_writes.py)
 	$(BIN)/python -m pytest -n $(JOBS) --hypothesis-profile=explore --timeout 3600 $(ARGS)
+
+laws: $(STAMP) ## ten times as many stacks of transforms as make test (all of them: make laws LAWS=all)
+	LAWS=$(LAWS) $(BIN)/python -m pytest -n $(JOBS) --hypothesis-profile=explore --timeout 7200 \
+	  tests/testing/test_library_laws.py $(ARGS)
 
 kernels: $(STAMP) ## compare every kernel of the library with its references, in all dtypes and transforms
 	$(BIN)/python -m pytest -n $(JOBS) tests/kernels/library/test_kernels.py $(ARGS)
