@@ -1,8 +1,8 @@
 """The laws of the library itself: every word over its transforms and torch's, on five models.
 
-A word is a stack, written from the inside out. Each equals the same derivations of the plain function, or is
-refused by one of the library's own errors. `make test` takes a fixed part of the words, `make laws` ten
-times as many; ``LAWS=all`` takes them all.
+A word is a stack, written from the inside out. Each equals the same derivations of the plain function, or
+is refused by one of the library's own errors. `make test` takes a fixed part of the words, `make laws`
+ten times as many; ``LAWS=all`` takes them all.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from effort import examples
 from refusals import refuses
 from torch.nn import functional as F
 
-from torchard import Mesh, checkpoint, fuse, jit, random, shard
+from torchard import Mesh, P, checkpoint, fuse, jit, random, shard
 from torchard.functional.core import tree
 from torchard.testing import check_stack, equal
 
@@ -89,7 +89,7 @@ def test_every_word_equals_the_plain_function(model: str) -> None:
 
 
 TRANSFORMS: dict[str, Callable[[Any], Any]] = {
-    "shard": lambda fn: shard(fn, MESHES[0]),
+    "shard": lambda fn: shard(fn, MESHES[0], (P(), P("tp"))),
     "fuse": fuse,
     "checkpoint": checkpoint,
     "jit": lambda fn: jit(fn, backend="eager"),
