@@ -73,7 +73,7 @@ def words(first: int) -> list[tuple[str, ...]]:
     """The words of one model: spread over all lengths, others for each model."""
     if os.environ.get("LAWS") == "all":
         return WORDS
-    return WORDS[first :: examples(ci=350, explore=35)]
+    return WORDS[first :: examples(ci=700, explore=70)]
 
 
 @pytest.mark.parametrize("model", MODELS)
