@@ -50,10 +50,10 @@ def gpt_layer(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
 
 
 def recurrence(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Values that are read several times, written in place, indexed and summed over."""
+    """Rows that are written in place, read through detach, summed and compared."""
     h = x.clone()
     for row in range(h.shape[0] - 1):
-        h[row + 1] = torch.tanh(h[row].detach() + h[row + 1] @ p["w"])
+        h[row + 1] = torch.tanh(h[row].detach() + x[row + 1] @ p["w"])
     return h.cumsum(0).flip(0) * h.amax(0)
 
 
