@@ -20,13 +20,14 @@ import pytest
 from docstrings import DocstringDocument, docstrings
 
 import torchard
+import torchard.testing
 from torchard import kernels
 from torchard.sharding import testing
 
 SOURCES = Path(torchard.__file__).resolve().parent
 MODULES = (
     *(torchard, torchard.nn, torchard.optim, torchard.random, torchard.policies, torchard.tree),
-    *(torchard.transforms, kernels, testing),
+    *(torchard.transforms, kernels, testing, torchard.testing),
 )
 
 

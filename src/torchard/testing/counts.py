@@ -117,6 +117,9 @@ def max_traces(most: int, *fns: Transformed) -> Iterator[None]:
         most: how often each may be traced inside.
         fns: functions that transforms returned.
 
+    Returns:
+        The context manager.
+
     Raises:
         AssertionError: one was traced more often; names it.
 

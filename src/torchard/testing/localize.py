@@ -37,6 +37,11 @@ class Operation:
         error: the largest absolute error against the nearest value of its shape in the other function;
             infinite if it has none.
         bound: the error that rounding explains there.
+
+    >>> from torchard.testing import Operation
+    >>> op = Operation("aten.mm", "model.py:12 in mlp", "block/3", "forward", "f32[4, 8]", 0.5, 1e-6)
+    >>> print(op)
+    block/3  model.py:12 in mlp  aten.mm f32[4, 8]: off by 5.00e-01, rounding explains 1.00e-06
     """
 
     op: str
@@ -67,6 +72,12 @@ class Divergence:
         fn: such operations of the function under test, in order.
         reference: such operations of its reference.
         agree: whether all results agree; then there are no such operations.
+
+    >>> import torch
+    >>> from torchard.testing import Divergence, localize
+    >>> divergence = localize(torch.exp, torch.sin, torch.ones(2))
+    >>> isinstance(divergence, Divergence), divergence.agree, [o.op for o in divergence.fn]
+    (True, False, ['aten.exp'])
     """
 
     fn: tuple[Operation, ...]

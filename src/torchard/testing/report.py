@@ -22,6 +22,14 @@ class Difference:
         excess: the error of that element over its bound; up to 1, rounding explains it.
         at: the index of that element.
         problem: why the values cannot be compared, if they cannot.
+
+    >>> import torch
+    >>> from torchard.testing import Difference
+    >>> row = Difference("out", torch.float32, error=3e-3, bound=1e-6, excess=3e3, at=(0, 2))
+    >>> row.good
+    False
+    >>> print(row)
+    out  float32  3.00e-03  1.00e-06  <-- at [0, 2], 3e+03 times its bound
     """
 
     path: str
@@ -54,7 +62,20 @@ class Difference:
 
 
 class Report(list[Difference]):
-    """All compared values; prints as a table."""
+    """All compared values; prints as a table.
+
+    Args:
+        iterable: the differences.
+
+    >>> import torch
+    >>> from torchard.testing import Report, equal
+    >>> report = equal(torch.sin, torch.sin, torch.zeros(2), orders=["value"])
+    >>> isinstance(report, Report), report.good
+    (True, True)
+    >>> print(report)
+    value  dtype    error     bound
+    out    float32  0.00e+00  0.00e+00
+    """
 
     def __add__(self, other: Iterable[Difference]) -> Report:  # type: ignore[override]  # a list's gives lists
         return Report([*self, *other])

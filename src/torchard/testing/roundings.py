@@ -93,8 +93,8 @@ def roundings_of(
 ) -> dict[fx.Node, Rounding]:
     """The operations of a program that round.
 
-    Moves, views and items of tuples do not, nor does what is computed from small integers, or multiples of
-    one power of two, as long as results and the sums on the way to them are such numbers too.
+    Moves, views and items of tuples do not, nor does what is computed from small integers, or multiples
+    of one power of two, as long as results and the sums on the way to them are such numbers too.
 
     Args:
         program: over global values.
