@@ -20,7 +20,7 @@ def _library_folders() -> tuple[str, ...]:
     sources = [
         os.path.join(root.parent, package)
         for root in (functional, functional.resolve())
-        for package in ("functional", "sharding", "kernels")
+        for package in ("functional", "sharding", "kernels", "testing")
     ]
     packages = [os.path.abspath(path) for module in (torch, optree) for path in module.__path__]
     return tuple(folder + os.sep for folder in sources + packages)

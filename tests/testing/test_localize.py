@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from torchard import Mesh, P, checkpoint, fuse, jit, place, shard
+from torchard import Mesh, P, checkpoint, fuse, jit, place, psum, shard, shard_map
 from torchard.functional.programs.tags import STEP
 from torchard.testing import localize
 from torchard.transforms import Program, Rewrite, Transformed
@@ -100,3 +100,12 @@ def test_a_module_and_its_functional_rewrite() -> None:
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     assert localize(rewritten, module, x).agree
     assert any("in mistaken" in o.source for o in localize(mistaken, module, x).fn)
+
+
+def test_values_of_one_rank_are_refused_by_line() -> None:
+    def local(x: torch.Tensor) -> torch.Tensor:
+        return psum(x * x, "tp")
+
+    run = shard_map(local, MESH, P("tp"), P())
+    with pytest.raises(NotImplementedError, match=r"varies over tp.*shard_map"):
+        localize(run, lambda x: x[:2] ** 2 + x[2:] ** 2, torch.ones(4))

@@ -119,6 +119,9 @@ def localize(
     Returns:
         The operations at which they part, of both functions; print it.
 
+    Raises:
+        NotImplementedError: values inside vary from rank to rank, as in `shard_map`.
+
     >>> import torch
     >>> from torchard.testing import localize
     >>> def norm(x, eps=0.5):

@@ -13,10 +13,11 @@ from torchard.functional.core import tree
 from torchard.functional.core.placed import is_placed
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.programs.program import Leaf, Placement, Program
-from torchard.functional.programs.tags import VAL
+from torchard.functional.programs.tags import SOURCE, VAL
 from torchard.functional.reports.lowered import Lowered
 from torchard.functional.tracing.signature import read
 from torchard.sharding import place
+from torchard.sharding.layouts.layout import VARYING
 from torchard.sharding.values.placement import MeshPlacement
 from torchard.sharding.values.spec import spec_of
 from torchard.testing.derived import fixed_direction
@@ -55,6 +56,9 @@ def observed(fn: Fn, args: Sequence[Any], *, gradients: bool = False) -> Observe
 
     Returns:
         The run.
+
+    Raises:
+        NotImplementedError: values inside vary from rank to rank, as in `shard_map`.
     """
     run = fn if isinstance(fn, Transformed) else Transformed(fn, ())
     program: Program = run.lower_joint(*args) if gradients else run.lower(*args)
@@ -108,6 +112,7 @@ def _returning(
     """A copy of a program that returns further values, and how they are placed."""
     runtime = program.runtime
     tags = [None if runtime is None else runtime.residual_tag(node) for node in nodes]
+    _check_gathered(nodes, tags)
     names = {node.name: i for i, node in enumerate(nodes)}
     copied = program.copy()
     found: dict[int, fx.Node] = {names[n.name]: n for n in copied.graph.nodes if n.name in names}
@@ -115,6 +120,18 @@ def _returning(
     out.args = ((*copied.results, *(found[i] for i in range(len(nodes)))),)
     leaves = (Leaf(f"value {node.name}", tag) for node, tag in zip(nodes, tags, strict=True))
     return replace(copied, outputs=(*copied.outputs, *leaves)), tags
+
+
+def _check_gathered(nodes: Sequence[fx.Node], tags: Sequence[Placement | None]) -> None:
+    for node, tag in zip(nodes, tags, strict=True):
+        pending = tag.pending if isinstance(tag, MeshPlacement) else ()
+        if varies := [axis for axis, op in pending if op == VARYING]:
+            where = SOURCE.get(node) or "an argument"
+            raise NotImplementedError(
+                f"{node.name} ({where}) varies over {', '.join(varies)}: values inside of shard_map are "
+                "each rank's own, and there is none on one device to compare them with. Compare the "
+                "function's results with equal, or write it for shard."
+            )
 
 
 def _width(leaves: Sequence[Leaf]) -> int:
