@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
+from torchard.functional.torch_internals.accessors import pytree
 from torchard.functional.tracing.purify import call_pure
 from torchard.testing.roundings import Rounding, is_float
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from torchard.functional.programs.flops import flops, is_product, op_name
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_view
+from torchard.functional.torch_internals.accessors import pytree
 
 __all__ = [
     "Rounding",
