@@ -15,6 +15,8 @@ from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 from sybil.sybil import SybilCollection
 
+pytest_plugins = ["torchard.testing.pytest_plugin"]
+
 SEED = 20_111_112
 ROOT = Path(__file__).resolve().parent
 

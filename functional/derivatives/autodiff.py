@@ -66,6 +66,7 @@ def derived_program(
         outputs=tuple(outputs()),
         name=program.name,
         asks=tuple(dict.fromkeys((*program.asks, *recording.asks))),
+        closures=program.closures,
         constants=(*program.constants, *(closure.value for closure in recording.closures)),
         retrace=fn if recording.without_grad else None,
         forgets_turns=recording.forgets_turns,

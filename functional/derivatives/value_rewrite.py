@@ -80,4 +80,4 @@ def interpreted(program: Program, rewrite: ValueRewrite) -> Program:
 
     derived = derived_program(program, fn, inputs, lambda: list(program.outputs))
     trees = {"in_tree": program.in_tree, "out_tree": program.out_tree}
-    return replace(derived, **trees, closures=program.closures)
+    return replace(derived, **trees)

@@ -68,7 +68,8 @@ class MeshPlacement:
         return MeshPlacement(mesh, layout.dims, layout.pending)
 
     @functools.cached_property
-    def _axes(self) -> tuple[str, ...]:
+    def axes(self) -> tuple[str, ...]:
+        """The axes along which parts differ: the value is split or pending over them."""
         split = {a for dim in self.dims for sub in dim for a in sub.axes}
         return tuple(sorted(split | {a for a, _ in self.pending}))
 
@@ -78,7 +79,7 @@ class MeshPlacement:
         if not self.mesh.virtual:
             return 1
         n = 1
-        for axis in self._axes:
+        for axis in self.axes:
             n *= self.mesh.shape[axis]
         return n
 
@@ -98,7 +99,7 @@ class MeshPlacement:
             return [self.mesh.coords]
         seen: dict[tuple[int, ...], dict[str, int]] = {}
         for at in self.mesh.all_coords():
-            seen.setdefault(tuple(at[a] for a in self._axes), at)
+            seen.setdefault(tuple(at[a] for a in self.axes), at)
         return list(seen.values())
 
     @functools.cached_property

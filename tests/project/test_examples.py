@@ -19,6 +19,7 @@ import torch
 from paths import EXAMPLES
 
 from torchard import Mesh, place, random, shard
+from torchard.testing import localize
 
 
 @pytest.fixture
@@ -54,6 +55,16 @@ def test_parallelize_plan(load: Any, capsys: pytest.CaptureFixture[str]) -> None
     text = capsys.readouterr().out
     assert "0.norm/in          pinned       P('dp', 'tp')" in text
     assert "plan['*.l3']: it matches no module" in text and "'columns' is not a style" in text
+
+
+@pytest.mark.filterwarnings("ignore::torchard.RetraceWarning")
+def test_property_testing(load: Any) -> None:
+    example = load("property_testing")
+    message, x = example.search(mended=False)
+    assert "out " in message and str(x) == "2 tokens of width 1, window 2"
+    found = localize(example.sharded(2, False), example.local_attention(2), x.q, x.k, x.v)
+    assert {(o.op, o.source.split()[-1]) for o in found.fn} == {("torchard.ppermute", "with_halo")}
+    assert example.search(mended=True) == ("equal on all inputs", None)
 
 
 def test_nvfuser_mlp(load: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import linecache
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from torchard import Mesh, P, checkpoint, fuse, jit, place, psum, shard, shard_map
+from torchard import Mesh, P, axis_index, checkpoint, fuse, jit, place, psum, shard, shard_map
 from torchard.functional.programs.tags import STEP
 from torchard.testing import localize
 from torchard.transforms import Program, Rewrite, Transformed
@@ -102,10 +105,41 @@ def test_a_module_and_its_functional_rewrite() -> None:
     assert any("in mistaken" in o.source for o in localize(mistaken, module, x).fn)
 
 
-def test_values_of_one_rank_are_refused_by_line() -> None:
-    def local(x: torch.Tensor) -> torch.Tensor:
-        return psum(x * x, "tp")
+def by_hand(wrong: str = "") -> Callable[..., torch.Tensor]:
+    """mlp with its rows over dp and its hidden units over tp; with a mistake if asked for."""
 
-    run = shard_map(local, MESH, P("tp"), P())
-    with pytest.raises(NotImplementedError, match=r"varies over tp.*shard_map"):
-        localize(run, lambda x: x[:2] ** 2 + x[2:] ** 2, torch.ones(4))
+    def local(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        hidden = F.gelu(x @ up, approximate="tanh")
+        if wrong == "before":
+            hidden = hidden * (1 + axis_index("tp"))  # differs by rank
+        out = hidden @ down
+        if wrong == "terms":
+            out = out + x[:, :2]  # on every rank
+        return psum(out, "tp")
+
+    return shard_map(local, MESH, SPECS, P("dp"))
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+def test_values_of_single_ranks_are_put_together(gradients: bool) -> None:
+    """Along dims over both axes, and as terms of a sum."""
+    assert localize(by_hand(), mlp, *draw(), gradients=gradients).agree
+
+
+@pytest.mark.parametrize(("wrong", "line"), [("before", "# differs by rank"), ("terms", "# on every")])
+def test_a_mistake_on_every_rank(wrong: str, line: str) -> None:
+    found = localize(by_hand(wrong), mlp, *draw())
+    numbers = [int(re.search(r":(\d+) in", o.source)[1]) for o in found.fn]  # type: ignore[index]
+    assert line in linecache.getline(__file__, numbers[0]), str(found)
+
+
+def test_values_of_single_ranks_that_are_alike() -> None:
+    """What a rank knows of all others occurs in the reference as it stands."""
+    run = shard_map(lambda x: psum(x * x, "tp").exp(), MESH, P("tp"), P())
+
+    def plain(x: torch.Tensor) -> torch.Tensor:
+        return (x[:2] ** 2 + x[2:] ** 2).exp()
+
+    assert localize(run, plain, torch.ones(4)).agree
+    found = localize(run, lambda x: (x[:2] ** 2 + x[2:] ** 2).exp2(), torch.ones(4))
+    assert [o.op for o in found.fn] == ["aten.exp"]

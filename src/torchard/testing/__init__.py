@@ -3,7 +3,8 @@
 - `equal`: values and derivatives agree up to rounding, by bounds that are measured, not chosen.
 - `check_...`: laws of one function; `invariant`, `equivariant`, `homogeneous`: its symmetries.
 - `assert_...`, `max_traces`: what it costs.
-- `localize`: the first operations at which two functions part.
+- `localize`: the first operations at which two functions part; `localize_ranks`: two ranks of a job.
+- `RankPool`: ranks of gloo to run tests on; `torchard.testing.pytest_plugin` has fixtures.
 """
 
 from torchard.testing.counts import (
@@ -23,6 +24,8 @@ from torchard.testing.laws import (
     check_stack,
 )
 from torchard.testing.localize import Divergence, Operation, localize
+from torchard.testing.rank_pool import RankError, RankPool
+from torchard.testing.ranks import RankDivergence, localize_ranks
 from torchard.testing.report import Difference, Report
 from torchard.testing.symmetries import equivariant, homogeneous, invariant
 
@@ -30,6 +33,9 @@ __all__ = [
     "Difference",
     "Divergence",
     "Operation",
+    "RankDivergence",
+    "RankError",
+    "RankPool",
     "Report",
     "assert_collectives",
     "assert_kernels",
@@ -46,5 +52,6 @@ __all__ = [
     "homogeneous",
     "invariant",
     "localize",
+    "localize_ranks",
     "max_traces",
 ]

@@ -28,7 +28,7 @@ class Expected:
     Attributes:
         exact: the value, in double precision.
         bound: the largest error of each element, of the same shape; None where rounding has no part in
-        the             value (integers, booleans), which must be equal.
+            the value (integers, booleans), which must be equal.
     """
 
     exact: torch.Tensor

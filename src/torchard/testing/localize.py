@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,8 @@ __all__ = ["Divergence", "Operation", "localize"]
 
 # The most operations that are shown of each function.
 _SHOWN = 4
+
+_Kind = tuple[bool, torch.Size]  # whether values are floating, and their shape
 
 
 @dataclass(frozen=True)
@@ -107,20 +110,19 @@ def localize(
     the same shape which differs by no more than rounding explains. From results that differ, the search
     goes back through values that do not occur in the other function, and stops at those that do: what
     it stops at are the first operations that went wrong. Nothing needs to be named or hooked, and the
-    functions need not have the same operations.
+    functions need not have the same operations. Inside of `shard_map`, where each rank has a value of its
+    own, a value occurs in the reference if the ranks' values joined along a dim do, or their sum, or
+    their common value.
 
     Args:
         fn: the function under test: sharded, checkpointed, fused, in half precision, or another program.
-        reference: a plain function that computes the same.
+        reference: a function that computes the same, without values of single ranks.
         args: the arguments of both; placed values are gathered for the reference.
         gradients: compare gradients with respect to all floating arguments too.
         seed: of the perturbed runs that measure rounding.
 
     Returns:
         The operations at which they part, of both functions; print it.
-
-    Raises:
-        NotImplementedError: values inside vary from rank to rank, as in `shard_map`.
 
     >>> import torch
     >>> from torchard.testing import localize
@@ -152,33 +154,42 @@ class _Match:
 
     def __init__(self, ours: Observed, theirs: Observed, known: dict[fx.Node, Expected]) -> None:
         self.ours, self.theirs, self.known = ours, theirs, known
-        self.by_shape: dict[tuple[bool, torch.Size], tuple[list[fx.Node], list[fx.Node]]] = {}
-        for which, run in enumerate((ours, theirs)):
-            for node, value in run.values.items():
-                key = (is_float(value), value.shape)
-                self.by_shape.setdefault(key, ([], []))[which].append(node)
+        self.others: dict[_Kind, list[fx.Node]] = {}
+        for node, value in theirs.values.items():
+            self.others.setdefault(_kind(value), []).append(node)
+        self.wholes = self._wholes()
+        self.mine: dict[_Kind, list[torch.Tensor]] = {}
+        for value in itertools.chain.from_iterable(self.wholes.values()):
+            self.mine.setdefault(_kind(value), []).append(value)
         self._occurs: dict[fx.Node, bool] = {}
+
+    def _wholes(self) -> dict[fx.Node, list[torch.Tensor]]:
+        """The whole values of each of our nodes; of one that varies over ranks, all that may be."""
+        found = {node: [value] for node, value in self.ours.values.items()}
+        shapes = {shape for _, shape in self.others}
+        for node, varying in self.ours.varying.items():
+            found[node] = list(varying.wholes(shapes))
+        return found
 
     def occurs(self, node: fx.Node) -> bool:
         """Whether a node's value, or that of which it is a view, occurs in the other run."""
         if node not in self._occurs:
-            pairs = self._pairs(node)
-            self._occurs[node] = any(self._agree(a, b) for a, b in pairs) or (
+            self._occurs[node] = any(self._agree(a, b) for a, b in self._pairs(node)) or (
                 _passes_on(node) and all(map(self.occurs, operands(node)))
             )
         return self._occurs[node]
 
-    def _pairs(self, node: fx.Node) -> Iterable[tuple[fx.Node, fx.Node]]:
-        """The node with each of the same shape in the other run, ours first."""
-        mine = node in self.ours.values
-        value = (self.ours if mine else self.theirs).values.get(node)
-        if value is None:
+    def _pairs(self, node: fx.Node) -> Iterable[tuple[torch.Tensor, fx.Node]]:
+        """Our values and their nodes of the same shape, of which the node is one."""
+        if node in self.wholes:
+            mine = self.wholes[node]
+            return [(value, other) for value in mine for other in self.others.get(_kind(value), ())]
+        if (value := self.theirs.values.get(node)) is None:
             return []
-        ours, theirs = self.by_shape[is_float(value), value.shape]
-        return ((node, other) for other in theirs) if mine else ((other, node) for other in ours)
+        return [(mine, node) for mine in self.mine.get(_kind(value), ())]
 
-    def _agree(self, mine: fx.Node, other: fx.Node) -> bool:
-        excess = self.known[other].excess(self.ours.values[mine])
+    def _agree(self, mine: torch.Tensor, other: fx.Node) -> bool:
+        excess = self.known[other].excess(mine)
         return not excess.numel() or float(excess.max()) <= 1
 
     def wrong_results(self) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -187,14 +198,15 @@ class _Match:
         wrong = [
             (a, b)
             for a, b in pairs
-            if isinstance(a, fx.Node) and isinstance(b, fx.Node) and not self._agree(a, b)
+            if isinstance(a, fx.Node) and isinstance(b, fx.Node)
+            if not self._agree(self.ours.values[a], b)
         ]
         return [a for a, _ in wrong], [b for _, b in wrong]
 
     def operation(self, node: fx.Node) -> Operation:
         """What is said of a node."""
         nearest = min(
-            ((self.known[b].error(self.ours.values[a]), b) for a, b in self._pairs(node)),
+            ((self.known[b].error(a), b) for a, b in self._pairs(node)),
             key=lambda pair: pair[0],
             default=None,
         )
@@ -211,6 +223,10 @@ class _Match:
             error,
             bound,
         )
+
+
+def _kind(value: torch.Tensor) -> _Kind:
+    return is_float(value), value.shape
 
 
 def operands(node: fx.Node) -> list[fx.Node]:
