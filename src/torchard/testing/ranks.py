@@ -87,9 +87,9 @@ def localize_ranks(
         ExchangeError: a rank did not answer within ``mesh.timeout``.
 
     >>> # torchrun --nproc-per-node 2
-    >>> import torch, torch.distributed as dist
-    >>> import torchard as ta
+    >>> import torch, torch.distributed as dist, torchard as ta
     >>> from torchard.testing import localize_ranks
+    >>> dist.init_process_group("gloo")
     >>> mesh = ta.Mesh({"dp": 2})
     >>> weight = torch.ones(2) + 0.5 * dist.get_rank()  # initialized differently
     >>> print(localize_ranks(lambda x: (x.exp() * weight).sum(), mesh, torch.zeros(2)))
