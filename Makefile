@@ -6,12 +6,13 @@ SHELL := /bin/bash
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS  := $(VENV)/.installed-docs
 JOBS  ?= 2
 
 # torchrun with two gloo ranks; when one fails, only the ranks' own message is printed.
 TORCHRUN := $(BIN)/python examples/_torchrun.py --nproc-per-node 2
 
-.PHONY: help venv test explore laws kernels sweep newest matrix lint types demo bench images clean
+.PHONY: help venv test explore laws kernels sweep newest matrix lint types docs demo bench images clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -64,6 +65,14 @@ lint: $(STAMP) ## run ruff
 types: $(STAMP) ## run mypy --strict
 	$(BIN)/mypy --strict -p torchard
 
+# What builds the guide is installed when it is first built; the tests run its pages without that.
+docs: $(DOCS) ## build the guide and the reference in docs/_build/html
+	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+
+$(DOCS): $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[docs]'
+	@touch $@
+
 demo: $(STAMP) ## train one model by three plans, on two gloo ranks and a virtual mesh (two minutes at most)
 	$(TORCHRUN) examples/train_gpt.py --mesh tp=2 --plan tp --steps 150
 	$(TORCHRUN) examples/train_gpt.py --mesh dp=2 --plan fsdp --steps 150
@@ -82,4 +91,5 @@ images: $(STAMP) ## compare plans for split images with and without constraints 
 
 clean: ## remove everything that was built, .venv included
 	rm -rf $(VENV) build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf docs/_build docs/reference/generated
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

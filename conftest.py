@@ -1,6 +1,6 @@
 """Configuration of all tests: one thread, a fixed seed, derandomized property tests.
 
-The examples in README.md, GUIDE.md and docstrings are tests as well, collected by Sybil.
+The examples in README.md, GUIDE.md, docs and docstrings are tests as well, collected by Sybil.
 """
 
 import gc
@@ -11,6 +11,7 @@ import pytest
 import torch
 from docstrings import DocstringDocument, DocstringExamples
 from hypothesis import settings
+from pages import CellParser
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 from sybil.sybil import SybilCollection
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parent
 # Tests run in several processes at once, so each of them uses one thread.
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start
+os.environ.setdefault("MPLBACKEND", "Agg")  # pictures are drawn, not shown
 gc.set_threshold(5000, 20, 20)
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)
@@ -35,6 +37,7 @@ pages = Sybil(
     patterns=["README.md", "GUIDE.md"],
     fixtures=["manual_seed"],
 )
+guide = Sybil([CellParser()], path=str(ROOT / "docs"), pattern="*.md", fixtures=["manual_seed"])
 sources = DocstringExamples(
     [],
     path=str(ROOT / "src"),
@@ -42,7 +45,7 @@ sources = DocstringExamples(
     fixtures=["manual_seed"],
     document_types={".py": DocstringDocument},
 )
-pytest_collect_file = SybilCollection([pages, sources]).pytest()
+pytest_collect_file = SybilCollection([pages, guide, sources]).pytest()
 
 
 def pytest_report_header() -> str:

@@ -1,4 +1,4 @@
-"""README.md and GUIDE.md show only what is there; their examples are run where they stand."""
+"""README.md, GUIDE.md and docs show only what is there; their examples are run where they stand."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import inspect
 import io
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ import torchard
 import torchard.sharding.testing
 
 README = (ROOT / "README.md").read_text()
-TEXT = README + (ROOT / "GUIDE.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "GUIDE.md", *sorted(DOCS.glob("*.md"))]
+TEXT = "".join(page.read_text() for page in PAGES)
+BLOCKS = re.findall(r"^```(?:python|\{code-cell\})\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 PROSE = re.sub(r"^```.*?^```", "", TEXT, flags=re.MULTILINE | re.DOTALL)
 SPANS = [span.replace(r"\|", "|") for span in re.findall(r"`([^`\n]+)`", PROSE)]
 
@@ -87,9 +90,10 @@ def test_examples_print_what_is_shown(page: str, name: str, shown: int) -> None:
     pytest.fail("a block of output is missing")
 
 
-def test_links_lead_somewhere() -> None:
-    for link in re.findall(r"\]\(([^)#]+)\)", TEXT):
-        assert (ROOT / link).exists(), link
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / link).exists() or (page.parent / f"{link}.md").exists(), link
 
 
 @pytest.mark.parametrize(("name", "most"), [("README.md", 150), ("ARCHITECTURE.md", 250)])

@@ -1,0 +1,38 @@
+"""The guide, docs: its pages are run where they stand (conftest.py), the first one also as a file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pages
+import pytest
+from paths import ROOT
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+
+
+def test_the_first_page_is_a_program(tmp_path: Path) -> None:
+    """Its blocks, typed into a file in an empty folder, print what it shows."""
+    cells = list(pages.cells((DOCS / "quickstart.md").read_text()))
+    (tmp_path / "quickstart.py").write_text("".join(cell.code for cell in cells))
+    done = subprocess.run(
+        [sys.executable, "quickstart.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert pages.comparable(done.stdout) == pages.comparable("".join(cell.output for cell in cells))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_cell_is_found(page: Path) -> None:
+    """A cell that is written differently would be run by Jupyter only, and its output not compared."""
+    text = page.read_text()
+    assert text.count("{code-cell}") == len(list(pages.cells(text)))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_pages_with_cells_are_run_by_jupyter(page: Path) -> None:
+    text = page.read_text()
+    assert text.startswith("---\nfile_format: mystnb\n") == ("{code-cell}" in text)
