@@ -15,8 +15,8 @@ extensions = [
 ]
 exclude_patterns = ["_build"]
 
-# Pages are run by Jupyter; an exception is an error. What a cell prints is in the source of its page already,
-# where the tests compare it, so only pictures are taken from the run.
+# Pages are run by Jupyter; an exception is an error. What a cell prints is in the source of its page,
+# where tests compare it, so only pictures are taken from the run.
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
