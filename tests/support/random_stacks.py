@@ -26,13 +26,13 @@ import torch
 from derivations import DERIVATIONS, FORWARD, OUTERMOST, Derivation, Fn, batched, floating
 from idioms import IDIOMS
 from op_db import cases, entries
-from random_programs import _program
 from refusals import refuses
 
 from torchard import checkpoint, fuse, jit, policies
 from torchard.functional.core.errors import RetraceWarning
 from torchard.sharding import Mesh, MeshTensor, P, place, shard
 from torchard.sharding.testing import random_spec
+from torchard.testing.strategies import RandomProgram, random_program
 
 __all__ = ["FAILED", "NOTHING", "REFUSED", "RIGHT", "WRONG", "Case", "draw", "judge"]
 
@@ -215,8 +215,19 @@ def _idiom(rng: Random, mesh: Mesh) -> tuple[str, Fn, tuple[torch.Tensor, ...]]:
 
 def _random_program(rng: Random, mesh: Mesh) -> tuple[str, Fn, tuple[torch.Tensor, ...]]:
     seed, length = rng.randint(0, 2**32 - 1), rng.randint(1, 4)
-    example = _program(seed, mesh, length)
-    return f"program({seed}, {length}: {'; '.join(example.lines)})", example, example.inputs
+    program = random_program(seed, steps=length, mesh=mesh)
+    name = f"random_program({seed}, steps={length}, mesh={mesh})"
+    return name, in_a_tuple(program), program.inputs
+
+
+def in_a_tuple(program: RandomProgram) -> Fn:
+    """Its results as derivations take them."""
+
+    def fn(*xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        out = program(*xs)
+        return out if isinstance(out, tuple) else (out,)
+
+    return fn
 
 
 # What they give is not determined, or torch's own samples of them are not plain tensors.

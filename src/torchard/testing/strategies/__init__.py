@@ -1,0 +1,39 @@
+"""Strategies for hypothesis: tensors, trees, meshes, specs, policies, stacks of transforms, programs.
+
+This is a public module of its own, ``from torchard.testing import strategies as ts``, which
+`torchard.testing` does not import: laws and `localize` work without hypothesis. Names of laws and of
+strategies stay apart, and ``ts.tensors`` reads as a strategy, as ``st.floats`` does.
+
+What is drawn shrinks towards what a person can read: small integers, dims of size 1, contiguous tensors,
+few steps. Importing this module also makes hypothesis print tensors of a failing example as Python that
+makes them, strides included.
+
+    from hypothesis import given, strategies as st
+    from torchard.testing import check_sharding, strategies as ts
+
+    @given(st.data())
+    def test_my_layer(data):
+        w, x = data.draw(ts.tensors("o i, ... i"))
+        mesh = data.draw(ts.meshes())
+        check_sharding(my_layer, mesh, data.draw(ts.specs_for((w, x), mesh)), w, x)
+"""
+
+from torchard.testing.strategies.placements import meshes, specs_for
+from torchard.testing.strategies.programs import programs, random_program
+from torchard.testing.strategies.random_program import RandomProgram
+from torchard.testing.strategies.tensors import tensors
+from torchard.testing.strategies.transforms import policies, stacks
+from torchard.testing.strategies.trees import keys, pytrees
+
+__all__ = [
+    "RandomProgram",
+    "keys",
+    "meshes",
+    "policies",
+    "programs",
+    "pytrees",
+    "random_program",
+    "specs_for",
+    "stacks",
+    "tensors",
+]

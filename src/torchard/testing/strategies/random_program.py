@@ -1,0 +1,86 @@
+"""A pure function and inputs for it, both of them Python text."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from hypothesis.vendor.pretty import RepresentationPrinter
+
+import torchard
+
+__all__ = ["NAMES", "RandomProgram"]
+
+# What the text of a program is evaluated in; the imports in the text say the same.
+NAMES: dict[str, Any] = {
+    "torch": torch,
+    "F": torch.nn.functional,
+    **{name: getattr(torchard, name) for name in ("P", "constrain", "nn", "random")},
+}
+_FILE = "random_program.py"
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class RandomProgram:
+    """A pure function and inputs for it. Its ``repr`` is Python text that makes both.
+
+    Calling it calls the function. What a line of its own raises has a note that shows the line.
+
+    Attributes:
+        source: the text of the function ``f``, its imports first.
+        input_sources: for each input its name in the function, and an expression that makes it.
+        inputs: the inputs.
+        function: the function ``f``.
+
+    >>> from torchard.testing import strategies as ts
+    >>> program = ts.random_program(7, steps=2)
+    >>> type(program) is ts.RandomProgram
+    True
+    >>> program
+    """
+
+    source: str
+    input_sources: dict[str, str]
+    inputs: tuple[torch.Tensor, ...] = field(init=False)
+    function: FunctionType = field(init=False)
+
+    def __post_init__(self) -> None:
+        inputs = tuple(eval(text, NAMES) for text in self.input_sources.values())
+        names = dict(NAMES)
+        exec(compile(self.source, _FILE, "exec"), names)
+        object.__setattr__(self, "inputs", inputs)
+        object.__setattr__(self, "function", names["f"])
+
+    def __call__(self, *inputs: Any) -> Any:
+        try:
+            return self.function(*inputs)
+        except Exception as error:
+            line = self._line_of(error)
+            if line is None:
+                raise
+            # Hypothesis tells failures apart by their last line. Were that one of the program, none would
+            # be the same after a step is gone.
+            error.add_note(f"{_FILE}:{line} in f: {self.source.splitlines()[line - 1].strip()}")
+            raise error.with_traceback(None)  # noqa: B904
+
+    def _line_of(self, error: Exception) -> int | None:
+        """The line of the function that raised an error itself."""
+        last = error.__traceback__
+        while last and last.tb_next:
+            last = last.tb_next
+        return last.tb_lineno if last and last.tb_frame.f_code is self.function.__code__ else None
+
+    def __repr__(self) -> str:
+        inputs = "".join(f"    {text},\n" for text in self.input_sources.values())
+        return f"{self.source}\n\n\ninputs = (\n{inputs})"
+
+    def _repr_pretty_(self, printer: RepresentationPrinter, cycle: bool) -> None:
+        """On lines of its own, from the margin on, so that it can be copied."""
+        indentation, printer.indentation = printer.indentation, 0
+        for line in repr(self).splitlines():
+            printer.break_()
+            printer.text(line)
+        printer.break_()
+        printer.indentation = indentation

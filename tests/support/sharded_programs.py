@@ -1,0 +1,52 @@
+"""Random programs, as `torchard.testing.strategies` draws them, and where their values live."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from hypothesis import strategies as st
+
+from torchard.functional.core import tree
+from torchard.sharding import Mesh, P
+from torchard.sharding.testing import meshes, random_spec
+from torchard.testing.strategies import RandomProgram, programs, random_program
+
+__all__ = ["ShardedProgram", "numbered", "sharded_programs"]
+
+
+@dataclass(frozen=True)
+class ShardedProgram:
+    """A program, where its inputs and results live, and whether the inputs are placed there before."""
+
+    program: RandomProgram
+    mesh: Mesh
+    in_specs: tuple[P, ...]
+    out_specs: Any
+    placed: bool
+
+
+@st.composite
+def sharded_programs(draw: st.DrawFn, *, max_steps: int) -> ShardedProgram:
+    """Programs × meshes × specs × constraints."""
+    mesh = draw(meshes())
+    program = draw(programs(max_steps=max_steps, mesh=mesh))
+    return _on(mesh, program, draw(st.randoms(use_true_random=False)))
+
+
+def numbered(number: int, mesh: Mesh, *, steps: int) -> ShardedProgram:
+    """One of them, without hypothesis."""
+    return _on(mesh, random_program(number, steps=steps, mesh=mesh), Random(number))
+
+
+def _on(mesh: Mesh, program: RandomProgram, rng: Random) -> ShardedProgram:
+    def wanted(out: Any) -> P | None:
+        return rng.choice((None, random_spec(rng, out.shape, mesh)))
+
+    named = zip(program.input_sources, program.inputs, strict=True)
+    in_specs = tuple(
+        P() if name == "key" else random_spec(rng, x.shape, mesh, fused=True) for name, x in named
+    )
+    out_specs = tree.map(wanted, program(*program.inputs))
+    return ShardedProgram(program, mesh, in_specs, out_specs, placed=rng.choice((False, True)))
