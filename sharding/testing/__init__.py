@@ -1,6 +1,6 @@
 """Tools for property-based tests of sharded code: strategies of meshes and specs, and a check.
 
-Needs hypothesis (``pip install torchard[test]``). ``check_sharded`` compares a function run by
+Needs hypothesis (``pip install 'torchard[hypothesis]'``). ``check_sharded`` compares a function run by
 ``shard`` with the function itself (`check.py`); ``meshes`` and ``specs`` are the strategies that feed it
 (`strategies.py`); `shards.py` defines shards by indexing, independently of the library::
 

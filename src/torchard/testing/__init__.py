@@ -4,8 +4,13 @@
 - `check_...`: laws of one function; `invariant`, `equivariant`, `homogeneous`: its symmetries.
 - `assert_...`, `max_traces`: what it costs.
 - `localize`: the first operations at which two functions part; `localize_ranks`: two ranks of a job.
+- `tensors`, `pytrees`, `keys`, `meshes`, `specs_for`, `policies`, `stacks`, `programs`: strategies for
+  hypothesis, which is imported when one of them is first used (``pip install 'torchard[hypothesis]'``).
 - `RankPool`: ranks of gloo to run tests on; `torchard.testing.pytest_plugin` has fixtures.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from torchard.testing.counts import (
     assert_collectives,
@@ -29,10 +34,25 @@ from torchard.testing.ranks import RankDivergence, localize_ranks
 from torchard.testing.report import Difference, Report
 from torchard.testing.symmetries import equivariant, homogeneous, invariant
 
+if TYPE_CHECKING:
+    from torchard.testing.strategies import (
+        RandomProgram,
+        keys,
+        meshes,
+        policies,
+        programs,
+        pytrees,
+        random_program,
+        specs_for,
+        stacks,
+        tensors,
+    )
+
 __all__ = [
     "Difference",
     "Divergence",
     "Operation",
+    "RandomProgram",
     "RankDivergence",
     "RankError",
     "RankPool",
@@ -51,7 +71,27 @@ __all__ = [
     "equivariant",
     "homogeneous",
     "invariant",
+    "keys",
     "localize",
     "localize_ranks",
     "max_traces",
+    "meshes",
+    "policies",
+    "programs",
+    "pytrees",
+    "random_program",
+    "specs_for",
+    "stacks",
+    "tensors",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Strategies are imported when they are first used: laws need no hypothesis."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module("torchard.testing.strategies"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,8 +1,8 @@
 """Strategies for hypothesis: tensors, trees, meshes, specs, policies, stacks of transforms, programs.
 
-This is a public module of its own, ``from torchard.testing import strategies as ts``, which
-`torchard.testing` does not import: laws and `localize` work without hypothesis. Names of laws and of
-strategies stay apart, and ``ts.tensors`` reads as a strategy, as ``st.floats`` does.
+`torchard.testing` has these names too, and imports this module when one of them is first used: laws and
+`localize` work without hypothesis. Beside hypothesis's own strategies, ``ts.tensors`` reads as ``st.floats``
+does: ``from torchard.testing import strategies as ts``.
 
 What is drawn shrinks towards what a person can read: small integers, dims of size 1, contiguous tensors,
 few steps. Importing this module also makes hypothesis print tensors of a failing example as Python that
@@ -17,6 +17,14 @@ makes them, strides included.
         mesh = data.draw(ts.meshes())
         check_sharding(my_layer, mesh, data.draw(ts.specs_for((w, x), mesh)), w, x)
 """
+
+try:
+    import hypothesis  # noqa: F401
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "strategies of torchard.testing need hypothesis: pip install 'torchard[hypothesis]'.",
+        name=error.name,
+    ) from error
 
 from torchard.testing.strategies.placements import meshes, specs_for
 from torchard.testing.strategies.programs import programs, random_program
