@@ -15,7 +15,7 @@ NARROW = [torch.float32, torch.bfloat16, torch.float16]
 
 
 @pytest.mark.parametrize("dtype", NARROW, ids=str)
-@settings(max_examples=examples(ci=8, explore=300))
+@settings(max_examples=examples(ci=6, explore=300))
 @given(data=st.data())
 def test_a_program_is_within_its_bounds(dtype: torch.dtype, data: st.DataObject) -> None:
     program = data.draw(programs(max_steps=4, dtype=dtype))

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import find, given, settings
+from effort import examples
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
+from same_bits import assert_same_memory
 
+from torchard import policies, testing
 from torchard.functional import random
 from torchard.functional.core import tree
 from torchard.functional.trace import name
@@ -81,18 +85,44 @@ def test_the_smallest_mesh(sizes: tuple[int, int]) -> None:
     assert (mesh, spec) == (Mesh({"dp": ranks}, virtual=True), P("dp"))
 
 
-def test_meshes_and_keys_print_as_calls() -> None:
-    @settings(database=None, derandomize=True)
-    @given(mesh=ts.meshes(), key=ts.keys(), xs=ts.tensors("n", values="all"))
-    def fails(mesh: Mesh, key: torch.Tensor, xs: tuple[torch.Tensor, ...]) -> None:
-        assert mesh.size < 3 or xs[0].isfinite().all()
+PLACED = Mesh({"dp": 2, "tp": 2}, virtual=True)
+# What the text of a failing example may name.
+PUBLIC = {
+    **{name: getattr(policies, name) for name in policies.__all__},
+    **{"torch": torch, "Mesh": Mesh, "P": P, "key": random.key},
+}
 
-    with pytest.raises(AssertionError) as failure:
+
+def test_the_arguments_of_a_failing_example_can_be_pasted() -> None:
+    fails_on: list[dict[str, Any]] = []
+
+    @settings(
+        database=None, derandomize=True, max_examples=500, phases=[Phase.generate, Phase.shrink]
+    )
+    @given(
+        mesh=ts.meshes(),
+        key=ts.keys(),
+        xs=ts.tensors("n m, m", values="all"),
+        specs=ts.specs_for({"w": (4, 6), "b": (6,)}, PLACED, fused=True),
+        policy=ts.policies(["a"]),
+        word=ts.stacks(),
+        tree=ts.pytrees(ts.tensors("d").map(lambda drawn: drawn[0])),
+    )
+    def fails(**drawn: Any) -> None:
+        if "factors" in repr(drawn["specs"]) and not drawn["xs"][0].isfinite().all():
+            fails_on.append(drawn)
+            raise AssertionError("found")
+
+    with pytest.raises(AssertionError, match="found") as failure:
         fails()
-    note = "".join(failure.value.__notes__)
-    assert "mesh=Mesh({'dp': 3}, virtual=True)" in note
-    assert "key=key(0)" in note
-    assert "xs=(torch.tensor([torch.nan]),)" in note
+    text = "".join(failure.value.__notes__)
+    call = text[text.index("fails(") :].split("\n)")[0] + "\n)"
+    pasted = eval(call, {**PUBLIC, "fails": dict})
+    assert "mesh=Mesh({'dp': 2}, virtual=True)" in call and "key=key(0)" in call
+    assert "P.factors(" in call and "policy=save_nothing" in call and "word=('shard',)" in call
+    assert repr(pasted) == repr(fails_on[-1])
+    for have, want in zip(pasted["xs"], fails_on[-1]["xs"], strict=True):
+        assert_same_memory(have, want)
 
 
 def f(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -102,7 +132,7 @@ def f(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 W, X = torch.arange(6.0).view(3, 2) / 4, torch.arange(12.0).view(4, 3) / 8
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(ci=2, explore=100))
 @given(ts.policies(names=["hidden"]))
 def test_policies_change_no_value(policy: object) -> None:
     check_checkpoint(f, [policy], W, X)
@@ -114,7 +144,7 @@ def test_the_smallest_policy() -> None:
     assert str(named) == "offload_names('a')"
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(ci=4, explore=300))
 @given(ts.stacks(["shard", "checkpoint", "grad", "jit", "vmap"], max_size=3, max_derivatives=1))
 def test_stacks_are_words_of_check_stack(word: tuple[str, ...]) -> None:
     check_stack(f, [word], W, X)
@@ -131,6 +161,28 @@ def test_stacks_differentiate_as_often_as_asked(word: tuple[str, ...]) -> None:
     assert 1 <= len(word) <= 4 and sum(layer in ("grad", "jvp") for layer in word) <= 1
 
 
+WITHOUT_HYPOTHESIS = """
+import sys
+sys.modules["hypothesis"] = None
+import torch, torchard.testing
+torchard.testing.equal(torch.sin, torch.sin, torch.ones(2))
+for name in ("tensors", "programs"):
+    try:
+        getattr(torchard.testing, name)
+    except ModuleNotFoundError as error:
+        assert "pip install 'torchard[hypothesis]'" in str(error) and error.name == "hypothesis", error
+    else:
+        raise AssertionError(name)
+"""
+
+
 def test_laws_need_no_hypothesis() -> None:
-    code = "import sys; sys.modules['hypothesis'] = None; import torchard.testing"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", WITHOUT_HYPOTHESIS], check=True, timeout=120)
+
+
+def test_strategies_are_names_of_the_testing_module() -> None:
+    assert set(ts.__all__) < set(testing.__all__) <= set(dir(testing))
+    for word in ts.__all__:
+        assert getattr(testing, word) is getattr(ts, word)
+    with pytest.raises(AttributeError, match="has no attribute 'strategy'"):
+        testing.strategy  # noqa: B018

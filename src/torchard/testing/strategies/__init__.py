@@ -1,8 +1,8 @@
 """Strategies for hypothesis: tensors, trees, meshes, specs, policies, stacks of transforms, programs.
 
 `torchard.testing` has these names too, and imports this module when one of them is first used: laws and
-`localize` work without hypothesis. Beside hypothesis's own strategies, ``ts.tensors`` reads as ``st.floats``
-does: ``from torchard.testing import strategies as ts``.
+`localize` work without hypothesis. ``from torchard.testing import strategies as ts`` goes well with
+hypothesis's own ``st``.
 
 What is drawn shrinks towards what a person can read: small integers, dims of size 1, contiguous tensors,
 few steps. Importing this module also makes hypothesis print tensors of a failing example as Python that

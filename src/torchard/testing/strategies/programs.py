@@ -82,7 +82,7 @@ def random_program(
     >>> from torchard.testing import strategies as ts
     >>> program = ts.random_program(3, steps=3)
     >>> program(*program.inputs).shape
-    torch.Size([6, 3])
+    torch.Size([5, 5])
     """
     builder = ProgramBuilder(Random(seed), dtype, mesh)
     for _ in range(steps):

@@ -35,10 +35,21 @@ class RandomProgram:
         function: the function ``f``.
 
     >>> from torchard.testing import strategies as ts
-    >>> program = ts.random_program(7, steps=2)
+    >>> program = ts.random_program(4, steps=1)
     >>> type(program) is ts.RandomProgram
     True
     >>> program
+    import torch
+    <BLANKLINE>
+    <BLANKLINE>
+    def f(v0):
+        v1 = v0 @ v0.mT
+        return v1, v1
+    <BLANKLINE>
+    <BLANKLINE>
+    inputs = (
+        torch.tensor([[-0.71, -0.52], [0.78, -0.4], [-1.13, 0.31]], dtype=torch.float64),
+    )
     """
 
     source: str
