@@ -42,6 +42,7 @@ class Given:
         ranks: the precedence of the shards that each constraint introduces.
         local: operations on local values (manual mode), and which of their options are excluded.
         spread: axes to restore wherever propagation would drop them (``stakes.py``).
+        contested: axes along which parameters take precedence over inputs, not inputs over parameters.
     """
 
     inputs: dict[fx.Node, tuple[Layout, int] | int]
@@ -50,6 +51,11 @@ class Given:
     ranks: dict[fx.Node, int] = field(default_factory=dict)
     local: dict[fx.Node, ManualConstraint] = field(default_factory=dict)
     spread: frozenset[str] = frozenset()
+    contested: frozenset[str] = frozenset()
+
+    def rank(self, rank: int, axis: str) -> int:
+        """The rank of an input's shards along an axis."""
+        return DERIVED if rank == BATCH and axis in self.contested else rank
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torchard.sharding.decompositions.functional_forms import BIASED_PRODUCTS
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.options import atomic, factor_axes
 from torchard.sharding.layouts.tags import CALL, RULE
-from torchard.sharding.planning.decision import Given, LayoutDecision, work_of
+from torchard.sharding.planning.decision import BATCH, PARAMETER, Given, LayoutDecision, work_of
 from torchard.sharding.planning.manual_options import local_operations
 from torchard.sharding.planning.propagate import SWEEPS, propagate, take_apart
 from torchard.sharding.rules import Call, rule_of
@@ -62,6 +62,35 @@ class Plan:
 
 def choose(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
     """The cheapest plan found.
+
+    Where an axis splits both parameters and a batch, parameters are gathered, as under full sharding.
+    Where it splits an inner dim of the batch (positions, under sequence parallelism), both are planned:
+    parameters gathered, and the batch.
+    """
+    plan = _restored(graph, given, mesh)
+    contested = _contested(given)
+    if not contested:
+        return plan
+    return min(plan, _restored(graph, replace(given, contested=contested), mesh), key=_total)
+
+
+def _contested(given: Given) -> frozenset[str]:
+    """Axes that split both parameters and an inner dim of another input."""
+    placed = [known for known in given.inputs.values() if not isinstance(known, int)]
+    placed += [(given.constraints[node], rank) for node, rank in given.ranks.items()]
+    of_parameters = {a for layout, rank in placed if rank == PARAMETER for a in layout.split_axes}
+    inner = {
+        axis
+        for layout, rank in placed
+        if rank == BATCH
+        for axis in layout.split_axes
+        if layout.dim_of(axis) != 0
+    }
+    return frozenset(of_parameters & inner)
+
+
+def _restored(graph: fx.Graph, given: Given, mesh: Mesh) -> Plan:
+    """The cheapest plan found for given precedences.
 
     Where axes in use do not split much of the work, two more plans are computed that restore them: on
     the dims along which the plan splits neighbouring values, and on the dims with most work at stake.

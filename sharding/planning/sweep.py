@@ -99,7 +99,8 @@ class Sweep:
             if node.op == "placeholder":
                 given = self.given.inputs[node]
                 if not isinstance(given, int):
-                    self._record(node, given[0], {a: given[1] for a in given[0].split_axes})
+                    layout, rank = given
+                    self._record(node, layout, {a: self.given.rank(rank, a) for a in layout.split_axes})
             elif node.op == "call_function":
                 self._visit(node)
         out = output_node(self.graph)
@@ -169,7 +170,8 @@ class Sweep:
         # A batch constrained to its own split remains a batch: no parameter takes precedence over it.
         home, had = self.home(source), self.ranks[source]
         batch = {a for a in had if had[a] == BATCH and home.dim_of(a) == layout.dim_of(a)}
-        self._record(node, layout, {a: BATCH if a in batch else rank for a in layout.split_axes})
+        ranks = {a: BATCH if a in batch else self.given.rank(rank, a) for a in layout.split_axes}
+        self._record(node, layout, ranks)
 
     def _choose(self, node: fx.Node) -> None:
         call = Call.of(node)
