@@ -20,6 +20,7 @@ exclude_patterns = ["_build"]
 nb_execution_mode = "force"
 nb_execution_raise_on_error = True
 nb_execution_timeout = 120
+nb_execution_in_temp = True
 nb_remove_code_outputs = True
 nb_execution_show_tb = True
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the kernels of Jupyter

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pages
 import pytest
-from paths import ROOT
+from paths import EXAMPLES, ROOT
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -36,3 +38,13 @@ def test_every_cell_is_found(page: Path) -> None:
 def test_pages_with_cells_are_run_by_jupyter(page: Path) -> None:
     text = page.read_text()
     assert text.startswith("---\nfile_format: mystnb\n") == ("{code-cell}" in text)
+
+
+def test_the_script_for_several_processes_runs(tmp_path: Path) -> None:
+    text = (DOCS / "hosts.md").read_text()
+    [(script, expected)] = re.findall(r"```python\n(.*?)```.*?```text\n(.*?)```", text, re.DOTALL)
+    (tmp_path / "train.py").write_text(script)
+    args = [str(EXAMPLES / "_torchrun.py"), "--nproc-per-node", "2", str(tmp_path / "train.py")]
+    done = forked.run(args, tmp_path, seconds=60, stderr=tmp_path / "stderr")
+    assert done.returncode == 0, (tmp_path / "stderr").read_text()
+    assert done.stdout == expected
