@@ -12,7 +12,7 @@ JOBS  ?= 2
 # torchrun with two gloo ranks; when one fails, only the ranks' own message is printed.
 TORCHRUN := $(BIN)/python examples/_torchrun.py --nproc-per-node 2
 
-.PHONY: help venv test explore laws oracle kernels sweep newest matrix lint types docs demo bench images clean
+.PHONY: help venv test explore laws mutants oracle kernels sweep newest matrix lint types docs demo bench images clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -45,6 +45,10 @@ explore: $(STAMP) ## run tests with many more examples per property (ARGS=tests/
 laws: $(STAMP) ## ten times as many stacks of transforms as make test (all of them: make laws LAWS=all)
 	LAWS=$(LAWS) $(BIN)/python -m pytest -n $(JOBS) --hypothesis-profile=explore --timeout 7200 \
 	  tests/testing/test_library_laws.py $(ARGS)
+
+mutants: $(STAMP) ## break the library in a hundred places, and see which tests notice (an hour; ARGS="--only eps")
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[mutants]'
+	$(BIN)/python tests/support/mutants.py --jobs $(JOBS) $(ARGS)
 
 oracle: $(STAMP) ## compare values, gradients and collectives with JAX's on eight ranks (installs JAX)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[oracle]'
