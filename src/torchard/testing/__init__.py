@@ -4,6 +4,7 @@
 - `check_...`: laws of one function; `invariant`, `equivariant`, `homogeneous`: its symmetries.
 - `assert_...`, `max_traces`: what it costs.
 - `localize`: the first operations at which two functions part; `localize_ranks`: two ranks of a job.
+- `prove`: a sharded plan computes what it says over whole arrays, for all values.
 - `tensors`, `pytrees`, `keys`, `meshes`, `specs_for`, `policies`, `stacks`, `programs`: strategies for
   hypothesis, which is imported when one of them is first used (``pip install 'torchard[hypothesis]'``).
 - `RankPool`: ranks of gloo to run tests on; `torchard.testing.pytest_plugin` has fixtures.
@@ -29,6 +30,7 @@ from torchard.testing.laws import (
     check_stack,
 )
 from torchard.testing.localize import Divergence, Operation, localize
+from torchard.testing.prove import Gap, Proof, Unproved, prove
 from torchard.testing.rank_pool import RankError, RankPool
 from torchard.testing.ranks import RankDivergence, localize_ranks
 from torchard.testing.report import Difference, Report
@@ -51,12 +53,15 @@ if TYPE_CHECKING:
 __all__ = [
     "Difference",
     "Divergence",
+    "Gap",
     "Operation",
+    "Proof",
     "RandomProgram",
     "RankDivergence",
     "RankError",
     "RankPool",
     "Report",
+    "Unproved",
     "assert_collectives",
     "assert_kernels",
     "assert_residual_bytes",
@@ -78,6 +83,7 @@ __all__ = [
     "meshes",
     "policies",
     "programs",
+    "prove",
     "pytrees",
     "random_program",
     "specs_for",

@@ -1,0 +1,99 @@
+"""Plans that are broken on purpose are refuted, by the name of a node that the breakage touches."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+from broken_plans import OF_ANY, OF_STEPS, Broken, breakages, outcome, parts_of, results_of
+from broken_rules import CHANGES, broken
+from effort import examples
+from hypothesis import given, settings
+from random_programs import Example, programs
+from torch import fx
+from transformer import RECIPES, batch, parameters
+
+from torchard import Mesh, P, place, shard
+from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import STEP
+from torchard.sharding.rules import lookup
+from torchard.testing import Proof, Unproved, prove
+
+
+def refutation(program: Program) -> Proof | None:
+    try:
+        prove(program)
+    except Unproved as error:
+        return error.proof
+    return None
+
+
+def check(found: Broken, original: Program) -> None:
+    """It is refuted, by a node that is the broken one or next to it."""
+    proof = refutation(found.program)
+    assert proof is not None, f"{found.kind} at {found.node}"
+    near = {found.node}
+    for graph in (found.program.graph, original.graph):
+        near |= {name for n in graph.nodes if n.name == found.node for name in _next_to(n)}
+    assert near & {gap.node for gap in proof.gaps}, f"{found.kind} at {found.node}: {proof}"
+
+
+def _next_to(node: fx.Node) -> set[str]:
+    ring = {node, *node.users, *node.all_input_nodes}
+    return {n.name for m in ring for n in (m, *m.users, *m.all_input_nodes)}
+
+
+@pytest.mark.parametrize("name", RECIPES if examples(ci=0, explore=1) else ["dp=2 tp=2 sequence"])
+def test_transformers(name: str) -> None:
+    recipe, kinds = RECIPES[name], set()
+    mesh = Mesh(recipe.mesh, virtual=True)
+    args = (
+        place(parameters(), mesh, recipe.specs),
+        *(place(t, mesh, recipe.batch) for t in batch(4)),
+    )
+    plan = shard(recipe.step, mesh, out_specs=(recipe.specs, P())).lower(*args)
+    for found in breakages(plan, mesh, Random(name), most=examples(ci=1, explore=20)):
+        check(found, plan)
+        kinds.add(found.kind)
+    assert len(kinds) >= 7, kinds
+
+
+def lowered(example: Example, *, gradients: bool) -> Any:
+    fn, out = (example.gradients, None) if gradients else (example, example.out_specs)
+    args = place(example.inputs, example.mesh, example.in_specs)
+    return shard(fn, example.mesh, out_specs=out).lower(*args)
+
+
+@given(programs())
+@settings(max_examples=examples(ci=5, explore=500))
+def test_random_programs(example: Example) -> None:
+    plan = lowered(example, gradients=len(example.lines) % 2 == 0)
+    for found in breakages(plan, example.mesh, Random(0), most=1):
+        check(found, plan)
+
+
+@given(programs())
+@settings(max_examples=examples(ci=5, explore=500))
+def test_what_passes_gives_the_same_values(example: Example) -> None:
+    """By broken rules plans are made that are consistent; one that is not refuted is not wrong."""
+    plan, mesh = lowered(example, gradients=False), example.mesh
+    parts = parts_of(plan, mesh)
+    want = results_of(plan, parts, mesh)
+    rng = Random(len(example.lines))
+    targets = sorted({n.target for n in plan.calls if not STEP.on(n) and lookup(n.target)}, key=str)
+    for target in rng.sample(targets, min(2, len(targets))):
+        for change in (*CHANGES, None):
+            with broken(target, change, seed=0):
+                try:
+                    bad = lowered(example, gradients=False)
+                except Exception:  # no plan can be made by it
+                    continue
+                if refutation(bad) is None:
+                    name = "emitter_lost" if change is None else change.__name__
+                    found = outcome(Broken(name, str(target), bad), want, parts, mesh)
+                    assert found != "other values", f"{name} of {target}"
+
+
+def test_there_are_enough_ways_to_break_a_plan() -> None:
+    assert len(OF_STEPS) + len(OF_ANY) >= 15
