@@ -38,6 +38,10 @@ class Gap:
         source: the line that called it: ``model.py:12 in mlp``.
         layouts: of its operands and results: ``P(tp), P() -> P()``.
         reason: what is not so.
+
+    >>> from torchard.testing import Gap
+    >>> print(Gap("mm", "aten.mm", "model.py:12 in mlp", "P(tp), P() -> P()", "result 0 pends over tp"))
+    mm (aten.mm at model.py:12 in mlp) P(tp), P() -> P(): result 0 pends over tp
     """
 
     node: str
@@ -60,6 +64,10 @@ class Proof:
         certificates: how many claims of factor rules they rest on, all of them tested.
         assumed: nodes that are taken for granted: exchanges of windows, collectives of shard_map.
         gaps: nodes of which the proof fails; empty for what `prove` returns.
+
+    >>> from torchard.testing import Proof
+    >>> print(Proof(operations=3, steps=1, certificates=4))
+    3 operations and 1 steps by 4 certificates, 0 assumed, 0 not proved
     """
 
     operations: int
