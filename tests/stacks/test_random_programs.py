@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 import torch
 from effort import examples
 from hypothesis import HealthCheck, given, seed, settings
-from sharded_programs import ShardedProgram, numbered, sharded_programs
+from sharded_programs import ShardedProgram, numbered, of_all, sharded_programs
 
 from torchard.functional import nn
-from torchard.functional.core import tree
 from torchard.sharding import Mesh, P
 from torchard.sharding.rules import REGISTRY
 from torchard.sharding.rules.compute.pointwise import _linear_each
@@ -40,15 +38,6 @@ def inside(case: ShardedProgram) -> None:
     check_sharded(
         gradients, program.inputs, case.mesh, case.in_specs, grads=False, placed=case.placed
     )
-
-
-def of_all(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
-    """A function with grad inside: the gradients of one number of all results."""
-
-    def loss(*inputs: torch.Tensor) -> Any:
-        return sum((out * out.detach().sign()).sum() for out in tree.leaves(fn(*inputs)))
-
-    return torch.func.grad(loss, tuple(i for i, x in enumerate(inputs) if x.is_floating_point()))
 
 
 def both(case: ShardedProgram) -> None:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Any
 
+import torch
 from hypothesis import strategies as st
 
 from torchard.functional.core import tree
-from torchard.sharding import Mesh, P
+from torchard.functional.programs.program import Program
+from torchard.sharding import Mesh, P, place, shard
 from torchard.sharding.testing import meshes, random_spec
 from torchard.testing.strategies import RandomProgram, programs, random_program
 
-__all__ = ["ShardedProgram", "numbered", "sharded_programs"]
+__all__ = ["ShardedProgram", "numbered", "of_all", "sharded_programs"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,24 @@ class ShardedProgram:
     in_specs: tuple[P, ...]
     out_specs: Any
     placed: bool
+
+    def plan(self, *, gradients: bool = False) -> Program:
+        """What `shard` makes of it, or of a function of its gradients, by the inputs' shapes."""
+        inputs, mesh = self.program.inputs, self.mesh
+        fn = of_all(self.program, inputs) if gradients else self.program
+        out = None if gradients else self.out_specs
+        if self.placed:
+            return shard(fn, mesh, out_specs=out).lower(*place(inputs, mesh, self.in_specs))
+        return shard(fn, mesh, self.in_specs, out).lower(*inputs)
+
+
+def of_all(fn: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    """A function with grad inside: the gradients of one number of all results."""
+
+    def loss(*inputs: torch.Tensor) -> Any:
+        return sum((out * out.detach().sign()).sum() for out in tree.leaves(fn(*inputs)))
+
+    return torch.func.grad(loss, tuple(i for i, x in enumerate(inputs) if x.is_floating_point()))
 
 
 @st.composite

@@ -11,7 +11,7 @@ import pytest
 import torch
 from effort import examples
 from hypothesis import given, settings
-from random_programs import Example, programs
+from sharded_programs import ShardedProgram, sharded_programs
 
 from torchard import Mesh, P, place, shard, shard_map, trace
 from torchard.functional.programs.tags import LAYOUT, STEP
@@ -21,27 +21,18 @@ from torchard.testing import Unproved, prove
 TP = Mesh({"tp": 2}, virtual=True)
 
 
-def plan_of(example: Example, *, gradients: bool) -> Any:
-    fn, out = (example.gradients, None) if gradients else (example, example.out_specs)
-    if example.placed:
-        return shard(fn, example.mesh, out_specs=out).lower(
-            *place(example.inputs, example.mesh, example.in_specs)
-        )
-    return shard(fn, example.mesh, example.in_specs, out).lower(*example.inputs)
-
-
-@given(programs())
+@given(sharded_programs(max_steps=5))
 @settings(max_examples=examples(ci=15, explore=2000))
-def test_plans_of_random_programs(example: Example) -> None:
+def test_plans_of_random_programs(case: ShardedProgram) -> None:
     for gradients in (False, True):
-        prove(plan_of(example, gradients=gradients))
+        prove(case.plan(gradients=gradients))
 
 
-@given(programs())
+@given(sharded_programs(max_steps=5))
 @settings(max_examples=examples(ci=5, explore=500))
-def test_joint_programs(example: Example) -> None:
-    given_ = place(example.inputs, example.mesh, example.in_specs)
-    prove(shard(example, example.mesh, out_specs=example.out_specs).lower_joint(*given_))
+def test_joint_programs(case: ShardedProgram) -> None:
+    placed = place(case.program.inputs, case.mesh, case.in_specs)
+    prove(shard(case.program, case.mesh, out_specs=case.out_specs).lower_joint(*placed))
 
 
 def test_llama_on_4096_ranks() -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any
 
 import pytest
 from broken_plans import OF_ANY, OF_STEPS, Broken, breakages, outcome, parts_of, results_of
 from broken_rules import CHANGES, broken
 from effort import examples
 from hypothesis import given, settings
-from random_programs import Example, programs
+from sharded_programs import ShardedProgram, sharded_programs
 from torch import fx
 from transformer import RECIPES, batch, parameters
 
@@ -59,34 +58,28 @@ def test_transformers(name: str) -> None:
     assert len(kinds) >= 7, kinds
 
 
-def lowered(example: Example, *, gradients: bool) -> Any:
-    fn, out = (example.gradients, None) if gradients else (example, example.out_specs)
-    args = place(example.inputs, example.mesh, example.in_specs)
-    return shard(fn, example.mesh, out_specs=out).lower(*args)
-
-
-@given(programs())
+@given(sharded_programs(max_steps=5))
 @settings(max_examples=examples(ci=5, explore=500))
-def test_random_programs(example: Example) -> None:
-    plan = lowered(example, gradients=len(example.lines) % 2 == 0)
-    for found in breakages(plan, example.mesh, Random(0), most=1):
+def test_random_programs(case: ShardedProgram) -> None:
+    plan = case.plan(gradients=len(case.program.source) % 2 == 0)
+    for found in breakages(plan, case.mesh, Random(0), most=1):
         check(found, plan)
 
 
-@given(programs())
+@given(sharded_programs(max_steps=5))
 @settings(max_examples=examples(ci=3, explore=500))
-def test_what_passes_gives_the_same_values(example: Example) -> None:
+def test_what_passes_gives_the_same_values(case: ShardedProgram) -> None:
     """By broken rules plans are made that are consistent; one that is not refuted is not wrong."""
-    plan, mesh = lowered(example, gradients=False), example.mesh
+    plan, mesh = case.plan(), case.mesh
     parts = parts_of(plan, mesh)
     want = results_of(plan, parts, mesh)
-    rng = Random(len(example.lines))
+    rng = Random(len(case.program.source))
     targets = sorted({n.target for n in plan.calls if not STEP.on(n) and lookup(n.target)}, key=str)
     for target in rng.sample(targets, min(2, len(targets))):
         for change in (*CHANGES, None):
             with broken(target, change, seed=0):
                 try:
-                    bad = lowered(example, gradients=False)
+                    bad = case.plan()
                 except Exception:  # no plan can be made by it
                     continue
                 if refutation(bad) is None:
