@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parent
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start
 os.environ.setdefault("MPLBACKEND", "Agg")  # pictures are drawn, not shown
+# Inductor's pool of processes, which each load torch, has nothing to do but on CUDA devices.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 gc.set_threshold(5000, 20, 20)
 
 settings.register_profile("ci", derandomize=True, deadline=None, print_blob=True)

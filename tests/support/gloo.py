@@ -355,6 +355,7 @@ def norm_counts_each_value_once(rank: int, world: int) -> float:
 @check
 def a_batch_shorter_than_the_mesh(rank: int, world: int) -> float:
     """Ranks without rows still take part in gathers that only the others need."""
+    backend = "inductor" if world == 2 else "aot_eager"
     mesh = Mesh({"dp": world})
     w = torch.arange(24.0, dtype=torch.float64).reshape(4, 6).sin()
     x = torch.arange(4.0, dtype=torch.float64).reshape(1, 4)
@@ -363,7 +364,7 @@ def a_batch_shorter_than_the_mesh(rank: int, world: int) -> float:
         return torch.tanh(x @ w).sum()
 
     have = torch.func.grad(shard(f, mesh))(place(w, mesh, P("dp")), place(x, mesh, P("dp")))
-    compiled = torch.func.grad(jit(shard(f, mesh)))
+    compiled = torch.func.grad(jit(shard(f, mesh), backend=backend))
     again = compiled(place(w, mesh, P("dp")), place(x, mesh, P("dp")))
     want = torch.func.grad(f)(w, x)
     return max(worst({"w": v.full()}, {"w": want}) for v in (have, again))

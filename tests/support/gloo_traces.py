@@ -13,6 +13,9 @@ __all__ = ["CHECKS"]
 
 
 def names_in_a_trace(rank: int, world: int) -> dict[str, traces.Found]:
+    """Two ranks are enough."""
+    if world != 2:
+        return {}
     mesh = Mesh({"tp": world})
     return {case: traces.found(case, mesh) for case in traces.CASES}
 

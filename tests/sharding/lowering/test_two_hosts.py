@@ -73,11 +73,11 @@ def torchrun(host: Host, leader: Host, *options: str) -> list[str]:
 def started(host: Host, folder: Path, args: list[str], **more: str) -> forked.Job:
     """A script on a host, forked from a process that has torch loaded."""
     own = folder / host.name
-    own.mkdir()
+    own.mkdir(exist_ok=True)
     return forked.Job(args, own, PATIENCE, environment(host, **more), host=host)
 
 
-def dying(hosts: tuple[Host, Host], folder: Path, *options: str) -> tuple[list[int], list[str], float]:
+def ran(hosts: tuple[Host, Host], folder: Path, *options: str) -> tuple[list[int], list[str], float]:
     """A job under torchrun, run to its end: exit codes, what was printed, seconds between the ends."""
     with contextlib.ExitStack() as stack:
         jobs = [
@@ -91,18 +91,6 @@ def dying(hosts: tuple[Host, Host], folder: Path, *options: str) -> tuple[list[i
         return [job.wait() for job in jobs], texts, seconds
 
 
-def typed(hosts: tuple[Host, Host], folder: Path, *options: str) -> tuple[list[int], list[str]]:
-    """The same, as who types the commands runs it: every process loads torch itself."""
-    with contextlib.ExitStack() as stack:
-        running = []
-        for host in hosts:
-            out = stack.enter_context(open(folder / f"{host.name}.txt", "w"))
-            command = torchrun(host, hosts[0], *options)
-            running.append(stack.enter_context(host.running(command, environment(host), out)))
-        codes = [process.wait(PATIENCE) for process in running]
-    return codes, [(folder / f"{host.name}.txt").read_text() for host in hosts]
-
-
 def test_a_host_dies_and_the_job_goes_on(
     hosts: tuple[Host, Host],
     tmp_path: Path,
@@ -113,13 +101,13 @@ def test_a_host_dies_and_the_job_goes_on(
     saving = ["--out", str(tmp_path), "--save", kept]
     # Halfway through the backward of the fourth step.
     failing = ["--fail", "kill", "--fail-at", "3", "--fail-after", "15", "--timeout", "90"]
-    codes, texts, seconds = dying(hosts, tmp_path, *saving, *failing)
+    codes, texts, seconds = ran(hosts, tmp_path, *saving, *failing)
     assert codes[0] > 0 and codes[1] > 0 and seconds < SOON, texts
     assert re.search(rf"lost the others: rank 0 was in step 4 of 6, waiting for {SENT}", texts[0])
     assert texts[0].count("train_gpt: ") == 1 and "SIGKILL" in texts[1]
     assert sorted(path.name for path in (tmp_path / "kept").iterdir()) == ["step-2"]
 
-    codes, texts = typed(hosts, tmp_path, *saving, "--resume", kept)
+    codes, texts, _ = ran(hosts, tmp_path, *saving, "--resume", kept)
     assert codes == [0, 0], texts
     assert re.search(rf"Mesh\(dp=2, tp=1\): *33%.* 2/{STEPS}", texts[0]), texts[0]
     on_two_hosts = compared(texts[0])
