@@ -9,11 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from comparing import compare, per_example, sgd
+from effort import examples
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchard import Mesh, MeshTensor, P, jit, place, random, shard
 
+ALL = bool(examples(ci=0, explore=1))
 MESHES = [{"a": 1}, {"a": 3}, {"a": 2, "b": 2}, {"a": 2, "b": 3}]
 
 
@@ -138,13 +140,13 @@ def backward(s: Setting) -> Any:
     }
 
 
-# On the largest mesh all over all; on the others every pair of mesh, transform and kind of x.
+# Every pair of mesh, transform and kind of x; in `make explore`, all over all.
 RUNS = [
     pytest.param(axes, transform, placed, id=f"{'×'.join(map(str, axes.values()))}-{transform}-{kind}")
     for number, axes in enumerate(MESHES)
     for transform in ("shard", "jit∘shard")
     for placed, kind in ((False, "plain x"), (True, "placed x"))
-    if axes == MESHES[-1] or (transform == "shard") == (placed == (number % 2 == 1))
+    if (number != 2 and (transform == "shard") == (placed == (number % 2 == 1))) or ALL
 ]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils._pytree as torch_pytree
-from derivation_cases import MESH, TRANSFORMS, W, X, crossed, same, whole
+from derivation_cases import FEW, MESH, TRANSFORMS, W, X, crossed, same, whole
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 from torchard import tree
@@ -114,7 +114,8 @@ def test_a_derivative_straight_of_a_placed_tensor(inside: str, spec: P, name: st
     want = fn(X)
     same(transform(lambda: fn(placed))(), want)
     same(transform(fn)(placed), want)
-    same(transform(lambda: transform(lambda: fn(placed))())(), want)
+    if not FEW or spec == P("dp"):
+        same(transform(lambda: transform(lambda: fn(placed))())(), want)
 
 
 READ: dict[str, Fn] = {

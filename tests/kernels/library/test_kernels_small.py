@@ -61,7 +61,7 @@ def derivatives(fn: Callable[..., Any], args: Sequence[Tensor]) -> dict[str, Any
 
 @pytest.mark.parametrize("name", NAMES)
 def test_dims_of_size_zero_and_one(name: str) -> None:
-    @settings(max_examples=examples(ci=3, explore=80), database=None, phases=(Phase.generate,))
+    @settings(max_examples=examples(ci=2, explore=80), database=None, phases=(Phase.generate,))
     @given(st.data())
     def check(data: st.DataObject) -> None:
         pattern = data.draw(st.sampled_from(KERNELS[name].patterns))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from effort import examples
 
 from torchard.functional import nn
 from torchard.sharding import Mesh, P
@@ -121,6 +122,9 @@ def splits(args: tuple[torch.Tensor, ...], mesh: Mesh) -> Iterator[tuple[P, ...]
     ("name", "mesh"), list(itertools.product(CASES, MESHES)), ids=lambda v: str(v).removeprefix("Mesh")
 )
 def test_edges(name: str, mesh: Mesh) -> None:
+    """On two of four meshes each split, by turns; on all of them in `make explore`."""
     fn, args, tolerance = CASES[name]
-    for specs in splits(args, mesh):
+    step = examples(ci=2, explore=1)
+    start = (list(CASES).index(name) + MESHES.index(mesh)) % step
+    for specs in itertools.islice(splits(args, mesh), start, None, step):
         check_sharded(fn, args, mesh, specs, tolerance=tolerance)
