@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
 import torch
+from effort import cases
 from torch.nn import functional as F
 
 from torchard import Mesh, P, checkpoint, fuse, jit, policies, random, shard
@@ -26,6 +28,7 @@ from torchard.testing import (
     invariant,
     max_traces,
 )
+from torchard.testing.strategies.layouts import LAYOUTS, laid_out
 
 X = random.normal(random.key(0), (4, 6), dtype=torch.float64)
 W = random.normal(random.key(1), (6, 3), dtype=torch.float64)
@@ -212,3 +215,21 @@ def test_traces() -> None:
         f(X), f(2 * X)
     with pytest.raises(AssertionError, match="traced 2 times, more than 1"), max_traces(1, f):
         f(X[0]), f(X[:2])
+
+
+# -- layouts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "layout", cases(["expanded"], [name for name in LAYOUTS if name != "expanded"])
+)
+def test_laws_take_arguments_of_any_layout(layout: str) -> None:
+    x = laid_out(torch.arange(6, dtype=torch.float64).view(3, 2) / 8, layout, Random(0))
+    equal(torch.sin, torch.sin, x)
+    check_derivatives(torch.sin, x)
+    check_pure(torch.sin, x)
+    check_batching(torch.sin, x)
+    check_dtypes(torch.sin, x)
+    check_sharding(torch.sin, TP, P("tp"), x)
+    check_checkpoint(torch.sin, [policies.save_nothing], x)
+    check_stack(torch.sin, [("jit", "grad")], x)

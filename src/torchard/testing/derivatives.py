@@ -10,6 +10,7 @@ import torch
 
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
+from torchard.testing.derived import as_primal
 from torchard.testing.in_double import as_double
 from torchard.testing.roundings import is_float
 
@@ -97,7 +98,7 @@ def _flat(fn: Callable[..., Any], args: Any) -> tuple[Fn, Vector, list[str]]:
         result = fn(*tree.combine(tree.unflatten(structure, some), rest))
         return tuple(r for r in tree.leaves(tree.whole(result)) if is_float(r))
 
-    return flat, tuple(leaves), tree.paths(floats, "args")
+    return flat, tuple(map(as_primal, leaves)), tree.paths(floats, "args")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torchard.functional.core.placed import is_placed
 from torchard.sharding import MeshTensor, place
 from torchard.testing.roundings import is_float
 
-__all__ = ["ORDERS", "Derivatives", "derived", "fixed_direction"]
+__all__ = ["ORDERS", "Derivatives", "as_primal", "derived", "fixed_direction"]
 
 Fn = Callable[..., Any]
 
@@ -61,10 +61,17 @@ def _gradient(fn: Fn) -> Fn:
 def _jvp(fn: Fn) -> Fn:
     def jvp(*args: Any) -> Derivatives:
         part = _FloatingPart(fn, args)
-        _, tangents, *_ = torch.func.jvp(part, tuple(part.leaves), part.directions)
+        primals = tuple(map(as_primal, part.leaves))
+        _, tangents, *_ = torch.func.jvp(part, primals, part.directions)
         return Derivatives((f"tangent of result {i}", t) for i, t in enumerate(tangents))
 
     return jvp
+
+
+def as_primal(x: Any) -> Any:
+    """The tensor, or a copy if it is expanded: torch's forward mode refuses entries that share memory."""
+    expanded = any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True))
+    return x.clone(memory_format=torch.contiguous_format) if expanded else x
 
 
 def _second(fn: Fn) -> Fn:
