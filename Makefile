@@ -12,7 +12,7 @@ JOBS  ?= 2
 # torchrun with two gloo ranks; when one fails, only the ranks' own message is printed.
 TORCHRUN := $(BIN)/python examples/_torchrun.py --nproc-per-node 2
 
-.PHONY: help venv test explore laws mutants oracle kernels sweep newest matrix lint types docs demo bench images clean
+.PHONY: help venv test explore laws mutants oracle coverage kernels sweep newest matrix lint types docs demo bench images clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -53,6 +53,12 @@ mutants: $(STAMP) ## break the library in a hundred places, and see which tests 
 oracle: $(STAMP) ## compare values, gradients and collectives with JAX's on eight ranks (installs JAX)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[oracle]'
 	OMP_NUM_THREADS=1 $(BIN)/python tests/oracle/compare.py --out tests/results/jax-oracle.md $(ARGS)
+
+coverage: $(STAMP) ## run all tests with lines and branches counted, and write tests/results/coverage.md
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[coverage]'
+	ROOT=$(CURDIR) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --timeout 900 --cov --cov-report= $(ARGS)
+	ROOT=$(CURDIR) $(BIN)/python -m coverage report --format=markdown > tests/results/coverage.md
+	@tail -1 tests/results/coverage.md
 
 kernels: $(STAMP) ## compare every kernel of the library with its references, in all dtypes and transforms
 	$(BIN)/python -m pytest -n $(JOBS) tests/kernels/library/test_kernels.py $(ARGS)

@@ -23,6 +23,9 @@ import torch.distributed as dist
 
 __all__ = ["RankError", "RankPool"]
 
+# After its pipe is closed; more than enough for a rank that is not waiting for another.
+_SECONDS_TO_END = 1.0
+
 
 class RankError(AssertionError):
     """A function failed on a rank of a `RankPool`, or a rank did not answer; it has every traceback.
@@ -96,7 +99,8 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.kill()  # the default group has nothing to save, and may wait for a rank that failed
+            process.join(_SECONDS_TO_END)
+            process.kill()  # it may wait for a rank that failed
             process.join()
         if self._folder is not None:
             self._folder.cleanup()
