@@ -279,6 +279,16 @@ def breakages(program: Program, mesh: Mesh, rng: Random, most: int) -> Iterator[
                     break
 
 
+def break_one(
+    change: Callable[[_Site], bool], program: Program, node: fx.Node, mesh: Mesh
+) -> Broken:
+    """One breakage, at this node."""
+    site = _Site(program, node, mesh.sizes, Random(0))
+    if not change(site):
+        raise ValueError(f"{change.__name__} finds nothing to break at {node.name}")
+    return Broken(change.__name__, node.name, site.program, site.runs)
+
+
 # -- running them -------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,8 @@ from broken_plans import OF_ANY, OF_STEPS, Broken, breakages, outcome, parts_of,
 from broken_rules import CHANGES, broken
 from effort import examples
 from hypothesis import given, settings
+from published_bugs import BUGS
+from published_plans import NO_PLANS, PLANS
 from sharded_programs import ShardedProgram, sharded_programs
 from torch import fx
 from transformer import RECIPES, batch, parameters
@@ -86,6 +88,19 @@ def test_what_passes_gives_the_same_values(case: ShardedProgram) -> None:
                     name = "emitter_lost" if change is None else change.__name__
                     found = outcome(Broken(name, str(target), bad), want, parts, mesh)
                     assert found != "other values", f"{name} of {target}"
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_published_bugs(name: str) -> None:
+    """The plan is proved; with the bug in it it is refuted, by name of the node or one next to it."""
+    plan = PLANS[name].right()
+    prove(plan)
+    with PLANS[name].wrong() as found:
+        check(found, plan)
+
+
+def test_every_published_bug_is_a_plan_or_is_said_not_to_be() -> None:
+    assert {*PLANS, *NO_PLANS} == {bug.name for bug in BUGS} and not {*PLANS} & {*NO_PLANS}
 
 
 def test_there_are_enough_ways_to_break_a_plan() -> None:
