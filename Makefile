@@ -12,7 +12,7 @@ JOBS  ?= 2
 # torchrun with two gloo ranks; when one fails, only the ranks' own message is printed.
 TORCHRUN := $(BIN)/python examples/_torchrun.py --nproc-per-node 2
 
-.PHONY: help venv test explore laws mutants oracle coverage kernels sweep newest matrix lint types docs demo bench images clean
+.PHONY: help venv test explore laws mutants oracle proofs coverage kernels sweep newest matrix lint types docs demo bench images clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -59,6 +59,8 @@ coverage: $(STAMP) ## run all tests with lines and branches counted, and write t
 	ROOT=$(CURDIR) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --timeout 900 --cov --cov-report= $(ARGS)
 	ROOT=$(CURDIR) $(BIN)/python -m coverage report --format=markdown > tests/results/coverage.md
 	@tail -1 tests/results/coverage.md
+proofs: $(STAMP) ## prove the plans of recipes and models, Llama 3 405B on 4,096 ranks among them (some minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/proofs.py --out tests/results/proofs.md $(ARGS)
 
 kernels: $(STAMP) ## compare every kernel of the library with its references, in all dtypes and transforms
 	$(BIN)/python -m pytest -n $(JOBS) tests/kernels/library/test_kernels.py $(ARGS)

@@ -3,13 +3,15 @@ fully sharded data parallelism."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from torchard import P, constrain, nn
+from torchard import Mesh, P, constrain, nn, shard
+from torchard.functional.programs.program import Program
 
 Params = dict[str, Any]
 
@@ -96,3 +98,15 @@ def specs(s: Shapes) -> Params:
 
 
 BATCH = P(("dp", "fsdp"))
+
+
+def lowered(s: Shapes, mesh: Mesh) -> Program:
+    """The plan of a loss and its gradients, of 512 sequences; nothing is allocated."""
+
+    def make(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device="meta", dtype=torch.bfloat16)
+
+    tokens = torch.empty(512, s.context, device="meta", dtype=torch.int64)
+    step = torch.func.grad_and_value(functools.partial(loss, s))
+    run = shard(step, mesh, (specs(s), BATCH, BATCH), (specs(s), P()))
+    return run.lower(parameters(s, make), tokens, tokens)

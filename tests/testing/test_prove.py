@@ -38,16 +38,7 @@ def test_joint_programs(case: ShardedProgram) -> None:
 def test_llama_on_4096_ranks() -> None:
     """Two layers of 405B: what a proof costs does not depend on sizes."""
     shapes = replace(llama.LLAMA_405B, layers=2)
-    mesh = Mesh({"dp": 8, "fsdp": 64, "tp": 8}, virtual=True)
-
-    def make(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, device="meta", dtype=torch.bfloat16)
-
-    tokens = torch.empty(512, shapes.context, device="meta", dtype=torch.int64)
-    specs = llama.specs(shapes)
-    step = torch.func.grad_and_value(functools.partial(llama.loss, shapes))
-    run = shard(step, mesh, (specs, llama.BATCH, llama.BATCH), (specs, P()))
-    proof = prove(run.lower(llama.parameters(shapes, make), tokens, tokens))
+    proof = prove(llama.lowered(shapes, Mesh({"dp": 8, "fsdp": 64, "tp": 8}, virtual=True)))
     assert not proof.gaps and not proof.assumed and proof.operations > 100 and proof.steps > 30
 
 
