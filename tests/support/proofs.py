@@ -18,8 +18,9 @@ from pathlib import Path
 
 import torch
 
-ROOT = Path(__file__).parents[2]
-sys.path.extend(str(ROOT / at) for at in ("examples", "tests/stacks", "tests/sharding/manual"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+sys.path.append(str(Path(__file__).parents[1] / "stacks"))
+sys.path.append(str(Path(__file__).parents[1] / "sharding" / "manual"))
 
 import llama
 import sequence_parallel
