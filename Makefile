@@ -59,6 +59,7 @@ coverage: $(STAMP) ## run all tests with lines and branches counted, and write t
 	ROOT=$(CURDIR) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --timeout 900 --cov --cov-report= $(ARGS)
 	ROOT=$(CURDIR) $(BIN)/python -m coverage report --format=markdown > tests/results/coverage.md
 	@tail -1 tests/results/coverage.md
+
 proofs: $(STAMP) ## prove the plans of recipes and models, Llama 3 405B on 4,096 ranks among them (some minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/proofs.py --out tests/results/proofs.md $(ARGS)
 
