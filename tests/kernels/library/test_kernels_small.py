@@ -14,6 +14,7 @@ from kernel_cases import NAMES, Case, inputs_of, names_of, outputs, plain
 from torch import Tensor
 from torch.func import grad, jvp
 
+from torchard import trace
 from torchard.kernels import KERNELS, Pattern, fuse
 
 SIZES = (0, 1, 2)
@@ -59,6 +60,12 @@ def derivatives(fn: Callable[..., Any], args: Sequence[Tensor]) -> dict[str, Any
     }
 
 
+def tolerance(fn: Callable[..., Any], args: Sequence[Tensor]) -> float:
+    """References that compute in float32 whatever they are given are as exact as that."""
+    values = [node.meta.get("val") for node in trace(fn)(*args).calls]
+    return 1e-5 if any(getattr(v, "dtype", None) == torch.float32 for v in values) else 1e-9
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_dims_of_size_zero_and_one(name: str) -> None:
     @settings(max_examples=examples(ci=2, explore=80), database=None, phases=(Phase.generate,))
@@ -71,11 +78,12 @@ def test_dims_of_size_zero_and_one(name: str) -> None:
             want = derivatives(reference, args)
         except (RuntimeError, IndexError, ZeroDivisionError):  # no value: the largest of nothing
             return
+        close = tolerance(reference, args)
         have = derivatives(fuse(reference, compiler="eager"), args)
         for kind, values in want.items():
             for a, b in zip(have[kind], values, strict=True):
                 torch.testing.assert_close(
-                    a, b, rtol=1e-9, atol=1e-9, equal_nan=True, msg=lambda m, k=kind: f"{k}: {m}"
+                    a, b, rtol=close, atol=close, equal_nan=True, msg=lambda m, k=kind: f"{k}: {m}"
                 )
 
     check()
