@@ -69,6 +69,12 @@ def test_what_differs_is_named(wrong: Any, where: str) -> None:
     assert any(where in line for line in bad)
 
 
+def test_one_element_of_many_is_seen() -> None:
+    x, place = torch.ones(100_000), torch.arange(100_000)
+    with pytest.raises(AssertionError, match="out"):
+        verify(lambda x: torch.where(place == 7, 1.001 * x, x), lambda x: 1 * x, x, grads=False)
+
+
 def test_closer_than_eager_is_good_enough() -> None:
     """The tolerance is no judge of two orders of a sum; float64 is."""
     x = torch.rand(400, generator=torch.Generator().manual_seed(1))

@@ -159,6 +159,18 @@ def test_a_chain_of_donations(w: torch.Tensor, x: torch.Tensor) -> None:
     assert run._traces == 1
 
 
+def test_what_autograd_follows_is_not_given_up(w: torch.Tensor, x: torch.Tensor) -> None:
+    """Its gradient needs it; without gradients it is donated as any other."""
+    run, want = jit(loss, backend="eager", donate_argnums=0), grad(loss)(w, x)
+    w.requires_grad_()
+    run(w, x).backward()
+    torch.testing.assert_close(w.grad, want)
+    with torch.no_grad():
+        run(w, x)
+    with pytest.raises(DonatedError):
+        w.sum()
+
+
 def test_donating_a_value_that_is_passed_twice(w: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"donated value of shape \[.*\] is passed twice"):
         jit(lambda a, b: a + b, backend="eager", donate_argnums=0)(w, w)

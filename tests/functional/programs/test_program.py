@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import fx
 
+from torchard import Mesh, P, shard
 from torchard.functional.execution.binding import bind
 from torchard.functional.programs.program import Program, Records
 from torchard.functional.trace import scope, trace
@@ -119,3 +120,10 @@ def test_tags_are_listed(program: Program) -> None:
     assert str(marked.collectives) == "total 7"
     assert marked.kernels == ["BiasGeLU", "RMSNorm, taken apart"]
     assert str(Records()) == "none"
+
+
+def test_a_plan_says_where_gradients_stop() -> None:
+    mesh = Mesh({"tp": 2}, virtual=True)
+    plan = shard(lambda x: x * x.sin().detach(), mesh, in_specs=(P("tp"),)).lower(torch.ones(4))
+    (line,) = (line for line in str(plan).splitlines() if "= detach(" in line)
+    assert "cut" in line

@@ -85,6 +85,7 @@ MLP: dict[str, tuple[Any, str | None, str | None]] = {
     "save_all_but_names": (policies.save_all_but_names("hidden"), "aten.addmm", None),
     "offload_names": (policies.offload_names("pre"), "torchard.offload", None),
     "both": (policies.save_dots | policies.save_names("hidden"), "aten.addmm", "aten.gelu"),
+    "intersection": (policies.save_everything & policies.save_names("hidden"), None, "aten.gelu"),
 }
 
 
@@ -98,6 +99,14 @@ def test_an_mlp_keeps_what_its_policy_says(kind: str) -> None:
     assert found.bytes == sum(row[3] for row in want if row[0] != "argument")
     ending = f"{len(want) - len(weights_in(want))} values, {found.bytes:,} bytes, and the arguments"
     assert str(found).endswith(ending)
+
+
+def test_a_checkpoint_of_the_function_is_around_those_of_its_parts() -> None:
+    """In either order: the parts keep what they say only once the function runs again."""
+    args = mlp_params(), torch.randn(ROWS, WIDTH)
+    parts = dict(policy=policies.save_dots, where="block/*")
+    for run in (checkpoint(checkpoint(mlp), **parts), checkpoint(checkpoint(mlp, **parts))):
+        assert all(row[0] == "argument" for row in rows(saved_residuals(run, *args)))
 
 
 def weights_in(listed: list[Row]) -> list[Row]:
