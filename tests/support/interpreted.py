@@ -65,6 +65,8 @@ KINDS = (
     # In float32, which `inputs_of` draws in: a cast would lay them out anew. Rows of whole counters.
     Kind((3,), 24, ("strided", "transposed"), [torch.float32], SMALL),
     Kind((4, 3), 16, ("transposed", "strided", "plain"), [torch.float32]),
+    Kind((2, 3), 5, ("cut", "plain"), [torch.float32]),  # each operand with a stride of its own
+    Kind((5,), 19, ("plain", "cut"), [torch.float32], SMALL),
     Kind((), 1),
     Kind((0, 3), 4),
     Kind((2, 3), 0),
@@ -242,6 +244,16 @@ def check_infinite_rows() -> None:
     for small in ({}, SMALL):
         with limits(**small):
             torch.testing.assert_close(run(x), torch.softmax(x, -1), equal_nan=True)
+
+
+def check_not_a_number() -> None:
+    """NaN stays NaN, also where a comparison decides."""
+    x, b = torch.randn(3, 5), torch.zeros(5)
+    x[1, 2] = torch.nan
+    for name in ("bias_relu", "bias_gelu", "bias_silu"):
+        run = implementation(KERNELS[name].implementations, "cuda").run
+        assert run is not None
+        assert torch.equal(run(x, b).isnan(), x.isnan()), name
 
 
 def check_short_gelu() -> None:

@@ -71,6 +71,8 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
         wide = x.new_zeros((*x.shape[:-1], 2 * x.shape[-1]))
         wide[..., ::2] = x
         return wide[..., ::2]
+    if layout == "cut" and x.ndim:
+        return torch.cat([x, x + 1], -1)[..., : x.shape[-1]]
     return x
 
 

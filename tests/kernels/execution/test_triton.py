@@ -74,6 +74,11 @@ def test_rows_of_infinities(elsewhere: ProcessPoolExecutor) -> None:
 
 
 @needs_triton
+def test_what_is_not_a_number(elsewhere: ProcessPoolExecutor) -> None:
+    elsewhere.submit(interpreted.check_not_a_number).result()
+
+
+@needs_triton
 def test_the_error_function_of_half_precisions(elsewhere: ProcessPoolExecutor) -> None:
     elsewhere.submit(interpreted.check_short_gelu).result()
 
