@@ -241,6 +241,18 @@ def test_policies_are_given_kernels() -> None:
     assert Counter(map(str, joint.kernels))["bias_gelu"] == 2  # not made again
 
 
+def test_no_kernel_crosses_the_boundary_of_a_segment() -> None:
+    x, b = torch.randn(4, 6), torch.randn(6)
+
+    def across(x: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return F.gelu(checkpoint(torch.add)(x, b))
+
+    with pytest.raises(NoMatch, match="boundary of a checkpointed segment"):
+        fuse(across, biased_gelu)(x, b)
+    inside = fuse(checkpoint(biased_gelu), biased_gelu)
+    torch.testing.assert_close(inside(x, b), biased_gelu(x, b))
+
+
 def test_labels_that_are_meant_stay() -> None:
     """A label inside of a kernel goes with the value; one that a transform means keeps it."""
 

@@ -64,6 +64,19 @@ def test_one_kernel_gives_both(
         assert all(g.dtype == dtype for g in found[0]) and found[1].dtype == dtype
 
 
+@pytest.mark.parametrize("fn, argnums", [(linear_loss, (0, 1)), (logits_loss, 0)])
+def test_the_loss_and_gradient_of_different_labels_stay_apart(
+    fn: Callable[..., Tensor], argnums: Any
+) -> None:
+    x, w, labels = drawn()
+    args = (x, w) if fn is linear_loss else (x @ w,)
+
+    def step(*args: Tensor) -> Any:
+        return fn(*args), grad(lambda *given: fn(*given, labels.flip(0)), argnums)(*args[:-1])
+
+    torch.testing.assert_close(fuse(step)(*args, labels), step(*args, labels))
+
+
 def scaled(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
     return linear_loss(x, w, labels) / 4
 
