@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import subprocess
 import sys
@@ -11,6 +12,11 @@ import forked
 import pages
 import pytest
 from paths import EXAMPLES, ROOT
+
+import torchard
+import torchard.sharding.testing
+import torchard.sharding.transports
+import torchard.testing
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -48,3 +54,35 @@ def test_the_script_for_several_processes_runs(tmp_path: Path) -> None:
     done = forked.run(args, tmp_path, seconds=60, stderr=tmp_path / "stderr")
     assert done.returncode == 0, (tmp_path / "stderr").read_text()
     assert done.stdout == expected
+
+
+MODULES = (
+    *(torchard, torchard.functional, torchard.sharding, torchard.kernels, torchard.testing),
+    *(torchard.nn, torchard.optim, torchard.policies, torchard.random, torchard.tree),
+    *(torchard.transforms, torchard.sharding.testing, torchard.sharding.transports),
+)
+
+
+def _reference() -> list[tuple[str, str]]:
+    """The module and name of everything that the reference documents."""
+    listed, module = [], ""
+    for page in sorted((DOCS / "reference").glob("*.md")):
+        for directive, name in re.findall(r"^\.\. (\w+):: (\S+)$", page.read_text(), re.MULTILINE):
+            if directive == "currentmodule":
+                module = name
+            else:
+                listed.append((module, name))
+    return listed
+
+
+def test_every_public_name_is_in_the_reference_once() -> None:
+    listed = _reference()
+    assert len(listed) == len(set(listed))
+    documented = {id(getattr(sys.modules[module], name)) for module, name in listed}
+    public = {(m.__name__, n): getattr(m, n) for m in MODULES for n in m.__all__}
+    missing = [
+        key
+        for key, value in public.items()
+        if not inspect.ismodule(value) and key not in listed and id(value) not in documented
+    ]
+    assert not missing

@@ -44,7 +44,7 @@ def _public(call: ast.Call) -> Any:
         if inspect.ismodule(value) and part not in value.__all__ and value is not torchard.sharding:
             return None
         value = getattr(value, part, None)
-    return value
+    return value if callable(value) else None
 
 
 CALLS = [(ast.unparse(call), call) for call in _calls() if _public(call) is not None]
