@@ -1,6 +1,6 @@
 """Configuration of all tests: one thread, a fixed seed, derandomized property tests.
 
-The examples in README.md, GUIDE.md, docs and docstrings are tests as well, collected by Sybil.
+The examples in README.md, docs and docstrings are tests as well, collected by Sybil.
 """
 
 import gc
@@ -36,7 +36,7 @@ settings.load_profile("ci")
 pages = Sybil(
     [PythonCodeBlockParser()],
     path=str(ROOT),
-    patterns=["README.md", "GUIDE.md"],
+    pattern="README.md",
     fixtures=["manual_seed"],
 )
 guide = Sybil([CellParser()], path=str(ROOT / "docs"), pattern="*.md", fixtures=["manual_seed"])

@@ -1,4 +1,4 @@
-"""README.md, GUIDE.md and docs show only what is there; their examples are run where they stand."""
+"""README.md and docs show only what is there; their examples are run where they stand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torchard.sharding.testing
 
 README = (ROOT / "README.md").read_text()
 DOCS = ROOT / "docs"
-PAGES = [ROOT / "README.md", ROOT / "GUIDE.md", *sorted(DOCS.glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 TEXT = "".join(page.read_text() for page in PAGES)
 BLOCKS = re.findall(r"^```(?:python|\{code-cell\})\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 PROSE = re.sub(r"^```.*?^```", "", TEXT, flags=re.MULTILINE | re.DOTALL)
@@ -73,21 +73,14 @@ def test_every_public_name_is_shown_as_code() -> None:
     assert not set(torchard.__all__) - errors - {"__version__"} - shown
 
 
-@pytest.mark.parametrize(("page", "name", "shown"), [("README.md", "mlp", 1), ("GUIDE.md", "guide", 2)])
-def test_examples_print_what_is_shown(page: str, name: str, shown: int) -> None:
-    """The code blocks of a page are one file; its output at some of them is behind "prints"."""
-    text, namespace, lines = (ROOT / page).read_text(), {"__name__": name}, 0
-    blocks = re.findall(r"```python\n(.*?)```(?:\n\nprints\n\n```text\n(.*?)```)?", text, re.DOTALL)
-    for code, expected in blocks:
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            exec(compile("\n" * lines + code, f"{name}.py", "exec"), namespace)
-        lines += code.count("\n")
-        if expected:
-            assert printed.getvalue() == expected
-            shown -= 1
-        if not shown:
-            return
-    pytest.fail("a block of output is missing")
+def test_the_example_prints_what_is_shown() -> None:
+    """The code blocks are one file; what it prints is behind "prints"."""
+    [(code, expected)] = re.findall(
+        r"```python\n(.*?)```\n\nprints\n\n```text\n(.*?)```", README, re.DOTALL
+    )
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, "mlp.py", "exec"), {"__name__": "mlp"})
+    assert printed.getvalue() == expected
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
