@@ -1,5 +1,6 @@
 """Configuration of Sphinx: `make docs` builds the guide and the reference; a warning is an error."""
 
+import inspect
 import os
 import re
 import sys
@@ -36,13 +37,14 @@ myst_heading_anchors = 3
 
 # In docstrings, names in single backticks are links where there is such a name.
 default_role = "py:obj"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True, "no-value": True}
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False
 
 html_theme = "alabaster"
 html_static_path = ["_static"]
@@ -56,15 +58,41 @@ html_theme_options = {
 html_sidebars = {"**": ["about.html", "searchfield.html", "navigation.html"]}
 html_show_sourcelink = False
 html_copy_source = False
+html_show_copyright = False
 
 
-def _process_docstring(
+def _before_napoleon(
     app: Sphinx, kind: str, name: str, value: object, options: object, lines: list[str]
 ) -> None:
-    """Change the docstring of a public name before napoleon reads its sections."""
+    lines[:] = list(_plain_sections(lines))
+
+
+def _after_napoleon(
+    app: Sphinx, kind: str, name: str, value: object, options: object, lines: list[str]
+) -> None:
+    """Docstrings of constants have no sections; napoleon would take what is before a colon for a type."""
     if kind == "data":
-        lines[:] = _docstring_of_constant(name) or lines
-    lines[:] = list(_without_remarks(lines))
+        lines[:] = _docstring_of_constant(name) or prepare_docstring(inspect.getdoc(value) or "")
+
+
+def _short_signature(
+    app: Sphinx,
+    kind: str,
+    name: str,
+    value: object,
+    options: object,
+    signature: str | None,
+    returns: str | None,
+) -> tuple[str, str | None] | None:
+    """A signature without what annotations say to the checks of arguments."""
+    checks = (
+        r"~?[\w.]*Annotated\[(.*?), (?:[~\w.]*CheckedInside|\d[\d.]*|[~\w.]*AtLeast\([^)]*\))\]"
+    )
+    return (
+        (re.sub(checks, r"\1", signature).replace("<factory>", "..."), returns)
+        if signature
+        else None
+    )
 
 
 def _docstring_of_constant(name: str) -> list[str]:
@@ -87,19 +115,28 @@ def _defining(module: ModuleType) -> list[str]:
     return list(dict.fromkeys([module.__name__, *modules]))
 
 
-def _without_remarks(lines: list[str]) -> Iterator[str]:
-    """Headings such as "Raises (when called):" without the remark, which goes to the entries."""
-    remark = ""
+def _plain_sections(lines: list[str]) -> Iterator[str]:
+    """Sections as napoleon reads them.
+
+    A remark in a heading, as in "Raises (when called):", goes to the entries; attributes that share an
+    entry are joined by slashes.
+    """
+    section = remark = ""
     for line in lines:
-        heading = re.match(r"(Args|Raises)( \(.*\)):$", line)
-        if heading:
-            remark = heading[2] if heading[1] == "Raises" else ""
-            yield f"{heading[1]}:"
+        if heading := re.match(r"(Args|Raises|Attributes)( \(.*\))?:$", line):
+            section = heading[1]
+            remark = (heading[2] or "") if section == "Raises" else ""
+            yield f"{section}:"
             continue
         if line and not line.startswith(" "):
-            remark = ""
-        yield re.sub(r"^( {4}\w+:)(?= )", rf"\1{remark}", line)
+            section = remark = ""
+        if entry := re.match(r" {4}(\w[\w, ]*): ", line):
+            names = entry[1].replace(", ", "/") if section == "Attributes" else entry[1]
+            line = f"    {names}:{remark} {line[entry.end() :]}"
+        yield line
 
 
 def setup(app: Sphinx) -> None:
-    app.connect("autodoc-process-docstring", _process_docstring, priority=400)
+    app.connect("autodoc-process-docstring", _before_napoleon, priority=400)
+    app.connect("autodoc-process-docstring", _after_napoleon, priority=600)
+    app.connect("autodoc-process-signature", _short_signature)
