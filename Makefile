@@ -64,7 +64,7 @@ proofs: $(STAMP) ## prove the plans of recipes and models, Llama 3 405B on 4,096
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/proofs.py --out tests/results/proofs.md $(ARGS)
 
 kernels: $(STAMP) ## compare every kernel of the library with its references, in all dtypes and transforms
-	$(BIN)/python -m pytest -n $(JOBS) tests/kernels/library/test_kernels.py $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --all-cases tests/kernels/library/test_kernels.py $(ARGS)
 
 sweep: $(STAMP) ## run torch's own sample calls of every operator sharded (half an hour; ARGS="--only sort")
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/op_sweep.py $(ARGS)

@@ -5,6 +5,7 @@ The examples in README.md, docs and docstrings are tests as well, collected by S
 
 import gc
 import os
+import zlib
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,26 @@ def pytest_report_header() -> str:
     profile = settings.get_current_profile_name()
     how = "derandomized" if settings.default.derandomize else "random, see the printed seed"
     return f"torch {torch.__version__}, manual seed {SEED}, hypothesis profile {profile} ({how})"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out some cases of products with many, except under another profile and with --all-cases."""
+    if config.option.all_cases or settings.get_current_profile_name() != "ci":
+        return
+    left_out = [item for item in items if _is_left_out(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not _is_left_out(item)]
+
+
+def _is_left_out(item: pytest.Item) -> bool:
+    """By its name, so that the same ones run each time; another half of each test's cases."""
+    marker = item.get_closest_marker("sampled")
+    return marker is not None and zlib.crc32(item.nodeid.encode()) % marker.args[0] > 0
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all-cases", action="store_true", help="run sampled(n) tests with all their cases")
 
 
 @pytest.fixture(autouse=True, scope="module")

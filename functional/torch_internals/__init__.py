@@ -27,6 +27,7 @@ with needed():
         checkpointing,
         compiler_settings,
         dcp,
+        fakes,
         modules,
         process_groups,
         schemas,
@@ -36,6 +37,7 @@ with needed():
     from torchard.functional.torch_internals.accessors.checkpointing import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.compiler_settings import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.dcp import *  # noqa: F403
+    from torchard.functional.torch_internals.accessors.fakes import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.modules import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.process_groups import *  # noqa: F403
     from torchard.functional.torch_internals.accessors.schemas import *  # noqa: F403
@@ -51,6 +53,7 @@ __all__ += autograd.__all__
 __all__ += checkpointing.__all__
 __all__ += compiler_settings.__all__
 __all__ += dcp.__all__
+__all__ += fakes.__all__
 __all__ += modules.__all__
 __all__ += process_groups.__all__
 __all__ += schemas.__all__

@@ -60,6 +60,7 @@ def record(
         PurityError: fn branches on a tensor's value.
     """
     levels = internals.level_kinds()
+    internals.bound_fake_cache()
     with internals.clean_thread_state(grad_mode):
         fakes = internals.FakeTensorMode(allow_non_fake_inputs=True)
         state = TraceState(fakes, levels, grad_mode=grad_mode)

@@ -188,7 +188,7 @@ def _is_one_factor(dim: DimExpression) -> bool:
     return len(dim.axes) == 1 and dim.axes[0].size is None
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=16384)
 def instantiate(text: str, ins: OperandShapes, outs: OperandShapes) -> Rule:
     """The rule for these shapes of operands and results.
 

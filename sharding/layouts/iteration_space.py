@@ -13,7 +13,7 @@ __all__ = ["points"]
 Factors = frozenset[int]
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=16384)
 def points(rule: Rule, axes: tuple[tuple[str, ...], ...], sizes: Sizes) -> int:
     """The points of the iteration space that the busiest rank computes; without axes, all of them."""
     if rule.ties or rule.halo is not None:
@@ -34,7 +34,7 @@ def _local_size(size: int, axes: tuple[str, ...], sizes: dict[str, int]) -> int:
     return max(size, 1)
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=16384)
 def _space(rule: Rule) -> tuple[tuple[Factors, ...], tuple[Factors, ...]]:
     """The groups of factors whose sizes multiply to the iteration space, and the factors of each tensor.
 

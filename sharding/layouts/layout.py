@@ -60,7 +60,7 @@ def _coordinates(axes: Iterable[str], sizes: Mapping[str, int]) -> Iterator[dict
         yield dict(zip(axes, index, strict=True))
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=16384)
 def _joins(outer: Sub, inner: Sub, sizes: Sizes) -> bool:
     """Whether a single sub-dim over the axes of both gives every coordinate the same elements."""
     if not inner.axes and (not outer.axes or outer.size % _parts(outer.axes, sizes) == 0):
@@ -111,7 +111,7 @@ def _split(sub: Sub, size: int, sizes: Sizes) -> tuple[Sub, Sub] | None:
     return None
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=16384)
 def refine(dim: Dim, factors: tuple[int, ...], sizes: Sizes) -> tuple[Dim, ...] | None:
     """Cut a dim at the boundaries of ``factors`` (whose product is its size).
 
@@ -281,7 +281,7 @@ class Layout:
         return text + "".join(f"+{op}({axis})" for axis, op in self.pending)
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=16384)
 def _replicated(shape: tuple[int, ...]) -> Layout:
     return Layout(tuple((Sub(n),) for n in shape))
 

@@ -253,7 +253,7 @@ def options(
     return _options(rule, tuple(ins), tuple(wished), sizes)
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=16384)
 def _options(
     rule: Rule, ins: tuple[Layout, ...], wished: tuple[Layout, ...], sizes: Sizes
 ) -> tuple[Option, ...]:

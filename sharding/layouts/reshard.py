@@ -59,7 +59,7 @@ class ReshardStep:
         return self.collective.elements(before, after, ranks)
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=16384)
 def plan(before: Layout, after: Layout, sizes: Sizes) -> tuple[ReshardStep, ...]:
     """The cheapest steps from one layout to another.
 
@@ -79,7 +79,7 @@ def plan(before: Layout, after: Layout, sizes: Sizes) -> tuple[ReshardStep, ...]
     return _join_reductions(_search(*cut, sizes))
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=16384)
 def cost(before: Layout, after: Layout, sizes: Sizes) -> float:
     """The elements that a rank sends in the cheapest plan, plus a latency term that only breaks ties."""
     steps = plan(before, after, sizes)

@@ -30,7 +30,7 @@ def pull(node: fx.Node, layout: Layout, sizes: Sizes) -> Layout | None:
     return _pulled(rule_of(Call.of(node)), layout, sizes)
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=16384)
 def _pulled(rule: Rule, layout: Layout, sizes: Sizes) -> Layout | None:
     rule = atomic(rule, [], [layout], sizes)
     axes_of = factor_axes(rule, rule.outs[0], layout, sizes)

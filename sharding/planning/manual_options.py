@@ -81,7 +81,7 @@ def local_operations(graph: fx.Graph) -> dict[fx.Node, ManualConstraint]:
 # -- options --------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=65536)
+@functools.lru_cache(maxsize=16384)
 def _options(
     local: ManualConstraint, rule: Rule, ins: tuple[Layout, ...], wished: tuple[Layout, ...], sizes: Sizes
 ) -> tuple[Option, ...]:

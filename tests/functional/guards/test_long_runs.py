@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 
@@ -11,10 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torchard import checkpoint, fuse, jit
 from torchard.functional.core.bounded import Recent
 from torchard.functional.engine.transformed import Transformed
+from torchard.functional.torch_internals.accessors import fakes
 from torchard.kernels.execution import autotune as choice
 from torchard.kernels.patterns import pattern
 from torchard.kernels.terms import composites
@@ -24,6 +28,13 @@ W, B = torch.linspace(-1, 1, 64).reshape(8, 8), torch.linspace(0, 1, 8)
 
 def block(x: Tensor) -> Tensor:
     return F.layer_norm(x + F.gelu(F.linear(x, W, B)), (8,), B, B).square().mean()
+
+
+# The planner's caches without a bound: what they are keyed by does not vary with shapes.
+BY_TEXT_OPERATION_OR_MESH = {
+    *("_family_rule", "_groups", "_on_mesh", "parse"),
+    *("_circle", "_host_group", "_joint_group"),
+}
 
 
 def graphs() -> int:
@@ -94,3 +105,28 @@ def test_recent_forgets_the_least_recently_used() -> None:
     assert [get(k) for k in "aba"] == [1, 2, 1]
     assert get("c") == 3 and len(recent) == 2
     assert get("a") == 1 and get("b") == 4 and made == ["a", "b", "c", "b"]
+
+
+@pytest.mark.filterwarnings("ignore::torchard.RetraceWarning")
+def test_the_cache_of_fake_results_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fakes, "_MOST", 100)
+    run = checkpoint(block)
+    sizes = []
+    for n in range(2, 12):
+        torch.func.grad(run)(torch.ones(n, 8))
+        sizes.append(FakeTensorMode.cache_info().size)
+    assert max(sizes) < 400, sizes  # what one trace adds, and the bound
+
+
+def test_caches_of_the_planner_are_bounded() -> None:
+    """By a number of entries that some 250 shapes of a layer fill."""
+    modules = [module for name, module in sys.modules.items() if name.startswith("torchard.sharding")]
+    sizes = {
+        f"{module.__name__}.{name}": value.cache_parameters()["maxsize"]
+        for module in modules
+        for name, value in vars(module).items()
+        if isinstance(value, functools._lru_cache_wrapper)
+    }
+    unbounded = {name.split(".")[-1] for name, size in sizes.items() if size is None}
+    assert unbounded <= BY_TEXT_OPERATION_OR_MESH
+    assert max(size for size in sizes.values() if size is not None) <= 16384

@@ -339,6 +339,7 @@ TRANSFORMS: dict[str, Callable[[Fn], Fn]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", FIRST_CALLS)
 @pytest.mark.parametrize("body", BODIES)
 def test_a_first_call_may_be_anywhere(where: str, body: str) -> None:

@@ -186,6 +186,7 @@ def resolved(value: Any) -> torch.Tensor:
     return value.resolve_conj().resolve_neg()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("made", MADE)
 @pytest.mark.parametrize("lazy", LAZY)
 def test_lazy_bits_are_carried_out(lazy: str, made: str) -> None:

@@ -67,6 +67,7 @@ def full(value: Any) -> Any:
     return value.full() if isinstance(value, MeshTensor) else value
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("axes", "spec", "over", "name"), cases())
 def test_collective(axes: dict[str, int], spec: P, over: Any, name: str) -> None:
     fn, varies = COLLECTIVES[name]
