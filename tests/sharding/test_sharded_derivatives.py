@@ -179,6 +179,16 @@ def test_gradients_added_up_from_zeros_are_reduced_once(start: str) -> None:
     assert [(c.kind, c.shape) for c in run.lower(p, batches).collectives] == [("all_reduce", (72,))]
 
 
+@pytest.mark.parametrize("zero", [torch.zeros_like, lambda v: torch.zeros(v.shape, dtype=v.dtype)])
+def test_zero_is_folded_where_it_changes_nothing(zero: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = x.sin()
+        return zero(y) + y, y + zero(y), y - zero(y), zero(y) - y
+
+    x = random(8, 4)
+    compare(shard(fn, DP, in_specs=(P("dp"),))(x), fn(x))
+
+
 PIECES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rows": lambda w: w[:8],
     "rows with a step": lambda w: w[1:17:2],
