@@ -53,12 +53,12 @@ NEAR: dict[str, tuple[Function, Function]] = {
     "a rounding inside": (gated, lambda x, b: torch.sigmoid(torch.sin(x).bfloat16().float() + b)),
     "the root of a square": (gated, lambda x, b: torch.sigmoid(torch.sin((x * x).sqrt()) + b)),
     "the other half": (
-        lambda x, y: torch.sigmoid(x[:, :3]) * y,
-        lambda x, y: torch.sigmoid(x[:, 3:]) * y[:3],
+        lambda a: torch.sigmoid(a) * torch.sin(a),
+        lambda x: torch.sigmoid(x[:, :3]) * torch.sin(x[:, 3:]),
     ),
     "a sum of repeated values": (
-        lambda x: torch.sin(x.sum(0)),
-        lambda x: torch.sin(x[:1].expand(4, 6).sum(0)),
+        lambda a: torch.sigmoid(a) * torch.sin(a),
+        lambda x: torch.sigmoid(x.expand(3, 4, 6).sum(0)) * torch.sin(x),
     ),
 }
 
