@@ -311,6 +311,24 @@ def test_a_step_with_embedding_dropout_and_cross_entropy() -> None:
         torch.testing.assert_close(placed[k].full(), v, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("spec", [P(), P("tp")])
+def test_a_placed_value_is_a_copy(spec: P) -> None:
+    x = torch.zeros(4)
+    held = place(x, Mesh({"tp": 2}, virtual=True), spec)
+    x += 1
+    assert torch.equal(held.full(), torch.zeros(4))
+
+
+@pytest.mark.parametrize("placed", [False, True])
+def test_what_is_below_the_limit_is_not_scaled(placed: bool) -> None:
+    values: Any = [torch.ones(4), torch.full((2, 2), -2.0)]
+    given = place(values, Mesh({"tp": 2}, virtual=True), P("tp")) if placed else values
+    clipped, norm = clip_by_global_norm(given, 100.0)
+    assert float(norm) == pytest.approx(20**0.5)
+    for have, want in zip(clipped, values, strict=True):
+        assert torch.equal(have.full() if placed else have, want)
+
+
 def test_norms_of_placed_trees() -> None:
     tree = {"a": place(X, MESH, P("dp", "tp")), "b": [place(W, MESH, P()), X]}
     want = (2 * X.square().sum() + W.square().sum()).sqrt()
