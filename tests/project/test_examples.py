@@ -19,7 +19,7 @@ import torch
 from paths import EXAMPLES
 
 from torchard import Mesh, place, random, shard
-from torchard.testing import localize
+from torchard.testing import equal, localize
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_property_testing(load: Any) -> None:
     assert "out " in message and str(x) == "2 tokens of width 1, window 2"
     found = localize(example.sharded(2, False), example.local_attention(2), x.q, x.k, x.v)
     assert {(o.op, o.source.split()[-1]) for o in found.fn} == {("torchard.ppermute", "with_halo")}
-    assert example.search(mended=True) == ("equal on all inputs", None)
+    equal(example.sharded(2, True), example.local_attention(2), x.q, x.k, x.v)
 
 
 def test_nvfuser_mlp(load: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
+import forked
 import pytest
-
-pytest_plugins = ["pytester"]
 
 CONFTEST = 'pytest_plugins = ["torchard.testing.pytest_plugin"]'
 TESTS = """
@@ -28,18 +28,21 @@ def test_property(n):
 """
 
 
-def lines(pytester: pytest.Pytester, *args: str) -> list[str]:
-    result = pytester.runpytest_subprocess("-s", "-p", "no:cacheprovider", *args)
-    result.assert_outcomes(passed=3)
-    found = (line.split(" .")[-1].lstrip(".") for line in result.outlines)
+def lines(folder: Path, *args: str) -> list[str]:
+    """What a run of the tests prints of seeds and draws."""
+    options = ["-s", "-p", "no:cacheprovider", "-p", "no:xdist", *args]
+    script = Path(pytest.__file__).parent / "__main__.py"
+    done = forked.run([str(script), *options], folder, seconds=60, stderr=folder / "stderr")
+    assert "3 passed" in done.stdout, f"{done.stdout}{done.stderr}"
+    found = (line.split(" .")[-1].lstrip(".") for line in done.stdout.splitlines())
     return [line for line in found if line.startswith(("torchard seed", "seed", "drew"))]
 
 
-def test_a_seed_is_printed_and_replayed(pytester: pytest.Pytester) -> None:
-    pytester.makeconftest(CONFTEST)
-    pytester.makepyfile(TESTS)
-    first = lines(pytester)
+def test_a_seed_is_printed_and_replayed(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_mine.py").write_text(TESTS)
+    first = lines(tmp_path)
     (seed,) = re.findall(r"torchard seed: (\d+)", first[0])
-    again, third = (lines(pytester, f"--torchard-seed={seed}") for _ in range(2))
+    again, third = (lines(tmp_path, f"--torchard-seed={seed}") for _ in range(2))
     assert again == third and len(again) == len(first) == 5
     assert again[:2] == first[:2], "hypothesis takes the seed only if it is asked for"
