@@ -88,9 +88,23 @@ def outcome(model: str, word: tuple[str, ...], number: int) -> str:
     try:
         check_stack(fn, [word], *args, mesh=mesh)
     except Exception as error:
-        if isinstance(error, AssertionError) or not refuses(error):
+        said = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        if isinstance(error, AssertionError):
             raise
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        if refuses(error):
+            return said
+        if str(error) == _torch_says(fn, word, args):
+            return f"torch refuses the plain function too, {said}"
+        raise
+    return ""
+
+
+def _torch_says(fn: Callable[..., Any], word: tuple[str, ...], args: tuple[Any, ...]) -> str:
+    """The error of the word's derivations of the plain function, if there is one."""
+    try:
+        check_stack(fn, [[letter for letter in word if letter in ("grad", "vmap", "jvp")]], *args)
+    except RuntimeError as error:
+        return str(error)
     return ""
 
 
@@ -126,7 +140,7 @@ Stacks of up to four of {", ".join(LETTERS)} on five models and three meshes, on
 in {{every}} of {len(WORDS):,}, as `make laws` wrote them. Right: values and derivatives equal
 the plain function's.
 
-| model | words | right | refused by name | wrong | seconds |
+| model | words | right | refused | wrong | seconds |
 |---|---:|---:|---:|---:|---:|
 """
 
