@@ -126,6 +126,12 @@ def _sizes(rule: Rule) -> Iterator[list[int]]:
     yield list(rule.sizes)
 
 
+def _takes_pivots(call: Call) -> bool:
+    """Whether an integer operand has the row exchanges of a factorization."""
+    schema = internals.schema_or_none(call.target)
+    return schema is not None and any("pivots" in a.name.lower() for a in schema.arguments)
+
+
 class _Trial:
     """One call on random values, and what it gives."""
 
@@ -155,7 +161,8 @@ class _Trial:
                     real @ real.mT + shape[-1] * torch.eye(shape[-1]) if square else real.abs() + 1
                 )
             return real.to(_double(dtype))
-        least = int(self.draw == "definite")  # pivots count from 1
+        # LAPACK counts from 1, and trusts its caller.
+        least = int(self.draw == "definite" or _takes_pivots(self.call))
         most = min((n for n in self.sizes if n > 1), default=1) if self.draw != "zero" else 1
         if dtype == torch.bool:
             least, most = 0, 2
