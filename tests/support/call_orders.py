@@ -10,13 +10,11 @@ from __future__ import annotations
 import datetime
 import functools
 import json
-import multiprocessing
 import random as drawn
 import sys
 import threading
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -26,6 +24,7 @@ warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarn
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from forked_ranks import forked_ranks  # noqa: E402
 
 import torchard.sharding.values.mesh as mesh_module  # noqa: E402
 from torchard import (  # noqa: E402
@@ -179,9 +178,8 @@ def found_by(rank: int, world: int, folder: str, rounds: int) -> dict[str, Any]:
 
 
 def main(world: int, folder: str, rounds: int) -> None:
-    torch.set_num_threads(1)
     # Forked: to load torch again takes each rank longer than all calls.
-    with ProcessPoolExecutor(world, multiprocessing.get_context("fork")) as ranks:
+    with forked_ranks(world) as ranks:
         run = functools.partial(found_by, world=world, folder=folder, rounds=rounds)
         print(json.dumps(list(ranks.map(run, range(world)))), flush=True)
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import multiprocessing
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 from paths import EXAMPLES
@@ -35,6 +33,7 @@ import seeds  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import train_gpt  # noqa: E402
+from forked_ranks import forked_ranks  # noqa: E402
 from ranks import COLLECTIVES  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
@@ -526,9 +525,8 @@ def found_by(rank: int, world: int, store: str) -> dict[str, Any]:
 
 
 def main(world: int, store: str) -> None:
-    torch.set_num_threads(1)
     # Forked: to load torch again takes each rank as long as a third of the checks.
-    with ProcessPoolExecutor(world, multiprocessing.get_context("fork")) as ranks:
+    with forked_ranks(world) as ranks:
         found = ranks.map(found_by, range(world), [world] * world, [store] * world)
     print(json.dumps(list(found)), flush=True)
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from derivation_cases import TRANSFORMS, crossed, everywhere, same, whole
 from derivations import DERIVATIONS, FORWARD, OUTERMOST, Derivation, batched
 from torch.func import grad, jacfwd, jvp, vmap
+from torch_version import TORCH
 
 from torchard.functional.core.errors import DerivativeError
 
@@ -191,6 +192,8 @@ def test_derivatives_of_registered_operators(derivation: str, pair: str, name: s
     derive, transform, pairs = DEEP[derivation], TRANSFORMS[name], PAIRS[pair]
     want = derive(pairs.plain)(*AT)
     same(tuple(derive(shown(transform, pairs.registered))(*AT)), tuple(want))
+    if TORCH < (2, 13) and derivation == "jacobian" and len(pairs.plain(*AT)) > 1:
+        pytest.skip("torch 2.11's jacrev of two results calls int(tensor), which no trace can follow")
     if derivation not in ("autograd", "autograd_twice"):
         same(shown(transform, derive(pairs.registered))(*AT), tuple(want))
 
