@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from effort import examples
 
 from torchard.functional import nn
-from torchard.sharding import Mesh, P
+from torchard.sharding import Mesh, P, shard
 from torchard.sharding.testing import check_sharded
 
 F64, BF16, I64 = torch.float64, torch.bfloat16, torch.int64
@@ -95,6 +95,20 @@ CASES: dict[str, Case] = {
     "memory as traced": (
         lambda x: torch.as_strided(x.t() + 1, (3, 4), (1, 3)), (ints(5, 4),), EXACT
     ),
+    "rows in memory": (lambda x: x.as_strided((2, 4), (8, 1), 4) * 2, (ints(5, 4),), EXACT),
+    "columns in memory": (lambda x: x.as_strided((4, 5), (1, 4)).sum(0), (ints(5, 4),), EXACT),
+    "a diagonal in memory": (lambda x: x.as_strided((4,), (5,)) * 2, (ints(5, 4),), EXACT),
+    "nothing in memory": (lambda x: x.as_strided((0, 2), (1, 1)) * 2, (ints(5, 4),), EXACT),
+    "windows in memory": (lambda x: x.as_strided((4, 3), (2, 1)) * 2, (ints(5, 4),), EXACT),
+    "scattered to rows": (
+        lambda x, y: torch.as_strided_scatter(x, y, (2, 4), (8, 1), 4), (ints(5, 4), ints(2, 4)), EXACT
+    ),
+    "scattered to a diagonal": (
+        lambda x, y: torch.as_strided_scatter(x, y, (4,), (5,)), (ints(5, 4), ints(4)), EXACT
+    ),
+    "scattered in memory": (
+        lambda x, y: torch.as_strided_scatter(x, y, (2, 2), (7, 1), 1), (ints(5, 4), ints(2, 2)), EXACT
+    ),
     "half precision": (lambda x: torch.softmax(x.bfloat16(), 1).double(), (ints(5, 4),), 1e-2),
 }  # fmt: skip
 
@@ -128,3 +142,15 @@ def test_edges(name: str, mesh: Mesh) -> None:
     start = (list(CASES).index(name) + MESHES.index(mesh)) % step
     for specs in itertools.islice(splits(args, mesh), start, None, step):
         check_sharded(fn, args, mesh, specs, tolerance=tolerance)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.as_strided((4, 5), (1, 4)).sin(),
+        lambda x: torch.as_strided_scatter(x, torch.ones(2, 4), (2, 4), (8, 1), 4),
+    ],
+)
+def test_memory_is_read_and_written_as_views_that_stay_split(fn: Callable[..., Any]) -> None:
+    plan = shard(fn, MESHES[0], in_specs=(P("a"),)).lower(torch.ones(5, 4))
+    assert not plan.collectives
