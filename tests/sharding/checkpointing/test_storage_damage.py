@@ -12,6 +12,7 @@ import pickle
 import shutil
 import subprocess
 import tempfile
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,12 @@ import torch.distributed.checkpoint as dcp
 from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from torchard import Mesh, P, StorageError, StorageWarning, load, place, save
 
@@ -215,9 +221,40 @@ def no_size(index: Any) -> None:
     index.state_dict_metadata["w"].size = ("four", 6)
 
 
+def no_shape(index: Any) -> None:
+    index.state_dict_metadata["w"].size = 24
+
+
+def no_dtype(index: Any) -> None:
+    object.__setattr__(index.state_dict_metadata["w"].properties, "dtype", "float32")
+
+
+def no_properties(index: Any) -> None:
+    index.state_dict_metadata["w"].properties = torch.float32
+
+
+def a_tensor_for_a_box(index: Any) -> None:
+    index.state_dict_metadata["w"].chunks[0] = index.state_dict_metadata["half"]
+
+
+def a_box_without_fields(index: Any) -> None:
+    index.state_dict_metadata["w"].chunks[0] = Calls(ChunkStorageMetadata, state=[3])
+
+
+def a_box_of_other_dims(index: Any) -> None:
+    index.state_dict_metadata["w"].chunks[0] = ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
+
+
+def no_transforms(index: Any) -> None:
+    for place_ in index.storage_data.values():
+        place_.transform_descriptors = 3
+
+
 LIES: list[Callable[[Any], None]] = [
     *(another_dtype, another_shape, a_scalar, the_same_box_twice, boxes_that_overlap),
     *(a_box_outside, nowhere, beyond_the_end, negative, no_list, no_index, no_size),
+    *(no_shape, no_dtype, no_properties, a_tensor_for_a_box, a_box_without_fields),
+    *(a_box_of_other_dims, no_transforms),
 ]
 
 
@@ -230,14 +267,34 @@ def test_an_index_that_does_not_fit_its_items(copy: Copy, lie: Callable[[Any], N
     assert copy.outcome().startswith("StorageError: ")
 
 
+@unchecked
+def test_boxes_whose_cells_would_fill_memory(copy: Copy) -> None:
+    """Few boxes, but many cells between their edges, in which overlaps are counted."""
+    n, one, index = 4000, torch.Size([1, 1]), copy.index()
+    boxes = [ChunkStorageMetadata(torch.Size([i, i]), one) for i in range(n)]
+    byte = TensorProperties(dtype=torch.int8)
+    index.state_dict_metadata["wide"] = TensorStorageMetadata(byte, torch.Size([n, n]), boxes)
+    copy.put(index)
+    with pytest.raises(StorageError, match="divide it into more than 10,000,000 cells"):
+        load(copy.path, {"wide": torch.zeros(n, n, dtype=torch.int8)}, partial=True)
+
+
+@unchecked
+def test_an_index_of_ordered_dicts(copy: Copy) -> None:
+    index = copy.index()
+    index.state_dict_metadata = OrderedDict(index.state_dict_metadata)
+    copy.put(index)
+    assert copy.outcome() == "right"
+
+
 # -- harm -------------------------------------------------------------------------------------------
 
 
 class Calls:
     """Pickled, it is a call of a function."""
 
-    def __init__(self, function: Any, *args: Any) -> None:
-        self.called = function, args
+    def __init__(self, function: Any, *args: Any, state: Any = None) -> None:
+        self.called = function, args, state
 
     def __reduce__(self) -> Any:
         return self.called
