@@ -1,5 +1,6 @@
 """Where data lives on a mesh, and what crosses the network."""
 
+from torchard.sharding.accumulate import accumulate
 from torchard.sharding.checkpointing.storage import StorageError, StorageWarning, load, save
 from torchard.sharding.dtensor import from_dtensor, to_dtensor
 from torchard.sharding.initial import initialize
@@ -60,6 +61,7 @@ __all__ = [
     "StorageError",
     "StorageWarning",
     "Style",
+    "accumulate",
     "all_gather",
     "all_to_all",
     "axis_index",

@@ -128,7 +128,7 @@ class Shard(Rewrite):
             layout_of(spec, tuple(VAL.of(node).shape), self.mesh, path)
         except SpecError as error:
             errors.append(str(error))
-        return replace(leaf, hint=SpecHint(spec))
+        return leaf.hinted(SpecHint(spec))
 
     # -- the rewrite ---------------------------------------------------------------------------
 
@@ -171,8 +171,8 @@ class Shard(Rewrite):
             if isinstance(known, int):
                 continue
             layout, rank = known
-            if isinstance(leaf.hint, SpecHint):  # a plain argument, which is split on entry
-                layout = self._layout_of_hint(leaf, node)
+            if (hint := leaf.hint(SpecHint)) is not None:  # a plain argument, which is split on entry
+                layout = self._layout_of_hint(leaf, hint, node)
             if rank == PARAMETER:
                 layers[node] = layer_of(leaf.path)
             elif rank == BATCH:
@@ -205,23 +205,24 @@ class Shard(Rewrite):
     ) -> None:
         last = placeholders[-1] if placeholders else None
         for leaf, node in zip(program.inputs, placeholders, strict=True):
-            if isinstance(leaf.hint, SpecHint) and leaf.role in ("primal", "closure", "tangent"):
-                if not node.users or self._layout_of_hint(leaf, node) == _tag_layout(leaf, node):
+            hint = leaf.hint(SpecHint)
+            if hint is not None and leaf.role in ("primal", "closure", "tangent"):
+                if not node.users or self._layout_of_hint(leaf, hint, node) == _tag_layout(leaf, node):
                     continue
                 assert last is not None
                 with graph.inserting_after(last):
-                    insert_constraint(node, leaf.hint, leaf.path, soft=True)
+                    insert_constraint(node, hint, leaf.path, soft=True)
 
     def _constrain_outputs(self, graph: fx.Graph, program: Program) -> None:
         out = graph.output_node()
         values = list(out.args[0])  # type: ignore[arg-type]
         last = graph.find_nodes(op="placeholder")[-1:]
         for i, leaf in enumerate(program.outputs):
-            value = values[i]
-            if isinstance(leaf.hint, SpecHint) and isinstance(value, fx.Node):
+            value, hint = values[i], leaf.hint(SpecHint)
+            if hint is not None and isinstance(value, fx.Node):
                 # Before every other use of the value, all of which then read the constrained one.
                 with graph.inserting_after(last[0] if value.op == "placeholder" else value):
-                    values[i] = insert_constraint(value, leaf.hint, leaf.path, soft=False)
+                    values[i] = insert_constraint(value, hint, leaf.path, soft=False)
         out.args = (tuple(values),)
 
     def _resolve_constraints(self, graph: fx.Graph) -> None:
@@ -234,9 +235,7 @@ class Shard(Rewrite):
                 spec = self.rules.spec(spec, where_of(node))
                 node.args = (node.args[0], number_of(spec))
 
-    def _layout_of_hint(self, leaf: Leaf, node: fx.Node) -> Layout:
-        hint = leaf.hint
-        assert isinstance(hint, SpecHint)
+    def _layout_of_hint(self, leaf: Leaf, hint: SpecHint, node: fx.Node) -> Layout:
         return hint.layout(tuple(VAL.of(node).shape), self.mesh, leaf.path)
 
     # -- the layouts that a plan is given ------------------------------------------------------
@@ -252,7 +251,8 @@ class Shard(Rewrite):
                 inputs[node] = leaf.of
                 continue
             rank = PARAMETER if i in wanted or node in updated.values() else BATCH
-            if isinstance(leaf.hint, SpecHint) and leaf.hint.spec.weak:
+            hint = leaf.hint(SpecHint)
+            if hint is not None and hint.spec.weak:
                 rank = DERIVED
             inputs[node] = (_tag_layout(leaf, node), rank)
         leaves = dict(zip(placeholders, program.inputs, strict=True))
@@ -276,8 +276,8 @@ class Shard(Rewrite):
             return leaf.tag.layout(shape)
         if leaf.tag is None or not shape:
             return Layout.replicated(shape)
-        if isinstance(leaf.hint, SpecHint):
-            return leaf.hint.layout(shape, self.mesh, leaf.path)
+        if (hint := leaf.hint(SpecHint)) is not None:
+            return hint.layout(shape, self.mesh, leaf.path)
         return None
 
     def _layout_of_update(
@@ -291,8 +291,9 @@ class Shard(Rewrite):
             given, source: the leaf of the input, and its placeholder.
         """
         layout = _tag_layout(given, source)
-        if given.tag is None and isinstance(given.hint, SpecHint):  # a plain tensor, split by in_specs
-            layout = self._layout_of_hint(given, source)
+        hint = given.hint(SpecHint)
+        if given.tag is None and hint is not None:  # a plain tensor, split by in_specs
+            layout = self._layout_of_hint(given, hint, source)
         # The new value of a parameter that was placed as P() stays replicated.
         inherited = not layout.is_replicated or (stepped and isinstance(given.tag, MeshPlacement))
         return layout if inherited and may_leave_as(value, layout, self.mesh.sizes) else None
@@ -305,7 +306,8 @@ class Shard(Rewrite):
             if leaf.tag is FREE:
                 held = MeshPlacement.of(self.mesh, layout)
                 plain = not layout.dims
-                if not plain and isinstance(leaf.hint, SpecHint) and leaf.hint.spec.is_replicated:
+                hint = leaf.hint(SpecHint)
+                if not plain and hint is not None and hint.spec.is_replicated:
                     # The new value of an argument that was placed as P() stays a MeshTensor.
                     source = source_of(value)
                     plain = source is None or tags[source] != held

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 __all__ = [
+    "AccumulateError",
     "CheckpointError",
     "CollectiveError",
     "DerivativeError",
@@ -97,6 +98,20 @@ class CheckpointError(ValueError):
         ...
     torchard.CheckpointError: checkpoint(<lambda>, policy=save_names('hidden')): the label
         'hidden' is on no value; label one with name(x, ...).
+    """
+
+
+class AccumulateError(ValueError):
+    """A function cannot be computed in slices of its batch: it needs the whole batch, or has none.
+
+    >>> import torch, torchard as ta
+    >>> f = ta.accumulate(lambda x: x.sort(0).values.sum(1), 2, batch=0)
+    >>> f(torch.ones(4, 3))
+    Traceback (most recent call last):
+        ...
+    torchard.AccumulateError: <doctest AccumulateError[1]>:1 in <lambda>: aten.sort.default of
+        [4, 3] cannot be computed one microbatch at a time: it needs the whole batch, which is dim 0
+        here. Compute it outside of accumulate, or split another dim (batch=...).
     """
 
 

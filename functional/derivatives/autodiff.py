@@ -85,7 +85,7 @@ def _cotangents(program: Program, tags: Sequence[Any] | None) -> list[tuple[Leaf
         if not _is_float(spec):
             continue
         tag, of = (leaf.tag, i) if tags is None else (tags[i], None)
-        cotangent = Leaf(f"cotangent of {leaf.path}", tag, "cotangent", of, leaf.hint)
+        cotangent = Leaf(f"cotangent of {leaf.path}", tag, "cotangent", of, leaf.hints)
         cotangents.append((cotangent, contiguous(spec.shape, spec.dtype, spec.device)))
     return cotangents
 

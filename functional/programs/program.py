@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import fx
@@ -33,6 +33,8 @@ __all__ = [
     "finished",
     "finishing",
 ]
+
+H = TypeVar("H")
 
 Bound = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 """A bound program: a function from the list of all input tensors to the list of all output tensors.
@@ -101,7 +103,7 @@ class Hint(Protocol):
     ...     bits: int
     ...     def batched(self):
     ...         return self
-    >>> Leaf("args[0]", hint=Bits(8)).batched().hint
+    >>> Leaf("args[0]").hinted(Bits(8)).batched().hint(Bits)
     Bits(bits=8)
     """
 
@@ -121,7 +123,7 @@ class Leaf:
         of: for a cotangent, the index of its output; for a gradient, that of its input. A rewrite must
             give a cotangent the tag of its output and a gradient the tag of its input. For an output,
             the index of the input whose gradient it is, if the function itself takes that gradient.
-        hint: what a rewrite's ``annotate`` left here for its ``__call__``.
+        hints: what ``annotate`` of rewrites left here for their ``__call__``, one of each type.
 
     >>> import torch, torchard as ta
     >>> from torchard.transforms import Leaf
@@ -137,13 +139,21 @@ class Leaf:
     tag: Placement | Free | None = None
     role: str = "primal"
     of: int | None = None
-    hint: Hint | None = None
+    hints: tuple[Hint, ...] = ()
+
+    def hint(self, kind: type[H]) -> H | None:
+        """The hint of a type; None if no rewrite left one."""
+        return next((hint for hint in self.hints if isinstance(hint, kind)), None)
+
+    def hinted(self, hint: Hint) -> Leaf:
+        """The leaf with a hint, in place of another one of its type."""
+        others = (other for other in self.hints if type(other) is not type(hint))
+        return replace(self, hints=(*others, hint))
 
     def batched(self) -> Leaf:
         """The leaf with a new leading dimension."""
         tag = self.tag.batched() if isinstance(self.tag, Placement) else self.tag
-        hint = None if self.hint is None else self.hint.batched()
-        return replace(self, tag=tag, hint=hint)
+        return replace(self, tag=tag, hints=tuple(hint.batched() for hint in self.hints))
 
 
 class Rewrite(ABC):
@@ -181,7 +191,7 @@ class Rewrite(ABC):
     tensor(1.)
     """
 
-    stage: int = 1
+    stage: float = 1
     donate_argnums: tuple[int, ...] = ()
 
     @property

@@ -95,7 +95,7 @@ RECOMPUTE: Tag[bool] = declare(
 NAME: Tag[str] = declare(
     "name",
     "the label that torchard.name gave the value",
-    written_by="tracing/trace_state",
+    written_by="microbatches/turns, tracing/trace_state",
     read_by="many",
     follows="value",
 )
@@ -169,7 +169,7 @@ APART: Tag[Any] = declare(
 LAYOUT: Tag[Any] = declare(
     "layout",
     "how the value (each of a tuple) is laid out over a mesh; printable",
-    written_by="scheduling/collectives, scheduling/partition, scheduling/precision",
+    written_by="microbatches/spread, scheduling/collectives, scheduling/partition, scheduling/precision",
     read_by="many",
     follows="value",
 )

@@ -9,7 +9,7 @@ transforms.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,17 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import FRAMES, SEGMENTS
 from torchard.functional.remat.policy import Policy
 
-__all__ = ["ScopePattern", "Segment", "Where", "mark", "scopes_in", "segments_of", "segments_opened"]
+__all__ = [
+    "ScopePattern",
+    "Segment",
+    "Where",
+    "chooser",
+    "enclose",
+    "mark",
+    "scopes_in",
+    "segments_of",
+    "segments_opened",
+]
 
 ScopePattern = str | Callable[[str], Any]
 Where = ScopePattern | Sequence[ScopePattern]
@@ -68,6 +78,13 @@ def mark(program: Program, policy: Policy, where: Sequence[ScopePattern] | None)
             at = sum(len(other.frames) < len(frames) for other in outer)
             SEGMENTS.set(node, (*outer[:at], mine, *outer[at:]))
     return program
+
+
+def enclose(nodes: Iterable[fx.Node], policy: Policy) -> None:
+    """Make nodes a segment around those that they are in already, in place."""
+    segment = Segment(policy)
+    for node in nodes:
+        SEGMENTS.set(node, (segment, *segments_of(node)))
 
 
 def chooser(patterns: Sequence[ScopePattern]) -> Callable[[str], bool]:

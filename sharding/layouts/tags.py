@@ -60,7 +60,7 @@ PART_OF: Tag[int] = declare(
 GATHERED: Tag[bool] = declare(
     "gathered",
     "whether the operation has no rule that fits its operands, which are gathered",
-    written_by="scheduling/partition",
+    written_by="microbatches/spread, scheduling/partition",
     read_by="lowering/lower",
     follows="call",
 )

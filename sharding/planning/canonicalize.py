@@ -1,7 +1,7 @@
 """Canonicalisation of a traced program before its layouts are chosen.
 
-Creation and filling no longer depend on a tensor that only lends its shape (``zeros_like`` of a sharded
-value must not move it). Strided regions of memory become views (``strided.py``), rows and slices of one
+Creation and filling no longer depend on a tensor that only lends its shape: ``zeros_like`` of a sharded
+value must not move it. Strided regions of memory become views (``strided.py``), rows and slices of one
 value are grouped (``cuts.py``), sums are rewritten so that they are reduced once (``sums.py``) or from
 the end, equal views are merged (so that a reshard of their base is shared), and dead code is eliminated.
 """
@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.programs.constants import fill_with, release_constants
 from torchard.functional.programs.graphs import Inserter, substitute
 from torchard.functional.programs.tags import RECOMPUTE, VAL
 from torchard.functional.torch_internals.operators import aten
@@ -27,35 +28,14 @@ from torchard.sharding.rules.compute.scan import fold_flips
 
 __all__ = ["prepare"]
 
-_CONSTANTS: dict[Any, float | int | None] = {
-    aten.zeros_like.default: 0,
-    aten.new_zeros.default: 0,
-    aten.ones_like.default: 1,
-    aten.new_ones.default: 1,
-    aten.empty_like.default: 0,
-    aten.new_empty.default: 0,
-    aten.full_like.default: None,
-    aten.new_full.default: None,
-    aten.fill.Scalar: None,
-    aten.zero.default: 0,
-}
-
-
-# Operations that fill with a tensor's value: only the shape of the filled tensor is needed.
-_COPIES = (aten.fill.Tensor, aten.copy.default)
-
-
 def prepare(graph: fx.Graph) -> fx.Graph:
     """Canonicalise a graph in place, and return it."""
     _lift_numbers(graph)
     unstride(graph)
+    release_constants(graph.nodes)
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target in _CONSTANTS:
-            _release(node, _value(node))
-        elif _is_empty_cut(node):
-            _release(node, 0)
-        elif node.target in _COPIES:
-            _spread(node)
+        if _is_empty_cut(node):
+            fill_with(node, 0)
     fold_sums(graph)
     gather_cuts(graph)
     fold_flips(graph)
@@ -84,34 +64,12 @@ def _lift_numbers(graph: fx.Graph) -> None:
                 node.update_arg(k, full)
 
 
-def _value(node: fx.Node) -> Any:
-    """The value that a constant is filled with."""
-    known = _CONSTANTS[node.target]
-    return known if known is not None else node.args[2 if node.target is aten.new_full.default else 1]
-
-
 def _is_empty_cut(node: fx.Node) -> bool:
     """Whether a node is an empty slice, or the gradient of one; neither needs its operand gathered."""
     if node.target is aten.slice.Tensor:
         return 0 in VAL.of(node).shape
     source = node.args[0] if node.target is aten.slice_backward.default else None
     return isinstance(source, fx.Node) and 0 in VAL.of(source).shape
-
-
-def _release(node: fx.Node, value: Any) -> None:
-    """Rewrite ``zeros_like(x)`` as ``full``, since the shape and dtype of x are known."""
-    val = VAL.of(node)
-    kind = {"dtype": val.dtype, "device": val.device}
-    substitute(node, Inserter(node)(aten.full.default, list(val.shape), value, same="value", **kind))
-
-
-def _spread(node: fx.Node) -> None:
-    """Rewrite ``fill(x, value)`` as the value, expanded to the shape and dtype of x."""
-    val, value, insert = VAL.of(node), node.args[1], Inserter(node)
-    assert isinstance(value, fx.Node)
-    if VAL.of(value).dtype != val.dtype:
-        value = insert(aten._to_copy.default, value, dtype=val.dtype)
-    substitute(node, insert(aten.expand.default, value, list(val.shape)))
 
 
 def _share_views(graph: fx.Graph) -> None:

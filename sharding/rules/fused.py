@@ -12,6 +12,7 @@ from torch import fx
 
 from torchard.functional.core.outputs import outputs_of
 from torchard.functional.core.tensor_spec import TensorSpec
+from torchard.functional.programs.constants import release_constants
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.tags import VAL
@@ -34,13 +35,15 @@ __all__ = ["composed"]
 
 Side = tuple[tuple[Factors, ...], ...]  # for all operands or all results, the factors of each dim
 
-# Operations whose emitters only replace a shape argument by the local shape.
+# Operations whose emitters only replace a shape argument by the local shape, or copy operands that a
+# reshard has made strided, as a kernel's own values are not.
 _SHAPED = (
     aten.view.default,
     aten.reshape.default,
     aten._unsafe_view.default,
     aten.expand.default,
     aten.full.default,
+    aten.native_layer_norm_backward.default,
 )
 
 
@@ -76,6 +79,7 @@ def composed(call: Call) -> Rule | None:
         return outputs_of(reference(*inputs))
 
     program = purify(record(run, [TensorSpec.of(VAL.of(n)) for n in call.operands]), ())
+    release_constants(program.graph.nodes)
     return None if program.closures else _Composition(program.graph).rule()
 
 
@@ -159,8 +163,12 @@ class _Composition:
         needs_emitter = entry is None or (entry.emit is not None and node.target not in _SHAPED)
         if needs_emitter or rule.gathered or rule.halo is not None:
             return factors, set()
-        bound = {*rule.whole, *rule.index, *rule.run, *(f for tie in rule.ties for f in tie)}
-        sums = {f for f in reduced - bound if rule.combiner[f] == "sum"} if self._leaves(node) else set()
+        # A constant is one at every shape.
+        index = () if node.target is aten.full.default else rule.index
+        bound = {*rule.whole, *index, *rule.run, *(f for tie in rule.ties for f in tie)}
+        sums = {f for f in reduced - bound if rule.combiner[f] == "sum"}
+        if not all(self._leaves(partial) for partial in _partial(node, rule, sums)):
+            sums = set()
         return bound | (reduced - sums), sums
 
     def _join(self, have: Factors, want: Factors) -> None:
@@ -174,10 +182,18 @@ class _Composition:
     def _leaves(self, node: fx.Node) -> bool:
         """Whether only views lie between a value and the outputs."""
         return all(
-            user.op == "output"
-            or ((user.target is operator.getitem or base_of(user) is not None) and self._leaves(user))
+            user.op == "output" or (base_of(user) is not None and self._leaves(user))
             for user in node.users
         )
+
+
+def _partial(node: fx.Node, rule: Rule, sums: set[int]) -> list[fx.Node]:
+    """The results of an operation that are sums over some of these factors."""
+    if not isinstance(VAL.of(node), (tuple, list)):
+        return [node]
+    kept = [{f for dim in dims for f in dim} for dims in rule.outs]
+    items = (user for user in node.users if user.target is operator.getitem)
+    return [item for item in items if sums - kept[result_index(item)]]
 
 
 def _factors(side: Iterable[tuple[Factors, ...]]) -> set[int]:

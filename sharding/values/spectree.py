@@ -13,7 +13,9 @@ from torchard.functional.programs.program import Program
 from torchard.functional.tracing.signature import paths_of
 from torchard.sharding.values.spec import P, SpecError
 
-__all__ = ["as_arguments", "broadcast", "specs_of_arguments", "specs_of_results"]
+__all__ = ["as_arguments", "broadcast", "by_argument", "specs_of_arguments", "specs_of_results"]
+
+_AS_IN = "P or None, as in P('tp', None)"
 
 
 class _Slot:
@@ -30,17 +32,8 @@ def specs_of_arguments(
     """
     if in_specs is None:
         return {}
-    slots = [_Slot() for _ in range(program.in_tree.num_leaves)]
-    args, kwargs = tree.unflatten(program.in_tree, slots)
-    paths = paths_of(args, kwargs)
-    names = _positional_names(fn, len(args))
-    if isinstance(in_specs, Mapping) and not _is_the_argument(in_specs, args, names, kwargs):
-        specs = _by_name(in_specs, args, kwargs, names)
-    else:
-        specs = broadcast(as_arguments(in_specs, args), args, "in_specs", "args")
-        specs += [None] * len(tree.leaves(kwargs))
+    given: dict[str, P] = by_argument(program, in_specs, fn, "in_specs", P, _AS_IN)
     traced = {leaf.path for leaf in program.inputs}
-    given = {p: s for p, s in zip(paths, specs, strict=True) if s is not None}
     for path, spec in given.items():
         if path not in traced and not spec.is_replicated:
             raise SpecError(
@@ -48,6 +41,40 @@ def specs_of_arguments(
                 "cannot be split. Use None there."
             )
     return {p: s for p, s in given.items() if p in traced}
+
+
+def by_argument(
+    program: Program,
+    prefix: Any,
+    fn: Callable[..., Any] | None,
+    name: str,
+    kind: type,
+    example: str,
+) -> dict[str, Any]:
+    """The values that a pytree prefix of the arguments gives leaves, by path, static ones included.
+
+    Args:
+        program: the trace of the function.
+        prefix: a prefix of the positional arguments, or a mapping by argument name.
+        fn: the function, for the names of its arguments.
+        name: what messages call the prefix.
+        kind: the type of its leaves.
+        example: what messages recommend as a leaf.
+
+    Raises:
+        SpecError: it is no prefix of the arguments, or has a leaf of another type.
+    """
+    slots = [_Slot() for _ in range(program.in_tree.num_leaves)]
+    args, kwargs = tree.unflatten(program.in_tree, slots)
+    paths = paths_of(args, kwargs)
+    names = _positional_names(fn, len(args))
+    how = name, kind, example
+    if isinstance(prefix, Mapping) and not _is_the_argument(prefix, args, names, kwargs):
+        found = _by_name(prefix, args, kwargs, names, how)
+    else:
+        found = _broadcast(as_arguments(prefix, args), args, name, "args", how)
+        found += [None] * len(tree.leaves(kwargs))
+    return {p: value for p, value in zip(paths, found, strict=True) if value is not None}
 
 
 def as_arguments(in_specs: Any, args: tuple[Any, ...]) -> Any:
@@ -68,16 +95,20 @@ def _is_the_argument(
 
 
 def _by_name(
-    in_specs: Mapping[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any], names: list[str]
-) -> list[P | None]:
-    unknown = sorted(set(in_specs) - set(names) - set(kwargs))
+    prefix: Mapping[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: list[str],
+    how: tuple[str, type, str],
+) -> list[Any]:
+    unknown = sorted(set(prefix) - set(names) - set(kwargs))
     if unknown:
         given = ", ".join([*(n for n in names if n), *kwargs])
-        raise SpecError(f"in_specs names {unknown[0]!r}, but the arguments are {given}.")
-    specs: list[P | None] = []
+        raise SpecError(f"{how[0]} names {unknown[0]!r}, but the arguments are {given}.")
+    found: list[Any] = []
     for name, value in [*zip(names, args, strict=True), *sorted(kwargs.items())]:
-        specs += broadcast(in_specs.get(name), value, f"in_specs[{name!r}]", name)
-    return specs
+        found += _broadcast(prefix.get(name), value, f"{how[0]}[{name!r}]", name, how)
+    return found
 
 
 def _positional_names(fn: Any, count: int) -> list[str]:
@@ -116,13 +147,22 @@ def broadcast(prefix: Any, full: Any, name: str, what: str) -> list[P | None]:
     Raises:
         SpecError: the tree is not a prefix of ``full``, or has a leaf that is not a spec.
     """
+    found: list[P | None] = _broadcast(prefix, full, name, what, (name, P, _AS_IN))
+    return found
+
+
+def _broadcast(
+    prefix: Any, full: Any, name: str, what: str, how: tuple[str, type, str]
+) -> list[Any]:
+    _, kind, example = how
     for leaf in optree.tree_leaves(prefix, none_is_leaf=True, namespace=tree.NAMESPACE):
-        if leaf is not None and not isinstance(leaf, P):
+        if leaf is not None and not isinstance(leaf, kind):
+            meant = f"P or None, as in {P(leaf)}" if kind is P and isinstance(leaf, str) else example
             raise SpecError(
-                f"{name} has a leaf {leaf!r} of type {type(leaf).__name__}; use a P or None, as in "
-                f"{P(leaf) if isinstance(leaf, str) else P('tp', None)}."
+                f"{name} has a leaf {leaf!r} of type {type(leaf).__name__}; use a {meant}."
             )
+    noun = "spec" if kind is P else "dim"
     try:
-        return tree.broadcast(prefix, full, name, what, "spec")
+        return tree.broadcast(prefix, full, name, what, noun)
     except ValueError as error:
         raise SpecError(str(error)) from error

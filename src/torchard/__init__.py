@@ -8,6 +8,7 @@ defined in `torchard.functional`, `torchard.sharding` and `torchard.kernels`.
 from torchard import nn, optim, policies, random, transforms, tree
 from torchard.functional.checkpoint import checkpoint
 from torchard.functional.core.errors import (
+    AccumulateError,
     CheckpointError,
     CollectiveError,
     DerivativeError,
@@ -48,6 +49,7 @@ from torchard.sharding import (
     StorageError,
     StorageWarning,
     Style,
+    accumulate,
     all_gather,
     all_to_all,
     axis_index,
@@ -84,6 +86,7 @@ __version__ = "0.1.0"
 """
 
 __all__ = [
+    "AccumulateError",
     "Activations",
     "CheckpointError",
     "CollectiveError",
@@ -120,6 +123,7 @@ __all__ = [
     "TorchVersionWarning",
     "UnexpectedTracerError",
     "__version__",
+    "accumulate",
     "all_gather",
     "all_to_all",
     "any_of",
