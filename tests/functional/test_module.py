@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -457,6 +458,40 @@ def test_buffers_that_are_shared_no_longer_are_refused() -> None:
     fn, params = functionalize(Pair("assigns"))
     with pytest.raises(PurityError, match=r"'b' or 'a' replaces a buffer .* self\.mean\.copy_"):
         fn(params, torch.ones(3), buffers=fn.buffers)
+
+
+def uncounted(momentum: float | None) -> nn.BatchNorm1d:
+    norm = nn.BatchNorm1d(3, momentum=momentum)
+    norm.num_batches_tracked = None
+    return norm
+
+
+# A module, and one that does on a CPU what it does on its device.
+BATCH_NORMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = {
+    "of all ranks": (lambda: nn.SyncBatchNorm(3), lambda: nn.BatchNorm1d(3)),
+    "of all ranks, untracked": (
+        lambda: nn.SyncBatchNorm(3, track_running_stats=False),
+        lambda: nn.BatchNorm1d(3, track_running_stats=False),
+    ),
+    "cumulative": (lambda: nn.BatchNorm1d(3, momentum=None),) * 2,
+    "cumulative, untracked": (
+        lambda: nn.BatchNorm1d(3, momentum=None, track_running_stats=False),
+    ) * 2,
+    "cumulative, uncounted": (lambda: uncounted(None),) * 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", BATCH_NORMS)
+def test_batch_norms_that_are_called_otherwise(name: str, training: bool) -> None:
+    module, plain = (make().double().train(training) for make in BATCH_NORMS[name])
+    fn, params = functionalize(module)
+    buffers, run = fn.buffers, jit(fn, backend="eager")
+    for batch in torch.randn(2, 5, 3, dtype=torch.float64):
+        out = run(params, batch, buffers=buffers)
+        out, buffers = out if isinstance(out, tuple) else (out, buffers)
+        torch.testing.assert_close(out, plain(batch))
+    torch.testing.assert_close(buffers, dict(plain.named_buffers()))
 
 
 def test_cumulative_averages() -> None:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.func import grad, jvp, vmap
 
 from torchard import Mesh, P, PurityError, checkpoint, jit, shard, trace
-from torchard.functional.execution.binding import bind
 from torchard.functional.torch_internals import FakeTensor
 
 F64 = torch.float64
@@ -139,6 +138,19 @@ def test_half_precision(stats: str, data: str) -> None:
             torch.testing.assert_close(h, w, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("wrap", [checkpoint, WRAPPED["shard"]])
+def test_second_derivatives_and_batches_of_gradients(wrap: Any, training: bool) -> None:
+    """Of the input, whose statistics are functions of it too."""
+    args = inputs(Random(5), 4)
+    run = wrap(lambda *args: number(torchs, training, *args))
+    want = lambda *args: number(by_hand, training, *args)  # noqa: E731
+    torch.testing.assert_close(slope(slope(run, 0), 0)(*args), slope(slope(want, 0), 0)(*args))
+    stacked = torch.stack([args[0], args[0].sin()])
+    found, expected = (vmap(slope(f, 0), (0, *[None] * 4))(stacked, *args[1:]) for f in (run, want))
+    torch.testing.assert_close(found, expected)
+
+
 # -- what writes ------------------------------------------------------------------------------------
 
 
@@ -159,31 +171,55 @@ def test_evaluation_writes_nothing() -> None:
     torch.testing.assert_close(checkpoint(closed)(x), closed(x))
 
 
-def writers() -> list[Any]:
-    """The kernels that torch has for batch norm, whichever a device would pick."""
+def kernels() -> list[tuple[Any, tuple[Any, ...], bool, bool]]:
+    """The kernels that torch has for batch norm, whichever a device would pick, and further arguments.
+
+    Then whether they normalise by the batch, and whether they have running statistics.
+    """
     aten = torch.ops.aten
-    names = [
-        *("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"),
-        *("cudnn_batch_norm", "miopen_batch_norm"),
+    cases = [
+        (aten._batch_norm_with_update.default, (0.3, 0.1), True, True),
+        (aten._batch_norm_no_update.default, (0.3, 0.1), False, True),
     ]
-    return [getattr(aten, name).default for name in names if hasattr(aten, name)]
+    for name in ("native", "_native", "cudnn", "miopen"):
+        op = getattr(aten, f"{name}_batch_norm{'_legit' if name == '_native' else ''}").default
+        cases += [(op, (training, 0.3, 0.1), training, True) for training in (True, False)]
+        if name != "_native":  # of which another overload has no running statistics
+            cases.append((op, (True, 0.3, 0.1), True, False))
+    return cases
 
 
-@pytest.mark.parametrize("op", writers(), ids=str)
-def test_no_kernel_that_writes_is_left(op: Any) -> None:
-    """Those of accelerators are only traced here: they become the one kernel every device has."""
-    x, w, b, mean, var = inputs(Random(2), 4)
-    flags = (0.3, 0.1) if "with_update" in str(op) else (True, 0.3, 0.1)
+@pytest.mark.parametrize(("op", "flags", "training", "tracked"), kernels(), ids=str)
+def test_no_kernel_that_writes_is_left(
+    op: Any, flags: tuple[Any, ...], training: bool, tracked: bool
+) -> None:
+    """Those of accelerators are only traced here: they become kernels that every device has."""
+    x, w, b, *running = inputs(Random(2), 4)
 
-    def fn(x: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        mean, var = mean.clone(), var.clone()
-        return op(x, w, b, mean, var, *flags)[0], mean, var
+    def norm(x: Tensor, *running: Tensor) -> tuple[Tensor, ...]:
+        new = [r.clone() for r in running]
+        return op(x, w, b, *(new if tracked else (None, None)), *flags)[0], *new
 
-    program = trace(fn)(x, mean, var)
-    targets = [str(node.target) for node in program.graph.nodes]
-    assert not any("batch_norm" in name and "functional" not in name for name in targets)
-    have = bind(program)([x, mean, var, w, b])
-    torch.testing.assert_close(tuple(have), by_hand(x, w, b, mean, var, True))
+    def gradient(x: Tensor, *running: Tensor) -> Tensor:
+        found: Tensor = grad(lambda x: (norm(x, *running)[0] ** 3).sum())(x)
+        return found
+
+    for fn in (norm, gradient):
+        names = [str(node.target) for node in trace(fn)(x, *running).graph.nodes]
+        assert not any(
+            kind in name for name in names for kind in ("cudnn", "miopen", "legit.", "update")
+        )
+    want = by_hand(x, w, b, *running, training)
+    torch.testing.assert_close(checkpoint(norm)(x, *running), want if tracked else (want[0], *running))
+    slope = grad(lambda x: (by_hand(x, w, b, *running, training)[0] ** 3).sum())(x)
+    torch.testing.assert_close(checkpoint(gradient)(x, *running), slope)
+
+
+def test_parts_of_it_that_write_are_refused() -> None:
+    x, _, _, mean, var = inputs(Random(2), 4)
+    fn = lambda x: torch.batch_norm_update_stats(x, mean.clone(), var.clone(), 0.1)  # noqa: E731
+    with pytest.raises(PurityError, match=r"calls aten.batch_norm_update_stats.*functional.batch_norm"):
+        checkpoint(fn)(x)
 
 
 # -- what crosses the network -----------------------------------------------------------------------
