@@ -65,6 +65,12 @@ class Alias:
         return self.step.cut or self.step.target is aten.view.dtype or self.parent.stopped
 
     @property
+    def holds_floats(self) -> bool:
+        """Whether it, or what it is a view of, may have a gradient: bits are written of floats, too."""
+        own = self.val.is_floating_point() or self.val.is_complex()
+        return own or (self.parent is not None and self.parent.holds_floats)
+
+    @property
     def refused(self) -> bool:
         """Whether autograd refuses writes through this alias."""
         return self.multi_view or (self.parent is not None and self.parent.refused)

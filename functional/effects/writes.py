@@ -171,9 +171,9 @@ class _Functionalization:
             )
         if have.dtype != want.dtype:
             value = emit(aten._to_copy.default, value, dtype=want.dtype)
-        memory, floats = alias.memory, want.is_floating_point() or want.is_complex()
-        memory.evaded |= alias.stopped and floats
-        self.evades |= alias.refused and floats
+        memory = alias.memory
+        memory.evaded |= alias.stopped and alias.holds_floats
+        self.evades |= alias.refused and alias.holds_floats
         while alias.parent is not None:
             step, parent = alias.step, alias.parent
             assert step is not None
