@@ -84,11 +84,8 @@ def turns_in_place(target: Any) -> bool:
 
 def argument(node: fx.Node, name: str) -> Any:
     """The argument of a node for a parameter of its operation."""
-    target: Any = node.target
-    for i, parameter in enumerate(internals.schema(target).arguments):
-        if parameter.name == name:
-            return node.args[i] if i < len(node.args) else node.kwargs.get(name)
-    return None
+    i = argument_names(node.target).index(name)
+    return node.args[i] if i < len(node.args) else node.kwargs.get(name)
 
 
 @functools.cache

@@ -125,7 +125,8 @@ class _Functionalization:
         _check_overlap(node)
         emit = NodeInserter(node)
         if node.target in _OVERWRITES:
-            call, values = None, [self._overwritten(emit, node)]
+            call = self._overwritten(emit, node)
+            values = [call]
         else:
             call = self._computed(emit, node, twin)
             values = _written_values(emit, node, call)
@@ -189,34 +190,23 @@ class _Functionalization:
         alias.value, alias.version = laid_out_as(emit, value, alias.val), memory.version
 
     def _replace_results(
-        self, emit: NodeInserter, node: fx.Node, call: fx.Node | None, targets: list[fx.Node]
+        self, emit: NodeInserter, node: fx.Node, call: fx.Node, targets: list[fx.Node]
     ) -> None:
         """Replace the results of a write: by the alias that was written to, or by those of its twin."""
         vals = VAL.get(node)
         by_storage = {storage_key(target): self.table.by_node[target] for target in targets}
 
-        def result(val: Any, index: int | None) -> Alias | fx.Node | None:
-            if isinstance(val, torch.Tensor) and internals.storage_id(val) in by_storage:
-                return by_storage[internals.storage_id(val)]
-            if call is None or index is None:
-                return call
-            return emit(operator.getitem, call, index)
-
-        if not isinstance(vals, (tuple, list)):
-            self._replace(node, result(vals, None))
+        if isinstance(vals, torch.Tensor):  # what it returns is what it writes
+            self.table.by_node[node] = by_storage[internals.storage_id(vals)]
             return
         for item in list(node.users):
-            if item.target is operator.getitem:
-                index: Any = item.args[1]
-                self._replace(item, result(vals[index], index))
-                self.replaced_items.add(item)
-
-    def _replace(self, node: fx.Node, result: Alias | fx.Node | None) -> None:
-        """Make the readers of a node read an alias or another node."""
-        if isinstance(result, Alias):
-            self.table.by_node[node] = result
-        elif result is not None:
-            node.replace_all_uses_with(result)
+            index: Any = item.args[1]
+            alias = by_storage.get(internals.storage_id(vals[index]))
+            if alias is not None:
+                self.table.by_node[item] = alias
+            else:
+                item.replace_all_uses_with(emit(operator.getitem, call, index))
+            self.replaced_items.add(item)
 
 
 def _check_overlap(node: fx.Node) -> None:
@@ -249,6 +239,6 @@ def _written_values(emit: NodeInserter, node: fx.Node, call: fx.Node) -> list[fx
             value = emit(operator.getitem, call, returns - len(names) + i)
         if isinstance(written, (list, tuple)):
             values += [emit(operator.getitem, value, k) for k in range(len(written))]
-        elif written is not None:
+        else:
             values.append(value)
     return values

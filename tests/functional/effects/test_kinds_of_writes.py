@@ -55,6 +55,7 @@ REAL: dict[str, Write] = {
     "one by strides": lambda y, x: y.as_strided((1, 1), (3, 3), 2).mul_(2),
     "dims of size one by strides": lambda y, x: y.as_strided((1, 3, 2), (0, 1, 4), 2).mul_(2),
     "nothing by strides": lambda y, x: y.as_strided((0, 3), (3, 1)).mul_(2),
+    "one of what a sort returns": lambda y, x: y.mul_(x.sort()[0].mul_(2)),
     "a list": lambda y, x: torch._foreach_mul_([y, x * 1], 2.0),
     "a list of products": lambda y, x: torch._foreach_addcmul_([y[0], y[1]], [x[1], x[0]], [x[2], x[3]]),
     "dims, then a row": lambda y, x: (y.t_(), y[0].mul_(2)),
@@ -72,6 +73,25 @@ OUT: dict[str, Callable[[Tensor], Tensor]] = {
     "frexp": lambda x: sum_of(torch.frexp, x, x.new_empty(4, 4), x.new_empty(4, 4, dtype=torch.int32)),
     "another dtype": lambda x: number(torch.sin(x, out=x.new_empty(4, 4, dtype=torch.complex128))),
 }
+
+
+def quantized(x: Tensor) -> Tensor:
+    """Its schema has no out=: it writes its range and scale, and returns other tensors."""
+    low, high, scale = x.new_tensor([[-1], [1], [1]]).float()
+    zero, on = torch.zeros(1, dtype=torch.int32), torch.ones(1, dtype=I64)
+    found = torch.fused_moving_avg_obs_fake_quant(
+        *(x.float(), on, on, low, high, scale, zero, 0.1, 0, 255, 0)
+    )
+    return number(found) + low.sum() + 2 * high.sum() + 3 * scale.sum() + zero.sum()
+
+
+def shifted(x: Tensor) -> Tensor:
+    y = (10 * x).long()
+    y &= 13
+    y <<= 2
+    y ^= 3
+    y |= 8
+    return number(y * x)
 
 
 def sum_of(op: Callable[..., object], x: Tensor, first: Tensor, second: Tensor, *args: int) -> Tensor:
@@ -105,6 +125,8 @@ PROGRAMS = {
     **{name: written(torch.sin, write) for name, write in REAL.items()},
     **{f"reads {name}": read(view) for name, view in READ.items()},
     **{f"out= of {name}": fn for name, fn in OUT.items()},
+    "ranges of a quantization": quantized,
+    "bits of integers": shifted,
 }
 
 
@@ -114,11 +136,24 @@ def test_a_kind_of_write(name: str) -> None:
     """Under a stack by turns."""
     stacks = [s for s in STACKS if " of " not in s]
     stack = stacks[list(PROGRAMS).index(name) % len(stacks)]
+    assert PROGRAMS[name](X).isfinite()  # or torch refuses it, which is no difference
     assert not differences(PROGRAMS[name], X, stack, ("value", "gradient"))
+
+
+@torch.library.custom_op("torchard_tests::double_", mutates_args=("x",))
+def double_(x: Tensor) -> None:
+    x.mul_(2)
+
+
+def doubled(x: Tensor) -> Tensor:
+    y = x.clone()
+    double_(y)
+    return y
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "resized": (lambda x: torch.sin(x, out=x.new_empty(0)), r"shape \[4, 4\].* of shape \[0\].* resize"),
+    "by an operation of the user's": (doubled, r"torchard_tests\.double_.*has no out-of-place form"),
     "parts of a row by strides": (
         written(complex_of, lambda y, x: torch.view_as_real(y[1]).as_strided((3,), (3,), 9).mul_(2)),
         "a view of another dtype",
