@@ -193,7 +193,7 @@ class _Functionalization:
         self, emit: NodeInserter, node: fx.Node, call: fx.Node, targets: list[fx.Node]
     ) -> None:
         """Replace the results of a write: by the alias that was written to, or by those of its twin."""
-        vals = VAL.get(node)
+        vals: Any = VAL.get(node)
         by_storage = {storage_key(target): self.table.by_node[target] for target in targets}
 
         if isinstance(vals, torch.Tensor):  # what it returns is what it writes
