@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from hypothesis import settings
 from torch.utils import _pytree as pytree
 
 __all__ = ["Case", "cases", "entries", "name_of"]
@@ -37,9 +38,11 @@ def entries() -> list[Any]:
             stand_in = types.ModuleType("expecttest")
             stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
             sys.modules["expecttest"] = stand_in
+    profile = settings.get_current_profile_name()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's test modules import what torch has deprecated
         from torch.testing._internal.common_methods_invocations import op_db
+    settings.load_profile(profile)  # they load one of torch's own
     return list(op_db)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 from op_db import Case, cases, entries, name_of
 from op_sweep import BROKEN, REFUSED, RIGHT, WRONG, Seen, Verdict, judge, sweep, watched
 
@@ -26,6 +27,13 @@ def test_one_sample_of_every_eighth_entry(part: int) -> None:
     chosen = entries()[8 * part :: 8 * PARTS]
     bad = [v for _, v in sweep(chosen, 1, 1, 8) if v.kind in (WRONG, BROKEN)]
     assert not bad, "\n".join(f"{v.kind}: {v.case} {v.where}\n{v.why}" for v in bad)
+
+
+def test_torchs_table_leaves_the_profile_of_hypothesis(request: pytest.FixtureRequest) -> None:
+    """Otherwise all tests that follow would draw other examples, and as many as `make explore`."""
+    entries()
+    wanted = request.config.getoption("--hypothesis-profile") or "ci"
+    assert settings.get_current_profile_name() == wanted
 
 
 def _verdicts(name: str) -> list[Verdict]:
