@@ -12,7 +12,19 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as torch_pytree
 
-from torchard import Mesh, P, PurityError, functionalize, jit, name, random, scope, shard, trace
+from torchard import (
+    Mesh,
+    P,
+    PurityError,
+    checkpoint,
+    functionalize,
+    jit,
+    name,
+    random,
+    scope,
+    shard,
+    trace,
+)
 
 KEY = random.key(5)
 IDS = torch.tensor([1, 4, 4, 9, 0])
@@ -458,6 +470,32 @@ def test_buffers_that_are_shared_no_longer_are_refused() -> None:
     fn, params = functionalize(Pair("assigns"))
     with pytest.raises(PurityError, match=r"'b' or 'a' replaces a buffer .* self\.mean\.copy_"):
         fn(params, torch.ones(3), buffers=fn.buffers)
+
+
+class Output(dict[str, Tensor]):
+    """A result like HuggingFace's, of which torch's pytrees know, and this library's do not."""
+
+
+torch_pytree.register_pytree_node(
+    Output,
+    lambda output: (list(output.values()), list(output)),
+    lambda values, keys: Output(zip(keys, values, strict=True)),
+)
+
+
+class WithOutput(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return {"inner": Output(y=y, sum=y.sum()), "x": x}
+
+
+def test_results_of_types_that_only_torch_knows() -> None:
+    module, x = WithOutput(3, 2), torch.randn(4, 3)
+    fn, params = functionalize(module)
+    for run in (fn, jit(fn, backend="eager"), checkpoint(fn)):
+        out, want = run(params, x), module(x)
+        assert type(out["inner"]) is Output and list(out["inner"]) == ["y", "sum"]
+        torch.testing.assert_close(out, want)
 
 
 def uncounted(momentum: float | None) -> nn.BatchNorm1d:

@@ -242,6 +242,16 @@ def test_kernels_that_try_overloads_work_under_forward_mode(make: Any, fn: Fn) -
             torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=0)
 
 
+def test_a_level_that_another_thread_opens_meanwhile_stays_open() -> None:
+    """Around a kernel without forward mode; the level is the process's."""
+    with contextlib.ExitStack() as others:
+        with internals.below_forward_ad([internals.JVP]):
+            others.enter_context(forward_ad.dual_level())
+        assert internals.forward_ad_active()
+        tangent = forward_ad.unpack_dual(forward_ad.make_dual(X, X.cos())).tangent
+        assert tangent is not None and torch.equal(tangent, X.cos())
+
+
 # -- first calls in odd places ----------------------------------------------------------------------
 
 
