@@ -43,6 +43,7 @@ from torchard import (  # noqa: E402
     Mesh,
     MeshTensor,
     P,
+    accumulate,
     from_dtensor,
     global_norm,
     jit,
@@ -179,6 +180,24 @@ def small_integers_are_exact(rank: int, world: int) -> bool:
         )
         good &= all(torch.equal(have[k].double(), v) for k, v in want.items())
     return good
+
+
+@check
+def accumulated_over_slices(rank: int, world: int) -> bool:
+    """A batch that is placed over the ranks, in slices of each rank's rows: one all_reduce, and exact."""
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return (torch.relu(x @ w) * x.sum(1, keepdim=True)).sum()
+
+    w = torch.arange(12.0).reshape(4, 3) - 5
+    x = torch.arange(4.0 * 8 * world).reshape(8 * world, 4) % 7 - 3
+    mesh = Mesh({"dp": world})
+    step = shard(accumulate(torch.func.grad_and_value(loss), 4, batch=(None, 0)), mesh)
+    placed = place(x, mesh, P("dp"))
+    sent = [c.kind for c in step.lower(w, placed).collectives]
+    want = torch.func.grad_and_value(loss)(w, x)
+    have = [v.full() if isinstance(v, MeshTensor) else v for v in step(w, placed)]
+    return set(sent) == {"all_reduce"} and len(sent) <= 2 and all(map(torch.equal, have, want))
 
 
 @check
