@@ -283,3 +283,10 @@ def test_a_spec_unpacks_into_another() -> None:
     assert P(None, *spec) == P(None, "dp", None, ("tp",)) and list(P()) == [] and P(*spec) == spec
     with pytest.raises(SpecError, match=re.escape(".led(1)")):
         P(None, *P.factors("(a b)", a=2))
+
+
+def test_what_needs_process_groups() -> None:
+    with pytest.raises(PlacementError, match="is on a virtual mesh; a DTensor needs process groups"):
+        ta.to_dtensor(place(X, MESH, P("dp")))
+    with pytest.raises(MeshError, match="is virtual and has no process groups"):
+        MESH.group(["dp"])

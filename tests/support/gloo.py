@@ -35,6 +35,9 @@ import torch.distributed as dist  # noqa: E402
 import train_gpt  # noqa: E402
 from forked_ranks import forked_ranks  # noqa: E402
 from ranks import COLLECTIVES  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor  # noqa: E402
+from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
 import torchard  # noqa: E402
@@ -360,6 +363,37 @@ def dtensor_and_back(rank: int, world: int) -> bool:
         back = from_dtensor(there, mesh)
         good &= torch.equal(back.full(), x) and back.spec == value.spec
     return good
+
+
+@check
+def dtensor_that_is_a_sum(rank: int, world: int) -> bool:
+    """Its summands are added up."""
+    mesh, x = Mesh({"tp": world}), torch.arange(21.0).reshape(7, 3)
+    sum_ = DTensor.from_local(x * (rank + 1), mesh.device_mesh, [Partial()])
+    found = from_dtensor(sum_, mesh)
+    want = place(x * (world * (world + 1) // 2), mesh, P())
+    return found.spec == want.spec and torch.equal(found.full(), want.full())
+
+
+@check
+def dtensor_without_a_counterpart(rank: int, world: int) -> list[str]:
+    """What is said of those that have none, in both directions."""
+    mesh, x = Mesh({"tp": world}), torch.arange(4.0 * world)
+    other = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
+    strided = DTensor.from_local(x[:4], mesh.device_mesh, [_StridedShard(0, split_factor=2)])
+    flat = shard(lambda x: x.reshape(-1), mesh)(place(x.reshape(2, -1), mesh, P(None, "tp")))
+    cases: list[Callable[[], object]] = [
+        lambda: from_dtensor(distribute_tensor(x, other, [Shard(0)]), mesh),
+        lambda: from_dtensor(strided),
+        lambda: to_dtensor(flat),
+    ]
+    said = []
+    for case in cases:
+        try:
+            said.append(repr(case()))
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
 
 
 @check

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from neighbours import FUNCTIONS, KERNEL, image, slope
 
 from torchard import Mesh, P, place, shard
+from torchard.sharding.testing import check_sharded
 
 MESHES: dict[str, tuple[dict[str, int], Any, int]] = {
     "13 lines over 3": ({"tp": 3}, "tp", 13),
@@ -72,6 +74,38 @@ def test_strides_that_meet_blocks_at_other_phases_are_gathered() -> None:
     """Blocks of 5 lines, every second one: the gradient has no one window for all."""
     fn = slope(lambda x: F.conv2d(x, KERNEL, padding=(1, 0), stride=(2, 1)))
     assert "all_gather" in {kind for kind, _ in sent(fn, 13)}
+
+
+Images = Callable[[torch.Tensor], torch.Tensor]
+WIDE = torch.arange(2.0 * 3 * 5 * 3, dtype=torch.float64).view(2, 3, 5, 3).cos()
+
+# What has no windows over 2 ranks: images of 2 lines, results of 2 lines or fewer, other settings.
+WITHOUT_WINDOWS: dict[str, tuple[Images, int]] = {
+    "convolution of 2 lines": (lambda x: F.conv2d(x, KERNEL, padding=(1, 0)), 2),
+    "convolution to 1 line": (lambda x: F.conv2d(x, WIDE), 5),
+    "convolution to 2 lines": (lambda x: F.conv2d(x, KERNEL, padding=(1, 0), stride=(4, 1)), 8),
+    "transposed convolution of 2 lines": (lambda x: F.conv_transpose2d(x, KERNEL[:3, :2]), 2),
+    "transposed convolution at other phases": (
+        lambda x: F.conv_transpose2d(x, KERNEL[:3, :2], stride=(3, 1)), 5
+    ),
+    "max pool of 2 lines": (lambda x: F.max_pool2d(x, (1, 2)), 2),
+    "max pool to 1 line": (lambda x: F.max_pool2d(x, (4, 2)), 4),
+    "mean pool of 2 lines": (lambda x: F.avg_pool2d(x, (1, 2)), 2),
+    "mean pool to 1 line": (lambda x: F.avg_pool2d(x, (4, 2)), 4),
+    "nearest of 2 lines": (lambda x: F.interpolate(x, scale_factor=2), 2),
+    "nearest by no whole factor": (lambda x: F.interpolate(x, size=(9, 4)), 6),
+    "bilinear of 2 lines": (lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"), 2),
+    "bilinear by corners": (
+        lambda x: F.interpolate(x, scale_factor=2, mode="bilinear", align_corners=True), 6
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITHOUT_WINDOWS)
+def test_what_has_no_windows_is_right_too(name: str) -> None:
+    fn, lines = WITHOUT_WINDOWS[name]
+    mesh, split = Mesh({"tp": 2}, virtual=True), P(None, None, "tp")
+    check_sharded(fn, (image(lines),), mesh, (split,), split)
 
 
 INF, NAN = float("inf"), float("nan")

@@ -107,10 +107,18 @@ def test_traces_name_each_collective_and_its_wait(ranks: Results) -> None:
         "every_reduction",
         "dropout_is_the_same_everywhere",
         "dtensor_and_back",
+        "dtensor_that_is_a_sum",
     ],
 )
 def test_holds(ranks: Results, name: str) -> None:
     assert every(ranks, name) == [True] * len(ranks)
+
+
+def test_dtensors_without_a_counterpart(ranks: Results) -> None:
+    for other, strided, flat in every(ranks, "dtensor_without_a_counterpart"):
+        assert other.startswith("PlacementError: the DTensor is on") and "not on Mesh(tp=" in other
+        assert strided.startswith("PlacementError") and "no counterpart in a spec; redistr" in strided
+        assert "in a way that a DTensor cannot express; redistribute it to plain axis names" in flat
 
 
 @pytest.mark.parametrize("name", ["every_dtype_moves", "every_dtype_adds_up"])

@@ -17,6 +17,12 @@ LIBRARY.define("centred(Tensor x) -> Tensor")
 LIBRARY.define("weighted(Tensor x, Tensor w) -> Tensor")
 LIBRARY.impl("centred", lambda x: x - x.mean(-1, keepdim=True), "CompositeExplicitAutograd")
 LIBRARY.impl("weighted", lambda x, w: (x.exp() @ w), "CompositeExplicitAutograd")
+LIBRARY.define("ranked(Tensor x) -> (Tensor, Tensor)")
+LIBRARY.define("rolled(Tensor x, int by) -> Tensor")
+LIBRARY.impl("ranked", lambda x: tuple(x.sort(-1)), "CompositeExplicitAutograd")
+LIBRARY.impl("rolled", lambda x, by: x.roll(by, -1), "CompositeExplicitAutograd")
+RANKED = torch.ops.torchard_tests.ranked.default
+ROLLED = torch.ops.torchard_tests.rolled.default
 CENTRED = torch.ops.torchard_tests.centred.default
 WEIGHTED = torch.ops.torchard_tests.weighted.default
 
@@ -24,7 +30,7 @@ WEIGHTED = torch.ops.torchard_tests.weighted.default
 @pytest.fixture(autouse=True)
 def rules_as_they_were() -> Iterator[None]:
     yield
-    for target in (CENTRED, WEIGHTED):
+    for target in (CENTRED, WEIGHTED, RANKED, ROLLED):
         REGISTRY.pop(target, None)
 
 
@@ -62,3 +68,40 @@ def test_wrong_rules(target: object, text: str, wrong: str, rows: int) -> None:
     with pytest.raises(RuleError, match=wrong) as raised:
         run(target, P("tp"), *shapes)
     assert "vmap" not in str(raised.value)
+
+
+def integers(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 9, shape, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("spec", [P("tp"), P(None, "tp")], ids=str)
+def test_right_rules_of_several_results_and_of_integers(spec: P) -> None:
+    register_rule(RANKED, text="b n -> b n, b n | whole n")
+    register_rule(ROLLED, text="b n -> b n | whole n | linear 0")
+    for x in (integers(6, 4), integers(6, 4).double() + torch.rand(6, 4), integers(1100, 1000)):
+        placed = place(x, MESH, spec)
+        have = shard(lambda x: (*RANKED(x), ROLLED(x, 1)), MESH, out_specs=P())(placed)
+        torch.testing.assert_close(tuple(have), (*RANKED(x), ROLLED(x, 1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64])
+def test_wrong_rules_of_several_results_and_of_integers(dtype: torch.dtype) -> None:
+    register_rule(RANKED, text="b n -> b n, b n")
+    register_rule(ROLLED, text="b n -> b n")
+    x = place(integers(6, 4).to(dtype), MESH, P("tp"))
+    for fn in (lambda x: RANKED(x)[1], lambda x: ROLLED(x, 1)):
+        with pytest.raises(RuleError, match="is wrong about 'n'"):
+            shard(fn, MESH)(x)
+
+
+def test_local_code_of_another_shape_or_dtype_is_refused() -> None:
+    x = place(torch.randn(6, 4, dtype=torch.float64), MESH, P("tp"))
+    for wrong in (lambda y: y[:1], lambda y: y.float()):
+        register_rule(
+            CENTRED,
+            text="b n -> b n | whole n",
+            emit=lambda call, local, wrong=wrong: local.call(wrong, local.args[0]),
+        )
+        with pytest.raises(RuleError, match="is wrong about 'b'"):
+            shard(lambda x: CENTRED(x), MESH)(x)
+        REGISTRY.pop(CENTRED)
