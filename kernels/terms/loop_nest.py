@@ -170,11 +170,12 @@ class Nest:
         )
 
     def _drop(self) -> None:
-        """Drop loops in which no operand moves."""
+        """Drop loops in which no operand moves: those that did were in a sum, and cancelled.
+
+        None of them is reduced: a reduction has one operand, which moves in every loop.
+        """
         for loop in [loop for loop in self.loops if not any(loop.strides)]:
             self.loops.remove(loop)
-            if not loop.kept:
-                self.repeats *= loop.size
             for pieces in self.dims:
                 if any(piece is loop for piece, *_ in pieces) and len(pieces) > 1:
                     raise NotStrided

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from torchard import Mesh, MeshTensor, P, functionalize, nn, place, random, shard
@@ -87,3 +88,36 @@ def test_a_backward_from_outside_has_the_mask_of_its_forward(spec: P, drop: str)
     assert not run.lower_joint(x).collectives
     assert torch.equal(whole(value), f(X))
     assert torch.equal(whole(slope), f(f(X)))
+
+
+class Attention(torch.nn.Module):
+    def __init__(self, mask: Tensor) -> None:
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q, self.mask, 0.5)
+
+
+def test_a_mask_of_attention_is_added_or_chooses() -> None:
+    chosen = torch.ones(6, 6, dtype=torch.bool).tril(2)
+    added = torch.zeros(6, 6, dtype=torch.float64).masked_fill(~chosen, -torch.inf)
+    fn, other = (functionalize(Attention(mask))[0] for mask in (chosen, added))
+    assert torch.equal(fn({}, X, key=KEY), other({}, X, key=KEY))
+    higher = functionalize(Attention(added + 1))[0]
+    torch.testing.assert_close(higher({}, X, key=KEY), fn({}, X, key=KEY))
+
+
+class Dropped(torch.nn.Module):
+    def forward(self, x: Tensor, p: float) -> Tensor:
+        return F.dropout(x, p)
+
+
+def test_rates_at_and_beyond_the_ends() -> None:
+    fn, _ = functionalize(Dropped())
+    for rate in (-0.5, 1.5):
+        with pytest.raises(ValueError, match=rf"dropout probability is {rate}; it must lie in \[0, 1\]"):
+            fn({}, X, rate, key=KEY)
+    assert torch.equal(fn({}, X, 0.0, key=KEY), X)
+    for module in (torch.nn.Dropout(1.0), torch.nn.AlphaDropout(1.0)):
+        assert not functionalize(module)[0]({}, X, key=KEY).any()

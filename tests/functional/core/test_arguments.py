@@ -368,6 +368,9 @@ def test_wrong_arguments_are_refused_by_name(
         (lambda: ta.fuse(double, kernel=double), "without a pattern"),
         (lambda: ta.Schedule(prefetch=1.5), "prefetch is 1.5"),
         (lambda: ta.ShapeDtype((2, -1)), "sizes must not be negative"),
+        (lambda: ta.checkpoint(), "checkpoint takes a function and returns one: call checkpoint(fn, ..."),
+        (lambda: ta.jit(double, X, X), "jit: too many positional arguments. jit takes a function"),
+        (lambda: ta.place(), "place: missing a required argument: 'values'."),
     ],
 )  # fmt: skip
 def test_what_is_said(call: Callable[[], Any], said: str) -> None:

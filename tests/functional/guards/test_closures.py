@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections import deque
 from collections.abc import Callable
@@ -118,7 +119,29 @@ def slot_of_a_global_object() -> Case:
     return lambda x: x * slotted.scale, lambda v: setattr(slotted, "scale", v), 3.0, 4.0
 
 
+def in_a_partial() -> Case:
+    kept = [X]
+    part = functools.partial(lambda held, x: x * held[0], kept)
+    return lambda x: part(x), lambda v: kept.__setitem__(0, v), X + 1, X + 2
+
+
+def in_a_keyword_s_default() -> Case:
+    def fn(x: torch.Tensor, *, weight: Any = X) -> torch.Tensor:
+        return x * weight
+
+    put: Any = fn.__kwdefaults__.__setitem__  # type: ignore[union-attr]
+    return fn, lambda v: put("weight", v), X + 1, X + 2
+
+
+def a_number_in_a_tensor_s_place() -> Case:
+    kept = {"w": X}
+    return lambda x: x * kept["w"], lambda v: kept.__setitem__("w", v), X + 1, 3.0
+
+
 CASES = [
+    in_a_partial,
+    in_a_keyword_s_default,
+    a_number_in_a_tensor_s_place,
     in_a_deque,
     in_slots,
     float_in_slots,

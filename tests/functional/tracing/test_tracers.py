@@ -118,6 +118,7 @@ COVARIANCES: dict[str, Fn] = {
         x, fweights=torch.tensor([1, 2, 1, 3]), aweights=torch.arange(1.0, 5.0, dtype=F64)
     ),
     "complex": lambda x: torch.cov(torch.complex(x, x.sin().flip(1))).abs(),
+    "corrcoef of complex": lambda x: torch.corrcoef(torch.complex(x, x.sin().flip(1))).abs(),
 }
 
 
@@ -127,6 +128,12 @@ def test_covariances_are_traced(what: str) -> None:
     for both in (fn, grad(lambda x: fn(x.sin()).square().sum())):
         got, want = checkpoint(both)(X), both(X)
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+
+
+def test_covariances_of_more_dims_are_refused_as_by_torch() -> None:
+    for run in (torch.cov, checkpoint(torch.cov)):
+        with pytest.raises(RuntimeError, match="expected input to have two or fewer dimensions"):
+            run(X[None])
 
 
 VARIANCES: dict[str, Callable[..., torch.Tensor]] = {
@@ -150,6 +157,8 @@ def test_losses_with_variances_are_traced(what: str) -> None:
         torch.testing.assert_close(checkpoint(both)(X, v), both(X, v), rtol=1e-9, atol=1e-9)
     with pytest.raises(ValueError, match="incorrect size"):
         checkpoint(F.gaussian_nll_loss)(X, X, v[0, :2])
+    with pytest.raises(ValueError, match="most is not valid"):
+        checkpoint(F.gaussian_nll_loss)(X, X, v, reduction="most")
 
 
 def z() -> torch.Tensor:

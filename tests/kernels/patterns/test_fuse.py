@@ -49,6 +49,9 @@ GELU: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
     "written out, divided": lambda x, w, b: ((h := b + x @ w) * (1 + torch.erf(h * 0.5**0.5))) / 2,
     "pre-activation returned": lambda x, w, b: ((h := x @ w + b), F.gelu(h)),
     "pre-activation used": lambda x, w, b: (h := F.linear(x, w.t(), b)) + F.gelu(h),
+    "a bias of equal rows": lambda x, w, b: F.gelu(
+        x @ w + (2 * ((w[:, :1] + b) - w[:, :1])).sum(0) / (2 * D)
+    ),
     "in place": lambda x, w, b: F.gelu((x @ w).add_(b)),
     "transposed result": lambda x, w, b: F.gelu(x @ w + b).transpose(-1, -2),
 }

@@ -243,6 +243,15 @@ def test_refuses(name: str) -> None:
     assert re.search(message, str(caught.value)), str(caught.value)
 
 
+def test_what_is_no_tensor_has_no_spec() -> None:
+    times = lambda x, n: (x * n, n)  # noqa: E731
+    with pytest.raises(SpecError, match=r"gives args\[1\] the spec .* but it is not a tensor; use None"):
+        shard_map(times, X2, (P("x"), P("x")), P("x"))(torch.ones(4), 3)
+    for spec in (None, P()):
+        value, n = shard_map(times, X2, (P("x"), spec), (P("x"), P()))(torch.ones(4), 3)
+        assert torch.equal(value.full(), torch.full((4,), 3.0)) and n == 3
+
+
 AXIS_NAMES: dict[str, tuple[Any, str]] = {
     "none of the mesh": ({"z"}, r"axis_names={'z'}\): Mesh.* has no axis 'z'; its axes are x, y\."),
     "a string": ("x", r"axis_names='x'\): name the manual axes of .* in a set, as in axis_names={'y'}"),
