@@ -60,11 +60,11 @@ class ScopeBox:
 
 
 def _bytes(n: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000 or unit == "GB":
+    for unit in ("B", "kB", "MB"):
+        if n < 1000:
             return f"{n:.3g} {unit}"
         n /= 1000
-    raise AssertionError
+    return f"{n:.3g} GB"
 
 
 def _name(scope: str | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import operator
-from typing import Any
 
 import torch
 from torch import fx
@@ -49,8 +48,8 @@ def in_any_layout(graph: fx.Graph) -> None:
         if node in seen:
             continue
         seen.add(node)
-        if node.target is aten.as_strided.default:
-            _laid_out(node, node.args[0])
+        if node.target in _STRIDED:
+            _lay_out(_storage(node.all_input_nodes[0]))
         elif node.target in _VIEWS:
             node.target = aten.reshape.default
             todo += node.users  # a reshape is still a view where possible
@@ -60,6 +59,8 @@ def in_any_layout(graph: fx.Graph) -> None:
 
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 _COPIES = (aten.clone.default, aten._to_copy.default)
+# as_strided itself is left of inputs only: of computed values it becomes views or an index.
+_STRIDED = (aten.as_strided_copy.default, aten.as_strided_scatter.default)
 
 
 def _keeps_layout(node: fx.Node) -> bool:
@@ -69,13 +70,16 @@ def _keeps_layout(node: fx.Node) -> bool:
     return torch.Tag.pointwise in getattr(node.target, "tags", ())
 
 
-def _laid_out(user: fx.Node, operand: Any) -> None:
-    """Restore the traced strides of an operand for an operation that depends on them."""
-    val = VAL.of(operand)
-    if val.is_contiguous():
-        with user.graph.inserting_before(user):
-            copy = _copied(operand)
-        user.replace_input_with(operand, copy)
+def _lay_out(value: fx.Node) -> None:
+    """Give a value the strides of the trace again, for an operation that addresses its memory."""
+    strides = VAL.of(value).stride()
+    order = sorted(range(len(strides)), key=lambda d: (-strides[d], d))
+    with value.graph.inserting_before(value.next):
+        turned = add_call(value, aten.permute.default, value, order)
+        packed = _copied(turned)
+        back = [order.index(d) for d in range(len(order))]
+        restored = add_call(value, aten.permute.default, packed, back)
+    value.replace_all_uses_with(restored, delete_user_cb=lambda user: user is not turned)
 
 
 def _copied(node: fx.Node) -> fx.Node:

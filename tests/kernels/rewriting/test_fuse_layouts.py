@@ -103,15 +103,27 @@ def test_what_was_one_is_one() -> None:
     assert s.data_ptr() == flat.data_ptr()
 
 
-def bytes_read(x: Tensor, *weights: Tensor) -> Any:
-    a, b, c = (x @ w for w in weights)
-    return a.as_strided((240,), (1,)) + b.reshape(-1), c
+ADDRESSED: dict[str, Callable[[Tensor], Tensor]] = {
+    "as_strided": lambda y: y.as_strided((240,), (1,)),
+    "as_strided_copy": lambda y: torch.as_strided_copy(y, (240,), (1,)),
+    "as_strided_scatter": lambda y: torch.as_strided_scatter(y, torch.zeros(20), (20,), (3,), 1),
+    "of a transposed value": lambda y: torch.as_strided_copy(y.mT, (240,), (1,)),
+    "of some rows": lambda y: torch.as_strided_copy(y[2:4], (3, 2), (2, 5)),
+    "of a view": lambda y: torch.as_strided_copy(y.view(-1), (3, 2), (2, 5)),
+    "of an operation": lambda y: torch.as_strided_copy(y.sin(), (3, 2), (2, 5)),
+    "twice": lambda y: torch.as_strided_copy(y, (3,), (2,)) * torch.as_strided_copy(y.mT, (3,), (5,)),
+}
 
 
-def test_who_addresses_memory_finds_it_as_it_was() -> None:
-    fused = fuse(bytes_read)
+@pytest.mark.parametrize("way", ADDRESSED)
+def test_who_addresses_memory_finds_it_as_it_was(way: str) -> None:
+    def fn(x: Tensor, *weights: Tensor) -> Any:
+        a, b, c = (x @ w for w in weights)
+        return ADDRESSED[way](b), a, c
+
+    fused = fuse(fn)
     assert fused.lower(X, *WEIGHTS).kernels
-    torch.testing.assert_close(fused(X, *WEIGHTS), bytes_read(X, *WEIGHTS))
+    torch.testing.assert_close(fused(X, *WEIGHTS), fn(X, *WEIGHTS))
 
 
 def test_other_default_devices_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
