@@ -27,15 +27,20 @@ class Expected:
 
     Attributes:
         exact: the value, in double precision.
-        bound: the largest error of each element, of the same shape; None where rounding has no part in
-            the value (integers, booleans), which must be equal.
+        bound: the largest error of each element, of the same shape, infinite where no perturbed run is
+            finite; None where rounding has no part in the value (integers, booleans), which is exact.
+        turned: where roundings make a finite value infinite or NaN, or the other way round.
     """
 
     exact: torch.Tensor
     bound: torch.Tensor | None
+    turned: torch.Tensor | None = None
 
     def excess(self, value: torch.Tensor) -> torch.Tensor:
-        """The error of each element over its bound; above 1 rounding does not explain it."""
+        """The error of each element over its bound; above 1 rounding does not explain it.
+
+        An error without a finite bound is infinitely far above it: nothing is right for want of a bound.
+        """
         exact = self.exact
         if self.bound is None:
             return torch.where(value == exact, 0.0, torch.inf)
@@ -43,7 +48,10 @@ class Expected:
         same = (wide == exact) | (wide.isnan() & exact.isnan())
         error = torch.where(same, 0.0, (wide - exact).abs())
         error = torch.where(error.isnan(), torch.inf, error)
-        return torch.where(error == 0, 0.0, error / self.bound)
+        if self.turned is not None:
+            error = torch.where(self.turned & ~(wide.isfinite() & exact.isfinite()), 0.0, error)
+        unknown = self.bound.isinf() & (error > 0)
+        return torch.where(error == 0, 0.0, error / self.bound).masked_fill(unknown, torch.inf)
 
     def error(self, value: torch.Tensor) -> float:
         """The largest absolute error of an element."""
@@ -88,7 +96,7 @@ def expected(
         for node, spread in spreads.items():
             spread.add(values[node])
     return {
-        node: Expected(exact[node], spreads[node].bound if node in spreads else None)
+        node: spreads[node].expected if node in spreads else Expected(exact[node], None)
         for node in nodes
     }
 
@@ -100,17 +108,24 @@ class _Spread:
         self.exact = exact
         self.underflow = torch.finfo(dtype).smallest_normal  # what is smaller may be rounded to zero
         self.moved = torch.zeros(exact.shape, dtype=torch.bool)
+        self.turned = torch.zeros(exact.shape, dtype=torch.bool)
+        self.known = torch.zeros(exact.shape, dtype=torch.bool)
         self.largest = 0.0
 
     def add(self, value: torch.Tensor) -> None:
         """Note the values of one more run."""
         same = (value == self.exact) | (value.isnan() & self.exact.isnan())
-        away = torch.where(same, 0.0, (value - self.exact).abs()).nan_to_num(nan=torch.inf)
-        self.moved |= away > 0
-        if away.numel():
-            self.largest = max(self.largest, float(away.max()))
+        away = torch.where(same, 0.0, (value - self.exact).abs())
+        finite = away.isfinite()
+        self.moved |= away != 0
+        self.turned |= ~finite
+        self.known |= finite
+        if finite.any():
+            self.largest = max(self.largest, float(away[finite].max()))
 
     @property
-    def bound(self) -> torch.Tensor:
-        """For each element: zero for those that no rounding moves."""
-        return torch.where(self.moved, _OVER_LARGEST * self.largest + self.underflow, 0.0)
+    def expected(self) -> Expected:
+        """The value, with a bound of zero for elements that no rounding moves."""
+        bound = torch.where(self.moved, _OVER_LARGEST * self.largest + self.underflow, 0.0)
+        unknown = self.turned & ~self.known
+        return Expected(self.exact, torch.where(unknown, torch.inf, bound), self.turned)

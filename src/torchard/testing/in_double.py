@@ -82,7 +82,8 @@ class Perturbed(InDouble):
             if not is_float(x):
                 return x
             noise = torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
-            return x + x * (error * noise).to(x.device)
+            moved = x + x * (error * noise).to(x.device)
+            return torch.where(x.isfinite(), moved, x)  # infinities are not rounded
 
         return pytree.tree_map(perturb, values)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -57,6 +58,8 @@ class Difference:
         if self.problem:
             return self.path, kind, "", "", f"<-- {self.problem}"
         times = f"{self.excess:.3g} times its bound" if self.bound else "where nothing is rounded"
+        if self.bound == math.inf:
+            times = "where roundings make it infinite or NaN, so that there is no bound"
         note = "" if self.good else f"<-- at {list(self.at)}, {times}"
         return self.path, kind, f"{self.error:.2e}", f"{self.bound:.2e}", note
 

@@ -37,6 +37,7 @@ __all__ = [
 _MOVES = frozenset(
     f"aten.{name}"
     for name in (
+        *("amax", "amin", "aminmax", "cummax", "cummin", "kthvalue", "max", "median", "min"),
         *("cat", "clone", "constant_pad_nd", "embedding", "flip", "gather", "index", "index_select"),
         *("masked_fill", "max_pool2d_with_indices", "repeat", "roll", "select_scatter", "slice_scatter"),
         *("sort", "stack", "topk", "tril", "triu", "where"),
