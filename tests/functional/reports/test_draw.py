@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchard import Mesh, P, scope, shard, trace
+from torchard import Mesh, P, ShapeDtype, scope, shard, trace
 from torchard.functional.reports.draw import layers_of
 
 W = [torch.randn(8, 8) for _ in range(2)]
@@ -49,6 +49,15 @@ def test_every_collective_is_counted_with_its_bytes(program: Any) -> None:
     lines = [line for layer in layers_of(program) for line in layer.lines if "×" in line]
     # Two gradients of 8 x 8 floats, merged: a ring of two sends them once.
     assert lines == ["1 × all_reduce(dp)  512 B"]
+
+
+@pytest.mark.parametrize(("n", "shown"), [(100, "20 kB"), (1000, "2 MB"), (40_000, "3.2 GB")])
+def test_bytes_of_large_collectives(n: int, shown: str) -> None:
+    """Planned only: nothing of that size is allocated."""
+    mesh, large = Mesh({"dp": 2}, virtual=True), ShapeDtype((n, n), torch.float32)
+    plan = shard(lambda x: x.sum(0) * x, mesh, (P("dp"),), P()).lower(large)
+    lines = [line for layer in layers_of(plan) for line in layer.lines]
+    assert any(line.endswith(shown) for line in lines), lines
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
