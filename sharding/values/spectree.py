@@ -156,7 +156,7 @@ def _broadcast(
 ) -> list[Any]:
     _, kind, example = how
     for leaf in optree.tree_leaves(prefix, none_is_leaf=True, namespace=tree.NAMESPACE):
-        if leaf is not None and not isinstance(leaf, kind):
+        if leaf is not None and (isinstance(leaf, bool) or not isinstance(leaf, kind)):
             meant = f"P or None, as in {P(leaf)}" if kind is P and isinstance(leaf, str) else example
             raise SpecError(
                 f"{name} has a leaf {leaf!r} of type {type(leaf).__name__}; use a {meant}."

@@ -121,6 +121,7 @@ CASES: dict[str, Case] = {
     "checkpoint": Case(
         lambda **given: ta.checkpoint(**given)(X), fn=double, policy=ta.policies.save_dots, where=None
     ),
+    "accumulate": Case(lambda **given: ta.accumulate(**given)(X), fn=double, steps=2, batch=0),
     "fuse": Case(
         lambda **given: ta.fuse(**given)(X),
         fn=double, pattern=None, kernel=None, compiler="inductor", where=None, name=None,
@@ -208,6 +209,7 @@ ELSEWHERE = {
 
 # What of these is meant, by parameter; all else is refused.
 MEANT: dict[str, tuple[str, ...]] = {
+    "accumulate.batch": ("negative",),
     **dict.fromkeys(
         ("Mesh.virtual", "P.factors.weak", "shard.check_replicated", "shard_map.check_replicated",
          "verify.grads", "place.check_replicated", "load.partial", "register_rule.alias",
@@ -244,7 +246,7 @@ MEANT: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(
         ("Pattern.fn", "shard.fn", "shard_map.fn", "jit.fn", "checkpoint.fn", "checkpoint.policy",
-         "fuse.fn", "find.fn", "trace.fn", "saved_residuals.fn", "replaced.block",
+         "accumulate.fn", "fuse.fn", "find.fn", "trace.fn", "saved_residuals.fn", "replaced.block",
          "any_of.functions"),
         ("a function", "a module"),
     ),
