@@ -21,7 +21,7 @@ Fn = Callable[..., Vector]
 
 # Steps of finite differences, of which each element takes the one with the least error.
 _STEPS = tuple(2.0**-n for n in range(5, 26, 2))
-# How much larger a difference may be than the error estimated for it.
+# How much larger a difference may be than the error estimated for it: their product is the bound.
 _OVER_ESTIMATE = 20.0
 _ROUNDOFF = torch.finfo(torch.float64).eps
 
@@ -38,8 +38,9 @@ def check_derivatives(
     """Assert that a function's derivatives are right, in float64 along random directions.
 
     Forward mode is compared with finite differences, whose step is chosen for each element by the least
-    estimated error (Richardson's estimate of truncation, and rounding over the step). At a kink, where
-    the differences from the left and from the right do not meet, the derivative must lie between them.
+    estimated error: of Richardson's estimate of truncation, rounding over the step, and the distance from
+    what the next steps give, the largest. At a kink, where the differences from the left and from the
+    right do not meet, the derivative must lie between them.
     Reverse mode is compared with forward mode by inner products: <c, J v> = <J' c, v>. Each further
     order does the same to the gradient.
 
@@ -55,7 +56,8 @@ def check_derivatives(
         AssertionError: a derivative is wrong; says of which order and mode, where, and what it should be.
 
     Source: the dot-product test of adjoints, Griewank, Walther, Evaluating Derivatives, 2008, section 3;
-    ``torch.autograd.gradcheck`` and ``jax.test_util.check_grads`` for the two modes.
+    ``torch.autograd.gradcheck`` and ``jax.test_util.check_grads`` for the two modes; Ridders, "Accurate
+    computation of F'(x) and F'(x)F''(x)", Adv. Eng. Software 4 (1982), for errors by neighbouring steps.
 
     >>> import torch
     >>> from torchard.testing import check_derivatives
@@ -132,10 +134,11 @@ def _check(level: _Level, at: Vector, direction: Vector, generator: torch.Genera
 def _check_product(level: _Level, pulled: float, cotangents: Vector, forward: Vector) -> None:
     pushed = float(_inner(cotangents, forward))
     scale = float(_inner(_absolute(cotangents), _absolute(forward)))
-    if not abs(pulled - pushed) <= 1e4 * _ROUNDOFF * max(scale, abs(pulled)):
+    bound = 1e4 * _ROUNDOFF * max(scale, abs(pulled))
+    if not abs(pulled - pushed) <= bound:
         raise AssertionError(
             f"reverse mode of order {level.order} is wrong or forward mode is: <c, J v> is "
-            f"{pushed:.10g}, <J' c, v> is {pulled:.10g}, for random v and c"
+            f"{pushed:.10g}, <J' c, v> is {pulled:.10g}, for random v and c{_off(pulled - pushed, bound)}"
         )
 
 
@@ -148,12 +151,12 @@ def _check_along(
         return (_inner(cotangents, level.fn(*xs)),)
 
     estimate = _differences(product, at, direction)[0]
-    wrong = estimate.excess(torch.tensor(pulled, dtype=torch.float64))
-    if float(wrong) > 1:
+    given = torch.tensor(pulled, dtype=torch.float64)
+    if float(estimate.excess(given)) > 1:
         raise AssertionError(
             f"reverse mode of order {level.order} is wrong: <J' c, v> is {pulled:.10g}, and finite "
-            f"differences of <c, f> along v are {float(estimate.value):.10g} "
-            f"to within {float(estimate.error):.1e}"
+            f"differences of <c, f> along v are {float(estimate.value):.10g}"
+            f"{_off(float(estimate.away(given)), float(estimate.bound))}"
         )
 
 
@@ -169,9 +172,14 @@ def _compare_with_differences(
         place = tuple(int(n) for n in torch.unravel_index(excess.argmax(), excess.shape))
         raise AssertionError(
             f"forward mode of order {level.order} is wrong at {list(place)} of {level.name_of(i)}: "
-            f"{_number(tangent[place])}, and finite differences are {_number(estimate.value[place])} "
-            f"to within {float(estimate.error[place]):.1e}"
+            f"{_number(tangent[place])}, and finite differences are {_number(estimate.value[place])}"
+            f"{_off(float(estimate.away(tangent)[place]), float(estimate.bound[place]))}"
         )
+
+
+def _off(difference: float, bound: float) -> str:
+    times = abs(difference) / bound if bound else torch.inf
+    return f"; they are {abs(difference):.2e} apart, {times:.3g} times the bound of {bound:.1e}"
 
 
 # -- finite differences -------------------------------------------------------------------------------
@@ -185,10 +193,19 @@ class _Estimate:
     spread: torch.Tensor
     error: torch.Tensor
 
+    @property
+    def bound(self) -> torch.Tensor:
+        """How far a right derivative may be outside of the interval."""
+        return _OVER_ESTIMATE * self.error
+
+    def away(self, derivative: torch.Tensor) -> torch.Tensor:
+        """How far a derivative is outside of the interval."""
+        return ((derivative - self.value).abs() - self.spread).clamp(min=0)
+
     def excess(self, derivative: torch.Tensor) -> torch.Tensor:
-        """How far a derivative is outside of the interval, over the error; 0 where that is unknown."""
-        away = ((derivative - self.value).abs() - self.spread).clamp(min=0)
-        excess = torch.where(away > 0, away / (_OVER_ESTIMATE * self.error), 0.0)
+        """How far a derivative is outside of the interval, over the bound; 0 where that is unknown."""
+        away = self.away(derivative)
+        excess = torch.where(away > 0, away / self.bound, 0.0)
         known = self.error.isfinite() & self.value.isfinite()
         return torch.where(known, torch.where(excess.isnan(), torch.inf, excess), 0.0)
 
@@ -196,13 +213,11 @@ class _Estimate:
 def _differences(fn: Fn, at: Vector, direction: Vector) -> list[_Estimate]:
     """For each result, the estimate with the step that is best for each element."""
     here = fn(*at)
-    best: list[_Estimate] | None = None
+    by_step = []
     for step in _STEPS:
         moved = [_moved(fn, at, direction, s * step) for s in (1.0, -1.0, 0.5, -0.5)]
-        found = [_estimate(h, values, step) for h, *values in zip(here, *moved, strict=True)]
-        best = found if best is None else [_better(a, b) for a, b in zip(best, found, strict=True)]
-    assert best is not None
-    return best
+        by_step.append([_estimate(h, values, step) for h, *values in zip(here, *moved, strict=True)])
+    return [_best(estimates) for estimates in zip(*by_step, strict=True)]
 
 
 def _moved(fn: Fn, at: Vector, direction: Vector, step: float) -> Vector:
@@ -225,13 +240,26 @@ def _estimate(here: torch.Tensor, values: Sequence[torch.Tensor], step: float) -
     return _Estimate(narrow + (narrow - wide) / 3, spread, truncation + rounding)
 
 
-def _better(one: _Estimate, other: _Estimate) -> _Estimate:
-    take = (other.error + other.spread < one.error + one.spread) | ~one.error.isfinite()
-    return _Estimate(
-        torch.where(take, other.value, one.value),
-        torch.where(take, other.spread, one.spread),
-        torch.where(take, other.error, one.error),
-    )
+def _best(estimates: Sequence[_Estimate]) -> _Estimate:
+    """Of the estimates by each step, for each element the one with the least error."""
+    values = torch.stack([e.value for e in estimates])
+    spreads = torch.stack([e.spread for e in estimates])
+    errors = torch.stack([e.error for e in estimates])
+    errors = torch.maximum(errors, _from_neighbours(values))
+    least = (errors + spreads).nan_to_num(nan=torch.inf).argmin(0, keepdim=True)
+    return _Estimate(*(x.gather(0, least).squeeze(0) for x in (values, spreads, errors)))
+
+
+def _from_neighbours(values: torch.Tensor) -> torch.Tensor:
+    """How far the value by each step is from those by the steps next to it.
+
+    The least of many estimated errors is one that is small by chance, where two parts of the error
+    cancel; they do not cancel at the next steps too.
+    """
+    apart = (values[1:] - values[:-1]).abs()
+    apart = torch.where(apart.isfinite(), apart, 0.0)  # a step that leaves fn's domain says nothing
+    none = torch.zeros_like(apart[:1])
+    return torch.maximum(torch.cat([apart, none]), torch.cat([none, apart]))
 
 
 # -- vectors ------------------------------------------------------------------------------------------
