@@ -37,7 +37,6 @@ from torchard.functional.torch_internals.thread_state import clear_frames_of_tor
 
 __all__ = [
     "CONTROL_FLOW_IN_ERRORS",
-    "FAKES_LOG",
     "GENERATOR_IN_ERRORS",
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -53,8 +52,6 @@ __all__ = [
     "track",
 ]
 
-# The logger of torch's errors about fake tensors.
-FAKES_LOG = FakeTensor.__module__
 # Parts of torch's errors for things that cannot be recorded. If another version words them differently,
 # its errors are raised unchanged.
 GENERATOR_IN_ERRORS = "torch._C.Generator"

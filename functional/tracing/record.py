@@ -12,6 +12,7 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import DerivativeError, PurityError, UnexpectedTracerError
+from torchard.functional.core.failed_calls import note_line
 from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.effects.mutation import forgets_turns
 from torchard.functional.programs.tags import SOURCE, VAL
@@ -146,7 +147,7 @@ def _last_placeholder(graph: fx.Graph) -> fx.Node | None:
 
 def _run(state: TraceState, fn: Callable[..., Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     try:
-        with TensorLifting(state), taken_as_segments():
+        with internals.fake_errors_unlogged(), TensorLifting(state), taken_as_segments():
             return list(fn(list(inputs)))
     except (
         internals.DataDependentOutputException,
@@ -167,6 +168,7 @@ def _run(state: TraceState, fn: Callable[..., Any], inputs: list[torch.Tensor]) 
             if part in (text + type(error).__module__) and not isinstance(error, PurityError):
                 where = source.of_error(error) or "a line that could not be found"
                 raise PurityError(f"{where} {instead}.") from error
+        note_line(error)
         raise
 
 

@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import PurityError
+from torchard.functional.core.failed_calls import note_call
 from torchard.functional.core.placed import is_placed
 from torchard.functional.effects.mutation import forgets_turns
 from torchard.functional.programs.tags import SOURCE
@@ -41,6 +42,14 @@ class TensorLifting(TorchFunctionMode):
         kwargs = kwargs or {}
         if _reads_metadata(func):
             return func(*args, **kwargs)
+        try:
+            return self._call(func, args, kwargs)
+        except Exception as error:
+            with internals.no_function_modes():
+                note_call(error, self._where(), func, args, kwargs)
+            raise
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if internals.forward_ad_active():
             self.state.inner_levels = internals.level_kinds()
         args, kwargs = self._natives(args), self._natives(kwargs)
@@ -61,15 +70,16 @@ class TensorLifting(TorchFunctionMode):
         if func in registered.UNDER_LEVELS and registered.is_live():
             func = registered.UNDER_LEVELS[func]
         if registered.may_have_formula(func):
-            return registered.call(func, args, kwargs, self._where(), lambda: TensorLifting(self.state))
+            where = str(self._where())
+            return registered.call(func, args, kwargs, where, lambda: TensorLifting(self.state))
         out = func(*args, **kwargs)
         if func is torch.autograd.grad:
             inner_gradients.note(self.state, args[1] if len(args) > 1 else kwargs["inputs"], out)
         return out
 
-    def _where(self) -> str:
+    def _where(self) -> str | None:
         replayed = self.state.replaying
-        return str(source.of_here() if replayed is None else SOURCE.get(replayed))
+        return source.of_here() if replayed is None else SOURCE.get(replayed)
 
     def _natives(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):

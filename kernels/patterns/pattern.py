@@ -10,8 +10,6 @@ import contextlib
 import contextvars
 import inspect
 import itertools
-import logging
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +18,6 @@ from typing import Any
 
 import torch
 
-from torchard.functional import torch_internals as internals
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.bounded import Recent
 from torchard.functional.core.errors import PatternError
@@ -280,19 +277,10 @@ def _chosen(choices: _Choices) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Suppress warnings and logged errors of traces that are tried and may fail."""
-    thread, log = threading.get_ident(), logging.getLogger(internals.FAKES_LOG)
-
-    def others(record: logging.LogRecord) -> bool:
-        return record.thread != thread
-
-    log.addFilter(others)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        log.removeFilter(others)
+    """Suppress warnings of traces that are tried and may fail."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 # The cached plans of all patterns, bounded.

@@ -1,0 +1,50 @@
+"""Notes on errors of a user's function: at which of its lines, by which call of torch, on what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from torchard.functional.core import user_lines as source
+
+__all__ = ["note_call", "note_line"]
+
+_MARK = "raised at "
+# Characters of an argument that is no tensor.
+_LONGEST = 60
+
+
+def note_call(
+    error: Exception, line: str | None, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Note that a call of torch at this line of the user's raised an error."""
+    _note(error, line, f", by {_call_text(func, args, kwargs)}")
+
+
+def note_line(error: Exception) -> None:
+    """Note the user's line that raised an error; see `note_call`, whose note stands."""
+    _note(error, source.of_error(error), "")
+
+
+def _note(error: Exception, line: str | None, by: str) -> None:
+    noted = any(note.startswith(_MARK) for note in getattr(error, "__notes__", ()))
+    if line is not None and not noted and line not in str(error):
+        error.add_note(f"{_MARK}{line}{by}")
+
+
+def _call_text(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """A call with the dtypes and shapes of its tensors: ``matmul(float32[4, 6], float32[4, 6])``."""
+    name = getattr(func, "__name__", repr(func)).removeprefix("__").removesuffix("__")
+    texts = [_text(arg) for arg in args] + [f"{key}={_text(arg)}" for key, arg in kwargs.items()]
+    return f"{name}({', '.join(texts)})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_text, value))}]"
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
