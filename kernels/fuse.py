@@ -58,9 +58,9 @@ def fuse(
         A function that computes what ``fn`` does, with ``.lower`` and ``.lower_joint``.
 
     Raises:
-        KernelError: the compiler is unknown, or a kernel is given without a pattern. When called: the
-            kernel returns other shapes or dtypes than the pattern, or has no vjp and a gradient is taken
-            through it.
+        KernelError: the compiler is unknown, a kernel or a name is given without a pattern, or beside a
+            Kernel that has its own. When called: the kernel returns other shapes or dtypes than the
+            pattern, or has no vjp and a gradient is taken through it.
         PatternError: the pattern cannot be traced.
         NoMatch (when called): the pattern does not occur in ``fn``, or ``where`` matches none of its
             scopes; the message names the nearest miss.
@@ -83,11 +83,7 @@ def fuse(
     """
     if compiler not in COMPILERS:
         raise KernelError(f"fuse(compiler={compiler!r}): the compilers are {', '.join(COMPILERS)}.")
-    if pattern is None and kernel is not None:
-        raise KernelError(
-            f"fuse(kernel={kernel!r}) without a pattern: say what it replaces, as in fuse(fn, pattern, "
-            "kernel), or register it by register_kernel, so that fuse(fn) looks for it."
-        )
+    _check_used(pattern, kernel, name)
     kernels = None if pattern is None else (_kernel(pattern, kernel, name),)
     scopes = None if where is None else _as_tuple(where)
     return Transformed(fn, (Fuse(kernels, compiler, scopes),))
@@ -136,20 +132,41 @@ def find(
     return matches
 
 
+def _check_used(pattern: Any, kernel: Any, name: str | None) -> None:
+    """Refuse a kernel or a name that nothing would come of."""
+    if pattern is None and kernel is not None:
+        raise KernelError(
+            f"fuse(kernel={kernel!r}) without a pattern: say what it replaces, as in fuse(fn, pattern, "
+            "kernel), or register it by register_kernel, so that fuse(fn) looks for it."
+        )
+    if pattern is None and name is not None:
+        raise KernelError(
+            f"fuse(name={name!r}) without a pattern: the library's kernels have names. A name is for a "
+            f"pattern, as in fuse(fn, pattern, name={name!r})."
+        )
+    if not isinstance(pattern, Kernel):
+        return
+    if kernel is not None:
+        raise KernelError(
+            f"fuse(kernel={kernel!r}) beside the Kernel {pattern.name!r}, which has references and "
+            "implementations of its own. Give one of them: fuse(fn, Kernel), or fuse(fn, pattern, "
+            "kernel) with a pattern that is a function."
+        )
+    if name is not None and name != pattern.name:
+        raise KernelError(
+            f"fuse(name={name!r}) beside the Kernel {pattern.name!r}, which has its name; change it by "
+            f"dataclasses.replace(kernel, name={name!r})."
+        )
+
+
 def _kernel(pattern: Any, kernel: Any, name: str | None) -> Kernel:
     """The Kernel that a pattern and a kernel, as given to `fuse`, stand for."""
     if isinstance(pattern, Kernel):
         return pattern
     if isinstance(kernel, Kernel):
+        # It is asked for, so whether it pays without weights is not the question.
         references = (pattern, *kernel.references)
-        return Kernel(
-            name or kernel.name,
-            references,
-            kernel.dims,
-            kernel.implementations,
-            kernel.vjp,
-            kernel.tolerance,
-        )
+        return replace(kernel, name=name or kernel.name, references=references, weights=())
     reference = pattern if isinstance(pattern, Pattern) else Pattern(pattern)
     name = name or reference.name
     if kernel is None:

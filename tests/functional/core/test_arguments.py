@@ -90,6 +90,7 @@ def saved() -> Path:
 
 
 PLACED = place(X, MESH, P("a"))
+KERNEL = ta.Kernel("twice", (double,))
 KEY = ta.random.key(0)
 SAVED = saved()
 CASES: dict[str, Case] = {
@@ -253,14 +254,14 @@ MEANT: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         ("Pattern.dims", "Kernel.vjp", "shard.in_specs", "shard.out_specs", "shard.constrain_at",
          "shard.rules", "shard.reduce_dtype", "shard.schedule", "shard_map.in_specs",
-         "shard_map.axis_names", "checkpoint.where", "fuse.kernel", "fuse.where",
+         "shard_map.axis_names", "checkpoint.where", "fuse.kernel", "fuse.name", "fuse.where",
          "parallelize.batch", "parallelize.fsdp", "parallelize.rules", "parallelize.program",
          "place.specs", "place.rules", "initialize.specs", "initialize.rules", "load.specs",
          "load.rules", "axis_index.device", "random.key.device"),
         ("None",),
     ),
     **dict.fromkeys(
-        ("Pattern.name", "Kernel.dims", "fuse.name", "save.path"),
+        ("Pattern.name", "Kernel.dims", "save.path"),
         ("None", "a str"),
     ),
     "fuse.pattern": ("None", "a function"),
@@ -368,6 +369,10 @@ def test_wrong_arguments_are_refused_by_name(
         (lambda: place([1, 2], MESH, P()), "no tensor in values"),
         (lambda: place({"w": X.numpy()}, MESH, P()), "values['w'] is a ndarray"),
         (lambda: ta.fuse(double, kernel=double), "without a pattern"),
+        (lambda: ta.fuse(double, name="twice"), "fuse(fn, pattern, name='twice')"),
+        (lambda: ta.fuse(double, KERNEL, double), "beside the Kernel 'twice', which has references"),
+        (lambda: ta.fuse(double, KERNEL, KERNEL), "beside the Kernel 'twice', which has references"),
+        (lambda: ta.fuse(double, KERNEL, name="b"), "dataclasses.replace(kernel, name='b')"),
         (lambda: ta.Schedule(prefetch=1.5), "prefetch is 1.5"),
         (lambda: ta.ShapeDtype((2, -1)), "sizes must not be negative"),
         (lambda: ta.checkpoint(), "checkpoint takes a function and returns one: call checkpoint(fn, ..."),

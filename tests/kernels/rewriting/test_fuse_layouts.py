@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchard import fuse
 from torchard.functional.core.bounded import Recent
+from torchard.kernels import KERNELS
 from torchard.kernels.execution import autotune as choice
 from torchard.kernels.execution import buffers
 from torchard.kernels.execution.buffers import Pool
@@ -66,6 +67,19 @@ def test_products_that_are_returned_are_each_their_own() -> None:
     kept = b.detach().clone()
     a.mul_(2)
     assert torch.equal(b, kept) and a.view(-1).numel() == 200
+
+
+def test_a_kernel_keeps_its_properties_under_a_pattern_of_the_user() -> None:
+    """Among them that its results are parts of one buffer, which are apart where they were apart."""
+
+    def up(x: Tensor, wg: Tensor, wu: Tensor) -> tuple[Tensor, ...]:
+        return x @ wg, x @ wu
+
+    fused = fuse(up, up, KERNELS["gate_up"], compiler="eager")
+    assert [str(use) for use in fused.lower(X, *WEIGHTS[:2]).kernels] == ["gate_up"]
+    results = fused(X, *WEIGHTS[:2])
+    torch.testing.assert_close(results, up(X, *WEIGHTS[:2]))
+    assert len({t.untyped_storage().data_ptr() for t in results}) == len(results)
 
 
 SPELLED: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
