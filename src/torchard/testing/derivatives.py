@@ -10,6 +10,7 @@ import torch
 
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
+from torchard.testing.converted import check_converted, check_double
 from torchard.testing.derived import as_primal
 from torchard.testing.in_double import as_double
 from torchard.testing.roundings import is_float
@@ -54,6 +55,7 @@ def check_derivatives(
 
     Raises:
         AssertionError: a derivative is wrong; says of which order and mode, where, and what it should be.
+        TypeError: the function takes its arguments, but not in float64, or it computes in less than that.
 
     Source: the dot-product test of adjoints, Griewank, Walther, Evaluating Derivatives, 2008, section 3;
     ``torch.autograd.gradcheck`` and ``jax.test_util.check_grads`` for the two modes; Ridders, "Accurate
@@ -81,7 +83,10 @@ def check_derivatives(
     if unknown or not modes:
         raise ValueError(f"modes is {list(modes)!r}; it lists 'forward', 'reverse' or both")
     generator = torch.Generator().manual_seed(seed)
-    flat, at, paths = _flat(fn, args)
+    doubles = tree.map(as_double, tree.whole(args))
+    check_converted("check_derivatives", fn, args, doubles, torch.float64)
+    check_double("check_derivatives", fn, doubles)
+    flat, at, paths = _flat(fn, doubles)
     if not at:
         raise ValueError("check_derivatives: no argument has a floating tensor to differentiate in")
     for level in range(1, order + 1):
@@ -92,8 +97,8 @@ def check_derivatives(
 
 
 def _flat(fn: Callable[..., Any], args: Any) -> tuple[Fn, Vector, list[str]]:
-    """fn from its floating leaves to its floating results, in double precision."""
-    floats, rest = tree.partition(tree.map(as_double, tree.whole(args)))
+    """fn from its floating leaves to its floating results."""
+    floats, rest = tree.partition(args)
     leaves, structure = tree.flatten(floats)
 
     def flat(*some: torch.Tensor) -> Vector:

@@ -15,6 +15,7 @@ from torchard.functional.jit import jit
 from torchard.functional.trace import trace
 from torchard.kernels import fuse
 from torchard.sharding import Mesh, P, place, shard
+from torchard.testing.converted import check_converted
 from torchard.testing.derived import derived
 from torchard.testing.equal import equal
 from torchard.testing.report import Report
@@ -120,6 +121,7 @@ def check_dtypes(
     Raises:
         AssertionError: a result is off by more than rounding explains (an overflow, a constant in a
             narrow dtype); the message is the report.
+        TypeError: the function takes its arguments, but not in one of these dtypes.
 
     >>> import torch
     >>> from torchard.testing import check_dtypes
@@ -135,6 +137,7 @@ def check_dtypes(
     for dtype in dtypes:
         narrow = [tree.map(lambda x, d=dtype: _cast(x, d), arg) for arg in args]
         values = [tree.map(lambda x: _cast(x, torch.float64), arg) for arg in narrow]
+        check_converted("check_dtypes", fn, args, narrow, dtype)
 
         def in_dtype(*xs: Any, d: torch.dtype = dtype) -> Any:
             results = fn(*(tree.map(lambda x: _cast(x, d), x) for x in xs))
