@@ -15,7 +15,7 @@ from itertools import chain
 from operator import attrgetter, eq, is_
 from typing import Any
 
-from torchard.functional.guards.reachable import is_value, kind_of, reachable
+from torchard.functional.guards.reachable import contents, is_value, kind_of, reachable
 
 __all__ = ["Environment"]
 
@@ -27,7 +27,8 @@ class Environment:
 
     Attributes:
         structure: equal for environments with the same trace.
-        guardable: whether all of it can be inspected without changing it (an iterator cannot).
+        guardable: whether all of it can be compared: not an iterator, which reading would change, nor an
+            array of objects, nor more objects than are guarded.
         reads_grad_mode: whether its code may read torch's grad mode.
     """
 
@@ -93,7 +94,7 @@ class Environment:
     def _same_contents(self) -> bool:
         if self._sets and not all(map(eq, *zip(*self._sets, strict=True))):
             return False
-        return not self._arrays or all(now.tobytes() == then for now, then in self._arrays)
+        return all(contents(now) == then for now, then in self._arrays)
 
     def agrees(self, other: Environment) -> bool:
         """Whether a trace of one environment is valid in the other."""

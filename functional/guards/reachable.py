@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import array
 import enum
 import functools
+import hashlib
 import io
 import types
 from collections import deque
@@ -27,7 +29,7 @@ from torchard.functional.guards.referenced_names import (
     is_users_class,
 )
 
-__all__ = ["SETTINGS", "Slots", "Walk", "is_value", "kind_of", "reachable"]
+__all__ = ["SETTINGS", "Slots", "Walk", "contents", "is_value", "kind_of", "reachable"]
 
 # Types that are compared by value.
 SETTINGS = (
@@ -35,9 +37,9 @@ SETTINGS = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, np.number),
 )
 
-# How many objects are guarded at most.
-_OBJECTS = 20_000
-# Arrays up to this size are compared with a copy.
+# How many objects are guarded at most: what reaches more is traced at every call.
+_OBJECTS = 100_000
+# Arrays up to this size are compared with a copy, larger ones with a digest.
 _ARRAY_BYTES = 1 << 16
 
 _of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
@@ -45,6 +47,12 @@ _of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
 
 def is_value(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or is_placed(value)
+
+
+def contents(values: Any) -> bytes:
+    """The bytes of an array or a buffer; of a large one, their digest."""
+    held: bytes = values.tobytes() if isinstance(values, np.ndarray) else bytes(values)
+    return held if len(held) <= _ARRAY_BYTES else hashlib.blake2b(held).digest()
 
 
 def kind_of(value: Any) -> Any:
@@ -123,6 +131,7 @@ class Walk:
         self.structure.append(tuple(map(self.token, roots)))
         for value in self.kept:  # grows during the loop
             if len(self.structure) > _OBJECTS:
+                self.guardable = False
                 break
             self.structure.append(self._visit(value))
 
@@ -223,11 +232,14 @@ class Walk:
             self.slots.sets.append((values, copy))
         return "set", type(values), copy
 
-    def _array(self, array: Any) -> Any:
-        if array.nbytes > _ARRAY_BYTES or array.dtype.hasobject:
-            return "array", id(array)
-        self.slots.arrays.append((array, array.tobytes()))
-        return "array", array.shape, str(array.dtype), array.tobytes()
+    def _array(self, values: Any) -> Any:
+        if isinstance(values, np.ndarray) and values.dtype.hasobject:
+            self.guardable = False
+            return "array", id(values)
+        held = contents(values)
+        self.slots.arrays.append((values, held))
+        kind = (values.shape, str(values.dtype)) if isinstance(values, np.ndarray) else ()
+        return "array", type(values), kind, held
 
     # -- objects ------------------------------------------------------------------------------
 
@@ -296,7 +308,7 @@ _VISITS: tuple[tuple[Any, Callable[[Walk, Any], Any]], ...] = (
     (dict, Walk._dict),
     ((list, tuple, deque), Walk._sequence),
     ((set, frozenset), Walk._set),
-    (np.ndarray, Walk._array),
+    ((np.ndarray, bytearray, memoryview, array.array), Walk._array),
     (types.ModuleType, Walk._module),
     (type, Walk._class),
     (Iterator, Walk._iterator),

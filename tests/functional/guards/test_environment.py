@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import functools
 import linecache
 import random
@@ -20,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchard import checkpoint, jit
+from torchard.functional.guards import reachable
 
 X = torch.arange(4.0) + 1
 Fn = Callable[[torch.Tensor], torch.Tensor]
@@ -136,6 +138,46 @@ def odd_containers() -> Case:
             lambda: array.__iadd__(1),
         ],
     )
+
+
+def buffers() -> Case:
+    """Small, large and of objects: their contents are part of a trace."""
+    small, large, objects = np.ones(2), np.zeros(1 << 16), np.array([1.0, None], dtype=object)
+    raw, typed = bytearray(b"ab"), array.array("d", [1.0, 2.0])
+    view = memoryview(bytearray(b"ab"))
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        x = x * float(small.sum()) + float(large[-1]) - objects[0]
+        return x * sum(raw) + sum(typed) * view[0]
+
+    return (
+        fn,
+        [
+            lambda: small.__iadd__(1),
+            lambda: large.__setitem__(-1, large[-1] + 1),
+            lambda: objects.__setitem__(0, objects[0] + 1),
+            lambda: raw.append(1),
+            lambda: typed.__setitem__(0, typed[0] + 1),
+            lambda: view.__setitem__(0, view[0] - 1),
+        ],
+    )
+
+
+def a_cached_property() -> Case:
+    class Layer:
+        scale = 2.0
+
+        @functools.cached_property
+        def factor(self) -> float:
+            return self.scale + 1
+
+    layer = Layer()
+
+    def again(scale: float) -> None:
+        Layer.scale = scale
+        vars(layer).pop("factor", None)
+
+    return lambda x: x * layer.factor, [lambda: again(Layer.scale + 1), lambda: again(0.5)]
 
 
 def an_object() -> Case:
@@ -324,6 +366,8 @@ CASES = [
     a_list,
     a_dict,
     odd_containers,
+    buffers,
+    a_cached_property,
     an_object,
     a_module,
     a_class,
@@ -361,6 +405,16 @@ def test_gradients_are_not_stale(case: Callable[[], Case]) -> None:
         change()
         got, want = (torch.func.grad(lambda x, f=f: f(x).sum())(X) for f in (run, fn))
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+
+
+@quiet
+def test_more_objects_than_are_guarded_are_not_stale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reachable, "_OBJECTS", 100)
+    boxes: list[list[float]] = [[1.0] for _ in range(101)]
+    run = jit(lambda x: x * boxes[-1][0], backend="eager")
+    for _ in range(3):
+        assert torch.equal(run(X), X * boxes[-1][0])
+        boxes[-1][0] += 1
 
 
 def traces_of(fn: Fn, change: Callable[[], object], times: int = 4) -> int:
