@@ -21,7 +21,7 @@ from torchard.sharding.lowering.plan_consistency import agree_on_values
 from torchard.sharding.shard_rewrite import Shard
 from torchard.sharding.values.axis_rules import AxisRules, resolved
 from torchard.sharding.values.constrain import constrain
-from torchard.sharding.values.mesh import Mesh
+from torchard.sharding.values.mesh import Mesh, MeshError
 from torchard.sharding.values.place import MeshTensor, PlacementError
 from torchard.sharding.values.placement import METHODS, MeshPlacement
 from torchard.sharding.values.spec import P, SpecError, layout_of
@@ -56,6 +56,7 @@ def place(
         ReplicaMismatch: ranks passed different tensors.
         SpecError: ``specs`` is not a prefix of ``values``, or a spec does not fit its value.
         PlacementError: a tensor is sparse.
+        MeshError: a MeshTensor is on another mesh.
         TypeError: an array is not a tensor, or there is no tensor in ``values``.
 
     Source: ``jax.device_put``.
@@ -106,6 +107,10 @@ def _check_placeable(leaves: Sequence[Any], paths: Sequence[str]) -> None:
 
 def _placed(leaf: Any, mesh: Mesh, spec: P, path: str) -> Any:
     if isinstance(leaf, MeshTensor):
+        if leaf.mesh != mesh:
+            raise MeshError(
+                f"{path} is on {leaf.mesh}, not on {mesh}: place its whole value, which .full() returns."
+            )
         return redistribute(leaf, spec)
     if not isinstance(leaf, torch.Tensor):
         return leaf

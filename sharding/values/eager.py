@@ -216,10 +216,19 @@ def _autograd_grad(outputs: Any, inputs: Any, grad_outputs: Any = None, **option
 def _autograd_backward(tensors: Any, grad_tensors: Any = None, *args: Any, **options: Any) -> None:
     results, starts = _paired(tensors, grad_tensors)
     if options.get("inputs") is not None:
-        wanted = options["inputs"]
-        wanted = [wanted] if isinstance(wanted, torch.Tensor) or is_placed(wanted) else wanted
-        options["inputs"] = [t for x in wanted for t in _shards(x)]
+        options["inputs"] = [t for x in options["inputs"] for t in _leaves(x)]
     torch.autograd.backward(results, starts, *args, **options)
+
+
+def _leaves(x: Any) -> list[torch.Tensor]:
+    """The shards in which gradients accumulate. torch takes one MeshTensor for a list of its rows."""
+    shards = _shards(x)
+    if is_placed(x) and not all(shard.is_leaf for shard in shards):
+        raise PlacementError(
+            "backward(inputs=...) accumulates gradients of MeshTensors that were not computed from "
+            "others: pass a list of these, inputs=[x]; torch.autograd.grad returns those of any value."
+        )
+    return shards
 
 
 def _paired(outputs: Any, cotangents: Any) -> tuple[list[torch.Tensor], list[Any] | None]:

@@ -290,3 +290,46 @@ def test_what_needs_process_groups() -> None:
         ta.to_dtensor(place(X, MESH, P("dp")))
     with pytest.raises(MeshError, match="is virtual and has no process groups"):
         MESH.group(["dp"])
+
+
+def test_specs_as_lists_and_of_factors() -> None:
+    assert P(["dp", "tp"], None) == P(("dp", "tp"), None)
+    with pytest.raises(SpecError) as e:
+        place(X, MESH, P.factors("(a b)", a="tp"))
+    says(e.value, "values has spec", "for 1 dims, but its shape is [4, 6]", "one group for each dim")
+    with pytest.raises(SpecError) as e:
+        place(X, MESH, P.factors("(a b) c", a=2, d="tp"))
+    says(e.value, "values has spec", "whose pattern has no factor 'd'")
+
+
+def test_placed_again() -> None:
+    """On its own mesh it is redistributed, in a trace constrained, on another mesh refused."""
+    x, other = place(X, MESH, P("dp")), Mesh({"dp": 4, "tp": 1}, virtual=True)
+    again = place({"x": x, "n": 3}, MESH, P("tp"))
+    assert again["x"].spec == P("tp", None) and torch.equal(again["x"].full(), X) and again["n"] == 3
+    inside = shard(lambda x: place(x * 2, MESH, P(None, "tp")), MESH)(X)
+    assert inside.spec == P(None, "tp") and torch.equal(inside.full(), 2 * X)
+    with pytest.raises(MeshError) as e:
+        place({"x": x}, other, P("dp"))
+    says(e.value, "values['x'] is on Mesh(dp=2, tp=2, virtual), not on Mesh(dp=4, tp=1", ".full()")
+    assert torch.equal(place(x.full(), other, P("dp")).full(), X)
+
+
+def test_what_a_value_without_dims_or_of_all_ranks_has_not() -> None:
+    with pytest.raises(TypeError, match="iteration over a MeshTensor without dims"):
+        iter(place(torch.tensor(1.0), MESH, P()))
+    with pytest.raises(PlacementError, match=r"has all ranks in this process; use \.parts"):
+        place(X, MESH, P("tp")).local  # noqa: B018
+
+
+def test_a_donated_value_in_a_tree() -> None:
+    x = place(X, MESH, P("tp"))
+    jit(shard(double, MESH), backend="eager", donate_argnums=0)(x)
+    for use in (ta.tree.leaves, lambda tree: ta.tree.map(lambda v: v, tree)):
+        with pytest.raises(ta.DonatedError, match="donated"):
+            use({"x": x})
+
+
+def test_a_plan_without_collectives() -> None:
+    lowered = shard(double, MESH, in_specs=(P("dp"),)).lower(X)
+    assert not lowered.collectives and str(lowered.collectives) == "none"

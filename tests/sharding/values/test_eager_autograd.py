@@ -67,6 +67,26 @@ def test_backward_from_a_value_with_dims() -> None:
         (placed * placed).backward(ct)  # type: ignore[arg-type]
 
 
+def test_plain_results_beside_placed_ones_and_chosen_inputs() -> None:
+    x, w = operands()
+    plain = [v.clone().requires_grad_() for v in (x, w)]
+    ((plain[0] * 2).sum() + (plain[1] * plain[1] * x).sum()).backward()
+    a, b = place(x, MESH, P("a")).requires_grad_(), w.clone().requires_grad_()
+    results = [a * 2, b * b]
+    starts = [place(torch.ones_like(x), MESH, P(None, "b")), x]
+    for mine, theirs in zip(torch.autograd.grad(results, [a, b], starts), plain, strict=True):
+        torch.testing.assert_close(whole(mine), theirs.grad)
+    c = place(x, MESH, P("a")).requires_grad_()
+    for result, start in (((a * c).sum(), None), (a * c, place(torch.ones_like(x), MESH, P("a")))):
+        a.grad = None
+        torch.autograd.backward(result, start, retain_graph=True, inputs=[a])
+        assert c.grad is None
+        torch.testing.assert_close(whole(a.grad), x)
+        for computed in (a, [a * 2]):  # torch takes the first for a list of rows
+            with pytest.raises(PlacementError, match=r"pass a list of these, inputs=\[x\]"):
+                torch.autograd.backward(result, start, inputs=computed)
+
+
 def test_no_gradient_flows_where_it_is_stopped() -> None:
     x = place(operands()[0], MESH, P("a")).requires_grad_()
     assert (x * 2).requires_grad and not (x.detach() * 2).requires_grad
