@@ -269,6 +269,4 @@ def _nearest_miss(kernel: Kernel, search: Search) -> str:
         finder.find(pattern)
     misses = [finder.misses[p] for p in kernel.patterns if p in finder.misses]
     nearest = max(misses, key=lambda miss: miss.depth, default=None)
-    if nearest is None:
-        return "there is no near miss"
-    return nearest.why if nearest.node is None else f"the nearest miss is {nearest}"
+    return "there is no near miss" if nearest is None else str(nearest)

@@ -189,5 +189,4 @@ def _advise() -> Callable[[int, int], object] | None:
 
 # An eighth of the machine's memory.
 _pool = Pool(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: _pool.after_fork())
+os.register_at_fork(after_in_child=lambda: _pool.after_fork())

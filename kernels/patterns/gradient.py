@@ -32,8 +32,10 @@ def gradients_of(pattern: Pattern) -> list[Pattern]:
     """The gradients of a pattern, as patterns of the inputs and outputs they read and the cotangents.
 
     Both as torch computes them and, if their form differs, as it computes them with create_graph, which
-    torch.func always sets. Empty if nothing is differentiable.
+    torch.func always sets. Empty if nothing is differentiable, or an operation may be any.
     """
+    if pattern.alternatives[0].predicates:
+        return []
     once = _gradient_of(pattern, again=False)
     if once is None:
         return []
@@ -131,8 +133,6 @@ class _Joint:
         count = len(self.pattern.inputs)
         literals = self.pattern._marked()
         program = self.program(tensors[:count], tensors[count:], literals)
-        if len(program.inputs) != len(specs):  # it closes over tensors
-            return ()
         every = tuple(range(len(self.followed)))
         cut = _cut(program, len(self.followed), every)
         return tuple(

@@ -45,7 +45,7 @@ class Miss:
             return self.why
         where = SOURCE.get(self.node) or self.node.name
         scope = SCOPE.get(self.node)
-        return f"{where}{f' (scope {scope})' if scope else ''}: {self.why}"
+        return f"the nearest miss is {where}{f' (scope {scope})' if scope else ''}: {self.why}"
 
 
 class Finder:

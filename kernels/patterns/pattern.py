@@ -166,7 +166,7 @@ class Pattern:
         weights: Sequence[str] = (),
     ) -> None:
         inputs, literals = [], []
-        for parameter in inspect.signature(fn).parameters.values():
+        for parameter in _parameters(fn):
             if parameter.default is ...:
                 literals.append(parameter.name)
             elif parameter.default is parameter.empty:
@@ -213,6 +213,11 @@ class Pattern:
         """The alternatives: one for every combination of choices of its any_of."""
         choices = _Choices()
         specs, program = self._example(choices)
+        if len(program.inputs) != len(specs):
+            raise PatternError(
+                f"the pattern {self.name} reads a tensor that is not an argument of it: make it a "
+                "parameter, or compute with a number."
+            )
         alternatives = [
             Alternative(self, taken, specs)
             for taken in itertools.product(*map(range, choices.counts))
@@ -264,6 +269,17 @@ class Pattern:
             if node.target is aten.view.default:
                 node.target = aten.reshape.default
         return program
+
+
+def _parameters(fn: Callable[..., Any]) -> Sequence[inspect.Parameter]:
+    try:
+        return [*inspect.signature(fn).parameters.values()]
+    except ValueError:  # it is written in C++
+        name = getattr(fn, "__name__", repr(fn))
+        raise PatternError(
+            f"{name} does not say what its parameters are: use a function that calls it, as in "
+            f"lambda x: {name}(x)."
+        ) from None
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from torchard.functional.torch_internals.operators import aten
 from torchard.kernels.patterns.match import Occurrence, Root
 from torchard.kernels.rewriting.plan import Part, Planner, Replacement, Rest
 from torchard.kernels.terms.access import Access
-from torchard.kernels.terms.reading import Reading
+from torchard.kernels.terms.reading import Reading, factors_of
 from torchard.kernels.terms.terms import Term, TermValue
 
 __all__ = ["Replacer"]
@@ -68,7 +68,7 @@ class Replacer(Planner):
     def _product(self, term: Term) -> fx.Node:
         """Insert the product that a product with a bias adds the bias to."""
         biased = self.reading.products[term]
-        a, b = biased.all_input_nodes[-2:]
+        a, b = factors_of(biased)
         target = aten.mm.default if biased.target is aten.addmm.default else aten.bmm.default
         with self.graph.inserting_before(biased):
             product = self._call(target, (a, b), biased)

@@ -237,8 +237,6 @@ def _dims(call: EvaluatedCall) -> Sequence[int]:
     dims, rank = call.arg(1, "dim", None), len(call.args[0].shape)
     if not rank:  # torch accepts dim 0 of a tensor without dims
         return ()
-    if isinstance(dims, int):
-        return (dims,)
     return dims if dims else range(rank)
 
 

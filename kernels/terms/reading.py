@@ -17,11 +17,18 @@ from torchard.kernels.terms.evaluate import evaluate
 from torchard.kernels.terms.store import Store
 from torchard.kernels.terms.terms import Term, TermValue, is_multiple, literal
 
-__all__ = ["Reading", "bare", "inside", "operations"]
+__all__ = ["Reading", "bare", "factors_of", "inside", "operations"]
 
 _BIASED = (aten.addmm.default, aten.baddbmm.default)
 _ONES = (aten.ones_like.default, aten.ones.default)
 _FULL = (aten.full.default, aten.full_like.default)
+
+
+def factors_of(biased: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """The factors of a product with a bias, which may be one node."""
+    _, a, b = biased.args[:3]
+    assert isinstance(a, fx.Node) and isinstance(b, fx.Node)
+    return a, b
 
 
 def bare(term: Term) -> Term:
@@ -125,7 +132,7 @@ class Reading:
         products: dict[Term, fx.Node] = {}
         for node in self.program.calls:
             if node.target in _BIASED:
-                a, b = (self.values[n] for n in node.all_input_nodes[-2:])
+                a, b = map(self.value, factors_of(node))
                 term = bare(self.store.dot(a, b, VAL.of(node).dtype).term)
                 products.setdefault(term, node)
         return products

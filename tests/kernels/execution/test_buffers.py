@@ -56,6 +56,14 @@ def test_the_system_is_asked_and_may_refuse() -> None:
     assert int(made.fill_(3).sum(dtype=torch.int64)) == 3 * buffers.LARGE
 
 
+def test_where_there_are_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    buffers._advise.cache_clear()
+    test_the_system_is_asked_and_may_refuse()
+    assert buffers._advise() is None
+    buffers._advise.cache_clear()
+
+
 def test_they_are_laid_out_as_what_they_are_for(asked: list[tuple[int, int]]) -> None:
     like = torch.empty(4, 6, dtype=torch.bfloat16).t()
     (made,) = Buffers.of([like]).new(CPU)

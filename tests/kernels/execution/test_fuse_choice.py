@@ -100,6 +100,20 @@ def test_sums_over_rows_may_be_compiled_by_blocks(monkeypatch: pytest.MonkeyPatc
     assert ["inductor", "blocked", "blocked inductor", "eager"] in seen
 
 
+@pytest.mark.parametrize("meant", ["mine", "blocked", "inductor"])
+def test_an_implementation_is_timed_if_it_asks_for_it(
+    meant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = choosing(monkeypatch, meant)
+
+    def mine(x: Tensor, b: Tensor) -> Tensor:
+        return F.gelu(x + b)
+
+    run = fuse(gelu, Kernel("mine", (gelu,), "... d, d -> ... d", {"cpu": mine}, by_time=True))
+    torch.testing.assert_close(run(X, B), gelu(X, B))
+    assert seen and {"blocked", "inductor"} < set(seen[0])
+
+
 def test_small_ones_and_asked_for_are_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = choosing(monkeypatch, "blocked")
     asked = fuse(gelu, compiler="eager")
