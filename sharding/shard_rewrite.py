@@ -215,11 +215,11 @@ class Shard(Rewrite):
 
     def _constrain_outputs(self, graph: fx.Graph, program: Program) -> None:
         out = graph.output_node()
-        values = list(out.args[0])  # type: ignore[arg-type]
+        values = list(output_values(graph))
         last = graph.find_nodes(op="placeholder")[-1:]
         for i, leaf in enumerate(program.outputs):
             value, hint = values[i], leaf.hint(SpecHint)
-            if hint is not None and isinstance(value, fx.Node):
+            if hint is not None:
                 # Before every other use of the value, all of which then read the constrained one.
                 with graph.inserting_after(last[0] if value.op == "placeholder" else value):
                     values[i] = insert_constraint(value, hint, leaf.path, soft=False)
@@ -267,10 +267,8 @@ class Shard(Rewrite):
         ranks = {n: constraint_rank(n, inputs) for n in constraints}
         return Given(inputs, tuple(outputs), constraints, ranks, local_operations(graph))
 
-    def _layout_of_result(self, leaf: Leaf, value: Any) -> Layout | None:
+    def _layout_of_result(self, leaf: Leaf, value: fx.Node) -> Layout | None:
         """The layout that an output must have; None if it is left to propagation."""
-        if not isinstance(value, fx.Node):
-            return Layout.replicated(())
         shape = tuple(VAL.of(value).shape)
         if isinstance(leaf.tag, MeshPlacement):
             return leaf.tag.layout(shape)

@@ -325,6 +325,8 @@ def _leaf_text(part: Any) -> str:
         return repr(part[1])
     if isinstance(part, tuple) and len(part) == 4 and isinstance(part[0], torch.Size):
         return f"{part[1]}{list(part[0])}".removeprefix("torch.")
+    if isinstance(part, tuple) and part[0] is slice:
+        return str(slice(*part[1:]))
     return str(part)
 
 

@@ -147,9 +147,6 @@ def _argument(value: Any, variables: dict[fx.Node, str], names: dict[str, Any]) 
     if isinstance(value, (list, tuple)):
         items = ", ".join(_argument(item, variables, names) for item in value)
         return f"[{items}]" if isinstance(value, list) else f"({items}{',' if value else ''})"
-    if isinstance(value, slice):
-        ends = (value.start, value.stop, value.step)
-        return f"slice({', '.join(_argument(end, variables, names) for end in ends)})"
     return _constant(value, names, "c")
 
 

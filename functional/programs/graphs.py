@@ -90,9 +90,9 @@ def output_node(graph: fx.Graph) -> fx.Node:
     return node
 
 
-def output_values(graph: fx.Graph) -> tuple[Any, ...]:
-    """The values that a graph returns."""
-    values = output_node(graph).args[0]
+def output_values(graph: fx.Graph) -> tuple[fx.Node, ...]:
+    """The nodes that a graph returns."""
+    values: Any = output_node(graph).args[0]
     return tuple(values) if isinstance(values, (tuple, list)) else (values,)
 
 

@@ -382,8 +382,8 @@ class Program:
         return list(self.graph.find_nodes(op="placeholder"))
 
     @property
-    def results(self) -> tuple[Any, ...]:
-        """What the output node returns, one per output."""
+    def results(self) -> tuple[fx.Node, ...]:
+        """The nodes that are returned, one per output."""
         values: Any = self.graph.output_node().args[0]
         return tuple(values)
 

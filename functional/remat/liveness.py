@@ -92,8 +92,7 @@ def liveness(program: Program) -> Liveness:
         for storage in _read_by(node):
             live.last[storage] = max(live.last[storage], at)
     for value in program.results:
-        if isinstance(value, fx.Node):
-            live.last[storage_key(value)] = end
+        live.last[storage_key(value)] = end
     return live
 
 

@@ -122,8 +122,7 @@ def _backward_nodes(cut: _Cut) -> tuple[list[fx.Node], list[fx.Node]]:
         if node.op == "call_function" and node in cut.tainted and node in wanted:
             emit(node)
     for node in cut.gradients:
-        if isinstance(node, fx.Node):
-            emit(node)
+        emit(node)
     return list(residuals), list(done)
 
 

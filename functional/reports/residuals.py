@@ -92,7 +92,7 @@ def residuals_of(program: Program, joint: Callable[[], Program] | None = None) -
     outputs = {
         n: leaf.path
         for leaf, n in zip(program.outputs, program.results, strict=True)
-        if leaf.role != "gradient" and isinstance(n, fx.Node)
+        if leaf.role != "gradient"
     }
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     size = bytes_in(program)

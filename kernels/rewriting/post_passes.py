@@ -94,8 +94,6 @@ def each_its_own(before: Program, program: Program) -> None:
     output, results = program.graph.output_node(), list(program.results)
     taken: dict[fx.Node, fx.Node] = {}
     for i, (old, new) in enumerate(zip(before.results, results, strict=True)):
-        if not isinstance(new, fx.Node):
-            continue
         storage, original = _storage(new), _storage(old)
         first = taken.setdefault(storage, original)
         if first is not original or (_beside(storage) and original is old):

@@ -16,7 +16,7 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core.bounded import Recent
 from torchard.functional.core.outputs import tensors_of
 from torchard.functional.core.tensor_spec import TensorSpec
-from torchard.functional.programs.graphs import with_operands
+from torchard.functional.programs.graphs import output_values, with_operands
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.purify import purify
@@ -143,7 +143,6 @@ def _trace(node: fx.Node, specs: list[TensorSpec]) -> fx.Graph | None:
         return tensors_of(decomposition(*args, **kwargs))
 
     program = purify(record(run, specs), ())
-    # An output node's first argument is the tuple of what is returned, which fx's types do not say.
-    outs = [VAL.of(n) for n in program.graph.output_node().args[0]]  # type: ignore[union-attr,arg-type]
+    outs = [VAL.of(n) for n in output_values(program.graph)]
     have, want = ([(v.shape, v.dtype) for v in vals] for vals in (outs, tensors_of(VAL.of(node))))
     return program.graph if have == want and not program.closures else None

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from torchard.functional.core.outputs import tensors_of
+from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_view
 from torchard.kernels.terms import lookups, normal_forms  # noqa: F401  (register their rules)
@@ -124,10 +125,7 @@ def _composite(store: Store, call: EvaluatedCall) -> Evaluated:
     if graph is None:
         return NotImplemented
     env = evaluate(graph, call.tensors(), store)
-    result = [
-        env[n] if isinstance(n, fx.Node) else None
-        for n in graph.output_node().args[0]  # type: ignore[union-attr]
-    ]
+    result = [env[n] for n in output_values(graph)]
     if isinstance(call.val, (tuple, list)):
         rest = iter(result)
         return tuple(next(rest) if isinstance(v, torch.Tensor) else None for v in call.val)

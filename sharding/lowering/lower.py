@@ -171,7 +171,7 @@ class Lowering:
                 self._placeholder(node)
             elif node.op == "call_function":
                 self._node(node)
-            elif node.op == "output":
+            else:
                 parts = tuple(self._outputs(node))
                 # No collective may be dropped: other ranks wait for it, even if this rank's shard is
                 # empty and its result unused.
@@ -231,15 +231,11 @@ class Lowering:
 
     def _outputs(self, node: fx.Node) -> list[Any]:
         parts: list[Any] = []
-        values = node.args[0]
-        assert isinstance(values, (tuple, list))
+        values: Any = node.args[0]
         for value in values:
-            if isinstance(value, fx.Node):
-                layout: Layout = LAYOUT.of(value)
-                places = self.distinct([layout])
-                parts.extend(self.env[value][layout.key(at)].get() for at in places)
-            else:
-                parts.append(value)
+            layout: Layout = LAYOUT.of(value)
+            places = self.distinct([layout])
+            parts.extend(self.env[value][layout.key(at)].get() for at in places)
         return parts
 
     def _bucket(self, members: Sequence[fx.Node]) -> None:

@@ -67,8 +67,7 @@ class _Spread:
                 self._call(node)
         out = output_node(self.old)
         results = [
-            self._fetch(value, _whole(value), out) if isinstance(value, fx.Node) else value
-            for value in output_values(self.old)
+            self._fetch(value, _whole(value), out) for value in output_values(self.old)
         ]
         inherit(self.new.output(tuple(results)), out, "call")
         return self.new

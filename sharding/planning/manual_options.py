@@ -189,7 +189,7 @@ def _constrained(node: fx.Node, axis: str) -> str:
 
 def _check_results(program: Program, graph: fx.Graph, varying: dict[fx.Node, Axes]) -> None:
     for leaf, value in zip(program.outputs, output_values(graph), strict=True):
-        if isinstance(value, fx.Node) and varying[value]:
+        if varying[value]:
             axes = tuple(sorted(varying[value]))
             raise DerivativeError(
                 f"the {leaf.path} varies over {axes}, although the value itself is the same along them: "

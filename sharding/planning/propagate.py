@@ -69,7 +69,7 @@ def _output_needs(graph: fx.Graph, given: Given) -> Needs:
     needs: Needs = {}
     out = output_node(graph)
     for value, layout in zip(output_values(graph), given.outputs, strict=True):
-        if isinstance(value, fx.Node) and layout is not None:
+        if layout is not None:
             needs.setdefault(value, {})[out] = layout
     return needs
 

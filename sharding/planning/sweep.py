@@ -106,8 +106,7 @@ class Sweep:
         out = output_node(self.graph)
         layouts = [self._output(i) for i in range(len(self.values))]
         for value, layout in zip(self.values, layouts, strict=True):
-            if isinstance(value, fx.Node):
-                self._take(value, layout, out)
+            self._take(value, layout, out)
         self.decision.outputs = tuple(layouts)
         return self.decision
 
@@ -119,22 +118,15 @@ class Sweep:
         tied = self.given.inputs[node]
         assert isinstance(tied, int)
         layout = self._output(tied)
-        source = self.values[tied]
-        ranks = self.ranks.get(source, {}) if isinstance(source, fx.Node) else {}
+        ranks = self.ranks.get(self.values[tied], {})
         self._record(node, layout, {a: ranks.get(a, DERIVED) for a in layout.split_axes})
         return layout
 
     def _output(self, i: int) -> Layout:
         """The layout of an output: the required one, else the value's, without pending sums."""
         if i not in self.open:
-            asked, value = self.given.outputs[i], self.values[i]
-            if asked is None:
-                asked = (
-                    self.home(value).reduced()
-                    if isinstance(value, fx.Node)
-                    else Layout.replicated(())
-                )
-            self.open[i] = asked
+            asked = self.given.outputs[i]
+            self.open[i] = self.home(self.values[i]).reduced() if asked is None else asked
         return self.open[i]
 
     def _record(self, node: fx.Node, layout: Layout, ranks: dict[str, int]) -> None:

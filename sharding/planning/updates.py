@@ -26,7 +26,7 @@ def updated_inputs(graph: fx.Graph, outputs: Sequence[Leaf]) -> dict[int, fx.Nod
     inputs = graph.find_nodes(op="placeholder")
     updated: dict[int, fx.Node] = {}
     for i, (leaf, value) in enumerate(zip(outputs, output_values(graph), strict=True)):
-        if not isinstance(value, fx.Node) or value.op == "placeholder" or not _shape(value):
+        if value.op == "placeholder" or not _shape(value):
             continue
         source = source_of(value)
         if source is None and leaf.role == "output" and leaf.of is not None:

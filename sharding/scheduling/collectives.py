@@ -193,8 +193,6 @@ def _note(near: fx.Node) -> str:
 
 def table(records: Sequence[Collective]) -> str:
     """Collectives as an aligned table with totals."""
-    if not records:
-        return "no collectives"
     noted = any(r.note for r in records)
     head = ("collective", "axes", "shape", "dtype", "bytes/rank", "phase", "scope", "source")
     rows = [(*head, "note") if noted else head]

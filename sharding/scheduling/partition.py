@@ -45,10 +45,10 @@ class _Partition:
             elif node.op == "call_function":
                 self._node(node)
         out = output_node(self.old)
-        results = []
-        for value, layout in zip(output_values(self.old), self.decision.outputs, strict=True):
-            is_node = isinstance(value, fx.Node)
-            results.append(self._fetch(value, layout, out) if is_node else value)
+        results = [
+            self._fetch(value, layout, out)
+            for value, layout in zip(output_values(self.old), self.decision.outputs, strict=True)
+        ]
         new_out = self.new.output(tuple(results))
         inherit(new_out, out, "call")
         return self.new

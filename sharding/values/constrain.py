@@ -109,8 +109,6 @@ def constrain(x: torch.Tensor, spec: P) -> torch.Tensor:
     >>> ta.shard(f, mesh)(torch.ones(2, 4), w).spec
     P('tp', None)
     """
-    if not isinstance(spec, P):
-        raise SpecError(f"constrain(x, {spec!r}): the spec must be a P, as in P('tp', None).")
     if spec.named is None and len(spec.entries) > x.ndim:
         raise SpecError(
             f"constrain(x, {spec}) has {len(spec.entries)} entries, but x has shape "
