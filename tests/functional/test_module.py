@@ -376,6 +376,36 @@ def test_names_given_inside_a_module_stay() -> None:
     assert named == ["0/in", "0.lin/in", "0.lin/out", "0/hidden", "0/out"]
 
 
+class Scaled(nn.Module):
+    """Called with a number first, by keyword, or with no tensor at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(1, 2, 2))
+        self.last = 1.5
+
+    def forward(self, times: int = 1, x: Tensor | None = None) -> Tensor:
+        self.last = float("1.5")  # an equal number is no state
+        return self.weight if x is None else x * self.weight * times
+
+
+class Calls(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Scaled()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(2, x) + self.part(times=3, x=x) + self.part(4)
+
+
+def test_labels_of_arguments_and_results_wherever_they_are() -> None:
+    module, x = Calls(), torch.ones(3, 2)
+    fn, params = functionalize(module)
+    torch.testing.assert_close(jit(fn, backend="eager")(params, x), module(x))
+    named = [n.meta["name"] for n in trace(fn)(params, x).calls if "name" in n.meta]
+    assert named == ["in", "out", "in", "out", "out"]
+
+
 def test_backward_nodes_have_their_modules_scope() -> None:
     fn, params = functionalize(net(train=False))
     program = trace(torch.func.grad(lambda p: fn(p, IDS).sum()))(params)

@@ -69,6 +69,14 @@ def test_what_differs_is_named(wrong: Any, where: str) -> None:
     assert any(where in line for line in bad)
 
 
+def test_a_reference_that_depends_on_the_dtype() -> None:
+    def shorter_in_float64(x: torch.Tensor) -> torch.Tensor:
+        return x[:1] * 2 if x.dtype == torch.float64 else x * 2
+
+    with pytest.raises(AssertionError, match="the reference returns something else in float64"):
+        verify(lambda x: x * 2, shorter_in_float64, X, grads=False)
+
+
 def test_one_element_of_many_is_seen() -> None:
     x, place = torch.ones(100_000), torch.arange(100_000)
     with pytest.raises(AssertionError, match="out"):

@@ -8,11 +8,13 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import pickle
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from paths import EXAMPLES
@@ -35,7 +37,7 @@ import torch.distributed as dist  # noqa: E402
 import train_gpt  # noqa: E402
 from forked_ranks import forked_ranks  # noqa: E402
 from ranks import COLLECTIVES  # noqa: E402
-from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
 from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor  # noqa: E402
 from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -504,6 +506,32 @@ def message(fn: Callable[[], Any]) -> str:
 @check
 def mesh_of_another_size(rank: int, world: int) -> str:
     return message(lambda: Mesh({"tp": world + 1}))
+
+
+@check
+def meshes_that_are_refused(rank: int, world: int) -> list[str]:
+    """Pickled, of a DeviceMesh without names, and of one without this rank (rank 0 is in it)."""
+    unnamed = init_device_mesh("cpu", (world,))
+    first = DeviceMesh("cpu", [0], mesh_dim_names=("tp",))
+    said = [message(lambda: pickle.dumps(Mesh({"tp": world}))), message(lambda: Mesh(unnamed))]
+    return [*said, message(lambda: Mesh(first)) if rank else ""]
+
+
+@check
+def threads_that_differ(rank: int, world: int) -> list[str]:
+    """One rank places a value, and then runs a plan, in a thread."""
+    mesh = Mesh({"tp": world})
+    run = shard(lambda x: x.sum(), mesh, out_specs=P())
+    x = place(torch.arange(6.0), mesh, P("tp"))
+    assert float(run(x)) == float(run(x)) == 15.0
+    said = []
+    for call in (lambda: place(torch.ones(3), mesh, P("tp")), lambda: run(x)):
+        if rank == 0:
+            said.append(message(call))
+        else:
+            with ThreadPoolExecutor(1, "beside") as pool:
+                said.append(pool.submit(message, call).result())
+    return said
 
 
 @check

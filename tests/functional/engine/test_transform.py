@@ -365,6 +365,27 @@ def test_autocast_is_part_of_the_signature() -> None:
     assert_same(*found, tolerance=0)
 
 
+def test_a_second_run_has_the_autocast_of_the_first() -> None:
+    """What computes without gradients is run again for them, wherever they are taken."""
+    w, x = torch.randn(4, 4), torch.randn(2, 4)
+
+    def loss(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = (x @ w).square().sum()
+        return ((x @ w) * scale).sum()
+
+    T = Transformed(loss, [Identity()])
+    for narrow in (True, False):
+        found = []
+        for f in (T, loss):
+            leaf = w.clone().requires_grad_()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=narrow):
+                value = f(leaf, x)
+            value.backward()
+            found.append((value.detach(), leaf.grad))
+        assert_same(*found, tolerance=0)
+
+
 # -- closures -------------------------------------------------------------------------------------
 
 
@@ -447,6 +468,30 @@ def test_the_eighth_trace_says_which_leaf_changes() -> None:
         T({"n": n}, x)
     with pytest.warns(RetraceWarning, match=r"args\[0\]\['n'\] took 8 different values \(0, 1"):
         T({"n": 7}, x)
+
+
+def test_the_eighth_trace_says_what_else_changes() -> None:
+    x, kept = torch.randn(3), [1.0]
+    T = Transformed(lambda x, part: x[part] * len(kept), [Identity()])
+    for _ in range(7):
+        assert T(x, slice(0, 2)).equal(x[:2] * len(kept))
+        kept.append(1.0)
+    with pytest.warns(RetraceWarning, match=r"argument trees, closures or torch's settings .* differ"):
+        T(x, slice(0, 2))
+    T = Transformed(lambda x, part: x[part], [Identity()])
+    for n in range(7):
+        T(x, slice(0, n))
+    with pytest.warns(RetraceWarning, match=r"args\[1\] took 8 different values \(slice\(0, 0, None\)"):
+        T(x, slice(0, 7))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_a_number_given_to_a_piece_promotes_as_in_python(dtype: torch.dtype) -> None:
+    inner = Transformed(lambda x, by: (x * by, by + x[0] + x[1]), [Identity()])
+    x = torch.arange(1, 4).to(dtype)
+    for outer in (Transformed(lambda x: inner(x, 2.5), [Identity()]), lambda x: inner(x, 2.5)):
+        for have, want in zip(outer(x), (x * 2.5, 2.5 + x[0] + x[1]), strict=True):
+            assert have.dtype == want.dtype and torch.equal(have, want)
 
 
 def test_threads_share_a_cache() -> None:

@@ -122,6 +122,15 @@ def test_tags_are_listed(program: Program) -> None:
     assert str(Records()) == "none"
 
 
+def test_work_without_a_mesh() -> None:
+    work = trace(lambda x, w: (x @ w).relu())(torch.ones(2, 3), torch.ones(3, 4)).work
+    assert (work.flops, work.bytes) == (2 * 2 * 3 * 4 + 8, 4 * (6 + 12 + 8 + 8 + 8))
+    assert str(work).splitlines() == [
+        "            ranks  FLOPs  bytes",
+        "one device      1     56    168",
+    ]
+
+
 def test_a_plan_says_where_gradients_stop() -> None:
     mesh = Mesh({"tp": 2}, virtual=True)
     plan = shard(lambda x: x * x.sin().detach(), mesh, in_specs=(P("tp"),)).lower(torch.ones(4))

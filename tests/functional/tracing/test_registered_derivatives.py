@@ -70,6 +70,23 @@ def _wave_backward(ctx: Any, g: torch.Tensor, h: torch.Tensor) -> Any:
 
 wave.register_autograd(_wave_backward, setup_context=_keep)
 
+@torch.library.custom_op("torchard_formulas::ranked", mutates_args=())
+def ranked(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.argsort(-1), x * 2
+
+
+ranked.register_fake(lambda x: (torch.empty_like(x, dtype=torch.int64), torch.empty_like(x)))
+# It keeps nothing, so that it has no setup_context.
+ranked.register_autograd(lambda ctx, _, g: g * 2)
+
+
+@torch.library.custom_op("torchard_formulas::underived", mutates_args=())
+def underived(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+underived.register_fake(torch.empty_like)
+
 LIBRARY.define("slope(Tensor x) -> Tensor")
 LIBRARY.define("bend(Tensor x) -> Tensor")
 LIBRARY.define("total(Tensor[] xs, Tensor? weight=None) -> Tensor")
@@ -149,6 +166,9 @@ PAIRS: dict[str, Pair] = {
     "two results": Pair(
         lambda x, y: wave(x, y, 3, scale=0.5),
         lambda x, y: (x.sin() * y**3 * 0.5, x.cos() + y),
+    ),
+    "indices beside a value, nothing kept": Pair(
+        lambda x, y: (ranked(x * y)[1],), lambda x, y: (x * y * 2,)
     ),
     "defaults": Pair(lambda x, y: wave(x, y=y), lambda x, y: (x.sin() * y**2, x.cos() + y)),
     "one of two wanted": Pair(
@@ -232,6 +252,18 @@ def test_an_operator_without_a_derivative(name: str) -> None:
     loss = TRANSFORMS[name](lambda x: (ops.blunt(x) ** 2).sum())
     same(loss(AT[0]), AT[0].sin().square().sum())
     same(vmap(lambda x: whole(loss(x)))(AT[0]), AT[0].sin().square().sum(1))
+
+
+@everywhere
+def test_a_derivative_that_nobody_registered(name: str) -> None:
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return (underived(x) ** 2).sum()
+
+    same(TRANSFORMS[name](loss)(AT[0]), AT[0].sin().square().sum())
+    with pytest.raises(RuntimeError, match=r"underived.*register_autograd"):
+        grad(TRANSFORMS[name](loss))(AT[0])
+    with pytest.raises(DerivativeError, match=r"test_registered.*underived.*autograd, or detach"):
+        TRANSFORMS[name](grad(loss))(AT[0])
 
 
 @everywhere

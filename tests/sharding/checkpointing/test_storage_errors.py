@@ -91,6 +91,8 @@ def test_leaves_that_cannot_be_stored(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "saved"
     raises("tree['a'] is a object; ... tree['b'] is a set; ", save, path, {"a": object(), "b": {1}})
     raises("tree[0] is float32 [4, 3] without values to store (meta", save, path, [X.to("meta")])
+    mine = X.as_subclass(type("Mine", (Tensor,), {}))
+    raises("tree[0] is a Mine; pass a plain tensor (from_dtensor(x) for a DTensor", save, path, [mine])
     raises("without values to store (cpu, torch.sparse_coo)", save, path, [X.to_sparse()])
     raises("tree['a']['b'] and tree['a.b'] would both be", save, path, {"a.b": 1, "a": {"b": 2}})
     donated = place(X, HERE, P("dp"))

@@ -13,7 +13,7 @@ from torch import fx
 
 from torchard.functional.execution.codegen import compiled
 from torchard.sharding import Mesh
-from torchard.sharding.layouts.layout import Layout, Sub, chunk, merge, refine
+from torchard.sharding.layouts.layout import VARYING, Layout, Sub, chunk, merge, refine
 from torchard.sharding.layouts.reshard import ReshardStep, cost, plan
 from torchard.sharding.lowering.lower import Lowering
 from torchard.sharding.lowering.simulated_transport import SimulatedTransport
@@ -21,6 +21,17 @@ from torchard.sharding.scheduling.collectives import emit_step
 from torchard.sharding.testing import contributions, layouts, meshes, shard_at, whole_of
 
 shapes = st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 6, 8, 12]), min_size=0, max_size=3).map(tuple)
+
+
+def test_layouts_that_nothing_leads_to() -> None:
+    x, two = Sub(6, ("a",)), (Sub(2), Sub(3, ("a",)))
+    sizes = (("a", 2), ("b", 2))
+    with pytest.raises(ValueError, match="pending over"):
+        plan(Layout(((Sub(6),),)), Layout(((Sub(6),),), (("a", "sum"),)), sizes)
+    with pytest.raises(ValueError, match="a varying value is not reduced implicitly"):
+        plan(Layout(((x,),), (("b", VARYING),)), Layout(((x,),)), sizes)
+    with pytest.raises(ValueError, match=r"dim 0 of .* is not contiguous"):
+        Layout((two,)).local_range(0, {"a": 0}, dict(sizes))
 
 
 def torch_chunk(n: int, axes: tuple[str, ...], at: dict[str, int], mesh: Mesh) -> list[int]:

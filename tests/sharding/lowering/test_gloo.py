@@ -151,6 +151,22 @@ def test_mesh_of_another_size_than_the_world(ranks: Results) -> None:
         assert f"the process group has {n}" in said
 
 
+def test_meshes_that_are_refused(ranks: Results) -> None:
+    for rank, (pickled, unnamed, without) in enumerate(every(ranks, "meshes_that_are_refused")):
+        assert pickled.startswith("TypeError: Mesh(tp=")
+        assert "holds process groups and cannot be pickled; construct it in each process" in pickled
+        assert unnamed.startswith("MeshError: the DeviceMesh has no dim names; pass mesh_dim_names")
+        assert not rank or without.startswith(f"MeshError: rank {rank} is not part of DeviceMesh(")
+
+
+def test_threads_that_differ(ranks: Results) -> None:
+    for rank, said in enumerate(every(ranks, "threads_that_differ")):
+        for kind, text in zip(("OutOfStep", "PlanMismatch"), said, strict=True):
+            assert text.startswith(f"{kind}: rank {rank}"), text
+            assert "in thread MainThread" in text and "in thread beside_0" in text, text
+            assert "from one thread" in text
+
+
 def test_replicas_that_differ(ranks: Results) -> None:
     for said in every(ranks, "replicas_that_differ"):
         assert said.startswith("ReplicaMismatch: args[1]")

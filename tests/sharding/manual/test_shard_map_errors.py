@@ -202,6 +202,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
         MeshError,
         r"psum_scatter: dim 1 of shape \[2, 3\] does not divide into 2 equal parts",
     ),
+    "more parts than ranks": (
+        on_two(lambda w, x: psum_scatter(x, "x", dim=1), P("x")),
+        MeshError,
+        r"psum_scatter: without tiled=True dim 1 must have one entry for each of the 2 ranks",
+    ),
     "sent twice": (
         on_two(lambda w, x: ppermute(x, "x", [(0, 1), (1, 1)]), P("x")),
         MeshError,

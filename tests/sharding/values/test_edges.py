@@ -109,6 +109,48 @@ CASES: dict[str, Case] = {
     "scattered in memory": (
         lambda x, y: torch.as_strided_scatter(x, y, (2, 2), (7, 1), 1), (ints(5, 4), ints(2, 2)), EXACT
     ),
+    "groups of nothing": (
+        lambda x, w: F.group_norm(x, 2, w), (ints(0, 4, 3), ints(4)), EXACT
+    ),
+    "attention without heads": (
+        lambda q: F.scaled_dot_product_attention(q, q, q), (ints(2, 0, 5, 3),), EXACT
+    ),
+    "rows scaled by how often they are read": (
+        lambda w, i: F.embedding(i, w, scale_grad_by_freq=True),
+        (ints(5, 3), ints(4, 2, low=0, high=5, dtype=I64)),
+        CLOSE,
+    ),
+    "written where a mask says": (
+        lambda x: x.index_put((torch.arange(5) % 2 > 0,), torch.tensor(7.0, dtype=F64)),
+        (ints(5, 4),),
+        EXACT,
+    ),
+    "written at indices of dims apart": (
+        lambda x, i, y: x.index_put((i, torch.arange(2)[:, None], i % 2), y, accumulate=True),
+        (ints(5, 2, 4), ints(3, low=0, high=4, dtype=I64), ints(2, 3)),
+        EXACT,
+    ),
+    "all rows replaced": (
+        lambda x, y: torch.slice_scatter(x * 2, y, 0, 0, 5) + 1, (ints(5, 4), ints(5, 4)), EXACT
+    ),
+    "members of one": (lambda x: torch.isin(x, 2.0), (ints(5, 4),), EXACT),
+    "distances of many rows": (
+        lambda x, y: torch.cdist(x, y), (ints(30, 3), 5 + ints(4, 3)), CLOSE
+    ),
+    "0-d, turned and scanned": (
+        lambda x: (x.flip(()).cumsum(0).flip(()), x.t() * 2, x.transpose(0, -1), x.topk(1).values),
+        (torch.tensor(3.0, dtype=F64),),
+        EXACT,
+    ),
+    "0-d, unfolded": (lambda x: x.unfold(0, 1, 1) * 2, (torch.tensor(3.0, dtype=F64),), EXACT),
+    "one matrix of right-hand sides": (
+        lambda a, b: torch.linalg.solve(a + 9 * torch.eye(4, dtype=F64), b),
+        (ints(3, 4, 4), ints(4, 2)),
+        CLOSE,
+    ),
+    "a bias of one row": (
+        lambda b, x, y: torch.addmm(b, x, y), (ints(1, 3), ints(5, 4), ints(4, 3)), EXACT
+    ),
     "half precision": (lambda x: torch.softmax(x.bfloat16(), 1).double(), (ints(5, 4),), 1e-2),
 }  # fmt: skip
 
