@@ -56,8 +56,8 @@ oracle: $(STAMP) ## compare values, gradients and collectives with JAX's on eigh
 coverage: $(STAMP) ## run all tests with lines and branches counted, and write tests/results/coverage.md
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[coverage]'
 	ROOT=$(CURDIR) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --timeout 900 --cov --cov-report= $(ARGS)
-	ROOT=$(CURDIR) $(BIN)/python -m coverage report --format=markdown > tests/results/coverage.md
-	@tail -1 tests/results/coverage.md
+	ROOT=$(CURDIR) $(BIN)/python tests/support/coverage_table.py > tests/results/coverage.md
+	@head -12 tests/results/coverage.md
 
 proofs: $(STAMP) ## prove the plans of recipes and models, Llama 3 405B on 4,096 ranks among them (some minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/proofs.py --out tests/results/proofs.md $(ARGS)
