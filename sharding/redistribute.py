@@ -123,7 +123,7 @@ def _placed(leaf: Any, mesh: Mesh, spec: P, path: str) -> Any:
     if active() is not None:
         return constrain(leaf, spec)  # inside a trace values are global, and a spec is a constraint
     held = MeshPlacement.of(mesh, layout)
-    if layout.is_replicated:
+    if layout.is_replicated and not layout.home:
         return MeshTensor(held, [leaf.clone()])
     if leaf.requires_grad or internals.has_transforms():
         return _mover(mesh, spec, (leaf.shape, leaf.dtype))(leaf)
@@ -133,6 +133,8 @@ def _placed(leaf: Any, mesh: Mesh, spec: P, path: str) -> Any:
 
 def cut(value: torch.Tensor, layout: Layout, at: Coords, mesh: Mesh) -> torch.Tensor:
     """The shard of a whole value at a coordinate."""
+    if not layout.is_at(at):
+        return value.new_empty(layout.local_shape(at, mesh.shape))
     subs = [sub for dim in layout.dims for sub in dim]
     view = value.reshape([sub.size for sub in subs])
     for d, sub in enumerate(subs):
@@ -181,7 +183,7 @@ def redistribute(value: MeshTensor, spec: P) -> MeshTensor:
 
 def _agree(value: MeshTensor, what: str) -> None:
     """Check that every rank makes this call: a rank on its own would wait in a collective."""
-    if not value.mesh.virtual and value.mesh.size > 1 and value.layout.axes:
+    if not value.mesh.virtual and value.mesh.size > 1 and (value.layout.axes or value.layout.home):
         exchange(value.mesh, f"that it called {what} on a value of shape {list(value.shape)}", what)
 
 

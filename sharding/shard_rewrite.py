@@ -16,6 +16,7 @@ from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.lowering.lower_manual import attach_moves
 from torchard.sharding.lowering.runtime import runtime_of
 from torchard.sharding.lowering.windows import attach_windows
+from torchard.sharding.pipelining.homes import Home, home_of, locate, send_values
 from torchard.sharding.planning.canonicalize import prepare
 from torchard.sharding.planning.constraints import (
     SpecHint,
@@ -143,11 +144,14 @@ class Shard(Rewrite):
         plan = choose(graph, self._given(program, graph), self.mesh)
         warn_of_idle_axes(plan, self.mesh, program.name, self.warned)
         spmd = partition(plan.graph, plan.given, plan.decision, self.mesh.sizes)
+        locate(spmd, list(map(_home, program.inputs)))
         attach_moves(spmd, self.mesh)
         attach_windows(spmd, self.mesh)
         if self.reduce_dtype is not None:
             reduce_widely(spmd, self.reduce_dtype)
-        outputs = self._outputs(program, plan.decision.outputs)
+        homes = self._homes_of_results(program, graph, spmd)
+        layouts = [x.homed(home) for x, home in zip(plan.decision.outputs, homes, strict=True)]
+        outputs = self._outputs(program, layouts)
         inputs = tuple(
             replace(leaf, tag=outputs[leaf.of].tag)
             if leaf.role == "cotangent" and leaf.of is not None
@@ -165,6 +169,7 @@ class Shard(Rewrite):
         planner, given = program.facts[_PLANNED]
         if planner is not self:  # an enclosing shard has planned the program again
             return program
+        send_values(program.graph, list(map(_home, program.outputs)), self.mesh.sizes)
         layers: dict[fx.Node, str] = {}
         batch: set[str] = set()
         for leaf, node, known in zip(program.inputs, program.placeholders, given, strict=True):
@@ -236,7 +241,7 @@ class Shard(Rewrite):
                 node.args = (node.args[0], number_of(spec))
 
     def _layout_of_hint(self, leaf: Leaf, hint: SpecHint, node: fx.Node) -> Layout:
-        return hint.layout(tuple(VAL.of(node).shape), self.mesh, leaf.path)
+        return hint.layout(tuple(VAL.of(node).shape), self.mesh, leaf.path).homed(())
 
     # -- the layouts that a plan is given ------------------------------------------------------
 
@@ -261,9 +266,9 @@ class Shard(Rewrite):
             layout = self._layout_of_result(leaf, value)
             if layout is None and i in updated:
                 layout = self._layout_of_update(value, value in stepped, leaves[updated[i]], updated[i])
-            outputs.append(layout)
+            outputs.append(None if layout is None else layout.homed(()))
         check_local(graph, program, self.mesh)
-        constraints = constraint_layouts(graph, self.mesh)
+        constraints = {n: x.homed(()) for n, x in constraint_layouts(graph, self.mesh).items()}
         ranks = {n: constraint_rank(n, inputs) for n in constraints}
         return Given(inputs, tuple(outputs), constraints, ranks, local_operations(graph))
 
@@ -296,6 +301,23 @@ class Shard(Rewrite):
         inherited = not layout.is_replicated or (stepped and isinstance(given.tag, MeshPlacement))
         return layout if inherited and may_leave_as(value, layout, self.mesh.sizes) else None
 
+    def _homes_of_results(self, program: Program, graph: fx.Graph, spmd: fx.Graph) -> list[Home]:
+        """The homes of the outputs: that of an input for its gradient and its new value."""
+        held = dict(zip(graph.find_nodes(op="placeholder"), map(_home, program.inputs), strict=True))
+        updated = updated_inputs(graph, program.outputs)
+        homes: list[Home] = []
+        for i, (leaf, value) in enumerate(zip(program.outputs, output_values(spmd), strict=True)):
+            hint = leaf.hint(SpecHint)
+            if leaf.tag is not FREE or not isinstance(value, fx.Node) or not VAL.of(value).ndim:
+                homes.append(_home(leaf))
+            elif hint is not None:
+                homes.append(hint.spec.home)
+            elif i in updated and held[updated[i]]:
+                homes.append(held[updated[i]])
+            else:
+                homes.append(home_of(value))
+        return homes
+
     def _outputs(self, program: Program, layouts: Sequence[Layout]) -> tuple[Leaf, ...]:
         """The leaves of the results, placed by their layouts."""
         tags = {n: leaf.tag for leaf, n in zip(program.inputs, program.placeholders, strict=True)}
@@ -312,6 +334,11 @@ class Shard(Rewrite):
                 leaf = replace(leaf, tag=None if plain else held)
             outputs.append(leaf)
         return tuple(outputs)
+
+
+def _home(leaf: Leaf) -> Home:
+    """The home of an input or output."""
+    return leaf.tag.home if isinstance(leaf.tag, MeshPlacement) else ()
 
 
 def _check_mesh(leaf: Leaf, mesh: Mesh) -> None:
@@ -341,9 +368,11 @@ def _check_devices(program: Program, mesh: Mesh) -> None:
 
 
 def _tag_layout(leaf: Leaf, node: fx.Node) -> Layout:
-    """The layout of an input by its placement; a plain tensor is replicated."""
+    """The layout of an input by its placement, wherever it is; a plain tensor is replicated."""
     shape = tuple(VAL.of(node).shape)
-    return leaf.tag.layout(shape) if isinstance(leaf.tag, MeshPlacement) else Layout.replicated(shape)
+    if isinstance(leaf.tag, MeshPlacement):
+        return leaf.tag.layout(shape).homed(())
+    return Layout.replicated(shape)
 
 
 METHODS.rewrite = Shard

@@ -19,6 +19,7 @@ __all__ = [
     "LocalSlice",
     "Ppermute",
     "PsumScatter",
+    "Send",
     "SubDim",
 ]
 
@@ -144,6 +145,29 @@ class LocalSlice(CollectiveOp):
         return visitor.slice(self)
 
 
+@dataclass(frozen=True)
+class Send(CollectiveOp):
+    """The ranks at coordinate ``to`` of the axis get the value that those at ``source`` have.
+
+    ``to`` None: all other ranks along the axis. ``source`` None: all have it, nothing is sent, and those
+    at ``to`` keep it.
+    """
+
+    source: int | None
+    to: int | None
+    kind = "send"
+
+    @property
+    def sends(self) -> bool:  # type: ignore[override]
+        return self.source is not None
+
+    def elements(self, before: int, after: int, ranks: int) -> float:
+        return float(before) if self.sends else 0.0
+
+    def accept(self, visitor: CollectiveVisitor[T]) -> T:
+        return visitor.send(self)
+
+
 class CollectiveVisitor(ABC, Generic[T]):
     """One method for each collective operation, all of them required."""
 
@@ -164,3 +188,6 @@ class CollectiveVisitor(ABC, Generic[T]):
 
     @abstractmethod
     def slice(self, op: LocalSlice) -> T: ...
+
+    @abstractmethod
+    def send(self, op: Send) -> T: ...

@@ -4,6 +4,8 @@ A dim is a product of sub-dims, and each sub-dim is split over an ordered tuple 
 concatenates sub-dims and unflattening separates them, so a view of a sharded dim costs nothing as long
 as its boundaries fall between sub-dims. Along an axis that splits no sub-dim the value is replicated, or
 *pending*: each coordinate holds a contribution, and a reduction over the axis completes the value.
+A value may also be at *home* at one coordinate of an axis, such as a stage of a pipeline: ranks at the
+others hold nothing of it. Plans split and reduce values without regard to homes (``pipelining``).
 
 Uneven splits follow ``torch.chunk`` (32 over 3 is 11, 11, 10; 1 over 2 is 1, 0), axis by axis, the
 first axis of the tuple outermost.
@@ -165,14 +167,21 @@ def _refine_empty(dim: Dim, factors: tuple[int, ...]) -> tuple[Dim, ...] | None:
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of a value: its dims, and the axes over which it is pending, with the reductions."""
+    """The layout of a value.
+
+    Attributes:
+        dims: the sub-dims of each dim.
+        pending: the axes over which the value is pending, with the reductions.
+        home: axes along which one coordinate alone has the value, with that coordinate.
+    """
 
     dims: tuple[Dim, ...]
     pending: tuple[tuple[str, str], ...] = ()
+    home: tuple[tuple[str, int], ...] = ()
     _hash: int = field(init=False, repr=False, compare=False, default=0)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.dims, self.pending)))
+        object.__setattr__(self, "_hash", hash((self.dims, self.pending, self.home)))
 
     def __hash__(self) -> int:
         return self._hash
@@ -211,6 +220,14 @@ class Layout:
         """The axes over which a reduction is still to be done."""
         return tuple(a for a, op in self.pending if op != VARYING)
 
+    def is_at(self, coords: Coords) -> bool:
+        """Whether the ranks at a coordinate have a part of the value."""
+        return all(coords[axis] == place for axis, place in self.home)
+
+    def homed(self, home: tuple[tuple[str, int], ...]) -> Layout:
+        """The layout with another home; ``()`` for everywhere."""
+        return self if home == self.home else Layout(self.dims, self.pending, home)
+
     def dim_of(self, axis: str) -> int | None:
         """The dim that the axis splits, or None."""
         for i, dim in enumerate(self.dims):
@@ -219,9 +236,11 @@ class Layout:
         return None
 
     def local_subs(self, coords: Coords, sizes: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
-        """The local size of every sub-dim."""
+        """The local size of every sub-dim, 0 where the value is not."""
+        here = self.is_at(coords)
         return tuple(
-            tuple(len(chunk(s.size, s.axes, coords, sizes)) for s in dim) for dim in self.dims
+            tuple(len(chunk(s.size, s.axes, coords, sizes)) if here else 0 for s in dim)
+            for dim in self.dims
         )
 
     def local_shape(self, coords: Coords, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -257,7 +276,8 @@ class Layout:
 
     def normal(self, sizes: Sizes) -> Layout:
         """The layout in normal form, in which equivalent layouts compare equal."""
-        return Layout(tuple(merge(d, sizes) or (Sub(1),) for d in self.dims), self.pending)
+        dims = tuple(merge(d, sizes) or (Sub(1),) for d in self.dims)
+        return Layout(dims, self.pending, self.home)
 
     def reduced(self) -> Layout:
         """The layout after all reductions, which leave varying axes as they are."""
@@ -269,16 +289,17 @@ class Layout:
         return self._pending([*rest, *((a, VARYING) for a in axes)])
 
     def _pending(self, pending: Iterable[tuple[str, str]]) -> Layout:
-        return Layout(self.dims, tuple(sorted(pending)))
+        return Layout(self.dims, tuple(sorted(pending)), self.home)
 
     def with_leading(self, size: int) -> Layout:
         """The layout with a new unsplit leading dim."""
-        return Layout(((Sub(size),), *self.dims), self.pending)
+        return Layout(((Sub(size),), *self.dims), self.pending, self.home)
 
     def __str__(self) -> str:
         dims = [_dim_text(dim) for dim in self.dims]
         text = f"P({', '.join(dims)})"
-        return text + "".join(f"+{op}({axis})" for axis, op in self.pending)
+        text += "".join(f"+{op}({axis})" for axis, op in self.pending)
+        return text + "".join(f"@{axis}={place}" for axis, place in self.home)
 
 
 @functools.lru_cache(maxsize=16384)

@@ -10,8 +10,10 @@ __all__ = [
     "AFTER",
     "BUCKET",
     "CALL",
+    "CHUNK",
     "GATHERED",
     "LOWERED",
+    "MICROBATCH",
     "OVER",
     "PART_OF",
     "RULE",
@@ -72,6 +74,23 @@ LOWERED: Tag[Any] = declare(
     follows="call",
 )
 
+# -- in a pipeline --------------------------------------------------------------------------------
+
+CHUNK: Tag[tuple[int, tuple[tuple[str, int], ...]]] = declare(
+    "chunk",
+    "the number of the pipeline's chunk of layers that the operation belongs to, and its home",
+    written_by="pipelining/chunks",
+    read_by="microbatches/spread, pipelining/homes, pipelining/tasks",
+    follows="place",
+)
+MICROBATCH: Tag[int] = declare(
+    "microbatch",
+    "the number of the microbatch whose turn computes the node",
+    written_by="microbatches/turns",
+    read_by="pipelining/tasks",
+    follows="place",
+)
+
 # -- in a schedule, and what is lowered from it ------------------------------------------------------
 
 BUCKET: Tag[Any] = declare(
@@ -92,9 +111,9 @@ TURN: Tag[int] = declare(
     written_by="scheduling/gathers",
     read_by="lowering/lower",
 )
-OVER: Tag[tuple[str, ...]] = declare(
+OVER: Tag[tuple[int, ...]] = declare(
     "over",
-    "in a lowered graph, the mesh axes whose processes take part in the collective",
+    "in a lowered graph, the ranks that take part in the collective",
     written_by="lowering/channel",
     read_by="lowering/call_order",
     follows="call",

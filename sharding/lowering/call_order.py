@@ -186,12 +186,10 @@ class CallOrder:
         self.name, self.number, self.mesh = program.name, 0, mesh
         self._circles: dict[Circle, Label] = {}
         for node in local.nodes:
-            axes = OVER.get(node) if STAGE.get(node) == "issue" else None
-            if axes is not None and mesh.host_group is not None:
-                ranks = tuple(sorted(dist.get_process_group_ranks(mesh.group(axes))))
-                if len(ranks) > 1:
-                    label = replace(label_of(node), stage="meet")
-                    self._circles.setdefault(_circle(mesh.host_group, ranks), label)
+            members = OVER.get(node) if STAGE.get(node) == "issue" else None
+            if members is not None and mesh.host_group is not None and len(members) > 1:
+                label = replace(label_of(node), stage="meet")
+                self._circles.setdefault(_circle(mesh.host_group, tuple(sorted(members))), label)
         sources = (SOURCE.get(node) for node in program.graph.nodes)
         source = next((f" of {source}" for source in sources if source), "")
         self._text = f"{self.name}({signature}){source}"

@@ -26,13 +26,14 @@ _LISTED = 8
 
 
 class Channel:
-    """The collective that is being lowered, over the process group along some axes."""
+    """The collective that is being lowered, over a process group: that along some axes, or another."""
 
-    def __init__(self, low: Lowering, axes: Sequence[str]) -> None:
+    def __init__(self, low: Lowering, axes: Sequence[str], group: Any = None) -> None:
         self.low = low
-        self.group = low.mesh.group(axes).group_name
-        peers = _peers(low.mesh, axes)
-        self.tags = {COLLECTIVE: low.record, PEERS: peers, OVER: tuple(axes)}
+        group = low.mesh.group(axes) if group is None else group
+        self.group = group.group_name
+        ranks = tuple(dist.get_process_group_ranks(group))
+        self.tags = {COLLECTIVE: low.record, PEERS: _peers(low.mesh, group, ranks), OVER: ranks}
 
     def issue(self, name: str, x: fx.Node, *args: Any) -> fx.Node:
         op = getattr(c10d, name).default
@@ -46,11 +47,10 @@ class Channel:
         return node
 
 
-def _peers(mesh: Mesh, axes: Sequence[str]) -> str:
+def _peers(mesh: Mesh, group: Any, members: Sequence[int]) -> str:
     """A sentence that names the participating ranks and the timeout."""
     assert mesh.device_mesh is not None
-    group = mesh.group(axes)
-    ranks = [str(rank) for rank in dist.get_process_group_ranks(group)]
+    ranks = list(map(str, members))
     if len(ranks) > _LISTED:
         ranks[_LISTED - 1 :] = [f"{len(ranks) - _LISTED + 1} more"]
     listed = " and ".join(filter(None, [", ".join(ranks[:-1]), ranks[-1]]))

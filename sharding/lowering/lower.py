@@ -20,6 +20,7 @@ from torchard.functional.programs.graphs import with_operands
 from torchard.functional.programs.tagging import Tags, inherited_tags, put
 from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, SHAPE, STEP, VAL
 from torchard.functional.torch_internals.operators import aten
+from torchard.sharding.layouts.collective_ops import Send
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.reshard import ReshardStep
 from torchard.sharding.layouts.tags import AFTER, BUCKET, GATHERED, LOWERED, TURN
@@ -194,7 +195,8 @@ class Lowering:
         axes = sorted({a for layout in layouts for a in layout.axes})
         first: dict[Key, Coords] = {}
         for at in self.coords:
-            first.setdefault(tuple(at[a] for a in axes), at)
+            if all(layout.is_at(at) for layout in layouts):
+                first.setdefault(tuple(at[a] for a in axes), at)
         return list(first.values())
 
     def position(self, at: Coords, axes: Sequence[str]) -> int:
@@ -220,10 +222,20 @@ class Lowering:
     def local_shape(self, layout: Layout, coords: Coords) -> tuple[int, ...]:
         return layout.local_shape(coords, self.mesh.shape)
 
+    def _is_here(self, node: fx.Node) -> bool:
+        """Whether a lowered coordinate computes the node, or takes part in sending it."""
+        op = STEP.of(node).collective if STEP.on(node) else None
+        if isinstance(op, Send):
+            return True
+        return any(all(x.is_at(at) for x in result_layouts(node)) for at in self.coords)
+
     def _placeholder(self, node: fx.Node) -> None:
         layout: Layout = LAYOUT.of(node)
         parts: dict[Key, Value] = {}
-        for at in self.distinct([layout]):
+        places = self.distinct([layout])
+        if not places:  # this rank holds an empty part
+            self.graph.placeholder(f"part{next(self.numbers)}")
+        for at in places:
             part = self.graph.placeholder(f"part{next(self.numbers)}")
             put(part, self.emit.tags)
             parts[layout.key(at)] = Value(part)
@@ -236,6 +248,9 @@ class Lowering:
             layout: Layout = LAYOUT.of(value)
             places = self.distinct([layout])
             parts.extend(self.env[value][layout.key(at)].get() for at in places)
+            if not places:
+                shape = layout.local_shape(self.coords[0], self.mesh.shape)
+                parts.append(self.emit.full(shape, 0, VAL.of(value)))
         return parts
 
     def _bucket(self, members: Sequence[fx.Node]) -> None:
@@ -259,6 +274,9 @@ class Lowering:
             self._node(node)
 
     def _node(self, node: fx.Node) -> None:
+        if not self._is_here(node):
+            self.env[node] = {}
+            return
         if TURN.on(node):
             self._keep_step(node)
         self._wait_for(self.buckets.get(AFTER.get(node), ()))

@@ -23,6 +23,7 @@ from torchard.sharding.layouts.collective_ops import (
     LocalSlice,
     Ppermute,
     PsumScatter,
+    Send,
 )
 from torchard.sharding.layouts.layout import VARYING, Dim, Layout, Sizes, Sub, refine
 from torchard.sharding.layouts.reshard import ReshardStep
@@ -98,6 +99,9 @@ class _Operand(CollectiveVisitor[tuple[Layout, Layout]]):
     def ppermute(self, op: Ppermute) -> tuple[Layout, Layout]:
         layout = self._layout({}, VARYING)
         return layout, layout
+
+    def send(self, op: Send) -> tuple[Layout, Layout]:
+        return self._layout({}), self._layout({})
 
     def slice(self, op: LocalSlice) -> tuple[Layout, Layout]:
         whole, split = self._parted(op.to[0])

@@ -23,6 +23,7 @@ from torchard.sharding.layouts.collective_ops import (
     LocalSlice,
     Ppermute,
     PsumScatter,
+    Send,
     SubDim,
 )
 from torchard.sharding.layouts.layout import Layout
@@ -47,6 +48,8 @@ class ProcessGroupTransport:
         (at,) = low.coords
         rank = _Rank(Pieces(low, step, low.mesh), values, at, val)
         message = step.collective.accept(rank)
+        if message is None:
+            return {}
         if isinstance(message, fx.Node):
             return {step.after.key(at): Value(rank.p.close(message, at))}
         sent = message.send(message.buffer)
@@ -122,8 +125,11 @@ def _merged(rank: _Rank, messages: Sequence[_Message | fx.Node]) -> Callable[[in
     return finish
 
 
-class _Rank(CollectiveVisitor["_Message | fx.Node"]):
-    """This rank's message in a collective on one value; for a local slice, the slice itself."""
+class _Rank(CollectiveVisitor["_Message | fx.Node | None"]):
+    """This rank's message in a collective on one value; for a local slice, the slice itself.
+
+    None: the rank takes no part.
+    """
 
     def __init__(self, p: Pieces, values: dict[Key, Value], at: Coords, val: torch.Tensor) -> None:
         self.p, self.values, self.at_, self.val = p, values, at, val
@@ -131,7 +137,10 @@ class _Rank(CollectiveVisitor["_Message | fx.Node"]):
 
     @functools.cached_property
     def channel(self) -> Channel:
-        return Channel(self.p.low, self.p.step.axes)
+        op, mesh = self.p.step.collective, self.p.low.mesh
+        if isinstance(op, Send) and op.source is not None and op.to is not None:
+            return Channel(self.p.low, op.axes, mesh.pair(op.axes[0], op.source, op.to))
+        return Channel(self.p.low, op.axes)
 
     @functools.cached_property
     def x(self) -> fx.Node:
@@ -259,6 +268,27 @@ class _Rank(CollectiveVisitor["_Message | fx.Node"]):
             return self.p.cat(parts, at)
 
         return _Message(carrier.encode(flat), send, unpack)
+
+    def send(self, op: Send) -> _Message | fx.Node | None:
+        """Broadcast over the group of sender and receiver, or over the axis."""
+        (axis,) = op.axes
+        here = self.at_[axis]
+        if op.source is None:
+            return self.x if here == op.to else None
+        if op.to is not None and here not in (op.source, op.to):
+            return None
+        root = op.source if op.to is None else int(op.source > op.to)
+        encode, decode, _ = moving(self.call, self.val.dtype)
+        if here == op.source:
+            x = self.contiguous(self.x)
+        else:
+            options = {"dtype": self.val.dtype, "device": self.val.device}
+            x = self.call(aten.empty.memory_format, self.before, **options)
+
+        def issue(buffer: fx.Node) -> fx.Node:
+            return self.channel.issue("broadcast", buffer, root)
+
+        return _Message(encode(x), issue, decode)
 
     def ppermute(self, op: Ppermute) -> _Message:
         """Issue an all_to_all in which most splits are empty; every rank of the group takes part."""

@@ -19,6 +19,7 @@ from torchard.sharding.layouts.collective_ops import (
     LocalSlice,
     Ppermute,
     PsumScatter,
+    Send,
     SubDim,
 )
 from torchard.sharding.layouts.layout import Layout, chunk
@@ -171,6 +172,9 @@ class _Received(CollectiveVisitor[fx.Node]):
         if sender is None:
             return self.p.low.emit.call(aten.zeros_like.default, self._of(self.at))
         return self._of(group[sender])
+
+    def send(self, op: Send) -> fx.Node:
+        return self._of(self.at)
 
     def slice(self, op: LocalSlice) -> fx.Node:
         return self.p.shard(self.p.open(self._of(self.at), self.at), op.to, self.at)

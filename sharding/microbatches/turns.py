@@ -26,7 +26,7 @@ from torchard.functional.programs.tags import LAYOUT, NAME, SHAPE, SOURCE, STEP,
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.collective_ops import AllGather, AllReduce, LocalSlice
 from torchard.sharding.layouts.layout import Dim, Layout
-from torchard.sharding.layouts.tags import CALL, GATHERED, RULE
+from torchard.sharding.layouts.tags import CALL, GATHERED, MICROBATCH, RULE
 from torchard.sharding.lowering.lower import Emitter, Lowering, Value, result_layouts
 from torchard.sharding.lowering.simulated_transport import SimulatedTransport
 from torchard.sharding.microbatches.mark import AXIS
@@ -97,15 +97,17 @@ class _Turns(Lowering):
         self.coords = self.turns[:1]
         for node in self.spmd.nodes:
             if node in needed:
+                self._tag(node)
                 self._emit(node, self.turns[0])
 
     def _turn(self, inside: Sequence[fx.Node], at: dict[str, int]) -> None:
         self.coords = [at]
         for node in inside:
+            self._tag(node)
+            self.emit.tags = {**self.emit.tags, MICROBATCH: at[AXIS]}
             self._emit(node, at)
 
     def _emit(self, node: fx.Node, at: dict[str, int]) -> None:
-        self._tag(node)
         if not STEP.on(node):
             self._node(node)
             return

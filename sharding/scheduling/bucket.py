@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from torchard.functional.programs.tagging import forget
-from torchard.functional.programs.tags import COLLECTIVE, PHASE, RECOMPUTE, VAL
+from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, PHASE, RECOMPUTE, VAL
 from torchard.sharding.layouts.collective_ops import AllReduce
 from torchard.sharding.layouts.tags import BUCKET
 from torchard.sharding.planning.aliases import is_alias
@@ -60,7 +60,7 @@ def _kind(node: fx.Node) -> object | None:
     val: torch.Tensor = VAL.of(node)
     if val.dtype == torch.bool or RECOMPUTE.get(node):
         return None
-    return op.axes, val.dtype, val.device, PHASE.get(node, "forward")
+    return op.axes, val.dtype, val.device, PHASE.get(node, "forward"), LAYOUT.of(node).home
 
 
 def _windows(

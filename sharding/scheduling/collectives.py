@@ -26,6 +26,7 @@ from torchard.sharding.layouts.collective_ops import (
     CollectiveOp,
     LocalSlice,
     PsumScatter,
+    Send,
 )
 from torchard.sharding.layouts.layout import Sizes
 from torchard.sharding.layouts.reshard import ReshardStep
@@ -60,12 +61,18 @@ def take_slice(x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
     return x
 
 
+def send(x: torch.Tensor, axes: Sequence[str]) -> torch.Tensor:
+    """Give the value to ranks at another coordinate."""
+    return x
+
+
 STEPS: dict[type[CollectiveOp], Callable[..., torch.Tensor]] = {
     AllReduce: all_reduce,
     PsumScatter: psum_scatter,
     AllGather: all_gather,
     AllToAll: all_to_all,
     LocalSlice: take_slice,
+    Send: send,
 }
 
 

@@ -159,6 +159,16 @@ class Mesh:
             return self.device_mesh.get_group(axes[0])
         return _joint_group(self, tuple(axes))
 
+    def pair(self, axis: str, one: int, other: int) -> Any:
+        """The process group of two coordinates along an axis; this rank is at one of them.
+
+        Both ranks must call, and any rank with several such groups in the order of their coordinates.
+        """
+        assert self.coords is not None and self.device_mesh is not None
+        ranks = self.device_mesh.mesh.flatten().tolist()
+        both = sorted(ranks[self.rank_of({**self.coords, axis: place})] for place in (one, other))
+        return _pair_group(self, both[0], both[1])
+
     @functools.cached_property
     def identity(self) -> tuple[Any, ...]:
         ranks: tuple[int, ...] = ()
@@ -235,6 +245,13 @@ def _joint_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
     timeout = internals.timeout_of(dist.group.WORLD, mesh.device_mesh.device_type)
     own, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
     return own
+
+
+@functools.cache
+def _pair_group(mesh: Mesh, one: int, other: int) -> Any:
+    assert mesh.device_mesh is not None
+    timeout = internals.timeout_of(dist.group.WORLD, mesh.device_mesh.device_type)
+    return dist.new_group([one, other], timeout, use_local_synchronization=True)
 
 
 def patience_of(group: Any, device_type: str) -> datetime.timedelta:

@@ -152,7 +152,7 @@ class MeshTensor(Operators):
         """The attributes of the global value, checked; vmap may have added a leading dim."""
         if self._dead:
             raise DonatedError(
-                f"this MeshTensor (spec {spec_of(Layout(self._held.dims))}) was donated to a jitted "
+                f"this MeshTensor (spec {self._held.spec}) was donated to a jitted "
                 "function, which reused its memory; use the value that the call returned."
             )
         if self._facts is None:
@@ -167,7 +167,7 @@ class MeshTensor(Operators):
             for p, shape in zip(self.parts, held.shapes, strict=True)
         ):
             raise PlacementError(
-                f"a MeshTensor on {held.mesh} with spec {spec_of(Layout(held.dims))} holds shards of "
+                f"a MeshTensor on {held.mesh} with spec {held.spec} holds shards of "
                 f"shapes {[list(p.shape) for p in self.parts]}, not {[list(s) for s in held.shapes]}. "
                 "vmap cannot map over a MeshTensor directly: write shard(vmap(f)), which maps over the "
                 "global value, or pass it with in_dims=None."

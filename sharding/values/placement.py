@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class MeshPlacement:
         mesh: the mesh.
         dims: the sub-dims of each dim, with the axes that split them.
         pending: the axes over which the value is pending, with the reductions.
+        home: axes along which one coordinate alone has the value, with that coordinate.
         lead: the number of leading dims that vmap added, whose sizes are not known here.
     """
 
@@ -50,9 +51,10 @@ class MeshPlacement:
     dims: tuple[Dim, ...]
     pending: tuple[tuple[str, str], ...] = ()
     lead: int = 0
+    home: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.mesh, self.dims, self.pending, self.lead)))
+        object.__setattr__(self, "_hash", hash((self.mesh, self.dims, self.pending, self.lead, self.home)))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined,no-any-return]
@@ -60,12 +62,17 @@ class MeshPlacement:
     def __repr__(self) -> str:
         """The placement as plans and printed programs show it."""
         pending = f", pending {dict(self.pending)}" if self.pending else ""
-        return f"{spec_of(Layout(self.dims))} on {self.mesh}{pending}"
+        return f"{self.spec} on {self.mesh}{pending}"
 
     @staticmethod
     def of(mesh: Mesh, layout: Layout) -> MeshPlacement:
         """The placement of a value with a given layout."""
-        return MeshPlacement(mesh, layout.dims, layout.pending)
+        return MeshPlacement(mesh, layout.dims, layout.pending, home=layout.home)
+
+    @property
+    def spec(self) -> P:
+        """The spec, without leading dims that vmap added."""
+        return spec_of(self._bare)
 
     @functools.cached_property
     def axes(self) -> tuple[str, ...]:
@@ -85,12 +92,12 @@ class MeshPlacement:
 
     def batched(self) -> MeshPlacement:
         """The placement of the value with a new unsplit leading dim."""
-        return MeshPlacement(self.mesh, self.dims, self.pending, self.lead + 1)
+        return replace(self, lead=self.lead + 1)
 
     def layout(self, shape: Sequence[int]) -> Layout:
         """The layout of a value of this global shape."""
         lead = tuple((Sub(n),) for n in shape[: self.lead])
-        return Layout((*lead, *self.dims), self.pending)
+        return Layout((*lead, *self.dims), self.pending, self.home)
 
     @functools.cached_property
     def places(self) -> list[dict[str, int]]:
@@ -98,15 +105,19 @@ class MeshPlacement:
         if self.mesh.coords is not None:
             return [self.mesh.coords]
         seen: dict[tuple[int, ...], dict[str, int]] = {}
-        for at in self.mesh.all_coords():
+        for at in filter(self._bare.is_at, self.mesh.all_coords()):
             seen.setdefault(tuple(at[a] for a in self.axes), at)
         return list(seen.values())
 
     @functools.cached_property
     def shapes(self) -> tuple[tuple[int, ...], ...]:
         """The shape of each part, without leading dims that vmap added."""
-        bare = Layout(self.dims, self.pending)
-        return tuple(bare.local_shape(at, self.mesh.shape) for at in self.places)
+        return tuple(self._bare.local_shape(at, self.mesh.shape) for at in self.places)
+
+    @property
+    def _bare(self) -> Layout:
+        """The layout without leading dims that vmap added."""
+        return Layout(self.dims, self.pending, self.home)
 
     def wrap(self, parts: Sequence[torch.Tensor]) -> Any:
         """The MeshTensor of these parts."""

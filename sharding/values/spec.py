@@ -66,7 +66,8 @@ class P:
     P('dp', None)
     """
 
-    __slots__ = ("entries", "named", "weak")
+    __slots__ = ("entries", "home", "named", "weak")
+
     def __init__(self, *entries: Entry | list[str], weak: bool = False) -> None:
         checked: list[Entry] = []
         for entry in entries:
@@ -84,6 +85,7 @@ class P:
             checked.append(entry)
         self.entries: tuple[Entry, ...] = tuple(checked)
         self.weak = weak
+        self.home: tuple[tuple[str, int], ...] = ()
         self.named: tuple[str, tuple[tuple[str, Any], ...]] | None = None
         _check_unique(self, [a for e in self.entries for a in _axes(e)])
 
@@ -124,27 +126,59 @@ class P:
         _check_unique(spec, [a for v in names.values() for a in _sized(v)[1]])
         return spec
 
+    def at(self, **home: int) -> P:
+        """The spec of a value that ranks at one coordinate of an axis have, such as one pipeline stage.
+
+        Args:
+            home: the coordinate along each of these axes; ranks at others hold nothing of the value.
+
+        Returns:
+            A P.
+
+        Raises:
+            SpecError: the spec splits a dim over the axis.
+
+        >>> import torch, torchard as ta
+        >>> mesh = ta.Mesh({"pp": 2, "tp": 2}, virtual=True)
+        >>> w = ta.place(torch.arange(4), mesh, ta.P("tp").at(pp=1))
+        >>> w.spec, w.parts
+        (P('tp').at(pp=1), (tensor([0, 1]), tensor([2, 3])))
+        """
+        return self._like(P(*self.entries), tuple(sorted({**dict(self.home), **home}.items())))
+
+    def _like(self, spec: P, home: tuple[tuple[str, int], ...] | None = None) -> P:
+        """A new spec, made as weak as this one, and at its home or another one."""
+        spec.weak, spec.home = self.weak, self.home if home is None else home
+        spec.named = spec.named or self.named
+        both = [axis for axis, _ in spec.home if axis in spec.axes]
+        if both:
+            raise SpecError(
+                f"{spec!r} splits a dim over {both[0]!r}, along which the value is at one coordinate "
+                "only; drop one of them."
+            )
+        return spec
+
     @property
     def axes(self) -> tuple[str, ...]:
-        """All axes that the spec names."""
+        """All axes that the spec splits dims over."""
         if self.named is not None:
             return tuple(a for _, v in self.named[1] for a in _sized(v)[1])
         return tuple(a for e in self.entries for a in _axes(e))
 
     @property
     def is_replicated(self) -> bool:
-        return not self.axes
+        return not self.axes and not self.home
 
     def led(self, dims: int) -> P:
         """The spec of a value with this many unsplit leading dims added."""
         if not dims:
             return self
         if self.named is None:
-            return P(*[None] * dims, *self.entries, weak=self.weak)
+            return self._like(P(*[None] * dims, *self.entries))
         used = {axis.name for group in _groups(self.named[0]) for axis in group}
         free = (name for i in itertools.count() if (name := f"lead{i}") not in used)
         lead = " ".join(itertools.islice(free, dims))
-        return P.factors(f"{lead} {self.named[0]}", weak=self.weak, **dict(self.named[1]))
+        return self._like(P.factors(f"{lead} {self.named[0]}", **dict(self.named[1])))
 
     def split_further(self, axes: tuple[str, ...], rank: int) -> P:
         """The spec with the first unsplit dim split over these axes, if there is one."""
@@ -152,14 +186,14 @@ class P:
             entries = [*self.entries, *[None] * (rank - len(self.entries))]
             if None in entries:
                 entries[entries.index(None)] = _entry(axes)
-            return P(*entries, weak=self.weak)
+            return self._like(P(*entries))
         pattern, named = self.named[0], dict(self.named[1])
         for group in _groups(pattern):
             if not any(_factor(axis, named)[1] for axis in group):
                 size, _ = _sized(named.get(group[0].name))
                 named[group[0].name] = _entry(axes) if size is None else (size, *axes)
                 break
-        return P.factors(pattern, weak=self.weak, **named)
+        return self._like(P.factors(pattern, **named))
 
     def renamed(self, axes_of: Callable[[str], tuple[str, ...]]) -> P:
         """The spec with each name replaced by ``axes_of(name)``, which is called from left to right."""
@@ -168,14 +202,14 @@ class P:
             return tuple(axis for name in names for axis in axes_of(name))
 
         if self.named is None:
-            return P(*[_entry(mapped(_axes(e))) for e in self.entries], weak=self.weak)
+            return self._like(P(*[_entry(mapped(_axes(e))) for e in self.entries]))
         pattern, named = self.named[0], dict(self.named[1])
         for factor in [a.name for group in _groups(pattern) for a in group if a.name in named]:
             size, axes = _sized(named.pop(factor))
             new = mapped(axes)
             if size is not None or new:
                 named[factor] = _entry(new) if size is None else (size, *new) if new else size
-        return P.factors(pattern, weak=self.weak, **named)
+        return self._like(P.factors(pattern, **named))
 
     def __iter__(self) -> Iterator[Entry]:
         """Iterate over the entries: ``P(None, *spec)`` is the spec of a stack of such values.
@@ -191,7 +225,7 @@ class P:
         return iter(self.entries)
 
     def _key(self) -> tuple[Any, ...]:
-        return self.entries, self.named, self.weak
+        return self.entries, self.named, self.weak, self.home
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, P) and self._key() == other._key()
@@ -203,8 +237,10 @@ class P:
         weak = ["weak=True"] if self.weak else []
         if self.named is not None:
             named = [f"{k}={v!r}" for k, v in self.named[1]]
-            return f"P.factors({', '.join([repr(self.named[0]), *named, *weak])})"
-        return f"P({', '.join([repr(e) for e in self.entries] + weak)})"
+            text = f"P.factors({', '.join([repr(self.named[0]), *named, *weak])})"
+        else:
+            text = f"P({', '.join([repr(e) for e in self.entries] + weak)})"
+        return text + (f".at({', '.join(f'{a}={i}' for a, i in self.home)})" if self.home else "")
 
 
 def _axes(entry: Any) -> tuple[str, ...]:
@@ -246,7 +282,7 @@ def layout_of(spec: P, shape: Sequence[int], mesh: Mesh, path: str = "the value"
             factors do not multiply to the dim. The message begins with ``path``.
     """
     shape = tuple(shape)
-    unknown = [a for a in spec.axes if a not in mesh.shape]
+    unknown = [a for a in (*spec.axes, *dict(spec.home)) if a not in mesh.shape]
     if unknown:
         raise SpecError(
             f"{path} has spec {spec}, but {mesh} has no axis {unknown[0]!r}; its axes are "
@@ -262,8 +298,15 @@ def layout_of(spec: P, shape: Sequence[int], mesh: Mesh, path: str = "the value"
             )
         entries = spec.entries + (None,) * (len(shape) - len(spec.entries))
         dims = [(Sub(n, _axes(e)),) for n, e in zip(shape, entries, strict=True)]
+    for axis, place in spec.home:
+        if not 0 <= place < mesh.shape[axis]:
+            raise SpecError(
+                f"{path} has spec {spec}, but axis {axis!r} of {mesh} has coordinates 0 to "
+                f"{mesh.shape[axis] - 1} only."
+            )
     stripped = tuple(tuple(_strip(s, mesh.shape) for s in dim) for dim in dims)
-    return Layout(stripped).normal(mesh.sizes)
+    home = tuple((axis, place) for axis, place in spec.home if mesh.shape[axis] > 1)
+    return Layout(stripped, home=home).normal(mesh.sizes)
 
 
 def _shorter(spec: P, rank: int) -> str:
@@ -341,7 +384,7 @@ def _named_dim(spec: P, group: tuple[Axis, ...], size: int, named: dict[str, Any
 def spec_of(layout: Layout) -> P:
     """The spec of a layout; pending axes are left out."""
     if all(len(dim) == 1 for dim in layout.dims):
-        return P(*[_entry(sub.axes) for (sub,) in layout.dims])
+        return P(*[_entry(sub.axes) for (sub,) in layout.dims]).at(**dict(layout.home))
     names: dict[str, Any] = {}
     groups = []
     for d, dim in enumerate(layout.dims):
@@ -354,4 +397,4 @@ def spec_of(layout: Layout) -> P:
             elif sub.axes:
                 names[name] = sub.axes
         groups.append(f"({' '.join(group)})" if len(group) > 1 else group[0])
-    return P.factors(" ".join(groups), **names)
+    return P.factors(" ".join(groups), **names).at(**dict(layout.home))

@@ -1,0 +1,1 @@
+"""Pipelines: which ranks compute which operations, and in which order."""

@@ -1,0 +1,115 @@
+"""Where in space each value is: the coordinate of a stage axis that computes it, and what is sent.
+
+A plan splits values over the other axes without regard to homes. Here each node of the SPMD graph gets
+the home of its stage, or else that of its operands, and what is used at another home is sent there.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+from torch import fx
+
+from torchard.functional.programs.graphs import add_call, output_node
+from torchard.functional.programs.tagging import forget
+from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, PHASE, SCOPE, SEGMENTS, STEP, VAL
+from torchard.sharding.layouts.collective_ops import AllGather, Send
+from torchard.sharding.layouts.layout import Layout, Sizes
+from torchard.sharding.layouts.reshard import ReshardStep
+from torchard.sharding.layouts.tags import CHUNK
+from torchard.sharding.scheduling.collectives import op_of, record_of, send
+
+__all__ = ["Home", "home_of", "locate", "send_values"]
+
+Home = tuple[tuple[str, int], ...]
+
+
+def home_of(node: fx.Node) -> Home:
+    """The home of a node's value; () if all ranks have it."""
+    layout = LAYOUT.of(node)
+    layouts = layout if isinstance(layout, tuple) else (layout,)
+    return layouts[0].home if layouts else ()
+
+
+def locate(graph: fx.Graph, inputs: Sequence[Home]) -> None:
+    """Give each value of an SPMD graph its home.
+
+    Args:
+        inputs: the homes of the inputs.
+    """
+    given = iter(inputs)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            _set_home(node, next(given))
+        elif node.op == "call_function":
+            _set_home(node, _computed_at(node))
+
+
+def _set_home(node: fx.Node, home: Home) -> None:
+    layout = LAYOUT.of(node)
+    if isinstance(layout, tuple):
+        LAYOUT.set(node, tuple(x.homed(home) for x in layout))
+    else:
+        LAYOUT.set(node, layout.homed(home))
+
+
+def _computed_at(node: fx.Node) -> Home:
+    """The home of a node's stage; else the last home of its operands, in the backward the first."""
+    homes = [home for source in node.all_input_nodes if (home := home_of(source))]
+    reduces = STEP.on(node) and not isinstance(op_of(node), AllGather)
+    if node.target is operator.getitem or reduces:
+        return homes[0] if homes else ()
+    if CHUNK.on(node):
+        return CHUNK.of(node)[1]
+    if not homes:
+        return ()
+    return min(homes) if PHASE.get(node) == "backward" else max(homes)
+
+
+def send_values(graph: fx.Graph, wanted: Sequence[Home | None], sizes: Sizes) -> None:
+    """Send each value to the homes of the operations that use it, right after it is computed.
+
+    Args:
+        wanted: for each output its home; None for that of the value.
+    """
+    sent: dict[tuple[fx.Node, Home], fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node.target is not operator.getitem:
+            here = home_of(node)
+            for source in node.all_input_nodes:
+                if home_of(source) not in ((), here):
+                    node.replace_input_with(source, _sent(graph, source, here, sent, sizes))
+    out = output_node(graph)
+    values = list(out.args[0])  # type: ignore[arg-type]
+    for i, (value, home) in enumerate(zip(values, wanted, strict=True)):
+        if isinstance(value, fx.Node) and home is not None and home != home_of(value):
+            values[i] = _sent(graph, value, home, sent, sizes)
+    out.args = (tuple(values),)
+
+
+def _sent(
+    graph: fx.Graph, value: fx.Node, home: Home, sent: dict[tuple[fx.Node, Home], fx.Node], sizes: Sizes
+) -> fx.Node:
+    if (value, home) not in sent:
+        after = value if value.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
+        with graph.inserting_after(after):
+            sent[value, home] = _send(value, home, sizes)
+    return sent[value, home]
+
+
+def _send(value: fx.Node, home: Home, sizes: Sizes) -> fx.Node:
+    have, want = dict(home_of(value)), dict(home)
+    axes = {**have, **want}
+    assert len(axes) == 1, "a value moves along one stage axis at a time"
+    (axis,) = axes
+    layout: Layout = LAYOUT.of(value)
+    op = Send((axis,), have.get(axis), want.get(axis))
+    step = ReshardStep(op, layout.homed(()), layout.homed(()))
+    node = add_call(value, send, value, val=VAL.of(value), axes=op.axes)
+    forget(node, SEGMENTS, SCOPE)  # it is between stages, not recomputed with one
+    LAYOUT.set(node, layout.homed(home))
+    STEP.set(node, step)
+    if op.sends:
+        COLLECTIVE.set(node, record_of(step, VAL.of(value), value, sizes))
+    return node
