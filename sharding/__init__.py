@@ -20,6 +20,8 @@ from torchard.sharding.manual.collective_api import (
     pvary,
 )
 from torchard.sharding.norms import clip_by_global_norm, global_norm
+from torchard.sharding.pipeline import pipeline
+from torchard.sharding.pipelining.schedules import PipelineSchedule, Task
 from torchard.sharding.planning.plan import IdleAxisWarning
 from torchard.sharding.redistribute import place, redistribute
 from torchard.sharding.rule_check import register_rule
@@ -51,6 +53,7 @@ __all__ = [
     "MeshTensor",
     "P",
     "Pairwise",
+    "PipelineSchedule",
     "PlacementError",
     "PlanMismatch",
     "ReplicaMismatch",
@@ -61,6 +64,7 @@ __all__ = [
     "StorageError",
     "StorageWarning",
     "Style",
+    "Task",
     "accumulate",
     "all_gather",
     "all_to_all",
@@ -73,6 +77,7 @@ __all__ = [
     "initialize",
     "load",
     "parallelize",
+    "pipeline",
     "place",
     "pmax",
     "pmean",

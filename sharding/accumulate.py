@@ -92,11 +92,18 @@ class Accumulate(Rewrite):
 
     stage = 0.5
 
-    def __init__(self, steps: int, batch: Any = None, fn: Callable[..., Any] | None = None) -> None:
+    def __init__(
+        self,
+        steps: int,
+        batch: Any = None,
+        fn: Callable[..., Any] | None = None,
+        recompute: bool = True,
+    ) -> None:
         self.steps, self.batch, self.fn = steps, batch, fn
+        self.recompute = recompute  # each microbatch's forward, where the backward comes after all
 
     def _key(self) -> tuple[Any, ...]:
-        return self.steps, _Key(self.batch)
+        return self.steps, _Key(self.batch), self.recompute
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Accumulate) and self._key() == other._key()
@@ -166,7 +173,7 @@ class Accumulate(Rewrite):
         for steps in merge_marks(ordered.graph):
             drop_small(ordered.graph, steps)
             graph, made = in_turn(spread(prepare(ordered.graph), steps), steps)
-            if joint and steps > 1:  # the backward computes each microbatch's forward again
+            if joint and steps > 1 and self.recompute:  # the backward computes each microbatch's forward again
                 enclose(made, save_nothing)
             ordered = replace(ordered, graph=graph)
         ordered.facts[_DONE] = True

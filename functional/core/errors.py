@@ -13,6 +13,7 @@ __all__ = [
     "KernelError",
     "NoMatch",
     "PatternError",
+    "PipelineError",
     "PurityError",
     "RetraceWarning",
     "StaticArgumentError",
@@ -112,6 +113,20 @@ class AccumulateError(ValueError):
     torchard.AccumulateError: <doctest AccumulateError[1]>:1 in <lambda>: aten.sort.default of
         [4, 3] cannot be computed one microbatch at a time: it needs the whole batch, which is dim 0
         here. Compute it outside of accumulate, or split another dim (batch=...).
+    """
+
+
+class PipelineError(ValueError):
+    """A function cannot be cut into the stages of a pipeline, or its schedule cannot be run.
+
+    >>> import torch, torchard as ta
+    >>> mesh = ta.Mesh({"pp": 2}, virtual=True)
+    >>> f = ta.pipeline(lambda x: x.exp(), mesh, "pp", stages="block/*")
+    >>> f(torch.ones(4))
+    Traceback (most recent call last):
+        ...
+    torchard.PipelineError: pipeline(<lambda>, stages=...): 'block/*' matches no scope; label its
+        layers by torchard.scope.
     """
 
 

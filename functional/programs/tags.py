@@ -16,6 +16,7 @@ __all__ = [
     "LAYOUT",
     "NAME",
     "OFFLOAD",
+    "ORIGIN",
     "PEERS",
     "PHASE",
     "RECOMPUTE",
@@ -59,6 +60,13 @@ SCOPE: Tag[str] = declare(
     '"block/3", the enclosing torchard.scope',
     written_by="tracing/trace_state",
     read_by="many",
+    follows="place",
+)
+ORIGIN: Tag[int] = declare(
+    "origin",
+    "the number, within its trace, of the forward operation that it is or is part of the backward of",
+    written_by="tracing/trace_state",
+    read_by="pipelining/chunks, tracing/trace_state",
     follows="place",
 )
 FRAMES: Tag[tuple[Frame, ...]] = declare(

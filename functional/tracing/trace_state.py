@@ -25,7 +25,17 @@ from torchard.functional.core.tensor_spec import TensorSpec, contiguous
 from torchard.functional.effects.grad_dependent_ops import without_gradient
 from torchard.functional.effects.mutation import turns_in_place
 from torchard.functional.programs.tagging import Tag, Tags, inherited_tags, put
-from torchard.functional.programs.tags import CUT, FRAMES, NAME, PHASE, SCOPE, SEGMENTS, SOURCE, VAL
+from torchard.functional.programs.tags import (
+    CUT,
+    FRAMES,
+    NAME,
+    ORIGIN,
+    PHASE,
+    SCOPE,
+    SEGMENTS,
+    SOURCE,
+    VAL,
+)
 from torchard.functional.remat.recompute import RECOMPUTE
 from torchard.functional.remat.segments import segments_opened
 
@@ -88,6 +98,9 @@ class TraceState:
     last_input: fx.Node | None = None
     origins: dict[int, Tags] = field(default_factory=dict)
     numbered: int = 0
+    operations: int = 0
+    # For each operation of a replayed graph, by its number there, its number in this trace.
+    replayed: dict[tuple[int, int], int] = field(default_factory=dict)
     # From gradients that are taken inside to the inputs they belong to (inner_gradients.py).
     gradients: dict[fx.Node, fx.Node] = field(default_factory=dict)
     cutting: bool = False
@@ -140,7 +153,16 @@ class TraceState:
             origin = self.origins.get(number, {}) if number is not None else {}
             kept = {tag: value for tag, value in origin.items() if tag.follows == "place"}
             return {SOURCE: source.of_here(), **kept, PHASE: "backward"}
-        return {SOURCE: source.of_here(), PHASE: "forward", **self._place(())}
+        return {
+            SOURCE: source.of_here(),
+            PHASE: "forward",
+            ORIGIN: self._next_operation(),
+            **self._place(()),
+        }
+
+    def _next_operation(self) -> int:
+        self.operations += 1
+        return self.operations
 
     def _place(self, inner: tuple[Frame, ...]) -> dict[Tag[Any], Any]:
         """The tags of an operation in the open frames and these inner ones."""
@@ -159,11 +181,22 @@ class TraceState:
         tags.pop(VAL, None)  # the new node has its own
         if self._backward() or PHASE not in tags:
             tags[PHASE] = "backward" if self._backward() else "forward"
+        tags[ORIGIN] = self._origin_here(replayed, tags[PHASE])
         segments = tuple(segment.inside(self.frames) for segment in tags.get(SEGMENTS, ()))
         place = self._place(tags.get(FRAMES, ()))
         if segments:
             place[SEGMENTS] = (*place.get(SEGMENTS, ()), *segments)
         return {**tags, **place}
+
+    def _origin_here(self, node: fx.Node, phase: str) -> int:
+        """The number in this trace of the forward operation that a replayed node serves.
+
+        A replayed forward operation is a new one: the same program may be replayed several times.
+        """
+        known = id(node.graph), ORIGIN.get(node, 0)
+        if phase == "forward" or known not in self.replayed:
+            self.replayed[known] = self._next_operation()
+        return self.replayed[known]
 
     def _remember(self, tags: Tags) -> None:
         """Assign the autograd nodes created since the last graph node to this one."""

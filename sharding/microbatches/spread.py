@@ -26,7 +26,7 @@ from torchard.sharding.decompositions.decompose import decompose
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.options import Option, options
 from torchard.sharding.layouts.reshard import plan
-from torchard.sharding.layouts.tags import GATHERED
+from torchard.sharding.layouts.tags import CHUNK, GATHERED
 from torchard.sharding.microbatches.mark import AXIS, marked
 from torchard.sharding.rules import Call, rule_of
 from torchard.sharding.rules.registry import result_index
@@ -127,6 +127,9 @@ class _Spread:
         if all(layout.is_replicated for layout in have):
             return next(o for o in found if not any(out.axes for out in (*o.ins, *o.outs)))
         usable = [o for o in found if all(map(_reachable, have, o.ins)) and self._is_even(o)]
+        if len({CHUNK.of(o) for o in call.operands if CHUNK.on(o)}) > 1:
+            # A sum of sums at several stages of a pipeline: each is completed first, and sent once.
+            usable = [o for o in usable if not any(x.awaited for x in o.ins)] or usable
         split = any(layout.split_axes for layout in have)
         if split:
             usable = [o for o in usable if any(o.axes)]

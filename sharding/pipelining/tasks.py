@@ -1,0 +1,109 @@
+"""The operations of a pipelined program in the order of its schedule.
+
+Each operation belongs to a task: its chunk, its microbatch, and ``F``, ``I`` or ``W``. The graph is put
+in the order in which a timeline of the schedule starts the tasks, so each rank, which runs the
+operations at its home in the order of the graph, does its tasks in the order of its list. What is in no
+task (weight casts, optimizers) comes right before its first user, or at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import fx
+
+from torchard.functional.programs.graphs import output_node
+from torchard.functional.programs.tags import PHASE
+from torchard.sharding.layouts.tags import CHUNK, MICROBATCH
+from torchard.sharding.pipelining.schedules import PipelineSchedule, Task, timeline
+
+__all__ = ["arrange", "microbatches_of", "tasks_of"]
+
+_COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+
+
+def microbatches_of(graph: fx.Graph) -> int:
+    """The number of microbatches that a graph computes one after another."""
+    return 1 + max((MICROBATCH.get(node, 0) for node in graph.nodes), default=0)
+
+
+def tasks_of(graph: fx.Graph, whole: bool = False) -> dict[fx.Node, Task]:
+    """The task of each operation that belongs to one.
+
+    Args:
+        whole: whether the backward of a chunk is one task.
+    """
+    chunk_of = _chunks(graph)
+    tasks: dict[fx.Node, Task] = {}
+    for node, chunk in chunk_of.items():
+        if MICROBATCH.on(node):
+            kind = "F" if PHASE.get(node) != "backward" else "B" if whole else "W"
+            tasks[node] = Task(chunk, MICROBATCH.of(node), kind)
+    if not whole:
+        for node in reversed(graph.nodes):
+            if node in tasks and tasks[node].kind == "W" and _feeds_backward(node, tasks):
+                tasks[node] = tasks[node]._replace(kind="I")
+    return tasks
+
+
+def _feeds_backward(node: fx.Node, tasks: dict[fx.Node, Task]) -> bool:
+    """Whether the backward of another chunk waits for a node of a backward."""
+    mine = tasks[node]
+    for user in node.users:
+        other = tasks.get(user)
+        if other is None or other.microbatch != mine.microbatch:
+            continue
+        if other.kind == "I" or (other.kind != "F" and other.chunk != mine.chunk):
+            return True
+    return False
+
+
+def _chunks(graph: fx.Graph) -> dict[fx.Node, int]:
+    """The chunk of each operation; without a tag that of its last operand, in the backward its first."""
+    chunk_of: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if CHUNK.on(node):
+            chunk_of[node] = CHUNK.of(node)[0]
+            continue
+        known = [chunk_of[source] for source in node.all_input_nodes if source in chunk_of]
+        if known:
+            chunk_of[node] = min(known) if PHASE.get(node) == "backward" else max(known)
+    return chunk_of
+
+
+def arrange(graph: fx.Graph, schedule: PipelineSchedule) -> None:
+    """Put the operations of a graph in the order of a schedule."""
+    kinds = {task.kind for tasks in schedule.ranks for task in tasks}
+    of_task: dict[Task, list[fx.Node]] = {}
+    for node, task in tasks_of(graph, whole="B" in kinds).items():
+        of_task.setdefault(task, []).append(node)
+    run = timeline(schedule, lambda task: _COST[task.kind])
+    ranks = schedule.rank_of_chunk
+    in_time = sorted(run.starts, key=lambda task: (run.starts[task], ranks[task.chunk]))
+    order = _with_operands(node for task in in_time for node in of_task.get(task, ()))
+    _with_operands((node for node in graph.nodes if node.op == "call_function"), order)
+    out = output_node(graph)
+    for node in order:
+        out.prepend(node)
+
+
+def _with_operands(
+    nodes: Iterable[fx.Node], order: dict[fx.Node, None] | None = None
+) -> dict[fx.Node, None]:
+    """Nodes in this order, each after what it needs."""
+    order = {} if order is None else order
+    for wanted in nodes:
+        stack = [wanted]
+        while stack:
+            node = stack[-1]
+            missing = _missing(node, order) if node not in order else []
+            stack.extend(reversed(missing))
+            if not missing:
+                order.setdefault(stack.pop())
+    return order
+
+
+def _missing(node: fx.Node, order: dict[fx.Node, None]) -> Sequence[fx.Node]:
+    return [n for n in node.all_input_nodes if n.op == "call_function" and n not in order]
