@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -164,7 +164,7 @@ class Lowering:
 
     def run(self) -> fx.Graph:
         """The local graph, from the parts of all inputs, in order, to the parts of all outputs."""
-        for node in self.spmd.nodes:
+        for node in self._in_order():
             if node in self.env:
                 continue
             self._tag(node)
@@ -254,9 +254,7 @@ class Lowering:
         return parts
 
     def _bucket(self, members: Sequence[fx.Node]) -> None:
-        """Lower a bucket's steps at once, after their operands, which a split may have put after them."""
-        for node in members:
-            self._have(node.all_input_nodes[0])
+        """Lower a bucket's steps at once."""
         moves = [
             (STEP.of(m), self.env[m.all_input_nodes[0]], VAL.of(m)) for m in members
         ]
@@ -266,12 +264,25 @@ class Lowering:
         self.record = next(listed, None) or record_of(*moves[0][::2], members[0], self.mesh.sizes)
         self.env.update(zip(members, self.transport.bucket(self, moves), strict=True))
 
-    def _have(self, node: fx.Node) -> None:
-        if node not in self.env:
-            for source in node.all_input_nodes:
-                self._have(source)
-            self._tag(node)
-            self._node(node)
+    def _in_order(self) -> Iterator[fx.Node]:
+        """The nodes in the order in which they are lowered, the same on every rank.
+
+        It is that of the graph, but that all operands of a bucket come before its first member: a split
+        may have put some after it.
+        """
+        done: set[fx.Node] = set()
+        for wanted in self.spmd.nodes:
+            stack = [wanted]
+            while stack:
+                node = stack[-1]
+                members = self.buckets.get(BUCKET.get(node), [node])
+                missing = [n for m in members for n in m.all_input_nodes if n not in done]
+                stack.extend(missing if node not in done else ())
+                if node in done or not missing:
+                    stack.pop()
+                    if node not in done:
+                        done.add(node)
+                        yield node
 
     def _node(self, node: fx.Node) -> None:
         if not self._is_here(node):

@@ -18,7 +18,8 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.programs.program import Bound, Placement, Program, Runtime
 from torchard.functional.programs.records import Work
-from torchard.functional.programs.tags import LAYOUT, VAL
+from torchard.functional.programs.tags import LAYOUT, STEP, VAL
+from torchard.sharding.layouts.collective_ops import Send
 from torchard.sharding.lowering.call_order import CallOrder, one_call_at_a_time
 from torchard.sharding.lowering.lower import Lowering
 from torchard.sharding.lowering.peephole import dense_rows, fold_views, reduce_in_place
@@ -79,6 +80,7 @@ class Distributed(_OnMesh):
 
     def _graph(self, program: Program) -> fx.Graph:
         assert self.mesh.coords is not None
+        _connect(program.graph, self.mesh)
         transport = self.mesh.transport or ProcessGroupTransport()
         return _local(Lowering(program.graph, self.mesh, [self.mesh.coords], transport))
 
@@ -113,6 +115,18 @@ class Distributed(_OnMesh):
                     raise
 
         return run
+
+
+def _connect(graph: fx.Graph, mesh: Mesh) -> None:
+    """Make the groups of ranks that send to each other: all ranks make all of them, in one order."""
+    steps = (STEP.of(node).collective for node in graph.nodes if STEP.on(node))
+    pairs = {
+        (op.axes[0], min(op.source, op.to), max(op.source, op.to))
+        for op in steps
+        if isinstance(op, Send) and op.source is not None and op.to is not None
+    }
+    for axis, one, other in sorted(pairs):
+        mesh.pair(axis, one, other)
 
 
 def _local_bytes(node: fx.Node, item: int, mesh: Mesh) -> int:

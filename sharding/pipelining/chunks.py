@@ -245,12 +245,17 @@ def _cheapest(
 
 def _with_users(graph: fx.Graph, chunk_of: dict[fx.Node, int]) -> None:
     """Give cheap operations on inputs the chunk of their users, if that is one chunk."""
+    used: dict[fx.Node, set[int | None]] = {}
     for node in reversed(graph.nodes):
-        if node.op != "call_function" or node in chunk_of or PHASE.get(node) == "backward":
-            continue
-        users = {chunk_of.get(user) for user in node.users if PHASE.get(user) != "backward"}
-        if len(users) == 1 and (chunk := users.pop()) is not None:
-            chunk_of[node] = chunk
+        if node.op == "output" or PHASE.get(node) == "backward":
+            used[node] = {None} if node.op == "output" else set()
+        elif node in chunk_of:
+            used[node] = {chunk_of[node]}
+        else:
+            used[node] = set().union(*(used[user] for user in node.users))
+            chunk = min(used[node], default=None) if len(used[node]) == 1 else None
+            if node.op == "call_function" and chunk is not None:
+                chunk_of[node] = chunk
 
 
 def _check_direction(chunk_of: dict[fx.Node, int], name: str) -> None:

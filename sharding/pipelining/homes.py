@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import fx
 
 from torchard.functional.programs.graphs import add_call, output_node
@@ -17,7 +19,8 @@ from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, PHASE, SCOPE, 
 from torchard.sharding.layouts.collective_ops import AllGather, Send
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.reshard import ReshardStep
-from torchard.sharding.layouts.tags import CHUNK
+from torchard.sharding.layouts.tags import CHUNK, MICROBATCH
+from torchard.sharding.planning.aliases import is_alias
 from torchard.sharding.scheduling.collectives import op_of, record_of, send
 
 __all__ = ["Home", "home_of", "locate", "send_values"]
@@ -91,11 +94,33 @@ def send_values(graph: fx.Graph, wanted: Sequence[Home | None], sizes: Sizes) ->
 def _sent(
     graph: fx.Graph, value: fx.Node, home: Home, sent: dict[tuple[fx.Node, Home], fx.Node], sizes: Sizes
 ) -> fx.Node:
+    if (value, home) not in sent and _is_rearranged(value):
+        (base,) = value.all_input_nodes  # sent once, however it is viewed
+        moved = _sent(graph, base, home, sent, sizes)
+        with graph.inserting_after(moved):
+            view = add_call(value, value.target, *_with(value.args, base, moved), same="call", **value.kwargs)
+        forget(view, CHUNK, MICROBATCH)
+        LAYOUT.set(view, LAYOUT.of(value).homed(home))
+        sent[value, home] = view
     if (value, home) not in sent:
         after = value if value.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
         with graph.inserting_after(after):
             sent[value, home] = _send(value, home, sizes)
     return sent[value, home]
+
+
+def _is_rearranged(node: fx.Node) -> bool:
+    """Whether a value is a view of all elements of another one, at the same home."""
+    if not is_alias(node) or len(node.all_input_nodes) != 1:
+        return False
+    (base,) = node.all_input_nodes
+    whole = VAL.of(base)
+    return isinstance(whole, torch.Tensor) and whole.numel() == VAL.of(node).numel()
+
+
+def _with(args: tuple[Any, ...], old: fx.Node, new: fx.Node) -> tuple[Any, ...]:
+    mapped: tuple[Any, ...] = fx.map_arg(args, lambda node: new if node is old else node)
+    return mapped
 
 
 def _send(value: fx.Node, home: Home, sizes: Sizes) -> fx.Node:

@@ -160,14 +160,11 @@ class Mesh:
         return _joint_group(self, tuple(axes))
 
     def pair(self, axis: str, one: int, other: int) -> Any:
-        """The process group of two coordinates along an axis; this rank is at one of them.
+        """The process group of this rank and its peer, at two coordinates along an axis.
 
-        Both ranks must call, and any rank with several such groups in the order of their coordinates.
+        Every rank must call, whatever its coordinate, in one order; None for ranks at others.
         """
-        assert self.coords is not None and self.device_mesh is not None
-        ranks = self.device_mesh.mesh.flatten().tolist()
-        both = sorted(ranks[self.rank_of({**self.coords, axis: place})] for place in (one, other))
-        return _pair_group(self, both[0], both[1])
+        return _pair_group(self, axis, min(one, other), max(one, other))
 
     @functools.cached_property
     def identity(self) -> tuple[Any, ...]:
@@ -242,16 +239,22 @@ def _joint_group(mesh: Mesh, axes: tuple[str, ...]) -> Any:
     ranks = mesh.device_mesh.mesh
     order = [mesh.axes.index(a) for a in (*others, *axes)]
     rows = ranks.permute(order).reshape(-1, math.prod(mesh.shape[a] for a in axes))
-    timeout = internals.timeout_of(dist.group.WORLD, mesh.device_mesh.device_type)
-    own, _ = dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)
-    return own
+    return _subgroup(mesh, rows.tolist())
 
 
 @functools.cache
-def _pair_group(mesh: Mesh, one: int, other: int) -> Any:
+def _pair_group(mesh: Mesh, axis: str, one: int, other: int) -> Any:
+    assert mesh.device_mesh is not None
+    along = mesh.device_mesh.mesh.movedim(mesh.axes.index(axis), -1)
+    return _subgroup(mesh, along[..., [one, other]].reshape(-1, 2).tolist())
+
+
+def _subgroup(mesh: Mesh, rows: list[list[int]]) -> Any:
+    """This rank's group among several."""
     assert mesh.device_mesh is not None
     timeout = internals.timeout_of(dist.group.WORLD, mesh.device_mesh.device_type)
-    return dist.new_group([one, other], timeout, use_local_synchronization=True)
+    own, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)
+    return own
 
 
 def patience_of(group: Any, device_type: str) -> datetime.timedelta:
