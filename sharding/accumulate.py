@@ -100,7 +100,7 @@ class Accumulate(Rewrite):
         recompute: bool = True,
     ) -> None:
         self.steps, self.batch, self.fn = steps, batch, fn
-        self.recompute = recompute  # each microbatch's forward, where the backward comes after all
+        self.recompute = recompute  # each forward again, in a backward that comes after all of them
 
     def _key(self) -> tuple[Any, ...]:
         return self.steps, _Key(self.batch), self.recompute
@@ -173,7 +173,7 @@ class Accumulate(Rewrite):
         for steps in merge_marks(ordered.graph):
             drop_small(ordered.graph, steps)
             graph, made = in_turn(spread(prepare(ordered.graph), steps), steps)
-            if joint and steps > 1 and self.recompute:  # the backward computes each microbatch's forward again
+            if joint and steps > 1 and self.recompute:
                 enclose(made, save_nothing)
             ordered = replace(ordered, graph=graph)
         ordered.facts[_DONE] = True

@@ -1,4 +1,4 @@
-"""pipeline: the layers of a function on the ranks along a mesh axis, microbatches passing through them."""
+"""pipeline: a function's layers on the ranks along a mesh axis, through which microbatches pass."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Pipeline(Rewrite):
             return named(self.how, ranks, microbatches)
         if (len(self.how.ranks), self.how.microbatches) != (ranks, microbatches):
             raise PipelineError(
-                f"pipeline(schedule={self.how.name}): the schedule is for {len(self.how.ranks)} ranks and "
+                f"pipeline(schedule={self.how.name}): it is for {len(self.how.ranks)} ranks and "
                 f"{self.how.microbatches} microbatches; axis {self.axis!r} has {ranks} ranks, and there "
                 f"are {microbatches} microbatches."
             )

@@ -61,7 +61,8 @@ class ProcessGroupTransport:
     ) -> list[dict[Key, Value]]:
         (at,) = low.coords
         ranks = [_Rank(Pieces(low, step, low.mesh), values, at, val) for step, values, val in moves]
-        finish = _merged(ranks[0], [rank.p.step.collective.accept(rank) for rank in ranks])
+        messages = [rank.p.step.collective.accept(rank) for rank in ranks]
+        finish = _merged(ranks[0], messages)
         done: list[dict[Key, Value]] = []
         for i, rank in enumerate(ranks):
             low.in_flight.append(rank.later(functools.partial(finish, i)))
@@ -95,7 +96,7 @@ class _Message:
     copies: int = 1
 
 
-def _merged(rank: _Rank, messages: Sequence[_Message | fx.Node]) -> Callable[[int], fx.Node]:
+def _merged(rank: _Rank, messages: Sequence[_Message | fx.Node | None]) -> Callable[[int], fx.Node]:
     """Issue one collective for several values; return a function that gives the i-th result."""
     call, view = rank.call, rank.p.low.emit.view
     parts = [(m, m.shape) for m in messages if isinstance(m, _Message) and m.shape is not None]

@@ -117,7 +117,7 @@ def _by_patterns(
         if len(found) > 1:
             raise PipelineError(
                 f"pipeline({name}): stages {patterns[found[0]]!r} and {patterns[found[1]]!r} both match "
-                f"the scope {scope!r} at {SOURCE.get(node)}. Write patterns of which one matches each scope."
+                f"the scope {scope!r} at {SOURCE.get(node)}; one pattern may match each scope."
             )
         if found:
             matched[node] = found[0]
@@ -190,7 +190,7 @@ def _sent(units: dict[fx.Node, int], count: int) -> list[int]:
 
 
 def _places(ends: Sequence[float], sent: Sequence[int], chunks: int) -> list[int]:
-    """Units before which a cut is considered: in each of many parts of equal cost those that send least."""
+    """Units before which a cut is considered: of many parts of equal cost, where each sends least."""
     if len(sent) <= _CUTS:
         return list(range(1, len(sent)))
     best: dict[int, int] = {}
@@ -253,7 +253,7 @@ def _with_users(graph: fx.Graph, chunk_of: dict[fx.Node, int]) -> None:
             used[node] = {chunk_of[node]}
         else:
             used[node] = set().union(*(used[user] for user in node.users))
-            chunk = min(used[node], default=None) if len(used[node]) == 1 else None
+            chunk = next(iter(used[node])) if len(used[node]) == 1 else None
             if node.op == "call_function" and chunk is not None:
                 chunk_of[node] = chunk
 

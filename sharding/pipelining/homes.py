@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -98,7 +97,7 @@ def _sent(
         (base,) = value.all_input_nodes  # sent once, however it is viewed
         moved = _sent(graph, base, home, sent, sizes)
         with graph.inserting_after(moved):
-            view = add_call(value, value.target, *_with(value.args, base, moved), same="call", **value.kwargs)
+            view = graph.node_copy(value, lambda node: moved if node is base else node)
         forget(view, CHUNK, MICROBATCH)
         LAYOUT.set(view, LAYOUT.of(value).homed(home))
         sent[value, home] = view
@@ -116,11 +115,6 @@ def _is_rearranged(node: fx.Node) -> bool:
     (base,) = node.all_input_nodes
     whole = VAL.of(base)
     return isinstance(whole, torch.Tensor) and whole.numel() == VAL.of(node).numel()
-
-
-def _with(args: tuple[Any, ...], old: fx.Node, new: fx.Node) -> tuple[Any, ...]:
-    mapped: tuple[Any, ...] = fx.map_arg(args, lambda node: new if node is old else node)
-    return mapped
 
 
 def _send(value: fx.Node, home: Home, sizes: Sizes) -> fx.Node:

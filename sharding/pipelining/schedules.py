@@ -2,7 +2,8 @@
 
 A schedule is data. ``F`` is the forward of a chunk for one microbatch and ``B`` its backward, which may
 come in two parts: ``I``, the gradient of the chunk's input, and ``W``, the rest, the gradients of its
-weights (Qi et al., arXiv:2401.10241, section 2). `timeline` runs a schedule on a model of the ranks, and refuses one that cannot be run.
+weights (Qi et al., arXiv:2401.10241, section 2). `timeline` runs a schedule on a model of the ranks, and
+refuses one that cannot be run.
 """
 
 from __future__ import annotations
@@ -173,8 +174,8 @@ def _stuck(schedule: PipelineSchedule, at: Sequence[int], ends: Mapping[Task, fl
             missing = next(other for other in needs(task, schedule.chunks) if other not in ends)
             waits.append(f"rank {rank} waits with {task} for {missing}")
     return (
-        f"schedule {schedule.name}: ranks wait for each other: {'; '.join(waits)}. Put the tasks that are "
-        "waited for earlier in the lists of their ranks."
+        f"schedule {schedule.name}: ranks wait for each other: {'; '.join(waits)}. Put the tasks that "
+        "are waited for earlier in the lists of their ranks."
     )
 
 

@@ -54,7 +54,8 @@ class MeshPlacement:
     home: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.mesh, self.dims, self.pending, self.lead, self.home)))
+        key = (self.mesh, self.dims, self.pending, self.lead, self.home)
+        object.__setattr__(self, "_hash", hash(key))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined,no-any-return]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import optree
 import torch
 import torch.nn.functional as F
 
@@ -137,7 +138,8 @@ STACKS: dict[str, Callable[[Any, int], Any]] = {
 
 
 def _norm(tree: Any) -> torch.Tensor:
-    return sum((leaf.square().sum() for leaf in tree.values()), torch.zeros((), dtype=F64))
+    leaves = optree.tree_leaves(tree)
+    return sum((leaf.square().sum() for leaf in leaves), torch.zeros((), dtype=F64))
 
 
 def _batched(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,7 +30,7 @@ def example(kind: type[Any], **known: Any) -> Any:
     values = {
         "axes": ("a", "b"), "manual": ("a", "b"), "size": 6, "pairs": ((0, 1),), "which": "max",
         "at": (0, 0), "to": (1, 0), "dim": 1, "split": 0, "concat": 1, "sources": (0,),
-        "targets": (1,), "entries": ("a,b", ""), "counts": (6, 1), "reduction": "sum",
+        "targets": (1,), "source": 0, "entries": ("a,b", ""), "counts": (6, 1), "reduction": "sum",
     } | known  # fmt: skip
     return kind(**{name: values[name] for name in inspect.signature(kind).parameters})
 
