@@ -176,6 +176,8 @@ class Accumulate(Rewrite):
             if joint and steps > 1 and self.recompute:
                 enclose(made, save_nothing)
             ordered = replace(ordered, graph=graph)
+        if joint:
+            _forward_first(ordered)
         ordered.facts[_DONE] = True
         return ordered
 
@@ -192,6 +194,17 @@ class Accumulate(Rewrite):
                 with program.graph.inserting_before(_first_call(program.graph)):
                     insert_mark(node, batch, blocks)
         return program
+
+
+def _forward_first(program: Program) -> None:
+    """Put what depends on cotangents after everything else, so that each output comes before its own."""
+    given = zip(program.inputs, program.placeholders, strict=True)
+    late = {node for leaf, node in given if leaf.role == "cotangent"}
+    out = program.graph.output_node()
+    for node in program.calls:
+        if not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+            out.prepend(node)
 
 
 def _first_call(graph: fx.Graph) -> fx.Node:

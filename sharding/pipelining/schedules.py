@@ -204,14 +204,15 @@ def _one_f_one_b(ranks: int, microbatches: int, each: int = 1) -> Iterator[Itera
     With several chunks on each rank their turns are interleaved, in groups of as many microbatches as
     there are ranks.
     """
-    groups = [range(m, min(m + ranks, microbatches)) for m in range(0, microbatches, ranks)]
+    groups = [range(m, m + ranks) for m in range(0, microbatches, ranks)]
     turns = [(c, m) for group in groups for c in range(each) for m in group]
     backs = [(c, m) for group in groups for c in reversed(range(each)) for m in group]
     for rank in range(ranks):
         ahead = ranks - rank - 1 if each == 1 else 2 * (ranks - rank - 1) + (each - 1) * ranks
         forwards = [Task(c * ranks + rank, m, "F") for c, m in turns]
         backwards = [Task(c * ranks + rank, m, "B") for c, m in backs]
-        yield _alternate(forwards, backwards, ahead)
+        tasks = _alternate(forwards, backwards, ahead)
+        yield (task for task in tasks if task.microbatch < microbatches)  # the last group may be smaller
 
 
 def _alternate(forwards: list[Task], backwards: list[Task], ahead: int) -> Iterator[Task]:

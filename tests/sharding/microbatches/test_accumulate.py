@@ -196,3 +196,15 @@ def test_slices_of_slices_and_loops_side_by_side() -> None:
 
     for run in (jit(both, backend="eager"), accumulate(both, 3, batch=BATCH)):
         torch.testing.assert_close(run(*case.args), plain(*case.args), rtol=1e-9, atol=1e-9)
+
+
+def test_a_gradient_of_accumulated_gradients_without_specs() -> None:
+    """An output that all slices add up to is planned before its cotangent, which slices use."""
+    case = CASES["mlp"]
+    mesh = Mesh({"dp": 2}, virtual=True)
+
+    def twice(transform: Callable[[Any], Any]) -> Any:
+        return DERIVED["gradient of a gradient"](transform, case.loss)(*case.args)
+
+    have = twice(lambda f: shard(accumulate(f, 2, batch=BATCH), mesh))
+    torch.testing.assert_close(whole(have), twice(lambda f: f), rtol=1e-9, atol=1e-9)

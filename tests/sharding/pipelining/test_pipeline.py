@@ -63,10 +63,9 @@ def test_integers_are_exact(ranks: int, count: int, schedule: str) -> None:
     params = [torch.randint(-1, 2, (4, 4)).float() for _ in range(8)]
     x, y = (torch.randint(-2, 3, (40, 4)).float() for _ in "xy")
     mesh = Mesh({"pp": ranks}, virtual=True)
-    run = pipeline(
-        torch.func.grad_and_value(integers), mesh, "pp", microbatches=count, batch=BATCH, schedule=schedule
-    )
-    have, want = whole(run(params, x, y)), torch.func.grad_and_value(integers)(params, x, y)
+    both = torch.func.grad_and_value(integers)
+    run = pipeline(both, mesh, "pp", microbatches=count, batch=BATCH, schedule=schedule)
+    have, want = whole(run(params, x, y)), both(params, x, y)
     assert torch.equal(have[1], want[1]) and all(map(torch.equal, have[0], want[0]))
 
 
