@@ -53,6 +53,7 @@ from torchard import (  # noqa: E402
     global_norm,
     jit,
     nn,
+    pipeline,
     place,
     random,
     redistribute,
@@ -60,6 +61,7 @@ from torchard import (  # noqa: E402
     shard_map,
     to_dtensor,
 )
+from torchard.sharding.pipelining.schedules import SCHEDULES  # noqa: E402
 
 CHECKS: dict[str, Callable[[int, int], Any]] = {
     **gloo_checkpoint.CHECKS,
@@ -203,6 +205,36 @@ def accumulated_over_slices(rank: int, world: int) -> bool:
     want = torch.func.grad_and_value(loss)(w, x)
     have = [v.full() if isinstance(v, MeshTensor) else v for v in step(w, placed)]
     return set(sent) == {"all_reduce"} and len(sent) <= 2 and all(map(torch.equal, have, want))
+
+
+@check
+def pipelined(rank: int, world: int) -> list[str]:
+    """Every schedule, gradients inside and outside: exact on small integers, each at home on a stage."""
+
+    def loss(params: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        for w in params:
+            x = torch.relu(x @ w) - x
+        return x.sum()
+
+    layers, mesh = 2 * world, Mesh({"pp": world})
+    params = [(torch.arange(9.0).reshape(3, 3) * (i + 1)) % 3 - 1 for i in range(layers)]
+    x = torch.arange(60.0).reshape(20, 3) % 5 - 2
+    want, bad = torch.func.grad(loss)(params, x), []
+    placed = place(params, mesh, [P().at(pp=i * world // layers) for i in range(layers)])
+    for schedule in SCHEDULES:
+        for count, given in ((5, params), (4, placed)):
+
+            def transform(fn: Any, n: int = count, how: str = schedule) -> Any:
+                return pipeline(fn, mesh, "pp", microbatches=n, batch=(None, 0), schedule=how)
+
+            for step in (transform(torch.func.grad(loss)), torch.func.grad(transform(loss))):
+                have = [g.full() if isinstance(g, MeshTensor) else g for g in step(given, x)]
+                if not all(map(torch.equal, have, want)):
+                    bad.append(f"{schedule}, {count} microbatches")
+    held = [p.local.numel() for p in placed]
+    if held != [9 if i * world // layers == rank else 0 for i in range(layers)]:
+        bad.append(f"holds {held}")
+    return bad
 
 
 @check

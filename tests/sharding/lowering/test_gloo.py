@@ -126,6 +126,10 @@ def test_every_dtype(ranks: Results, name: str) -> None:
     assert every(ranks, name) == [[]] * len(ranks)
 
 
+def test_pipelines(ranks: Results) -> None:
+    assert every(ranks, "pipelined") == [[]] * len(ranks)
+
+
 def test_neighbours_are_fetched(ranks: Results) -> None:
     assert every(ranks, "neighbours_equal_virtual") == [[]] * len(ranks)
 

@@ -10,8 +10,20 @@ import pytest
 import torch
 from pipelined import model, placed_specs, whole
 
-from torchard import Mesh, MeshTensor, P, SpecError, global_norm, initialize, load, optim, place, random
-from torchard import save, shard
+from torchard import (
+    Mesh,
+    MeshTensor,
+    P,
+    SpecError,
+    global_norm,
+    initialize,
+    load,
+    optim,
+    place,
+    random,
+    save,
+    shard,
+)
 
 MESH = Mesh({"pp": 3, "tp": 2}, virtual=True)
 AT = P("tp").at(pp=1)
@@ -47,7 +59,7 @@ def test_specs() -> None:
     ).at(pp=1)
     with pytest.raises(SpecError, match="splits a dim over 'tp', along which the value is at one"):
         P("tp").at(tp=1)
-    with pytest.raises(SpecError, match="axis 'pp' of .* has coordinates 0 to 2 only"):
+    with pytest.raises(SpecError, match=r"axis 'pp' of .* has coordinates 0 to 2 only"):
         place(torch.ones(3), MESH, P().at(pp=3))
     with pytest.raises(SpecError, match="has no axis 'stage'"):
         place(torch.ones(3), MESH, P().at(stage=0))

@@ -1,7 +1,8 @@
-"""Schedules: their bubbles and what is in flight as the papers say; a list that cannot be run is refused."""
+"""Schedules: bubbles and what is in flight are the papers'; a list that cannot be run is refused."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from fractions import Fraction
 
@@ -53,7 +54,7 @@ def test_every_size_can_be_run(name: str, ranks: int, microbatches: int) -> None
     run = timeline(schedule)
     assert schedule.microbatches == microbatches
     for tasks in schedule.ranks:
-        for before, after in zip(tasks, tasks[1:], strict=False):
+        for before, after in itertools.pairwise(tasks):
             assert run.ends[before] <= run.starts[after]
     for task in run.starts:
         assert all(run.ends[other] <= run.starts[task] for other in needs(task, schedule.chunks))
