@@ -177,14 +177,15 @@ APART: Tag[Any] = declare(
 LAYOUT: Tag[Any] = declare(
     "layout",
     "how the value (each of a tuple) is laid out over a mesh; printable",
-    written_by="microbatches/spread, scheduling/collectives, scheduling/partition, scheduling/precision",
+    written_by="microbatches/spread, pipelining/homes, scheduling/collectives, scheduling/partition, "
+    "scheduling/precision",
     read_by="many",
     follows="value",
 )
 STEP: Tag[Any] = declare(
     "step",
     "the reshard that the node is: the identity on the global value",
-    written_by="scheduling/collectives",
+    written_by="pipelining/homes, scheduling/collectives",
     read_by="many",
     follows="call",
 )

@@ -46,6 +46,11 @@ def assign_chunks(graph: fx.Graph, stages: Stages, homes: Sequence[Home], name: 
     """
     flowing = _flowing(graph)
     if isinstance(stages, tuple):
+        if len(stages) != len(homes):
+            raise PipelineError(
+                f"pipeline({name}, stages=...): {len(stages)} patterns for {len(homes)} chunks (ranks of "
+                "the axis, times the chunks that the schedule puts on each). Give one pattern for each."
+            )
         chunk_of = _by_patterns(flowing, stages, name)
     else:
         units = _units(flowing, stages, len(homes), name)

@@ -15,11 +15,27 @@ from typing import NamedTuple
 
 from torchard.functional.core.errors import PipelineError
 
-__all__ = ["SCHEDULES", "PipelineSchedule", "Run", "Task", "named", "timeline"]
+__all__ = ["COST", "SCHEDULES", "PipelineSchedule", "Task", "Timeline", "named", "timeline"]
+
+
+COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+"""How long a task takes on the model of the ranks."""
+_CELL = 3  # characters of one unit of time
 
 
 class Task(NamedTuple):
-    """One piece of a pipeline's work: ``F``, ``B``, ``I`` or ``W`` of a chunk for a microbatch."""
+    """One piece of a pipeline's work, for a schedule of one's own.
+
+    Attributes:
+        chunk: the number of the chunk of layers, in the order of the forward.
+        microbatch: the number of the microbatch.
+        kind: "F", the forward; "B", the backward; or its two parts, "I", the gradient of the chunk's
+            input, and "W", the rest.
+
+    >>> from torchard import Task
+    >>> print(Task(chunk=1, microbatch=0, kind="F"))
+    F0 of chunk 1
+    """
 
     chunk: int
     microbatch: int
@@ -31,15 +47,38 @@ class Task(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The tasks of each rank along a pipeline's axis, in order.
+    """The tasks of each rank along a pipeline's axis, in order; printed, as they run in time.
 
     Attributes:
         ranks: the tasks of each rank.
         name: the name in reports.
+
+    >>> from torchard import PipelineSchedule
+    >>> print(PipelineSchedule.named("1f1b", 2, 3))
+    1f1b: bubble 33%, at most 2, 1 microbatches in flight
+    rank 0  F0 F1       B0    F2 B1       B2
+    rank 1     F0 B0    F1 B1    F2 B2
     """
 
     ranks: tuple[tuple[Task, ...], ...]
     name: str = "custom"
+
+    @classmethod
+    def named(cls, name: str, ranks: int, microbatches: int) -> PipelineSchedule:
+        """A given schedule, by its name in `pipeline`, for some ranks and microbatches."""
+        return named(name, ranks, microbatches)
+
+    def __str__(self) -> str:
+        """The tasks of each rank in time, where a forward takes as long as half of a backward."""
+        run = timeline(self, lambda task: COST[task.kind])
+        held = ", ".join(map(str, run.in_flight))
+        lines = [f"{self.name}: bubble {run.bubble:.0%}, at most {held} microbatches in flight"]
+        for rank, tasks in enumerate(self.ranks):
+            line = ""
+            for task in tasks:
+                line = line.ljust(_CELL * int(run.starts[task])) + f"{task.kind}{task.microbatch}"
+            lines.append(f"rank {rank}  {line}")
+        return "\n".join(lines)
 
     @property
     def chunks(self) -> int:
@@ -72,7 +111,7 @@ class PipelineSchedule:
         return tuple(at[c] for c in range(self.chunks))
 
 
-class Run(NamedTuple):
+class Timeline(NamedTuple):
     """A schedule on the model of the ranks.
 
     Attributes:
@@ -111,7 +150,7 @@ def needs(task: Task, chunks: int) -> Iterator[Task]:
 
 def timeline(
     schedule: PipelineSchedule, cost: Callable[[Task], float] = lambda task: 1.0
-) -> Run:
+) -> Timeline:
     """Run a schedule on a model of the ranks, which compute one task at a time, in order.
 
     Args:
@@ -142,7 +181,7 @@ def timeline(
         if not moved:
             raise PipelineError(_stuck(schedule, at, ends))
     busy = tuple(sum(map(cost, tasks)) for tasks in schedule.ranks)
-    return Run(starts, ends, max(free), busy, tuple(map(_most_in_flight, schedule.ranks)))
+    return Timeline(starts, ends, max(free), busy, tuple(map(_most_in_flight, schedule.ranks)))
 
 
 def _check_complete(schedule: PipelineSchedule) -> None:

@@ -15,11 +15,9 @@ from torch import fx
 from torchard.functional.programs.graphs import output_node
 from torchard.functional.programs.tags import PHASE
 from torchard.sharding.layouts.tags import CHUNK, MICROBATCH
-from torchard.sharding.pipelining.schedules import PipelineSchedule, Task, timeline
+from torchard.sharding.pipelining.schedules import COST, PipelineSchedule, Task, timeline
 
 __all__ = ["arrange", "microbatches_of", "tasks_of"]
-
-_COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 
 
 def microbatches_of(graph: fx.Graph) -> int:
@@ -79,7 +77,7 @@ def arrange(graph: fx.Graph, schedule: PipelineSchedule) -> None:
     of_task: dict[Task, list[fx.Node]] = {}
     for node, task in tasks_of(graph, whole="B" in kinds).items():
         of_task.setdefault(task, []).append(node)
-    run = timeline(schedule, lambda task: _COST[task.kind])
+    run = timeline(schedule, lambda task: COST[task.kind])
     ranks = schedule.rank_of_chunk
     in_time = sorted(run.starts, key=lambda task: (run.starts[task], ranks[task.chunk]))
     order = _with_operands(node for task in in_time for node in of_task.get(task, ()))
