@@ -86,6 +86,7 @@ class DerivativeError(RuntimeError):
         ...
     torchard.DerivativeError: pmax has no derivative; detach() its operand (as for the maximum in a
         softmax), or take the maximum of an all_gather.
+    raised at ... in <module>
     """
 
 

@@ -19,8 +19,11 @@ _LONGEST = 60
 def note_call(
     error: Exception, line: str | None, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Note that a call of torch at this line of the user's raised an error."""
-    _note(error, line, f", by {_call_text(func, args, kwargs)}")
+    """Note that a call of torch at this line of the user's raised an error.
+
+    Where a backward pass fails, the call of ``torch.autograd.grad`` tells nothing of the operation.
+    """
+    _note(error, line, "" if func is torch.autograd.grad else f", by {_call_text(func, args, kwargs)}")
 
 
 def note_line(error: Exception) -> None:
