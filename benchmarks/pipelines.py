@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import blocks
 import optree
 import torch
 import torch.distributed as dist
@@ -111,7 +110,7 @@ class Stage(nn.Module):
         self.size, self.first, self.last = size, rank == 0, rank == ranks - 1
         each = size.layers // ranks
         mine = {"blocks": params["blocks"][rank * each : (rank + 1) * each]}
-        ends = (["embedding", "positions"] if self.first else []) + (["norm", "head"] if self.last else [])
+        ends = ["embedding", "positions"] * self.first + ["norm", "head"] * self.last
         self.tree = optree.tree_map(nn.Parameter, {**mine, **{k: params[k] for k in ends}})
         self.leaves = nn.ParameterList(optree.tree_leaves(self.tree))
 
@@ -193,7 +192,8 @@ def check(rivals: list[Rival], shape: Shape) -> float:
 def table(timings: list[Timing]) -> str:
     """Medians and quartiles, and the ratio to each rival of PyTorch's, round by round."""
     theirs = [t for t in timings if not t.name.startswith("torchard")]
-    rows = [["milliseconds a step", "median", "quartiles", *(f"× {t.name.split(', ')[1]}" for t in theirs)]]
+    ratios = [f"× {t.name.split(', ')[1]}" for t in theirs]
+    rows = [["milliseconds a step", "median", "quartiles", *ratios]]
     for timing in timings:
         low, high = (1e3 * q for q in timing.quartiles)
         ratios = [f"{timing.times(other):.2f}" for other in theirs]
@@ -215,7 +215,8 @@ def work(rank: int, meeting: str, ranks: int, shapes: tuple[Shape, ...], timed: 
         if timed:
             text += table(in_turns(rivals, shape.rounds)) + "\n"
         if rank == 0:
-            Path(meeting + ".text").open("a").write(text + "\n")
+            with Path(meeting + ".text").open("a") as file:
+                file.write(text + "\n")
     dist.barrier()
     dist.destroy_process_group()
 

@@ -28,6 +28,7 @@ from torchard.sharding.rule_check import register_rule
 from torchard.sharding.scheduling.schedule import Schedule
 from torchard.sharding.shard import shard
 from torchard.sharding.shard_map import shard_map
+from torchard.sharding.stage_specs import stage_specs
 from torchard.sharding.styles.parallelize import parallelize
 from torchard.sharding.styles.styles import (
     Activations,
@@ -91,5 +92,6 @@ __all__ = [
     "save",
     "shard",
     "shard_map",
+    "stage_specs",
     "to_dtensor",
 ]

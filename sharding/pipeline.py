@@ -10,9 +10,11 @@ from torchard.functional.core.arguments import AtLeast, checked
 from torchard.functional.core.errors import PipelineError
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.programs.program import Program, Rewrite
+from torchard.functional.reports.lowered import SCHEDULE
 from torchard.sharding.accumulate import Accumulate
 from torchard.sharding.pipelining.chunks import assign_chunks
-from torchard.sharding.pipelining.schedules import SCHEDULES, PipelineSchedule, named
+from torchard.sharding.pipelining.report import report_of
+from torchard.sharding.pipelining.schedules import SCHEDULES, PipelineSchedule, check, named
 from torchard.sharding.pipelining.tasks import arrange, microbatches_of
 from torchard.sharding.shard_rewrite import Shard
 from torchard.sharding.values.mesh import Mesh
@@ -125,7 +127,7 @@ class Pipeline(Rewrite):
                 f"{self.how.microbatches} microbatches; axis {self.axis!r} has {ranks} ranks, and there "
                 f"are {microbatches} microbatches."
             )
-        return self.how
+        return check(self.how)
 
     def __call__(self, program: Program) -> Program:
         """The program with its operations tagged by their chunks."""
@@ -156,6 +158,8 @@ class InOrder(Rewrite):
 
     def finish(self, program: Program) -> Program:
         count = microbatches_of(program.graph)
+        mesh, axis, schedule = self.pipeline.mesh, self.pipeline.axis, self.pipeline.schedule(count)
         if count > 1:
-            arrange(program.graph, self.pipeline.schedule(count))
+            arrange(program.graph, schedule)
+        program.facts[SCHEDULE] = lambda program: report_of(program, mesh, axis, schedule)
         return program

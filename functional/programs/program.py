@@ -289,6 +289,10 @@ class Runtime(ABC):
         """Bytes of a value, or of one item of a tuple, on the device that holds most of it."""
         return bytes_of(node, item)
 
+    def stages(self, program: Program) -> Sequence[Runtime]:
+        """This runtime as the ranks of each stage of a pipeline see it, which hold different values."""
+        return (self,)
+
     def work(self, program: Program) -> Work | None:
         """How the plan splits the work; None on a single device."""
         return None

@@ -24,7 +24,14 @@ from torchard.functional.programs.flops import DOTS, flops, op_name
 from torchard.functional.programs.program import Program, Rewrite, finished
 from torchard.functional.programs.tags import FRAMES, NAME, PHASE, RECOMPUTE, SCOPE, VAL
 from torchard.functional.programs.views import is_tuple, needed_by
-from torchard.functional.remat.liveness import Liveness, Storage, bytes_in, liveness, storage_key
+from torchard.functional.remat.liveness import (
+    Liveness,
+    Storage,
+    bytes_in,
+    liveness,
+    peak_of,
+    storage_key,
+)
 from torchard.functional.remat.policies import Budget
 from torchard.functional.remat.policy import Policy
 from torchard.functional.remat.remat_ilp import Problem, solve
@@ -179,7 +186,7 @@ def tried(program: Program, kept: frozenset[fx.Node], last: tuple[Rewrite, ...] 
     """The peak and FLOPs of keeping these values."""
     rewritten = rematerialise(program, kept)
     recomputed = sum(flops(node) for node in rewritten.calls if RECOMPUTE.get(node))
-    return Point(liveness(finished(rewritten, last)).peak, recomputed, kept)
+    return Point(peak_of(finished(rewritten, last)), recomputed, kept)
 
 
 def _solutions(problem: Problem) -> Iterator[Sequence[int]]:

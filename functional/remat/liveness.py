@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
@@ -20,7 +20,7 @@ from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import storage_of
 from torchard.functional.remat.split import halves_of
 
-__all__ = ["Liveness", "Storage", "bytes_in", "liveness", "order_of", "storage_key"]
+__all__ = ["Liveness", "Storage", "bytes_in", "liveness", "order_of", "peak_of", "storage_key"]
 
 # A storage: the node that allocates it, and the index among its results.
 Storage = tuple[fx.Node, int]
@@ -94,6 +94,14 @@ def liveness(program: Program) -> Liveness:
     for value in program.results:
         live.last[storage_key(value)] = end
     return live
+
+
+def peak_of(program: Program) -> int:
+    """The most bytes that are alive at once; of a pipeline, on the stage that holds most."""
+    if program.runtime is None:
+        return liveness(program).peak
+    views = program.runtime.stages(program)
+    return max(liveness(replace(program, runtime=view)).peak for view in views)
 
 
 def _allocated_by(node: fx.Node) -> Sequence[Storage]:

@@ -6,10 +6,11 @@ backward, and residuals cross from one to the other.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, PHASE, SCOPE, STEP, VAL
 from torchard.functional.reports.text import value_text
 
-__all__ = ["ScopeBox", "draw", "layers_of"]
+__all__ = ["ScopeBox", "draw", "figure_of", "layers_of"]
 
 # In inches: the width of a box, the height of a line, the gap between boxes, the margin.
 _WIDTH, _ROW, _GAP, _SIDE = 4.6, 0.2, 0.5, 0.9
@@ -94,8 +95,9 @@ def layers_of(program: Program) -> list[ScopeBox]:
     return layers
 
 
-def draw(program: Program, path: str | os.PathLike[str]) -> Path:
-    """Draw a program to a file, in the format of its suffix (svg, pdf, png).
+@contextlib.contextmanager
+def figure_of(width: float, height: float) -> Iterator[Any]:
+    """A figure of matplotlib, width and height in inches, with small text that stays text.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -107,12 +109,21 @@ def draw(program: Program, path: str | os.PathLike[str]) -> Path:
         raise ModuleNotFoundError(
             "draw() needs matplotlib: pip install 'torchard[examples]'."
         ) from error
+    with matplotlib.rc_context({"svg.fonttype": "none", "font.size": 8}):
+        yield Figure(figsize=(width, height))
+
+
+def draw(program: Program, path: str | os.PathLike[str]) -> Path:
+    """Draw a program to a file, in the format of its suffix (svg, pdf, png).
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
     layers = layers_of(program)
     places = _places(layers)
     right = max((x for x, *_ in places), default=0.0) + _WIDTH
     low = min((y for _, y, _ in places), default=0.0)
-    with matplotlib.rc_context({"svg.fonttype": "none", "font.size": 8}):
-        figure = Figure(figsize=(right + 2 * _SIDE, 1.0 - low + 0.3))
+    with figure_of(right + 2 * _SIDE, 1.0 - low + 0.3) as figure:
         axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
         axes.set_xlim(-_SIDE, right + _SIDE)
         axes.set_ylim(low - 0.3, 1.0)

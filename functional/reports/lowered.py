@@ -6,17 +6,21 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from torchard.functional.execution.binding import bind
 from torchard.functional.programs.program import Bound, Program
 from torchard.functional.programs.records import Work
-from torchard.functional.remat.liveness import liveness
+from torchard.functional.remat.liveness import peak_of
 from torchard.functional.reports.draw import draw
 from torchard.functional.reports.residuals import Residuals, residuals_of
 from torchard.functional.reports.text import program_text
 from torchard.functional.reports.work import work_of
 
-__all__ = ["Lowered"]
+__all__ = ["SCHEDULE", "Lowered"]
+
+SCHEDULE = "schedule"
+"""The key of the fact that makes the report of a program's schedule."""
 
 
 @dataclass
@@ -53,14 +57,27 @@ class Lowered(Program):
         """Peak memory in bytes, arguments and results included.
 
         For a joint program, during its forward and then its backward. Over a mesh, on the rank that holds
-        most, without buffers of collectives.
+        most, of a pipeline on the stage that holds most, without buffers of collectives.
         """
-        return liveness(self).peak
+        return peak_of(self)
 
     @property
     def work(self) -> Work:
         """FLOPs and bytes on one device and on the busiest rank, and how much each axis splits."""
         return work_of(self)
+
+    @property
+    def schedule(self) -> Any:
+        """Of a pipeline: which rank computes what when, with its bubble, its memory and what is sent.
+
+        Raises:
+            ValueError: the program is no pipeline.
+        """
+        if SCHEDULE not in self.facts:
+            raise ValueError(
+                f"{self.name} is no pipeline; lower a function that torchard.pipeline returned."
+            )
+        return self.facts[SCHEDULE](self)
 
     def __str__(self) -> str:
         return program_text(self)

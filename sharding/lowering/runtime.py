@@ -20,6 +20,7 @@ from torchard.functional.programs.program import Bound, Placement, Program, Runt
 from torchard.functional.programs.records import Work
 from torchard.functional.programs.tags import LAYOUT, STEP, VAL
 from torchard.sharding.layouts.collective_ops import Send
+from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.lowering.call_order import CallOrder, one_call_at_a_time
 from torchard.sharding.lowering.lower import Lowering
 from torchard.sharding.lowering.peephole import dense_rows, fold_views, reduce_in_place
@@ -58,6 +59,27 @@ class _OnMesh(Runtime):
     def work(self, program: Program) -> Work:
         """The work of the plan, and how it is split."""
         return mesh_work(program, self.mesh)
+
+    def stages(self, program: Program) -> Sequence[Runtime]:
+        """The runtime of each home of values; itself alone if values have none."""
+        homes = {x.home for node in program.graph.nodes for x in _layouts(node) if x.home}
+        return [_AtHome(self, home) for home in sorted(homes)] or [self]
+
+
+@dataclass(frozen=True)
+class _AtHome(Runtime):
+    """A runtime as the ranks at one home see it, who hold nothing of what is at another one."""
+
+    runtime: Runtime
+    home: tuple[tuple[str, int], ...]
+
+    def bind(self, program: Program) -> Bound:
+        return self.runtime.bind(program)
+
+    def bytes_of(self, node: fx.Node, item: int = 0) -> int:
+        """The bytes of a value on the rank with the largest shard, if its home is this one."""
+        here = all(x.home in ((), self.home) for x in _layouts(node))
+        return self.runtime.bytes_of(node, item) if here else 0
 
 
 @dataclass(frozen=True)
@@ -127,6 +149,11 @@ def _connect(graph: fx.Graph, mesh: Mesh) -> None:
     }
     for axis, one, other in sorted(pairs):
         mesh.pair(axis, one, other)
+
+
+def _layouts(node: fx.Node) -> tuple[Layout, ...]:
+    layout = LAYOUT.get(node, ())
+    return layout if isinstance(layout, tuple) else (layout,)
 
 
 def _local_bytes(node: fx.Node, item: int, mesh: Mesh) -> int:

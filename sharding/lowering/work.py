@@ -6,7 +6,8 @@ Counted on the SPMD program, from layouts: an operation's local shapes are those
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,34 +24,36 @@ from torchard.sharding.manual.manual_collectives import move_of
 from torchard.sharding.rules.blocks import MOVED_AS_BLOCKS
 from torchard.sharding.values.mesh import Mesh
 
-__all__ = ["mesh_work"]
+__all__ = ["Operation", "mesh_work", "operations_of"]
 
 
 @dataclass(frozen=True)
-class _Operation:
+class Operation:
     """One operation, with its global shapes and with those of the busiest rank.
 
     Attributes:
         copies: the number of distinct global operations: one per coordinate along manual axes.
-        split: the axes along which ranks compute different parts.
+        split: the axes along which ranks compute different parts, or some compute nothing.
+        home: the stages that compute it; () for all ranks.
     """
 
     whole: fx.Node
     local: fx.Node
     copies: int
     split: frozenset[str]
+    home: tuple[tuple[str, int], ...]
 
 
 def mesh_work(program: Program, mesh: Mesh) -> Work:
     """The work of an SPMD program."""
-    operations = list(_operations(program.graph, mesh))
+    operations = list(operations_of(program.graph, mesh))
     done = [flops(o.whole) * o.copies for o in operations]
     touched = [bytes_touched(o.whole) * o.copies for o in operations]
     return Work(
         flops=sum(done),
         bytes=sum(touched),
-        rank_flops=sum(flops(o.local) for o in operations),
-        rank_bytes=sum(bytes_touched(o.local) for o in operations),
+        rank_flops=_busiest(operations, flops),
+        rank_bytes=_busiest(operations, bytes_touched),
         axes=tuple(
             AxisWork(axis, size, _part(done, operations, axis), _part(touched, operations, axis))
             for axis, size in mesh.shape.items()
@@ -58,12 +61,21 @@ def mesh_work(program: Program, mesh: Mesh) -> Work:
     )
 
 
-def _part(each: Sequence[int], operations: Sequence[_Operation], axis: str) -> float:
+def _busiest(operations: Sequence[Operation], cost: Callable[[fx.Node], int]) -> int:
+    """The cost of what the busiest rank computes."""
+    at: Counter[tuple[tuple[str, int], ...]] = Counter()
+    for operation in operations:
+        at[operation.home] += cost(operation.local)
+    everywhere = at.pop((), 0)
+    return everywhere + max(at.values(), default=0)
+
+
+def _part(each: Sequence[int], operations: Sequence[Operation], axis: str) -> float:
     split = sum(n for n, o in zip(each, operations, strict=True) if axis in o.split)
     return split / max(sum(each), 1)
 
 
-def _operations(graph: fx.Graph, mesh: Mesh) -> Iterator[_Operation]:
+def operations_of(graph: fx.Graph, mesh: Mesh) -> Iterator[Operation]:
     """The operations that compute; without collectives and moves of blocks and windows."""
     local = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -79,7 +91,8 @@ def _operations(graph: fx.Graph, mesh: Mesh) -> Iterator[_Operation]:
         own = {a for layout in layouts for a in layout.varying}
         split = {a for layout in layouts for a in layout.split_axes} | own
         copies = math.prod(mesh.shape[a] for a in own)
-        yield _Operation(node, env[node], copies, frozenset(split))
+        home = _layouts(node)[0].home if _layouts(node) else ()
+        yield Operation(node, env[node], copies, frozenset({*split, *dict(home)}), home)
 
 
 def _layouts(node: fx.Node) -> tuple[Layout, ...]:

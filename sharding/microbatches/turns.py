@@ -75,7 +75,7 @@ class _Turns(Lowering):
             self._whole(source for node in inside for source in node.all_input_nodes)
             before = set(self.graph.nodes)
             for at in self.turns:
-                self._turn(inside, at)
+                self._turn(inside, at, awaited=ends is not self.loops.ends[-1])
             self.made += [node for node in self.graph.nodes if node not in before]
             for node in ends:
                 self.env[node] = {(): Value(self._completed(node))}
@@ -100,11 +100,17 @@ class _Turns(Lowering):
                 self._tag(node)
                 self._emit(node, self.turns[0])
 
-    def _turn(self, inside: Sequence[fx.Node], at: dict[str, int]) -> None:
+    def _turn(self, inside: Sequence[fx.Node], at: dict[str, int], awaited: bool) -> None:
+        """Emit what one microbatch computes.
+
+        Args:
+            awaited: whether all microbatches wait for it, so that it is part of none of them.
+        """
         self.coords = [at]
         for node in inside:
             self._tag(node)
-            self.emit.tags = {**self.emit.tags, MICROBATCH: at[AXIS]}
+            if not awaited:
+                self.emit.tags = {**self.emit.tags, MICROBATCH: at[AXIS]}
             self._emit(node, at)
 
     def _emit(self, node: fx.Node, at: dict[str, int]) -> None:
@@ -174,9 +180,10 @@ class _Turns(Lowering):
 def _pass_on(node: fx.Node, result: fx.Node) -> None:
     """Tag the result of a node's operation at one coordinate as the node is."""
     if result.target == node.target:
-        val = VAL.of(result)
+        own = [(tag, tag.of(result)) for tag in (VAL, MICROBATCH) if tag.on(result)]
         inherit(result, node, "call")
-        VAL.set(result, val)
+        for tag, value in own:
+            tag.set(result, value)
         forget(result, LAYOUT, GATHERED, CALL, RULE, SHAPE)
     elif NAME.on(node):
         NAME.set(result, NAME.of(node))

@@ -3,7 +3,7 @@
 A schedule is data. ``F`` is the forward of a chunk for one microbatch and ``B`` its backward, which may
 come in two parts: ``I``, the gradient of the chunk's input, and ``W``, the rest, the gradients of its
 weights (Qi et al., arXiv:2401.10241, section 2). `timeline` runs a schedule on a model of the ranks, and
-refuses one that cannot be run.
+`check` refuses one that cannot be run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torchard.functional.core.errors import PipelineError
 
-__all__ = ["COST", "SCHEDULES", "PipelineSchedule", "Task", "Timeline", "named", "timeline"]
+__all__ = ["COST", "SCHEDULES", "PipelineSchedule", "Task", "Timeline", "check", "named", "timeline"]
 
 
 COST = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
@@ -69,14 +69,20 @@ class PipelineSchedule:
         return named(name, ranks, microbatches)
 
     def __str__(self) -> str:
-        """The tasks of each rank in time, where a forward takes as long as half of a backward."""
+        """The tasks of each rank in time, where a forward takes as long as half of a backward.
+
+        The chunks of a rank that has several are a, b, ... in the order of the forward.
+        """
         run = timeline(self, lambda task: COST[task.kind])
         held = ", ".join(map(str, run.in_flight))
         lines = [f"{self.name}: bubble {run.bubble:.0%}, at most {held} microbatches in flight"]
         for rank, tasks in enumerate(self.ranks):
+            chunks = sorted({task.chunk for task in tasks})
             line = ""
             for task in tasks:
-                line = line.ljust(_CELL * int(run.starts[task])) + f"{task.kind}{task.microbatch}"
+                which = "abcdefgh"[chunks.index(task.chunk)] if len(chunks) > 1 else ""
+                cell = _CELL + (len(chunks) > 1)
+                line = line.ljust(cell * int(run.starts[task])) + f"{task.kind}{task.microbatch}{which}"
             lines.append(f"rank {rank}  {line}")
         return "\n".join(lines)
 
@@ -155,12 +161,12 @@ def timeline(
 
     Args:
         schedule: the tasks of each rank.
-        cost: how long a task takes; communication takes no time.
+        cost: how long a task takes; communication takes no time. Tasks that are in no list take none.
 
     Raises:
-        PipelineError: a task is there twice or not at all, or ranks wait for each other. Names the first.
+        PipelineError: ranks wait for each other. Names the tasks.
     """
-    _check_complete(schedule)
+    listed = {task for tasks in schedule.ranks for task in tasks}
     at, free = [0] * len(schedule.ranks), [0.0] * len(schedule.ranks)
     starts: dict[Task, float] = {}
     ends: dict[Task, float] = {}
@@ -170,7 +176,7 @@ def timeline(
         for rank, tasks in enumerate(schedule.ranks):
             while at[rank] < len(tasks):
                 task = tasks[at[rank]]
-                before = list(needs(task, schedule.chunks))
+                before = [other for other in needs(task, schedule.chunks) if other in listed]
                 if any(other not in ends for other in before):
                     break
                 starts[task] = max([free[rank], *(ends[other] for other in before)])
@@ -179,9 +185,20 @@ def timeline(
                 left -= 1
                 moved = True
         if not moved:
-            raise PipelineError(_stuck(schedule, at, ends))
+            raise PipelineError(_stuck(schedule, listed, at, ends))
     busy = tuple(sum(map(cost, tasks)) for tasks in schedule.ranks)
     return Timeline(starts, ends, max(free), busy, tuple(map(_most_in_flight, schedule.ranks)))
+
+
+def check(schedule: PipelineSchedule) -> PipelineSchedule:
+    """The schedule, if it can be run.
+
+    Raises:
+        PipelineError: a task is there twice or not at all, or ranks wait for each other. Names the first.
+    """
+    _check_complete(schedule)
+    timeline(schedule)
+    return schedule
 
 
 def _check_complete(schedule: PipelineSchedule) -> None:
@@ -205,12 +222,15 @@ def _check_complete(schedule: PipelineSchedule) -> None:
                     )
 
 
-def _stuck(schedule: PipelineSchedule, at: Sequence[int], ends: Mapping[Task, float]) -> str:
+def _stuck(
+    schedule: PipelineSchedule, listed: set[Task], at: Sequence[int], ends: Mapping[Task, float]
+) -> str:
     waits = []
     for rank, tasks in enumerate(schedule.ranks):
         if at[rank] < len(tasks):
             task = tasks[at[rank]]
-            missing = next(other for other in needs(task, schedule.chunks) if other not in ends)
+            wanted = needs(task, schedule.chunks)
+            missing = next(other for other in wanted if other in listed and other not in ends)
             waits.append(f"rank {rank} waits with {task} for {missing}")
     return (
         f"schedule {schedule.name}: ranks wait for each other: {'; '.join(waits)}. Put the tasks that "

@@ -78,6 +78,7 @@ from torchard.sharding import (
     save,
     shard,
     shard_map,
+    stage_specs,
     to_dtensor,
 )
 
@@ -171,6 +172,7 @@ __all__ = [
     "scope",
     "shard",
     "shard_map",
+    "stage_specs",
     "to_dtensor",
     "trace",
     "transforms",

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchard import PipelineError, PipelineSchedule, Task
-from torchard.sharding.pipelining.schedules import SCHEDULES, named, needs, timeline
+from torchard.sharding.pipelining.schedules import SCHEDULES, check, named, needs, timeline
 
 COST = {"F": 1, "B": 2, "I": 1, "W": 1}
 
@@ -50,7 +50,7 @@ def test_bubbles_and_what_is_in_flight(name: str, ranks: int) -> None:
 @given(st.sampled_from(SCHEDULES), st.integers(1, 8), st.integers(1, 20))
 def test_every_size_can_be_run(name: str, ranks: int, microbatches: int) -> None:
     """Each task starts once what it needs has ended, and ranks do one at a time, in order."""
-    schedule = named(name, ranks, microbatches)
+    schedule = check(named(name, ranks, microbatches))
     run = timeline(schedule)
     assert schedule.microbatches == microbatches
     for tasks in schedule.ranks:
@@ -92,4 +92,4 @@ def lists(*ranks: str) -> PipelineSchedule:
 )
 def test_what_cannot_be_run(schedule: PipelineSchedule, message: str) -> None:
     with pytest.raises(PipelineError, match=message):
-        timeline(schedule)
+        check(schedule)

@@ -1,0 +1,193 @@
+"""The report of a pipeline says what runs: its order, what is in flight, what each stage holds and sends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from microbatched import BATCH
+from pipelined import MODELS, model
+
+from torchard import Mesh, P, ShapeDtype, jit, optim, pipeline, place, shard, stage_specs
+from torchard.functional.programs.tags import PHASE, STEP
+from torchard.functional.remat.liveness import Liveness, liveness
+from torchard.sharding.layouts.tags import MICROBATCH
+from torchard.sharding.pipelining.schedules import SCHEDULES, PipelineSchedule, Task, named
+
+CHUNKS = {"interleaved": 2, "zb-v": 2}
+
+
+def step_of(name: str, ranks: int, count: int, schedule: str, **axes: int) -> tuple[Any, tuple[Any, ...]]:
+    case = model(name, 8)
+    mesh = Mesh({"pp": ranks, **axes}, virtual=True)
+    grad = torch.func.grad_and_value(case.loss)
+    batch = BATCH if count > 1 else None
+    how = {"stages": case.layers, "microbatches": count, "batch": batch, "schedule": schedule}
+    return pipeline(grad, mesh, "pp", **how), case.args
+
+
+def without_empty(wanted: PipelineSchedule, found: PipelineSchedule) -> list[tuple[Task, ...]]:
+    """The lists of a schedule without the tasks that have no operations: the first chunk's I."""
+    there = {task for tasks in found.ranks for task in tasks}
+    empty = {task for tasks in wanted.ranks for task in tasks} - there
+    assert all((task.chunk, task.kind) == (0, "I") for task in empty)
+    return [tuple(task for task in tasks if task in there) for tasks in wanted.ranks]
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (3, 5)])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ranks_run_the_schedule(name: str, ranks: int, count: int, schedule: str) -> None:
+    step, args = step_of(name, ranks, count, schedule)
+    found = step.lower(*args).schedule.schedule
+    wanted = named(schedule, ranks, count)
+    assert list(found.ranks) == without_empty(wanted, found)
+
+
+def test_a_schedule_of_ones_own_is_run() -> None:
+    serial = PipelineSchedule(
+        tuple(tuple(Task(c, m, kind) for m in range(4) for kind in "FB") for c in range(2)), "serial"
+    )
+    case = model("mlp")
+    step = pipeline(
+        torch.func.grad(case.loss),
+        Mesh({"pp": 2}, virtual=True),
+        "pp",
+        microbatches=4,
+        batch=BATCH,
+        schedule=serial,
+    )
+    report = step.lower(*case.args).schedule
+    assert report.schedule == serial
+    assert str(report).startswith("serial on pp, 4 microbatches: bubble 100%")
+
+
+def kept_at_once(live: Liveness, sizes: Any) -> int:
+    """The most microbatches of which results of the forward are alive that a backward is to read.
+
+    What was received before the forward is not counted.
+    """
+    held: list[set[int]] = [set() for _ in live.order]
+    for (node, item), begin in live.made.items():
+        computed = PHASE.get(node) == "forward" and MICROBATCH.on(node) and not STEP.on(node)
+        readers = [user for user in node.users if PHASE.get(user) == "backward"]
+        if computed and readers and sizes(node, item):
+            for at in range(begin, live.last[node, item]):
+                held[at].add(MICROBATCH.of(node))
+    return max(map(len, held))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8)])
+def test_residuals_of_as_many_microbatches_as_in_flight_are_alive(
+    ranks: int, count: int, schedule: str
+) -> None:
+    step, args = step_of("mlp", ranks, count, schedule)
+    program = step.lower(*args)
+    in_flight = program.schedule.timeline().in_flight
+    most = []
+    for view in program.runtime.stages(program):
+        live = liveness(replace(program, runtime=view))
+        most.append(kept_at_once(live, view.bytes_of))
+    if CHUNKS.get(schedule, 1) == 1:
+        assert tuple(most) == in_flight
+    else:  # of two chunks, which may be of the same microbatch
+        assert all(m <= n <= 2 * m for m, n in zip(most, in_flight, strict=True))
+
+
+def test_stages_that_hold_less_have_lower_peaks() -> None:
+    """1F1B holds residuals of p - rank microbatches, GPipe of all."""
+    peaks = {}
+    for schedule in ("gpipe", "1f1b"):
+        step, args = step_of("mlp", 4, 8, schedule)
+        program = step.lower(*args)
+        peaks[schedule] = [stage.peak for stage in program.schedule.stages]
+        assert program.peak == max(peaks[schedule])
+    layers = 2 * 4 * 5 * 4  # bytes of residuals of a microbatch in a stage: at least one activation a layer
+    for rank in range(4):
+        saved = peaks["gpipe"][rank] - peaks["1f1b"][rank]
+        assert saved >= (8 - (4 - rank)) * layers
+    assert peaks["1f1b"] == sorted(peaks["1f1b"], reverse=True)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_placed_where_they_are_used(name: str) -> None:
+    """Nothing but activations is sent then, and tied weights, once."""
+    step, args = step_of(name, 4, 4, "1f1b")
+    specs = stage_specs(step, *args)
+    at = [next(iter(layer.values())).home for layer in specs["layers"]]
+    assert at == sorted(at) and at[0] == (("pp", 0),) and at[-1] == (("pp", 3),)
+    for key in ("embedding", "gain", "positions", "head"):
+        if key in specs:
+            used_by_several = (name, key) in {("gpt", "embedding"), ("gpt", "gain")} | {
+                ("translator", "embedding")
+            }
+            assert bool(specs[key].home) != used_by_several, key
+    params = place(args[0], Mesh({"pp": 4}, virtual=True), specs)
+    plain, placed = (step.lower(p, *args[1:]).collectives for p in (args[0], params))
+    assert sum(c.bytes for c in placed) <= sum(c.bytes for c in plain)
+    forward = {c.shape for c in placed if c.kind == "send" and c.phase == "forward"}
+    activation = (10, 4) if name in ("mlp", "unet") else (10, 3, 4)
+    assert forward <= {activation, (), args[0].get("embedding", torch.tensor(0)).shape}
+
+
+def test_specs_over_other_axes_stay() -> None:
+    step, args = step_of("mlp", 2, 4, "1f1b", tp=2)
+    split = {"up": P(None, "tp"), "bias": P("tp"), "down": P("tp")}
+    specs = stage_specs(step, *args, specs={"layers": [split] * 8})
+    assert specs["layers"][7] == {name: spec.at(pp=1) for name, spec in split.items()}
+    params = place(args[0], Mesh({"pp": 2, "tp": 2}, virtual=True), {"layers": [split] * 8})
+    assert stage_specs(step, params, *args[1:])["layers"][0]["bias"] == P("tp").at(pp=0)
+
+
+def test_specs_of_a_whole_training_step() -> None:
+    """The optimizer's state follows its parameter, and so do new parameters."""
+    case = model("mlp")
+    optimizer = optim.adamw(1e-2)
+
+    def train(params: Any, state: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        grads, value = torch.func.grad_and_value(case.loss)(params, x, y)
+        return *optimizer.update(grads, state, params), value
+
+    mesh = Mesh({"pp": 2}, virtual=True)
+    step = pipeline(train, mesh, "pp", microbatches=4, batch=(None, None, 0, 0))
+    shapes = {
+        "layers": [
+            {k: ShapeDtype(v.shape, v.dtype) for k, v in layer.items()} for layer in case.args[0]["layers"]
+        ]
+    }
+    specs = stage_specs(step, shapes, optimizer.init(case.args[0]), *case.args[1:])
+    params = place(case.args[0], mesh, specs)
+    new, _, _ = step(params, optimizer.init(params), *case.args[1:])
+    assert [layer["up"].spec.home for layer in new["layers"]] == [(("pp", i // 2),) for i in range(4)]
+
+
+def test_only_a_pipeline_has_a_schedule() -> None:
+    case = model("mlp")
+    program = shard(case.loss, Mesh({"pp": 2}, virtual=True)).lower(*case.args)
+    with pytest.raises(ValueError, match="mlp is no pipeline"):
+        _ = program.schedule
+
+
+def test_forward_only_and_outside() -> None:
+    case = model("mlp")
+    run = pipeline(case.loss, Mesh({"pp": 2}, virtual=True), "pp", microbatches=4, batch=BATCH)
+    assert all(t.kind == "F" for tasks in run.lower(*case.args).schedule.schedule.ranks for t in tasks)
+    joint = run.lower_joint(*case.args).schedule
+    assert ["".join(t.kind for t in tasks) for tasks in joint.schedule.ranks] == ["FFFFBBBB"] * 2
+    assert joint.timeline().in_flight == (4, 4)
+    compiled = jit(run, backend="eager").lower(*case.args)
+    assert str(compiled.schedule) == str(run.lower(*case.args).schedule)
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_the_picture(tmp_path: Path, suffix: str) -> None:
+    step, args = step_of("mlp", 2, 4, "zb-v")
+    report = step.lower(*args).schedule
+    path = report.draw(tmp_path / f"schedule.{suffix}")
+    assert path.stat().st_size > 1000
+    report.draw(path, dict.fromkeys(report.flops, 0.5))
+    assert report.timeline(dict.fromkeys(report.flops, 0.5)).length >= 0.5 * 16
