@@ -25,6 +25,7 @@ import optree
 import torch
 import torch.distributed as dist
 from bench import RESULTS, TOLERANCE, aligned, machine, note
+from blocks import train_gpt
 from timing import Timing, in_turns
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -32,8 +33,6 @@ from torch.multiprocessing.spawn import spawn
 from workload import Rival
 
 from torchard import Mesh, MeshTensor, P, pipeline, place, random
-
-import train_gpt  # isort: skip  (benchmarks/blocks.py adds the examples to the path)
 
 MICROBATCHES = 8
 

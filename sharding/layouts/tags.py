@@ -80,14 +80,14 @@ CHUNK: Tag[tuple[int, tuple[tuple[str, int], ...]]] = declare(
     "chunk",
     "the number of the pipeline's chunk of layers that the operation belongs to, and its home",
     written_by="pipelining/chunks",
-    read_by="microbatches/spread, pipelining/homes, pipelining/tasks",
+    read_by="microbatches/spread, pipelining/homes, pipelining/report, pipelining/tasks",
     follows="place",
 )
 MICROBATCH: Tag[int] = declare(
     "microbatch",
     "the number of the microbatch whose turn computes the node",
     written_by="microbatches/turns",
-    read_by="pipelining/tasks",
+    read_by="microbatches/turns, pipelining/tasks",
     follows="place",
 )
 

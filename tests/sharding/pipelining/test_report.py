@@ -1,4 +1,4 @@
-"""The report of a pipeline says what runs: its order, what is in flight, what each stage holds and sends."""
+"""The report of a pipeline says what runs: its order, what is in flight, what a stage holds and sends."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import optree
 import pytest
 import torch
 from microbatched import BATCH
@@ -106,7 +107,7 @@ def test_stages_that_hold_less_have_lower_peaks() -> None:
         program = step.lower(*args)
         peaks[schedule] = [stage.peak for stage in program.schedule.stages]
         assert program.peak == max(peaks[schedule])
-    layers = 2 * 4 * 5 * 4  # bytes of residuals of a microbatch in a stage: at least one activation a layer
+    layers = 2 * 4 * 5 * 4  # bytes: of each microbatch in a stage at least one activation a layer
     for rank in range(4):
         saved = peaks["gpipe"][rank] - peaks["1f1b"][rank]
         assert saved >= (8 - (4 - rank)) * layers
@@ -154,11 +155,7 @@ def test_specs_of_a_whole_training_step() -> None:
 
     mesh = Mesh({"pp": 2}, virtual=True)
     step = pipeline(train, mesh, "pp", microbatches=4, batch=(None, None, 0, 0))
-    shapes = {
-        "layers": [
-            {k: ShapeDtype(v.shape, v.dtype) for k, v in layer.items()} for layer in case.args[0]["layers"]
-        ]
-    }
+    shapes = optree.tree_map(lambda v: ShapeDtype(v.shape, v.dtype), case.args[0])
     specs = stage_specs(step, shapes, optimizer.init(case.args[0]), *case.args[1:])
     params = place(case.args[0], mesh, specs)
     new, _, _ = step(params, optimizer.init(params), *case.args[1:])
