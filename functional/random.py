@@ -14,14 +14,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from torchard.functional.core.arguments import checked
+from torchard.functional.core.arguments import Like, checked
 from torchard.functional.philox import block_cpu, block_torch
 
 __all__ = ["bernoulli", "bits", "fold_in", "key", "normal", "randint", "split", "uniform"]
+
+Key = Annotated[Tensor, Like("random.key(0)")]
+Shape = Annotated[Sequence[int], Like("(2, 3)")]
 
 # Words from here on are reserved for new keys, and never drawn.
 SPLIT_WORDS = 1 << 62
@@ -112,7 +116,7 @@ def key(seed: int, *, device: torch.device | str | None = None) -> Tensor:
 
 
 @checked
-def split(key: Tensor, n: int = 2) -> Tensor:
+def split(key: Key, n: int = 2) -> Tensor:
     """Make several keys from one. Do not use ``key`` itself afterwards.
 
     Args:
@@ -135,7 +139,7 @@ def split(key: Tensor, n: int = 2) -> Tensor:
 
 
 @checked
-def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
+def fold_in(key: Key, data: int | Tensor) -> Tensor:
     """Derive a key from a key and a number, such as that of a step, a layer or a rank.
 
     Args:
@@ -157,7 +161,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
 
 @checked
-def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
+def bits(key: Key, shape: Shape) -> Tensor:
     """Draw uniform 32-bit words.
 
     Args:
@@ -177,13 +181,13 @@ def bits(key: Tensor, shape: Sequence[int]) -> Tensor:
     return _random_bits(key, list(shape), [0] * len(shape), list(shape))
 
 
-def _bits64(key: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
+def _bits64(key: Key, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Two words for every element, each [*batch, *shape]."""
     words = bits(key, (*shape, 2))
     return words[..., 0], words[..., 1]
 
 
-def _integers(key: Tensor, shape: Sequence[int], dtype: torch.dtype, digits: int) -> Tensor:
+def _integers(key: Key, shape: Sequence[int], dtype: torch.dtype, digits: int) -> Tensor:
     """Random integers of `digits` bits, in a floating dtype that holds them exactly."""
     if digits <= 32:
         return (bits(key, shape) >> 32 - digits).to(dtype)
@@ -200,8 +204,8 @@ def _check_floating(dtype: torch.dtype) -> None:
 
 @checked
 def uniform(
-    key: Tensor,
-    shape: Sequence[int],
+    key: Key,
+    shape: Shape,
     dtype: torch.dtype = torch.float32,
     low: float | Tensor = 0.0,
     high: float | Tensor = 1.0,
@@ -241,7 +245,7 @@ def uniform(
 
 
 @checked
-def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+def normal(key: Key, shape: Shape, dtype: torch.dtype = torch.float32) -> Tensor:
     """Draw from the standard normal distribution.
 
     The result is sqrt(2) erfinv(u), with u uniform on a symmetric open grid. float32 reaches 5.3 standard
@@ -273,7 +277,7 @@ def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32
 
 
 @checked
-def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
+def bernoulli(key: Key, p: float | Tensor, shape: Shape) -> Tensor:
     """Draw booleans that are True with probability p.
 
     Args:
@@ -302,7 +306,7 @@ def bernoulli(key: Tensor, p: float | Tensor, shape: Sequence[int]) -> Tensor:
 
 
 @checked
-def randint(key: Tensor, shape: Sequence[int], low: int, high: int) -> Tensor:
+def randint(key: Key, shape: Shape, low: int, high: int) -> Tensor:
     """Draw integers from [low, high).
 
     Args:

@@ -21,7 +21,7 @@ import torch
 
 from torchard.functional.core.placed import is_placed
 
-__all__ = ["AtLeast", "CheckedInside", "check_fields", "checked", "written"]
+__all__ = ["AtLeast", "CheckedInside", "Like", "check_fields", "checked", "written"]
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -29,6 +29,10 @@ Result = TypeVar("Result")
 
 class AtLeast(float):
     """A lower bound of a number: ``Annotated[int, AtLeast(1)]``."""
+
+
+class Like(str):
+    """An example of what is meant, for messages: ``Annotated[Tensor, Like("random.key(0)")]``."""
 
 
 class CheckedInside:
@@ -52,7 +56,7 @@ def checked(fn: Callable[Params, Result]) -> Callable[Params, Result]:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise TypeError(f"{who}: {error}.{_taking_a_function(who, signature)}") from None
+            raise TypeError(f"{who}: {error}. {_right_call(who, fn, signature)}") from None
         _check(who, _hints(fn), _one_by_one(signature, bound.arguments))
         return fn(*args, **kwargs)
 
@@ -66,14 +70,37 @@ def check_fields(record: Any) -> None:
     _check(kind.__name__, _hints(kind), values)
 
 
-def _taking_a_function(who: str, signature: inspect.Signature) -> str:
-    """A hint for transforms, which are called differently in other libraries; else empty."""
-    if next(iter(signature.parameters), "") != "fn":
-        return ""
-    return (
-        f" {who} takes a function and returns one: call {who}(fn, ...)(*args), or decorate with "
-        f"@functools.partial({who}, ...)."
-    )
+def _right_call(who: str, fn: Callable[..., Any], signature: inspect.Signature) -> str:
+    """How a function is called; transforms are called differently in other libraries."""
+    returned = _hints(fn).get("return")
+    kind = typing.get_origin(returned) or returned
+    makes = isinstance(kind, type) and issubclass(kind, collections.abc.Callable)  # type: ignore[arg-type]
+    if makes and next(iter(signature.parameters), "") == "fn":
+        return (
+            f"{who} takes a function and returns one: call {who}(fn, ...)(*args), or decorate with "
+            f"@functools.partial({who}, ...)."
+        )
+    likes = [f"{name} as in {like}" for name, hint in _hints(fn).items() for like in _examples(hint)]
+    return f"Call {who}{_parameters(signature)}{', with ' if likes else ''}{', '.join(likes)}."
+
+
+# Characters of a default that is shown.
+_LONGEST_DEFAULT = 60
+
+
+def _parameters(signature: inspect.Signature) -> inspect.Signature:
+    """A signature to show: without annotations and self, long defaults left out."""
+    empty = inspect.Parameter.empty
+    shown = [
+        p.replace(annotation=empty, default=p.default if _is_short(p.default) else ...)
+        for p in signature.parameters.values()
+        if p.name != "self"
+    ]
+    return signature.replace(parameters=shown, return_annotation=empty)
+
+
+def _is_short(default: Any) -> bool:
+    return default is inspect.Parameter.empty or len(repr(default)) <= _LONGEST_DEFAULT
 
 
 @functools.cache
@@ -261,13 +288,19 @@ def written(example: str) -> Callable[[type[Result]], type[Result]]:
     return register
 
 
+def _examples(hint: Any) -> list[str]:
+    annotated = typing.get_origin(hint) is typing.Annotated
+    return [x for x in typing.get_args(hint) if annotated and isinstance(x, Like)]
+
+
 def _wanted(hint: Any) -> str:
     """An annotation in words; see `written`."""
     hint = getattr(hint, "__bound__", None) or hint
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         bounds = [f" >= {bound:g}" for bound in inner[1:] if isinstance(bound, AtLeast)]
-        return _wanted(inner[0]) + "".join(bounds)
+        examples = [f", as in {example}" for example in _examples(hint)]
+        return _wanted(inner[0]) + "".join(bounds + examples)
     if origin in (typing.Union, types.UnionType):
         named = [h for h in inner if not (h is str and torch.device in inner)]
         return " or ".join(dict.fromkeys(map(_wanted, named)))

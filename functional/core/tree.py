@@ -190,12 +190,44 @@ def broadcast(
 
 
 def _misfit(prefix: Any, full: Any, name: str, what: str, leaf: str) -> str:
-    problems = optree.prefix_errors(prefix, full, none_is_leaf=True, namespace=NAMESPACE)
-    details = "; ".join(" ".join(str(problem(name)).split()) for problem in problems)
+    # Nodes that differ in what is static alone part at the root.
+    path, one, other = _parting(prefix, full, "") or ("", prefix, full)
     return (
-        f"{name} is not a prefix of {what}: {details} Give every leaf a {leaf}, or one {leaf} "
-        "for a whole subtree."
+        f"{name} is not a prefix of {what}: {name}{path} is {_described(one)}, and {what}{path} is "
+        f"{_described(other)}. Give every leaf a {leaf}, or one {leaf} for a whole subtree."
     )
+
+
+def _parting(prefix: Any, full: Any, path: str) -> tuple[str, Any, Any] | None:
+    """Where a tree is no prefix of another, and the nodes of both there; None if it is one."""
+    if optree.tree_is_leaf(prefix, none_is_leaf=True, namespace=NAMESPACE):
+        return None
+    ours, theirs = _children(prefix), _children(full)
+    alike = type(prefix) is type(full) or (isinstance(prefix, dict) and isinstance(full, dict))
+    if not alike or ours.keys() != theirs.keys():
+        return path, prefix, full
+    found = (_parting(child, theirs[entry], path + entry) for entry, child in ours.items())
+    return next((parting for parting in found if parting is not None), None)
+
+
+def _children(node: Any) -> dict[str, Any]:
+    """The children of a node, by what follows the node's path in theirs."""
+    if optree.tree_is_leaf(node, none_is_leaf=True, namespace=NAMESPACE):
+        return {}
+    below: Any = {"is_leaf": lambda x: x is not node, "none_is_leaf": True, "namespace": NAMESPACE}
+    accessors, children = optree.tree_accessors(node, **below), optree.tree_leaves(node, **below)
+    return {a.codify(""): child for a, child in zip(accessors, children, strict=True)}
+
+
+def _described(node: Any) -> str:
+    """A node in words: what it is, and what its children are called."""
+    if optree.tree_is_leaf(node, none_is_leaf=True, namespace=NAMESPACE):
+        return "a leaf"
+    if isinstance(node, dict):
+        return f"a dict with {', '.join(repr(key) for key in node) or 'no keys'}"
+    if type(node) in (list, tuple):
+        return f"a {type(node).__name__} of {len(node)}"
+    return f"a {type(node).__name__}"
 
 
 def paths(tree: Any, root: str = "") -> list[str]:

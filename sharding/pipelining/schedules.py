@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torchard.functional.core.arguments import check_fields
 from torchard.functional.core.errors import PipelineError
 
 __all__ = ["COST", "SCHEDULES", "PipelineSchedule", "Task", "Timeline", "check", "named", "timeline"]
@@ -62,6 +63,9 @@ class PipelineSchedule:
 
     ranks: tuple[tuple[Task, ...], ...]
     name: str = "custom"
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @classmethod
     def named(cls, name: str, ranks: int, microbatches: int) -> PipelineSchedule:

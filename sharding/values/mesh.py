@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.core.arguments import AtLeast, checked, written
+from torchard.functional.core.arguments import AtLeast, Like, checked, written
 
 __all__ = ["Mesh", "MeshError", "PlacementError"]
 
@@ -83,7 +83,7 @@ class Mesh:
     @checked
     def __init__(
         self,
-        axes: Mapping[str, int] | DeviceMesh,
+        axes: Annotated[Mapping[str, int] | DeviceMesh, Like('{"dp": 2, "tp": 4}')],
         *,
         virtual: bool = False,
         device_type: str = "cpu",

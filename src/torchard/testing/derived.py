@@ -13,7 +13,7 @@ from torchard.functional.core.placed import is_placed
 from torchard.sharding import MeshTensor, place
 from torchard.testing.roundings import is_float
 
-__all__ = ["ORDERS", "Derivatives", "as_primal", "derived", "fixed_direction"]
+__all__ = ["ALL_ORDERS", "Derivatives", "as_primal", "check_orders", "derived", "fixed_direction"]
 
 Fn = Callable[..., Any]
 
@@ -34,14 +34,27 @@ def derived(fn: Fn, order: str) -> Fn:
 
     Args:
         fn: a function of pytrees.
-        order: one of `ORDERS`. Derivatives are of the floating results times fixed cotangents, with
+        order: one of `ALL_ORDERS`. Derivatives are of the floating results times fixed cotangents, with
             respect to the floating leaves of all arguments.
 
     Returns:
         A function of the same arguments. It returns `Derivatives`, with a tensor for each of those leaves
         (for "jvp", for each floating result).
     """
-    return ORDERS[order](fn)
+    return _ORDERS[order](fn)
+
+
+def check_orders(orders: Sequence[str]) -> None:
+    """Check what a law is asked to compare.
+
+    Raises:
+        ValueError: nothing, or a word that is no order.
+    """
+    for order in orders:
+        if order not in _ORDERS:
+            raise ValueError(f"orders has {order!r}; it lists some of {', '.join(map(repr, ALL_ORDERS))}")
+    if not orders:
+        raise ValueError(f"orders is empty; it lists some of {', '.join(map(repr, ALL_ORDERS))}")
 
 
 def _value(fn: Fn) -> Fn:
@@ -87,12 +100,13 @@ def _second(fn: Fn) -> Fn:
     return second
 
 
-ORDERS: dict[str, Callable[[Fn], Fn]] = {
+_ORDERS: dict[str, Callable[[Fn], Fn]] = {
     "value": _value,
     "gradient": _gradient,
     "jvp": _jvp,
     "second": _second,
 }
+ALL_ORDERS = tuple(_ORDERS)
 
 
 # Typed for trees alone, it takes anything.

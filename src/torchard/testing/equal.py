@@ -16,11 +16,11 @@ from torchard.functional.programs.tags import VAL
 from torchard.functional.trace import trace
 from torchard.functional.tracing.signature import read
 from torchard.testing.bounds import Expected, expected
-from torchard.testing.derived import Derivatives, derived
+from torchard.testing.derived import ALL_ORDERS, Derivatives, check_orders, derived
 from torchard.testing.report import Difference, Report
 from torchard.testing.roundings import narrowest_dtype
 
-__all__ = ["equal"]
+__all__ = ["Reference", "equal"]
 
 Fn = Callable[..., Any]
 
@@ -30,7 +30,7 @@ def equal(
     fn: Callable[..., Any],
     reference: Callable[..., Any],
     *args: Any,
-    orders: Sequence[str] = ("value", "gradient", "jvp", "second"),
+    orders: Sequence[str] = ALL_ORDERS,
     seed: int = 0,
 ) -> Report:
     """Assert that two functions agree on these arguments, in values and derivatives, up to rounding.
@@ -38,8 +38,8 @@ def equal(
     The reference is evaluated in float64, and its rounding errors are measured there: by runs in which
     each of its operations is perturbed by as much as the dtype it computes in rounds. So a bound follows
     from the dtypes, the number of roundings and the conditioning of the function; where nothing is
-    rounded (small integers), values must be equal. Where ``fn`` computes in narrower dtypes, bounds
-    are those of its own roundings.
+    rounded (small integers), values must be equal. Where ``fn`` computes in narrower dtypes, and needs
+    it, bounds are those of its own roundings.
 
     Args:
         fn: the function under test: sharded, checkpointed, fused, compiled, in half precision, or another
@@ -56,6 +56,7 @@ def equal(
 
     Raises:
         AssertionError: the functions differ; the message is the report.
+        ValueError: ``orders`` has a word that is none of these, or is empty.
 
     Source: Higham, Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput.
     41 (2019), for the growth of errors; TTrace, arXiv:2506.09280, for tolerances by perturbation.
@@ -74,13 +75,52 @@ def equal(
     AssertionError: fn differs from its reference:
     value ...
     """
-    whole = tree.whole(args)
-    report = Report()
-    for order in orders:
-        report += _compared(derived(fn, order), derived(reference, order), args, whole, seed)
-    if not report.good:
-        raise AssertionError(f"fn differs from its reference:\n{report}")
-    return report
+    return Reference(reference, args, orders, seed).check(fn, *args)
+
+
+class Reference:
+    """A plain function that others are compared with on the same arguments: it is evaluated once.
+
+    Args:
+        fn: the function.
+        args: its arguments; placed values are gathered.
+        orders: what is compared; see `equal`.
+        seed: of the perturbed runs.
+    """
+
+    def __init__(
+        self, fn: Fn, args: Any, orders: Sequence[str] = ALL_ORDERS, seed: int = 0
+    ) -> None:
+        check_orders(orders)
+        self.fn, self.args, self.orders, self.seed = fn, tree.whole(args), orders, seed
+        self._known: dict[tuple[str, torch.dtype | None], dict[str, Any]] = {}
+
+    def check(self, fn: Fn, *args: Any) -> Report:
+        """Assert that a function agrees with this one; its arguments may be placed.
+
+        Raises:
+            AssertionError: they differ; the message is the report.
+        """
+        report = Report()
+        for order in self.orders:
+            report += self._compared(fn, order, args)
+        if not report.good:
+            raise AssertionError(f"fn differs from its reference:\n{report}")
+        return report
+
+    def _compared(self, fn: Fn, order: str, args: Any) -> Report:
+        fn = derived(fn, order)
+        have = _by_path(tree.whole(fn(*args)))
+        report = _differences(have, self._wanted(order, None))
+        # A trace of fn takes long, and narrower dtypes only widen bounds.
+        narrowest = None if report.good else _narrowest(fn, self.args)
+        return report if narrowest is None else _differences(have, self._wanted(order, narrowest))
+
+    def _wanted(self, order: str, narrowest: torch.dtype | None) -> dict[str, Any]:
+        if (order, narrowest) not in self._known:
+            wanted = _expected(derived(self.fn, order), self.args, narrowest, self.seed)
+            self._known[order, narrowest] = wanted
+        return self._known[order, narrowest]
 
 
 def traced(fn: Fn, args: Sequence[Any]) -> tuple[Program, list[Any]]:
@@ -91,11 +131,6 @@ def traced(fn: Fn, args: Sequence[Any]) -> tuple[Program, list[Any]]:
 
 
 _ABSENT = object()
-
-
-def _compared(fn: Fn, reference: Fn, args: Any, whole: Any, seed: int) -> Report:
-    have = _by_path(tree.whole(fn(*args)))
-    return _differences(have, _expected(reference, whole, _narrowest(fn, whole), seed))
 
 
 def _narrowest(fn: Fn, args: Any) -> torch.dtype | None:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 
 from torchard.functional.checkpoint import checkpoint
 from torchard.functional.core import tree
-from torchard.functional.core.arguments import checked
+from torchard.functional.core.arguments import CheckedInside, checked
 from torchard.functional.core.errors import PurityError
 from torchard.functional.jit import jit
 from torchard.functional.trace import trace
 from torchard.kernels import fuse
 from torchard.sharding import Mesh, P, place, shard
 from torchard.testing.converted import check_converted
-from torchard.testing.derived import derived
-from torchard.testing.equal import equal
+from torchard.testing.derived import ALL_ORDERS, derived
+from torchard.testing.equal import Reference, equal
 from torchard.testing.report import Report
 from torchard.testing.roundings import is_float
 
@@ -72,12 +72,15 @@ def check_pure(fn: Callable[..., Any], *args: Any) -> None:
 
 
 @checked
-def check_batching(fn: Callable[..., Any], *args: Any, seed: int = 0) -> Report:
+def check_batching(
+    fn: Callable[..., Any], *args: Any, orders: Sequence[str] = ALL_ORDERS, seed: int = 0
+) -> Report:
     """Assert that `torch.vmap` of a function is a loop over examples, in values and derivatives.
 
     Args:
         fn: a function of pytrees.
         args: the arguments of one example; floating leaves are varied to make a batch of three.
+        orders: what is compared; see `equal`.
         seed: of the variations.
 
     Returns:
@@ -101,12 +104,15 @@ def check_batching(fn: Callable[..., Any], *args: Any, seed: int = 0) -> Report:
         ]
         return tree.map(lambda *each: torch.stack(each), *results)
 
-    return equal(torch.vmap(fn, in_dims=dims), loop, *batch)
+    return equal(torch.vmap(fn, in_dims=dims), loop, *batch, orders=orders)
 
 
 @checked
 def check_dtypes(
-    fn: Callable[..., Any], *args: Any, dtypes: Sequence[torch.dtype] = _DTYPES
+    fn: Callable[..., Any],
+    *args: Any,
+    dtypes: Sequence[torch.dtype] = _DTYPES,
+    orders: Sequence[str] = ("value", "gradient"),
 ) -> Report:
     """Assert that a function computes what it does in float64 in other dtypes too, up to their rounding.
 
@@ -114,6 +120,7 @@ def check_dtypes(
         fn: a function of pytrees.
         args: its arguments; floating leaves are converted to each dtype.
         dtypes: real floating dtypes.
+        orders: what is compared; see `equal`.
 
     Returns:
         A report with a row for each value.
@@ -144,7 +151,7 @@ def check_dtypes(
             return tree.map(lambda x: _cast(x, torch.float64), results)
 
         try:
-            report += equal(in_dtype, fn, *values, orders=("value", "gradient"))
+            report += equal(in_dtype, fn, *values, orders=orders)
         except AssertionError as error:
             raise AssertionError(f"in {dtype}, {error}") from None
     return report
@@ -155,7 +162,13 @@ def _cast(x: Any, dtype: torch.dtype) -> Any:
 
 
 @checked
-def check_sharding(fn: Callable[..., Any], mesh: Mesh, specs: Any, *args: Any) -> Report:
+def check_sharding(
+    fn: Callable[..., Any],
+    mesh: Mesh,
+    specs: Any,
+    *args: Any,
+    orders: Sequence[str] = ALL_ORDERS,
+) -> Report:
     """Assert that a function computes the same on a mesh, of plain and of placed arguments.
 
     Args:
@@ -163,6 +176,7 @@ def check_sharding(fn: Callable[..., Any], mesh: Mesh, specs: Any, *args: Any) -
         mesh: where it runs.
         specs: a pytree prefix of ``args`` with a `P` at each leaf.
         args: whole arguments.
+        orders: what is compared; see `equal`.
 
     Returns:
         A report with a row for each value.
@@ -177,18 +191,25 @@ def check_sharding(fn: Callable[..., Any], mesh: Mesh, specs: Any, *args: Any) -
     >>> check_sharding(lambda x: x.softmax(-1), mesh, (ta.P(None, "tp"),), x).good
     True
     """
-    report = equal(shard(fn, mesh, specs), fn, *args)
-    return report + equal(shard(fn, mesh), fn, *place(args, mesh, specs))
+    reference = Reference(fn, args, orders)
+    report = reference.check(shard(fn, mesh, specs), *args)
+    return report + reference.check(shard(fn, mesh), *place(args, mesh, specs))
 
 
 @checked
-def check_checkpoint(fn: Callable[..., Any], policies: Iterable[Any], *args: Any) -> Report:
+def check_checkpoint(
+    fn: Callable[..., Any],
+    policies: Iterable[Any],
+    *args: Any,
+    orders: Sequence[str] = ALL_ORDERS,
+) -> Report:
     """Assert that a checkpointed function computes the same under each policy.
 
     Args:
         fn: a pure function of pytrees.
         policies: checkpoint policies; see `torchard.policies`.
         args: its arguments.
+        orders: what is compared; see `equal`.
 
     Returns:
         A report with a row for each value.
@@ -202,16 +223,16 @@ def check_checkpoint(fn: Callable[..., Any], policies: Iterable[Any], *args: Any
     >>> check_checkpoint(lambda x: (x @ x).sin().exp(), both, torch.eye(3)).good
     True
     """
-    report = Report()
+    report, reference = Report(), Reference(fn, args, orders)
     for policy in policies:
-        report += equal(checkpoint(fn, policy=policy), fn, *args)
+        report += reference.check(checkpoint(fn, policy=policy), *args)
     return report
 
 
 @checked
 def check_stack(
     fn: Callable[..., Any],
-    words: Iterable[Sequence[Any]],
+    words: Annotated[Iterable[Sequence[Any]], CheckedInside],
     *args: Any,
     mesh: Mesh | None = None,
 ) -> Report:
@@ -230,6 +251,8 @@ def check_stack(
 
     Raises:
         AssertionError: a stack differs; names it, the message is the report.
+        TypeError: ``words`` is one stack, not a list of stacks.
+        ValueError: a layer is unknown.
 
     >>> import torch
     >>> from torchard.testing import check_stack
@@ -239,7 +262,7 @@ def check_stack(
     """
     mesh = mesh or Mesh({"axis": 2}, virtual=True)
     report = Report()
-    for word in words:
+    for word in _checked_words(words):
         transformed, plain = fn, fn
         for layer in word:
             transformed = _layer(layer, mesh)(transformed)
@@ -289,6 +312,29 @@ _TRANSFORMS: dict[Any, Layer] = {
     "fuse": fuse,
     "jit": lambda fn: jit(fn, backend="eager"),
 }
+_NAMES = sorted(["shard", *_DERIVATIONS, *_TRANSFORMS])
+
+
+def _checked_words(words: Any) -> list[Sequence[Any]]:
+    """Stacks, all of whose layers are known."""
+    found: list[Sequence[Any]] = list(words) if _is_sequence(words) else [words]
+    for word in found:
+        if not _is_sequence(word):
+            raise TypeError(
+                f"check_stack: words has {_name(word)!r}, which is no stack: words is a list of stacks, "
+                'each a tuple of layers, as in [("grad", "shard"), ("jit",)].'
+            )
+        for layer in word:
+            if not (callable(layer) or layer in _NAMES):
+                raise ValueError(
+                    f"check_stack: {layer!r} is no layer of a stack; layers are {', '.join(_NAMES)}, or "
+                    "functions."
+                )
+    return found
+
+
+def _is_sequence(value: Any) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str)
 
 
 def _layer(layer: Any, mesh: Mesh) -> Layer:
@@ -297,13 +343,7 @@ def _layer(layer: Any, mesh: Mesh) -> Layer:
         return known
     if layer == "shard":
         return lambda fn: _sharded(fn, mesh)
-    try:
-        return {**_DERIVATIONS, **_TRANSFORMS}[layer]
-    except KeyError:
-        names = ", ".join(sorted(["shard", *_DERIVATIONS, *_TRANSFORMS]))
-        raise ValueError(
-            f"{layer!r} is no layer of a stack; layers are {names}, or functions"
-        ) from None
+    return {**_DERIVATIONS, **_TRANSFORMS}[layer]
 
 
 def _name(layer: Any) -> str:

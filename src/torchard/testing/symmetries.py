@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
+from torchard.testing.derived import ALL_ORDERS
 from torchard.testing.equal import equal
 from torchard.testing.report import Report
 from torchard.testing.roundings import is_float
@@ -15,13 +16,19 @@ __all__ = ["equivariant", "homogeneous", "invariant"]
 
 
 @checked
-def invariant(fn: Callable[..., Any], action: Callable[..., Any], *args: Any) -> Report:
+def invariant(
+    fn: Callable[..., Any],
+    action: Callable[..., Any],
+    *args: Any,
+    orders: Sequence[str] = ALL_ORDERS,
+) -> Report:
     """Assert that ``fn(action(*args)) == fn(*args)``, in values and derivatives, up to rounding.
 
     Args:
         fn: a function of pytrees.
         action: from the arguments to a tuple of arguments: a permutation, a shift, a rotation.
         args: arguments of both.
+        orders: what is compared; see `equal`.
 
     Returns:
         A report with a row for each value.
@@ -35,7 +42,7 @@ def invariant(fn: Callable[..., Any], action: Callable[..., Any], *args: Any) ->
     >>> invariant(lambda x: x.softmax(0), lambda x: (x + 3,), x).good     # of shifts
     True
     """
-    return equal(lambda *xs: fn(*action(*xs)), fn, *args)
+    return equal(lambda *xs: fn(*action(*xs)), fn, *args, orders=orders)
 
 
 @checked
@@ -44,6 +51,7 @@ def equivariant(
     before: Callable[..., Any],
     after: Callable[..., Any],
     *args: Any,
+    orders: Sequence[str] = ALL_ORDERS,
 ) -> Report:
     """Assert that ``fn(before(*args)) == after(fn(*args))``, in values and derivatives, up to rounding.
 
@@ -52,6 +60,7 @@ def equivariant(
         before: from the arguments to a tuple of arguments.
         after: the same action on results.
         args: arguments of ``fn`` and ``before``.
+        orders: what is compared; see `equal`.
 
     Returns:
         A report with a row for each value.
@@ -65,11 +74,17 @@ def equivariant(
     >>> equivariant(lambda x: x.softmax(-1), lambda x: (x.flip(0),), lambda y: y.flip(0), x).good
     True
     """
-    return equal(lambda *xs: fn(*before(*xs)), lambda *xs: after(fn(*xs)), *args)
+    return equal(lambda *xs: fn(*before(*xs)), lambda *xs: after(fn(*xs)), *args, orders=orders)
 
 
 @checked
-def homogeneous(fn: Callable[..., Any], degree: float, *args: Any, scale: float = 2.0) -> Report:
+def homogeneous(
+    fn: Callable[..., Any],
+    degree: float,
+    *args: Any,
+    scale: float = 2.0,
+    orders: Sequence[str] = ALL_ORDERS,
+) -> Report:
     """Assert that ``fn`` of scaled arguments is its result times ``scale ** degree``.
 
     Args:
@@ -77,6 +92,7 @@ def homogeneous(fn: Callable[..., Any], degree: float, *args: Any, scale: float 
         degree: 1 for linear functions, 0 for normalisations, -1 for reciprocals.
         args: its arguments; floating tensors are scaled.
         scale: a positive number; of powers of two, scaling itself rounds nothing.
+        orders: what is compared; see `equal`.
 
     Returns:
         A report with a row for each value.
@@ -94,5 +110,8 @@ def homogeneous(fn: Callable[..., Any], degree: float, *args: Any, scale: float 
         return tree.map(lambda x: x * factor if is_float(x) else x, value)
 
     return equal(
-        lambda *xs: fn(*scaled(xs, scale)), lambda *xs: scaled(fn(*xs), scale**degree), *args
+        lambda *xs: fn(*scaled(xs, scale)),
+        lambda *xs: scaled(fn(*xs), scale**degree),
+        *args,
+        orders=orders,
     )

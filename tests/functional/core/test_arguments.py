@@ -17,7 +17,8 @@ import torch
 from torch import nn as torch_nn
 
 import torchard as ta
-from torchard import Mesh, MeshTensor, P, place, shard_map
+from torchard import Mesh, MeshTensor, P, place, random, shard_map
+from torchard.testing import check_derivatives, equal, prove
 
 MESH = Mesh({"a": 2, "b": 2}, virtual=True)
 X = torch.arange(24.0).reshape(4, 6)
@@ -123,6 +124,16 @@ CASES: dict[str, Case] = {
         lambda **given: ta.checkpoint(**given)(X), fn=double, policy=ta.policies.save_dots, where=None
     ),
     "accumulate": Case(lambda **given: ta.accumulate(**given)(X), fn=double, steps=2, batch=0),
+    "pipeline": Case(
+        lambda **given: ta.pipeline(**given)(torch.ones(6, 6)),
+        fn=double, mesh=Mesh({"pp": 1}, virtual=True), axis="pp", stages=None, microbatches=2, batch=0,
+        schedule="gpipe",
+    ),
+    "stage_specs": Case(
+        lambda fn, specs: ta.stage_specs(fn, X, specs=specs),
+        fn=ta.pipeline(double, Mesh({"pp": 1}, virtual=True), "pp"), specs=None,
+    ),
+    "PipelineSchedule": Case(ta.PipelineSchedule, ranks=((ta.Task(0, 0, "F"),),), name="mine"),
     "fuse": Case(
         lambda **given: ta.fuse(**given)(X),
         fn=double, pattern=None, kernel=None, compiler="inductor", where=None, name=None,
@@ -206,11 +217,15 @@ ELSEWHERE = {
     *("Activations", "Pairwise", "SequenceParallel", "Style"),  # Colwise's parameters
     *("Functional", "MeshTensor", "P"),  # made by the constructors above, or of what test_errors.py tests
     "initialize",
+    "Task",  # of which PipelineSchedule checks its lists
 }
 
 # What of these is meant, by parameter; all else is refused.
 MEANT: dict[str, tuple[str, ...]] = {
-    "accumulate.batch": ("negative",),
+    **dict.fromkeys(("accumulate.batch", "pipeline.batch"), ("negative",)),
+    **dict.fromkeys(("pipeline.stages", "stage_specs.specs"), ("None",)),
+    "pipeline.microbatches": ("an int",),
+    "PipelineSchedule.name": ("a str",),
     **dict.fromkeys(
         ("Mesh.virtual", "P.factors.weak", "shard.check_replicated", "shard_map.check_replicated",
          "verify.grads", "place.check_replicated", "load.partial", "register_rule.alias",
@@ -247,8 +262,8 @@ MEANT: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(
         ("Pattern.fn", "shard.fn", "shard_map.fn", "jit.fn", "checkpoint.fn", "checkpoint.policy",
-         "accumulate.fn", "fuse.fn", "find.fn", "trace.fn", "saved_residuals.fn", "replaced.block",
-         "any_of.functions"),
+         "accumulate.fn", "pipeline.fn", "fuse.fn", "find.fn", "trace.fn", "saved_residuals.fn",
+         "replaced.block", "any_of.functions"),
         ("a function", "a module"),
     ),
     **dict.fromkeys(
@@ -377,7 +392,19 @@ def test_wrong_arguments_are_refused_by_name(
         (lambda: ta.ShapeDtype((2, -1)), "sizes must not be negative"),
         (lambda: ta.checkpoint(), "checkpoint takes a function and returns one: call checkpoint(fn, ..."),
         (lambda: ta.jit(double, X, X), "jit: too many positional arguments. jit takes a function"),
-        (lambda: ta.place(), "place: missing a required argument: 'values'."),
+        (lambda: ta.place(), "place: missing a required argument: 'values'. Call place(values, mesh, "),
+        (lambda: Mesh((2, 2), ("dp", "tp")), 'with axes as in {"dp": 2, "tp": 4}'),
+        (lambda: Mesh((2, 2)), "axes is (2, 2) (a tuple), but axes must be a dict (each value an integ"),
+        (lambda: Mesh((2, 2)), 'or a DeviceMesh, as in {"dp": 2, "tp": 4}.'),
+        (lambda: Mesh(dp=2, tp=2), "Call Mesh(axes, *, virtual=False, "),
+        (lambda: random.normal(3, (4,)), "key is 3 (an int), but key must be a tensor, as in random."),
+        (lambda: random.normal((4,)), "Call normal(key, shape, dtype=torch.float32), with key as in"),
+        (lambda: random.normal(random.key(0), 3, 4), "shape is 3 (an int), but shape must be"),
+        (lambda: random.uniform(random.key(0), 0.0, 1.0, (3,)), "(each item an integer), as in (2, 3)."),
+        (lambda: equal(double, double, X, rtol=1), "Call equal(fn, reference, *args, orders=("),
+        (lambda: check_derivatives(double, X, tol=1), "Call check_derivatives(fn, *args, order=2, "),
+        (lambda: prove(ta.shard(double, MESH)), "a Program, as in shard(fn, mesh, ...).lower(*args)"),
+        (lambda: prove(double), "a Program, as in shard(fn, mesh, ...).lower(*args)"),
     ],
 )  # fmt: skip
 def test_what_is_said(call: Callable[[], Any], said: str) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
 from torch import fx
 
-from torchard.functional.core.arguments import checked
+from torchard.functional.core.arguments import Like, checked
 from torchard.functional.programs.flops import op_name
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tagging import forget
@@ -106,7 +106,7 @@ class _OnMesh(Protocol):
 
 
 @checked
-def prove(program: Program) -> Proof:
+def prove(program: Annotated[Program, Like("shard(fn, mesh, ...).lower(*args)")]) -> Proof:
     """Prove that a sharded plan computes what it says over whole arrays, for all values.
 
     Nothing is run but small tests of operators, once for each claim of a factor rule. The time is that
