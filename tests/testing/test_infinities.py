@@ -7,67 +7,31 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.nn.functional as F
+from masked_models import DTYPES, MASKED, MISTAKES, of_rows, rows
 
 from torchard.testing import equal, localize
 from torchard.testing import strategies as ts
 from torchard.testing.bounds import Expected
 
-Fn = Callable[[torch.Tensor], torch.Tensor]
-LATER = torch.ones(4, 4, dtype=torch.bool).triu(1)
 
-
-def scores(x: torch.Tensor, scale: float = 0.5) -> torch.Tensor:
-    return x @ x.mT * scale
-
-
-# Right, and with a mistake.
-MASKED: dict[str, tuple[Fn, Fn]] = {
-    "masked_fill": (
-        lambda x: scores(x).masked_fill(LATER, -torch.inf).softmax(-1) @ x,
-        lambda x: scores(x, 1.0).masked_fill(LATER, -torch.inf).softmax(-1) @ x,
-    ),
-    "where": (
-        lambda x: torch.where(LATER, -torch.inf, scores(x)).softmax(-1) @ x,
-        lambda x: 2 * torch.where(LATER, -torch.inf, scores(x)).softmax(-1) @ x,
-    ),
-    "a mask shifted by one": (
-        lambda x: scores(x).masked_fill(LATER, -torch.inf).softmax(-1) @ x,
-        lambda x: scores(x).masked_fill(LATER.triu(2), -torch.inf).softmax(-1) @ x,
-    ),
-    "an added mask": (
-        lambda x: (scores(x) + torch.zeros(4, 4).masked_fill(LATER, -torch.inf)).logsumexp(-1),
-        lambda x: (scores(x) + torch.zeros(4, 4).masked_fill(LATER, -torch.inf)).exp().sum(-1),
-    ),
-    "attention": (
-        lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True),
-        lambda x: 2 * F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True),
-    ),
-    "padding of a maximum": (
-        lambda x: F.pad(x, (0, 2), value=-torch.inf).amax(-1) + x.sum(-1),
-        lambda x: F.pad(x, (0, 2), value=-torch.inf).amax(-1) + x.mean(-1),
-    ),
-    "a row without values": (
-        lambda x: torch.cat([x.softmax(-1), torch.full_like(x, -torch.inf).softmax(-1)]),
-        lambda x: torch.cat([7 * x.softmax(-1), torch.full_like(x, -torch.inf).softmax(-1)]),
-    ),
-    "infinite results": (
-        lambda x: torch.cat([x.tanh(), torch.log(x * 0)]),
-        lambda x: torch.cat([x.sin(), torch.log(x * 0)]),
-    ),
-}
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MASKED)
-def test_right_and_wrong(name: str, dtype: torch.dtype) -> None:
-    right, wrong = MASKED[name]
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
-    orders = ("value",) if name == "infinite results" else ("value", "gradient")
-    report = equal(right, right, x, orders=orders)
+def test_a_right_model_passes(name: str, dtype: torch.dtype) -> None:
+    model = of_rows(MASKED[name])
+    report = equal(model, model, rows(dtype))
     assert all(math.isfinite(row.bound) for row in report)
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("order", ["value", "gradient", "jvp"])
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("name", MASKED)
+def test_a_mistake_is_found(name: str, mistake: str, order: str, dtype: torch.dtype) -> None:
+    model = MASKED[name]
     with pytest.raises(AssertionError, match=r"times its bound|nothing is rounded"):
-        equal(wrong, right, x, orders=orders)
+        equal(of_rows(model, mistake), of_rows(model), rows(dtype), orders=[order])
 
 
 def test_infinite_inputs() -> None:

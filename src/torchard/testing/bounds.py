@@ -11,8 +11,9 @@ from torch import fx
 
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
-from torchard.testing.in_double import InDouble, Perturbed
-from torchard.testing.roundings import is_float, narrower, roundings_of
+from torchard.testing.in_double import InDouble, Perturbed, as_double
+from torchard.testing.precision import OWN, Precision
+from torchard.testing.roundings import alike, is_float, narrower, rounded, roundings_of
 
 __all__ = ["Expected", "expected"]
 
@@ -45,7 +46,7 @@ class Expected:
         if self.bound is None:
             return torch.where(value == exact, 0.0, torch.inf)
         wide = value.detach().to("cpu", exact.dtype)
-        same = (wide == exact) | (wide.isnan() & exact.isnan())
+        same = alike(wide, exact)
         error = torch.where(same, 0.0, (wide - exact).abs())
         error = torch.where(error.isnan(), torch.inf, error)
         if self.turned is not None:
@@ -57,7 +58,7 @@ class Expected:
         """The largest absolute error of an element."""
         kind = torch.complex128 if self.exact.is_complex() else torch.float64
         wide, exact = value.detach().to("cpu", kind), self.exact.to(kind)
-        same = (wide == exact) | (wide.isnan() & exact.isnan())
+        same = alike(wide, exact)
         error = torch.where(same, 0.0, (wide - exact).abs()).nan_to_num(nan=torch.inf)
         return float(error.max()) if error.numel() else 0.0
 
@@ -67,7 +68,7 @@ def expected(
     inputs: Sequence[Any],
     nodes: Iterable[fx.Node],
     *,
-    narrowest: torch.dtype | None = None,
+    precision: Precision = OWN,
     runs: int = 6,
     seed: int = 0,
 ) -> dict[fx.Node, Expected]:
@@ -77,7 +78,8 @@ def expected(
         program: over global values, on one device.
         inputs: of the program, in their own precision.
         nodes: whose value is one tensor.
-        narrowest: a dtype in which all operations count as done; see `roundings_of`.
+        precision: in which operations count as done, and inputs as held: that of the function whose
+            values are compared with these.
         runs: how many perturbed runs measure the bounds.
         seed: of the perturbations.
 
@@ -85,20 +87,37 @@ def expected(
         For each node, its `Expected`.
     """
     nodes = list(dict.fromkeys(nodes))
+    narrowest = precision.narrowest
     values = InDouble(program).evaluate(inputs)
     exact = {node: values[node] for node in nodes}
-    rounded = [node for node in nodes if is_float(exact[node])]
-    spreads = {node: _Spread(exact[node], narrower(VAL.of(node).dtype, narrowest)) for node in rounded}
+    floats = [node for node in nodes if is_float(exact[node])]
+    spreads = {node: _Spread(exact[node], narrower(VAL.of(node).dtype, narrowest)) for node in floats}
+    held = _held(program, inputs, precision)
+    roundings = roundings_of(program, values, narrowest, held)
+    now = [held.get(node, x) for node, x in zip(program.placeholders, inputs, strict=True)]
     generator = torch.Generator().manual_seed(seed)
-    roundings = roundings_of(program, values, narrowest)
-    for _ in range(runs if roundings else 0):
-        values = Perturbed(program, roundings, generator).evaluate(inputs)
+    for _ in range(runs if roundings or held else 0):
+        values = Perturbed(program, roundings, generator).evaluate(now)
         for node, spread in spreads.items():
             spread.add(values[node])
     return {
         node: spreads[node].expected if node in spreads else Expected(exact[node], None)
         for node in nodes
     }
+
+
+def _held(
+    program: Program, inputs: Sequence[Any], precision: Precision
+) -> dict[fx.Node, torch.Tensor]:
+    """The inputs that the other function rounds before it computes with them, as it holds them."""
+    found: dict[fx.Node, torch.Tensor] = {}
+    dtypes = precision.of_inputs(program)
+    for node, x in zip(program.placeholders, inputs, strict=True):
+        if node in dtypes and is_float(x):
+            near = rounded(x.detach(), dtypes[node])
+            if not bool(alike(near, as_double(x)).all()):
+                found[node] = near
+    return found
 
 
 class _Spread:
@@ -114,7 +133,7 @@ class _Spread:
 
     def add(self, value: torch.Tensor) -> None:
         """Note the values of one more run."""
-        same = (value == self.exact) | (value.isnan() & self.exact.isnan())
+        same = alike(value, self.exact)
         away = torch.where(same, 0.0, (value - self.exact).abs())
         finite = away.isfinite()
         self.moved |= away != 0

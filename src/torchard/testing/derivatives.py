@@ -122,16 +122,18 @@ class _Level:
 
 
 def _check(level: _Level, at: Vector, direction: Vector, generator: torch.Generator) -> None:
+    here = level.fn(*at)
     forward = None
     if "forward" in level.modes:
         forward = torch.func.jvp(level.fn, at, direction)[1]
-        _compare_with_differences(level, at, direction, forward)
+        _compare_with_differences(level, at, direction, here, forward)
     if "reverse" in level.modes:
-        results, pull, *_ = torch.func.vjp(level.fn, *at)
-        cotangents = _random_like(results, generator)
+        pull = torch.func.vjp(level.fn, *at)[1]
+        # What is infinite or NaN has no derivative, and takes no part in a product.
+        cotangents = _where_finite(here, _random_like(here, generator))
         pulled = float(_inner(pull(cotangents), direction))
         if forward is not None:
-            _check_product(level, pulled, cotangents, forward)
+            _check_product(level, pulled, cotangents, _where_finite(here, forward))
         else:
             _check_along(level, at, direction, cotangents, pulled)
 
@@ -151,11 +153,14 @@ def _check_along(
     level: _Level, at: Vector, direction: Vector, cotangents: Vector, pulled: float
 ) -> None:
     """Reverse mode alone: its product with a direction against differences of <c, f>."""
+    here = level.fn(*at)
 
     def product(*xs: torch.Tensor) -> Vector:
-        return (_inner(cotangents, level.fn(*xs)),)
+        return (_inner(cotangents, _where_finite(here, level.fn(*xs))),)
 
     estimate = _differences(product, at, direction)[0]
+    if not bool(estimate.known):
+        raise AssertionError(_unknown(level, "<c, f>", 1))
     given = torch.tensor(pulled, dtype=torch.float64)
     if float(estimate.excess(given)) > 1:
         raise AssertionError(
@@ -166,12 +171,14 @@ def _check_along(
 
 
 def _compare_with_differences(
-    level: _Level, at: Vector, direction: Vector, forward: Vector
+    level: _Level, at: Vector, direction: Vector, here: Vector, forward: Vector
 ) -> None:
-    for i, (tangent, estimate) in enumerate(
-        zip(forward, _differences(level.fn, at, direction), strict=True)
-    ):
-        excess = estimate.excess(tangent)
+    estimates = _differences(level.fn, at, direction)
+    for i, (value, tangent, estimate) in enumerate(zip(here, forward, estimates, strict=True)):
+        finite = value.isfinite()
+        if finite.any() and not (finite & estimate.known).any():
+            raise AssertionError(_unknown(level, level.name_of(i), int(finite.sum())))
+        excess = torch.where(finite, estimate.excess(tangent), 0.0)
         if not excess.numel() or float(excess.max()) <= 1:
             continue
         place = tuple(int(n) for n in torch.unravel_index(excess.argmax(), excess.shape))
@@ -185,6 +192,14 @@ def _compare_with_differences(
 def _off(difference: float, bound: float) -> str:
     times = abs(difference) / bound if bound else torch.inf
     return f"; they are {abs(difference):.2e} apart, {times:.3g} times the bound of {bound:.1e}"
+
+
+def _unknown(level: _Level, what: str, count: int) -> str:
+    return (
+        f"order {level.order} cannot be checked: beside the given arguments {what} is infinite or NaN, "
+        f"so that none of its {count} finite elements has a finite difference; give arguments from "
+        "inside of the function's domain"
+    )
 
 
 # -- finite differences -------------------------------------------------------------------------------
@@ -211,8 +226,12 @@ class _Estimate:
         """How far a derivative is outside of the interval, over the bound; 0 where that is unknown."""
         away = self.away(derivative)
         excess = torch.where(away > 0, away / self.bound, 0.0)
-        known = self.error.isfinite() & self.value.isfinite()
-        return torch.where(known, torch.where(excess.isnan(), torch.inf, excess), 0.0)
+        return torch.where(self.known, torch.where(excess.isnan(), torch.inf, excess), 0.0)
+
+    @property
+    def known(self) -> torch.Tensor:
+        """Where there is an estimate: not beside an infinity or NaN."""
+        return self.error.isfinite() & self.value.isfinite()
 
 
 def _differences(fn: Fn, at: Vector, direction: Vector) -> list[_Estimate]:
@@ -272,6 +291,11 @@ def _from_neighbours(values: torch.Tensor) -> torch.Tensor:
 
 def _random_like(vector: Vector, generator: torch.Generator) -> Vector:
     return tuple(torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in vector)
+
+
+def _where_finite(here: Vector, values: Vector) -> Vector:
+    """Values, but zero at elements that are infinite or NaN here."""
+    return tuple(torch.where(x.isfinite(), y, 0) for x, y in zip(here, values, strict=True))
 
 
 def _inner(xs: Vector, ys: Vector) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ from torchard.functional.trace import trace
 from torchard.functional.tracing.signature import read
 from torchard.testing.bounds import Expected, expected
 from torchard.testing.derived import ALL_ORDERS, Derivatives, check_orders, derived
+from torchard.testing.precision import OWN, Precision, precisions
 from torchard.testing.report import Difference, Report
-from torchard.testing.roundings import narrowest_dtype
 
 __all__ = ["Reference", "equal"]
 
@@ -93,7 +93,7 @@ class Reference:
     ) -> None:
         check_orders(orders)
         self.fn, self.args, self.orders, self.seed = fn, tree.whole(args), orders, seed
-        self._known: dict[tuple[str, torch.dtype | None], dict[str, Any]] = {}
+        self._known: dict[tuple[str, frozenset[tuple[str, Precision]]], dict[str, Any]] = {}
 
     def check(self, fn: Fn, *args: Any) -> Report:
         """Assert that a function agrees with this one; its arguments may be placed.
@@ -111,16 +111,17 @@ class Reference:
     def _compared(self, fn: Fn, order: str, args: Any) -> Report:
         fn = derived(fn, order)
         have = _by_path(tree.whole(fn(*args)))
-        report = _differences(have, self._wanted(order, None))
+        report = _differences(have, self._wanted(order, {}))
         # A trace of fn takes long, and narrower dtypes only widen bounds.
-        narrowest = None if report.good else _narrowest(fn, self.args)
-        return report if narrowest is None else _differences(have, self._wanted(order, narrowest))
+        known = {} if report.good else _precisions(fn, self.args)
+        return _differences(have, self._wanted(order, known)) if known else report
 
-    def _wanted(self, order: str, narrowest: torch.dtype | None) -> dict[str, Any]:
-        if (order, narrowest) not in self._known:
-            wanted = _expected(derived(self.fn, order), self.args, narrowest, self.seed)
-            self._known[order, narrowest] = wanted
-        return self._known[order, narrowest]
+    def _wanted(self, order: str, precision_of: Mapping[str, Precision]) -> dict[str, Any]:
+        key = order, frozenset(precision_of.items())
+        if key not in self._known:
+            fn = derived(self.fn, order)
+            self._known[key] = _expected(fn, self.args, precision_of, self.seed)
+        return self._known[key]
 
 
 def traced(fn: Fn, args: Sequence[Any]) -> tuple[Program, list[Any]]:
@@ -133,12 +134,17 @@ def traced(fn: Fn, args: Sequence[Any]) -> tuple[Program, list[Any]]:
 _ABSENT = object()
 
 
-def _narrowest(fn: Fn, args: Any) -> torch.dtype | None:
-    """The narrowest dtype that fn computes in; None if it cannot be traced."""
+def _precisions(fn: Fn, args: Any) -> dict[str, Precision]:
+    """In which dtypes fn computes its results, by path; none if it cannot be traced."""
     try:
-        return narrowest_dtype(trace(fn)(*args))
+        program = trace(fn)(*args)
     except Exception:  # whatever a trace refuses: then the reference's own dtypes stand
-        return None
+        return {}
+    of: list[Any] = [OWN] * len(program.results)
+    for precision, results in precisions(program).items():
+        for i in results:
+            of[i] = precision
+    return _by_path(program.out_tree.build(of))
 
 
 def _by_path(result: Any) -> dict[str, Any]:
@@ -148,17 +154,21 @@ def _by_path(result: Any) -> dict[str, Any]:
 
 
 def _expected(
-    fn: Fn, args: Any, narrowest: torch.dtype | None, seed: int
+    fn: Fn, args: Any, precision_of: Mapping[str, Precision], seed: int
 ) -> dict[str, Any]:
     """What a plain function should return, by path."""
     program, inputs = traced(fn, args)
-    nodes = [node for node in program.results if isinstance(node, fx.Node)]
-    known = expected(program, inputs, nodes, narrowest=narrowest, seed=seed)
-    tensors = [
-        _Wanted(known[node], VAL.of(node).dtype) if isinstance(node, fx.Node) else node
-        for node in program.results
-    ]
-    return _by_path(program.out_tree.build(tensors))
+    results = _by_path(program.out_tree.build(program.results))
+    groups: dict[Precision, list[str]] = {}
+    for path, node in results.items():
+        if isinstance(node, fx.Node):
+            groups.setdefault(precision_of.get(path, OWN), []).append(path)
+    for precision, paths in groups.items():
+        nodes = [results[path] for path in paths]
+        known = expected(program, inputs, nodes, precision=precision, seed=seed)
+        for path, node in zip(paths, nodes, strict=True):
+            results[path] = _Wanted(known[node], VAL.of(node).dtype)
+    return results
 
 
 # -- differences --------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.accessors import pytree
 from torchard.functional.tracing.purify import call_pure
-from torchard.testing.roundings import Rounding, is_float
+from torchard.testing.roundings import Rounding, is_float, rounded_number
 
 __all__ = ["InDouble", "Perturbed", "as_double"]
 
@@ -74,10 +74,15 @@ class Perturbed(InDouble):
         rounding = self.roundings.get(node)
         if rounding is None:
             return super().call(node, args, kwargs)
+        if rounding.literals is not None:
+            args, kwargs = pytree.tree_map(_literal_in(rounding.literals), (args, kwargs))
         args, kwargs = self._perturbed((args, kwargs), rounding.inside)
         return self._perturbed(super().call(node, args, kwargs), rounding.of_result)
 
     def _perturbed(self, values: Any, error: float) -> Any:
+        if not error:
+            return values
+
         def perturb(x: Any) -> Any:
             if not is_float(x):
                 return x
@@ -93,6 +98,10 @@ def as_double(value: Any) -> Any:
     if not is_float(value):
         return value
     return value.detach().to(torch.complex128 if value.is_complex() else torch.float64)
+
+
+def _literal_in(dtype: torch.dtype) -> Callable[[Any], Any]:
+    return lambda x: rounded_number(x, dtype) if isinstance(x, float) else x
 
 
 def _double_dtype(value: Any) -> Any:

@@ -19,7 +19,7 @@ from torchard.testing.converted import check_converted
 from torchard.testing.derived import ALL_ORDERS, derived
 from torchard.testing.equal import Reference, equal
 from torchard.testing.report import Report
-from torchard.testing.roundings import is_float
+from torchard.testing.roundings import alike, is_float
 
 __all__ = [
     "check_batching",
@@ -371,10 +371,10 @@ def _batch_of(leaf: Any, generator: torch.Generator) -> Any:
 
 
 def _check_same(have: Any, want: Any, root: str, what: str) -> None:
-    """Leaves are equal bit by bit."""
+    """Leaves are equal, a NaN only to a NaN."""
     for path, a, b in zip(
         tree.paths(want, root), tree.leaves(have), tree.leaves(want), strict=True
     ):
-        equal_bits = torch.equal(a.nan_to_num(), b.nan_to_num()) if _tensor(a) else a == b
-        if not equal_bits:
+        same = bool(alike(a, b).all()) if _tensor(a) else a == b
+        if not same:
             raise AssertionError(f"{path} {what}")

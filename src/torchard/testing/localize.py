@@ -16,8 +16,10 @@ from torchard.functional.programs.flops import op_name
 from torchard.functional.programs.tags import PHASE, SCOPE, SOURCE, VAL
 from torchard.functional.reports.text import value_text
 from torchard.testing.bounds import Expected, expected
+from torchard.testing.movement import rearranges
 from torchard.testing.observe import Observed, observed
-from torchard.testing.roundings import is_float, moves, narrowest_dtype
+from torchard.testing.precision import precision_of
+from torchard.testing.roundings import is_float
 
 __all__ = ["Divergence", "Operation", "localize"]
 
@@ -137,7 +139,7 @@ def localize(
     ours = observed(fn, args, gradients=gradients)
     theirs = observed(reference, tree.whole(args), gradients=gradients)
     known = expected(
-        theirs.program, theirs.inputs, theirs.values, seed=seed, narrowest=narrowest_dtype(ours.program)
+        theirs.program, theirs.inputs, theirs.values, seed=seed, precision=precision_of(ours.program)
     )
     match = _Match(ours, theirs, known)
     wrong = match.wrong_results()
@@ -239,7 +241,7 @@ def operands(node: fx.Node) -> list[fx.Node]:
 
 def _passes_on(node: fx.Node) -> bool:
     casts = op_name(node) == "aten._to_copy"
-    return node.op == "call_function" and (casts or moves(node)) and bool(operands(node))
+    return node.op == "call_function" and (casts or rearranges(node)) and bool(operands(node))
 
 
 @dataclass(frozen=True)
@@ -277,4 +279,4 @@ class _Region:
 
 def _computed(node: fx.Node) -> bool:
     """Whether a value is more than an input or a part of one."""
-    return node.op == "call_function" and (not moves(node) or any(map(_computed, operands(node))))
+    return node.op == "call_function" and (not rearranges(node) or any(map(_computed, operands(node))))

@@ -10,44 +10,38 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from torchard.functional.programs.flops import flops, is_product, op_name
+from torchard.functional.programs.flops import flops, is_product
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
-from torchard.functional.programs.views import is_view
 from torchard.functional.torch_internals.accessors import pytree
+from torchard.testing.movement import literals, moves
 
 __all__ = [
     "Rounding",
+    "alike",
     "is_float",
-    "moves",
     "narrower",
-    "narrowest_dtype",
+    "rounded",
+    "rounded_number",
     "roundings_of",
     "unit_roundoff",
 ]
 
-# Operations that move values and round none. Those that are missing here cost one rounding too many.
-_MOVES = frozenset(
-    f"aten.{name}"
-    for name in (
-        *("amax", "amin", "aminmax", "cummax", "cummin", "kthvalue", "max", "median", "min"),
-        *("cat", "clone", "constant_pad_nd", "embedding", "flip", "gather", "index", "index_select"),
-        *("masked_fill", "max_pool2d_with_indices", "repeat", "roll", "select_scatter", "slice_scatter"),
-        *("sort", "stack", "topk", "tril", "triu", "where"),
-    )
-)  # fmt: skip
-
-
 def is_float(value: Any) -> bool:
     """Whether a value is a floating or complex tensor."""
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def alike(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Where two tensors have the same value; NaNs are the same."""
+    return (x == y) | ((x != x) & (y != y))
 
 
 def unit_roundoff(dtype: torch.dtype) -> float:
@@ -55,11 +49,22 @@ def unit_roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
 
 
-def narrowest_dtype(program: Program) -> torch.dtype | None:
-    """The floating dtype with the largest roundoff of those that a program computes in."""
-    vals = pytree.tree_leaves([VAL.get(node) for node in program.calls])
-    dtypes = dict.fromkeys(_real(v.dtype) for v in vals if is_float(v))
-    return max(dtypes, key=unit_roundoff, default=None)
+def rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Floating numbers as this dtype holds them, in double precision.
+
+    Overflow and underflow are no roundings: infinities do not appear, nor zeros.
+    """
+    if x.is_complex():
+        return torch.view_as_complex(rounded(torch.view_as_real(x.resolve_conj()), dtype))
+    wide = x.double()
+    near = x.to(dtype).double()
+    near = torch.where((near == 0) & (wide != 0), wide * (1 + unit_roundoff(dtype)), near)
+    return torch.where(near.isfinite(), near, wide)
+
+
+def rounded_number(x: float, dtype: torch.dtype) -> float:
+    """A number as this dtype holds it; see `rounded`."""
+    return float(rounded(torch.tensor(x, dtype=torch.float64), dtype))
 
 
 def narrower(dtype: torch.dtype, other: torch.dtype | None) -> torch.dtype:
@@ -71,11 +76,6 @@ def _real(dtype: torch.dtype) -> torch.dtype:
     return torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
 
 
-def moves(node: fx.Node) -> bool:
-    """Whether an operation moves values and computes none."""
-    return is_view(node) or op_name(node) in _MOVES
-
-
 @dataclass(frozen=True)
 class Rounding:
     """Relative errors (standard deviations) of one operation.
@@ -83,14 +83,20 @@ class Rounding:
     Attributes:
         inside: of its operands, which stand for the roundings inside.
         of_result: of its result.
+        literals: the dtype that holds the floating numbers among its arguments, where these are values
+            of its result: how they are rounded is known.
     """
 
-    inside: float
-    of_result: float
+    inside: float = 0.0
+    of_result: float = 0.0
+    literals: torch.dtype | None = None
 
 
 def roundings_of(
-    program: Program, values: Mapping[fx.Node, Any], narrowest: torch.dtype | None = None
+    program: Program,
+    values: Mapping[fx.Node, Any],
+    narrowest: torch.dtype | None = None,
+    inexact: Collection[fx.Node] = (),
 ) -> dict[fx.Node, Rounding]:
     """The operations of a program that round.
 
@@ -102,19 +108,30 @@ def roundings_of(
         values: of every node, in double precision.
         narrowest: operations of wider dtypes count as done in this one; for a program that stands for one
             in a narrower dtype.
+        inexact: inputs that are rounded before anything is computed from them.
     """
-    exact = set(program.placeholders)
+    exact = set(program.placeholders) - set(inexact)
     found: dict[fx.Node, Rounding] = {}
     for node in program.calls:
         floats = filter(is_float, _tensors(VAL.of(node)))
-        units = [unit_roundoff(narrower(v.dtype, narrowest)) for v in floats]
+        dtypes = [narrower(v.dtype, narrowest) for v in floats]
+        units = list(map(unit_roundoff, dtypes))
         computes = bool(units) and not moves(node) and node.target is not operator.getitem
         of_exact = all(source in exact for source in node.all_input_nodes)
-        if of_exact and (not computes or _is_exact(node, values, min(map(_bits, units)))):
+        if computes:
+            if of_exact and _is_exact(node, values, min(map(_bits, units))):
+                exact.add(node)
+            else:
+                found[node] = _rounding(node, max(units))
+        elif units and any(_is_rounded(x, dtypes[0]) for x in literals(node)):
+            found[node] = Rounding(literals=dtypes[0])
+        elif of_exact:
             exact.add(node)
-        elif computes:
-            found[node] = _rounding(node, max(units))
     return found
+
+
+def _is_rounded(x: float, dtype: torch.dtype) -> bool:
+    return math.isfinite(x) and rounded_number(x, dtype) != x
 
 
 def _rounding(node: fx.Node, unit: float) -> Rounding:

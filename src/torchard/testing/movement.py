@@ -1,0 +1,59 @@
+"""Which operations compute nothing: they move values, or choose among them, and so round none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from torchard.functional.programs.flops import op_name
+from torchard.functional.programs.views import is_view
+
+__all__ = ["literals", "moves", "rearranges"]
+
+# Operations that put values elsewhere, whatever the values are.
+_REARRANGES = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("cat", "clone", "constant_pad_nd", "embedding", "flip", "gather", "index", "index_select"),
+        *("repeat", "roll", "select_scatter", "slice_scatter", "stack"),
+    )
+)
+
+# Operations whose results are some of their operands, at most with another sign. Those that are missing
+# here and above cost one rounding too many. Were results perturbed, no operand would equal the largest
+# any more, and gradients that ask which one does would be NaN.
+_SELECTS = frozenset(
+    f"aten.{name}"
+    for name in (
+        *("abs", "amax", "amin", "aminmax", "clamp", "clamp_max", "clamp_min", "cummax", "cummin"),
+        *("fmax", "fmin", "kthvalue", "masked_fill", "max", "max_pool2d_with_indices", "maximum"),
+        *("median", "min", "minimum", "neg", "relu", "sort", "threshold_backward", "topk", "tril"),
+        *("triu", "where"),
+    )
+)
+
+# Operations that select or compute, by their argument of this name and position.
+_REDUCES = {"aten.scatter_reduce": 4, "aten.index_reduce": 4}
+
+
+def rearranges(node: fx.Node) -> bool:
+    """Whether an operation moves values from place to place, all of them alike."""
+    return is_view(node) or op_name(node) in _REARRANGES
+
+
+def moves(node: fx.Node) -> bool:
+    """Whether all of an operation's results are operands or literals."""
+    name = op_name(node)
+    if name in _REDUCES:
+        return _argument(node, "reduce", _REDUCES[name]) in ("amax", "amin")
+    return rearranges(node) or name in _SELECTS
+
+
+def literals(node: fx.Node) -> list[float]:
+    """The floating numbers among a call's arguments."""
+    return [x for x in (*node.args, *node.kwargs.values()) if isinstance(x, float)]
+
+
+def _argument(node: fx.Node, name: str, position: int) -> Any:
+    return node.kwargs[name] if name in node.kwargs else node.args[position]

@@ -1,0 +1,108 @@
+"""In which dtypes a program computes each result, and holds the inputs on the way there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import VAL
+from torchard.functional.torch_internals.accessors import pytree
+from torchard.testing.roundings import is_float, narrower
+
+__all__ = ["OWN", "Precision", "precision_of", "precisions"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The narrowest dtypes behind some results of one function.
+
+    What another function returns in their place counts as computed in the same dtypes: each of its
+    operations in the narrowest, and its inputs as held in it where this function holds them so.
+
+    Attributes:
+        narrowest: of all that is computed for the results; None where nothing is, or where the function
+            is not known: then the other's own dtypes stand.
+        held: of each input, by its path: of it and what is computed from it for the results.
+
+    >>> import torch, torchard as ta
+    >>> from torchard.testing.precision import precisions
+    >>> program = ta.trace(lambda x, y: (x.bfloat16().amax(), y.amax()))(torch.ones(3), torch.ones(3))
+    >>> for precision, results in precisions(program).items():
+    ...     print(precision, results)
+    Precision(narrowest=torch.bfloat16, held=(('args[0]', torch.bfloat16),)) [0]
+    Precision(narrowest=torch.float32, held=(('args[1]', torch.float32),)) [1]
+    """
+
+    narrowest: torch.dtype | None = None
+    held: tuple[tuple[str, torch.dtype], ...] = ()
+
+    def of_inputs(self, program: Program) -> dict[fx.Node, torch.dtype]:
+        """In which dtypes another program's inputs count as held; else the narrowest."""
+        if self.narrowest is None:
+            return {}
+        known = dict(self.held)
+        pairs = zip(program.placeholders, program.inputs, strict=True)
+        return {node: known.get(leaf.path, self.narrowest) for node, leaf in pairs}
+
+
+OWN = Precision()
+"""Of a function that is not known: what another returns counts as computed in its own dtypes."""
+
+
+def precisions(program: Program) -> dict[Precision, list[int]]:
+    """The results of a program by their precision; those of one narrowest dtype share what they hold."""
+    groups: dict[torch.dtype | None, dict[int, set[fx.Node]]] = {}
+    for i, result in enumerate(program.results):
+        if isinstance(result, fx.Node):
+            behind = _behind(result)
+            groups.setdefault(_narrowest(behind), {})[i] = behind
+    return {
+        Precision(narrowest, _held(program, set().union(*behind.values()))): list(behind)
+        for narrowest, behind in groups.items()
+    }
+
+
+def precision_of(program: Program) -> Precision:
+    """The narrowest dtypes of all values of a program."""
+    nodes = set(program.graph.nodes)
+    return Precision(_narrowest(nodes), _held(program, nodes))
+
+
+def _held(program: Program, nodes: set[fx.Node]) -> tuple[tuple[str, torch.dtype], ...]:
+    """The narrowest dtype of each input and of what depends on it, among these nodes."""
+    least: dict[fx.Node, torch.dtype | None] = {}
+    for node in sorted(nodes, reverse=True):
+        least[node] = _least([*_dtypes(node), *(least.get(user) for user in node.users)])
+    pairs = zip(program.placeholders, program.inputs, strict=True)
+    held = ((leaf.path, least.get(node)) for node, leaf in pairs)
+    return tuple((path, dtype) for path, dtype in held if dtype is not None)
+
+
+def _behind(result: fx.Node) -> set[fx.Node]:
+    """A node and all that it depends on."""
+    found, stack = {result}, [result]
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source not in found:
+                found.add(source)
+                stack.append(source)
+    return found
+
+
+def _narrowest(nodes: Iterable[fx.Node]) -> torch.dtype | None:
+    return _least(dtype for node in nodes if node.op == "call_function" for dtype in _dtypes(node))
+
+
+def _least(dtypes: Iterable[torch.dtype | None]) -> torch.dtype | None:
+    found: torch.dtype | None = None
+    for dtype in dtypes:
+        found = found if dtype is None else narrower(dtype, found)
+    return found
+
+
+def _dtypes(node: fx.Node) -> list[torch.dtype]:
+    return [x.dtype for x in pytree.tree_leaves(VAL.get(node)) if is_float(x)]
