@@ -142,7 +142,8 @@ class Timeline(NamedTuple):
     @property
     def bubble(self) -> float:
         """The time that the busiest rank is idle, relative to the time that it computes."""
-        return self.length / max(self.busy) - 1
+        busiest = max(self.busy)
+        return self.length / busiest - 1 if busiest else 0.0
 
 
 def needs(task: Task, chunks: int) -> Iterator[Task]:

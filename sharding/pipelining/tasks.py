@@ -32,11 +32,12 @@ def tasks_of(graph: fx.Graph, whole: bool = False) -> dict[fx.Node, Task]:
         whole: whether the backward of a chunk is one task.
     """
     chunk_of = _chunks(graph)
+    alone = not any(map(MICROBATCH.on, graph.nodes))  # the whole batch is one microbatch
     tasks: dict[fx.Node, Task] = {}
     for node, chunk in chunk_of.items():
-        if MICROBATCH.on(node):
+        if alone or MICROBATCH.on(node):
             kind = "F" if PHASE.get(node) != "backward" else "B" if whole else "W"
-            tasks[node] = Task(chunk, MICROBATCH.of(node), kind)
+            tasks[node] = Task(chunk, MICROBATCH.get(node, 0), kind)
     if not whole:
         for node in reversed(graph.nodes):
             if node in tasks and tasks[node].kind == "W" and _feeds_backward(node, tasks):

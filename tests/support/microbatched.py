@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import optree
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 
 from torchard import Mesh, P, accumulate, checkpoint, fuse, jit, random, shard
 
-__all__ = ["BATCH", "CASES", "DERIVED", "STACKS", "Case"]
+__all__ = ["BATCH", "CASES", "DERIVED", "STACKS", "Case", "batch_of", "sum_of"]
 
 F64 = torch.float64
 ROWS, LENGTH, WIDTH, WORDS = 12, 6, 8, 11
@@ -166,3 +167,26 @@ DERIVED: dict[str, Callable[[Callable[[Any], Any], Any], Any]] = {
     "vmap": lambda t, f: _batched(t(f)),
     "vmap of grad": lambda t, f: _batched(torch.func.grad(t(f))),
 }
+
+
+# -- random programs -----------------------------------------------------------------------------------
+
+
+def sum_of(program: Any, *inputs: torch.Tensor) -> torch.Tensor:
+    """A number that depends on all floating results."""
+    floats = [v for v in optree.tree_leaves(program(*inputs)) if v.is_floating_point()]
+    return sum(((v * v + v).sum(dtype=F64) for v in floats), torch.zeros((), dtype=F64))
+
+
+def batch_of(inputs: tuple[torch.Tensor, ...], draw: Random) -> tuple[int, tuple[int | None, ...]] | None:
+    """The number of slices, and the dim of some inputs that have the same size there."""
+    arrays = [(i, x) for i, x in enumerate(inputs) if x.dtype != torch.int64 or x.shape != (2,)]  # no key
+    dims = [(i, d, n) for i, x in arrays for d, n in enumerate(x.shape) if n > 1]
+    if not dims:
+        return None
+    _, _, size = draw.choice(dims)
+    batch: list[int | None] = [None] * len(inputs)
+    for i, d, n in draw.sample(dims, len(dims)):
+        if n == size and (draw.random() < 0.7 or batch == [None] * len(inputs)):
+            batch[i] = d
+    return draw.choice([k for k in range(2, size + 1) if size % k == 0]), tuple(batch)
