@@ -37,7 +37,7 @@ def close(have: Any, want: Any) -> None:
     torch.testing.assert_close(whole(have), want, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.sampled(60)
+@pytest.mark.sampled(120)
 @pytest.mark.parametrize(
     ("name", "ranks", "count", "schedule", "derived"),
     list(product(MODELS, (2, 3, 4), COUNTS, SCHEDULES, DERIVED)),

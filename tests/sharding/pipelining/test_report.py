@@ -38,9 +38,16 @@ def without_empty(wanted: PipelineSchedule, found: PipelineSchedule) -> list[tup
     return [tuple(task for task in tasks if task in there) for tasks in wanted.ranks]
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt"])
-@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (3, 5)])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(
+    ("name", "ranks", "count", "schedule"),
+    [
+        (name, ranks, count, schedule)
+        for name in ("mlp", "gpt")
+        for ranks, count in ((2, 4), (3, 5), (4, 8))
+        for schedule in SCHEDULES
+    ],
+)
 def test_ranks_run_the_schedule(name: str, ranks: int, count: int, schedule: str) -> None:
     step, args = step_of(name, ranks, count, schedule)
     found = step.lower(*args).schedule.schedule
@@ -81,8 +88,11 @@ def kept_at_once(live: Liveness, sizes: Any) -> int:
     return max(map(len, held))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8)])
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    ("ranks", "count", "schedule"),
+    [(ranks, count, schedule) for ranks, count in ((2, 4), (4, 8)) for schedule in SCHEDULES],
+)
 def test_residuals_of_as_many_microbatches_as_in_flight_are_alive(
     ranks: int, count: int, schedule: str
 ) -> None:
