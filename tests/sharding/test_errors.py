@@ -65,6 +65,22 @@ def test_spec_tree_that_does_not_fit_the_result() -> None:
     says(e.value, "out_specs", "not a prefix of out")
 
 
+@pytest.mark.parametrize(
+    ("specs", "said"),
+    [
+        (({"v": P()}, P()), "in_specs[0] is a dict with 'v', and args[0] is a dict with 'w'. Give"),
+        (([P(), P()], P()), "in_specs[0] is a list of 2, and args[0] is a dict with 'w'. Give"),
+        (({"w": {"a": P()}}, P()), "in_specs[0]['w'] is a dict with 'a', and args[0]['w'] is a leaf."),
+        (({"w": ()}, P()), "in_specs[0]['w'] is a tuple of 0, and args[0]['w'] is a leaf. Give"),
+        ((P(), P(), P()), "in_specs is a tuple of 3, and args is a tuple of 2. Give"),
+    ],
+)
+def test_where_a_spec_tree_and_the_arguments_part(specs: Any, said: str) -> None:
+    with pytest.raises(SpecError) as e:
+        shard(lambda p, x: p["w"] + x, MESH, in_specs=specs)({"w": X}, X)
+    says(e.value, said, "every leaf a spec, or one spec for a whole subtree")
+
+
 def test_spec_tree_that_does_not_fit_values_to_place() -> None:
     with pytest.raises(SpecError, match="specs is not a prefix of the values"):
         place({"w": X}, MESH, {"v": P()})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ def derived(fn: Fn, order: str) -> Fn:
 
     Returns:
         A function of the same arguments. It returns `Derivatives`, with a tensor for each of those leaves
-        (for "jvp", for each floating result).
+        (for "jvp", for each floating result). "second" cannot be differentiated further.
     """
     return _ORDERS[order](fn)
 
@@ -61,11 +62,14 @@ def _value(fn: Fn) -> Fn:
     return fn
 
 
-def _gradient(fn: Fn) -> Fn:
+def _gradient(fn: Fn, last: bool = False) -> Fn:
+    """The gradient; the last one cannot be differentiated: nothing is prepared that nobody takes."""
+
     def gradient(*args: Any) -> Derivatives:
         part = _FloatingPart(fn, args)
         results, pull, *_ = torch.func.vjp(part, *part.leaves)
-        gradients = part.by_path(pull(tuple(map(fixed_direction, results))))
+        with torch.no_grad() if last else contextlib.nullcontext():
+            gradients = part.by_path(pull(tuple(map(fixed_direction, results))))
         return Derivatives((f"gradient of {path}", g) for path, g in gradients.items())
 
     return gradient
@@ -95,7 +99,8 @@ def _second(fn: Fn) -> Fn:
         return sum(products, start=torch.zeros(()))
 
     def second(*args: Any) -> Derivatives:
-        return Derivatives((f"second {path}", g) for path, g in _gradient(along)(*args).items())
+        gradients = _gradient(along, last=True)(*args)
+        return Derivatives((f"second {path}", g) for path, g in gradients.items())
 
     return second
 
