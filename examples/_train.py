@@ -22,7 +22,7 @@ from torch import Tensor
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 import torchard
-from torchard import Mesh, MeshTensor, P, jit, optim, place, random, shard
+from torchard import Mesh, MeshTensor, P, jit, optim, pipeline, place, random, shard, stage_specs
 
 __all__ = ["Model", "Params", "Recipe", "options", "run"]
 
@@ -59,11 +59,13 @@ class Recipe:
         specs: the specs of the parameters, a tree like theirs or a prefix of it.
         batch: the spec of the windows.
         pins: the specs of activations, by the labels that the model gave them.
+        stages: the scopes of the layers that the axis "pp" puts on different ranks; None for no pipeline.
     """
 
     specs: Any
     batch: P = field(default_factory=P)
     pins: Mapping[str, P] = field(default_factory=dict)
+    stages: str | None = None
 
 
 def make_step(loss: Callable[[Params, Tensor], Tensor], optimizer: optim.Optimizer) -> Step:
@@ -157,24 +159,35 @@ def train(
 
 def sharded(task: Task, recipe: Recipe, mesh: Mesh, here: _job.Job) -> tuple[Params, Curve, float]:
     """Train on the mesh; the gathered parameters, the curve, and the loss on held-out text."""
-    step = make_step(task.model.loss, task.optimizer)
-    state_specs = optim.AdamState(P(), recipe.specs, recipe.specs)
+    step = cut(make_step(task.model.loss, task.optimizer), (None, None, 0), task, recipe, mesh)
+    here.doing, here.awaited = "planning", "its plan"
+    params, specs = task.init(), recipe.specs
+    if recipe.stages is not None:
+        example = place(next(task.batches()), mesh, recipe.batch)
+        specs = stage_specs(step, params, task.optimizer.init(params), example, specs=specs)
     run = jit(
-        shard(step, mesh, out_specs=(recipe.specs, state_specs, P()), constrain_at=recipe.pins),
+        shard(
+            step,
+            mesh,
+            out_specs=(specs, optim.AdamState(P(), specs, specs), P()),
+            constrain_at=recipe.pins,
+        ),
         backend=task.options.backend,
         donate_argnums=(0, 1),
     )
-    here.doing, here.awaited = "planning", "its plan"
-    params = place(task.init(), mesh, recipe.specs)
+    params = place(params, mesh, specs)
     state = task.optimizer.init(params)  # placed as the parameters are
     params, state, first = resumed(task.options, params, state)
     batches = (place(batch, mesh, recipe.batch) for batch in task.batches(first))
 
     example = place(next(task.batches(first)), mesh, recipe.batch)
-    plan = run.lower(params, state, example).collectives
+    program = run.lower(params, state, example)
+    plan = program.collectives
     here.awaited = f"its part of a step's collectives ({counted(plan)})"
     if here.leads:
         print(f"What one step sends over {mesh}:\n\n{plan}\n", flush=True)
+        if recipe.stages is not None:
+            print(f"{program.schedule}\n", flush=True)
 
     def keep(number: int, params: Params, state: Any) -> None:
         if is_kept(task.options, number):
@@ -187,10 +200,28 @@ def sharded(task: Task, recipe: Recipe, mesh: Mesh, here: _job.Job) -> tuple[Par
     params, curve = train(run, params, state, batches, task, here, str(mesh), first, keep)
 
     here.doing = "validation"
-    evaluate = shard(task.model.loss, mesh, out_specs=P(), constrain_at=recipe.pins)
+    loss = cut(task.model.loss, (None, 0), task, recipe, mesh)
+    evaluate = shard(loss, mesh, out_specs=P(), constrain_at=recipe.pins)
     held_out = evaluate(params, place(task.validation(), mesh, recipe.batch))
     here.awaited = "its shards of the parameters"
     return gathered(params), curve, float(held_out)
+
+
+def cut(
+    fn: Callable[..., Any], batch: tuple[int | None, ...], task: Task, recipe: Recipe, mesh: Mesh
+) -> Callable[..., Any]:
+    """The function itself, or its layers on the stages of the mesh, as the recipe says."""
+    if recipe.stages is None:
+        return fn
+    return pipeline(
+        fn,
+        mesh,
+        "pp",
+        stages=recipe.stages,
+        microbatches=task.options.microbatches,
+        batch=batch,
+        schedule=task.options.schedule,
+    )
 
 
 def is_kept(options: argparse.Namespace, number: int) -> bool:

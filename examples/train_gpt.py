@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 examples/train_gpt.py --mesh tp=2 --plan tp+sp
     torchrun --nproc-per-node 2 examples/train_gpt.py --mesh dp=2 --plan fsdp
     python examples/train_gpt.py --virtual dp=2,tp=2 --plan fsdp+tp
+    torchrun --nproc-per-node 2 examples/train_gpt.py --mesh pp=2 --plan pp --schedule 1f1b
 
 The model is plain functions for one device. A scheme is only data, here called a recipe: the specs of the
 parameters, of the batch, and, for sequence parallelism, of the one activation that the model labels.
@@ -22,6 +23,8 @@ from _train import Params, Recipe
 from torch import Tensor
 
 from torchard import P, name, nn, random, scope
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 
 
 @dataclass(frozen=True)
@@ -151,7 +154,7 @@ def megatron(size: Size, dp: str | None = None) -> Any:
 
 
 def recipes(size: Size) -> dict[str, Recipe]:
-    """The recipes that `--plan` selects, for a mesh with the axes "dp" and "tp"."""
+    """The recipes that `--plan` selects, for a mesh with the axes "pp", "dp" and "tp"."""
     rows = P("dp")
     by_position = {**megatron(size), "positions": P("tp")}
     return {
@@ -159,6 +162,10 @@ def recipes(size: Size) -> dict[str, Recipe]:
         "tp+sp": Recipe(by_position, rows, pins={"stream": P("dp", "tp")}),
         "fsdp": Recipe(P("dp"), rows),
         "fsdp+tp": Recipe(megatron(size, "dp"), rows),
+        # The tied embedding is on all stages: the first one reads it, and so does the last.
+        "pp": Recipe(P(), rows, stages="block/*"),
+        "pp+tp": Recipe(megatron(size), rows, stages="block/*"),
+        "pp+fsdp": Recipe(P("dp"), rows, stages="block/*"),
     }
 
 
@@ -169,6 +176,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--width", type=int, default=Size.width, help="width of the residual stream")
     parser.add_argument("--heads", type=int, default=Size.heads)
     parser.add_argument("--layers", type=int, default=Size.layers)
+    parser.add_argument("--microbatches", type=int, default=4, help="slices of a batch in a pipeline")
+    parser.add_argument("--schedule", choices=SCHEDULES, default="1f1b", help="of a pipeline")
     parser.add_argument("--untied", action="store_true", help="a separate weight for the output")
     parser.set_defaults(batch=32, lr=5e-3, validate=256)
     options = parser.parse_args(argv)
@@ -176,7 +185,7 @@ def main(argv: list[str] | None = None) -> None:
     size = Size(options.context, options.width, options.heads, options.layers, not options.untied)
     functions = (functools.partial(f, size) for f in (init, loss, predict))
     model = _train.Model(size.context, size.context, *functions)
-    _train.run("train_gpt", options, model, recipes(size)[options.plan], axes=("dp", "tp"))
+    _train.run("train_gpt", options, model, recipes(size)[options.plan], axes=("pp", "dp", "tp"))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ from torchard.functional.core.arguments import checked
 from torchard.functional.core.placed import is_placed
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.tracing.signature import paths_of
-from torchard.sharding.pipelining.homes import Home, home_of
+from torchard.sharding.layouts.tags import CHUNK
+from torchard.sharding.pipelining.homes import Home
 from torchard.sharding.values.spec import P
 from torchard.sharding.values.spectree import broadcast
 
@@ -67,16 +68,13 @@ def stage_specs(fn: Transformed, *args: Any, specs: Any = None, **kwargs: Any) -
 
 
 def _used_at(placeholder: fx.Node) -> Home:
-    """The home of all operations that use an input; () if there are several, or none."""
+    """The home of all stages that use an input; () if there are several, or none."""
     homes: set[Home] = set()
     seen, stack = {placeholder}, [placeholder]
     while stack:
         for user in stack.pop().users:
-            home = home_of(user) if user.op == "call_function" else ()
-            if home:
-                homes.add(home)
-            elif user.op == "output":
-                return ()
+            if CHUNK.on(user):
+                homes.add(CHUNK.of(user)[1])
             elif user not in seen:
                 seen.add(user)
                 stack.append(user)

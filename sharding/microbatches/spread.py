@@ -19,7 +19,7 @@ from torchard.functional.core.errors import AccumulateError
 from torchard.functional.programs.constants import release_constants
 from torchard.functional.programs.graphs import add_call, output_node, output_values, with_operands
 from torchard.functional.programs.tagging import inherit
-from torchard.functional.programs.tags import LAYOUT, SOURCE, VAL
+from torchard.functional.programs.tags import LAYOUT, PHASE, SOURCE, VAL
 from torchard.functional.programs.views import is_view
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.decompositions.decompose import decompose
@@ -127,8 +127,7 @@ class _Spread:
         if all(layout.is_replicated for layout in have):
             return next(o for o in found if not any(out.axes for out in (*o.ins, *o.outs)))
         usable = [o for o in found if all(map(_reachable, have, o.ins)) and self._is_even(o)]
-        if len({CHUNK.of(o) for o in call.operands if CHUNK.on(o)}) > 1:
-            # A sum of sums at several stages of a pipeline: each is completed first, and sent once.
+        if _is_after_sums(call):
             usable = [o for o in usable if not any(x.awaited for x in o.ins)] or usable
         split = any(layout.split_axes for layout in have)
         if split:
@@ -210,6 +209,17 @@ def _reachable(have: Layout, want: Layout) -> bool:
     if have.split_axes:
         return False
     return not want.pending
+
+
+def _is_after_sums(call: Call) -> bool:
+    """Whether the sums that an operation reads are completed first, even if it is linear in them.
+
+    It reads gradients and belongs to no backward, as an optimizer does: it is computed once. Or it adds
+    up sums at several stages of a pipeline, each of which is sent once.
+    """
+    chunks = {CHUNK.of(o) for o in call.operands if CHUNK.on(o)}
+    of_gradients = any(PHASE.get(o) == "backward" for o in call.operands)
+    return len(chunks) > 1 or (of_gradients and PHASE.get(call.node) != "backward")
 
 
 def _price(call: Call, have: Sequence[Layout], option: Option) -> tuple[int, ...]:

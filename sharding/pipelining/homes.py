@@ -41,11 +41,38 @@ def locate(graph: fx.Graph, inputs: Sequence[Home]) -> None:
         inputs: the homes of the inputs.
     """
     given = iter(inputs)
+    shared: set[fx.Node] = set()  # what all ranks hold of the inputs, and compute from it
     for node in graph.nodes:
         if node.op == "placeholder":
             _set_home(node, next(given))
+            shared.update([] if home_of(node) else [node])
         elif node.op == "call_function":
-            _set_home(node, _computed_at(node))
+            _set_home(node, () if _updates(node, shared) else _computed_at(node))
+            if not home_of(node) and not shared.isdisjoint(node.all_input_nodes):
+                shared.add(node)
+    for node in reversed(graph.nodes):
+        users = list(node.users)
+        if _is_update(node) and users and not any(u.op == "output" or home_of(u) for u in users):
+            _set_home(node, ())
+
+
+def _is_update(node: fx.Node) -> bool:
+    """Whether an operation belongs to no stage, as those of an optimizer do."""
+    if node.op != "call_function" or CHUNK.on(node) or STEP.on(node):
+        return False
+    return PHASE.get(node) != "backward" and isinstance(VAL.get(node), torch.Tensor)
+
+
+def _updates(node: fx.Node, shared: set[fx.Node]) -> bool:
+    """Whether an operation updates a value that all ranks hold, as an optimizer does a tied weight.
+
+    Every rank computes it then, and what only it needs: the gradient is sent, and not each new value.
+    """
+    if not _is_update(node):
+        return False
+    val = VAL.of(node)
+    held = (VAL.of(o) for o in node.all_input_nodes if o in shared)
+    return val.ndim > 0 and any(isinstance(x, torch.Tensor) and x.shape == val.shape for x in held)
 
 
 def _set_home(node: fx.Node, home: Home) -> None:

@@ -34,9 +34,12 @@ def tasks_of(graph: fx.Graph, whole: bool = False) -> dict[fx.Node, Task]:
     chunk_of = _chunks(graph)
     alone = not any(map(MICROBATCH.on, graph.nodes))  # the whole batch is one microbatch
     tasks: dict[fx.Node, Task] = {}
+    late: set[fx.Node] = set()
     for node, chunk in chunk_of.items():
+        if PHASE.get(node) == "backward" or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)  # what a forward computes from gradients, too
         if alone or MICROBATCH.on(node):
-            kind = "F" if PHASE.get(node) != "backward" else "B" if whole else "W"
+            kind = "F" if node not in late else "B" if whole else "W"
             tasks[node] = Task(chunk, MICROBATCH.get(node, 0), kind)
     if not whole:
         for node in reversed(graph.nodes):

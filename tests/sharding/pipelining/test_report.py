@@ -10,7 +10,7 @@ import optree
 import pytest
 import torch
 from microbatched import BATCH
-from pipelined import MODELS, model
+from pipelined import MODELS, model, whole
 
 from torchard import Mesh, P, ShapeDtype, jit, optim, pipeline, place, shard, stage_specs
 from torchard.functional.programs.tags import PHASE, STEP
@@ -168,8 +168,31 @@ def test_specs_of_a_whole_training_step() -> None:
     shapes = optree.tree_map(lambda v: ShapeDtype(v.shape, v.dtype), case.args[0])
     specs = stage_specs(step, shapes, optimizer.init(case.args[0]), *case.args[1:])
     params = place(case.args[0], mesh, specs)
-    new, _, _ = step(params, optimizer.init(params), *case.args[1:])
+    state = optimizer.init(params)
+    found = step.lower(params, state, *case.args[1:]).schedule.schedule
+    assert found.ranks == named("1f1b", 2, 4).ranks
+    new, _, _ = step(params, state, *case.args[1:])
     assert [layer["up"].spec.home for layer in new["layers"]] == [(("pp", i // 2),) for i in range(4)]
+
+
+def test_a_tied_weight_is_updated_by_all_who_hold_it() -> None:
+    """Its gradient is sent once each way; neither the new weight nor the optimizer's state is."""
+    case = model("gpt")
+    optimizer = optim.adamw(1e-2)
+
+    def train(params: Any, state: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return optimizer.update(torch.func.grad(case.loss)(params, x, y), state, params)
+
+    mesh = Mesh({"pp": 2}, virtual=True)
+    step = pipeline(train, mesh, "pp", stages="layer/*", microbatches=4, batch=(None, None, 0, 0))
+    state = optimizer.init(case.args[0])
+    specs = stage_specs(step, case.args[0], state, *case.args[1:])
+    params = place(case.args[0], mesh, specs)
+    run = step.lower(params, optimizer.init(params), *case.args[1:])
+    tied = [c for c in run.collectives if c.kind == "send" and c.shape == (7, 4)]
+    assert len(tied) == 2
+    have = whole(step(params, optimizer.init(params), *case.args[1:]))
+    torch.testing.assert_close(have, train(case.args[0], state, *case.args[1:]), rtol=1e-9, atol=1e-9)
 
 
 def test_only_a_pipeline_has_a_schedule() -> None:
