@@ -185,7 +185,9 @@ def main(argv: list[str] | None = None) -> None:
     size = Size(options.context, options.width, options.heads, options.layers, not options.untied)
     functions = (functools.partial(f, size) for f in (init, loss, predict))
     model = _train.Model(size.context, size.context, *functions)
-    _train.run("train_gpt", options, model, recipes(size)[options.plan], axes=("pp", "dp", "tp"))
+    recipe = recipes(size)[options.plan]
+    axes = ("dp", "tp") if recipe.stages is None else ("pp", "dp", "tp")
+    _train.run("train_gpt", options, model, recipe, axes)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ ORIGIN: Tag[int] = declare(
     "origin",
     "the number, within its trace, of the forward operation that it is or is part of the backward of",
     written_by="tracing/trace_state",
-    read_by="pipelining/chunks, tracing/trace_state",
+    read_by="pipelining/chunks, planning/cuts, tracing/trace_state",
     follows="place",
 )
 FRAMES: Tag[tuple[Frame, ...]] = declare(

@@ -9,11 +9,12 @@ task (weight casts, optimizers) comes right before its first user, or at the end
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from torch import fx
 
 from torchard.functional.programs.graphs import output_node
-from torchard.functional.programs.tags import PHASE
+from torchard.functional.programs.tags import COLLECTIVE, PHASE
 from torchard.sharding.layouts.tags import CHUNK, MICROBATCH
 from torchard.sharding.pipelining.schedules import COST, PipelineSchedule, Task, timeline
 
@@ -76,11 +77,15 @@ def _chunks(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def arrange(graph: fx.Graph, schedule: PipelineSchedule) -> None:
-    """Put the operations of a graph in the order of a schedule."""
+    """Put the operations of a graph in the order of a schedule, and note the task of each collective."""
     kinds = {task.kind for tasks in schedule.ranks for task in tasks}
     of_task: dict[Task, list[fx.Node]] = {}
     for node, task in tasks_of(graph, whole="B" in kinds).items():
         of_task.setdefault(task, []).append(node)
+        if COLLECTIVE.on(node):
+            record = COLLECTIVE.of(node)
+            note = ", ".join(filter(None, (str(task), record.note)))
+            COLLECTIVE.set(node, replace(record, note=note))
     run = timeline(schedule, lambda task: COST[task.kind])
     ranks = schedule.rank_of_chunk
     in_time = sorted(run.starts, key=lambda task: (run.starts[task], ranks[task.chunk]))

@@ -17,7 +17,7 @@ from torch import fx
 
 from torchard.functional.programs.graphs import Inserter, substitute
 from torchard.functional.programs.tagging import inherited_tags
-from torchard.functional.programs.tags import SCOPE, SOURCE, VAL
+from torchard.functional.programs.tags import ORIGIN, SCOPE, SOURCE, VAL
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["gather_cuts"]
@@ -25,7 +25,7 @@ __all__ = ["gather_cuts"]
 
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default)
 # Tags in which nodes may differ and still be merged.
-_WHERE = (SOURCE, SCOPE)
+_WHERE = (SOURCE, SCOPE, ORIGIN)
 
 
 def gather_cuts(graph: fx.Graph) -> None:

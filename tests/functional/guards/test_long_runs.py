@@ -33,7 +33,7 @@ def block(x: Tensor) -> Tensor:
 # The planner's caches without a bound: what they are keyed by does not vary with shapes.
 BY_TEXT_OPERATION_OR_MESH = {
     *("_family_rule", "_groups", "_on_mesh", "parse"),
-    *("_circle", "_host_group", "_joint_group"),
+    *("_circle", "_host_group", "_joint_group", "_pair_group"),
 }
 
 

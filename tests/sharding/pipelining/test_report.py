@@ -175,6 +175,22 @@ def test_specs_of_a_whole_training_step() -> None:
     assert [layer["up"].spec.home for layer in new["layers"]] == [(("pp", i // 2),) for i in range(4)]
 
 
+def test_collectives_name_their_task() -> None:
+    """So an error of a collective says for which stage and microbatch a rank waited."""
+    step, args = step_of("mlp", 2, 4, "1f1b", tp=2)
+    split = {"up": P(None, "tp"), "bias": P("tp"), "down": P("tp")}
+    specs = stage_specs(step, *args, specs={"layers": [split] * 8})
+    params = place(args[0], Mesh({"pp": 2, "tp": 2}, virtual=True), specs)
+    found = step.lower(params, *args[1:]).collectives
+    sends = [c.note for c in found if c.kind == "send" and c.shape]
+    assert sorted(sends) == sorted(
+        [f"F{m} of chunk 0" for m in range(4)] + [f"B{m} of chunk 1" for m in range(4)]
+    )
+    inside = {c.note for c in found if c.kind == "all_reduce" and c.axes == ("tp",)}
+    assert {str(Task(c, m, kind)) for c in range(2) for m in range(4) for kind in "FB"} <= inside
+    assert found[0].payload.endswith(found[0].note)
+
+
 def test_a_tied_weight_is_updated_by_all_who_hold_it() -> None:
     """Its gradient is sent once each way; neither the new weight nor the optimizer's state is."""
     case = model("gpt")
