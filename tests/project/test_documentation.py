@@ -21,13 +21,14 @@ from docstrings import DocstringDocument, docstrings
 
 import torchard
 import torchard.testing
+import torchard.testing.strategies
 from torchard import kernels
 from torchard.sharding import testing
 
 SOURCES = Path(torchard.__file__).resolve().parent
 MODULES = (
     *(torchard, torchard.nn, torchard.optim, torchard.random, torchard.policies, torchard.tree),
-    *(torchard.transforms, kernels, testing, torchard.testing),
+    *(torchard.transforms, kernels, testing, torchard.testing, torchard.testing.strategies),
 )
 
 

@@ -7,6 +7,7 @@
 - `prove`: a sharded plan computes what it says over whole arrays, for all values.
 - `tensors`, `pytrees`, `keys`, `meshes`, `specs_for`, `policies`, `stacks`, `programs`: strategies for
   hypothesis, which is imported when one of them is first used (``pip install 'torchard[hypothesis]'``).
+  ``from torchard.testing import *`` leaves them out: ``from torchard.testing import strategies as ts``.
 - `RankPool`: ranks of gloo to run tests on; `torchard.testing.pytest_plugin` has fixtures.
 """
 
@@ -37,26 +38,15 @@ from torchard.testing.report import Difference, Report
 from torchard.testing.symmetries import equivariant, homogeneous, invariant
 
 if TYPE_CHECKING:
-    from torchard.testing.strategies import (
-        RandomProgram,
-        keys,
-        meshes,
-        policies,
-        programs,
-        pytrees,
-        random_program,
-        specs_for,
-        stacks,
-        tensors,
-    )
+    from torchard.testing.strategies import *  # noqa: F403
 
+# Not the strategies: a star import needs no hypothesis, and does not hide torchard.policies.
 __all__ = [
     "Difference",
     "Divergence",
     "Gap",
     "Operation",
     "Proof",
-    "RandomProgram",
     "RankDivergence",
     "RankError",
     "RankPool",
@@ -76,28 +66,24 @@ __all__ = [
     "equivariant",
     "homogeneous",
     "invariant",
-    "keys",
     "localize",
     "localize_ranks",
     "max_traces",
-    "meshes",
-    "policies",
-    "programs",
     "prove",
-    "pytrees",
-    "random_program",
-    "specs_for",
-    "stacks",
-    "tensors",
 ]
+
+_STRATEGIES = (
+    *("RandomProgram", "keys", "meshes", "policies", "programs"),
+    *("pytrees", "random_program", "specs_for", "stacks", "tensors"),
+)
 
 
 def __getattr__(name: str) -> Any:
     """Strategies are imported when they are first used: laws need no hypothesis."""
-    if name not in __all__:
+    if name not in _STRATEGIES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("torchard.testing.strategies"), name)
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_STRATEGIES})
