@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,3 +146,27 @@ def test_a_rank_that_does_not_answer() -> None:
 def test_a_function_inside_of_another_is_refused(two_ranks: RankPool) -> None:
     with pytest.raises(ValueError, match="not at the top of a module"):
         two_ranks(lambda: 1)
+
+
+SCRIPT = """
+import torch.distributed
+from torchard.testing import RankPool
+
+if {condition}:
+    with RankPool(2, timeout=60) as ranks:
+        print(ranks(torch.distributed.get_rank))
+"""
+
+
+@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "bare"])
+def test_scripts_start_ranks_below_a_guard(tmp_path: Path, guarded: bool) -> None:
+    condition = '__name__ == "__main__"' if guarded else "True"
+    (tmp_path / "script.py").write_text(SCRIPT.format(condition=condition))
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    if guarded:
+        assert done.stdout == "[0, 1]\n", done.stderr
+    else:
+        last = done.stderr.splitlines()[-3:]
+        assert last[0].endswith("RankError: rank 0: the process ended with exit code 1"), done.stderr
+        assert last[2].endswith('must stand below `if __name__ == "__main__":`.')

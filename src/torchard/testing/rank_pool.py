@@ -26,6 +26,11 @@ __all__ = ["RankError", "RankPool"]
 # After its pipe is closed; more than enough for a rank that is not waiting for another.
 _SECONDS_TO_END = 1.0
 
+_AT_THE_START = (
+    "\nThe ranks did not start. Each imports the script that made the RankPool, so what the script runs "
+    "must stand below `if __name__ == \"__main__\":`."
+)
+
 
 class RankError(AssertionError):
     """A function failed on a rank of a `RankPool`, or a rank did not answer; it has every traceback.
@@ -77,22 +82,16 @@ class RankPool:
 
         Raises:
             ValueError: fn is not at the top of a module.
-            RankError: it raised on some rank, or a rank did not return within the timeout.
+            RankError: it raised on a rank, a rank did not return within the timeout, or did not start.
         """
         message = pickle.dumps((*_address(fn), sys.path, args))
         deadline = time.monotonic() + self.timeout
         if not self._processes:
             self._start()
+            self._answers(deadline, _AT_THE_START)
         for pipe in self._pipes:
             pipe.send_bytes(message)
-        answers = [self._answer(rank, deadline) for rank in range(self.size)]
-        failed = [
-            f"rank {rank}: {text}" for rank, (right, text) in enumerate(answers) if not right
-        ]
-        if failed:
-            self.close()
-            raise RankError("\n".join(failed))
-        return [value for _, value in answers]
+        return self._answers(deadline)
 
     def close(self) -> None:
         """End the processes; the next call starts others."""
@@ -137,6 +136,15 @@ class RankPool:
             self._pipes.append(ours)
             self._processes.append(process)
 
+    def _answers(self, deadline: float, hint: str = "") -> list[Any]:
+        """What each rank returned; a pool of which one failed is closed."""
+        answers = [self._answer(rank, deadline) for rank in range(self.size)]
+        failed = [f"rank {rank}: {text}" for rank, (right, text) in enumerate(answers) if not right]
+        if failed:
+            self.close()
+            raise RankError("\n".join(failed) + hint)
+        return [value for _, value in answers]
+
     def _answer(self, rank: int, deadline: float) -> tuple[bool, Any]:
         """Whether a rank returned in time, and what; else what is to be said."""
         pipe = self._pipes[rank]
@@ -144,7 +152,7 @@ class RankPool:
             return False, f"no answer within {self.timeout:g} s (RankPool(timeout=))"
         try:
             right, value = pickle.loads(pipe.recv_bytes())
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             self._processes[rank].join(1)
             return False, f"the process ended with exit code {self._processes[rank].exitcode}"
         return right, value
@@ -167,6 +175,7 @@ def _address(fn: Callable[..., Any]) -> tuple[str, str | None, str]:
 
 def _serve(pipe: Connection, rank: int, size: int, store: str, timeout: float) -> None:
     """What each process does: run what arrives until the pipe is closed."""
+    pipe.send_bytes(pickle.dumps((True, None)))  # it has started
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
