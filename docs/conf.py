@@ -1,9 +1,11 @@
 """Configuration of Sphinx: `make docs` builds the guide and the reference; a warning is an error."""
 
+import contextlib
 import inspect
 import os
 import re
 import sys
+import typing
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -75,6 +77,15 @@ def _after_napoleon(
         lines[:] = _docstring_of_constant(name) or prepare_docstring(inspect.getdoc(value) or "")
 
 
+def _without_checks(app: Sphinx, value: object, bound: bool) -> None:
+    """Annotations without what they say to checks: ``Annotated[int, AtLeast(1)]`` is an int."""
+    if not inspect.isfunction(value):
+        return
+    with contextlib.suppress(NameError):  # a name of the module that a class inherits its fields from
+        plain = typing.get_type_hints(value)
+        inspect.unwrap(value).__annotations__ = value.__annotations__ = plain
+
+
 def _short_signature(
     app: Sphinx,
     kind: str,
@@ -84,15 +95,21 @@ def _short_signature(
     signature: str | None,
     returns: str | None,
 ) -> tuple[str, str | None] | None:
-    """A signature without what annotations say to the checks of arguments."""
-    checks = (
-        r"~?[\w.]*Annotated\[(.*?), (?:[~\w.]*CheckedInside|\d[\d.]*|[~\w.]*AtLeast\([^)]*\))\]"
+    """A signature with ``...`` for defaults that are made anew."""
+    return (signature.replace("<factory>", "..."), returns) if signature else None
+
+
+def _show_pictures(app: Sphinx, page: str, source: list[str]) -> None:
+    """Cells that draw show what they return: an option in the cell itself would be no Python."""
+    cells = re.split(r"(?m)^(?=```\{code-cell\}$)", source[0])
+    source[0] = "".join(
+        cell.replace("\n", "\n:mystnb: {remove_code_outputs: false}\n\n", 1) if _draws(cell) else cell
+        for cell in cells
     )
-    return (
-        (re.sub(checks, r"\1", signature).replace("<factory>", "..."), returns)
-        if signature
-        else None
-    )
+
+
+def _draws(cell: str) -> bool:
+    return cell.startswith("```{code-cell}") and "pyplot." in cell.partition("\n```")[0]
 
 
 def _docstring_of_constant(name: str) -> list[str]:
@@ -137,6 +154,8 @@ def _plain_sections(lines: list[str]) -> Iterator[str]:
 
 
 def setup(app: Sphinx) -> None:
+    app.connect("source-read", _show_pictures)
     app.connect("autodoc-process-docstring", _before_napoleon, priority=400)
     app.connect("autodoc-process-docstring", _after_napoleon, priority=600)
+    app.connect("autodoc-before-process-signature", _without_checks)
     app.connect("autodoc-process-signature", _short_signature)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
+import code
 import inspect
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import CodeType
 
 import forked
 import pages
@@ -17,6 +21,7 @@ import torchard
 import torchard.sharding.testing
 import torchard.sharding.transports
 import torchard.testing
+import torchard.testing.strategies
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -31,6 +36,39 @@ def test_the_first_page_is_a_program(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert pages.comparable(done.stdout) == pages.comparable("".join(cell.output for cell in cells))
+
+
+def test_the_first_page_is_a_session() -> None:
+    """Its blocks can be pasted into an interpreter one after the other; none waits for another line."""
+    session = Session()
+    for cell in pages.cells((DOCS / "quickstart.md").read_text()):
+        waiting = False
+        for line in cell.code.splitlines():
+            waiting = session.push(line)
+        assert not waiting, f"waits for another line after:\n{cell.code}"
+    assert not session.said, "".join(session.said)
+
+
+class Session(code.InteractiveConsole):
+    """Reads statements as the interpreter does, and runs none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[str] = []
+
+    def runcode(self, code: CodeType) -> None:
+        pass
+
+    def write(self, data: str) -> None:
+        self.said.append(data)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_blocks_are_python_from_their_first_line(page: Path) -> None:
+    """They are copied from the pages' sources too."""
+    blocks = re.findall(r"(?ms)^```(?:python|\{code-cell\})\n(.*?)^```$", page.read_text())
+    for block in blocks:
+        ast.parse(block)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -58,6 +96,7 @@ def test_the_script_for_several_processes_runs(tmp_path: Path) -> None:
 
 MODULES = (
     *(torchard, torchard.functional, torchard.sharding, torchard.kernels, torchard.testing),
+    torchard.testing.strategies,
     *(torchard.nn, torchard.optim, torchard.policies, torchard.random, torchard.tree),
     *(torchard.transforms, torchard.sharding.testing, torchard.sharding.transports),
 )
@@ -86,3 +125,27 @@ def test_every_public_name_is_in_the_reference_once() -> None:
         if not inspect.ismodule(value) and key not in listed and id(value) not in documented
     ]
     assert not missing
+
+
+SIGNATURES = """
+import importlib, inspect
+import conf, test_guide
+from sphinx.util.inspect import signature, stringify_signature
+for module, name in test_guide._reference():
+    value = getattr(importlib.import_module(module), name)
+    value = value.__init__ if inspect.isclass(value) else value
+    conf._without_checks(None, value, False)
+    if inspect.isfunction(value) and "Annotated" in (s := stringify_signature(signature(value))):
+        print(f"{module}.{name}{s}")
+"""
+
+
+def test_signatures_of_the_reference_are_those_of_types() -> None:
+    """What annotations say to the checks of arguments is left out."""
+    pytest.importorskip("sphinx")
+    paths = [DOCS, Path(__file__).parent, *map(Path, sys.path)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    command = [sys.executable, "-c", SIGNATURES]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not done.stdout

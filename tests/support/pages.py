@@ -27,7 +27,7 @@ from sybil import Document, Example, Region
 __all__ = ["Cell", "CellParser", "cells", "comparable"]
 
 _CELL = re.compile(
-    r"^```\{code-cell\}\n(?:(?::[^\n]*\n)+\n)?(?P<code>.*?)^```$"
+    r"^```\{code-cell\}\n(?P<code>.*?)^```$"
     r"(?P<shown>\n\n```text\n(?P<output>.*?)^```$)?",
     re.MULTILINE | re.DOTALL,
 )
