@@ -4,6 +4,9 @@
     python benchmarks/pipelines.py --quick    two ranks, the smaller size, few rounds, nothing saved
     python benchmarks/pipelines.py --check    only check that all rivals compute the same
 
+Beside each time of torchard is the time that the drawn schedule predicts from measured times of tasks, by
+a profile of each rank; communication takes no time in it, and every rank has a core of its own.
+
 A step is the loss and the gradients of all parameters, from a batch that every rank has. All rivals run
 the same functions of a block, with as many blocks on every rank; the embedding is on the first rank, the
 head and the loss on the last. Before anything is timed, the loss and every gradient of every rival are
@@ -84,7 +87,25 @@ def by_torchard(shape: Shape, mesh: Mesh, schedule: str) -> Rival:
         grads, value = result
         return [v.full() if isinstance(v, MeshTensor) else v for v in optree.tree_leaves((value, grads))]
 
-    return Rival(f"torchard, {schedule}", lambda: step(held, batch), whole)
+    report = step.lower(held, batch).schedule
+    return Pipelined(f"torchard, {schedule}", lambda: step(held, batch), whole, report)
+
+
+@dataclass(frozen=True)
+class Pipelined(Rival):
+    """A pipeline of torchard's, with its report."""
+
+    report: Any
+
+    def predicted(self, calls: int = 8) -> float:
+        """The seconds of a step by the drawn schedule, with the measured times of its tasks."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            for _ in range(calls):
+                dist.barrier()
+                self.run()
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, self.report.measured(profile))
+        return float(self.report.timeline({k: v for tasks in found for k, v in tasks.items()}).length)
 
 
 def specs(size: train_gpt.Size, ranks: int) -> Any:
@@ -188,15 +209,18 @@ def check(rivals: list[Rival], shape: Shape) -> float:
     return worst
 
 
-def table(timings: list[Timing]) -> str:
-    """Medians and quartiles, and the ratio to each rival of PyTorch's, round by round."""
+def table(rivals: list[Rival], timings: list[Timing]) -> str:
+    """Medians and quartiles, the ratio to each rival of PyTorch's, round by round, and the prediction."""
     theirs = [t for t in timings if not t.name.startswith("torchard")]
     ratios = [f"× {t.name.split(', ')[1]}" for t in theirs]
-    rows = [["milliseconds a step", "median", "quartiles", *ratios]]
-    for timing in timings:
+    rows = [["milliseconds a step", "median", "quartiles", *ratios, "predicted", "error"]]
+    for rival, timing in zip(rivals, timings, strict=True):
         low, high = (1e3 * q for q in timing.quartiles)
         ratios = [f"{timing.times(other):.2f}" for other in theirs]
-        rows.append([timing.name, f"{1e3 * timing.median:.1f}", f"{low:.1f}–{high:.1f}", *ratios])
+        rows.append([timing.name, f"{1e3 * timing.median:.1f}", f"{low:.1f}–{high:.1f}", *ratios, "", ""])
+        if isinstance(rival, Pipelined):
+            seconds = rival.predicted()
+            rows[-1][-2:] = [f"{1e3 * seconds:.1f}", f"{seconds / timing.median - 1:+.0%}"]
     return aligned(rows)
 
 
@@ -212,7 +236,7 @@ def work(rank: int, meeting: str, ranks: int, shapes: tuple[Shape, ...], timed: 
         worst = check(rivals, shape)
         text = f"{ranks} ranks, {shape}, {MICROBATCHES} microbatches; errors up to {worst:.1e}\n"
         if timed:
-            text += table(in_turns(rivals, shape.rounds)) + "\n"
+            text += table(rivals, in_turns(rivals, shape.rounds)) + "\n"
         if rank == 0:
             with Path(meeting + ".text").open("a") as file:
                 file.write(text + "\n")

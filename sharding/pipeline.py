@@ -15,7 +15,7 @@ from torchard.sharding.accumulate import Accumulate
 from torchard.sharding.pipelining.chunks import assign_chunks
 from torchard.sharding.pipelining.report import report_of
 from torchard.sharding.pipelining.schedules import SCHEDULES, PipelineSchedule, check, named
-from torchard.sharding.pipelining.tasks import arrange, microbatches_of
+from torchard.sharding.pipelining.tasks import arrange, microbatches_of, tag_tasks
 from torchard.sharding.shard_rewrite import Shard
 from torchard.sharding.values.mesh import Mesh
 
@@ -147,7 +147,7 @@ class Pipeline(Rewrite):
 
 @dataclass(frozen=True)
 class InOrder(Rewrite):
-    """The post-pass of `pipeline`: the order of its operations, after all others are made."""
+    """The post-pass of `pipeline`: tasks of its operations, and their order."""
 
     pipeline: Pipeline
 
@@ -159,7 +159,8 @@ class InOrder(Rewrite):
     def finish(self, program: Program) -> Program:
         count = microbatches_of(program.graph)
         mesh, axis, schedule = self.pipeline.mesh, self.pipeline.axis, self.pipeline.schedule(count)
+        tasks = tag_tasks(program.graph, schedule)
         if count > 1:
-            arrange(program.graph, schedule)
+            arrange(program.graph, tasks, schedule)
         program.facts[SCHEDULE] = lambda program: report_of(program, mesh, axis, schedule)
         return program

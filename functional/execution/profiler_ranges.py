@@ -11,7 +11,10 @@ from torch.profiler import record_function
 from torchard.functional import torch_internals as internals
 from torchard.functional.programs.labels import Label
 
-__all__ = ["OpenRanges", "Path", "paths_of"]
+__all__ = ["WAIT", "OpenRanges", "Path", "paths_of"]
+
+WAIT = "wait for "
+"""How the names of ranges begin in which a rank waits for others."""
 
 
 @dataclass(frozen=True)
@@ -29,26 +32,29 @@ Path = tuple[ProfilerRange, ...]
 def paths_of(labels: Sequence[Label], name: str) -> list[Path]:
     """The path of ranges of each operation of a program.
 
-    A scope is nested in the enclosing scopes that have operations of their own, or are numbered (layers).
+    A scope is nested in the enclosing scopes that have operations of their own, or are numbered (layers),
+    and in the task of a pipeline's schedule.
     A collective is in the scope that runs while it is issued or waited for, which is not always the scope
     that needs it; its name has that.
     """
     scopes = {label.scope for label in labels}
+    has_tasks = any(label.task for label in labels)
     around: Path = (ProfilerRange(name),)
     paths: list[Path] = []
     for number, label in enumerate(labels, 1):
         if label.collective is not None:
             paths.append((*around, _collective(label, number)))
             continue
-        if label.place:
-            around = (ProfilerRange(name), *_scopes(label, scopes))
+        if label.place or has_tasks:
+            task = [ProfilerRange(label.task)] if label.task else []
+            around = (ProfilerRange(name), *task, *_scopes(label, scopes))
         paths.append(around)
     return paths
 
 
 def _scopes(label: Label, scopes: set[str]) -> list[ProfilerRange]:
     if not label.scope:
-        return [ProfilerRange(label.place)]
+        return [ProfilerRange(label.place)] if label.place else []
     parts = label.scope.split("/")
     outer = [("/".join(parts[: i + 1]), part) for i, part in enumerate(parts)]
     kept = [scope for scope, part in outer if scope in scopes or part.isdigit()]
@@ -61,7 +67,7 @@ def _collective(label: Label, number: int) -> ProfilerRange:
     title = label.collective.title
     if not label.stage:
         return ProfilerRange(title, id(label.collective))
-    return ProfilerRange(f"wait for {title}" if label.stage == "wait" else title, number)
+    return ProfilerRange(WAIT + title if label.stage == "wait" else title, number)
 
 
 class OpenRanges:

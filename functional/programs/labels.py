@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from torchard.functional.programs.records import Record
-from torchard.functional.programs.tags import COLLECTIVE, PEERS, PHASE, SCOPE, SOURCE, STAGE
+from torchard.functional.programs.tags import COLLECTIVE, PEERS, PHASE, SCOPE, SOURCE, STAGE, TASK
 
 __all__ = ["Label", "label_of"]
 
@@ -20,6 +20,7 @@ class Label:
     source: str
     scope: str
     phase: str
+    task: str
     collective: Record | None
     stage: str
     peers: str
@@ -33,9 +34,9 @@ class Label:
 def label_of(node: fx.Node) -> Label:
     """The label of a node."""
     target = str(getattr(node.target, "__name__", node.target)).removesuffix(".default")
-    scope, phase, source, stage, peers = (
-        str(tag.get(node) or "") for tag in (SCOPE, PHASE, SOURCE, STAGE, PEERS)
+    source, scope, phase, task, stage, peers = (
+        str(tag.get(node) or "") for tag in (SOURCE, SCOPE, PHASE, TASK, STAGE, PEERS)
     )
-    return Label(target, source, scope, phase, COLLECTIVE.get(node), stage, peers)
+    return Label(target, source, scope, phase, task, COLLECTIVE.get(node), stage, peers)
 
 

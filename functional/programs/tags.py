@@ -28,6 +28,7 @@ __all__ = [
     "STAGE",
     "STEP",
     "STRIDED",
+    "TASK",
     "USE",
     "VAL",
     "WEAK",
@@ -196,6 +197,13 @@ COLLECTIVE: Tag[Any] = declare(
     written_by="many",
     read_by="many",
     follows="call",
+)
+TASK: Tag[str] = declare(
+    "task",
+    "the task of a pipeline's schedule that the operation belongs to",
+    written_by="pipelining/tasks",
+    read_by="programs/labels",
+    follows="place",
 )
 STAGE: Tag[str] = declare(
     "stage",

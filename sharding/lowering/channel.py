@@ -31,18 +31,19 @@ class Channel:
     def __init__(self, low: Lowering, axes: Sequence[str], group: Any = None) -> None:
         self.low = low
         group = low.mesh.group(axes) if group is None else group
-        self.group = group.group_name
+        self.process_group, self.group = group, group.group_name
         ranks = tuple(dist.get_process_group_ranks(group))
         self.tags = {COLLECTIVE: low.record, PEERS: _peers(low.mesh, group, ranks), OVER: ranks}
 
     def issue(self, name: str, x: fx.Node, *args: Any) -> fx.Node:
-        op = getattr(c10d, name).default
-        return self._tagged("issue", self.low.emit.call(op, x, *args, self.group))
+        return self.call("issue", getattr(c10d, name).default, x, *args, self.group)
 
     def wait(self, x: fx.Node) -> fx.Node:
-        return self._tagged("wait", self.low.emit.call(c10d.wait_tensor.default, x))
+        return self.call("wait", c10d.wait_tensor.default, x)
 
-    def _tagged(self, stage: str, node: fx.Node) -> fx.Node:
+    def call(self, stage: str, target: Any, *args: Any) -> fx.Node:
+        """A call in which other ranks take part: "issue" or "wait"."""
+        node = self.low.emit.call(target, *args)
         put(node, {**self.tags, STAGE: stage})
         return node
 

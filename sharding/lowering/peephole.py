@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from torchard.functional.programs.tagging import inherit
-from torchard.functional.programs.tags import SHAPE
+from torchard.functional.programs.tags import SHAPE, STAGE
 from torchard.functional.torch_internals.operators import aten, c10d
 
 __all__ = ["dense_rows", "fold_views", "reduce_in_place"]
@@ -34,7 +34,7 @@ def fold_views(graph: fx.Graph) -> None:
 
 def _must_stay(node: fx.Node) -> bool:
     """Whether a node must be kept: other ranks wait for a collective whose result is unused here."""
-    return node.op in ("placeholder", "output") or "c10d" in getattr(node.target, "namespace", "")
+    return node.op in ("placeholder", "output") or STAGE.on(node)
 
 
 def _fold_reshape(node: fx.Node, source: fx.Node) -> None:

@@ -157,7 +157,8 @@ def plan_lines(program: Program) -> list[str]:
         kind = "" if step is None else f" by {step.kind} over {step.axes}"
         call = f"{target}{node.args}" if node.op == "call_function" else node.op
         lines.append(f"{node.name} = {call}: {', '.join(shapes)} as {layout}{kind}")
-    return lines
+    how = "as Python" if program.compiler is None else f"by {type(program.compiler).__name__}"
+    return [*lines, f"run {how}"]  # sends are direct in Python alone
 
 
 def signature_of(program: Program) -> str:

@@ -30,6 +30,7 @@ from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.reshard import ReshardStep
 from torchard.sharding.lowering.carriers import exchanging, moving, reducing
 from torchard.sharding.lowering.channel import Channel
+from torchard.sharding.lowering.direct_sends import DirectChannel, UnderWay
 from torchard.sharding.lowering.fetch import fetch
 from torchard.sharding.lowering.lower import Fetch, Key, Lowering, Value
 from torchard.sharding.lowering.simulated_transport import Coords, Pieces
@@ -38,15 +39,22 @@ __all__ = ["ProcessGroupTransport"]
 
 
 class ProcessGroupTransport:
-    """Transport of one rank by torch's functional collectives over the mesh's process groups."""
+    """Transport of one rank by torch's functional collectives over the mesh's process groups.
+
+    Args:
+        direct: whether to send from rank to rank by isend and irecv, which compilers do not know.
+    """
 
     late = True
+
+    def __init__(self, direct: bool = False) -> None:
+        self._under_way: UnderWay | None = {} if direct else None
 
     def step(
         self, low: Lowering, step: ReshardStep, values: dict[Key, Value], val: torch.Tensor
     ) -> dict[Key, Value]:
         (at,) = low.coords
-        rank = _Rank(Pieces(low, step, low.mesh), values, at, val)
+        rank = _Rank(Pieces(low, step, low.mesh), values, at, val, self._under_way)
         message = step.collective.accept(rank)
         if message is None:
             return {}
@@ -132,16 +140,26 @@ class _Rank(CollectiveVisitor["_Message | fx.Node | None"]):
     None: the rank takes no part.
     """
 
-    def __init__(self, p: Pieces, values: dict[Key, Value], at: Coords, val: torch.Tensor) -> None:
+    def __init__(
+        self,
+        p: Pieces,
+        values: dict[Key, Value],
+        at: Coords,
+        val: torch.Tensor,
+        under_way: UnderWay | None = None,
+    ) -> None:
         self.p, self.values, self.at_, self.val = p, values, at, val
-        self.call = p.low.emit.call
+        self.call, self.under_way = p.low.emit.call, under_way
 
     @functools.cached_property
     def channel(self) -> Channel:
-        op, mesh = self.p.step.collective, self.p.low.mesh
-        if isinstance(op, Send) and op.source is not None and op.to is not None:
-            return Channel(self.p.low, op.axes, mesh.pair(op.axes[0], op.source, op.to))
-        return Channel(self.p.low, op.axes)
+        op, low = self.p.step.collective, self.p.low
+        if not (isinstance(op, Send) and op.source is not None and op.to is not None):
+            return Channel(low, op.axes)
+        group = low.mesh.pair(op.axes[0], op.source, op.to)
+        if self.under_way is None:
+            return Channel(low, op.axes, group)
+        return DirectChannel(low, op.axes, group, self.under_way)
 
     @functools.cached_property
     def x(self) -> fx.Node:
@@ -271,7 +289,7 @@ class _Rank(CollectiveVisitor["_Message | fx.Node | None"]):
         return _Message(carrier.encode(flat), send, unpack)
 
     def send(self, op: Send) -> _Message | fx.Node | None:
-        """Broadcast over the group of sender and receiver, or over the axis."""
+        """Send directly, or by a broadcast over the group of sender and receiver, or over the axis."""
         (axis,) = op.axes
         here = self.at_[axis]
         if op.source is None:
@@ -285,11 +303,13 @@ class _Rank(CollectiveVisitor["_Message | fx.Node | None"]):
         else:
             options = {"dtype": self.val.dtype, "device": self.val.device}
             x = self.call(aten.empty.memory_format, self.before, **options)
-
-        def issue(buffer: fx.Node) -> fx.Node:
-            return self.channel.issue("broadcast", buffer, root)
-
-        return _Message(encode(x), issue, decode)
+        channel, buffer = self.channel, encode(x)
+        if not isinstance(channel, DirectChannel):
+            return _Message(buffer, lambda x: channel.issue("broadcast", x, root), decode)
+        if here == op.source:
+            channel.send(buffer, 1 - root)
+            return None
+        return _Message(buffer, lambda x: channel.receive(x, root), decode)
 
     def ppermute(self, op: Ppermute) -> _Message:
         """Issue an all_to_all in which most splits are empty; every rank of the group takes part."""

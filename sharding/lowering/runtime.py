@@ -100,14 +100,14 @@ class Distributed(_OnMesh):
 
     check_replicated: bool = True
 
-    def _graph(self, program: Program) -> fx.Graph:
+    def _graph(self, program: Program, direct: bool = False) -> fx.Graph:
         assert self.mesh.coords is not None
         _connect(program.graph, self.mesh)
-        transport = self.mesh.transport or ProcessGroupTransport()
+        transport = self.mesh.transport or ProcessGroupTransport(direct)
         return _local(Lowering(program.graph, self.mesh, [self.mesh.coords], transport))
 
     def bind(self, program: Program) -> Bound:
-        graph = self._graph(program)
+        graph = self._graph(program, direct=True)
         reduce_in_place(graph)
         return self.guard(program, compiled(graph, program.name), graph)
 

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
 
+from torchard.functional.execution.profiler_ranges import WAIT
 from torchard.functional.programs.flops import flops
 from torchard.functional.programs.program import Program, Runtime
 from torchard.functional.programs.tags import COLLECTIVE, PHASE, SCOPE, STEP
@@ -23,7 +25,7 @@ from torchard.sharding.layouts.collective_ops import Send
 from torchard.sharding.layouts.tags import CHUNK
 from torchard.sharding.lowering.work import operations_of
 from torchard.sharding.pipelining.schedules import PipelineSchedule, Task, Timeline, timeline
-from torchard.sharding.pipelining.tasks import tasks_of
+from torchard.sharding.pipelining.tasks import is_whole, tasks_of
 from torchard.sharding.values.mesh import Mesh
 
 __all__ = ["PipelineReport", "StageReport", "report_of"]
@@ -91,6 +93,27 @@ class PipelineReport:
         costs = self.flops if seconds is None else seconds
         return timeline(self.schedule, lambda task: costs.get(task, 0))
 
+    def measured(self, profile: torch.profiler.profile) -> dict[Task, float]:
+        """How long each task took in a call, in seconds, by a profile; as the mean over calls.
+
+        Waits for other ranks are not counted. Over process groups a rank's profile has the tasks of that
+        rank; with those of all ranks together, `timeline` predicts how long a call takes.
+
+        Args:
+            profile: a finished profile of calls of the pipeline.
+        """
+        named = {str(task): task for tasks in self.schedule.ranks for task in tasks}
+        seconds: Counter[Task] = Counter()
+        calls: set[int] = set()
+        for event in profile.events() or ():
+            within, took = event, event.time_range.elapsed_us() / 1e6
+            if event.name.startswith(WAIT):
+                within, took = _outer(event, named), -took
+            if within is not None and within.name in named:
+                seconds[named[within.name]] += took
+                calls.add(id(within.cpu_parent))
+        return {task: total / len(calls) for task, total in seconds.items()}
+
     def __str__(self) -> str:
         head, *ranks = str(self.schedule).splitlines()
         equal = head.partition("bubble ")[2].partition(",")[0]
@@ -142,6 +165,13 @@ class PipelineReport:
             axes.text(begin + width / 2, rank, text, ha="center", va="center", fontsize=6)
 
 
+def _outer(event: Any, names: Collection[str]) -> Any:
+    """The event of one of these names that a profile's event is in; None if it is in none."""
+    while event is not None and event.name not in names:
+        event = event.cpu_parent
+    return event
+
+
 def _table(axis: str, stages: Sequence[StageReport], in_flight: Sequence[int]) -> str:
     rows = [("stage", "scopes", "FLOPs", "in flight", "peak bytes", "bytes sent")]
     for rank, (stage, most) in enumerate(zip(stages, in_flight, strict=True)):
@@ -175,8 +205,7 @@ def report_of(program: Program, mesh: Mesh, axis: str, wanted: PipelineSchedule)
     Args:
         wanted: the schedule in whose order the program was put.
     """
-    whole = any(task.kind == "B" for tasks in wanted.ranks for task in tasks)
-    tasks, places = tasks_of(program.graph, whole), wanted.rank_of_chunk
+    tasks, places = tasks_of(program.graph, is_whole(wanted)), wanted.rank_of_chunk
     ranks: list[dict[Task, None]] = [{} for _ in wanted.ranks]
     for node in order_of(program):
         if node in tasks:

@@ -1,4 +1,4 @@
-"""The operations of a pipelined program in the order of its schedule.
+"""The operations of a pipelined program, by task and in the order of its schedule.
 
 Each operation belongs to a task: its chunk, its microbatch, and ``F``, ``I`` or ``W``. The graph is put
 in the order in which a timeline of the schedule starts the tasks, so each rank, which runs the
@@ -8,17 +8,17 @@ task (weight casts, optimizers) comes right before its first user, or at the end
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
 
 from torchard.functional.programs.graphs import output_node
-from torchard.functional.programs.tags import COLLECTIVE, PHASE
+from torchard.functional.programs.tags import COLLECTIVE, PHASE, TASK
 from torchard.sharding.layouts.tags import CHUNK, MICROBATCH
 from torchard.sharding.pipelining.schedules import COST, PipelineSchedule, Task, timeline
 
-__all__ = ["arrange", "microbatches_of", "tasks_of"]
+__all__ = ["arrange", "is_whole", "microbatches_of", "tag_tasks", "tasks_of"]
 
 
 def microbatches_of(graph: fx.Graph) -> int:
@@ -76,16 +76,28 @@ def _chunks(graph: fx.Graph) -> dict[fx.Node, int]:
     return chunk_of
 
 
-def arrange(graph: fx.Graph, schedule: PipelineSchedule) -> None:
-    """Put the operations of a graph in the order of a schedule, and note the task of each collective."""
-    kinds = {task.kind for tasks in schedule.ranks for task in tasks}
-    of_task: dict[Task, list[fx.Node]] = {}
-    for node, task in tasks_of(graph, whole="B" in kinds).items():
-        of_task.setdefault(task, []).append(node)
+def is_whole(schedule: PipelineSchedule) -> bool:
+    """Whether the backward of a chunk is one task."""
+    return any(task.kind == "B" for tasks in schedule.ranks for task in tasks)
+
+
+def tag_tasks(graph: fx.Graph, schedule: PipelineSchedule) -> dict[fx.Node, Task]:
+    """Tag operations with their tasks, for errors and profiles; return the task of each."""
+    tasks = tasks_of(graph, is_whole(schedule))
+    for node, task in tasks.items():
+        TASK.set(node, str(task))
         if COLLECTIVE.on(node):
             record = COLLECTIVE.of(node)
             note = ", ".join(filter(None, (str(task), record.note)))
             COLLECTIVE.set(node, replace(record, note=note))
+    return tasks
+
+
+def arrange(graph: fx.Graph, tasks: Mapping[fx.Node, Task], schedule: PipelineSchedule) -> None:
+    """Put the operations of a graph in the order of a schedule."""
+    of_task: dict[Task, list[fx.Node]] = {}
+    for node, task in tasks.items():
+        of_task.setdefault(task, []).append(node)
     run = timeline(schedule, lambda task: COST[task.kind])
     ranks = schedule.rank_of_chunk
     in_time = sorted(run.starts, key=lambda task: (run.starts[task], ranks[task.chunk]))
