@@ -15,6 +15,7 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.execution.failures import failed
 from torchard.functional.execution.profiler_ranges import OpenRanges, paths_of
 from torchard.functional.programs.labels import Label, label_of
+from torchard.functional.programs.running_sums import in_place
 
 __all__ = ["compiled"]
 
@@ -26,7 +27,7 @@ Line = tuple[str, Label | None]
 def compiled(graph: fx.Graph, name: str = "program") -> Callable[..., list[torch.Tensor]]:
     """A function from the values of the placeholders to the list of the outputs.
 
-    Every value is dropped after its last use. A list of inputs is emptied for the same reason, but not a
+    Running sums are computed in place. Every value is dropped after its last use. A list of inputs is emptied for the same reason, but not a
     tuple. An error names the operation that raised it: each line is one operation, so the line number in
     the traceback identifies it, at no cost until something is raised. While a profiler is active, another
     version runs, which marks the program's scopes and collectives.
@@ -34,13 +35,31 @@ def compiled(graph: fx.Graph, name: str = "program") -> Callable[..., list[torch
     Args:
         name: the program's name, for messages.
     """
-    names: dict[str, Any] = {}
-    body = list(_body(graph, names))
-    function, source = _function(["if profiling(): return named(args)"], body, names, name)
+    written = in_place(graph)
+    names: dict[str, Any] = {"transforms": internals.has_transforms, "pure": _Pure(graph, name)}
+    body = list(_body(written or graph, names))
+    beginning = ["if transforms(): return pure(args)"] if written else []
+    beginning.append("if profiling(): return named(args)")
+    function, source = _function(beginning, body, names, name)
     names["profiling"] = internals.profiler_enabled
     names["named"] = _Named(body, names, name)
     function.__doc__ = source
     return function
+
+
+class _Pure:
+    """The same program without writes, which a transform of torch's cannot run; generated when needed."""
+
+    def __init__(self, graph: fx.Graph, name: str) -> None:
+        self.graph, self.name = graph, name
+
+    @functools.cached_property
+    def _run(self) -> Callable[..., list[torch.Tensor]]:
+        names: dict[str, Any] = {}
+        return _function([], list(_body(self.graph, names)), names, self.name)[0]
+
+    def __call__(self, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self._run(args)
 
 
 class _Named:

@@ -21,6 +21,7 @@ __all__ = [
     "PHASE",
     "RECOMPUTE",
     "RESIDUAL",
+    "RUNNING",
     "SCOPE",
     "SEGMENTS",
     "SHAPE",
@@ -204,6 +205,12 @@ TASK: Tag[str] = declare(
     written_by="pipelining/tasks",
     read_by="programs/labels",
     follows="place",
+)
+RUNNING: Tag[bool] = declare(
+    "running",
+    "in a lowered graph, that the sum may be computed in place; whether it adds a product",
+    written_by="lowering/lower",
+    read_by="programs/running_sums",
 )
 STAGE: Tag[str] = declare(
     "stage",

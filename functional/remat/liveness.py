@@ -2,7 +2,8 @@
 
 The generated code drops every value after its last use (codegen.py), so the storages that are alive at an
 operation are known without running it: those that are still to be read, the operation's own result,
-arguments, which the caller keeps, and results of the program. Each storage is counted once.
+arguments, which the caller keeps, and results of the program. Each storage is counted once, that of a
+running sum too.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import fx
 
 from torchard.functional.programs.graphs import bytes_of
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.running_sums import added_product, sum_so_far
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import storage_of
 from torchard.functional.remat.split import halves_of
@@ -84,10 +86,12 @@ def liveness(program: Program) -> Liveness:
         storage = node, 0
         live.made[storage], live.size[storage] = -1, size(node, 0)
         live.last[storage] = 0 if leaf.path.startswith(donated) else end
+    merged = _added_products(live.order)
     for at, node in enumerate(live.order):
         for storage in _allocated_by(node):
             if storage not in live.made:
-                live.made[storage], live.size[storage] = at, size(*storage)
+                live.made[storage] = at
+                live.size[storage] = 0 if node in merged else size(*storage)
                 live.last[storage] = at
         for storage in _read_by(node):
             live.last[storage] = max(live.last[storage], at)
@@ -114,6 +118,12 @@ def _allocated_by(node: fx.Node) -> Sequence[Storage]:
     return [(node, 0)]
 
 
+def _added_products(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Products that are computed into a running sum."""
+    found = (added_product(node) for node in nodes if sum_so_far(node) is not None)
+    return {product for product in found if product is not None}
+
+
 def _read_by(node: fx.Node) -> Iterable[Storage]:
     """The storages a node needs; a getitem needs all of its tuple, whose items are freed together."""
     if node.target is operator.getitem:
@@ -124,6 +134,8 @@ def _read_by(node: fx.Node) -> Iterable[Storage]:
 def storage_key(node: fx.Node) -> Storage:
     """The storage of a value: the node that allocates it, and the index among its results."""
     root = storage_of(node)
+    while (before := sum_so_far(root)) is not None:
+        root = before
     if root.target is operator.getitem:
         whole, item = root.args
         assert isinstance(whole, fx.Node) and isinstance(item, int)

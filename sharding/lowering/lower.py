@@ -17,8 +17,9 @@ import torch
 from torch import fx
 
 from torchard.functional.programs.graphs import with_operands
+from torchard.functional.programs.running_sums import added_product, sum_so_far
 from torchard.functional.programs.tagging import Tags, inherited_tags, put
-from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, SHAPE, STEP, VAL
+from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, RUNNING, SHAPE, STEP, VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.collective_ops import Send
 from torchard.sharding.layouts.layout import Layout
@@ -362,6 +363,8 @@ class Lowering:
             result = self.emit.call(node.target, *args, **kwargs)
         if len(outs) == 1 and isinstance(result, fx.Node):
             SHAPE.set(result, self.local_shape(outs[0], at))
+            if sum_so_far(node) is not None:
+                RUNNING.set(result, added_product(node) is not None)
         return result
 
 

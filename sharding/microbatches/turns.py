@@ -214,6 +214,9 @@ class _Emitter(Emitter):
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         if target is aten.contiguous.default:  # fit for ranks, but no operation of a program
+            if VAL.of(args[0]).is_contiguous():
+                node: fx.Node = args[0]
+                return node
             target, kwargs = aten.clone.default, {"memory_format": torch.contiguous_format}
         node = super().call(target, *args, **kwargs)
         values, named = fx.map_arg((args, kwargs), VAL.of)
