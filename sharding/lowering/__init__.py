@@ -6,7 +6,8 @@ for at the first use of the result. A value is computed once per *distinct* coor
 replicated values are computed once. A rank whose shard is empty runs no kernel: its result is the
 identity of the reduction, and it takes part in every collective. gloo's maximum drops NaN, so
 maxima and minima of floats are sent as order-preserving integers; values of dtypes that a backend
-does not support are sent as a dtype that it does (`carriers.py`).
+does not support are sent as a dtype that it does (`carriers.py`). Sends from one rank to another
+are direct where a rank's graph is run as Python (`direct_sends.py`).
 
 Before the first call of a plan, ranks compare a digest of it, and checksums of plain inputs,
 closures and constants, through the process group's store with a timeout (`plan_consistency.py`).

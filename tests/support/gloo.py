@@ -238,6 +238,15 @@ def pipelined(rank: int, world: int) -> list[str]:
 
 
 @check
+def one_rank_compiles(rank: int, world: int) -> str:
+    """Its sends would be broadcasts, which the others' direct ones do not meet."""
+    mesh, ws = Mesh({"pp": world}), [torch.eye(3)] * world
+    step = pipeline(lambda ws, x: functools.reduce(torch.matmul, ws, x), mesh, "pp", microbatches=1)
+    run = step if rank else jit(step, backend="eager")
+    return message(lambda: run(ws, torch.ones(2, 3)))
+
+
+@check
 def ten_steps_of_adamw(rank: int, world: int) -> float:
     seed = seeds.S4
     params, x, ct = seed.normal(torch.float64)

@@ -23,7 +23,20 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchard import CollectiveError, Mesh, P, jit, nn, place, psum, scope, shard, shard_map
+from torchard import (
+    CollectiveError,
+    Mesh,
+    P,
+    jit,
+    nn,
+    pipeline,
+    place,
+    psum,
+    scope,
+    shard,
+    shard_map,
+)
+from torchard.sharding.lowering import direct_sends
 
 # Seconds that a process group waits for a rank that is silent.
 TIMEOUT = 2.0
@@ -32,8 +45,8 @@ PATIENCE = 40.0
 
 Params = dict[str, torch.Tensor]
 AXES = {"one": 1, "tp": 2}
-# Of jobs of more than two ranks.
-MORE = {"along_one_axis": {"dp": 2, "tp": 2}, "along_two_axes": {"dp": 2, **AXES}}
+# Of other jobs.
+MORE = {"pipelined": {"pp": 2}, "along_one_axis": {"dp": 2, "tp": 2}, "along_two_axes": {"dp": 2, **AXES}}
 JOBS: dict[str, Callable[[int, Mesh], Any]] = {}
 
 
@@ -205,6 +218,26 @@ def placing(rank: int, mesh: Mesh) -> Any:
     """To meet, too, ranks wait as long as in a collective, unless the mesh says otherwise."""
     mesh = Mesh(AXES)
     return left_alone(rank, lambda: place(torch.ones(4), mesh, P("tp")))
+
+
+@job
+def pipelined(rank: int, mesh: Mesh) -> Any:
+    """The last stage stops where it should send back the gradient of the second microbatch."""
+    params, _ = arguments(Mesh(AXES, virtual=True))
+    params = [{name: value.full() for name, value in p.items()} for p in params]
+    step = pipeline(torch.func.grad(model), mesh, "pp", microbatches=2, batch=(None, 0))
+    step(params, torch.ones(6, 4))
+    met(rank, 2)
+    if rank:
+        backend, left = direct_sends._backend, iter(range(4))
+
+        def stops(*given: Any) -> Any:
+            if next(left) == 3:  # after two receives, and a send
+                os.kill(os.getpid(), signal.SIGSTOP)
+            return backend(*given)
+
+        direct_sends._backend = stops
+    return told(lambda: step(params, torch.ones(6, 4)))
 
 
 @job

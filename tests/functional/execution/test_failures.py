@@ -200,6 +200,7 @@ def test_a_rank_that_is_killed_is_missed_at_once(told: dict[str, Told]) -> None:
         ("backward", "all_reduce over tp, block/1 backward (3×4 float32, 48 bytes per rank), for "),
         ("merged", "all_reduce over tp, block backward (96 float32, 384 bytes per rank, 4 merged)"),
         ("neighbours", "all_to_all over tp, ring forward (1 float32, 4 bytes per rank, neighb"),
+        ("pipelined", "send over pp, block/1 backward (3×4 float32, 48 bytes per rank, B1 of chunk 1)"),
         ("manual", "all_reduce over tp, forward (3 float32, 12 bytes per rank), for lost_ranks"),
         ("along_one_axis", "all_reduce over tp, forward (3 float32, 12 bytes per rank), for lost_"),
         ("along_two_axes", "all_reduce over one·tp, forward (3 float32, 12 bytes per rank), for "),

@@ -130,6 +130,11 @@ def test_pipelines(ranks: Results) -> None:
     assert every(ranks, "pipelined") == [[]] * len(ranks)
 
 
+def test_a_rank_that_compiles_a_pipeline_alone(ranks: Results) -> None:
+    for said in every(ranks, "one_rank_compiles"):
+        assert said.startswith("PlanMismatch: rank") and "has run as Python" in said, said
+
+
 def test_neighbours_are_fetched(ranks: Results) -> None:
     assert every(ranks, "neighbours_equal_virtual") == [[]] * len(ranks)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import optree
@@ -237,3 +238,38 @@ def test_the_picture(tmp_path: Path, suffix: str) -> None:
     assert path.stat().st_size > 1000
     report.draw(path, dict.fromkeys(report.flops, 0.5))
     assert report.timeline(dict.fromkeys(report.flops, 0.5)).length >= 0.5 * 16
+
+
+def test_a_profile_says_how_long_each_task_took() -> None:
+    step, args = step_of("mlp", 2, 4, "1f1b")
+    report = step.lower(*args).schedule
+    step(*args)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(3):
+            step(*args)
+    seconds = report.measured(profile)
+    assert set(seconds) == {task for tasks in report.schedule.ranks for task in tasks}
+    run = report.timeline(seconds)
+    assert 0 < max(run.busy) <= run.length <= sum(seconds.values())
+    (call, *others) = [e for e in profile.events() if e.name.startswith("mlp")]
+    assert len(others) == 2 and sum(seconds.values()) <= call.time_range.elapsed_us() / 1e6
+
+
+def test_waits_are_not_counted() -> None:
+    """Two calls of 8 and 12 ms, in a task of 4 and 6 ms, of which a wait, deeper inside, takes 1 ms."""
+    step, args = step_of("mlp", 2, 4, "1f1b")
+    report = step.lower(*args).schedule
+    events = []
+
+    def event(name: str, milliseconds: float, parent: Any = None) -> Any:
+        took = SimpleNamespace(elapsed_us=lambda: 1e3 * milliseconds)
+        events.append(SimpleNamespace(name=name, time_range=took, cpu_parent=parent))
+        return events[-1]
+
+    for each in (4, 6):
+        call = event("mlp", 2 * each)
+        task = event("F0 of chunk 1", each, call)
+        event("wait for send over pp", 1, event("layer/2 forward", 2, task))
+        event("wait for all_reduce over dp", 3, call)
+    found = report.measured(SimpleNamespace(events=lambda: events))
+    assert found == pytest.approx({Task(1, 0, "F"): 4e-3})
