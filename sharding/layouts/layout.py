@@ -245,6 +245,8 @@ class Layout:
 
     def local_shape(self, coords: Coords, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of the shard at a coordinate."""
+        if not self.split_axes and self.is_at(coords):
+            return self.shape
         return tuple(math.prod(dim) for dim in self.local_subs(coords, sizes))
 
     def local_range(self, dim: int, coords: Coords, sizes: Mapping[str, int]) -> range:

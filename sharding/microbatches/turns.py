@@ -206,11 +206,12 @@ def _split(shape: Sequence[int], layout: Layout, steps: int) -> tuple[int, int, 
 
 
 class _Emitter(Emitter):
-    """Gives each new node its value; where a later turn makes the call of an earlier one, that one's."""
+    """Gives each new node its value: that of an earlier call with arguments that are alike."""
 
     def __init__(self, graph: fx.Graph) -> None:
         super().__init__(graph)
         self._known: dict[Hashable, Any] = {}
+        self._alike: dict[Hashable, torch.Tensor] = {}
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         if target is aten.contiguous.default:  # fit for ranks, but no operation of a program
@@ -223,9 +224,16 @@ class _Emitter(Emitter):
         key = target, _identified(values), _identified(tuple(named.items()))
         if key not in self._known:
             with internals.no_modes(), torch.no_grad():
-                self._known[key] = target(*values, **named)
+                self._known[key] = fx.node.map_aggregate(target(*values, **named), self._one_of)
         VAL.set(node, self._known[key])
         return node
+
+    def _one_of(self, value: Any) -> Any:
+        """One for all values that differ in where they begin alone, as the slices of microbatches do."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        kind = value.shape, value.stride(), value.dtype, value.device
+        return self._alike.setdefault((kind, value.untyped_storage().nbytes()), value)
 
 
 def _identified(value: Any) -> Hashable:

@@ -133,7 +133,7 @@ MATRIX = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("rewrite", "how", "case"), MATRIX)
 def test_every_transform_of_a_transform(rewrite: str, how: str, case: str) -> None:
     w, x = torch.randn(4, 4, dtype=F64), torch.randn(2, 4, dtype=F64)

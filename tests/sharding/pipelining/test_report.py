@@ -39,7 +39,7 @@ def without_empty(wanted: PipelineSchedule, found: PipelineSchedule) -> list[tup
     return [tuple(task for task in tasks if task in there) for tasks in wanted.ranks]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(
     ("name", "ranks", "count", "schedule"),
     [
@@ -89,7 +89,7 @@ def kept_at_once(live: Liveness, sizes: Any) -> int:
     return max(map(len, held))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("ranks", "count", "schedule"),
     [(ranks, count, schedule) for ranks, count in ((2, 4), (4, 8)) for schedule in SCHEDULES],

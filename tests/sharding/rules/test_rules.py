@@ -73,14 +73,14 @@ def test_registered_rule(target: Any) -> None:
 FAMILY = [op for op in pointwise_overloads() if op not in REGISTRY and lookup(op) is not None]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("target", FAMILY, ids=str)
 def test_pointwise_family(target: Any) -> None:
     assert samples(target) or str(target) in NOT_CALLABLE
     assert _check(target) or not samples(target)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("target", [*REGISTRY, *FAMILY], ids=str)
 def test_every_option_for_any_layouts(target: Any) -> None:
     """Whatever layouts the operands have, composite and pending ones too, and are wished for."""
