@@ -98,9 +98,11 @@ class Accumulate(Rewrite):
         batch: Any = None,
         fn: Callable[..., Any] | None = None,
         recompute: bool = True,
+        caller: tuple[str, str] = ("accumulate", "steps"),
     ) -> None:
         self.steps, self.batch, self.fn = steps, batch, fn
         self.recompute = recompute  # each forward again, in a backward that comes after all of them
+        self.caller = caller  # for messages: the transform, and its argument for the number of slices
 
     def _key(self) -> tuple[Any, ...]:
         return self.steps, _Key(self.batch), self.recompute
@@ -124,14 +126,14 @@ class Accumulate(Rewrite):
         try:
             dims = by_argument(program, self.batch, self.fn, "batch", int, form)
         except SpecError as error:
-            raise AccumulateError(f"accumulate({program.name}): {error}") from error
+            raise AccumulateError(f"{self.caller[0]}({program.name}): {error}") from error
         traced = {leaf.path for leaf in program.inputs}
         static = next((path for path in dims if path not in traced), None)
         if static is not None or not dims:
             problem = f"{static} is not a tensor" if static else "no argument has a batch"
             raise AccumulateError(
-                f"accumulate({program.name}, batch={self.batch}): {problem}. Give each argument with a "
-                "batch its dim, as in batch=(None, 0), and the others None."
+                f"{self.caller[0]}({program.name}, batch={self.batch}): {problem}. Give each argument "
+                "with a batch its dim, as in batch=(None, 0), and the others None."
             )
         inputs = tuple(
             self._hinted(leaf, dims.get(leaf.path), node)
@@ -143,24 +145,25 @@ class Accumulate(Rewrite):
         if dim is None:
             return leaf
         shape = list(VAL.of(node).shape)
+        name, count = self.caller
         if not -len(shape) <= dim < len(shape):
             raise AccumulateError(
-                f"accumulate(batch=...): {leaf.path} has shape {shape} and no dim {dim}; use None where "
+                f"{name}(batch=...): {leaf.path} has shape {shape} and no dim {dim}; use None where "
                 "an argument has no batch."
             )
         inner = leaf.hint(Batch)  # of an accumulate around which this one is: slices of slices
         if inner is not None and inner.dim != dim % len(shape):
             raise AccumulateError(
-                f"accumulate(batch=...): {leaf.path} {shape} is computed in slices of dim {inner.dim} "
+                f"{name}(batch=...): {leaf.path} {shape} is computed in slices of dim {inner.dim} "
                 f"and of dim {dim % len(shape)}; use the same dim."
             )
         steps = self.steps * (1 if inner is None else inner.steps)
         if shape[dim] % steps:
             fit = [n for n in range(1, shape[dim] + 1) if shape[dim] % n == 0]
             raise AccumulateError(
-                f"accumulate(steps={steps}): dim {dim} of {leaf.path} {shape} is no multiple of "
-                f"{steps}. Pad the batch (and mask what is added), or take "
-                f"{' or '.join(map(str, _nearest(fit, steps)))} steps."
+                f"{name}({count}={steps}): dim {dim} of {leaf.path} {shape} is no multiple of "
+                f"{steps}. Pad the batch (and mask what is added), or take {count}="
+                f"{' or '.join(map(str, _nearest(fit, steps)))}."
             )
         return leaf.hinted(Batch(dim % len(shape), steps))
 

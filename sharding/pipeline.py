@@ -82,7 +82,8 @@ def pipeline(
     kept = stages if stages is None or isinstance(stages, str) else tuple(stages)
     rewrites: list[Rewrite] = [Pipeline(mesh, axis, kept, schedule)]
     if microbatches > 1:
-        rewrites.append(Accumulate(microbatches, batch, fn, recompute=False))
+        caller = "pipeline", "microbatches"
+        rewrites.append(Accumulate(microbatches, batch, fn, recompute=False, caller=caller))
     return Transformed(fn, tuple(rewrites))
 
 

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from itertools import islice
 from types import MethodType
 from typing import Any
@@ -84,7 +85,7 @@ class Transformed(Wrapper):
         self.fn: Callable[..., Any] = fn
         self.rewrites: tuple[AnyRewrite, ...] = (*inner, *rewrites)
         self.cache_size = cache_size
-        self.__name__ = getattr(fn, "__name__", type(fn).__name__)
+        self.__name__ = _name_of(fn)
         self.__qualname__ = getattr(fn, "__qualname__", self.__name__)
         self.__module__ = getattr(fn, "__module__", type(self).__module__)
         self.__doc__ = getattr(fn, "__doc__", None)
@@ -318,6 +319,18 @@ def _retraced(name: str, history: list[tuple[Any, list[str]]]) -> str:
         f"{path} took {count} different values ({', '.join(values[:4])}...), and each is a new "
         "trace. Pass a changing number as a float or a tensor, and pad changing shapes."
     )
+
+
+def _name_of(fn: Any) -> str:
+    """The name of a function, also of one that a partial, or torch.func.grad of a partial, calls."""
+    while True:
+        wrapped = getattr(fn, "__wrapped__", None)
+        if isinstance(fn, partial):
+            fn = fn.func
+        elif isinstance(wrapped, partial):
+            fn = wrapped
+        else:
+            return str(getattr(fn, "__name__", type(fn).__name__))
 
 
 def _leaf_text(part: Any) -> str:

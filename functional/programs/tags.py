@@ -216,7 +216,7 @@ STAGE: Tag[str] = declare(
     "stage",
     'in a lowered graph, "issue" or "wait", where other processes take part',
     written_by="lowering/channel",
-    read_by="lowering/call_order, programs/labels",
+    read_by="lowering/call_order, lowering/peephole, programs/labels",
     follows="call",
 )
 PEERS: Tag[str] = declare(

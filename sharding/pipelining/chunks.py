@@ -97,7 +97,7 @@ def _units(
     """The number of the unit of each operation: in the order of the forward."""
     if pattern is None:
         if len(flowing) < chunks:
-            raise _too_few(name, f"{len(flowing)} operations that depend on a product", chunks)
+            raise _too_few(name, len(flowing), "operations that depend on a product", chunks)
         return {node: i for i, node in enumerate(flowing)}
     numbers: dict[str, int] = {}
     matched: dict[fx.Node, int] = {}
@@ -108,7 +108,7 @@ def _units(
     if not numbers:
         raise _no_match(pattern, flowing, name)
     if len(numbers) < chunks:
-        raise _too_few(name, f"{len(numbers)} scopes that match {pattern!r}", chunks)
+        raise _too_few(name, len(numbers), f"scopes that match {pattern!r}", chunks)
     return _with_neighbours(flowing, matched)
 
 
@@ -281,8 +281,12 @@ def _no_match(pattern: str, flowing: Sequence[fx.Node], name: str) -> PipelineEr
     return PipelineError(f"pipeline({name}, stages=...): {pattern!r} matches no scope; {remedy}.")
 
 
-def _too_few(name: str, have: str, chunks: int) -> PipelineError:
+def _too_few(name: str, count: int, what: str, chunks: int) -> PipelineError:
     return PipelineError(
-        f"pipeline({name}): {have}, for {chunks} stages. Use a smaller axis or fewer chunks, or stages="
-        "None to cut between any two operations."
+        f"pipeline({name}): {chunks} stages need as many {what}, of which there {_is(count)}. Use a "
+        "smaller axis or fewer chunks, or stages=None to cut between any two operations."
     )
+
+
+def _is(count: int) -> str:
+    return "is 1" if count == 1 else f"are {count}"

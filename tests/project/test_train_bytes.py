@@ -118,6 +118,7 @@ def goes_on_to_the_same_bits(out: Path, *options: str) -> None:
     assert have == want and len(want) == 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("how", "message"),
     [

@@ -14,7 +14,7 @@ from torchard.testing import strategies as ts
 from torchard.testing.bounds import Expected
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MASKED)
 def test_a_right_model_passes(name: str, dtype: torch.dtype) -> None:
@@ -23,7 +23,7 @@ def test_a_right_model_passes(name: str, dtype: torch.dtype) -> None:
     assert all(math.isfinite(row.bound) for row in report)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("order", ["value", "gradient", "jvp"])
 @pytest.mark.parametrize("mistake", MISTAKES)

@@ -22,7 +22,7 @@ from torchard.testing import equal
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_word_equals_the_plain_function(model: str) -> None:
-    for number, word in enumerate(words(model, examples(ci=700, explore=70))):
+    for number, word in enumerate(words(model, examples(ci=1400, explore=70))):
         outcome(model, word, number)
 
 

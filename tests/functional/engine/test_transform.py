@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -560,3 +561,13 @@ def test_looking_at_programs_does_not_change_what_is_kept(steps: list[tuple[bool
 
     # One that was looked at before need not be traced again; one that was called is never lost by it.
     assert all(a <= b for a, b in zip(traced(True), traced(False), strict=True))
+
+
+def test_a_partial_has_the_name_of_its_function() -> None:
+    def loss(scale: float, x: torch.Tensor) -> torch.Tensor:
+        return (scale * x).sum()
+
+    half = partial(loss, 0.5)
+    for fn in (loss, half, partial(half), grad(half), torch.func.grad_and_value(half)):
+        assert Transformed(fn, [Identity()]).__name__ == "loss"
+    assert Transformed(torch.nn.Identity(), [Identity()]).__name__ == "Identity"

@@ -33,7 +33,7 @@ def whole(tree: Any) -> Any:
 NOT_MAPPED = {("weighted", "vmap"), ("weighted", "vmap of grad")}
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(40)
 @pytest.mark.filterwarnings("ignore:.*along no value:torchard.IdleAxisWarning")
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize(("name", "derived"), [c for c in product(CASES, DERIVED) if c not in NOT_MAPPED])

@@ -37,7 +37,7 @@ def close(have: Any, want: Any) -> None:
     torch.testing.assert_close(whole(have), want, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.sampled(240)
+@pytest.mark.sampled(480)
 @pytest.mark.parametrize(
     ("name", "ranks", "count", "schedule", "derived"),
     list(product(MODELS, (2, 3, 4), COUNTS, SCHEDULES, DERIVED)),
@@ -81,7 +81,7 @@ STACKS: dict[str, Callable[[Any, Callable[..., Any]], Any]] = {
 }
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("derived", ["value", "grad outside", "grad inside", "vmap", "jvp"])
 @pytest.mark.parametrize(("name", "stack"), list(product(MODELS, STACKS)))
 def test_other_transforms(name: str, stack: str, derived: str) -> None:
@@ -115,7 +115,7 @@ INSIDE: dict[str, dict[str, int]] = {
 }
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(24)
 @pytest.mark.filterwarnings("ignore::torchard.IdleAxisWarning")
 @pytest.mark.parametrize("derived", ["value and grad inside", "grad outside", "jvp"])
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torchard.sharding.pipelining.schedules import SCHEDULES
 INSIDE: dict[str, dict[str, int]] = {"alone": {}, "dp": {"dp": 2}, "fsdp": {"dp": 2}, "tp": {"tp": 2}}
 
 
-@pytest.mark.sampled(60)
+@pytest.mark.sampled(90)
 @pytest.mark.filterwarnings("ignore::torchard.IdleAxisWarning")
 @pytest.mark.parametrize(
     ("name", "inside", "ranks", "schedule"), list(product(MODELS, INSIDE, (2, 4), SCHEDULES))
