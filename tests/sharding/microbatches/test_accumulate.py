@@ -156,7 +156,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], int, Any, str]] = {
     "batch norm": (batch_norm, 2, (None, 0), r"in batch_norm: .* whole batch.*layer or group norm"),
     "contrastive": (lambda w, x: (x @ w @ x.T).logsumexp(1).sum(), 2, (None, 0), "needs the whole batch"),
     "sort": (lambda w, x: (x @ w).sort(0).values.sum(), 2, (None, 0), "aten.sort.*dim 0 here"),
-    "no multiple": (lambda w, x: (x @ w).sum(), 5, (None, 0), r"dim 0 of args\[1\].*4 or 6 steps"),
+    "no multiple": (lambda w, x: (x @ w).sum(), 5, (None, 0), r"dim 0 of args\[1\].*steps=4 or 6"),
     "no such dim": (lambda w, x: (x @ w).sum(), 2, (None, 2), r"args\[1\] has shape .* no dim 2"),
     "no batch": (lambda w, x: (x @ w).sum(), 2, (None, None), "no argument has a batch"),
     "no argument": (lambda w, x: (x @ w).sum(), 2, {"y": 0}, "names 'y', but the arguments are w, x"),
