@@ -66,6 +66,7 @@ def stacked(order: tuple[str, ...]) -> Fn:
     return f
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("order", ORDERS, ids=" > ".join)
 def test_every_order_equals_the_plain_function(order: tuple[str, ...]) -> None:
     w, x = data()

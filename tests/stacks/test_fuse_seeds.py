@@ -28,6 +28,7 @@ STEPS: dict[str, Any] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "order", list(itertools.permutations(["fuse", "shard", "build"])), ids="∘".join
 )
@@ -127,6 +128,7 @@ def counted(program: Program) -> Counter[str]:
     return found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_instance_is_found(name: str, dtype: torch.dtype) -> None:

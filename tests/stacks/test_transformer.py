@@ -28,6 +28,7 @@ def leaves(tree: Any) -> list[torch.Tensor]:
     return [whole(v) for v in found]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RECIPES)
 def test_equals_one_device(name: str) -> None:
     recipe = RECIPES[name]

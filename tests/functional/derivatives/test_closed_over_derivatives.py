@@ -67,7 +67,7 @@ OUTSIDE: dict[str, Callable[[Fn], Fn]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @crossed("inside", INSIDE)
 @pytest.mark.parametrize("outside", OUTSIDE)
 def test_a_derivative_of_what_is_closed_over(outside: str, inside: str, name: str) -> None:
@@ -107,7 +107,7 @@ PLACED: dict[str, Fn] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's own linearize
 @crossed("inside", PLACED)
 @pytest.mark.parametrize("spec", [P("dp"), P(None, "dp"), P()], ids=str)

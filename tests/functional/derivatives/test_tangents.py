@@ -66,7 +66,7 @@ PUSHED: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @crossed("sharing", SHARING)
 @pytest.mark.parametrize("pushed", PUSHED)
 def test_tangents_of_results_that_share_memory(pushed: str, sharing: str, name: str) -> None:

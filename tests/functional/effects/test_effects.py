@@ -109,6 +109,7 @@ def stopped(write: str, read: str, before: bool) -> Fn:
     return fn
 
 
+@pytest.mark.sampled(2)
 @quiet
 @pytest.mark.parametrize("write", STOPPED)
 def test_a_stop_before_or_after_a_write(write: str) -> None:

@@ -130,6 +130,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sampled(2)
 @quiet
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_kind_of_write(name: str) -> None:

@@ -252,6 +252,7 @@ def check(
             raise AssertionError(f"{case}: {type(error).__name__}: {error}") from error
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_first_derivatives(policy: str) -> None:
     check(FIRST, policy, 1e-12, each=2)

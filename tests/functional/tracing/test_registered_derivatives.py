@@ -204,7 +204,7 @@ def shown(transform: Callable[[Fn], Fn], fn: Fn) -> Fn:
     return lambda *xs: whole(tuple(transform(fn)(*xs)))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @crossed("pair", PAIRS)
 @pytest.mark.parametrize("derivation", DEEP)
@@ -288,7 +288,7 @@ CHUNKED: dict[str, Callable[[Fn], Fn]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.skipif(not hasattr(torch.nn, "LinearCrossEntropyOptions"), reason="torch has none yet")
 @crossed("derivation", CHUNKED)
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])

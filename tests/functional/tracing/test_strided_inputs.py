@@ -64,6 +64,7 @@ STACKS: dict[str, Callable[[Fn, Fn], Fn]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @crossed("layout", LAYOUTS)
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("reading", READINGS)

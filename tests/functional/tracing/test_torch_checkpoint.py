@@ -93,6 +93,7 @@ STACKS: dict[str, Callable[[Fn], tuple[int, Any]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @settings(max_examples=examples(1, 40))
 @given(seed=st.integers(0, 2**32 - 1))
 @pytest.mark.parametrize("way", WAYS)

@@ -207,6 +207,7 @@ def test_traced_and_compiled(name: str) -> None:
     close(torchard.jit(fused(kernel, fn), backend="eager")(*args), fn(*args))
 
 
+@pytest.mark.sampled(8)
 @every_kernel
 def test_split_over_a_mesh(name: str) -> None:
     kernel = KERNELS[name]

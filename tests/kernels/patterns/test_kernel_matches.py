@@ -331,6 +331,7 @@ def differentiated(fn: Callable[..., Any], args: tuple[Tensor, ...]) -> Callable
     return torch.func.grad(loss, moving, has_aux=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_found_in_every_spelling(spelling: str, dtype: torch.dtype) -> None:

@@ -21,6 +21,7 @@ NESTED = ("difference", "roll", "cat", "convolution")
 RUNS = [(n, m) for m, names in zip(MESHES, (FUNCTIONS, NESTED), strict=True) for n in names]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "mesh"), RUNS)
 def test_equals_one_device(name: str, mesh: str) -> None:
     axes, split, lines = MESHES[mesh]

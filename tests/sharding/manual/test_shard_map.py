@@ -67,7 +67,7 @@ def full(value: Any) -> Any:
     return value.full() if isinstance(value, MeshTensor) else value
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("axes", "spec", "over", "name"), cases())
 def test_collective(axes: dict[str, int], spec: P, over: Any, name: str) -> None:
     fn, varies = COLLECTIVES[name]
@@ -220,6 +220,7 @@ def written(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return psum(y, "x")[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", STACKS)
 def test_stack(name: str) -> None:
     have, want = STACKS[name]

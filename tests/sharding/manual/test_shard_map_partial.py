@@ -210,7 +210,7 @@ SPLIT_LATER = {"psum", "all_gather tiled", "psum_scatter", "all_to_all one dim",
 CASES = [(collective, laid) for collective in COLLECTIVES for laid in LAID]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("collective", "laid"), CASES, ids=str)
 def test_collective(collective: str, laid: str) -> None:
     fn, varies = COLLECTIVES[collective]

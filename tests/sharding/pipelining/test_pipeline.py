@@ -57,6 +57,7 @@ def integers(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (x * y).sum()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("ranks", "count"), [(2, 4), (3, 5), (4, 8)])
 def test_integers_are_exact(ranks: int, count: int, schedule: str) -> None:

@@ -39,7 +39,7 @@ def without_empty(wanted: PipelineSchedule, found: PipelineSchedule) -> list[tup
     return [tuple(task for task in tasks if task in there) for tasks in wanted.ranks]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize(
     ("name", "ranks", "count", "schedule"),
     [

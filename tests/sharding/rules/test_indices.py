@@ -276,6 +276,7 @@ DRAWN = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "length", "size"), DRAWN)
 def test_bytes_and_values(name: str, length: int, size: int) -> None:
     found = CASES[name]

@@ -101,6 +101,7 @@ def test_every_option_for_any_layouts(target: Any) -> None:
         run()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("target", [*REGISTRY, *DECOMPOSITIONS], ids=str)
 def test_taken_apart_it_is_the_operation(target: Any) -> None:
     """Whatever ``decompose`` makes of a call (torch's table may write in place) gives its results."""
