@@ -15,6 +15,7 @@ from torch import fx
 from torchard.functional.programs.graphs import add_call, output_node
 from torchard.functional.programs.tagging import forget
 from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, PHASE, SCOPE, SEGMENTS, STEP, VAL
+from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.collective_ops import AllGather, Send
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.reshard import ReshardStep
@@ -120,19 +121,30 @@ def send_values(graph: fx.Graph, wanted: Sequence[Home | None], sizes: Sizes) ->
 def _sent(
     graph: fx.Graph, value: fx.Node, home: Home, sent: dict[tuple[fx.Node, Home], fx.Node], sizes: Sizes
 ) -> fx.Node:
-    if (value, home) not in sent and _is_rearranged(value):
+    if (value, home) not in sent and (_is_rearranged(value) or _is_held(value)):
         (base,) = value.all_input_nodes  # sent once, however it is viewed
-        moved = _sent(graph, base, home, sent, sizes)
-        with graph.inserting_after(moved):
-            view = graph.node_copy(value, lambda node: moved if node is base else node)
-        forget(view, CHUNK, MICROBATCH)
-        LAYOUT.set(view, LAYOUT.of(value).homed(home))
-        sent[value, home] = view
+        moved = base if not home_of(base) else _sent(graph, base, home, sent, sizes)
+        with graph.inserting_after(value):
+            copied = graph.node_copy(value, lambda node: moved if node is base else node)
+        forget(copied, CHUNK, MICROBATCH)
+        LAYOUT.set(copied, LAYOUT.of(value).homed(home))
+        sent[value, home] = copied
     if (value, home) not in sent:
         after = value if value.op != "placeholder" else graph.find_nodes(op="placeholder")[-1]
         with graph.inserting_after(after):
             sent[value, home] = _send(value, home, sizes)
     return sent[value, home]
+
+
+def _is_held(node: fx.Node) -> bool:
+    """Whether ranks everywhere hold what a value is gathered from or a copy of, as of a tied weight."""
+    if not (STEP.on(node) or is_alias(node) or node.target is aten._to_copy.default):
+        return False
+    sources = node.all_input_nodes
+    if node.target is send or len(sources) != 1:
+        return False
+    (base,) = sources
+    return not home_of(base) or _is_held(base)
 
 
 def _is_rearranged(node: fx.Node) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.programs.tags import PHASE, STEP, VAL
+from torchard.functional.programs.tags import LAYOUT, PHASE, STEP, VAL
 from torchard.functional.remat.rematerialise import tag_version
 from torchard.sharding.layouts.collective_ops import AllGather, PsumScatter
 from torchard.sharding.layouts.tags import AFTER, BUCKET, TURN
@@ -110,7 +110,7 @@ def gather_by_layer(graph: fx.Graph, layers: Mapping[fx.Node, str], ahead: int) 
     for node in _gathers(graph, set(layers)):
         step, val, phase = STEP.of(node), VAL.of(node), PHASE.get(node, "forward")
         if root_of(node) is node.all_input_nodes[0] and val.dtype != torch.bool:
-            kind = (step.axes, val.dtype, val.device, phase)
+            kind = (step.axes, val.dtype, val.device, LAYOUT.of(node).home, phase)
             kinds.setdefault(kind, {}).setdefault(layers[root_of(node)], []).append(node)
     begins: set[fx.Node] = set()
     for (*_, phase), by_layer in kinds.items():

@@ -167,6 +167,53 @@ def test_train_gpt(
         assert (tmp_path / f"loss-{plan}-virtual-{stem}.png").stat().st_size > 10_000
 
 
+# Of two layers on two stages, two microbatches. Activations and their gradients cross; so do the loss and
+# the gradient of the tied embedding, which is added up at the first stage.
+CROSS = {"forward send pp": 2 + 1, "backward send pp": 2 + 1 + 1}
+PIPELINES = {
+    "pp": ("pp=2", CROSS),
+    "pp+tp": (
+        "pp=2,tp=2",
+        CROSS
+        | {
+            "forward all_reduce tp": 2 * (1 + 2 + 2 + 1) + 1,  # embedding, layers, loss; its value, once
+            "forward all_reduce[max] tp": 2,
+            "backward all_reduce tp": 2 * (1 + 1 + 2 + 2),  # loss, head, layers
+        },
+    ),
+    "pp+fsdp": (
+        "pp=2,dp=2",
+        CROSS
+        | {
+            "forward all_gather dp": 2 + 2 + 1,  # layers, the embedding on both stages, positions
+            "backward all_gather dp": 2 + 1,
+            "backward psum_scatter dp": 2 * 12 + 4,  # each gradient once, not once a microbatch
+            "forward all_reduce dp": 2,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("plan", PIPELINES)
+def test_train_gpt_by_a_pipeline(
+    load: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    plan: str,
+) -> None:
+    jobs, example = load("_job"), load("train_gpt")
+    monkeypatch.setattr(jobs, "job", lambda *args: contextlib.nullcontext(jobs.Job(*args)))
+    mesh, want = PIPELINES[plan]
+    options = ["--layers", "2", "--microbatches", "2", "--virtual", mesh, "--out", str(tmp_path)]
+    example.main([*SMALL, *LITTLE, "--plan", plan, *options])
+    text = capsys.readouterr().out
+    assert sent(text) == want
+    assert "1f1b on pp, 2 microbatches" in text
+    for number in re.findall(r"\(difference (\S+)\)", text):
+        assert float(number) < 1e-4
+
+
 @pytest.mark.parametrize("plan", ["tp", "fsdp+tp"])
 def test_train_gpt_s_other_plans(load: Any, plan: str) -> None:
     example, mesh = load("train_gpt"), Mesh({"dp": 1 + (plan != "tp"), "tp": 2}, virtual=True)
