@@ -40,7 +40,7 @@ def elsewhere() -> Iterator[ProcessPoolExecutor]:
         yield process
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @needs_triton
 @every_kernel
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -93,7 +93,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessPoolEx
         yield process
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(8)
 @needs_triton
 @every_kernel
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

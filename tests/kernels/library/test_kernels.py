@@ -169,7 +169,7 @@ def test_any_sizes_are_right(name: str) -> None:
     drawn(name, run, FEW, sizes=(0, 1, 1, 2), dtypes=(torch.float64,))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @every_kernel
 def test_gradients_are_as_exact(name: str) -> None:
     def run(kernel: Kernel, pattern: Pattern, case: Case) -> None:
@@ -181,7 +181,7 @@ def test_gradients_are_as_exact(name: str) -> None:
     drawn(name, run, ONE)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(6)
 @every_kernel
 def test_derivatives_and_batches_are_the_plain_functions(name: str) -> None:
     def run(kernel: Kernel, pattern: Pattern, case: Case) -> None:
