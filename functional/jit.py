@@ -18,7 +18,9 @@ from torchard.functional.core.locks import Lock
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.failures import compiled_failed
+from torchard.functional.execution.regions import by_regions
 from torchard.functional.programs.program import Bound, Program, Rewrite
+from torchard.functional.programs.records import Record
 from torchard.functional.programs.tagging import strip
 from torchard.functional.remat.barrier import insert_barriers
 
@@ -109,9 +111,21 @@ class Compile(Rewrite):
         if module is None:
             return generated
         insert_barriers(module.graph)
-        module.recompile()
-        run = _Compiled(module, generated, self.backend, program)
+        run = self._compiled(module, generated, program)
         return run if program.runtime is None else program.runtime.guard(program, run, module.graph)
+
+    def _compiled(self, module: fx.GraphModule, generated: Bound, program: Program) -> Bound:
+        """The module, or its regions, compiled when they are first called."""
+
+        def region(graph: fx.Graph) -> Bound:
+            part = fx.GraphModule(torch.nn.Module(), graph)
+            return _Compiled(part, compiled(graph, program.name), self.backend, program.name)
+
+        outer = by_regions(module.graph, region)
+        if outer is not None:
+            return _Regions(compiled(outer, program.name), generated)
+        module.recompile()
+        return _Compiled(module, generated, self.backend, program.name, program.collectives)
 
 
 def _flat_module(program: Program) -> fx.GraphModule | None:
@@ -121,6 +135,16 @@ def _flat_module(program: Program) -> fx.GraphModule | None:
     return program.runtime.graph(program)
 
 
+class _Regions:
+    """A program of compiled regions."""
+
+    def __init__(self, run: Bound, generated: Bound) -> None:
+        self.run, self.generated = run, generated
+
+    def __call__(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self.generated(parts) if internals.has_modes() else self.run(parts)
+
+
 class _Compiled:
     """A program that is compiled at its first call, and again for inputs of other strides.
 
@@ -128,19 +152,25 @@ class _Compiled:
     """
 
     def __init__(
-        self, module: fx.GraphModule, generated: Bound, backend: str, program: Program
+        self,
+        module: fx.GraphModule,
+        generated: Bound,
+        backend: str,
+        name: str,
+        collectives: Sequence[Record] = (),
     ) -> None:
         self.module = module
         self.generated = generated
         self.backend = backend
-        self.name, self.collectives = program.name, program.collectives
+        self.name = self.__name__ = name
+        self.collectives = collectives
         self.by_strides: dict[Any, Callable[..., Any]] = {}
         self.lock = Lock()
 
     def __call__(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if internals.has_modes():  # a tracer must see the operations
             return self.generated(parts)
-        key = tuple(part.stride() for part in parts)
+        key = tuple((part.shape, part.stride(), part.dtype) for part in parts)
         run = self.by_strides.get(key)
         if run is None:
             with self.lock:

@@ -203,7 +203,7 @@ TASK: Tag[str] = declare(
     "task",
     "the task of a pipeline's schedule that the operation belongs to",
     written_by="pipelining/tasks",
-    read_by="programs/labels",
+    read_by="execution/regions, programs/labels",
     follows="place",
 )
 RUNNING: Tag[bool] = declare(

@@ -1,0 +1,140 @@
+"""Regions: parts of a program that a compiler is given one by one, so that equal ones are compiled once.
+
+A pipeline's program has the operations of each microbatch. Those of a task between two transfers are
+a region; the regions of all microbatches are equal but for their operands. Transfers, and random bits,
+whose positions differ, stay outside, and run as Python.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import fx
+
+from torchard.functional.programs.tagging import inherit
+from torchard.functional.programs.tags import TASK
+from torchard.functional.programs.views import is_view
+
+__all__ = ["by_regions"]
+
+Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+_RANDOM_BITS = "torchard.random_bits.default"
+
+
+def by_regions(graph: fx.Graph, compiled: Callable[[fx.Graph], Run]) -> fx.Graph | None:
+    """A graph that calls compiled regions; None if no two regions of the graph are equal.
+
+    Args:
+        graph: its items of tuples are moved to the operations that return them.
+        compiled: compiles the graph of a region.
+    """
+    for node in list(graph.nodes):
+        if node.target is operator.getitem:
+            node.all_input_nodes[0].append(node)
+    regions = _regions(graph)
+    keys = [_key(nodes) for nodes in regions]
+    if len(set(keys)) == len(keys):
+        return None
+    runs: dict[Hashable, Run] = {}
+    ends = {nodes[-1]: (nodes, key) for nodes, key in zip(regions, keys, strict=True)}
+    inside = {node for nodes in regions for node in nodes}
+    outer = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if node in ends:
+            nodes, key = ends[node]
+            if key not in runs:
+                runs[key] = compiled(_extracted(nodes))
+            _call(outer, nodes, runs[key], env)
+        elif node not in inside:
+            env[node] = outer.node_copy(node, env.__getitem__)
+    return outer
+
+
+def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
+    """Runs of operations of one task, between transfers; those of views alone are not worth a call.
+
+    What no microbatch changes, such as a transposed weight, is computed before the region.
+    """
+    regions: list[list[fx.Node]] = []
+    current: set[fx.Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        if not _is_inside(node):
+            if _is_transfer(node) or not current.isdisjoint(node.all_input_nodes):
+                current = set()
+            continue
+        if not current or _task(node) != _task(regions[-1][0]):
+            regions.append([])
+            current = set()
+        regions[-1].append(node)
+        current.add(node)
+    return [nodes for nodes in regions if not all(map(_is_free, nodes))]
+
+
+def _is_free(node: fx.Node) -> bool:
+    return node.target is operator.getitem or is_view(node)
+
+
+def _is_inside(node: fx.Node) -> bool:
+    return bool(_task(node)) and not _is_transfer(node)
+
+
+def _task(node: fx.Node) -> str:
+    """The task of an operation, which is also that of the items it returns."""
+    if node.target is operator.getitem:
+        return _task(node.all_input_nodes[0])
+    return TASK.get(node, "")
+
+
+def _is_transfer(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_transfer(node.all_input_nodes[0])
+    namespace = getattr(node.target, "namespace", "")
+    return namespace == "_c10d_functional" or str(node.target) == _RANDOM_BITS
+
+
+def _inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The operands from outside, by first use."""
+    inside = set(nodes)
+    operands = (source for node in nodes for source in node.all_input_nodes)
+    return list(dict.fromkeys(source for source in operands if source not in inside))
+
+
+def _outputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The values used outside."""
+    inside = set(nodes)
+    return [node for node in nodes if not inside.issuperset(node.users)]
+
+
+def _key(nodes: Sequence[fx.Node]) -> Hashable:
+    """What a region computes: its operations on numbered values, and which of these are used outside."""
+    numbers = {node: i for i, node in enumerate((*_inputs(nodes), *nodes))}
+
+    def line(node: fx.Node) -> Hashable:
+        operands = fx.map_arg((node.args, node.kwargs), lambda operand: f"%{numbers[operand]}")
+        return node.target, repr(operands)
+
+    return (*map(line, nodes), *(numbers[node] for node in _outputs(nodes)))
+
+
+def _extracted(nodes: Sequence[fx.Node]) -> fx.Graph:
+    """The graph of a region, from a list of its inputs to a list of its outputs."""
+    graph = fx.Graph()
+    env = {node: graph.placeholder(f"in{i}") for i, node in enumerate(_inputs(nodes))}
+    for node in nodes:
+        env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(env[node] for node in _outputs(nodes)))
+    return graph
+
+
+def _call(outer: fx.Graph, nodes: Sequence[fx.Node], run: Run, env: dict[fx.Node, fx.Node]) -> None:
+    call = outer.call_function(run, ([env[node] for node in _inputs(nodes)],))
+    inherit(call, nodes[0], "place")
+    for i, node in enumerate(_outputs(nodes)):
+        env[node] = outer.call_function(operator.getitem, (call, i))
+        inherit(env[node], node, "place")
