@@ -16,6 +16,7 @@ from torch import fx
 from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import TASK
 from torchard.functional.programs.views import is_view
+from torchard.functional.torch_internals.operators import COLLECTIVES
 
 __all__ = ["by_regions"]
 
@@ -95,7 +96,7 @@ def _is_transfer(node: fx.Node) -> bool:
     if node.target is operator.getitem:
         return _is_transfer(node.all_input_nodes[0])
     namespace = getattr(node.target, "namespace", "")
-    return namespace == "_c10d_functional" or str(node.target) == _RANDOM_BITS
+    return namespace == COLLECTIVES or str(node.target) == _RANDOM_BITS
 
 
 def _inputs(nodes: Sequence[fx.Node]) -> list[fx.Node]:
