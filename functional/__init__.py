@@ -13,6 +13,7 @@ module, ``from torchard.functional import checkpoint`` imports the function.
 from torchard.functional.checkpoint import checkpoint
 from torchard.functional.jit import jit
 from torchard.functional.module import Functional, functionalize
+from torchard.functional.repeat import repeat, stack, unstack
 from torchard.functional.saved_residuals import saved_residuals
 from torchard.functional.trace import name, scope, trace
 from torchard.functional.verify import verify
@@ -23,8 +24,11 @@ __all__ = [
     "functionalize",
     "jit",
     "name",
+    "repeat",
     "saved_residuals",
     "scope",
+    "stack",
     "trace",
+    "unstack",
     "verify",
 ]

@@ -11,6 +11,7 @@ __all__ = [
     "DerivativeError",
     "DonatedError",
     "KernelError",
+    "LoopError",
     "NoMatch",
     "PatternError",
     "PipelineError",
@@ -128,6 +129,19 @@ class PipelineError(ValueError):
         ...
     torchard.PipelineError: pipeline(<lambda>, stages=...): 'block/*' matches no scope; label its
         layers by torchard.scope.
+    """
+
+
+class LoopError(ValueError):
+    """A loop does not fit together: rows and counts, or what a layer hands to the next; names the leaf.
+
+    >>> import torch, torchard as ta
+    >>> ta.repeat(lambda w, x: x @ w, torch.ones(3, 4, 5), torch.ones(2, 4))
+    Traceback (most recent call last):
+        ...
+    torchard.LoopError: repeat: x is float32[2, 4], and the block returned float32[2, 5]; the
+        next layer takes what it returns, so shape and dtype stay. Convert it in the block, or
+        x before.
     """
 
 

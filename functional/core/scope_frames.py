@@ -21,11 +21,13 @@ class Frame:
         name: the scope's name; empty for a call.
         module: whether the name is the path of a module, which includes those of enclosing modules.
         policy: the policy of a checkpoint that begins here, if one does.
+        iterated: whether each iteration of a loop enters it; a ``*`` in the name stands for the iteration.
     """
 
     name: str = ""
     module: bool = False
     policy: Any = None
+    iterated: bool = False
 
 
 def path_of(frames: Sequence[Frame]) -> str:

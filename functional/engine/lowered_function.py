@@ -16,6 +16,8 @@ import torch
 from torchard.functional.core.locks import Lock
 from torchard.functional.derivatives.autodiff import batched, joint, pullback, pushforward
 from torchard.functional.execution.binding import bind
+from torchard.functional.loops.rolled import rolled
+from torchard.functional.loops.unrolled import unrolled
 from torchard.functional.programs.program import (
     Free,
     Leaf,
@@ -48,9 +50,9 @@ def lower(program: Program, rewrites: Sequence[Rewrite]) -> Program:
     Rewrites that the stack, nested transforms or placed inputs ask for are applied too.
     """
     stack = _in_order(program, rewrites)
-    program = replace(program, stack=stack)
+    program = replace(rolled(program), stack=stack)
     for rewrite in stack:
-        program = rewrite(program)
+        program = rewrite(program if rewrite.reads_loops else unrolled(program))
     program = finished(_without_dead_code(program), finishing(stack))
     outputs = tuple(
         replace(leaf, tag=None) if isinstance(leaf.tag, Free) else leaf for leaf in program.outputs
@@ -157,7 +159,9 @@ class LoweredFunction:
 
     def _rewritten(self, program: Program) -> Program:
         if not self.inline:
-            return lower(program, self.rewrites)
+            return unrolled(lower(program, self.rewrites))
+        if self.rewrites:
+            program = unrolled(rolled(program))
         for rewrite in self.rewrites:
             program = rewrite.inline(program)
         return program

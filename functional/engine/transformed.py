@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from types import MethodType
@@ -20,6 +21,8 @@ from torchard.functional.derivatives.value_rewrite import ValueRewrite, interpre
 from torchard.functional.engine.autograd_functions import call
 from torchard.functional.engine.cache_entry import CacheEntry, environment_of, is_under
 from torchard.functional.engine.donation import give_up
+from torchard.functional.loops.rolled import rolled
+from torchard.functional.loops.unrolled import unrolled
 from torchard.functional.programs.program import Program, Rewrite
 from torchard.functional.programs.tags import VAL
 from torchard.functional.reports.lowered import Lowered
@@ -239,10 +242,10 @@ class Transformed(Wrapper):
         program = trace_call(self.fn, arguments, paths, grad_mode=grad_mode)
         for change in self.rewrites:
             if isinstance(change, ValueRewrite):
-                program = interpreted(program, change)
+                program = interpreted(unrolled(rolled(program)), change)
         rewrites = tuple(r for r in self.rewrites if isinstance(r, Rewrite))
         for rewrite in rewrites:
-            program = rewrite.annotate(program)
+            program = _annotated(program, rewrite)
         entry = CacheEntry(self.fn, program, rewrites, arguments, paths)
         values = [closure.value for closure in program.closures]
         for closure in program.closures:
@@ -257,6 +260,13 @@ class Transformed(Wrapper):
             too_many = self._traces == _RETRACES
         if too_many:
             warnings.warn(_retraced(self.__name__, list(self._history)), RetraceWarning, 4)
+
+
+def _annotated(program: Program, rewrite: Rewrite) -> Program:
+    """The program with a rewrite's hints on its leaves."""
+    seen = rolled(program)
+    annotated = rewrite.annotate(seen if rewrite.reads_loops else unrolled(seen))
+    return annotated if seen is program else replace(annotated, graph=program.graph)
 
 
 def _named(transformed: Transformed) -> bool:

@@ -171,6 +171,7 @@ class Rewrite(ABC):
         stage: rewrites with a lower stage run first, whatever the order in which they were stacked.
         asks: further rewrites that must run in the same lowering.
         donate_argnums: positions of the arguments whose memory the call may take.
+        reads_loops: whether it takes a program with loops (functional/loops); if not, they are unrolled.
 
     >>> from dataclasses import dataclass
     >>> import torch
@@ -193,6 +194,7 @@ class Rewrite(ABC):
 
     stage: float = 1
     donate_argnums: tuple[int, ...] = ()
+    reads_loops: bool = False
 
     @property
     def asks(self) -> tuple[Rewrite, ...]:

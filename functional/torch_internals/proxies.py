@@ -49,6 +49,7 @@ __all__ = [
     "inserting_after",
     "proxy_node",
     "proxying",
+    "record_call",
     "track",
 ]
 
@@ -138,6 +139,19 @@ def track(
         proxy = tracer.create_proxy("placeholder", name, (), {})
         track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
     return proxy.node
+
+
+def record_call(
+    tracer: PythonKeyTracer,
+    target: Callable[..., Any],
+    operands: Sequence[torch.Tensor],
+    results: tuple[torch.Tensor, ...],
+) -> None:
+    """Add a call whose results are these fake tensors; the operands are tensors of the trace."""
+    with no_modes():
+        proxies = tuple(get_proxy_slot(operand, tracer).proxy for operand in operands)
+        call = tracer.create_proxy("call_function", target, proxies, {})
+        track_tensor_tree(results, call, constant=None, tracer=tracer)
 
 
 def inserting_after(

@@ -14,6 +14,7 @@ from torchard.functional.core.errors import (
     DerivativeError,
     DonatedError,
     KernelError,
+    LoopError,
     NoMatch,
     PatternError,
     PipelineError,
@@ -25,6 +26,7 @@ from torchard.functional.core.errors import (
 )
 from torchard.functional.jit import jit
 from torchard.functional.module import Functional, functionalize
+from torchard.functional.repeat import repeat, stack, unstack
 from torchard.functional.saved_residuals import saved_residuals
 from torchard.functional.trace import name, scope, trace
 from torchard.functional.tracing.signature import ShapeDtype
@@ -103,6 +105,7 @@ __all__ = [
     "IdleAxisWarning",
     "Kernel",
     "KernelError",
+    "LoopError",
     "Mesh",
     "MeshError",
     "MeshTensor",
@@ -166,16 +169,19 @@ __all__ = [
     "redistribute",
     "register_kernel",
     "register_rule",
+    "repeat",
     "replaced",
     "save",
     "saved_residuals",
     "scope",
     "shard",
     "shard_map",
+    "stack",
     "stage_specs",
     "to_dtensor",
     "trace",
     "transforms",
     "tree",
+    "unstack",
     "verify",
 ]

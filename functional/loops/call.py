@@ -1,0 +1,104 @@
+"""LoopCall: the target of the node that a loop is in a traced program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core.tensor_spec import TensorSpec, contiguous
+from torchard.functional.programs.program import Leaf, Program
+from torchard.functional.programs.tags import VAL
+from torchard.functional.torch_internals.operators import aten
+
+__all__ = ["Gives", "LoopCall", "Takes", "loop_calls"]
+
+Takes = Literal["carry", "row", "shared"]
+Gives = Literal["carry", "rows", "total"]
+
+
+@dataclass(frozen=True, eq=False)
+class LoopCall:
+    """A loop: ``count`` runs of a body, each of which hands its carries to the next.
+
+    Attributes:
+        body: the program of one iteration; it has no constants.
+        takes: for each input of the body what it is: a carry, a row of an operand with one row per
+            iteration, or an operand that all iterations share.
+        gives: for each output of the body what becomes of it: a carry (in the order of the inputs'), a
+            row of a result, or a term of a sum over the iterations.
+        count: the number of iterations, at least one.
+        reverse: whether the last row is first.
+        call: runs the loop under any transform; set by the module that defines its derivatives.
+    """
+
+    body: Program
+    takes: tuple[Takes, ...]
+    gives: tuple[Gives, ...]
+    count: int
+    reverse: bool
+    run: Callable[[LoopCall, Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]
+    derived: dict[Hashable, Any] = field(default_factory=dict)
+
+    @property
+    def __name__(self) -> str:
+        return f"repeat_{self.body.name}"
+
+    namespace = "torchard_loops"
+
+    def __repr__(self) -> str:
+        return f"repeat({self.body.name} × {self.count})"
+
+    def __call__(self, *operands: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.run(self, operands)
+
+    def once(self, key: Hashable, make: Callable[[], Any]) -> Any:
+        """What is derived from the loop under a key, made at most once."""
+        if key not in self.derived:
+            self.derived[key] = make()
+        return self.derived[key]
+
+    def inputs(self, kind: Takes) -> list[int]:
+        """The positions of the body's inputs of a kind."""
+        return [i for i, takes in enumerate(self.takes) if takes == kind]
+
+    def outputs(self, kind: Gives) -> list[int]:
+        """The positions of the body's outputs of a kind."""
+        return [i for i, gives in enumerate(self.gives) if gives == kind]
+
+    def result_specs(self) -> list[TensorSpec]:
+        """The spec of each result of the loop."""
+        specs = []
+        for node, gives in zip(self.body.results, self.gives, strict=True):
+            val = VAL.of(node)
+            shape = (self.count, *val.shape) if gives == "rows" else tuple(val.shape)
+            specs.append(contiguous(shape, val.dtype, val.device))
+        return specs
+
+    def row_orders(self) -> range:
+        """The indices of the rows in the order in which iterations take them."""
+        forward = range(self.count)
+        return forward[::-1] if self.reverse else forward
+
+
+def loop_calls(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of a graph that are loops."""
+    return [node for node in graph.nodes if isinstance(node.target, LoopCall)]
+
+
+def as_body(program: Program) -> Program:
+    """A program whose constants are ordinary inputs, and whose views do not depend on strides.
+
+    The carries of the first iteration may be laid out otherwise than those of the second.
+    """
+    program = program.copy()
+    for node in program.graph.find_nodes(op="call_function", target=aten.view.default):
+        node.target = aten.reshape.default
+    inputs = tuple(
+        replace(leaf, role="closure") if leaf.role == "constant" else leaf for leaf in program.inputs
+    )
+    return replace(program, inputs=inputs, constants=())

@@ -1,0 +1,182 @@
+"""The autograd Function through which a loop is recorded, differentiated and vmapped."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.loops.call import Gives, LoopCall
+from torchard.functional.loops.derived import (
+    batched,
+    floating_carries,
+    floating_outputs,
+    pullback,
+    pushforward,
+    with_carries,
+)
+from torchard.functional.tracing.purify import replay, specs_of
+from torchard.functional.tracing.trace_state import TraceState, active, current_frames, in_frames
+
+__all__ = ["run"]
+
+Tensors = Sequence[torch.Tensor]
+
+
+def run(loop: LoopCall, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    """Run a loop, or record it in the trace in progress, under any transforms of torch.func."""
+    apply: Any = _Loop.apply
+    results: tuple[torch.Tensor, ...] = apply(with_carries(loop), *internals.resolved(operands))
+    return results[: len(loop.gives)]
+
+
+class _Loop(torch.autograd.Function):
+    """A loop that returns its carries, the last of its results, from which its derivatives are computed."""
+
+    @staticmethod
+    def forward(loop: LoopCall, *operands: torch.Tensor) -> Any:
+        state = active()
+        if state is None:
+            return _iterate(loop, operands)
+        return _record(state, loop, operands)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        loop, *operands = inputs
+        count = len(loop.inputs("carry"))
+        carries = output[len(output) - count :]
+        ctx.loop, ctx.frames, ctx.shapes = loop, current_frames(), [_kind(x) for x in output]
+        ctx.save_for_backward(*operands, *carries)
+        ctx.save_for_forward(*operands, *carries)
+        ctx.set_materialize_grads(False)
+        has_derivative = set(floating_outputs(loop))
+        ctx.mark_non_differentiable(*(x for i, x in enumerate(output) if i not in has_derivative))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        loop: LoopCall = ctx.loop
+        needed = ctx.needs_input_grad[1:]
+        cotangents = [_or_zeros(grads[i], ctx.shapes[i]) for i in floating_outputs(loop)]
+        pulled, constants = pullback(loop, tuple(needed))
+        with in_frames(ctx.frames):
+            gradients = iter(_call(pulled, [*_primals(ctx), *cotangents], constants))
+        carries = set(floating_carries(loop))
+        floating = _floats(loop)
+        return None, *(
+            next(gradients) if is_floating and (i in carries or wanted) else None
+            for i, (is_floating, wanted) in enumerate(zip(floating, needed, strict=True))
+        )
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        loop: LoopCall = ctx.loop
+        results: list[Any] = [None] * len(loop.gives)
+        given = tangents[1:]
+        pushed, constants = pushforward(loop, tuple(t is not None for t in given))
+        carries, floating = set(floating_carries(loop)), _floats(loop)
+        moved = [
+            torch.zeros_like(primal) if tangent is None else tangent
+            for i, (primal, tangent) in enumerate(zip(ctx.saved_tensors, given, strict=False))
+            if floating[i] and (i in carries or tangent is not None)
+        ]
+        moved_results = _call(pushed, [*_primals(ctx), *moved], constants)
+        for i, tangent in zip(floating_outputs(loop), moved_results, strict=True):
+            results[i] = tangent
+        return tuple(results)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, loop: LoopCall, *operands: torch.Tensor) -> Any:
+        places = [int(takes == "row") for takes in loop.takes]
+        mapped = tuple(
+            dim is not None or takes == "carry"
+            for dim, takes in zip(in_dims[1:], loop.takes, strict=True)
+        )
+        moved = [
+            x
+            if not m
+            else x.expand(info.batch_size, *x.shape)
+            if dim is None
+            else x.movedim(dim, place)
+            for x, dim, m, place in zip(operands, in_dims[1:], mapped, places, strict=True)
+        ]
+        loop, constants = batched(loop, mapped, info.batch_size)
+        return _call(loop, moved, constants), tuple(int(gives == "rows") for gives in loop.gives)
+
+
+def _call(loop: LoopCall, operands: Tensors, constants: Tensors) -> tuple[torch.Tensor, ...]:
+    """A call of a derived loop, whose constants are its last operands."""
+    state = active()
+    if state is not None:
+        state.constants.update(map(id, constants))
+    return loop(*operands, *constants)
+
+
+def _primals(ctx: Any) -> list[torch.Tensor]:
+    """The operands, with the carries of all iterations in place of those of the first."""
+    loop: LoopCall = ctx.loop
+    saved = list(ctx.saved_tensors)
+    operands, carries = saved[: len(loop.takes)], saved[len(loop.takes) :]
+    for i, rows in zip(loop.inputs("carry"), carries, strict=True):
+        operands[i] = rows
+    return operands
+
+
+def _record(state: TraceState, loop: LoopCall, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    """One node for the loop. It has a derivative: that autograd is off in here means nothing."""
+    known = [_tracked(state, x) for x in operands]
+    with internals.no_modes(), state.fakes:
+        results = tuple(spec.empty() for spec in loop.result_specs())
+    with torch.enable_grad():
+        internals.record_call(state.tracer, loop, known, results)
+    return results
+
+
+def _tracked(state: TraceState, operand: torch.Tensor) -> torch.Tensor:
+    """The operand, or an alias of it that the trace has a node for."""
+    if internals.proxy_node(state.tracer, operand) is not None:
+        return operand
+    return torch.ops.aten.alias.default(operand)
+
+
+def _iterate(loop: LoopCall, operands: Tensors) -> tuple[torch.Tensor, ...]:
+    inputs, results = list(operands), [[] for _ in loop.gives]  # type: ignore[var-annotated]
+    for i in loop.row_orders():
+        for k in loop.inputs("row"):
+            inputs[k] = operands[k][i]
+        outputs = replay(loop.body.graph, inputs)
+        for values, output in zip(results, outputs, strict=True):
+            values.append(output)
+        for k, out in zip(loop.inputs("carry"), loop.outputs("carry"), strict=True):
+            inputs[k] = outputs[out]
+    return tuple(
+        _collected(loop, gives, values) for gives, values in zip(loop.gives, results, strict=True)
+    )
+
+
+def _collected(loop: LoopCall, gives: Gives, values: list[torch.Tensor]) -> torch.Tensor:
+    """A result of the loop, from the values of the iterations in the order in which they ran."""
+    if gives == "carry":
+        return values[-1]
+    if gives == "total":
+        return sum(values[1:], start=values[0])
+    return torch.stack(values[::-1] if loop.reverse else values)
+
+
+def _floats(loop: LoopCall) -> list[bool]:
+    """For each operand, whether it has a derivative."""
+    return [spec.dtype.is_floating_point or spec.dtype.is_complex for spec in specs_of(loop.body.graph)]
+
+
+def _kind(x: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return x.shape, x.dtype, x.device
+
+
+def _or_zeros(
+    cotangent: torch.Tensor | None, kind: tuple[torch.Size, torch.dtype, torch.device]
+) -> torch.Tensor:
+    if cotangent is not None:
+        return cotangent
+    shape, dtype, device = kind
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,0 +1,230 @@
+"""The rolled form of a program: the bodies of its loops in its own graph, once each.
+
+Where a loop reads rows that another loop with as many iterations made, it reads the other's values, and
+operations that both have are made once, in the first. So the pullback of a loop, whose body has
+the operations of the forward before its own, becomes what a backward is in a program without loops: it
+reads values of the forward, and nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core.scope_frames import path_of
+from torchard.functional.core.tensor_spec import TensorSpec
+from torchard.functional.loops.call import LoopCall, loop_calls
+from torchard.functional.loops.markers import LOOP, Loop, again, enter, leave, row, rows, total
+from torchard.functional.loops.unrolled import unrolled
+from torchard.functional.programs.program import Program
+from torchard.functional.programs.tagging import inherit
+from torchard.functional.programs.tags import FRAMES, ORIGIN, PHASE, RECOMPUTE, SCOPE, SEGMENTS, VAL
+from torchard.functional.torch_internals.operators import aten
+
+__all__ = ["rolled"]
+
+
+def rolled(program: Program) -> Program:
+    """The program with the bodies of its loops in its graph; loops inside loops are unrolled."""
+    if not loop_calls(program.graph):
+        return program
+    graph = _Rolled(program.graph).run()
+    return replace(program, graph=graph)
+
+
+@dataclass
+class _Rolled:
+    old: fx.Graph
+    new: fx.Graph = field(default_factory=fx.Graph)
+    env: dict[fx.Node, Any] = field(default_factory=dict)
+    # Operations in loops, and those that are the same in all iterations, by what they compute.
+    known: dict[Hashable, fx.Node] = field(default_factory=dict)
+    origins: int = 0
+
+    def run(self) -> fx.Graph:
+        self.origins = max((ORIGIN.get(node, 0) for node in self.old.nodes), default=0)
+        for node in self.old.nodes:
+            if isinstance(node.target, LoopCall):
+                self.env[node] = _Body(self, node, node.target).run()
+            elif node.target is operator.getitem and isinstance(self.env[node.args[0]], list):
+                self.env[node] = self.env[node.args[0]][node.args[1]]
+            else:
+                self.env[node] = self.new.node_copy(node, self.env.__getitem__)
+        _without_unused(self.new)
+        return self.new
+
+
+class _Body:
+    """Puts one loop in the graph."""
+
+    def __init__(self, parent: _Rolled, node: fx.Node, call: LoopCall) -> None:
+        self.parent, self.node, self.call = parent, node, call
+        self.loop = Loop(call.count, call.reverse, call.body.name)
+        self.graph = parent.new
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.origins: dict[int, int] = {}
+        self.first: fx.Node | None = None
+        self.fakes: Any = VAL.of(next(iter(parent.old.nodes))).fake_mode
+
+    def run(self) -> list[fx.Node]:
+        """The nodes of the loop's results."""
+        body = unrolled(rolled(self.call.body))
+        operands = [self.parent.env[operand] for operand in self.node.args]
+        inputs = body.placeholders
+        for placeholder, operand, takes in zip(inputs, operands, self.call.takes, strict=True):
+            self.env[placeholder] = self._input(placeholder, operand, takes)
+        for node in body.calls:
+            self.env[node] = self._operation(node)
+        return self._results(body)
+
+    def _input(self, placeholder: fx.Node, operand: fx.Node, takes: str) -> fx.Node:
+        if takes == "shared":
+            return operand
+        if takes == "row":
+            if operand.target is rows and LOOP.get(operand.args[0]) is not None:
+                made = operand.args[0]
+                if LOOP.of(made).count == self.loop.count:
+                    return made
+            return self._made(placeholder, row, (operand,), inside=True)
+        return self._add(placeholder, enter, (operand,), inside=True)
+
+    def _operation(self, node: fx.Node) -> fx.Node:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), self.env.__getitem__)
+        operands: list[fx.Node] = []
+        fx.map_arg((args, kwargs), operands.append)
+        return self._made(node, node.target, args, kwargs, any(map(LOOP.on, operands)))
+
+    def _made(
+        self, node: fx.Node, target: Any, args: Any, kwargs: Any = None, inside: bool = False
+    ) -> fx.Node:
+        """The node that computes this already, or a new one."""
+        if RECOMPUTE.get(node):
+            return self._add(node, target, args, kwargs, inside)
+        key = target, _frozen(args), _frozen(kwargs or {}), inside and self.loop.count
+        found = self.parent.known.get(key)
+        if found is None:
+            found = self.parent.known[key] = self._add(node, target, args, kwargs, inside)
+        elif ORIGIN.on(node) and ORIGIN.on(found):
+            self.origins[ORIGIN.of(node)] = ORIGIN.of(found)
+        return found
+
+    def _add(
+        self, node: fx.Node, target: Any, args: Any, kwargs: Any = None, inside: bool = False
+    ) -> fx.Node:
+        """A new node in the loop, or before it, with the tags that the body's node has."""
+        if self.first is None or inside:
+            made = self.graph.call_function(target, args, kwargs or {})
+        else:
+            with self.graph.inserting_before(self.first):
+                made = self.graph.call_function(target, args, kwargs or {})
+        if target is node.target:
+            made.meta = dict(node.meta)
+            self._tag_place(made, node)
+        else:
+            inherit(made, self.node)
+        VAL.set(made, self._val(VAL.of(node)))
+        if inside:
+            LOOP.set(made, self.loop)
+            self.first = self.first or made
+        return made
+
+    def _tag_place(self, made: fx.Node, node: fx.Node) -> None:
+        """The tags that depend on where the loop is."""
+        outer = FRAMES.get(self.node, ())
+        frames = (*outer, *FRAMES.get(node, ()))
+        segments = (
+            *SEGMENTS.get(self.node, ()),
+            *(segment.inside(outer) for segment in SEGMENTS.get(node, ())),
+        )
+        for tag, value in ((FRAMES, frames), (SCOPE, path_of(frames)), (SEGMENTS, segments)):
+            if value:
+                tag.set(made, value)
+        if PHASE.get(self.node) == "backward":
+            PHASE.set(made, "backward")
+        if ORIGIN.on(node):
+            ORIGIN.set(made, self._origin(ORIGIN.of(node)))
+
+    def _origin(self, number: int) -> int:
+        """The number in this program of an operation of the body."""
+        if number not in self.origins:
+            self.parent.origins += 1
+            self.origins[number] = self.parent.origins
+        return self.origins[number]
+
+    def _val(self, val: Any) -> Any:
+        """The fake value, as one of this program's."""
+        if isinstance(val, (tuple, list)):
+            return type(val)(map(self._val, val))
+        if not isinstance(val, torch.Tensor):
+            return val
+        with internals.no_modes(), self.fakes:
+            return TensorSpec.of(val).empty()
+
+    # -- what leaves the loop ---------------------------------------------------------------------
+
+    def _results(self, body: Program) -> list[fx.Node]:
+        values = [self.env[value] for value in body.results]
+        entered = [self.env[body.placeholders[i]] for i in self.call.inputs("carry")]
+        made: dict[int, fx.Node] = {}
+        for i, enters in zip(self.call.outputs("carry"), entered, strict=True):
+            made[i] = self._add(body.results[i], again, (values[i], enters), inside=True)
+        results = []
+        for i, (value, gives) in enumerate(zip(values, self.call.gives, strict=True)):
+            if gives == "carry":
+                results.append(self._after(leave, made[i], VAL.of(made[i])))
+            elif gives == "rows":
+                results.append(self._stacked(value))
+            else:
+                results.append(self._total(value))
+        return results
+
+    def _after(self, target: Any, value: fx.Node, val: Any, *args: Any) -> fx.Node:
+        node = self.graph.call_function(target, (value, *args))
+        inherit(node, self.node)
+        VAL.set(node, val)
+        return node
+
+    def _stacked(self, value: fx.Node) -> fx.Node:
+        count, val = self.loop.count, VAL.of(value)
+        with internals.no_modes(), self.fakes:
+            stacked = val.new_empty((count, *val.shape))
+        if LOOP.on(value):
+            return self._after(rows, value, stacked, count)
+        lifted = self._after(aten.unsqueeze.default, value, val.unsqueeze(0), 0)
+        return self._after(aten.expand.default, lifted, stacked, list(stacked.shape))
+
+    def _total(self, value: fx.Node) -> fx.Node:
+        if LOOP.on(value):
+            return self._after(total, value, VAL.of(value))
+        return self._after(aten.mul.Tensor, value, VAL.of(value), self.loop.count)
+
+
+def _frozen(value: Any) -> Hashable:
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(_frozen, value))
+    if isinstance(value, dict):
+        return tuple(sorted((key, _frozen(v)) for key, v in value.items()))
+    # 1, 1.0 and True are equal, but not the same number
+    return value if isinstance(value, fx.Node) else (type(value), value)
+
+
+def _without_unused(graph: fx.Graph) -> None:
+    """Erase what no result needs: a carry that only hands itself on, rows that nobody reads."""
+    needed = {graph.output_node()}
+    stack = [graph.output_node()]
+    while stack:
+        node = stack.pop()
+        fed = [user for user in node.users if user.target is again] if node.target is enter else []
+        for operand in (*node.all_input_nodes, *fed):
+            if operand not in needed:
+                needed.add(operand)
+                stack.append(operand)
+    for node in reversed(list(graph.nodes)):
+        if node.op == "call_function" and node not in needed:
+            graph.erase_node(node)

@@ -1,0 +1,135 @@
+"""The unrolled form of a rolled program: every iteration of its loops, one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+from torch import fx
+
+from torchard.functional.core.scope_frames import Frame, path_of
+from torchard.functional.loops.markers import LOOP, Loop, again, enter, leave, row, rows, total
+from torchard.functional.loops.order import regrouped
+from torchard.functional.programs.program import Program
+from torchard.functional.programs.tagging import forget, inherit
+from torchard.functional.programs.tags import FRAMES, ORIGIN, SCOPE, SEGMENTS, VAL
+from torchard.functional.torch_internals.operators import aten
+
+__all__ = ["has_loops", "unrolled"]
+
+
+def has_loops(program: Program) -> bool:
+    """Whether a program is a rolled one."""
+    return any(LOOP.on(node) for node in program.graph.nodes)
+
+
+def unrolled(program: Program) -> Program:
+    """The program without loops; one that has none is returned as it is."""
+    if not has_loops(program):
+        return program
+    return replace(program, graph=_Unrolled(program.graph).run())
+
+
+@dataclass
+class _Unrolled:
+    old: fx.Graph
+    new: fx.Graph = field(default_factory=fx.Graph)
+    env: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    # For each node in a loop, its value in the iteration of each row.
+    each: dict[fx.Node, dict[int, fx.Node]] = field(default_factory=dict)
+    frames: dict[tuple[Frame, int], Frame] = field(default_factory=dict)
+    origins: dict[tuple[int, int], int] = field(default_factory=dict)
+    numbers: int = 0
+
+    def run(self) -> fx.Graph:
+        self.numbers = max((ORIGIN.get(node, 0) for node in self.old.nodes), default=0)
+        for loop, nodes in groupby(regrouped(self.old), key=LOOP.get):
+            if loop is None:
+                for node in nodes:
+                    self.env[node] = self._after(node)
+            else:
+                self._iterations(loop, list(nodes))
+        return self.new
+
+    def _iterations(self, loop: Loop, nodes: list[fx.Node]) -> None:
+        self.each.update((node, {}) for node in nodes)
+        entered: dict[fx.Node, fx.Node] = {}
+        for i in loop.order():
+            handed: dict[fx.Node, fx.Node] = {}
+            for node in nodes:
+                if node.target is enter:
+                    self.each[node][i] = entered.get(node) or self._at(node.args[0], i)
+                elif node.target is again:
+                    self.each[node][i] = handed[node.args[1]] = self._at(node.args[0], i)
+                else:
+                    self.each[node][i] = self._iteration(node, i)
+            entered = handed
+
+    def _at(self, node: Any, i: int) -> fx.Node:
+        """The value that the iteration of a row reads."""
+        return self.each[node][i] if node in self.each else self.env[node]
+
+    def _iteration(self, node: fx.Node, i: int) -> fx.Node:
+        if node.target is row:
+            (stacked,) = node.args
+            made = self.new.call_function(aten.select.int, (self._at(stacked, i), 0, i))
+            made.meta = dict(node.meta)
+        else:
+            made = self.new.node_copy(node, lambda operand: self._at(operand, i))
+        self._tag(made, i)
+        return made
+
+    def _tag(self, node: fx.Node, i: int) -> None:
+        """The tags that tell iterations apart: the number in a scope's name, frames, origins."""
+        forget(node, LOOP)
+        if frames := FRAMES.get(node, ()):
+            FRAMES.set(node, self._frames(frames, i))
+            SCOPE.set(node, path_of(FRAMES.of(node)))
+        if segments := SEGMENTS.get(node, ()):
+            SEGMENTS.set(
+                node, tuple(replace(s, frames=self._frames(s.frames, i)) for s in segments)
+            )
+        if ORIGIN.on(node):
+            known = ORIGIN.of(node), i
+            if known not in self.origins:
+                self.numbers += 1
+                self.origins[known] = self.numbers
+            ORIGIN.set(node, self.origins[known])
+
+    def _frames(self, frames: tuple[Frame, ...], i: int) -> tuple[Frame, ...]:
+        """The frames of one iteration: those from the loop's own on are entered once in each."""
+        start = next((k for k, frame in enumerate(frames) if frame.iterated), len(frames))
+        return (*frames[:start], *(self._frame(frame, i) for frame in frames[start:]))
+
+    def _frame(self, frame: Frame, i: int) -> Frame:
+        if (frame, i) not in self.frames:
+            name = frame.name.replace("*", str(i)) if frame.iterated else frame.name
+            self.frames[frame, i] = replace(frame, name=name, iterated=False)
+        return self.frames[frame, i]
+
+    # -- after a loop -----------------------------------------------------------------------------
+
+    def _after(self, node: fx.Node) -> fx.Node:
+        source: Any = node.args[0] if node.args else None
+        if node.target is leave:
+            return self._values(source)[-1]
+        if node.target is rows:
+            values = [self.each[source][i] for i in range(LOOP.of(source).count)]
+            return self._call(node, aten.stack.default, values)
+        if node.target is total:
+            first, *others = self._values(source)
+            for other in others:
+                first = self._call(node, aten.add.Tensor, first, other)
+            return first
+        return self.new.node_copy(node, self.env.__getitem__)
+
+    def _values(self, node: fx.Node) -> list[fx.Node]:
+        """The values of a loop's node in the order in which its iterations ran."""
+        return [self.each[node][i] for i in LOOP.of(node).order()]
+
+    def _call(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
+        made = self.new.call_function(target, args)
+        inherit(made, node)
+        VAL.set(made, VAL.of(node))
+        return made
