@@ -19,6 +19,7 @@ from torchard.functional.engine.transformed import Transformed
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.failures import compiled_failed
 from torchard.functional.execution.regions import by_regions
+from torchard.functional.loops.unrolled import unrolled
 from torchard.functional.programs.program import Bound, Program, Rewrite
 from torchard.functional.programs.records import Record
 from torchard.functional.programs.tagging import strip
@@ -80,6 +81,8 @@ class Compile(Rewrite):
     backend: str = "inductor"
     donate_argnums: tuple[int, ...] = ()
 
+    reads_loops = True
+
     def annotate(self, program: Program) -> Program:
         """Check that the donated positions are positions of the call's arguments."""
         args, _ = tree.unflatten(program.in_tree, [None] * program.in_tree.num_leaves)
@@ -107,7 +110,7 @@ class Compile(Rewrite):
         )
         if self.backend == "eager":
             return generated
-        module = _flat_module(program)
+        module = _flat_module(unrolled(program))
         if module is None:
             return generated
         insert_barriers(module.graph)
@@ -174,7 +177,9 @@ class _Compiled:
         run = self.by_strides.get(key)
         if run is None:
             with self.lock:
-                run = self.by_strides.get(key) or self.by_strides.setdefault(key, self._compile(parts))
+                run = self.by_strides.get(key) or self.by_strides.setdefault(
+                    key, self._compile(parts)
+                )
         inputs = parts if isinstance(parts, list) else list(parts)
         try:
             if internals.profiler_enabled():

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import torch
 
-from torchard.functional import torch_internals as internals
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import Like, checked
 from torchard.functional.core.errors import LoopError
@@ -20,7 +19,13 @@ from torchard.functional.random import split
 from torchard.functional.tracing.signature import ShapeDtype, paths_of, read
 from torchard.functional.tracing.tensor_lifting import is_weak
 from torchard.functional.tracing.trace_call import trace_call
-from torchard.functional.tracing.trace_state import TraceState, active, current_frames, in_frames, scope
+from torchard.functional.tracing.trace_state import (
+    TraceState,
+    active,
+    current_frames,
+    in_frames,
+    scope,
+)
 
 __all__ = ["repeat", "stack", "unstack"]
 
@@ -82,7 +87,9 @@ def repeat(
     _check_carry(x)
     step = _Step(block, collect, x)
     state = active()
-    if state is None or state.align_operands is not list:  # in a shard_map, values vary over the mesh
+    if (
+        state is None or state.align_operands is not list
+    ):  # in a shard_map, values vary over the mesh
         return _loop(step, name, count, (stacked, given), x, rest)
     return _traced(state, step, name, count, (stacked, given), x, rest)
 
@@ -221,7 +228,8 @@ Kind = tuple[tuple[int, ...], torch.dtype] | None
 
 def _kinds(x: Any) -> list[Kind]:
     return [
-        (tuple(leaf.shape), leaf.dtype) if hasattr(leaf, "dtype") else None for leaf in tree.leaves(x)
+        (tuple(leaf.shape), leaf.dtype) if hasattr(leaf, "dtype") else None
+        for leaf in tree.leaves(x)
     ]
 
 

@@ -159,7 +159,7 @@ class LoweredFunction:
 
     def _rewritten(self, program: Program) -> Program:
         if not self.inline:
-            return unrolled(lower(program, self.rewrites))
+            return lower(program, self.rewrites)
         if self.rewrites:
             program = unrolled(rolled(program))
         for rewrite in self.rewrites:
@@ -188,11 +188,13 @@ class LoweredFunction:
 
     def joint(self, mask: tuple[bool, ...]) -> Program:
         """The joint program after all rewrites."""
-        program: Program = self._once(("joint", mask), lambda: self._rewritten(joint(self.base, mask)))
+        program: Program = self._once(
+            ("joint", mask), lambda: self._rewritten(joint(self.base, mask))
+        )
         return program
 
     def _halves(self, mask: tuple[bool, ...]) -> Halves:
-        program = self.joint(mask)
+        program = unrolled(self.joint(mask))
         halves = split(program)
         outputs = tuple(leaf for leaf in program.outputs if leaf.role != "gradient")
         differentiable = program.differentiable
@@ -205,7 +207,9 @@ class LoweredFunction:
             count=spans[-1].stop if spans else 0,
             saved=self._saved_parts(halves.saved, halves.forward),
             gradients=self._gradient_parts(halves.backward),
-            differentiable=[flag for flag, span in zip(differentiable, spans, strict=True) for _ in span],
+            differentiable=[
+                flag for flag, span in zip(differentiable, spans, strict=True) for _ in span
+            ],
             cotangents=[part for i in floats for part in spans[i]],
             constants=program.constants,
         )
@@ -247,7 +251,9 @@ class LoweredFunction:
         """The function from primals and tangents to the tangents of the floating outputs."""
         return self._derived(("push", mask, tags), lambda: pushforward(self.base, mask, tags))
 
-    def batched(self, mapped: tuple[bool, ...], size: int, tags: tuple[Any, ...]) -> LoweredFunction:
+    def batched(
+        self, mapped: tuple[bool, ...], size: int, tags: tuple[Any, ...]
+    ) -> LoweredFunction:
         """The function under vmap."""
         return self._derived(
             ("vmap", mapped, size, tags), lambda: batched(self.base, mapped, size, tags)

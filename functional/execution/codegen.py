@@ -6,15 +6,19 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.execution.collecting import Rows, Sum
 from torchard.functional.execution.failures import failed
+from torchard.functional.execution.loop_code import Lives, loop_lines
 from torchard.functional.execution.profiler_ranges import OpenRanges, paths_of
 from torchard.functional.programs.labels import Label, label_of
+from torchard.functional.programs.loops import LOOP, regrouped
 from torchard.functional.programs.running_sums import in_place
 
 __all__ = ["compiled"]
@@ -81,8 +85,11 @@ class _Named:
         body: list[Line] = []
         current, upcoming = None, iter(paths)
         for text, label in self.body:
+            if text.startswith("for "):
+                current = None  # the iterations are in ranges of their own
             if label is not None and (path := next(upcoming)) != current:
-                body.append((f"at({numbers[path]})", None))
+                indent = text[: len(text) - len(text.lstrip())]
+                body.append((f"{indent}at({numbers[path]}{', i' if indent else ''})", None))
                 current = path
             body.append((text, label))
         names = {**self.names, "ranges": functools.partial(OpenRanges, list(numbers))}
@@ -108,7 +115,9 @@ def _function(
 
     def annotate_error(error: Exception) -> None:
         assert error.__traceback__ is not None
-        failed(error, labels[error.__traceback__.tb_lineno - 1], name)
+        frame = error.__traceback__.tb_frame
+        label = labels[error.__traceback__.tb_lineno - 1]
+        failed(error, label and label.in_iteration(frame.f_locals.get("i")), name)
 
     source = "".join(f"{text}\n" for text, _ in lines)
     names["failed"] = annotate_error
@@ -118,35 +127,41 @@ def _function(
 
 def _body(graph: fx.Graph, names: dict[str, Any]) -> Iterator[Line]:
     """The lines of a graph, each with the label of its operation; adds the names they use."""
-    variables = {node: f"v{i}" for i, node in enumerate(graph.nodes)}
-    dead = _dead_after(graph)
-    inputs = [variables[node] for node in graph.nodes if node.op == "placeholder"]
+    order = regrouped(graph)
+    variables = {node: f"v{i}" for i, node in enumerate(order)}
+    inputs = [variables[node] for node in order if node.op == "placeholder"]
     if inputs:
         yield f"{', '.join(inputs)}, = args", None
         yield "if type(args) is list: args.clear()", None
-    unused = [variables[n] for n in graph.nodes if n.op == "placeholder" and not n.users]
+    unused = [variables[n] for n in order if n.op == "placeholder" and not n.users]
     if unused:
         yield f"del {', '.join(unused)}", None
-    for node in graph.nodes:
-        if node.op == "call_function":
-            yield f"{variables[node]} = {_call(node, variables, names)}", label_of(node)
-        elif node.op == "output":
-            yield f"return {_argument(list(node.args[0]), variables, names)}", None
-        gone = [variables[n] for n in dead.get(node, ())]
-        if gone and node.op == "call_function":
-            yield f"del {', '.join(gone)}", None
 
+    def text(value: Any) -> str:
+        return _argument(value, variables, names)
 
-def _dead_after(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    dead: dict[fx.Node, list[fx.Node]] = {}
-    for node in graph.nodes:
-        if node.op == "output":
+    def call(node: fx.Node) -> str:
+        return _call(node, variables, names)
+
+    names.update(Rows=Rows, Sum=Sum)
+    lives = Lives(order, variables)
+    for loop, nodes in groupby(order, key=LOOP.get):
+        if loop is not None:
+            yield from loop_lines(
+                loop, list(nodes), lives, text, lambda n: _call(n, variables, names)
+            )
             continue
-        last = max(node.users, key=order.__getitem__, default=node)
-        if node.users or node.op == "call_function":
-            dead.setdefault(last, []).append(node)
-    return dead
+        for node in nodes:
+            if node.op == "call_function":
+                yield (
+                    f"{variables[node]} = {lives.collected(node) or call(node)}",
+                    (label_of(node)),
+                )
+            elif node.op == "output":
+                yield f"return {text(list(node.args[0]))}", None
+            gone = lives.dead_after(node)
+            if gone and node.op == "call_function":
+                yield f"del {', '.join(gone)}", None
 
 
 def _call(node: fx.Node, variables: dict[fx.Node, str], names: dict[str, Any]) -> str:

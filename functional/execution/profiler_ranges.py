@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.profiler import record_function
@@ -57,7 +57,7 @@ def _scopes(label: Label, scopes: set[str]) -> list[ProfilerRange]:
         return [ProfilerRange(label.place)] if label.place else []
     parts = label.scope.split("/")
     outer = [("/".join(parts[: i + 1]), part) for i, part in enumerate(parts)]
-    kept = [scope for scope, part in outer if scope in scopes or part.isdigit()]
+    kept = [scope for scope, part in outer if scope in scopes or part.isdigit() or part == "*"]
     return [ProfilerRange(f"{scope} {label.phase}".strip()) for scope in kept]
 
 
@@ -80,11 +80,18 @@ class OpenRanges:
         # A mode (a tracer, a counter) would treat the marks as operations of the program.
         self.quiet = internals.has_modes()
 
-    def __call__(self, number: int) -> None:
-        """Go to a path: close the ranges that are not in it, and open those that are not open."""
+    def __call__(self, number: int, i: int | None = None) -> None:
+        """Go to a path: close the ranges that are not in it, and open those that are not open.
+
+        Args:
+            number: the number of the path.
+            i: the iteration of a loop, which takes the place of a ``*`` in the names of ranges.
+        """
         if self.quiet:
             return
         path, shared = self.paths[number], 0
+        if i is not None:
+            path = tuple(replace(each, name=each.name.replace("*", str(i), 1)) for each in path)
         for old, new in zip(self.path, path, strict=False):
             if old != new:
                 break

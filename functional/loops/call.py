@@ -9,9 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from torchard.functional import torch_internals as internals
 from torchard.functional.core.tensor_spec import TensorSpec, contiguous
-from torchard.functional.programs.program import Leaf, Program
+from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 
@@ -99,6 +98,7 @@ def as_body(program: Program) -> Program:
     for node in program.graph.find_nodes(op="call_function", target=aten.view.default):
         node.target = aten.reshape.default
     inputs = tuple(
-        replace(leaf, role="closure") if leaf.role == "constant" else leaf for leaf in program.inputs
+        replace(leaf, role="closure") if leaf.role == "constant" else leaf
+        for leaf in program.inputs
     )
     return replace(program, inputs=inputs, constants=())

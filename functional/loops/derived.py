@@ -14,6 +14,7 @@ import torch
 
 from torchard.functional.derivatives import autodiff
 from torchard.functional.loops.call import Gives, LoopCall, Takes, as_body
+from torchard.functional.programs.graphs import sweep
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tags import VAL
 
@@ -45,23 +46,43 @@ def _returning(
     return lambda inputs: [*fn(inputs), *(inputs[i] for i in also)]
 
 
-def pullback(loop: LoopCall, mask: tuple[bool, ...]) -> Derived:
+def pullback(loop: LoopCall, mask: tuple[bool, ...], moved: tuple[int, ...]) -> Derived:
     """The loop from rows of carries, rows, shared operands and cotangents to gradients; its constants.
 
     Args:
         loop: one that returns its carries (`with_carries`).
         mask: for each operand whether its gradient is wanted; those of floating carries always are.
+        moved: the positions of the results that have a cotangent, all floating carries among them.
     """
-    made: Derived = loop.once(("pullback", mask), lambda: _pullback(loop, mask))
+    made: Derived = loop.once(("pullback", mask, moved), lambda: _pullback(loop, mask, moved))
     return made
 
 
-def _pullback(loop: LoopCall, mask: Sequence[bool]) -> Derived:
+def _pullback(loop: LoopCall, mask: Sequence[bool], moved: Sequence[int]) -> Derived:
     wanted = _with_floating_carries(loop, mask)
-    body = autodiff.pullback(loop.body, wanted, (None,) * len(loop.gives))
-    cotangents: list[Takes] = [_COTANGENT[loop.gives[i]] for i in floating_outputs(loop)]
+    returned = _returning_only(loop.body, moved)
+    body = autodiff.pullback(returned, wanted, (None,) * len(moved))
+    cotangents: list[Takes] = [_COTANGENT[loop.gives[i]] for i in moved]
     gradients = [_GRADIENT[takes] for takes, w in zip(loop.takes, wanted, strict=True) if w]
     return _derived(replace(loop, reverse=not loop.reverse), body, cotangents, gradients)
+
+
+def _returning_only(body: Program, positions: Sequence[int]) -> Program:
+    """The program without its other outputs."""
+    body = body.copy()
+    results = body.results
+    body.graph.output_node().args = (tuple(results[i] for i in positions),)
+    outputs = tuple(body.outputs[i] for i in positions)
+    again = body.retrace
+    if again is None:
+        sweep(body.graph)
+        return replace(body, outputs=outputs)
+
+    def retrace(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        values = again(inputs)
+        return [values[i] for i in positions]
+
+    return replace(body, outputs=outputs, retrace=retrace)
 
 
 # What the cotangent of a result, and the gradient of an operand, are to the pullback.
@@ -72,7 +93,9 @@ _GRADIENT: dict[Takes, Gives] = {"carry": "carry", "row": "rows", "shared": "tot
 def pushforward(loop: LoopCall, mask: tuple[bool, ...]) -> Derived:
     """The loop from rows of carries, rows, shared operands and tangents to tangents; its constants.
 
-    Args: as of `pullback`; the mask says which operands have a tangent.
+    Args:
+        loop: one that returns its carries (`with_carries`).
+        mask: for each operand whether it has a tangent; floating carries always have.
     """
     made: Derived = loop.once(("pushforward", mask), lambda: _pushforward(loop, mask))
     return made

@@ -58,8 +58,11 @@ class _Loop(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         loop: LoopCall = ctx.loop
         needed = ctx.needs_input_grad[1:]
-        cotangents = [_or_zeros(grads[i], ctx.shapes[i]) for i in floating_outputs(loop)]
-        pulled, constants = pullback(loop, tuple(needed))
+        moved = [
+            i for i in floating_outputs(loop) if grads[i] is not None or loop.gives[i] == "carry"
+        ]
+        cotangents = [_or_zeros(grads[i], ctx.shapes[i]) for i in moved]
+        pulled, constants = pullback(loop, tuple(needed), tuple(moved))
         with in_frames(ctx.frames):
             gradients = iter(_call(pulled, [*_primals(ctx), *cotangents], constants))
         carries = set(floating_carries(loop))
@@ -166,7 +169,9 @@ def _collected(loop: LoopCall, gives: Gives, values: list[torch.Tensor]) -> torc
 
 def _floats(loop: LoopCall) -> list[bool]:
     """For each operand, whether it has a derivative."""
-    return [spec.dtype.is_floating_point or spec.dtype.is_complex for spec in specs_of(loop.body.graph)]
+    return [
+        spec.dtype.is_floating_point or spec.dtype.is_complex for spec in specs_of(loop.body.graph)
+    ]
 
 
 def _kind(x: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:

@@ -20,11 +20,12 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core.scope_frames import path_of
 from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.loops.call import LoopCall, loop_calls
-from torchard.functional.loops.markers import LOOP, Loop, again, enter, leave, row, rows, total
 from torchard.functional.loops.unrolled import unrolled
+from torchard.functional.programs.loops import LOOP, Loop, again, enter, leave, row, rows, total
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import FRAMES, ORIGIN, PHASE, RECOMPUTE, SCOPE, SEGMENTS, VAL
+from torchard.functional.programs.views import needed_by
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["rolled"]
@@ -216,15 +217,7 @@ def _frozen(value: Any) -> Hashable:
 
 def _without_unused(graph: fx.Graph) -> None:
     """Erase what no result needs: a carry that only hands itself on, rows that nobody reads."""
-    needed = {graph.output_node()}
-    stack = [graph.output_node()]
-    while stack:
-        node = stack.pop()
-        fed = [user for user in node.users if user.target is again] if node.target is enter else []
-        for operand in (*node.all_input_nodes, *fed):
-            if operand not in needed:
-                needed.add(operand)
-                stack.append(operand)
+    needed = needed_by([graph.output_node()])
     for node in reversed(list(graph.nodes)):
         if node.op == "call_function" and node not in needed:
             graph.erase_node(node)

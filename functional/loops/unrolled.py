@@ -9,8 +9,17 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.core.scope_frames import Frame, path_of
-from torchard.functional.loops.markers import LOOP, Loop, again, enter, leave, row, rows, total
-from torchard.functional.loops.order import regrouped
+from torchard.functional.programs.loops import (
+    LOOP,
+    Loop,
+    again,
+    enter,
+    leave,
+    regrouped,
+    row,
+    rows,
+    total,
+)
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import forget, inherit
 from torchard.functional.programs.tags import FRAMES, ORIGIN, SCOPE, SEGMENTS, VAL

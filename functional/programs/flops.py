@@ -21,8 +21,8 @@ _FORMULAS: dict[str, Any] = {
     "aten.mv": lambda a, x, **_: 2 * a.numel(),
     "aten.addmv": lambda b, a, x, **_: 2 * a.numel(),
     "aten.dot": lambda x, y, **_: 2 * x.numel(),
-    "aten._scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, out_val=None, **__: sdpa_flop(
-        q.shape, _of_heads(q, k), _of_heads(q, v), out_val=out_val
+    "aten._scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, out_val=None, **__: (
+        sdpa_flop(q.shape, _of_heads(q, k), _of_heads(q, v), out_val=out_val)
     ),
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": (
         lambda grad, q, k, v, *_, out_val=None, **__: sdpa_backward_flop(

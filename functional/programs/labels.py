@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -30,6 +30,10 @@ class Label:
         """The scope and phase, ``"block/0 backward"``; only the phase outside of scopes."""
         return f"{self.scope} {self.phase}".strip()
 
+    def in_iteration(self, i: int | None) -> Label:
+        """The label in one iteration of a loop, whose number takes the place of a ``*`` in the scope."""
+        return self if i is None else replace(self, scope=self.scope.replace("*", str(i), 1))
+
 
 def label_of(node: fx.Node) -> Label:
     """The label of a node."""
@@ -38,5 +42,3 @@ def label_of(node: fx.Node) -> Label:
         str(tag.get(node) or "") for tag in (SOURCE, SCOPE, PHASE, TASK, STAGE, PEERS)
     )
     return Label(target, source, scope, phase, task, COLLECTIVE.get(node), stage, peers)
-
-

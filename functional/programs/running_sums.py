@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from torchard.functional.programs.loops import LOOP
 from torchard.functional.programs.tags import RUNNING, VAL
 from torchard.functional.torch_internals.operators import aten
 
@@ -27,6 +28,8 @@ def sum_so_far(node: fx.Node) -> fx.Node | None:
         return None
     before, _ = node.all_input_nodes
     have, want = VAL.get(before), VAL.get(node)
+    if LOOP.get(before) is not LOOP.get(node):  # each iteration reads the operand
+        return None
     if before.target is not aten.add.Tensor or len(before.users) > 1 or not _are_alike(have, want):
         return None
     return before

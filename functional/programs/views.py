@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import fx
 
+from torchard.functional.programs.loops import handed_on
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import NAME, OFFLOAD, RECOMPUTE, VAL
 from torchard.functional.torch_internals.operators import aten
@@ -60,8 +61,11 @@ def labels_of(node: fx.Node) -> list[str]:
 
 
 def needed_by(roots: Iterable[Any]) -> set[fx.Node]:
-    """The nodes that these depend on, themselves included; other objects are ignored."""
-    return _reached(roots, lambda node: node.all_input_nodes)
+    """The nodes that these depend on, themselves included; other objects are ignored.
+
+    What enters an iteration of a loop depends on what the one before handed on.
+    """
+    return _reached(roots, lambda node: (*node.all_input_nodes, *handed_on(node)))
 
 
 def depending_on(roots: Iterable[fx.Node]) -> set[fx.Node]:
@@ -69,7 +73,9 @@ def depending_on(roots: Iterable[fx.Node]) -> set[fx.Node]:
     return _reached(roots, lambda node: node.users)
 
 
-def _reached(roots: Iterable[Any], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
+def _reached(
+    roots: Iterable[Any], following: Callable[[fx.Node], Iterable[fx.Node]]
+) -> set[fx.Node]:
     stack = [node for node in roots if isinstance(node, fx.Node)]
     reached = set(stack)
     while stack:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchard.functional.execution.binding import bind
+from torchard.functional.loops.unrolled import unrolled
 from torchard.functional.programs.program import Bound, Program
 from torchard.functional.programs.records import Work
 from torchard.functional.remat.liveness import peak_of
@@ -50,7 +51,7 @@ class Lowered(Program):
     @property
     def residuals(self) -> Residuals:
         """The residuals of gradients taken inside, or else of the program's own gradient."""
-        return residuals_of(self, self.joint)
+        return residuals_of(unrolled(self), self.joint)
 
     @property
     def peak(self) -> int:
@@ -59,12 +60,12 @@ class Lowered(Program):
         For a joint program, during its forward and then its backward. Over a mesh, on the rank that holds
         most, of a pipeline on the stage that holds most, without buffers of collectives.
         """
-        return peak_of(self)
+        return peak_of(unrolled(self))
 
     @property
     def work(self) -> Work:
         """FLOPs and bytes on one device and on the busiest rank, and how much each axis splits."""
-        return work_of(self)
+        return work_of(unrolled(self))
 
     @property
     def schedule(self) -> Any:
@@ -91,7 +92,7 @@ class Lowered(Program):
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
         """
-        return draw(self, path)
+        return draw(unrolled(self), path)
 
     def bind(self) -> Bound:
         """A callable from all parts of all inputs, constants included, to all parts of all outputs.

@@ -1,4 +1,4 @@
-"""What enters an iteration of a loop and leaves it, in a rolled program.
+"""Loops in a graph: which operations are in which loop, what enters an iteration, and what leaves it.
 
 A node in a loop is tagged with it. Its operands are values of the same iteration, of the same iteration of
 another loop with as many (by the index of the row, whatever the order), or of no loop: the same for all.
@@ -8,14 +8,29 @@ runs is code with a loop (execution/codegen.py), or the unrolled program.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
+from heapq import heapify, heappop, heappush
+from typing import Any
 
 import torch
 from torch import fx
 
 from torchard.functional.programs.tagging import Tag, declare
 
-__all__ = ["LOOP", "Loop", "again", "enter", "leave", "row", "rows", "total"]
+__all__ = [
+    "LOOP",
+    "Loop",
+    "again",
+    "enter",
+    "handed_on",
+    "leave",
+    "regrouped",
+    "row",
+    "rows",
+    "total",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,3 +94,43 @@ def rows(value: torch.Tensor, count: int) -> torch.Tensor:
 def total(value: torch.Tensor) -> torch.Tensor:
     """After a loop: the sum over all its iterations."""
     return value
+
+
+def handed_on(node: fx.Node) -> list[fx.Node]:
+    """What hands on the values that enter at a node; none if nothing enters there."""
+    if node.target is not enter:
+        return []
+    return [user for user in node.users if user.target is again and user.args[1] is node]
+
+
+def regrouped(graph: fx.Graph) -> list[fx.Node]:
+    """The nodes of a graph, those of a loop together; otherwise in the graph's order, if it can be kept.
+
+    Passes add operations where they are needed: what a loop reads may stand inside of it.
+    """
+    nodes = list(graph.nodes)
+    if not any(LOOP.on(node) for node in nodes):
+        return nodes
+    groups: dict[Any, list[fx.Node]] = {}
+    for node in nodes:
+        groups.setdefault(LOOP.get(node) or node, []).append(node)
+    of = {node: key for key, members in groups.items() for node in members}
+    sorter = TopologicalSorter(
+        {key: {of[n] for n in _operands(members)} - {key} for key, members in groups.items()}
+    )
+    sorter.prepare()
+    keys = list(groups)
+    place = {key: i for i, key in enumerate(keys)}
+    ready, order = [place[key] for key in sorter.get_ready()], list[fx.Node]()
+    heapify(ready)
+    while ready:
+        key = keys[heappop(ready)]
+        order += groups[key]
+        sorter.done(key)
+        for freed in sorter.get_ready():
+            heappush(ready, place[freed])
+    return order
+
+
+def _operands(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    return [operand for node in nodes for operand in node.all_input_nodes]

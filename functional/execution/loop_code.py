@@ -1,0 +1,181 @@
+"""The lines of a loop in generated code, and when its values are dropped.
+
+Values that an iteration alone reads are dropped as in straight-line code. What another loop reads is kept
+in a list, one entry for each iteration, which the last loop that reads it empties. What is stacked or
+summed after the loop is collected as it is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import fx
+
+from torchard.functional.programs.labels import Label, label_of
+from torchard.functional.programs.loops import (
+    LOOP,
+    Loop,
+    again,
+    enter,
+    handed_on,
+    leave,
+    row,
+    rows,
+    total,
+)
+
+__all__ = ["Lives", "loop_lines"]
+
+Line = tuple[str, Label | None]
+_COLLECTS: dict[Any, str] = {rows: "r", total: "t"}
+
+
+class Lives:
+    """When each value is last read; a loop counts as one place."""
+
+    def __init__(self, order: Sequence[fx.Node], variables: dict[fx.Node, str]) -> None:
+        self.variables = variables
+        place: dict[Any, int] = {}
+        for node in order:
+            place.setdefault(LOOP.get(node) or node, len(place))
+        self.place = {node: place[LOOP.get(node) or node] for node in order}
+        # By place: the names that are dead after it.
+        self.dead: dict[int, list[str]] = {}
+        for node in order:
+            if node.op != "output" and not LOOP.on(node):
+                last = max((self.place[user] for user in node.users), default=self.place[node])
+                if node.users or node.op == "call_function":
+                    self.dead.setdefault(last, []).append(variables[node])
+            elif LOOP.on(node):
+                self._collections(node)
+
+    def _collections(self, node: fx.Node) -> None:
+        """What is kept of the iterations of a loop, and the last carry."""
+        for user in node.users:
+            if user.target in _COLLECTS:
+                self.dead.setdefault(self.place[user], []).append(self.collection(user))
+        if self.kept_for(node):
+            last = max(self.place[user] for user in self.kept_for(node))
+            self.dead.setdefault(last, []).append(self.kept(node))
+        if node.target is enter:
+            left = [self.place[user] for other in handed_on(node) for user in other.users]
+            last = max(left, default=self.place[node])
+            self.dead.setdefault(last, []).append(self.variables[node])
+
+    def dead_after(self, node: fx.Node) -> list[str]:
+        """The names to delete after a node that is in no loop."""
+        return self.dead.get(self.place[node], [])
+
+    def kept_for(self, node: fx.Node) -> list[fx.Node]:
+        """The readers of a value in other loops."""
+        loop = LOOP.get(node)
+        return [user for user in node.users if LOOP.on(user) and LOOP.of(user) is not loop]
+
+    def kept(self, node: fx.Node) -> str:
+        """The list of a value of all iterations."""
+        return "k" + self.variables[node]
+
+    def collection(self, user: fx.Node) -> str:
+        """What collects the values for a node after the loop."""
+        return _COLLECTS[user.target] + self.variables[user]
+
+    def collected(self, node: fx.Node) -> str | None:
+        """The text of a node that reads what a loop left; None for others."""
+        if node.target in _COLLECTS:
+            return f"{self.collection(node)}.get()"
+        if node.target is leave:
+            return self.variables[node.args[0].args[1]]  # type: ignore[index,union-attr]
+        return None
+
+
+def loop_lines(
+    loop: Loop,
+    nodes: Sequence[fx.Node],
+    lives: Lives,
+    text: Callable[[Any], str],
+    call: Callable[[fx.Node], str],
+) -> Iterator[Line]:
+    """The lines of a loop.
+
+    Args:
+        nodes: its operations, in order.
+        text: the text of an argument.
+        call: the text of a call.
+    """
+    variables = lives.variables
+    for node in nodes:
+        if node.target is enter:
+            yield f"{variables[node]} = {text(node.args[0])}", None
+        if lives.kept_for(node):
+            yield f"{lives.kept(node)} = [None] * {loop.count}", None
+        for user in node.users:
+            if user.target in _COLLECTS:
+                making = f"Rows({loop.count})" if user.target is rows else "Sum()"
+                yield f"{lives.collection(user)} = {making}", None
+    order = loop.order()
+    yield f"for i in range({order.start}, {order.stop}, {order.step}):", None
+    for line, label in _iteration(loop, nodes, lives, call):
+        yield f"    {line}", label
+    gone = lives.dead_after(nodes[0])
+    if gone:
+        yield f"del {', '.join(gone)}", None
+
+
+def _iteration(
+    loop: Loop, nodes: Sequence[fx.Node], lives: Lives, call: Callable[[fx.Node], str]
+) -> Iterator[Line]:
+    variables, last = lives.variables, _last_reads(nodes)
+    # Values of other loops are taken from their lists before their first use.
+    taken: set[fx.Node] = set()
+    for node in nodes:
+        for operand in node.all_input_nodes:
+            if LOOP.get(operand) not in (None, loop) and operand not in taken:
+                taken.add(operand)
+                yield f"{variables[operand]} = {lives.kept(operand)}[i]", None
+                if all(lives.place[user] <= lives.place[node] for user in lives.kept_for(operand)):
+                    yield f"{lives.kept(operand)}[i] = None", None
+        if node.target is row:
+            yield f"{variables[node]} = {variables[node.args[0]]}[i]", label_of(node)  # type: ignore[index]
+        elif node.target not in (enter, again):
+            yield f"{variables[node]} = {call(node)}", label_of(node)
+        if node.target is not again:
+            yield from _keep(node, lives)
+        gone = [variables[n] for n in last.get(node, ())]
+        if gone:
+            yield f"del {', '.join(gone)}", None
+    handed = [node for node in nodes if node.target is again]
+    if handed:
+        entered = ", ".join(variables[node.args[1]] for node in handed)  # type: ignore[index]
+        values = ", ".join(variables[node.args[0]] for node in handed)  # type: ignore[index]
+        yield f"{entered}, = {values},", None
+    gone = list(dict.fromkeys(variables[n] for n in last.get(None, ())))
+    if gone:
+        yield f"del {', '.join(gone)}", None
+
+
+def _keep(node: fx.Node, lives: Lives) -> Iterator[Line]:
+    value = lives.variables[node]
+    if lives.kept_for(node):
+        yield f"{lives.kept(node)}[i] = {value}", None
+    for user in node.users:
+        if user.target in _COLLECTS:
+            yield f"{lives.collection(user)}.put(i, {value})", label_of(user)
+
+
+def _last_reads(nodes: Sequence[fx.Node]) -> dict[fx.Node | None, list[fx.Node]]:
+    """By node, the values that the iteration does not read after it; by None, those that it hands on."""
+    last: dict[fx.Node, fx.Node | None] = {}
+    for node in nodes:
+        if node.target is again:
+            last[node.args[0]] = None  # type: ignore[index]
+            continue
+        last[node] = node
+        for operand in node.all_input_nodes:
+            if LOOP.on(operand):
+                last[operand] = node
+    reads: dict[fx.Node | None, list[fx.Node]] = {}
+    for value, node in last.items():
+        if LOOP.on(value) and not (node is None and value.target is enter):
+            reads.setdefault(node, []).append(value)
+    return reads
