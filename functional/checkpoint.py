@@ -89,9 +89,7 @@ def _patterns(where: Any) -> tuple[ScopePattern, ...] | None:
             "function of a scope's path, or a list of these."
         )
     if not patterns:
-        raise CheckpointError(
-            "checkpoint(..., where=()) names no scope; leave it out to take all of fn."
-        )
+        raise CheckpointError("checkpoint(..., where=()) names no scope; leave it out to take all of fn.")
     return tuple(patterns)
 
 
@@ -157,9 +155,7 @@ class Checkpoint(Rewrite):
             problem = "is on no value"
             if label in everywhere:
                 problem = f"is on no value inside of where={_text(self.where)}"
-            remedy = (
-                f"the labels are {_some(list(inside))}" if inside else "label one with name(x, ...)"
-            )
+            remedy = f"the labels are {_some(list(inside))}" if inside else "label one with name(x, ...)"
             raise CheckpointError(
                 f"checkpoint({program.name}, policy={self.policy}): the label {label!r} {problem}; "
                 f"{remedy}."

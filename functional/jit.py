@@ -177,9 +177,7 @@ class _Compiled:
         run = self.by_strides.get(key)
         if run is None:
             with self.lock:
-                run = self.by_strides.get(key) or self.by_strides.setdefault(
-                    key, self._compile(parts)
-                )
+                run = self.by_strides.get(key) or self.by_strides.setdefault(key, self._compile(parts))
         inputs = parts if isinstance(parts, list) else list(parts)
         try:
             if internals.profiler_enabled():

@@ -223,9 +223,7 @@ def sgd(
             return _stepped(p, rate * (g + momentum * v if nesterov else v)), v
 
         if momentum:
-            params, velocity = _map_to_trees(
-                2, heavy, params, grads, decays(params), state.momentum
-            )
+            params, velocity = _map_to_trees(2, heavy, params, grads, decays(params), state.momentum)
         else:
             (params,), velocity = _map_to_trees(1, plain, params, grads, decays(params)), None
         return params, SgdState(state.step + 1, velocity)

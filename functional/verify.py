@@ -175,7 +175,9 @@ def _run(fn: Callable[..., Any], args: Any, grads: bool) -> _Values:
     return _Values(values, tree.structure(output))
 
 
-def _gradients(outputs: list[Any], leaves: list[Any], structure: Any) -> dict[str, torch.Tensor]:
+def _gradients(
+    outputs: list[Any], leaves: list[Any], structure: Any
+) -> dict[str, torch.Tensor]:
     """The gradients of the floating leaves by path, for fixed pseudo-random cotangents."""
     differentiable = [out for out in outputs if _is_float(out) and out.requires_grad]
     inputs = [leaf for leaf in leaves if _is_float(leaf)]

@@ -50,6 +50,8 @@ _PLANNED = "planned by, with inputs"  # a key of a program's facts
 class Shard(Rewrite):
     """The rewrite of a global program to an SPMD program; the arguments are those of `shard`."""
 
+    reads_loops = True
+
     def __init__(
         self,
         mesh: Mesh,

@@ -80,9 +80,7 @@ def _right_call(who: str, fn: Callable[..., Any], signature: inspect.Signature) 
             f"{who} takes a function and returns one: call {who}(fn, ...)(*args), or decorate with "
             f"@functools.partial({who}, ...)."
         )
-    likes = [
-        f"{name} as in {like}" for name, hint in _hints(fn).items() for like in _examples(hint)
-    ]
+    likes = [f"{name} as in {like}" for name, hint in _hints(fn).items() for like in _examples(hint)]
     return f"Call {who}{_parameters(signature)}{', with ' if likes else ''}{', '.join(likes)}."
 
 

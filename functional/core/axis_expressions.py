@@ -121,9 +121,7 @@ class AxisExpression:
         """All axes from left to right, with repetitions."""
         return (axis for array in self.arrays for dim in array.dims for axis in dim.axes)
 
-    def fail(
-        self, place: Word | Axis | DimExpression | OperandExpression | int, reason: str
-    ) -> NoReturn:
+    def fail(self, place: Word | Axis | DimExpression | OperandExpression | int, reason: str) -> NoReturn:
         """Raise AxisExpressionError for something in the text, or a position in it."""
         raise AxisExpressionError(self.text, place if isinstance(place, int) else place.at, reason)
 

@@ -23,9 +23,7 @@ def note_call(
 
     Where a backward pass fails, the call of ``torch.autograd.grad`` tells nothing of the operation.
     """
-    _note(
-        error, line, "" if func is torch.autograd.grad else f", by {_call_text(func, args, kwargs)}"
-    )
+    _note(error, line, "" if func is torch.autograd.grad else f", by {_call_text(func, args, kwargs)}")
 
 
 def note_line(error: Exception) -> None:

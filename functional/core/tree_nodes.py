@@ -59,7 +59,9 @@ def register(
         cls, torch_flatten, lambda children, static: unflatten(static, list(children))
     )
     restore: Any = unflatten  # optree's annotation requires nodes to be Collections
-    optree.register_pytree_node(cls, flatten, restore, path_entry_type=entry, namespace=NAMESPACE)
+    optree.register_pytree_node(
+        cls, flatten, restore, path_entry_type=entry, namespace=NAMESPACE
+    )
 
 
 Class = TypeVar("Class", bound=type)

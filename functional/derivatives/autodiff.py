@@ -58,9 +58,7 @@ def derived_program(
     inputs = [*inputs, *constants]
     specs = [spec for _, spec in inputs]
     with internals.autocast_off():
-        recording = purify(
-            record(fn, specs, gradients=gradients), [leaf.path for leaf, _ in inputs]
-        )
+        recording = purify(record(fn, specs, gradients=gradients), [leaf.path for leaf, _ in inputs])
     fresh = [Leaf(f"constant {i}", role="constant") for i, _ in enumerate(recording.closures)]
     return Program(
         graph=recording.graph,

@@ -117,9 +117,7 @@ def decompose_kernels(graph: fx.Graph) -> None:
                 "torch.nn.functional.batch_norm, which normalises over the whole batch on a mesh too."
             )
         writes = node.target is aten.native_batch_norm.default and node.args[5] and node.args[3]
-        if node.target in _KERNELS and (
-            writes or node.target is not aten.native_batch_norm.default
-        ):
+        if node.target in _KERNELS and (writes or node.target is not aten.native_batch_norm.default):
             results = _KERNELS[node.target](Inserter(node), *node.args)
             for item in list(node.users):
                 stand_for(results[item.args[1]], item)
@@ -194,9 +192,7 @@ def _call_backward(node: fx.Node, *args: Any) -> Sequence[Any]:
     """Call the backward, or its decomposition where statistics are functions of the input."""
     if internals.forward_ad_active() or _follows(args[3:7]):
         return composed_backward(*args)
-    if not args[7] and internals.mapped_at_top(
-        args
-    ):  # torch's rule inspects operands that are not read
+    if not args[7] and internals.mapped_at_top(args):  # torch's rule inspects operands that are not read
         args = (*args[:5], *[args[1].new_empty(0)] * 2, *args[7:])
     target: Any = node.target
     gradients: Sequence[Any] = target(*args)

@@ -127,9 +127,7 @@ def overlap(read: torch.Tensor, written: torch.Tensor) -> bool:
         return False
     start = min(read.storage_offset(), written.storage_offset())
     mask = torch.zeros(max(map(_end, (read, written))) - start, dtype=torch.bool, device="cpu")
-    as_laid = [
-        mask.as_strided(x.shape, x.stride(), x.storage_offset() - start) for x in (written, read)
-    ]
+    as_laid = [mask.as_strided(x.shape, x.stride(), x.storage_offset() - start) for x in (written, read)]
     as_laid[0].fill_(True)
     return bool(as_laid[1].any())
 

@@ -132,11 +132,7 @@ class _Plain(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        lowered: LoweredFunction,
-        mask: tuple[bool, ...],
-        halves: Halves,
-        *parts: torch.Tensor,
+        ctx: Any, lowered: LoweredFunction, mask: tuple[bool, ...], halves: Halves, *parts: torch.Tensor
     ) -> Any:
         results = halves.forward(list(parts))
         outputs = _distinct(results[: halves.count], parts)
@@ -205,9 +201,7 @@ def _backward(ctx: Any, saved: list[torch.Tensor], grads: Sequence[Any]) -> list
     if not _fast():  # jacrev: vmap over the backward
         tags = tuple(leaf.tag for leaf in halves.outputs)
         return _pulled(ctx.lowered, ctx.mask, tags, primals, cotangents)
-    gradients = _apply(
-        _Backward, ctx.lowered, halves, len(cotangents), *primals, *cotangents, *residuals
-    )
+    gradients = _apply(_Backward, ctx.lowered, halves, len(cotangents), *primals, *cotangents, *residuals)
     return _spread(gradients, halves.gradients)
 
 
@@ -283,9 +277,7 @@ class _Backward(torch.autograd.Function):
     """The backward half, as a function of primals and cotangents; residuals are constants of it."""
 
     @staticmethod
-    def forward(
-        lowered: LoweredFunction, halves: Halves, cotangents: int, *tensors: torch.Tensor
-    ) -> Any:
+    def forward(lowered: LoweredFunction, halves: Halves, cotangents: int, *tensors: torch.Tensor) -> Any:
         count = sum(lowered.widths)
         given, residuals = tensors[count : count + cotangents], tensors[count + cotangents :]
         gradients = halves.backward([*residuals, *given])

@@ -152,7 +152,7 @@ def _fits(value: Any, closure: Closure) -> bool:
         return TensorSpec.of(value) == closure.spec
     if is_placed(value) and closure.tag is not None:
         facts = value.__torchard_placed__()
-        return bool(
-            facts.placement == closure.tag and tuple(facts.shape) == closure.spec.shape
-        ) and (facts.dtype == closure.spec.dtype)
+        return bool(facts.placement == closure.tag and tuple(facts.shape) == closure.spec.shape) and (
+            facts.dtype == closure.spec.dtype
+        )
     return False

@@ -188,9 +188,7 @@ class LoweredFunction:
 
     def joint(self, mask: tuple[bool, ...]) -> Program:
         """The joint program after all rewrites."""
-        program: Program = self._once(
-            ("joint", mask), lambda: self._rewritten(joint(self.base, mask))
-        )
+        program: Program = self._once(("joint", mask), lambda: self._rewritten(joint(self.base, mask)))
         return program
 
     def _halves(self, mask: tuple[bool, ...]) -> Halves:
@@ -207,9 +205,7 @@ class LoweredFunction:
             count=spans[-1].stop if spans else 0,
             saved=self._saved_parts(halves.saved, halves.forward),
             gradients=self._gradient_parts(halves.backward),
-            differentiable=[
-                flag for flag, span in zip(differentiable, spans, strict=True) for _ in span
-            ],
+            differentiable=[flag for flag, span in zip(differentiable, spans, strict=True) for _ in span],
             cotangents=[part for i in floats for part in spans[i]],
             constants=program.constants,
         )
@@ -251,9 +247,7 @@ class LoweredFunction:
         """The function from primals and tangents to the tangents of the floating outputs."""
         return self._derived(("push", mask, tags), lambda: pushforward(self.base, mask, tags))
 
-    def batched(
-        self, mapped: tuple[bool, ...], size: int, tags: tuple[Any, ...]
-    ) -> LoweredFunction:
+    def batched(self, mapped: tuple[bool, ...], size: int, tags: tuple[Any, ...]) -> LoweredFunction:
         """The function under vmap."""
         return self._derived(
             ("vmap", mapped, size, tags), lambda: batched(self.base, mapped, size, tags)

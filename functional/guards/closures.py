@@ -89,9 +89,7 @@ def _of_function(fn: types.FunctionType) -> Iterator[tuple[AccessStep, Any]]:
         yield (f"default {key}", _keyword(key)), value
 
 
-def _of_module(
-    module: types.ModuleType, key: str, names: set[str]
-) -> Iterator[tuple[AccessStep, Any]]:
+def _of_module(module: types.ModuleType, key: str, names: set[str]) -> Iterator[tuple[AccessStep, Any]]:
     """The tensors in a module that the function's code may name."""
     for name in names & vars(module).keys():
         item = vars(module)[name]

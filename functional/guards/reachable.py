@@ -58,11 +58,7 @@ def contents(values: Any) -> bytes:
 def kind_of(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         strided = value.layout is torch.strided
-        return (
-            "tensor",
-            type(value),
-            TensorSpec.of(value) if strided else (value.shape, value.layout),
-        )
+        return "tensor", type(value), TensorSpec.of(value) if strided else (value.shape, value.layout)
     return "placed", value.__torchard_placed__()[:4] if is_placed(value) else None
 
 

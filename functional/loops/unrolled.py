@@ -83,7 +83,7 @@ class _Unrolled:
         if node.target is row:
             (stacked,) = node.args
             made = self.new.call_function(aten.select.int, (self._at(stacked, i), 0, i))
-            made.meta = dict(node.meta)
+            inherit(made, node, "value")
         else:
             made = self.new.node_copy(node, lambda operand: self._at(operand, i))
         self._tag(made, i)
@@ -139,6 +139,5 @@ class _Unrolled:
 
     def _call(self, node: fx.Node, target: Any, *args: Any) -> fx.Node:
         made = self.new.call_function(target, args)
-        inherit(made, node)
-        VAL.set(made, VAL.of(node))
+        inherit(made, node, "value")
         return made

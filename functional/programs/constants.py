@@ -50,9 +50,7 @@ def release_constants(nodes: Iterable[fx.Node]) -> list[fx.Node]:
 def _value(node: fx.Node) -> Any:
     """The value that a constant is filled with."""
     known = _CONSTANTS[node.target]
-    return (
-        known if known is not None else node.args[2 if node.target is aten.new_full.default else 1]
-    )
+    return known if known is not None else node.args[2 if node.target is aten.new_full.default else 1]
 
 
 def fill_with(node: fx.Node, value: Any) -> fx.Node:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
+from torchard.functional.programs.loops import is_marker
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_view
 
@@ -21,8 +22,8 @@ _FORMULAS: dict[str, Any] = {
     "aten.mv": lambda a, x, **_: 2 * a.numel(),
     "aten.addmv": lambda b, a, x, **_: 2 * a.numel(),
     "aten.dot": lambda x, y, **_: 2 * x.numel(),
-    "aten._scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, out_val=None, **__: (
-        sdpa_flop(q.shape, _of_heads(q, k), _of_heads(q, v), out_val=out_val)
+    "aten._scaled_dot_product_flash_attention_for_cpu": lambda q, k, v, *_, out_val=None, **__: sdpa_flop(
+        q.shape, _of_heads(q, k), _of_heads(q, v), out_val=out_val
     ),
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": (
         lambda grad, q, k, v, *_, out_val=None, **__: sdpa_backward_flop(
@@ -72,6 +73,8 @@ def flops(node: fx.Node) -> int:
     Views and items of tuples cost nothing.
     """
     if node.op != "call_function" or node.target is operator.getitem or is_view(node):
+        return 0
+    if is_marker(node):
         return 0
     formula = _FORMULAS.get(op_name(node))
     if formula is not None:

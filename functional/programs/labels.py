@@ -42,3 +42,5 @@ def label_of(node: fx.Node) -> Label:
         str(tag.get(node) or "") for tag in (SOURCE, SCOPE, PHASE, TASK, STAGE, PEERS)
     )
     return Label(target, source, scope, phase, task, COLLECTIVE.get(node), stage, peers)
+
+

@@ -96,6 +96,20 @@ def total(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
+def times(node: fx.Node) -> int:
+    """How often an operation runs."""
+    loop = LOOP.get(node)
+    return 1 if loop is None else loop.count
+
+
+def is_marker(node: fx.Node) -> bool:
+    """Whether a node computes nothing, but says what enters a loop or leaves it."""
+    return node.target in _MARKERS
+
+
+_MARKERS = (enter, again, row, leave, rows, total)
+
+
 def handed_on(node: fx.Node) -> list[fx.Node]:
     """What hands on the values that enter at a node; none if nothing enters there."""
     if node.target is not enter:

@@ -124,13 +124,9 @@ class Work:
             ranks = 1
             for axis in self.axes:
                 ranks *= axis.size
-            rows.append(
-                ("busiest rank", str(ranks), f"{self.rank_flops:,}", f"{self.rank_bytes:,}")
-            )
+            rows.append(("busiest rank", str(ranks), f"{self.rank_flops:,}", f"{self.rank_bytes:,}"))
             rows.append(("split by", "", "", ""))
-            rows += [
-                (f"  {a.axis}", str(a.size), f"{a.flops:.1%}", f"{a.bytes:.1%}") for a in self.axes
-            ]
+            rows += [(f"  {a.axis}", str(a.size), f"{a.flops:.1%}", f"{a.bytes:.1%}") for a in self.axes]
         widths = [max(len(row[i]) for row in rows) for i in range(4)]
         return "\n".join(
             "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip()

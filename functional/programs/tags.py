@@ -52,7 +52,7 @@ for _name in ("from_node", "original_aten", "seq_nr", "stack_trace", "tensor_met
 
 SOURCE: Tag[str | None] = declare(
     "source",
-    '"model.py:12 in mlp", the user\'s line that made the node',
+    "\"model.py:12 in mlp\", the user's line that made the node",
     written_by="planning/constraints, tracing/trace_state",
     read_by="many",
     follows="place",

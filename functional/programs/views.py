@@ -73,9 +73,7 @@ def depending_on(roots: Iterable[fx.Node]) -> set[fx.Node]:
     return _reached(roots, lambda node: node.users)
 
 
-def _reached(
-    roots: Iterable[Any], following: Callable[[fx.Node], Iterable[fx.Node]]
-) -> set[fx.Node]:
+def _reached(roots: Iterable[Any], following: Callable[[fx.Node], Iterable[fx.Node]]) -> set[fx.Node]:
     stack = [node for node in roots if isinstance(node, fx.Node)]
     reached = set(stack)
     while stack:

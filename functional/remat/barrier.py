@@ -53,12 +53,7 @@ def insert_barriers(graph: fx.Graph) -> None:
                 last = node
         elif last is not None and any(waits.get(operand) is last for operand in operands):
             waits[node] = last
-        elif (
-            last is not None
-            and operands
-            and not is_view(node)
-            and node.target is not operator.getitem
-        ):
+        elif last is not None and operands and not is_view(node) and node.target is not operator.getitem:
             smallest = min(operands, key=_elements)
             if (smallest, last) not in passed:
                 with graph.inserting_before(node):

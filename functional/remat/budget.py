@@ -161,7 +161,9 @@ def _envelope(program: Program, last: tuple[Rewrite, ...]) -> list[Point]:
 def _results(operations: Iterable[fx.Node]) -> frozenset[fx.Node]:
     """The results of operations; for tuples, their items."""
     return frozenset(
-        value for node in operations for value in (node.users if is_tuple(node) else (node,))
+        value
+        for node in operations
+        for value in (node.users if is_tuple(node) else (node,))
     )
 
 
@@ -169,9 +171,7 @@ def _heuristic_choices(operations: Sequence[fx.Node], problem: Problem) -> Itera
     """Choices made without a solver: all; per depth, the outputs of scopes, without and with products."""
     yield range(len(operations))
     frames = [FRAMES.get(node, ()) for node in operations]
-    products = {
-        v for v, node in enumerate(operations) if problem.reads[v] and op_name(node) in DOTS
-    }
+    products = {v for v, node in enumerate(operations) if problem.reads[v] and op_name(node) in DOTS}
     for depth in range(max(map(len, frames), default=0) + 1):
         scope_outputs = {
             u
@@ -274,9 +274,7 @@ def _ahead(
                 ended[v] = max(ended[v], at)
     count = min(_BUCKETS if len(operations) > _SMALL else len(early), len(early))
     buckets = []
-    for run in (
-        early[len(early) * k // count : len(early) * (k + 1) // count] for k in range(count)
-    ):
+    for run in (early[len(early) * k // count : len(early) * (k + 1) // count] for k in range(count)):
         anyway = [
             held[at] + sum(_size(live, operations[v]) for v in begun if begun[v] <= at <= ended[v])
             for at in run

@@ -91,7 +91,9 @@ def chooser(patterns: Sequence[ScopePattern]) -> Callable[[str], bool]:
     """A predicate on the path of a scope: whether any of these patterns selects it."""
 
     def selected(path: str) -> bool:
-        return any(bool(p(path)) if callable(p) else fnmatch.fnmatchcase(path, p) for p in patterns)
+        return any(
+            bool(p(path)) if callable(p) else fnmatch.fnmatchcase(path, p) for p in patterns
+        )
 
     return selected
 

@@ -66,9 +66,7 @@ class _Cut:
                 self.tainted.add(node)
         for node in self.outputs:
             if node in self.tainted:
-                raise ValueError(
-                    f"output {node} depends on a cotangent, so no forward can compute it"
-                )
+                raise ValueError(f"output {node} depends on a cotangent, so no forward can compute it")
 
     def saveable(self, node: fx.Node) -> bool:
         """Whether the forward computes the value and saving it is better than recomputing it."""

@@ -97,8 +97,7 @@ def residuals_of(program: Program, joint: Callable[[], Program] | None = None) -
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     size = bytes_in(program)
     return Residuals(
-        _residual(node, paths, outputs, size(node, 0))
-        for node in sorted(read, key=order.__getitem__)
+        _residual(node, paths, outputs, size(node, 0)) for node in sorted(read, key=order.__getitem__)
     )
 
 

@@ -17,7 +17,6 @@ from torchard.functional.torch_internals.thread_state import one_at_a_time, thre
 
 __all__ = ["compile_graph", "resolved"]
 
-
 def compile_graph(
     module: fx.GraphModule, inputs: Sequence[torch.Tensor], backend: str
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:

@@ -21,9 +21,7 @@ def _cov(
 ) -> torch.Tensor:
     """torch.cov, without the check that weights are positive."""
     if input.ndim > 2:
-        raise RuntimeError(
-            f"cov(): expected input to have two or fewer dimensions but got {input.ndim}"
-        )
+        raise RuntimeError(f"cov(): expected input to have two or fewer dimensions but got {input.ndim}")
     rows = input if input.ndim == 2 else input.reshape(1, -1)
     weights = _product(fweights, aweights)
     if weights is None:

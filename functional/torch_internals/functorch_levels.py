@@ -40,9 +40,7 @@ __all__ = [
 ]
 
 require(torch._C, "_are_functorch_transforms_active", "_len_torch_function_stack")
-require(
-    functorch_c, "get_interpreter_stack", "peek_interpreter_stack", "is_functorch_wrapped_tensor"
-)
+require(functorch_c, "get_interpreter_stack", "peek_interpreter_stack", "is_functorch_wrapped_tensor")
 require(functorch_c, "maybe_get_level", "maybe_get_bdim", "is_batchedtensor", "get_unwrapped")
 require(functorch_c, "_add_batch_dim")
 require(forward_ad, "_current_level")

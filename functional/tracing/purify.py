@@ -121,9 +121,7 @@ def purify(recording: Recording, paths: Sequence[str]) -> Recording:
     Raises:
         PurityError: an argument is mutated, or a random number is drawn from torch's global state.
     """
-    with (
-        internals.no_modes()
-    ):  # a trace around this one would lift the values as operands of its own
+    with internals.no_modes():  # a trace around this one would lift the values as operands of its own
         _check_random(recording.graph)
         batch_norm.decompose_kernels(recording.graph)
         _strip_detaches(recording.graph)

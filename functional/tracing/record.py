@@ -145,9 +145,7 @@ def _last_placeholder(graph: fx.Graph) -> fx.Node | None:
     return placeholders[-1] if placeholders else None
 
 
-def _run(
-    state: TraceState, fn: Callable[..., Any], inputs: list[torch.Tensor]
-) -> list[torch.Tensor]:
+def _run(state: TraceState, fn: Callable[..., Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     try:
         with internals.fake_errors_unlogged(), TensorLifting(state), taken_as_segments():
             return list(fn(list(inputs)))

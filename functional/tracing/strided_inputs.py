@@ -73,9 +73,7 @@ def check_memory(reads: Sequence[StridedInput], *values: Sequence[Any]) -> None:
             read.check(given[read.number])
 
 
-def pass_on(
-    reads: Sequence[StridedInput], operands: Sequence[torch.Tensor], state: TraceState
-) -> None:
+def pass_on(reads: Sequence[StridedInput], operands: Sequence[torch.Tensor], state: TraceState) -> None:
     """Tag the operands of a call inside a trace with these reads: they may be inputs of that trace."""
     for read in reads:
         if read.number < len(operands):

@@ -53,11 +53,7 @@ class TensorLifting(TorchFunctionMode):
         if internals.forward_ad_active():
             self.state.inner_levels = internals.level_kinds()
         args, kwargs = self._natives(args), self._natives(kwargs)
-        if (
-            self.state.turned
-            and func in _PLAIN_GRADIENTS
-            and forgets_turns(self.state.tracer.graph)
-        ):
+        if self.state.turned and func in _PLAIN_GRADIENTS and forgets_turns(self.state.tracer.graph):
             _check_levels(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
         args, kwargs, weak = _weaken(args, kwargs)
         if _is_detach(func):
@@ -138,11 +134,7 @@ def _assign(into: torch.Tensor, index: Any, value: Any) -> None:
 
 
 # Composite operations that read values without need, and replacements to trace.
-_WITHOUT_READING: dict[Any, Any] = {
-    F.one_hot: _one_hot,
-    torch.Tensor.__setitem__: _assign,
-    **COMPOSED,
-}
+_WITHOUT_READING: dict[Any, Any] = {F.one_hot: _one_hot, torch.Tensor.__setitem__: _assign, **COMPOSED}
 
 
 _PLAIN_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
@@ -179,9 +171,7 @@ def _only_mapped(tensor: torch.Tensor) -> bool:
 def _fills(into: Any, index: Any, value: Any) -> bool:
     """Whether an assignment writes one number wherever a mask is set, so that it is a masked_fill."""
     mask = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.ndim > 0
-    number = isinstance(value, (int, float)) or (
-        isinstance(value, torch.Tensor) and value.ndim == 0
-    )
+    number = isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.ndim == 0)
     return mask and number and index.shape == into.shape[: index.ndim]
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from torchard.functional.programs.flops import flops, is_product
+from torchard.functional.programs.loops import times
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.iteration_space import points
 from torchard.sharding.layouts.layout import Layout
@@ -98,10 +99,13 @@ def work_of(node: fx.Node) -> float:
 
 
 def work_per_point(node: fx.Node) -> float:
-    """Work per point: a product's multiplications; other operations touch their largest tensor once."""
+    """Work per point: a product's multiplications; other operations touch their largest tensor once.
+
+    That of all iterations, if the operation is in a loop.
+    """
     weight = WEIGHT.get(node)
     if weight is None:
-        work = flops(node) / (2 if is_product(node) else 1)
+        work = flops(node) / (2 if is_product(node) else 1) * times(node)
         weight = work / max(points(rule_of(Call.of(node)), (), ()), 1)
         WEIGHT.set(node, weight)
     return float(weight)

@@ -39,7 +39,7 @@ def propagate(
     Args:
         near: a decision in which lost axes are to be restored.
     """
-    start = Start(_wishes(graph, given, sizes), {}, _output_needs(graph, given))
+    start = Start(_wishes(graph, given, sizes), {}, _output_needs(graph, given), {})
     spread = _spread(graph, given, sizes, near=near)
     best: LayoutDecision | None = None
     for _ in range(sweeps):
@@ -47,9 +47,9 @@ def propagate(
         decision = sweep.run()
         if best is None or decision.total < best.total:
             best = decision
-        if sweep.needs == start.needs:
+        if sweep.needs == start.needs and sweep.handed == start.handed:
             break
-        start = start.after(sweep.needs)
+        start = start.after(sweep.needs, sweep.handed)
     assert best is not None
     return best
 
@@ -61,7 +61,7 @@ def take_apart(graph: fx.Graph, given: Given, sizes: Sizes, taken: TakeApart) ->
         taken: decomposes a node, given the layouts of its operands, and returns the new nodes; none if
             the node is kept.
     """
-    start = Start(_wishes(graph, given, sizes), {}, _output_needs(graph, given))
+    start = Start(_wishes(graph, given, sizes), {}, _output_needs(graph, given), {})
     Sweep(graph, given, sizes, start, _spread(graph, given, sizes, apart=True), taken).run()
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from torchard.functional.programs.graphs import output_node, output_values
+from torchard.functional.programs.loops import again, enter, times
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Option, options
@@ -52,18 +53,20 @@ class Start:
         wishes: the layouts that constraints want of earlier values.
         asked: the layouts in which consumers took values, in any sweep.
         needs: the layouts in which they took them in the last sweep.
+        handed: for each carry of a loop, the layout in which the last sweep computed the next one.
     """
 
     wishes: dict[fx.Node, Layout]
     asked: dict[fx.Node, dict[Layout, None]]
     needs: Needs
+    handed: dict[fx.Node, Layout]
 
-    def after(self, needs: Needs) -> Start:
+    def after(self, needs: Needs, handed: dict[fx.Node, Layout]) -> Start:
         """The results including one more sweep."""
         asked = self.asked
         for node, by_user in needs.items():
             asked.setdefault(node, {}).update(dict.fromkeys(by_user.values()))
-        return Start(self.wishes, asked, needs)
+        return Start(self.wishes, asked, needs, handed)
 
 
 class Sweep:
@@ -80,7 +83,9 @@ class Sweep:
     ) -> None:
         self.graph, self.given, self.sizes = graph, given, sizes
         self.table = dict(sizes)
+        self.start = start
         self.wishes, self.asked, self.needed = start.wishes, start.asked, start.needs
+        self.handed: dict[fx.Node, Layout] = {}
         self.spread, self.take_apart = spread, take_apart
         out = output_node(graph)
         self.needs: Needs = {
@@ -177,8 +182,14 @@ class Sweep:
         wished += self._brought_back(node, call, homes)
         local = self.given.local.get(node)
         possible = options if local is None else local.options
-        candidates = possible(rule, homes, wished, self.sizes)
-        option = candidates[0] if len(candidates) == 1 else self._best(node, call, homes, candidates)
+        if node.target in (enter, again):
+            carried = self._carried(node)
+            candidates = possible(rule, [carried] * len(homes), [carried], self.sizes)
+            option = next(option for option in candidates if option.outs == (carried,))
+        else:
+            candidates = possible(rule, homes, wished, self.sizes)
+            alone = len(candidates) == 1
+            option = candidates[0] if alone else self._best(node, call, homes, candidates)
         for operand, layout in zip(call.operands, option.ins, strict=True):
             self._take(operand, layout, node)
         self.decision.option[node] = option
@@ -193,6 +204,26 @@ class Sweep:
             self.ranks[node] = ranks
         else:
             self._resolve(node, option.outs[0], ranks)
+
+    def _carried(self, node: fx.Node) -> Layout:
+        """The layout of a carry, the same in every iteration: what hands it on moves it there."""
+        if node.target is again:
+            value, entered = node.all_input_nodes
+            self.handed[entered] = self.home(value).reduced()
+            return self.home(entered)
+        (first,) = node.all_input_nodes
+        home, handed = self.home(first).reduced(), self.start.handed.get(node)
+        wanted = dict.fromkeys(want.reduced() for want in self.needed.get(node, {}).values())
+        often, table = times(node), self.table
+
+        def key(layout: Layout) -> tuple[int, float]:
+            lost = math.prod(table[axis] for axis in {*home.split_axes}.difference(layout.split_axes))
+            moved = sum(cost(layout, want, self.sizes) for want in wanted)
+            if handed is not None:
+                moved += cost(handed, layout, self.sizes)
+            return lost, self._cost(first, layout) + often * moved * _itemsize(node, 0)
+
+        return min(dict.fromkeys([home, *([handed] if handed else []), *wanted]), key=key)
 
     def _brought_back(
         self, node: fx.Node, call: Call, homes: Sequence[Layout]
@@ -282,7 +313,7 @@ class Sweep:
     def _exchanged(self, call: Call, option: Option) -> float:
         """The bytes that the operation itself sends."""
         moved = option.cost(self.sizes).exchanged
-        return float(moved * _itemsize(call.operands[0], 0)) if moved else 0.0
+        return float(moved * _itemsize(call.operands[0], 0) * times(call.node)) if moved else 0.0
 
     def _missed(self, node: fx.Node, option: Option) -> int:
         """The number of axes that a wanted layout splits and this option splits differently."""
@@ -305,7 +336,7 @@ class Sweep:
             elif out.awaited:
                 k = math.prod(self.table[a] for a in out.awaited)
                 total += item * out.largest_local(self.table) * (k - 1) / k
-        return total
+        return total * times(node)
 
     def _onward_cost(self, out: Layout, want: Layout) -> float:
         if set(want.pending) <= set(out.pending):
@@ -328,7 +359,7 @@ class Sweep:
                 + sum(cost(layout, want, self.sizes) for want in wanted)
             ),
         )
-        self.decision.bytes += cost(raw, best, self.sizes) * _itemsize(node, 0)
+        self.decision.bytes += cost(raw, best, self.sizes) * _itemsize(node, 0) * times(node)
         kept = {a: r for a, r in ranks.items() if best.dim_of(a) == raw.dim_of(a)}
         self._record(node, best, {a: kept.get(a, DERIVED) for a in best.split_axes})
 
@@ -339,11 +370,15 @@ class Sweep:
         base = self._base(node, want)
         if base is not None:
             return self._cost(*base)
-        return min(
-            cost(have, want, self.sizes)
-            for have in self.versions[node]
-            if set(want.pending) <= set(have.pending)
-        ) * _itemsize(node, 0)
+        return (
+            min(
+                cost(have, want, self.sizes)
+                for have in self.versions[node]
+                if set(want.pending) <= set(have.pending)
+            )
+            * _itemsize(node, 0)
+            * times(node)
+        )
 
     def _base(self, node: fx.Node, want: Layout) -> tuple[fx.Node, Layout] | None:
         """A view's base and its layout, if the base can be resharded instead, for all its aliases."""

@@ -6,7 +6,7 @@ operations are in two folders, one file per family: `compute/` for operations th
 torchard's own operations: fused kernels, shard_map's collectives, and blocks of a dim with their windows.
 """
 
-from torchard.sharding.rules import blocks, compute, data_movement, fused, manual_collectives
+from torchard.sharding.rules import blocks, compute, data_movement, fused, loops, manual_collectives
 from torchard.sharding.rules.registry import (
     REGISTRY,
     Call,
@@ -28,6 +28,7 @@ __all__ = [
     "data_movement",
     "find",
     "fused",
+    "loops",
     "lookup",
     "manual_collectives",
     "register_rule",

@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.programs.graphs import add_call, output_node, output_values, with_operands
+from torchard.functional.programs.loops import LOOP
 from torchard.functional.programs.tagging import forget, inherit
 from torchard.functional.programs.tags import LAYOUT, STEP, VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
@@ -86,17 +87,22 @@ class _Partition:
         operands = [
             self._fetch(o, layout, node) for o, layout in zip(call.operands, option.ins, strict=True)
         ]
-        computed = self._copy(node, operands, option.outs)
+        computed = self._copy(node, operands, option.outs, node)
         GATHERED.set(computed, option.rule.gathered and bool(call.ins))
         if isinstance(VAL.of(node), (tuple, list)):
             self.tuples[node] = computed
         else:
             self._publish(node, option.outs[0], computed)
 
-    def _copy(self, node: fx.Node, operands: list[fx.Node], outs: tuple[Layout, ...]) -> fx.Node:
+    def _copy(
+        self, node: fx.Node, operands: list[fx.Node], outs: tuple[Layout, ...], user: fx.Node
+    ) -> fx.Node:
         args, kwargs = with_operands(node, operands)
         layout = outs[0] if not isinstance(VAL.of(node), (tuple, list)) else outs
-        return self._call(node, layout, args, kwargs)
+        computed = self._call(node, layout, args, kwargs)
+        if user is not node:
+            _put_in_loop(computed, user)
+        return computed
 
     def _call(
         self, node: fx.Node, layout: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -130,7 +136,7 @@ class _Partition:
         layout = pull(node, want, self.sizes)
         if layout is None or not set(layout.pending) <= set(self.decision.home[base].pending):
             return None
-        computed = self._copy(node, [self._fetch(base, layout, user)], (want,))
+        computed = self._copy(node, [self._fetch(base, layout, user)], (want,), user)
         self.versions[node][want] = computed
         return computed
 
@@ -138,8 +144,22 @@ class _Partition:
         value = self.versions[node][have]
         for step in plan(have, want, self.sizes):
             value = emit_step(self.new, value, step, user, self.sizes)
+            _put_in_loop(value, user)
         self.versions[node][want] = value
         return value
+
+
+def _put_in_loop(node: fx.Node, user: fx.Node) -> None:
+    """Put what is computed for a user in the user's loop if that changes its operand, or in the operand's.
+
+    What no iteration changes is computed once, before the loop.
+    """
+    around = next((LOOP.of(operand) for operand in node.all_input_nodes if LOOP.on(operand)), None)
+    loop = LOOP.get(user, around)
+    if around is None or loop is None:
+        forget(node, LOOP)
+    else:
+        LOOP.set(node, loop)
 
 
 def unpartition(graph: fx.Graph) -> fx.Graph:

@@ -31,20 +31,9 @@ NOT_READ_BY_MODULES = frozenset(
 )
 READ_BY_MODULES = frozenset(
     (
-        *(
-            "training",
-            "_parameters",
-            "_buffers",
-            "_modules",
-            "_forward_hooks",
-            "_forward_pre_hooks",
-        ),
+        *("training", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"),
         *("_backward_hooks", "_backward_pre_hooks", "_forward_hooks_with_kwargs"),
-        *(
-            "_forward_hooks_always_called",
-            "_forward_pre_hooks_with_kwargs",
-            "_is_full_backward_hook",
-        ),
+        *("_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_is_full_backward_hook"),
     )
 )
 

@@ -1,0 +1,17 @@
+"""Rules of what enters the iterations of a loop and leaves them (functional/programs/loops.py).
+
+One iteration is planned for all. The layers of stacked parameters are never split: rows are taken by each
+rank of its own shard of every layer.
+"""
+
+from __future__ import annotations
+
+from torchard.functional.programs.loops import again, enter, leave, row, rows, total
+from torchard.sharding.rules.registry import register_rule
+
+__all__: list[str] = []
+
+register_rule(enter, leave, total, text="... -> ... | linear 0")
+register_rule(again, text="..., ... -> ... | linear 0 1")
+register_rule(row, text="layers ... -> ... | whole layers | linear 0")
+register_rule(rows, text="... -> layers ... | whole layers | linear 0")
