@@ -10,13 +10,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import fx
 
 from torchard.functional.programs.graphs import bytes_of
-from torchard.functional.programs.records import Records, Work
+from torchard.functional.programs.loops import LOOP, regrouped
+from torchard.functional.programs.records import Record, Records, Work
+from torchard.functional.programs.tagging import Tag
 from torchard.functional.programs.tags import APART, COLLECTIVE, USE, VAL
 
 __all__ = [
@@ -407,8 +410,12 @@ class Program:
 
     @property
     def collectives(self) -> Records:
-        """The collectives, in order: the ``collective`` tags."""
-        return Records(COLLECTIVE.of(node) for node in self.calls if COLLECTIVE.on(node))
+        """The collectives, in order: the ``collective`` tags.
+
+        Those of a loop are listed once for each iteration; the table shows them once, with "× n".
+        """
+        records, shown = _records(self.graph, COLLECTIVE)
+        return Records(records, shown=shown)
 
     @property
     def kernels(self) -> Records:
@@ -416,9 +423,13 @@ class Program:
 
         ``.missed``: near misses, and matches that could not be replaced, each with the reason.
         """
-        apart = {id(APART.of(n)): APART.of(n) for n in self.calls if APART.on(n)}
-        uses = [*(USE.of(n) for n in self.calls if USE.on(n)), *apart.values()]
-        return Records(uses, lambda: [miss for misses in self.misses for miss in misses()])
+        apart = {id(APART.of(n)): APART.of(n) for n in self.calls if APART.on(n)}.values()
+        uses, shown = _records(self.graph, USE)
+        return Records(
+            [*uses, *apart],
+            lambda: [miss for misses in self.misses for miss in misses()],
+            None if shown is None else [*shown, *apart],
+        )
 
     # -- copying ------------------------------------------------------------------------------
 
@@ -429,3 +440,21 @@ class Program:
         for node in self.graph.nodes:
             env[node] = graph.node_copy(node, env.__getitem__)
         return replace(self, graph=graph, facts=dict(self.facts))
+
+
+def _records(graph: fx.Graph, tag: Tag[Any]) -> tuple[list[Record], list[Record] | None]:
+    """The records of a graph's nodes in the order in which they run, and those that a table shows."""
+    tagged = [node for node in graph.nodes if node.op == "call_function" and tag.on(node)]
+    if not any(map(LOOP.on, tagged)):
+        return [tag.of(node) for node in tagged], None
+    records: list[Record] = []
+    shown: list[Record] = []
+    for loop, nodes in groupby(regrouped(graph), key=LOOP.get):
+        own: list[Record] = [tag.of(node) for node in nodes if tag.on(node)]
+        if loop is None:
+            records += own
+            shown += own
+        else:
+            records += [record.in_iteration(i) for i in loop.order() for record in own]
+            shown += [record.repeated(loop.count) for record in own]
+    return records, shown

@@ -40,6 +40,14 @@ class Record:
         """The record of the same operation, recomputed for a backward."""
         return self
 
+    def in_iteration(self, i: int) -> Record:
+        """The record of the same operation in one iteration of a loop."""
+        return self
+
+    def repeated(self, times: int) -> Record:
+        """The record of all iterations of a loop, as a table shows it."""
+        return self
+
     @classmethod
     def table(cls, records: Sequence[Any]) -> str:
         """Several records as text."""
@@ -52,6 +60,7 @@ class Records(list[Any]):
     Args:
         records: the records.
         missed: finds near misses, when they are asked for.
+        shown: the records of its table, if those of a loop are shown once for all iterations.
 
     >>> import torch, torchard as ta
     >>> from torchard.transforms import Records
@@ -65,10 +74,14 @@ class Records(list[Any]):
     """
 
     def __init__(
-        self, records: Iterable[Any] = (), missed: Callable[[], list[Any]] | None = None
+        self,
+        records: Iterable[Any] = (),
+        missed: Callable[[], list[Any]] | None = None,
+        shown: Sequence[Any] | None = None,
     ) -> None:
         super().__init__(records)
         self._missed = missed
+        self._shown = shown
 
     @cached_property
     def missed(self) -> Records:
@@ -76,7 +89,8 @@ class Records(list[Any]):
         return Records(() if self._missed is None else self._missed())
 
     def __str__(self) -> str:
-        own = str(type(self[0]).table(self)) if self else "none"
+        shown = self if self._shown is None else self._shown
+        own = str(type(self[0]).table(shown)) if self else "none"
         return f"{own}\n\n{self.missed}" if self._missed and self.missed else own
 
 

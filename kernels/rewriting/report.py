@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserString
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -74,6 +74,7 @@ class Use(Record):
         how: its implementation; the string changes when one is chosen, at the first call.
         operations: the number of operations it replaced.
         bytes_before, bytes_after: the bytes moved by the operations it replaced, and by it.
+        times: in a table, the number of iterations of the loop that it is in.
     """
 
     kernel: str
@@ -84,6 +85,7 @@ class Use(Record):
     operations: int
     bytes_before: int
     bytes_after: int
+    times: int = field(default=1, compare=False)
 
     @staticmethod
     def of(name: str, how: str | UserString, part: Part) -> Use:
@@ -99,12 +101,18 @@ class Use(Record):
     def __str__(self) -> str:
         return self.kernel
 
+    def in_iteration(self, i: int) -> Use:
+        return replace(self, scope=self.scope.replace("*", str(i), 1))
+
+    def repeated(self, times: int) -> Use:
+        return replace(self, times=times)
+
     @classmethod
     def table(cls, uses: Sequence[Use]) -> str:
         rows = [("kernel", "phase", "scope", "source", "by", "operations", "bytes before", "after")]
         rows += [
             (
-                u.kernel,
+                u.kernel if u.times == 1 else f"{u.kernel} × {u.times}",
                 u.phase,
                 u.scope,
                 u.source,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -89,6 +89,7 @@ class Collective(Record):
         op: the reduction (sum, max or min), if any.
         source, scope, phase: those of the operation that needs the result.
         note: the reason, where it may surprise, as for operands gathered for lack of a factor rule.
+        times: in a table, the number of iterations of the loop that it is in.
     """
 
     kind: str
@@ -101,6 +102,7 @@ class Collective(Record):
     scope: str = ""
     phase: str = "forward"
     note: str = ""
+    times: int = field(default=1, compare=False)
 
     @classmethod
     def table(cls, records: Sequence[Collective]) -> str:
@@ -112,6 +114,12 @@ class Collective(Record):
 
     def in_backward(self) -> Collective:
         return replace(self, phase="backward")
+
+    def in_iteration(self, i: int) -> Collective:
+        return replace(self, scope=self.scope.replace("*", str(i), 1))
+
+    def repeated(self, times: int) -> Collective:
+        return replace(self, times=times)
 
     @property
     def called(self) -> str:
@@ -205,7 +213,8 @@ def table(records: Sequence[Collective]) -> str:
     rows = [(*head, "note") if noted else head]
     for r in records:
         shape, axes = _shape(r.shape), "·".join(r.axes)
-        row = (r.called, axes, shape, _dtype(r.dtype), f"{r.bytes:,}", r.phase, r.scope)
+        called = r.called if r.times == 1 else f"{r.called} × {r.times}"
+        row = (called, axes, shape, _dtype(r.dtype), f"{r.bytes:,}", r.phase, r.scope)
         rows.append((*row, r.source, r.note) if noted else (*row, r.source))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
@@ -215,5 +224,5 @@ def table(records: Sequence[Collective]) -> str:
         for r in rows
     ]
     lines.insert(1, "  ".join("-" * w for w in widths))
-    total = sum(r.bytes for r in records)
-    return "\n".join([*lines, f"{len(records)} collectives, {total:,} bytes per rank"])
+    count, total = sum(r.times for r in records), sum(r.bytes * r.times for r in records)
+    return "\n".join([*lines, f"{count} collectives, {total:,} bytes per rank"])
