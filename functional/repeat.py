@@ -99,13 +99,14 @@ def stack(trees: Sequence[Any]) -> Any:
     """Stack the parameters of equal layers, for `repeat`.
 
     Args:
-        trees: pytrees of one structure; leaves in the same place have one shape and dtype.
+        trees: pytrees of one structure; leaves in the same place have one shape and dtype. Leaves may be
+            specs (`P`), all alike.
 
     Returns:
-        One tree, whose leaves have a new leading dim.
+        One tree, whose leaves have a new leading dim, which is not split.
 
     Raises:
-        ValueError: there are none, or their structures differ.
+        ValueError: there are none, or their structures or specs differ.
 
     >>> import torch, torchard as ta
     >>> layers = ta.stack([{"w": torch.ones(2, 3)} for _ in range(4)])
@@ -121,6 +122,10 @@ def _stacked(leaves: Sequence[Any]) -> Any:
     first = leaves[0]
     if isinstance(first, ShapeDtype):
         return ShapeDtype((len(leaves), *first.shape), first.dtype, first.device)
+    if hasattr(first, "led"):  # a spec
+        if any(leaf != first for leaf in leaves):
+            raise ValueError(f"stack: the layers have different specs: {', '.join(map(repr, leaves))}.")
+        return first.led(1)
     return torch.stack(list(leaves))
 
 

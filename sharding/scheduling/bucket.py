@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from torchard.functional.programs.loops import LOOP
 from torchard.functional.programs.tagging import forget
 from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, PHASE, RECOMPUTE, VAL
 from torchard.sharding.layouts.collective_ops import AllReduce
@@ -60,7 +61,8 @@ def _kind(node: fx.Node) -> object | None:
     val: torch.Tensor = VAL.of(node)
     if val.dtype == torch.bool or RECOMPUTE.get(node):
         return None
-    return op.axes, val.dtype, val.device, PHASE.get(node, "forward"), LAYOUT.of(node).home
+    phase, home = PHASE.get(node, "forward"), LAYOUT.of(node).home
+    return op.axes, val.dtype, val.device, phase, home, LOOP.get(node)
 
 
 def _windows(

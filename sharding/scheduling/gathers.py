@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.programs.loops import LOOP, row
 from torchard.functional.programs.tags import LAYOUT, PHASE, STEP, VAL
 from torchard.functional.remat.rematerialise import tag_version
 from torchard.sharding.layouts.collective_ops import AllGather, PsumScatter
@@ -61,8 +62,10 @@ def _gathers(graph: fx.Graph, parameters: set[fx.Node]) -> Iterator[fx.Node]:
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """The value that a node is a view, a reshard or a shard of."""
-    while node.op == "call_function" and (is_alias(node) or is_edge(node) or STEP.on(node)):
+    """The value that a node is a view, a row, a reshard or a shard of."""
+    while node.op == "call_function" and (
+        is_alias(node) or node.target is row or is_edge(node) or STEP.on(node)
+    ):
         node = node.all_input_nodes[0]
     return node
 
@@ -84,6 +87,8 @@ def _swap_inputs(user: fx.Node, gather: fx.Node, copies: dict[fx.Node, fx.Node])
         if node not in copies:
             copy = user.graph.node_copy(node, copied)
             tag_version(copy, node)
+            if LOOP.on(node):
+                LOOP.set(copy, LOOP.get(user, LOOP.of(node)))
             copies[node] = copy
         return copies[node]
 
@@ -106,18 +111,26 @@ def gather_by_layer(graph: fx.Graph, layers: Mapping[fx.Node, str], ahead: int) 
     Scatters of gradients are throttled: those of a layer have completed when the layer after the next
     begins, so that unreduced gradients do not accumulate.
     """
-    kinds: dict[tuple[Any, ...], dict[str, list[fx.Node]]] = {}
+    kinds: dict[tuple[Any, ...], dict[Any, list[fx.Node]]] = {}
     for node in _gathers(graph, set(layers)):
         step, val, phase = STEP.of(node), VAL.of(node), PHASE.get(node, "forward")
-        if root_of(node) is node.all_input_nodes[0] and val.dtype != torch.bool:
-            kind = (step.axes, val.dtype, val.device, LAYOUT.of(node).home, phase)
-            kinds.setdefault(kind, {}).setdefault(layers[root_of(node)], []).append(node)
+        if _is_of_parameter(node.all_input_nodes[0]) and val.dtype != torch.bool:
+            kind = (step.axes, val.dtype, val.device, LAYOUT.of(node).home, LOOP.get(node), phase)
+            layer = LOOP.get(node, layers[root_of(node)])
+            kinds.setdefault(kind, {}).setdefault(layer, []).append(node)
     begins: set[fx.Node] = set()
     for (*_, phase), by_layer in kinds.items():
         firsts = _place(graph, list(by_layer.values()), ahead)
         if phase == "backward":
             begins.update(firsts)
     _number_turns(graph, begins)
+
+
+def _is_of_parameter(node: fx.Node) -> bool:
+    """Whether a node is an input, or the rows of one that a loop takes."""
+    return node.op == "placeholder" or (
+        node.target is row and node.all_input_nodes[0].op == "placeholder"
+    )
 
 
 def _place(graph: fx.Graph, buckets: list[list[fx.Node]], ahead: int) -> list[fx.Node]:
