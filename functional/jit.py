@@ -81,7 +81,9 @@ class Compile(Rewrite):
     backend: str = "inductor"
     donate_argnums: tuple[int, ...] = ()
 
-    reads_loops = True
+    @property
+    def reads_loops(self) -> bool:
+        return True
 
     def annotate(self, program: Program) -> Program:
         """Check that the donated positions are positions of the call's arguments."""

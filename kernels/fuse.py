@@ -11,6 +11,7 @@ from torch import fx
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.errors import KernelError, NoMatch
 from torchard.functional.engine.transformed import Transformed
+from torchard.functional.programs.loops import tells_apart
 from torchard.functional.programs.program import Program, Rewrite
 from torchard.functional.programs.tags import SCOPE
 from torchard.functional.remat.segments import Where, chooser, scopes_in
@@ -195,6 +196,11 @@ class Fuse(Rewrite):
 
     # Operations are fused before they are split over a mesh, whatever the order of the transforms.
     stage = 0
+
+    @property
+    def reads_loops(self) -> bool:
+        """Whether all iterations of a loop are treated alike."""
+        return not tells_apart(self.where)
 
     def annotate(self, program: Program) -> Program:
         """Check that the scopes and the pattern that were asked for occur."""

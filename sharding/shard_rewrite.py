@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from torchard.functional.programs.graphs import output_values
+from torchard.functional.programs.loops import tells_apart
 from torchard.functional.programs.program import FREE, Leaf, Program, Rewrite
 from torchard.functional.programs.tags import NAME, VAL
 from torchard.sharding.layouts.layout import Layout
@@ -50,8 +51,6 @@ _PLANNED = "planned by, with inputs"  # a key of a program's facts
 class Shard(Rewrite):
     """The rewrite of a global program to an SPMD program; the arguments are those of `shard`."""
 
-    reads_loops = True
-
     def __init__(
         self,
         mesh: Mesh,
@@ -69,6 +68,11 @@ class Shard(Rewrite):
         self.warned: set[str] = set()
         self.constraints, self.check_replicated = constraints, check_replicated
         self.fn, self.rules = fn, rules
+
+    @property
+    def reads_loops(self) -> bool:
+        """Whether all iterations of a loop are constrained alike."""
+        return not tells_apart(pattern for pattern, _ in self.constraints)
 
     def _key(self) -> tuple[Any, ...]:
         specs = tuple(None if s is None else id(s) for s in (self.in_specs, self.out_specs))

@@ -110,6 +110,14 @@ def is_marker(node: fx.Node) -> bool:
 _MARKERS = (enter, again, row, leave, rows, total)
 
 
+def tells_apart(patterns: Iterable[Any] | None) -> bool:
+    """Whether patterns over scopes may select some iterations of a loop and not others."""
+    return any(
+        not isinstance(pattern, str) or any(c.isdigit() or c in "[?" for c in pattern)
+        for pattern in patterns or ()
+    )
+
+
 def handed_on(node: fx.Node) -> list[fx.Node]:
     """What hands on the values that enter at a node; none if nothing enters there."""
     if node.target is not enter:

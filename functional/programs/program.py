@@ -197,7 +197,10 @@ class Rewrite(ABC):
 
     stage: float = 1
     donate_argnums: tuple[int, ...] = ()
-    reads_loops: bool = False
+
+    @property
+    def reads_loops(self) -> bool:
+        return False
 
     @property
     def asks(self) -> tuple[Rewrite, ...]:

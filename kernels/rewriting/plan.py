@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import fx
 
+from torchard.functional.programs.loops import LOOP
 from torchard.functional.programs.tags import SEGMENTS, VAL
 from torchard.functional.programs.views import depending_on, is_view
 from torchard.functional.torch_internals.operators import aten
@@ -179,6 +180,8 @@ class Planner:
             marks = {SEGMENTS.get(n, ()) for n in part.gone if not moves_nothing(n)}
             if len(marks) > 1:
                 return "it crosses the boundary of a checkpointed segment"
+            if any(map(LOOP.on, part.makers)) and not all(map(LOOP.on, filter(_computes, part.gone))):
+                return "it would compute in each iteration of a loop what none of them changes"
         return ""
 
     def _makers(self, term: Term, given: bool = False) -> list[fx.Node]:
@@ -278,6 +281,10 @@ class Planner:
                 part.after += sum(_bytes(value) + 2 * _bytes(root.value) for _, value, _ in rest)
         plan.before = sum(part.before for part in plan.parts)
         plan.after = sum(part.after for part in plan.parts)
+
+
+def _computes(node: fx.Node) -> bool:
+    return not moves_nothing(node)
 
 
 def _bytes(value: TermValue) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.programs.loops import is_marker
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import PHASE, VAL
 from torchard.functional.torch_internals.operators import aten
@@ -91,9 +92,9 @@ class Reading:
             self.store.leaf(i, VAL.of(node).shape, VAL.of(node).dtype)
             for i, node in enumerate(program.placeholders)
         ]
-        values = evaluate(
-            program.graph, inputs, self.store, sharing=True, leaves=_seeds(program)
-        )
+        # What enters a loop or leaves it depends on the other iterations.
+        leaves = _seeds(program) | {node for node in program.calls if is_marker(node)}
+        values = evaluate(program.graph, inputs, self.store, sharing=True, leaves=leaves)
         self.values: dict[fx.Node, Any] = values
         self.nodes: dict[Term, list[fx.Node]] = defaultdict(list)
         self.by_op: dict[Any, list[Term]] = defaultdict(list)
