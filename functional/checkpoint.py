@@ -11,6 +11,7 @@ from torch import fx
 from torchard.functional.core.arguments import CheckedInside, checked
 from torchard.functional.core.errors import CheckpointError
 from torchard.functional.engine.transformed import Transformed
+from torchard.functional.programs.loops import tells_apart
 from torchard.functional.programs.program import Program, Rewrite
 from torchard.functional.programs.tags import NAME
 from torchard.functional.remat.policies import save_nothing
@@ -106,6 +107,11 @@ class Checkpoint(Rewrite):
     @property
     def asks(self) -> tuple[Rewrite, ...]:
         return (RECOMPUTE,)
+
+    @property
+    def reads_loops(self) -> bool:
+        """Whether all iterations of a loop are marked alike."""
+        return not tells_apart(self.where)
 
     def annotate(self, program: Program) -> Program:
         """Check that the scopes and labels that the user named exist."""

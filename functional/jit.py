@@ -19,7 +19,7 @@ from torchard.functional.engine.transformed import Transformed
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.failures import compiled_failed
 from torchard.functional.execution.regions import by_regions
-from torchard.functional.loops.unrolled import unrolled
+from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.programs.program import Bound, Program, Rewrite
 from torchard.functional.programs.records import Record
 from torchard.functional.programs.tagging import strip

@@ -17,7 +17,7 @@ from torchard.functional.core.locks import Lock
 from torchard.functional.derivatives.autodiff import batched, joint, pullback, pushforward
 from torchard.functional.execution.binding import bind
 from torchard.functional.loops.rolled import rolled
-from torchard.functional.loops.unrolled import unrolled
+from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.programs.program import (
     Free,
     Leaf,

@@ -14,9 +14,9 @@ import torch
 
 from torchard.functional.derivatives import autodiff
 from torchard.functional.loops.call import Gives, LoopCall, Takes, as_body
-from torchard.functional.programs.graphs import sweep
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tags import VAL
+from torchard.functional.programs.views import sweep
 
 __all__ = ["batched", "pullback", "pushforward", "with_carries"]
 

@@ -8,6 +8,7 @@ reads values of the forward, and nothing is computed twice.
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
@@ -20,12 +21,12 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core.scope_frames import path_of
 from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.loops.call import LoopCall, loop_calls
-from torchard.functional.loops.unrolled import unrolled
+from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.programs.loops import LOOP, Loop, again, enter, leave, row, rows, total
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import FRAMES, ORIGIN, PHASE, RECOMPUTE, SCOPE, SEGMENTS, VAL
-from torchard.functional.programs.views import needed_by
+from torchard.functional.programs.views import sweep
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["rolled"]
@@ -57,7 +58,7 @@ class _Rolled:
                 self.env[node] = self.env[node.args[0]][node.args[1]]
             else:
                 self.env[node] = self.new.node_copy(node, self.env.__getitem__)
-        _without_unused(self.new)
+        sweep(self.new)
         return self.new
 
 
@@ -119,11 +120,8 @@ class _Body:
         self, node: fx.Node, target: Any, args: Any, kwargs: Any = None, inside: bool = False
     ) -> fx.Node:
         """A new node in the loop, or before it, with the tags that the body's node has."""
-        if self.first is None or inside:
+        with self._place(target, args, inside):
             made = self.graph.call_function(target, args, kwargs or {})
-        else:
-            with self.graph.inserting_before(self.first):
-                made = self.graph.call_function(target, args, kwargs or {})
         if target is node.target:
             made.meta = dict(node.meta)
             self._tag_place(made, node)
@@ -131,9 +129,21 @@ class _Body:
             inherit(made, self.node)
         VAL.set(made, self._val(VAL.of(node)))
         if inside:
-            LOOP.set(made, self.loop)
-            self.first = self.first or made
+            whole = args[0] if target is operator.getitem else None
+            LOOP.set(made, self.loop if whole is None else LOOP.of(whole))
+            if whole is not None:
+                PHASE.set(made, PHASE.of(whole))
+            elif self.first is None:
+                self.first = made
         return made
+
+    def _place(self, target: Any, args: Any, inside: bool) -> contextlib.AbstractContextManager[None]:
+        """Where a node is inserted: an item with its tuple, what no iteration changes before the loop."""
+        if target is operator.getitem:
+            return self.graph.inserting_after(args[0])
+        if inside or self.first is None:
+            return contextlib.nullcontext()
+        return self.graph.inserting_before(self.first)
 
     def _tag_place(self, made: fx.Node, node: fx.Node) -> None:
         """The tags that depend on where the loop is."""
@@ -213,11 +223,3 @@ def _frozen(value: Any) -> Hashable:
         return tuple(sorted((key, _frozen(v)) for key, v in value.items()))
     # 1, 1.0 and True are equal, but not the same number
     return value if isinstance(value, fx.Node) else (type(value), value)
-
-
-def _without_unused(graph: fx.Graph) -> None:
-    """Erase what no result needs: a carry that only hands itself on, rows that nobody reads."""
-    needed = needed_by([graph.output_node()])
-    for node in reversed(list(graph.nodes)):
-        if node.op == "call_function" and node not in needed:
-            graph.erase_node(node)

@@ -20,7 +20,6 @@ __all__ = [
     "output_node",
     "output_values",
     "substitute",
-    "sweep",
     "with_operands",
 ]
 
@@ -94,13 +93,6 @@ def output_values(graph: fx.Graph) -> tuple[fx.Node, ...]:
     """The nodes that a graph returns."""
     values: Any = output_node(graph).args[0]
     return tuple(values) if isinstance(values, (tuple, list)) else (values,)
-
-
-def sweep(graph: fx.Graph) -> None:
-    """Eliminate dead code of a pure graph."""
-    for node in reversed(list(graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users:
-            graph.erase_node(node)
 
 
 def bytes_of(node: fx.Node, item: int = 0) -> int:

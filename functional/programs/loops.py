@@ -81,6 +81,10 @@ def row(stacked: torch.Tensor) -> torch.Tensor:
     return stacked[0]
 
 
+# What is read of it is as free to read again as a view.
+row.is_view = True  # type: ignore[attr-defined]
+
+
 def leave(value: torch.Tensor) -> torch.Tensor:
     """After a loop: what `again` handed on last."""
     return value

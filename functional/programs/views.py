@@ -22,6 +22,7 @@ __all__ = [
     "labels_of",
     "needed_by",
     "storage_of",
+    "sweep",
 ]
 
 # A view that torch does not mark as one, as it is for temporaries only; a pure graph has no others.
@@ -82,6 +83,14 @@ def _reached(roots: Iterable[Any], following: Callable[[fx.Node], Iterable[fx.No
                 reached.add(node)
                 stack.append(node)
     return reached
+
+
+def sweep(graph: fx.Graph) -> None:
+    """Eliminate dead code of a pure graph; a carry of a loop that only hands itself on is dead too."""
+    needed = needed_by([graph.output_node()])
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("call_function", "get_attr") and node not in needed:
+            graph.erase_node(node)
 
 
 def forward_offloads(program: Program) -> list[fx.Node]:

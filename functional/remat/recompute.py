@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchard.functional.programs.unrolled import unrolled
+from torchard.functional.programs.loops import LOOP
 from torchard.functional.programs.program import Program, Rewrite, finishing
 from torchard.functional.remat.budget import kept_within_budget
-from torchard.functional.remat.rematerialise import rematerialise
+from torchard.functional.remat.policies import Budget
+from torchard.functional.remat.rematerialise import decisions, rematerialise
+from torchard.functional.remat.segments import segments_of
 
 __all__ = ["RECOMPUTE", "Recompute"]
 
@@ -21,12 +25,34 @@ class Recompute(Rewrite):
 
     stage = 2
 
+    @property
+    def reads_loops(self) -> bool:
+        return True
+
     def __call__(self, program: Program) -> Program:
+        if not _alike(program):
+            program = unrolled(program)
         return rematerialise(program, kept_within_budget(program, finishing(program.stack)))
 
     def inline(self, program: Program) -> Program:
         """Inside another trace, nodes stay marked until that trace is lowered."""
         return program
+
+
+def _alike(program: Program) -> bool:
+    """Whether the policies of a program treat all iterations of each loop alike.
+
+    A budget may be best used by keeping more of some layers than of others.
+    """
+    for node in program.calls:
+        if (loop := LOOP.get(node)) is None:
+            continue
+        for segment in segments_of(node):
+            if isinstance(segment.policy, Budget):
+                return False
+            if len(set(decisions(node, segment.policy, range(loop.count)))) > 1:
+                return False
+    return True
 
 
 RECOMPUTE = Recompute()

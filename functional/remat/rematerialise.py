@@ -14,14 +14,17 @@ So a value that is read outside of its segment, an output of the segment, is sav
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Set
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import fx
 
 from torchard.functional.programs.flops import op_name
-from torchard.functional.programs.graphs import sweep
+from torchard.functional.programs.loops import LOOP, Loop, again, enter, handed_on, leave, rows, total
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import inherit, put
 from torchard.functional.programs.tags import (
@@ -41,13 +44,14 @@ from torchard.functional.programs.views import (
     labels_of,
     needed_by,
     storage_of,
+    sweep,
 )
 from torchard.functional.remat.offload import offload_after, reload_before
 from torchard.functional.remat.policies import COLLECTIVE_PREFIX, Budget
 from torchard.functional.remat.policy import Decision, Policy, Shapes
 from torchard.functional.remat.segments import Segment, segments_of
 
-__all__ = ["passes_of", "rematerialise", "tag_version"]
+__all__ = ["decisions", "passes_of", "rematerialise", "tag_version"]
 
 Segments = tuple[Segment, ...]
 # A node, how many of its segments are recomputed (0: the original), and in which pass.
@@ -106,6 +110,9 @@ class _Versions:
     # From a version to the original node.
     origin: dict[fx.Node, fx.Node] = field(default_factory=dict)
     decided: dict[tuple[fx.Node, Policy], Decision] = field(default_factory=dict)
+    # The loops in which versions of a loop's values are recomputed, by their depth and pass.
+    loops: dict[tuple[Loop, int, int], Loop] = field(default_factory=dict)
+    before: dict[tuple[Loop, Segments, int], set[fx.Node]] = field(default_factory=dict)
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -149,6 +156,9 @@ class _Versions:
                 stack.extend(missing)
             elif (wanted := stack.pop()) not in self.nodes:
                 self._make(wanted, reader)
+                # What is recomputed for one iteration is recomputed for all that follow.
+                if not self._is_offloaded(wanted):
+                    stack += [(each, *wanted[1:]) for each in handed_on(wanted[0])]
 
     def _needs(self, version: Version) -> Iterator[Version]:
         node, depth, now = version
@@ -176,6 +186,8 @@ class _Versions:
             WHY.setdefault(away, f"{segments_of(node)[depth - 1].policy} offloads it")
             self.passes[away] = self.passes[kept]
             new = reload_before(reader, away)
+            if LOOP.on(node):
+                LOOP.set(new, self._loop(version, reader))
         else:
             mine = segments_of(node)[:depth]
 
@@ -188,6 +200,8 @@ class _Versions:
             with self.graph.inserting_before(reader):
                 new = self.graph.node_copy(node, swap)
             tag_version(new, node, depth)
+            if LOOP.on(node):
+                LOOP.set(new, self._loop(version, reader))
         self.passes[new] = now
         self.origin[new] = node
         self.nodes[version] = new
@@ -200,9 +214,57 @@ class _Versions:
         self._note(node, reader)
         return node
 
+    def _loop(self, version: Version, reader: fx.Node) -> Loop:
+        """The loop in which a version of a loop's value is recomputed.
+
+        It is the reader's, one iteration of which needs the same iteration of the value's loop only. But
+        what carries depend on that are recomputed too, or what is collected of all iterations, is
+        recomputed in a loop before the reader.
+        """
+        node, depth, now = version
+        loop, into = LOOP.of(node), LOOP.get(reader)
+        if into is None or into.count != loop.count or node in self._before(loop, version):
+            return self.loops.setdefault((loop, depth, now), replace(loop))
+        return into
+
+    def _before(self, loop: Loop, version: Version) -> set[fx.Node]:
+        """The nodes of a loop that are recomputed in a loop of their own, at a version's depth."""
+        node, depth, now = version
+        inside = segments_of(node)[:depth]
+        key = loop, inside, now
+        if key not in self.before:
+            stack = [
+                each
+                for marker in self._markers[loop]
+                if (mine := self._version(marker, inside, now))[1] == depth
+                and not self._is_offloaded(mine)
+                for each in ((marker, *handed_on(marker)) if marker.target is enter else marker.args)
+            ]
+            before = self.before[key] = set()
+            while stack:
+                each = stack.pop()
+                if not isinstance(each, fx.Node) or each in before or LOOP.get(each) is not loop:
+                    continue
+                if self._version(each, inside, now)[1] == depth:
+                    before.add(each)
+                    stack += [self.origin.get(source, source) for source in each.all_input_nodes]
+        return self.before[key]
+
+    @cached_property
+    def _markers(self) -> dict[Loop, list[fx.Node]]:
+        """What enters each loop, and what is collected of its iterations."""
+        markers: dict[Loop, list[fx.Node]] = defaultdict(list)
+        for node in self.graph.nodes:
+            if node.target is enter:
+                markers[LOOP.of(node)].append(node)
+            elif node.target in (rows, total):
+                markers[LOOP.of(node.all_input_nodes[0])].append(node)
+        return markers
+
     # -- deciding -------------------------------------------------------------------------------
 
     def _decision(self, node: fx.Node, segment: Segment) -> Decision:
+        node = _handed(node)
         key = node, segment.policy
         if key not in self.decided:
             if isinstance(segment.policy, Budget):
@@ -229,6 +291,18 @@ class _Versions:
 
 def decide(node: fx.Node, policy: Policy) -> Decision:
     """The decision of a policy on a value, by its label or the labels of its views."""
+    op, shapes, scope, labels = _facts(node)
+    return policy.over(op, shapes, scope, labels)
+
+
+def decisions(node: fx.Node, policy: Policy, iterations: Iterable[int]) -> Iterator[Decision]:
+    """The decisions of a policy on a value in some iterations of its loop."""
+    op, shapes, scope, labels = _facts(node)
+    return (policy.over(op, shapes, scope.replace("*", str(i), 1), labels) for i in iterations)
+
+
+def _facts(node: fx.Node) -> tuple[str, Shapes, str, Sequence[str | None]]:
+    """What a policy is given: operation, shapes, scope, and labels."""
     whole = node.all_input_nodes[0] if node.target is operator.getitem else node
     op = op_name(node)
     if KERNEL.on(whole):
@@ -237,8 +311,24 @@ def decide(node: fx.Node, policy: Policy) -> Decision:
         op = COLLECTIVE_PREFIX + op.rpartition(".")[2]
     operands = tuple(tuple(VAL.of(n).shape) for n in whole.all_input_nodes if _is_tensor(n))
     shapes = Shapes(operands, tuple(VAL.of(node).shape) if _is_tensor(node) else ())
-    scope = SCOPE.get(node) or ""
-    return policy.over(op, shapes, scope, labels_of(node) or [None])
+    return op, shapes, SCOPE.get(node) or "", labels_of(node) or [None]
+
+
+def _handed(node: fx.Node) -> fx.Node:
+    """Of a carry (`enter`, `again`, `leave`) the value that an iteration computes for the next; else the node.
+
+    A carry is kept, recomputed or offloaded as that value is: in all iterations, or in none.
+    """
+    entered: Any = node
+    if node.target is leave:
+        entered = node.all_input_nodes[0].args[1]
+    elif node.target is again:
+        entered = node.args[1]
+    for handing in handed_on(entered):
+        value: Any = handing.args[0]
+        if LOOP.get(value) is LOOP.of(entered) and value.target is not enter:
+            return storage_of(value)
+    return node
 
 
 def _shared(one: Segments, other: Segments) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchard.functional.execution.binding import bind
-from torchard.functional.loops.unrolled import unrolled
+from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.programs.program import Bound, Program
 from torchard.functional.programs.records import Work
 from torchard.functional.remat.liveness import peak_of

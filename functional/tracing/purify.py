@@ -15,9 +15,9 @@ from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.effects import batch_norm
 from torchard.functional.effects.mutation import storage_key, written_nodes
 from torchard.functional.effects.writes import functionalize_writes
-from torchard.functional.programs.graphs import sweep
 from torchard.functional.programs.tagging import put
 from torchard.functional.programs.tags import CUT, NAME, PHASE, SOURCE, VAL, WEAK
+from torchard.functional.programs.views import sweep
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.record import Recording
 from torchard.functional.tracing.trace_state import active
