@@ -19,7 +19,6 @@ from torchard.functional.engine.transformed import Transformed
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.failures import compiled_failed
 from torchard.functional.execution.regions import by_regions
-from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.programs.program import Bound, Program, Rewrite
 from torchard.functional.programs.records import Record
 from torchard.functional.programs.tagging import strip
@@ -112,10 +111,9 @@ class Compile(Rewrite):
         )
         if self.backend == "eager":
             return generated
-        module = _flat_module(unrolled(program))
+        module = _flat_module(program)
         if module is None:
             return generated
-        insert_barriers(module.graph)
         run = self._compiled(module, generated, program)
         return run if program.runtime is None else program.runtime.guard(program, run, module.graph)
 
@@ -123,12 +121,14 @@ class Compile(Rewrite):
         """The module, or its regions, compiled when they are first called."""
 
         def region(graph: fx.Graph) -> Bound:
+            insert_barriers(graph)
             part = fx.GraphModule(torch.nn.Module(), graph)
             return _Compiled(part, compiled(graph, program.name), self.backend, program.name)
 
         outer = by_regions(module.graph, region)
         if outer is not None:
             return _Regions(compiled(outer, program.name), generated)
+        insert_barriers(module.graph)
         module.recompile()
         return _Compiled(module, generated, self.backend, program.name, program.collectives)
 

@@ -15,7 +15,7 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.execution.collecting import Rows, Sum
 from torchard.functional.execution.failures import failed
-from torchard.functional.execution.loop_code import Lives, loop_lines
+from torchard.functional.execution.loop_code import Lives, assigned, loop_lines
 from torchard.functional.execution.profiler_ranges import OpenRanges, paths_of
 from torchard.functional.programs.labels import Label, label_of
 from torchard.functional.programs.loops import LOOP, regrouped
@@ -147,21 +147,14 @@ def _body(graph: fx.Graph, names: dict[str, Any]) -> Iterator[Line]:
     lives = Lives(order, variables)
     for loop, nodes in groupby(order, key=LOOP.get):
         if loop is not None:
-            yield from loop_lines(
-                loop, list(nodes), lives, text, lambda n: _call(n, variables, names)
-            )
+            yield from loop_lines(loop, list(nodes), lives, text, call)
             continue
         for node in nodes:
+            gone = lives.dead_after(node)
             if node.op == "call_function":
-                yield (
-                    f"{variables[node]} = {lives.collected(node) or call(node)}",
-                    (label_of(node)),
-                )
+                yield from assigned(node, lives.collected(node) or call(node), variables[node], text, gone)
             elif node.op == "output":
                 yield f"return {text(list(node.args[0]))}", None
-            gone = lives.dead_after(node)
-            if gone and node.op == "call_function":
-                yield f"del {', '.join(gone)}", None
 
 
 def _call(node: fx.Node, variables: dict[fx.Node, str], names: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ summed after the loop is collected as it is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
@@ -25,7 +25,7 @@ from torchard.functional.programs.loops import (
     total,
 )
 
-__all__ = ["Lives", "loop_lines"]
+__all__ = ["Lives", "assigned", "loop_lines"]
 
 Line = tuple[str, Label | None]
 _COLLECTS: dict[Any, str] = {rows: "r", total: "t"}
@@ -89,6 +89,34 @@ class Lives:
         return None
 
 
+def assigned(
+    node: fx.Node,
+    value: str,
+    variable: str,
+    text: Callable[[Any], str],
+    dead: Sequence[str],
+    between: Iterable[Line] = (),
+) -> Iterator[Line]:
+    """The lines of one operation, after which some variables are dead.
+
+    A compiled region takes its operands over: it frees each after its own last use of it.
+    """
+    mine = [name for name in dead if name == variable]
+    if getattr(node.target, "takes_over", False):
+        yield f"given = {text(node.args[0])}", None
+        yield from deleted([name for name in dead if name != variable])
+        dead, value = mine, value.replace(f"({text(node.args[0])})", "(given)")
+    yield f"{variable} = {value}", label_of(node)
+    yield from between
+    yield from deleted(dead)
+
+
+def deleted(names: Sequence[str]) -> Iterator[Line]:
+    """The line that deletes some variables, if there are any."""
+    if names:
+        yield f"del {', '.join(names)}", None
+
+
 def loop_lines(
     loop: Loop,
     nodes: Sequence[fx.Node],
@@ -115,7 +143,7 @@ def loop_lines(
                 yield f"{lives.collection(user)} = {making}", None
     order = loop.order()
     yield f"for i in range({order.start}, {order.stop}, {order.step}):", None
-    for line, label in _iteration(loop, nodes, lives, call):
+    for line, label in _iteration(loop, nodes, lives, text, call):
         yield f"    {line}", label
     gone = lives.dead_after(nodes[0])
     if gone:
@@ -123,7 +151,11 @@ def loop_lines(
 
 
 def _iteration(
-    loop: Loop, nodes: Sequence[fx.Node], lives: Lives, call: Callable[[fx.Node], str]
+    loop: Loop,
+    nodes: Sequence[fx.Node],
+    lives: Lives,
+    text: Callable[[Any], str],
+    call: Callable[[fx.Node], str],
 ) -> Iterator[Line]:
     variables, last = lives.variables, _last_reads(nodes)
     # Values of other loops are taken from their lists before their first use.
@@ -135,15 +167,13 @@ def _iteration(
                 yield f"{variables[operand]} = {lives.kept(operand)}[i]", None
                 if all(lives.place[user] <= lives.place[node] for user in lives.kept_for(operand)):
                     yield f"{lives.kept(operand)}[i] = None", None
-        if node.target is row:
-            yield f"{variables[node]} = {variables[node.args[0]]}[i]", label_of(node)  # type: ignore[index]
-        elif node.target not in (enter, again):
-            yield f"{variables[node]} = {call(node)}", label_of(node)
-        if node.target is not again:
-            yield from _keep(node, lives)
         gone = [variables[n] for n in last.get(node, ())]
-        if gone:
-            yield f"del {', '.join(gone)}", None
+        kept = list(_keep(node, lives)) if node.target is not again else []
+        if node.target in (enter, again):
+            yield from [*kept, *deleted(gone)]
+            continue
+        value = f"{variables[node.args[0]]}[i]" if node.target is row else call(node)  # type: ignore[index]
+        yield from assigned(node, value, variables[node], text, gone, kept)
     handed = [node for node in nodes if node.target is again]
     if handed:
         entered = ", ".join(variables[node.args[1]] for node in handed)  # type: ignore[index]

@@ -1,6 +1,6 @@
 """Regions: parts of a program that a compiler is given one by one, so that equal ones are compiled once.
 
-A pipeline's program has the operations of each microbatch. Those of a task between two transfers are
+In a program with loops the body of each loop is a region, and what runs between loops is one. A pipeline's program has the operations of each microbatch. Those of a task between two transfers are
 a region; the regions of all microbatches are equal but for their operands. Transfers, and random bits,
 whose positions differ, stay outside, and run as Python.
 """
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Hashable, Sequence
+from itertools import groupby
 
 import torch
 from torch import fx
 
-from torchard.functional.programs.tagging import inherit
+from torchard.functional.programs.loops import LOOP, again, is_marker, regrouped
+from torchard.functional.programs.tagging import forget, inherit
 from torchard.functional.programs.tags import TASK
 from torchard.functional.programs.views import is_view
 from torchard.functional.torch_internals.operators import COLLECTIVES
@@ -26,7 +28,7 @@ _RANDOM_BITS = "torchard.random_bits.default"
 
 
 def by_regions(graph: fx.Graph, compiled: Callable[[fx.Graph], Run]) -> fx.Graph | None:
-    """A graph that calls compiled regions; None if no two regions of the graph are equal.
+    """A graph that calls compiled regions; None if it has no loops, and no two regions are equal.
 
     Args:
         graph: its items of tuples are moved to the operations that return them.
@@ -35,16 +37,18 @@ def by_regions(graph: fx.Graph, compiled: Callable[[fx.Graph], Run]) -> fx.Graph
     for node in list(graph.nodes):
         if node.target is operator.getitem:
             node.all_input_nodes[0].append(node)
-    regions = _regions(graph)
+    order = _markers_apart(regrouped(graph))
+    loops = any(map(LOOP.on, order))
+    regions = _parts(order) if loops else _regions(graph)
     keys = [_key(nodes) for nodes in regions]
-    if len(set(keys)) == len(keys):
+    if len(set(keys)) == len(keys) and not loops:
         return None
     runs: dict[Hashable, Run] = {}
     ends = {nodes[-1]: (nodes, key) for nodes, key in zip(regions, keys, strict=True)}
     inside = {node for nodes in regions for node in nodes}
     outer = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
+    for node in order:
         if node in ends:
             nodes, key = ends[node]
             if key not in runs:
@@ -53,6 +57,26 @@ def by_regions(graph: fx.Graph, compiled: Callable[[fx.Graph], Run]) -> fx.Graph
         elif node not in inside:
             env[node] = outer.node_copy(node, env.__getitem__)
     return outer
+
+
+def _markers_apart(order: Sequence[fx.Node]) -> list[fx.Node]:
+    """The same order, but that what enters a loop or leaves it comes before other operations around it."""
+    placed: list[fx.Node] = []
+    for _, group in groupby(order, key=LOOP.get):
+        nodes = list(group)
+        first = [n for n in nodes if n.op == "placeholder" or (is_marker(n) and n.target is not again)]
+        last = [n for n in nodes if n.target is again]
+        placed += [*first, *(n for n in nodes if n not in {*first, *last}), *last]
+    return placed
+
+
+def _parts(order: Sequence[fx.Node]) -> list[list[fx.Node]]:
+    """The operations of each loop, and those before, between and after loops."""
+    parts: list[list[fx.Node]] = []
+    for _, nodes in groupby(order, key=LOOP.get):
+        part = [n for n in nodes if n.op == "call_function" and not is_marker(n)]
+        parts += [part] if part else []
+    return [nodes for nodes in parts if not all(map(_is_free, nodes))]
 
 
 def _regions(graph: fx.Graph) -> list[list[fx.Node]]:
@@ -129,12 +153,26 @@ def _extracted(nodes: Sequence[fx.Node]) -> fx.Graph:
     env = {node: graph.placeholder(f"in{i}") for i, node in enumerate(_inputs(nodes))}
     for node in nodes:
         env[node] = graph.node_copy(node, env.__getitem__)
+        forget(env[node], LOOP)
     graph.output(tuple(env[node] for node in _outputs(nodes)))
     return graph
 
 
+class Region:
+    """A compiled region, which empties the list of operands that it is given."""
+
+    takes_over = True
+    __name__ = "region"
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __call__(self, operands: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        return self.run(operands)
+
+
 def _call(outer: fx.Graph, nodes: Sequence[fx.Node], run: Run, env: dict[fx.Node, fx.Node]) -> None:
-    call = outer.call_function(run, ([env[node] for node in _inputs(nodes)],))
+    call = outer.call_function(Region(run), ([env[node] for node in _inputs(nodes)],))
     inherit(call, nodes[0], "place")
     for i, node in enumerate(_outputs(nodes)):
         env[node] = outer.call_function(operator.getitem, (call, i))
