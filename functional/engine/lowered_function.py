@@ -16,8 +16,10 @@ import torch
 from torchard.functional.core.locks import Lock
 from torchard.functional.derivatives.autodiff import batched, joint, pullback, pushforward
 from torchard.functional.execution.binding import bind
+from torchard.functional.loops.call import is_opaque
 from torchard.functional.loops.rolled import rolled
 from torchard.functional.programs.unrolled import unrolled
+from torchard.functional.programs.loops import is_marker
 from torchard.functional.programs.program import (
     Free,
     Leaf,
@@ -84,7 +86,7 @@ def _without_dead_code(program: Program) -> Program:
     program = program.copy()
     needed = needed_by(program.results)
     for node in reversed(program.calls):
-        if node not in needed and not node.is_impure():
+        if node not in needed and (is_marker(node) or not node.is_impure()):
             program.graph.erase_node(node)
     return program
 
@@ -169,7 +171,7 @@ class LoweredFunction:
     def _bound(
         self, program: Program, constants: Sequence[torch.Tensor]
     ) -> Callable[[Parts], list[torch.Tensor]]:
-        opaque = self.base.retrace is not None
+        opaque = is_opaque(self.base)
         bound = _Replay(program, opaque) if self.inline else bind(program)
         if not constants:
             return bound

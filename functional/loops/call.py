@@ -14,7 +14,7 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 
-__all__ = ["Gives", "LoopCall", "Takes", "loop_calls"]
+__all__ = ["Gives", "LoopCall", "Takes", "as_body", "is_opaque", "loop_calls"]
 
 Takes = Literal["carry", "row", "shared"]
 Gives = Literal["carry", "rows", "total"]
@@ -32,7 +32,7 @@ class LoopCall:
             row of a result, or a term of a sum over the iterations.
         count: the number of iterations, at least one.
         reverse: whether the last row is first.
-        call: runs the loop under any transform; set by the module that defines its derivatives.
+        run: runs the loop under any transform; set by whoever makes it (differentiated.py).
     """
 
     body: Program
@@ -87,6 +87,13 @@ class LoopCall:
 def loop_calls(graph: fx.Graph) -> list[fx.Node]:
     """The nodes of a graph that are loops."""
     return [node for node in graph.nodes if isinstance(node.target, LoopCall)]
+
+
+def is_opaque(program: Program) -> bool:
+    """Whether the operations of a program do not determine its derivatives, here or in a loop's body."""
+    return program.retrace is not None or any(
+        is_opaque(node.target.body) for node in loop_calls(program.graph)
+    )
 
 
 def as_body(program: Program) -> Program:

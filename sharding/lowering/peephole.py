@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.programs.loops import LOOP, again
 from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import SHAPE, STAGE
 from torchard.functional.torch_internals.operators import aten, c10d
@@ -33,8 +34,8 @@ def fold_views(graph: fx.Graph) -> None:
 
 
 def _must_stay(node: fx.Node) -> bool:
-    """Whether a node must be kept: other ranks wait for a collective whose result is unused here."""
-    return node.op in ("placeholder", "output") or STAGE.on(node)
+    """Whether a node must be kept whose result is unused here: other ranks or iterations wait for it."""
+    return node.op in ("placeholder", "output") or STAGE.on(node) or node.target is again
 
 
 def _fold_reshape(node: fx.Node, source: fx.Node) -> None:
@@ -59,11 +60,14 @@ def reduce_in_place(graph: fx.Graph) -> None:
         if node.target is not c10d.all_reduce.default:
             continue
         source = node.args[0]
+        if LOOP.get(source) is not LOOP.get(node):  # each iteration reads the operand
+            continue
         if source.target is aten.cat.default and len(source.users) == 1:  # a bucket
             node.target = c10d.all_reduce_.default
         elif source.target is aten.contiguous.default:
             inner = source.args[0]
-            if inner.target in _FRESH and len(source.users) == len(inner.users) == 1:
+            alone = len(source.users) == len(inner.users) == 1
+            if alone and inner.target in _FRESH and LOOP.get(inner) is LOOP.get(node):
                 node.update_arg(0, inner)
                 graph.erase_node(source)
                 node.target = c10d.all_reduce_.default

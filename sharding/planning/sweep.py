@@ -208,7 +208,7 @@ class Sweep:
     def _carried(self, node: fx.Node) -> Layout:
         """The layout of a carry, the same in every iteration: what hands it on moves it there."""
         if node.target is again:
-            value, entered = node.all_input_nodes
+            value, entered = Call.of(node).operands
             self.handed[entered] = self.home(value).reduced()
             return self.home(entered)
         (first,) = node.all_input_nodes

@@ -15,7 +15,7 @@ import sys
 import traceback
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -93,11 +93,18 @@ class Verdict:
 _ORDERS = 3
 
 
-def draw(seed: int) -> Case:
-    """The case of this number: a random program, an idiom, or a sample call of an operator."""
+Source = Callable[[Random, Mesh], tuple[str, Fn, tuple[torch.Tensor, ...]]]
+
+
+def draw(seed: int, sources: Sequence[Source] = ()) -> Case:
+    """The case of this number: a random program, an idiom, or a sample call of an operator.
+
+    Args:
+        sources: what functions are drawn by, if not by these.
+    """
     rng = Random(seed)
     mesh = rng.choice(MESHES)
-    source = rng.choice([_random_program, _idiom, _idiom, _operator])
+    source = rng.choice(sources or [_random_program, _idiom, _idiom, _operator])
     name, fn, inputs = source(rng, mesh)
     derivations: list[Derivation] = []
     for _ in range(rng.choice([0, 1, 1, 1, 2])):
