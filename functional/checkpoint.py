@@ -11,7 +11,7 @@ from torch import fx
 from torchard.functional.core.arguments import CheckedInside, checked
 from torchard.functional.core.errors import CheckpointError
 from torchard.functional.engine.transformed import Transformed
-from torchard.functional.programs.loops import tells_apart
+from torchard.functional.programs.markers import tells_apart
 from torchard.functional.programs.program import Program, Rewrite
 from torchard.functional.programs.tags import NAME
 from torchard.functional.remat.policies import save_nothing

@@ -48,8 +48,8 @@ def repeat(
     that one layer takes, whatever n is. Outside of transforms it is that loop.
 
     Args:
-        block: a pure function ``(params, x, *rest) -> x``; the result has the structure, shapes and dtypes
-            of ``x``.
+        block: a pure function ``(params, x, *rest) -> x``; its result has the structure, shapes and
+            dtypes of ``x``.
         stacked: a pytree of tensors with a leading dim of n, such as `stack` makes.
         x: a pytree of tensors, the block's first input.
         rest: further arguments of the block, the same each time.
@@ -124,7 +124,9 @@ def _stacked(leaves: Sequence[Any]) -> Any:
         return ShapeDtype((len(leaves), *first.shape), first.dtype, first.device)
     if hasattr(first, "led"):  # a spec
         if any(leaf != first for leaf in leaves):
-            raise ValueError(f"stack: the layers have different specs: {', '.join(map(repr, leaves))}.")
+            raise ValueError(
+                f"stack: the layers have different specs: {', '.join(map(repr, leaves))}."
+            )
         return first.led(1)
     return torch.stack(list(leaves))
 
@@ -146,15 +148,16 @@ def unstack(stacked: Any) -> list[Any]:
     >>> [layer["w"].shape for layer in ta.unstack({"w": torch.ones(2, 4, 3)})]
     [torch.Size([4, 3]), torch.Size([4, 3])]
     """
-    return [tree.map(lambda leaf: leaf[i], stacked) for i in range(_count(stacked))]
+    leaves, structure = tree.flatten(stacked)
+    return [tree.unflatten(structure, [leaf[i] for leaf in leaves]) for i in range(_count(stacked))]
 
 
 def _count(stacked: Any) -> int:
     """The leading dim of stacked parameters."""
     counts: dict[int, str] = {}
     for path, leaf in zip(tree.paths(stacked, "stacked"), tree.leaves(stacked), strict=True):
-        shape = getattr(leaf, "shape", ())
-        if not len(shape):
+        shape = tuple(getattr(leaf, "shape", ()))
+        if not shape:
             raise LoopError(
                 f"repeat: {path} is {_text(leaf)}, without a leading dim of layers. Give what all layers "
                 "share as a further argument: repeat(block, stacked, x, shared)."
@@ -163,8 +166,8 @@ def _count(stacked: Any) -> int:
     if len(counts) != 1 or 0 in counts:
         found = " and ".join(counts.values()) or "nothing"
         raise LoopError(
-            f"repeat: stacked has {found}; all leaves have one leading dim, the number of layers, at least "
-            "1. stack([params of each layer]) makes such a tree."
+            f"repeat: stacked has {found}; all leaves have one leading dim, the number of layers, at "
+            "least 1. stack([params of each layer]) makes such a tree."
         )
     return next(iter(counts))
 
@@ -265,7 +268,8 @@ def _traced(
     state.constants.update(map(id, program.constants))
     natives = [_native(state, operand) for operand in (*operands, *program.constants)]
     in_rows, carried = len(tree.leaves(rows)), len(tree.leaves(x))
-    takes: list[Takes] = [*["row"] * in_rows, *["carry"] * carried]
+    takes: list[Takes] = ["row"] * in_rows
+    takes += ["carry"] * carried
     takes += ["shared"] * (len(natives) - len(takes))
     gives: list[Gives] = ["carry"] * carried
     gives += ["rows"] * (len(program.outputs) - carried)

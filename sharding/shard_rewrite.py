@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from torchard.functional.programs.graphs import output_values
-from torchard.functional.programs.loops import tells_apart
+from torchard.functional.programs.markers import tells_apart
 from torchard.functional.programs.program import FREE, Leaf, Program, Rewrite
 from torchard.functional.programs.tags import NAME, VAL
 from torchard.sharding.layouts.layout import Layout

@@ -21,7 +21,7 @@ class Frame:
         name: the scope's name; empty for a call.
         module: whether the name is the path of a module, which includes those of enclosing modules.
         policy: the policy of a checkpoint that begins here, if one does.
-        iterated: whether each iteration of a loop enters it; a ``*`` in the name stands for the iteration.
+        iterated: whether each iteration of a loop enters it; ``*`` in the name is its number.
     """
 
     name: str = ""

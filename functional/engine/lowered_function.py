@@ -18,8 +18,7 @@ from torchard.functional.derivatives.autodiff import batched, joint, pullback, p
 from torchard.functional.execution.binding import bind
 from torchard.functional.loops.call import is_opaque
 from torchard.functional.loops.rolled import rolled
-from torchard.functional.programs.unrolled import unrolled
-from torchard.functional.programs.loops import is_marker
+from torchard.functional.programs.markers import is_marker
 from torchard.functional.programs.program import (
     Free,
     Leaf,
@@ -30,6 +29,7 @@ from torchard.functional.programs.program import (
     finishing,
 )
 from torchard.functional.programs.tags import KERNEL, VAL
+from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.programs.views import needed_by
 from torchard.functional.remat.split import Saved, split
 from torchard.functional.tracing.inner_gradients import note_replayed

@@ -22,9 +22,9 @@ from torchard.functional.engine.autograd_functions import call
 from torchard.functional.engine.cache_entry import CacheEntry, environment_of, is_under
 from torchard.functional.engine.donation import give_up
 from torchard.functional.loops.rolled import rolled
-from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.programs.program import Program, Rewrite
 from torchard.functional.programs.tags import VAL
+from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.reports.lowered import Lowered
 from torchard.functional.tracing.signature import Arguments, paths_of, read
 from torchard.functional.tracing.strided_inputs import check_memory, pass_on

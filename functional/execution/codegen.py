@@ -13,13 +13,15 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.execution.collecting import Rows, Sum
+from torchard.functional.execution.collecting import Rows, Total
 from torchard.functional.execution.failures import failed
 from torchard.functional.execution.loop_code import Lives, assigned, loop_lines
 from torchard.functional.execution.profiler_ranges import OpenRanges, paths_of
-from torchard.functional.programs.labels import Label, label_of
-from torchard.functional.programs.loops import LOOP, regrouped
+from torchard.functional.programs.graphs import output_values
+from torchard.functional.programs.labels import Label
+from torchard.functional.programs.loops import regrouped
 from torchard.functional.programs.running_sums import in_place
+from torchard.functional.programs.tags import LOOP
 
 __all__ = ["compiled"]
 
@@ -143,7 +145,7 @@ def _body(graph: fx.Graph, names: dict[str, Any]) -> Iterator[Line]:
     def call(node: fx.Node) -> str:
         return _call(node, variables, names)
 
-    names.update(Rows=Rows, Sum=Sum)
+    names.update(Rows=Rows, Total=Total)
     lives = Lives(order, variables)
     for loop, nodes in groupby(order, key=LOOP.get):
         if loop is not None:
@@ -152,9 +154,10 @@ def _body(graph: fx.Graph, names: dict[str, Any]) -> Iterator[Line]:
         for node in nodes:
             gone = lives.dead_after(node)
             if node.op == "call_function":
-                yield from assigned(node, lives.collected(node) or call(node), variables[node], text, gone)
+                value = lives.collected(node) or call(node)
+                yield from assigned(node, value, variables[node], text, gone)
             elif node.op == "output":
-                yield f"return {text(list(node.args[0]))}", None
+                yield f"return {text(list(output_values(graph)))}", None
 
 
 def _call(node: fx.Node, variables: dict[fx.Node, str], names: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ import torch
 
 from torchard.functional import torch_internals as internals
 
-__all__ = ["Rows", "Sum"]
+__all__ = ["Rows", "Total"]
 
 
 class Rows:
@@ -35,7 +35,7 @@ class Rows:
         return torch.stack([self.values[i] for i in range(self.count)])
 
 
-class Sum:
+class Total:
     """The sum of the values of all iterations, in memory of its own from the second on."""
 
     __slots__ = ("total", "written")

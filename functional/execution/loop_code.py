@@ -13,17 +13,9 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.programs.labels import Label, label_of
-from torchard.functional.programs.loops import (
-    LOOP,
-    Loop,
-    again,
-    enter,
-    handed_on,
-    leave,
-    row,
-    rows,
-    total,
-)
+from torchard.functional.programs.loops import carried, handed_on
+from torchard.functional.programs.markers import Loop, again, enter, leave, row, rows, total
+from torchard.functional.programs.tags import LOOP
 
 __all__ = ["Lives", "assigned", "loop_lines"]
 
@@ -139,7 +131,7 @@ def loop_lines(
             yield f"{lives.kept(node)} = [None] * {loop.count}", None
         for user in node.users:
             if user.target in _COLLECTS:
-                making = f"Rows({loop.count})" if user.target is rows else "Sum()"
+                making = f"Rows({loop.count})" if user.target is rows else "Total()"
                 yield f"{lives.collection(user)} = {making}", None
     order = loop.order()
     yield f"for i in range({order.start}, {order.stop}, {order.step}):", None
@@ -197,15 +189,14 @@ def _last_reads(nodes: Sequence[fx.Node]) -> dict[fx.Node | None, list[fx.Node]]
     """By node, the values that the iteration does not read after it; by None, those that it hands on."""
     last: dict[fx.Node, fx.Node | None] = {}
     for node in nodes:
+        if node.target is not again:
+            last[node] = node
+            last.update(dict.fromkeys(filter(LOOP.on, node.all_input_nodes), node))
+    for node in nodes:
         if node.target is again:
-            last[node.args[0]] = None  # type: ignore[index]
-            continue
-        last[node] = node
-        for operand in node.all_input_nodes:
-            if LOOP.on(operand):
-                last[operand] = node
+            last[carried(node)[0]] = None
     reads: dict[fx.Node | None, list[fx.Node]] = {}
-    for value, node in last.items():
-        if LOOP.on(value) and not (node is None and value.target is enter):
-            reads.setdefault(node, []).append(value)
+    for value, end in last.items():
+        if LOOP.on(value) and not (end is None and value.target is enter):
+            reads.setdefault(end, []).append(value)
     return reads

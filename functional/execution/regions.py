@@ -1,7 +1,8 @@
-"""Regions: parts of a program that a compiler is given one by one, so that equal ones are compiled once.
+"""Regions: parts of a program that a compiler is given one by one; equal ones are compiled once.
 
-In a program with loops the body of each loop is a region, and what runs between loops is one. A pipeline's program has the operations of each microbatch. Those of a task between two transfers are
-a region; the regions of all microbatches are equal but for their operands. Transfers, and random bits,
+In a program with loops the body of each loop is a region, and what runs between loops is one. The
+program of a pipeline has the operations of each microbatch. Those of a task between two transfers are a
+region; the regions of all microbatches are equal but for their operands. Transfers, and random bits,
 whose positions differ, stay outside, and run as Python.
 """
 
@@ -14,9 +15,10 @@ from itertools import groupby
 import torch
 from torch import fx
 
-from torchard.functional.programs.loops import LOOP, again, is_marker, regrouped
+from torchard.functional.programs.loops import regrouped
+from torchard.functional.programs.markers import again, is_marker
 from torchard.functional.programs.tagging import forget, inherit
-from torchard.functional.programs.tags import TASK
+from torchard.functional.programs.tags import LOOP, TASK
 from torchard.functional.programs.views import is_view
 from torchard.functional.torch_internals.operators import COLLECTIVES
 
@@ -60,7 +62,7 @@ def by_regions(graph: fx.Graph, compiled: Callable[[fx.Graph], Run]) -> fx.Graph
 
 
 def _markers_apart(order: Sequence[fx.Node]) -> list[fx.Node]:
-    """The same order, but that what enters a loop or leaves it comes before other operations around it."""
+    """The same order, but what enters a loop or leaves it comes before other operations there."""
     placed: list[fx.Node] = []
     for _, group in groupby(order, key=LOOP.get):
         nodes = list(group)

@@ -91,9 +91,8 @@ def loop_calls(graph: fx.Graph) -> list[fx.Node]:
 
 def is_opaque(program: Program) -> bool:
     """Whether the operations of a program do not determine its derivatives, here or in a loop's body."""
-    return program.retrace is not None or any(
-        is_opaque(node.target.body) for node in loop_calls(program.graph)
-    )
+    bodies = [node.target.body for node in program.graph.nodes if isinstance(node.target, LoopCall)]
+    return program.retrace is not None or any(map(is_opaque, bodies))
 
 
 def as_body(program: Program) -> Program:

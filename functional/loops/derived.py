@@ -1,7 +1,7 @@
 """Loops made from a loop: with its carries returned, and its derivatives, whose bodies are derived.
 
-The carries that enter each iteration are an ordinary result of the loop, one row for each. A derivative is
-a loop that reads them as rows: the pullback in reverse, with the cotangents of the carries as its
+The carries that enter each iteration are an ordinary result of the loop, one row for each. A derivative
+is a loop that reads them as rows: the pullback in reverse, with the cotangents of the carries as its
 carries. So it can be differentiated again, like any other function of its operands.
 """
 
@@ -37,7 +37,8 @@ def _with_carries(loop: LoopCall) -> LoopCall:
     body = replace(body, outputs=(*body.outputs, *leaves))
     if (again := loop.body.retrace) is not None:
         body = replace(body, retrace=_returning(again, carries))
-    return replace(loop, body=body, gives=(*loop.gives, *["rows"] * len(carries)), derived={})
+    kept: list[Gives] = ["rows"] * len(carries)
+    return replace(loop, body=body, gives=(*loop.gives, *kept), derived={})
 
 
 def _returning(

@@ -17,6 +17,7 @@ from torchard.functional.loops.derived import (
     pushforward,
     with_carries,
 )
+from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.purify import replay, specs_of
 from torchard.functional.tracing.trace_state import TraceState, active, current_frames, in_frames
 
@@ -33,7 +34,7 @@ def run(loop: LoopCall, operands: Tensors) -> tuple[torch.Tensor, ...]:
 
 
 class _Loop(torch.autograd.Function):
-    """A loop that returns its carries, the last of its results, from which its derivatives are computed."""
+    """A loop that returns its carries too, last: its derivatives are computed from them."""
 
     @staticmethod
     def forward(loop: LoopCall, *operands: torch.Tensor) -> Any:
@@ -140,7 +141,8 @@ def _tracked(state: TraceState, operand: torch.Tensor) -> torch.Tensor:
     """The operand, or an alias of it that the trace has a node for."""
     if internals.proxy_node(state.tracer, operand) is not None:
         return operand
-    return torch.ops.aten.alias.default(operand)
+    alias: torch.Tensor = aten.alias.default(operand)
+    return alias
 
 
 def _iterate(loop: LoopCall, operands: Tensors) -> tuple[torch.Tensor, ...]:

@@ -21,11 +21,20 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core.scope_frames import path_of
 from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.loops.call import LoopCall, loop_calls
-from torchard.functional.programs.unrolled import unrolled
-from torchard.functional.programs.loops import LOOP, Loop, again, enter, leave, row, rows, total
+from torchard.functional.programs.markers import Loop, again, enter, leave, row, rows, total
 from torchard.functional.programs.program import Program
-from torchard.functional.programs.tagging import inherit
-from torchard.functional.programs.tags import FRAMES, ORIGIN, PHASE, RECOMPUTE, SCOPE, SEGMENTS, VAL
+from torchard.functional.programs.tagging import inherit, put
+from torchard.functional.programs.tags import (
+    FRAMES,
+    LOOP,
+    ORIGIN,
+    PHASE,
+    RECOMPUTE,
+    SCOPE,
+    SEGMENTS,
+    VAL,
+)
+from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.programs.views import sweep
 from torchard.functional.torch_internals.operators import aten
 
@@ -54,12 +63,17 @@ class _Rolled:
         for node in self.old.nodes:
             if isinstance(node.target, LoopCall):
                 self.env[node] = _Body(self, node, node.target).run()
-            elif node.target is operator.getitem and isinstance(self.env[node.args[0]], list):
-                self.env[node] = self.env[node.args[0]][node.args[1]]
+            elif isinstance(self.env.get(_whole(node)), list):
+                self.env[node] = self.env[_whole(node)][node.args[1]]
             else:
                 self.env[node] = self.new.node_copy(node, self.env.__getitem__)
         sweep(self.new)
         return self.new
+
+
+def _whole(node: fx.Node) -> Any:
+    """What a node is an item of; None if it is none."""
+    return node.args[0] if node.target is operator.getitem else None
 
 
 class _Body:
@@ -77,7 +91,8 @@ class _Body:
     def run(self) -> list[fx.Node]:
         """The nodes of the loop's results."""
         body = unrolled(rolled(self.call.body))
-        operands = [self.parent.env[operand] for operand in self.node.args]
+        given: Any = self.node.args
+        operands = [self.parent.env[operand] for operand in given]
         inputs = body.placeholders
         for placeholder, operand, takes in zip(inputs, operands, self.call.takes, strict=True):
             self.env[placeholder] = self._input(placeholder, operand, takes)
@@ -89,10 +104,9 @@ class _Body:
         if takes == "shared":
             return operand
         if takes == "row":
-            if operand.target is rows and LOOP.get(operand.args[0]) is not None:
-                made = operand.args[0]
-                if LOOP.of(made).count == self.loop.count:
-                    return made
+            made = operand.all_input_nodes[0] if operand.target is rows else operand
+            if made is not operand and LOOP.of(made).count == self.loop.count:
+                return made
             return self._made(placeholder, row, (operand,), inside=True)
         return self._add(placeholder, enter, (operand,), inside=True)
 
@@ -123,7 +137,7 @@ class _Body:
         with self._place(target, args, inside):
             made = self.graph.call_function(target, args, kwargs or {})
         if target is node.target:
-            made.meta = dict(node.meta)
+            inherit(made, node, "call")
             self._tag_place(made, node)
         else:
             inherit(made, self.node)
@@ -137,7 +151,9 @@ class _Body:
                 self.first = made
         return made
 
-    def _place(self, target: Any, args: Any, inside: bool) -> contextlib.AbstractContextManager[None]:
+    def _place(
+        self, target: Any, args: Any, inside: bool
+    ) -> contextlib.AbstractContextManager[None]:
         """Where a node is inserted: an item with its tuple, what no iteration changes before the loop."""
         if target is operator.getitem:
             return self.graph.inserting_after(args[0])
@@ -153,9 +169,10 @@ class _Body:
             *SEGMENTS.get(self.node, ()),
             *(segment.inside(outer) for segment in SEGMENTS.get(node, ())),
         )
-        for tag, value in ((FRAMES, frames), (SCOPE, path_of(frames)), (SEGMENTS, segments)):
-            if value:
-                tag.set(made, value)
+        if frames:
+            put(made, {FRAMES: frames, SCOPE: path_of(frames)})
+        if segments:
+            SEGMENTS.set(made, segments)
         if PHASE.get(self.node) == "backward":
             PHASE.set(made, "backward")
         if ORIGIN.on(node):

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
-from torchard.functional.programs.loops import is_marker
+from torchard.functional.programs.markers import is_marker
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_view
 

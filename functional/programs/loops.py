@@ -1,103 +1,18 @@
-"""Loops in a graph: which operations are in which loop, what enters an iteration, and what leaves it.
-
-A node in a loop is tagged with it. Its operands are values of the same iteration, of the same iteration of
-another loop with as many (by the index of the row, whatever the order), or of no loop: the same for all.
-These functions say everything else. As operations on the values of one iteration they are simple; what
-runs is code with a loop (execution/codegen.py), or the unrolled program.
-"""
+"""The loops of a rolled graph: how often operations run, what carries read, and an order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from heapq import heapify, heappop, heappush
 from typing import Any
 
-import torch
 from torch import fx
 
-from torchard.functional.programs.tagging import Tag, declare
+from torchard.functional.programs.markers import Loop, again, enter
+from torchard.functional.programs.tags import LOOP
 
-__all__ = [
-    "LOOP",
-    "Loop",
-    "again",
-    "enter",
-    "handed_on",
-    "leave",
-    "regrouped",
-    "row",
-    "rows",
-    "total",
-]
-
-
-@dataclass(frozen=True, eq=False)
-class Loop:
-    """One loop of a rolled program, compared by identity.
-
-    Attributes:
-        count: the number of iterations.
-        reverse: whether the iteration of the last row runs first.
-        name: the name of the body.
-    """
-
-    count: int
-    reverse: bool
-    name: str
-
-    def order(self) -> range:
-        """The rows of the iterations, in the order in which they run."""
-        rows = range(self.count)
-        return rows[::-1] if self.reverse else rows
-
-
-LOOP: Tag[Loop] = declare(
-    "loop",
-    "the loop in whose iterations the operation runs, in a rolled program",
-    written_by="loops/rolled",
-    read_by="many",
-    follows="place",
-)
-
-
-def enter(value: torch.Tensor) -> torch.Tensor:
-    """In a loop: the operand in the first iteration, then what `again` handed on."""
-    return value
-
-
-def again(value: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
-    """In a loop: hand a value to the next iteration, as its `enter`."""
-    return value
-
-
-# Whether or not the last value is read, the next iteration reads what this one hands on.
-fx.has_side_effect(again)
-
-
-def row(stacked: torch.Tensor) -> torch.Tensor:
-    """In a loop: the row of the iteration."""
-    return stacked[0]
-
-
-# What is read of it is as free to read again as a view.
-row.is_view = True  # type: ignore[attr-defined]
-
-
-def leave(value: torch.Tensor) -> torch.Tensor:
-    """After a loop: what `again` handed on last."""
-    return value
-
-
-def rows(value: torch.Tensor, count: int) -> torch.Tensor:
-    """After a loop: the values of all its iterations, stacked."""
-    return value.unsqueeze(0).expand(count, *value.shape)
-
-
-def total(value: torch.Tensor) -> torch.Tensor:
-    """After a loop: the sum over all its iterations."""
-    return value
+__all__ = ["carried", "handed_on", "move_to_readers", "regrouped", "times"]
 
 
 def times(node: fx.Node) -> int:
@@ -106,20 +21,11 @@ def times(node: fx.Node) -> int:
     return 1 if loop is None else loop.count
 
 
-def is_marker(node: fx.Node) -> bool:
-    """Whether a node computes nothing, but says what enters a loop or leaves it."""
-    return node.target in _MARKERS
-
-
-_MARKERS = (enter, again, row, leave, rows, total)
-
-
-def tells_apart(patterns: Iterable[Any] | None) -> bool:
-    """Whether patterns over scopes may select some iterations of a loop and not others."""
-    return any(
-        not isinstance(pattern, str) or any(c.isdigit() or c in "[?" for c in pattern)
-        for pattern in patterns or ()
-    )
+def carried(node: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Of an `again`, the value that it hands on, and where that enters."""
+    value, entered = node.args
+    assert isinstance(value, fx.Node) and isinstance(entered, fx.Node)
+    return value, entered
 
 
 def handed_on(node: fx.Node) -> list[fx.Node]:
@@ -160,3 +66,20 @@ def regrouped(graph: fx.Graph) -> list[fx.Node]:
 
 def _operands(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     return [operand for node in nodes for operand in node.all_input_nodes]
+
+
+def move_to_readers(graph: fx.Graph, loops: Iterable[Loop]) -> None:
+    """Move operations of these loops into the first loop that reads them, one iteration at a time.
+
+    What a carry depends on stays, and what is collected of all iterations.
+    """
+    movable, order = set(loops), regrouped(graph)
+    place = {LOOP.of(node): i for i, node in enumerate(order) if LOOP.on(node)}
+    for node in reversed(order):
+        loop = LOOP.get(node)
+        readers = {LOOP.get(user) for user in node.users}
+        if loop not in movable or loop is None or node.target in (enter, again) or not readers:
+            continue
+        fitting = [each for each in readers if each is not None and each.count == loop.count]
+        if len(fitting) == len(readers) and loop not in readers:
+            LOOP.set(node, min(fitting, key=place.__getitem__))

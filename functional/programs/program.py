@@ -17,10 +17,10 @@ import torch
 from torch import fx
 
 from torchard.functional.programs.graphs import bytes_of
-from torchard.functional.programs.loops import LOOP, regrouped
+from torchard.functional.programs.loops import regrouped
 from torchard.functional.programs.records import Record, Records, Work
 from torchard.functional.programs.tagging import Tag
-from torchard.functional.programs.tags import APART, COLLECTIVE, USE, VAL
+from torchard.functional.programs.tags import APART, COLLECTIVE, LOOP, USE, VAL
 
 __all__ = [
     "FREE",

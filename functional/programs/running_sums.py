@@ -10,8 +10,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from torchard.functional.programs.loops import LOOP
-from torchard.functional.programs.tags import RUNNING, VAL
+from torchard.functional.programs.tags import LOOP, RUNNING, VAL
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["added_product", "in_place", "sum_so_far"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchard.functional.core.scope_frames import Frame
+from torchard.functional.programs.markers import Loop
 from torchard.functional.programs.tagging import TORCH, Tag, declare
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "FRAMES",
     "KERNEL",
     "LAYOUT",
+    "LOOP",
     "NAME",
     "OFFLOAD",
     "ORIGIN",
@@ -96,6 +98,16 @@ RECOMPUTE: Tag[bool] = declare(
     "recompute",
     "recomputed for the backward; no split may save it",
     written_by="remat/offload, remat/rematerialise",
+    read_by="many",
+    follows="place",
+)
+
+# -- of rolled programs ----------------------------------------------------------------------------
+
+LOOP: Tag[Loop] = declare(
+    "loop",
+    "the loop in whose iterations the operation runs, in a rolled program",
+    written_by="loops/rolled",
     read_by="many",
     follows="place",
 )

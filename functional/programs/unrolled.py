@@ -9,20 +9,11 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.core.scope_frames import Frame, path_of
-from torchard.functional.programs.loops import (
-    LOOP,
-    Loop,
-    again,
-    enter,
-    leave,
-    regrouped,
-    row,
-    rows,
-    total,
-)
+from torchard.functional.programs.loops import carried, regrouped
+from torchard.functional.programs.markers import Loop, again, enter, leave, row, rows, total
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import forget, inherit
-from torchard.functional.programs.tags import FRAMES, ORIGIN, SCOPE, SEGMENTS, VAL
+from torchard.functional.programs.tags import FRAMES, LOOP, ORIGIN, SCOPE, SEGMENTS
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["has_loops", "unrolled"]
@@ -70,7 +61,8 @@ class _Unrolled:
                 if node.target is enter:
                     self.each[node][i] = entered.get(node) or self._at(node.args[0], i)
                 elif node.target is again:
-                    self.each[node][i] = handed[node.args[1]] = self._at(node.args[0], i)
+                    value, enters = carried(node)
+                    self.each[node][i] = handed[enters] = self._at(value, i)
                 else:
                     self.each[node][i] = self._iteration(node, i)
             entered = handed

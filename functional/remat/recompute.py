@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchard.functional.programs.unrolled import unrolled
-from torchard.functional.programs.loops import LOOP
 from torchard.functional.programs.program import Program, Rewrite, finishing
+from torchard.functional.programs.tags import LOOP
+from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.remat.budget import kept_within_budget
 from torchard.functional.remat.policies import Budget
 from torchard.functional.remat.rematerialise import decisions, rematerialise

@@ -14,22 +14,22 @@ So a value that is read outside of its segment, an output of the segment, is sav
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
 from torchard.functional.programs.flops import op_name
-from torchard.functional.programs.loops import LOOP, Loop, again, enter, handed_on, leave, rows, total
+from torchard.functional.programs.loops import handed_on, move_to_readers
+from torchard.functional.programs.markers import Loop, again, enter, leave
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import inherit, put
 from torchard.functional.programs.tags import (
     COLLECTIVE,
     KERNEL,
+    LOOP,
     PHASE,
     RECOMPUTE,
     SCOPE,
@@ -71,8 +71,12 @@ def rematerialise(program: Program, kept: Set[fx.Node] = frozenset()) -> Program
         return program
     rewritten = program.copy()
     copies = dict(zip(program.graph.nodes, rewritten.graph.nodes, strict=True))
-    _Versions(rewritten.graph, passes_of(rewritten), {copies[node] for node in kept}).run()
+    passes = passes_of(rewritten)
+    apart = _separate_passes(rewritten.graph, passes)
+    versions = _Versions(rewritten.graph, passes, {copies[node] for node in kept})
+    versions.run()
     sweep(rewritten.graph)
+    move_to_readers(rewritten.graph, {*apart, *versions.loops.values()})
     return rewritten
 
 
@@ -101,6 +105,19 @@ def passes_of(program: Program) -> dict[fx.Node, int]:
     return passes
 
 
+def _separate_passes(graph: fx.Graph, passes: dict[fx.Node, int]) -> Iterable[Loop]:
+    """Move what only a later pass needs out of a loop, to loops of its own, which are returned."""
+    first: dict[Loop, int] = {}
+    for node in graph.nodes:
+        if (loop := LOOP.get(node)) is not None:
+            first[loop] = min(first.get(loop, passes[node]), passes[node])
+    apart: dict[tuple[Loop, int], Loop] = {}
+    for node in graph.nodes:
+        if (loop := LOOP.get(node)) is not None and passes[node] > first[loop]:
+            LOOP.set(node, apart.setdefault((loop, passes[node]), replace(loop)))
+    return apart.values()
+
+
 @dataclass
 class _Versions:
     graph: fx.Graph
@@ -110,9 +127,8 @@ class _Versions:
     # From a version to the original node.
     origin: dict[fx.Node, fx.Node] = field(default_factory=dict)
     decided: dict[tuple[fx.Node, Policy], Decision] = field(default_factory=dict)
-    # The loops in which versions of a loop's values are recomputed, by their depth and pass.
+    # The loops in which versions of a loop's values are computed, by their depth and pass.
     loops: dict[tuple[Loop, int, int], Loop] = field(default_factory=dict)
-    before: dict[tuple[Loop, Segments, int], set[fx.Node]] = field(default_factory=dict)
 
     def run(self) -> None:
         for node in list(self.graph.nodes):
@@ -186,8 +202,6 @@ class _Versions:
             WHY.setdefault(away, f"{segments_of(node)[depth - 1].policy} offloads it")
             self.passes[away] = self.passes[kept]
             new = reload_before(reader, away)
-            if LOOP.on(node):
-                LOOP.set(new, self._loop(version, reader))
         else:
             mine = segments_of(node)[:depth]
 
@@ -200,8 +214,8 @@ class _Versions:
             with self.graph.inserting_before(reader):
                 new = self.graph.node_copy(node, swap)
             tag_version(new, node, depth)
-            if LOOP.on(node):
-                LOOP.set(new, self._loop(version, reader))
+        if (loop := LOOP.get(node)) is not None:
+            LOOP.set(new, self.loops.setdefault((loop, depth, now), replace(loop)))
         self.passes[new] = now
         self.origin[new] = node
         self.nodes[version] = new
@@ -213,53 +227,6 @@ class _Versions:
             return self.nodes[version]
         self._note(node, reader)
         return node
-
-    def _loop(self, version: Version, reader: fx.Node) -> Loop:
-        """The loop in which a version of a loop's value is recomputed.
-
-        It is the reader's, one iteration of which needs the same iteration of the value's loop only. But
-        what carries depend on that are recomputed too, or what is collected of all iterations, is
-        recomputed in a loop before the reader.
-        """
-        node, depth, now = version
-        loop, into = LOOP.of(node), LOOP.get(reader)
-        if into is None or into.count != loop.count or node in self._before(loop, version):
-            return self.loops.setdefault((loop, depth, now), replace(loop))
-        return into
-
-    def _before(self, loop: Loop, version: Version) -> set[fx.Node]:
-        """The nodes of a loop that are recomputed in a loop of their own, at a version's depth."""
-        node, depth, now = version
-        inside = segments_of(node)[:depth]
-        key = loop, inside, now
-        if key not in self.before:
-            stack = [
-                each
-                for marker in self._markers[loop]
-                if (mine := self._version(marker, inside, now))[1] == depth
-                and not self._is_offloaded(mine)
-                for each in ((marker, *handed_on(marker)) if marker.target is enter else marker.args)
-            ]
-            before = self.before[key] = set()
-            while stack:
-                each = stack.pop()
-                if not isinstance(each, fx.Node) or each in before or LOOP.get(each) is not loop:
-                    continue
-                if self._version(each, inside, now)[1] == depth:
-                    before.add(each)
-                    stack += [self.origin.get(source, source) for source in each.all_input_nodes]
-        return self.before[key]
-
-    @cached_property
-    def _markers(self) -> dict[Loop, list[fx.Node]]:
-        """What enters each loop, and what is collected of its iterations."""
-        markers: dict[Loop, list[fx.Node]] = defaultdict(list)
-        for node in self.graph.nodes:
-            if node.target is enter:
-                markers[LOOP.of(node)].append(node)
-            elif node.target in (rows, total):
-                markers[LOOP.of(node.all_input_nodes[0])].append(node)
-        return markers
 
     # -- deciding -------------------------------------------------------------------------------
 
@@ -315,7 +282,7 @@ def _facts(node: fx.Node) -> tuple[str, Shapes, str, Sequence[str | None]]:
 
 
 def _handed(node: fx.Node) -> fx.Node:
-    """Of a carry (`enter`, `again`, `leave`) the value that an iteration computes for the next; else the node.
+    """Of a carry (`enter`, `again`, `leave`) the value that iterations hand on; else the node.
 
     A carry is kept, recomputed or offloaded as that value is: in all iterations, or in none.
     """

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from torchard.functional.execution.binding import bind
-from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.programs.program import Bound, Program
 from torchard.functional.programs.records import Work
+from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.remat.liveness import peak_of
 from torchard.functional.reports.draw import draw
 from torchard.functional.reports.residuals import Residuals, residuals_of

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from torchard.functional.programs.loops import LOOP
-from torchard.functional.programs.tags import SEGMENTS, VAL
+from torchard.functional.programs.tags import LOOP, SEGMENTS, VAL
 from torchard.functional.programs.views import depending_on, is_view
 from torchard.functional.torch_internals.operators import aten
 from torchard.kernels.patterns.match import Occurrence, Root
@@ -149,7 +148,11 @@ class Planner:
         makers = [nodes for _, nodes in kept]
         if not makers or not all(makers):
             return Refusal(REPLACED)
+        makers = self._in_first_loop(makers)
+        if not all(makers):
+            return Refusal("its results are computed in different loops")
         after = depending_on(node for nodes in makers for node in nodes)
+        after |= self._after_loops({LOOP.of(n) for nodes in makers for n in nodes if LOOP.on(n)})
         sources = [self._source(value, after) for value in occurrence.inputs]
         if not all(map(self._is_available, sources, occurrence.inputs, itertools.repeat(after))):
             return Refusal("one of its inputs is not a value of the program, or depends on its result")
@@ -158,6 +161,19 @@ class Planner:
         if rests is None:
             return Refusal("the rest of a sum that it is part of is not a value of the program")
         return Part(replace(occurrence, roots=roots), sources, makers, rests)
+
+    def _in_first_loop(self, makers: list[list[fx.Node]]) -> list[list[fx.Node]]:
+        """Those of some nodes that are in the loop of the first of them, where the kernel would be."""
+        if not any(LOOP.on(node) for nodes in makers for node in nodes):
+            return makers
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        loop = LOOP.get(min((n for nodes in makers for n in nodes), key=order.__getitem__))
+        return [[node for node in nodes if LOOP.get(node) is loop] for nodes in makers]
+
+    def _after_loops(self, loops: Collection[Any]) -> set[fx.Node]:
+        """The nodes that depend on some iteration of these loops, but those in the loops."""
+        inside = {node for node in self.graph.nodes if LOOP.get(node) in loops} if loops else set()
+        return depending_on(inside) - inside
 
     def _rests(self, roots: Iterable[Root], after: set[fx.Node]) -> list[Rest] | None:
         """The rest of the sum that each root is part of; None if one is not a value of the program."""

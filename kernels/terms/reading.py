@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.programs.loops import is_marker
+from torchard.functional.programs.markers import is_marker
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import PHASE, VAL
 from torchard.functional.torch_internals.operators import aten

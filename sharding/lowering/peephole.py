@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.programs.loops import LOOP, again
+from torchard.functional.programs.markers import again
 from torchard.functional.programs.tagging import inherit
-from torchard.functional.programs.tags import SHAPE, STAGE
+from torchard.functional.programs.tags import LOOP, SHAPE, STAGE
 from torchard.functional.torch_internals.operators import aten, c10d
 
 __all__ = ["dense_rows", "fold_views", "reduce_in_place"]

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from torch import fx
 
 from torchard.functional.programs.graphs import output_node, output_values
-from torchard.functional.programs.loops import again, enter, rows, times
+from torchard.functional.programs.loops import times
+from torchard.functional.programs.markers import again, enter, rows
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Option, options
@@ -183,9 +184,7 @@ class Sweep:
         local = self.given.local.get(node)
         possible = options if local is None else local.options
         if node.target in (enter, again):
-            carried = self._carried(node)
-            candidates = possible(rule, [carried] * len(homes), [carried], self.sizes)
-            option = next(option for option in candidates if option.outs == (carried,))
+            option = self._carried(node, lambda x: possible(rule, [x] * len(homes), [x], self.sizes))
         else:
             candidates = possible(rule, homes, wished, self.sizes)
             alone = len(candidates) == 1
@@ -205,13 +204,21 @@ class Sweep:
         else:
             self._resolve(node, option.outs[0], ranks)
 
-    def _carried(self, node: fx.Node) -> Layout:
-        """The layout of a carry, the same in every iteration: what hands it on moves it there."""
+    def _carried(self, node: fx.Node, possible: Callable[[Layout], Sequence[Option]]) -> Option:
+        """The option for a carry, whose layout is the same in all iterations."""
+        layouts = [Layout.replicated(Call.of(node).outs[0])]
         if node.target is again:
             value, entered = Call.of(node).operands
             self.handed[entered] = self.home(value).reduced()
-            return self.home(entered)
-        (first,) = node.all_input_nodes
+            layouts = [self.home(entered)]
+        else:
+            layouts = [*self._layouts_of_carry(node), *layouts]
+        known = ((layout, option) for layout in layouts for option in possible(layout))
+        return next(option for layout, option in known if option.outs == (layout,))
+
+    def _layouts_of_carry(self, node: fx.Node) -> list[Layout]:
+        """The layouts that a carry may have, the cheapest first: entering, in use, and handed on."""
+        (first,) = Call.of(node).operands
         home, handed = self.home(first).reduced(), self.start.handed.get(node)
         wanted = dict.fromkeys(want.reduced() for want in self.needed.get(node, {}).values())
         often, table = times(node), self.table
@@ -223,7 +230,7 @@ class Sweep:
                 moved += cost(handed, layout, self.sizes)
             return lost, self._cost(first, layout) + often * moved * _itemsize(node, 0)
 
-        return min(dict.fromkeys([home, *([handed] if handed else []), *wanted]), key=key)
+        return sorted(dict.fromkeys([home, *([handed] if handed else []), *wanted]), key=key)
 
     def _brought_back(
         self, node: fx.Node, call: Call, homes: Sequence[Layout]
@@ -308,7 +315,7 @@ class Sweep:
                     if home.dim_of(axis) != layout.dim_of(axis):
                         moved[self.ranks[operand].get(axis, DERIVED)] += 1
         wire += self._exchanged(call, option) + self._onward(node, option)
-        if node.target is rows:  # more calls send the same bytes: scattered rows hold less than pending ones
+        if node.target is rows:  # as many bytes in more calls: scattered rows hold less than pending ones
             wire = round(wire)
         return lost, self._missed(node, option), tuple(moved), wire, known.volume
 

@@ -6,7 +6,7 @@ rank of its own shard of every layer.
 
 from __future__ import annotations
 
-from torchard.functional.programs.loops import again, enter, leave, row, rows, total
+from torchard.functional.programs.markers import again, enter, leave, row, rows, total
 from torchard.sharding.rules.registry import register_rule
 
 __all__: list[str] = []

@@ -15,9 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from torchard.functional.programs.loops import LOOP
 from torchard.functional.programs.tagging import forget
-from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, PHASE, RECOMPUTE, VAL
+from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, LOOP, PHASE, RECOMPUTE, VAL
 from torchard.sharding.layouts.collective_ops import AllReduce
 from torchard.sharding.layouts.tags import BUCKET
 from torchard.sharding.planning.aliases import is_alias

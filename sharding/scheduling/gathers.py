@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.programs.loops import LOOP, row
-from torchard.functional.programs.tags import LAYOUT, PHASE, STEP, VAL
+from torchard.functional.programs.markers import row
+from torchard.functional.programs.tags import LAYOUT, LOOP, PHASE, STEP, VAL
 from torchard.functional.remat.rematerialise import tag_version
 from torchard.sharding.layouts.collective_ops import AllGather, PsumScatter
 from torchard.sharding.layouts.tags import AFTER, BUCKET, TURN

@@ -13,9 +13,8 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.programs.graphs import add_call, output_node, output_values, with_operands
-from torchard.functional.programs.loops import LOOP
 from torchard.functional.programs.tagging import forget, inherit
-from torchard.functional.programs.tags import LAYOUT, STEP, VAL
+from torchard.functional.programs.tags import LAYOUT, LOOP, STEP, VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.reshard import cost, plan
 from torchard.sharding.layouts.tags import CALL, GATHERED, RULE
@@ -150,7 +149,7 @@ class _Partition:
 
 
 def _put_in_loop(node: fx.Node, user: fx.Node) -> None:
-    """Put what is computed for a user in the user's loop if that changes its operand, or in the operand's.
+    """Put what is computed for a user in the user's loop, or in its operand's; or in no loop.
 
     What no iteration changes is computed once, before the loop.
     """

@@ -11,6 +11,8 @@ from block_samples import BLOCKS
 from pointwise_samples import pointwise_samples
 from sample_calls import F64, S, Sample, bools, holes, ids, x
 
+from torchard.functional.programs.markers import again, enter, leave, row, rows, total
+
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
@@ -334,6 +336,12 @@ SAMPLES: dict[Any, list[Sample]] = {
         S(x(12, 4), 0, 4, 8),
         S(x(10, 4), 0, -5, 20),
     ],
+    enter: [S(x(5, 4))],
+    again: [S(x(5, 4), x(5, 4))],
+    row: [S(x(3, 5, 4))],
+    leave: [S(x(5, 4))],
+    rows: [S(x(5, 4), 3)],
+    total: [S(x(5, 4))],
     aten.select.int: [S(x(5, 4), 0, -1), S(x(5, 4), -1, 2)],
     aten.split.Tensor: [
         S(x(10, 4), 5),

@@ -71,7 +71,7 @@ def _without(x: torch.Tensor) -> torch.Tensor:
 
 
 def random_loop(rng: Random, mesh: Mesh) -> tuple[str, Callable[..., Tensors], Tensors]:
-    """A function, its text and its inputs: first carries [2, 3], then stacked operands, then shared ones."""
+    """Its text, a function, and its inputs: carries [2, 3], stacked operands, shared ones."""
     count, carries = rng.choice([1, 2, 3, 4]), rng.choice([1, 1, 2])
     row_shapes = rng.choices([(3, 3), (3,), (2, 3), ()], k=rng.choice([1, 1, 2, 3]))
     shared_shapes = rng.choices([(3,), (2, 3), ()], k=rng.choice([0, 1, 1]))
@@ -93,7 +93,11 @@ def random_loop(rng: Random, mesh: Mesh) -> tuple[str, Callable[..., Tensors], T
             values.append(_mixed(step(values), rows))
         new = [values[-1], *x[1:]] if carries == 1 else [values[-1], x[0] + values[-1] / 2]
         carried = tuple(new[k] for k in order)
-        return (carried, {"last": values[-1], "sum": values[-1].sum()}) if extra["collect"] else carried
+        return (
+            (carried, {"last": values[-1], "sum": values[-1].sum()})
+            if extra["collect"]
+            else carried
+        )
 
     def fn(*xs: torch.Tensor) -> Tensors:
         x, rows = xs[:carries], xs[carries : carries + len(row_shapes)]
@@ -105,15 +109,23 @@ def random_loop(rng: Random, mesh: Mesh) -> tuple[str, Callable[..., Tensors], T
             inner, rest = block, shared
         if nested:
             twice = [row.expand(2, *row.shape) for row in rows]
-            out = repeat(lambda r, x: repeat(inner, r, x, *rest, **{**options, "collect": False})
-                         if not extra["collect"] else repeat(inner, r, x, *rest, **options)[0], twice, x)
+            out = repeat(
+                lambda r, x: (
+                    repeat(inner, r, x, *rest, **{**options, "collect": False})
+                    if not extra["collect"]
+                    else repeat(inner, r, x, *rest, **options)[0]
+                ),
+                twice,
+                x,
+            )
             return tuple(out)
         out = repeat(inner, rows, x, *rest, **options)
         if extra["collect"]:
             return (*out[0], out[1]["last"], out[1]["sum"])
         return tuple(out)
 
-    text = f"loop({count}, {carries}, {row_shapes}, {shared_shapes}, {extra}, {[s.__name__ for s in steps]}"
+    said = [s.__name__ for s in steps]
+    text = f"loop({count}, {carries}, {row_shapes}, {shared_shapes}, {extra}, {said}"
     return f"{text}, keyed={keyed}, nested={nested}, closes={closes})", fn, inputs
 
 

@@ -110,6 +110,12 @@ CASES: dict[str, Case] = {
     ),
     "Pattern": Case(ta.Pattern, fn=double, dims=None, name=None, weights=()),
     "Kernel": Case(ta.Kernel, name="k", references=(double,), dims=None, vjp="reference", tolerance=2.0),
+    "repeat": Case(
+        ta.repeat, block=lambda w, x: w * x, stacked=torch.ones(2, 4), x=X, collect=False, key=None,
+        index=False, name="block",
+    ),
+    "stack": Case(ta.stack, trees=[X, X]),
+    "unstack": Case(ta.unstack, stacked=X),
     "shard": Case(
         lambda **given: ta.shard(**given)(X),
         fn=double, mesh=MESH, in_specs=P("a"), out_specs=P("a"), constrain_at=None, rules=None,

@@ -1,0 +1,92 @@
+"""Loops in a graph: which operations are in which loop, what enters an iteration, and what leaves it.
+
+A node in a loop is tagged with it. Its operands are values of the same iteration, of the same iteration
+of another loop with as many (by the index of the row, whatever the order), or of no loop: the same for
+all. These functions say everything else. As operations on the values of one iteration they are simple;
+what runs is code with a loop (execution/loop_code.py), or the unrolled program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["Loop", "again", "enter", "is_marker", "leave", "row", "rows", "tells_apart", "total"]
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """One loop of a rolled program, compared by identity.
+
+    Attributes:
+        count: the number of iterations.
+        reverse: whether the iteration of the last row runs first.
+        name: the name of the body.
+    """
+
+    count: int
+    reverse: bool
+    name: str
+
+    def order(self) -> range:
+        """The rows of the iterations, in the order in which they run."""
+        rows = range(self.count)
+        return rows[::-1] if self.reverse else rows
+
+
+def enter(value: torch.Tensor) -> torch.Tensor:
+    """In a loop: the operand in the first iteration, then what `again` handed on."""
+    return value
+
+
+def again(value: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
+    """In a loop: hand a value to the next iteration, as its `enter`."""
+    return value
+
+
+# Whether or not the last value is read, the next iteration reads what this one hands on.
+fx.has_side_effect(again)
+
+
+def row(stacked: torch.Tensor) -> torch.Tensor:
+    """In a loop: the row of the iteration."""
+    return stacked[0]
+
+
+# What is read of it is as free to read again as a view.
+row.is_view = True  # type: ignore[attr-defined]
+
+
+def leave(value: torch.Tensor) -> torch.Tensor:
+    """After a loop: what `again` handed on last."""
+    return value
+
+
+def rows(value: torch.Tensor, count: int) -> torch.Tensor:
+    """After a loop: the values of all its iterations, stacked."""
+    return value.unsqueeze(0).expand(count, *value.shape)
+
+
+def total(value: torch.Tensor) -> torch.Tensor:
+    """After a loop: the sum over all its iterations."""
+    return value
+
+
+def is_marker(node: fx.Node) -> bool:
+    """Whether a node computes nothing, but says what enters a loop or leaves it."""
+    return node.target in _MARKERS
+
+
+_MARKERS = (enter, again, row, leave, rows, total)
+
+
+def tells_apart(patterns: Iterable[Any] | None) -> bool:
+    """Whether patterns over scopes may select some iterations of a loop and not others."""
+    return any(
+        not isinstance(pattern, str) or any(c.isdigit() or c in "[?" for c in pattern)
+        for pattern in patterns or ()
+    )
