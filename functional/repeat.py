@@ -114,7 +114,10 @@ def stack(trees: Sequence[Any]) -> Any:
     torch.Size([4, 2, 3])
     """
     if not trees:
-        raise ValueError("stack([]): there are no layers; repeat applies a block at least once.")
+        raise ValueError("stack(trees=[]): there are no layers; repeat applies a block at least once.")
+    for path, leaf in zip(tree.paths(list(trees), "trees"), tree.leaves(list(trees)), strict=True):
+        if not (isinstance(leaf, (torch.Tensor, ShapeDtype)) or is_placed(leaf) or hasattr(leaf, "led")):
+            raise ValueError(f"stack: {path} is {leaf!r}; the layers are trees of tensors.")
     return tree.map(lambda *leaves: _stacked(leaves), *trees)
 
 

@@ -14,7 +14,7 @@ from torch import fx
 
 from torchard.functional.programs.labels import Label, label_of
 from torchard.functional.programs.loops import carried, handed_on
-from torchard.functional.programs.markers import Loop, again, enter, leave, row, rows, total
+from torchard.functional.programs.markers import Loop, again, enter, row, rows, total
 from torchard.functional.programs.tags import LOOP
 
 __all__ = ["Lives", "assigned", "loop_lines"]
@@ -74,11 +74,12 @@ class Lives:
 
     def collected(self, node: fx.Node) -> str | None:
         """The text of a node that reads what a loop left; None for others."""
+        if not any(map(LOOP.on, node.all_input_nodes)):
+            return None
         if node.target in _COLLECTS:
             return f"{self.collection(node)}.get()"
-        if node.target is leave:
-            return self.variables[node.args[0].args[1]]  # type: ignore[index,union-attr]
-        return None
+        (handing,) = node.all_input_nodes  # of a carry that leaves
+        return self.variables[carried(handing)[1]]
 
 
 def assigned(

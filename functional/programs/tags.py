@@ -62,35 +62,37 @@ SOURCE: Tag[str | None] = declare(
 SCOPE: Tag[str] = declare(
     "scope",
     '"block/3", the enclosing torchard.scope',
-    written_by="tracing/trace_state",
+    written_by="loops/rolled, programs/unrolled, tracing/trace_state",
     read_by="many",
     follows="place",
 )
 ORIGIN: Tag[int] = declare(
     "origin",
     "the number, within its trace, of the forward operation that it is or is part of the backward of",
-    written_by="tracing/trace_state",
-    read_by="pipelining/chunks, planning/cuts, tracing/trace_state",
+    written_by="loops/rolled, programs/unrolled, tracing/trace_state",
+    read_by="loops/rolled, pipelining/chunks, planning/cuts, programs/unrolled, tracing/trace_state",
     follows="place",
 )
 FRAMES: Tag[tuple[Frame, ...]] = declare(
     "frames",
     "the entries of scopes and the calls of transforms it was made in",
-    written_by="tracing/trace_state",
-    read_by="remat/budget, remat/segments, tracing/trace_state",
+    written_by="loops/rolled, programs/unrolled, tracing/trace_state",
+    read_by="loops/rolled, programs/unrolled, remat/budget, remat/segments, tracing/trace_state",
     follows="place",
 )
 SEGMENTS: Tag[tuple[Any, ...]] = declare(
     "segments",
     "the checkpointed segments it is in, outermost first",
-    written_by="remat/rematerialise, remat/segments, tracing/trace_state",
-    read_by="remat/segments, rewriting/plan, rewriting/search, tracing/trace_state",
+    written_by="loops/rolled, programs/unrolled, remat/rematerialise, remat/segments, "
+    "tracing/trace_state",
+    read_by="loops/rolled, programs/unrolled, remat/segments, rewriting/plan, rewriting/search, "
+    "tracing/trace_state",
     follows="place",
 )
 PHASE: Tag[str] = declare(
     "phase",
     '"forward" or "backward"',
-    written_by="remat/offload, remat/rematerialise, tracing/purify, tracing/trace_state",
+    written_by="loops/rolled, remat/offload, remat/rematerialise, tracing/purify, tracing/trace_state",
     read_by="many",
     follows="place",
 )
@@ -107,7 +109,8 @@ RECOMPUTE: Tag[bool] = declare(
 LOOP: Tag[Loop] = declare(
     "loop",
     "the loop in whose iterations the operation runs, in a rolled program",
-    written_by="loops/rolled",
+    written_by="loops/rolled, programs/loops, remat/rematerialise, scheduling/gathers, "
+    "scheduling/partition",
     read_by="many",
     follows="place",
 )

@@ -171,9 +171,15 @@ class Planner:
         return [[node for node in nodes if LOOP.get(node) is loop] for nodes in makers]
 
     def _after_loops(self, loops: Collection[Any]) -> set[fx.Node]:
-        """The nodes that depend on some iteration of these loops, but those in the loops."""
-        inside = {node for node in self.graph.nodes if LOOP.get(node) in loops} if loops else set()
-        return depending_on(inside) - inside
+        """The nodes outside of these loops that depend on them; loops depend as a whole."""
+        known, after = set(loops), set[fx.Node]()
+        while known:
+            after = depending_on(node for node in self.graph.nodes if LOOP.get(node) in known)
+            found = {LOOP.of(node) for node in after if LOOP.on(node)}
+            if found <= known:
+                break
+            known |= found
+        return {node for node in after if LOOP.get(node) not in loops}
 
     def _rests(self, roots: Iterable[Root], after: set[fx.Node]) -> list[Rest] | None:
         """The rest of the sum that each root is part of; None if one is not a value of the program."""

@@ -111,7 +111,7 @@ CASES: dict[str, Case] = {
     "Pattern": Case(ta.Pattern, fn=double, dims=None, name=None, weights=()),
     "Kernel": Case(ta.Kernel, name="k", references=(double,), dims=None, vjp="reference", tolerance=2.0),
     "repeat": Case(
-        ta.repeat, block=lambda w, x: w * x, stacked=torch.ones(2, 4), x=X, collect=False, key=None,
+        ta.repeat, block=lambda w, x: w * x, stacked=torch.ones(2, 1), x=X, collect=False, key=None,
         index=False, name="block",
     ),
     "stack": Case(ta.stack, trees=[X, X]),
@@ -228,6 +228,9 @@ ELSEWHERE = {
 
 # What of these is meant, by parameter; all else is refused.
 MEANT: dict[str, tuple[str, ...]] = {
+    "repeat.key": ("None",),
+    "repeat.name": ("a str",),
+    "unstack.stacked": ("a tensor",),
     **dict.fromkeys(("accumulate.batch", "pipeline.batch"), ("negative",)),
     **dict.fromkeys(("pipeline.stages", "stage_specs.specs"), ("None",)),
     "pipeline.microbatches": ("an int",),
@@ -330,7 +333,8 @@ TOLD_BY_OTHERS = {
     ("verify.fn", "a module"), ("verify.reference", "a function"), ("verify.reference", "a module"),
     ("parallelize.model", "a module"), ("initialize.init", "a function"), ("initialize.init", "a module"),
     ("random.uniform.low", "a tensor"), ("random.uniform.high", "a tensor"),
-    ("random.bernoulli.p", "a tensor"),
+    ("random.bernoulli.p", "a tensor"), ("repeat.block", "a function"), ("repeat.block", "a module"),
+    ("repeat.stacked", "a tensor"), ("repeat.x", "a tensor"),
 }  # fmt: skip
 
 

@@ -1,0 +1,168 @@
+"""Plans of programs with repeat: those of the unrolled program, found once for all layers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import train_gpt
+from torch.func import grad
+
+from torchard import (
+    Mesh,
+    P,
+    checkpoint,
+    fuse,
+    name,
+    nn,
+    place,
+    policies,
+    random,
+    repeat,
+    scope,
+    shard,
+    stack,
+)
+from torchard.functional.programs.program import Program
+from torchard.functional.programs.unrolled import has_loops
+from torchard.sharding import MeshTensor
+
+SIZE = train_gpt.Size(context=16, width=32, heads=4, layers=3)
+PARAMS = train_gpt.init(SIZE, random.key(0))
+STACKED = {**PARAMS, "blocks": stack(PARAMS["blocks"])}
+BATCH = torch.randint(0, 256, (8, 17), generator=torch.Generator().manual_seed(0))
+
+
+def logits(params: Any, context: torch.Tensor) -> torch.Tensor:
+    """The model of examples/train_gpt.py, with stacked blocks."""
+
+    def block(p: Any, x: torch.Tensor) -> torch.Tensor:
+        x = name(x + train_gpt.attention(SIZE, p, train_gpt.norm(p["norm1"], x)), "stream")
+        return name(x + train_gpt.mlp(p, train_gpt.norm(p["norm2"], x)), "stream")
+
+    with scope("embedding"):
+        places = params["positions"][: context.shape[1]]
+        x = name(nn.embedding(params["embedding"], context) + places, "stream")
+    x = repeat(block, params["blocks"], x)
+    with scope("head"):
+        return nn.linear(train_gpt.norm(params["norm"], x), params["embedding"])
+
+
+def rolled(params: Any, batch: torch.Tensor) -> torch.Tensor:
+    scores = logits(params, batch[:, :-1])
+    with scope("loss"):
+        return nn.cross_entropy(scores, batch[:, 1:])
+
+
+listed = partial(train_gpt.loss, SIZE)
+WANTED = grad(listed)(PARAMS, BATCH)
+WANTED_STACKED = {**WANTED, "blocks": stack(WANTED["blocks"])}
+
+
+def specs(plan: str, stacked: bool) -> Any:
+    if plan in ("dp", "fsdp"):
+        split = P("dp") if plan == "fsdp" else P()
+        return {**dict.fromkeys(PARAMS, split), "blocks": split.led(1) if stacked else split}
+    by_name = train_gpt.megatron(SIZE, "dp" if plan == "fsdp+tp" else None)
+    return {**by_name, "blocks": stack(by_name["blocks"])} if stacked else by_name
+
+
+BOTH = {"dp": 2, "tp": 2}
+PLANS = {"dp": {"dp": 2}, "fsdp": {"dp": 2}, "tp": {"tp": 2}, "dp+tp": BOTH, "fsdp+tp": BOTH}
+
+
+def case(plan: str, stacked: bool, wrap: Callable[..., Any] = lambda f: f) -> tuple[Program, Any]:
+    """The plan of a gradient, and the gradient."""
+    mesh = Mesh(PLANS[plan], virtual=True)
+    params = place(STACKED if stacked else PARAMS, mesh, specs(plan, stacked))
+    batch = place(BATCH, mesh, P("dp" if "dp" in PLANS[plan] else None))
+    run = shard(wrap(grad(rolled if stacked else listed)), mesh)
+    return run.lower(params, batch), run(params, batch)
+
+
+def whole(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: whole(value) for key, value in tree.items()}
+    return tree.full() if isinstance(tree, MeshTensor) else tree
+
+
+def summed(program: Program) -> Counter[Any]:
+    """The bytes of each kind of collective, whichever of them are merged."""
+    total: Counter[Any] = Counter()
+    for c in program.collectives:
+        total[c.kind, c.axes, c.dtype, c.phase] += c.bytes
+    return total
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_moves_what_the_unrolled_program_moves(plan: str) -> None:
+    program, gradients = case(plan, stacked=True)
+    unrolled, _ = case(plan, stacked=False)
+    assert has_loops(program)
+    assert summed(program) == summed(unrolled)
+    torch.testing.assert_close(whole(gradients), WANTED_STACKED, rtol=1e-4, atol=1e-6)
+
+
+def test_gathers_each_layer_by_one_call_and_again_for_its_gradient() -> None:
+    program, _ = case("fsdp", stacked=True)
+    gathers = [c for c in program.collectives if c.kind == "all_gather" and c.scope.startswith("block/")]
+    assert Counter((c.phase, c.scope) for c in gathers) == {
+        (phase, f"block/{i}"): 1 for phase in ("forward", "backward") for i in range(SIZE.layers)
+    }
+    # Gradients are scattered as they are computed: none of a layer's is held whole for all layers.
+    scatters = [c for c in program.collectives if c.kind == "psum_scatter"]
+    assert {c.scope for c in scatters} >= {f"block/{i}" for i in range(SIZE.layers)}
+    assert f"× {SIZE.layers}" in str(program.collectives)
+
+
+@pytest.mark.parametrize("plan", ["tp", "fsdp"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        policies.save_nothing,
+        policies.save_dots,
+        policies.save_everything,
+        policies.save_names("stream"),
+        policies.offload_names("stream"),
+        policies.Policy(lambda op, shapes, scope, name: scope == "block/1", "one layer"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("where", [None, "block/*"])
+def test_peaks_under_policies(plan: str, policy: policies.Policy, where: str | None) -> None:
+    """As many bytes as the unrolled program, but for stacked and separate parameters."""
+
+    def kept(fn: Callable[..., Any]) -> Callable[..., Any]:
+        return checkpoint(fn, policy=policy, where=where)
+
+    if where is not None and policy.labels:
+        pytest.skip("a label that is also outside of the layers")
+    program, gradients = case(plan, True, kept)
+    unrolled, _ = case(plan, False, kept)
+    assert abs(program.peak / unrolled.peak - 1) < 0.02
+    torch.testing.assert_close(whole(gradients), WANTED_STACKED, rtol=1e-4, atol=1e-6)
+
+
+def test_kernels_are_matched_once() -> None:
+    program, gradients = case("tp", True, partial(fuse, compiler="eager"))
+    unrolled, _ = case("tp", False, partial(fuse, compiler="eager"))
+    assert has_loops(program)
+    assert len(program.kernels) == len(unrolled.kernels)
+    assert {u.scope for u in program.kernels} >= {f"block/{i}" for i in range(SIZE.layers)}
+    torch.testing.assert_close(whole(gradients), WANTED_STACKED, rtol=1e-4, atol=1e-6)
+
+
+def test_a_pattern_that_tells_layers_apart() -> None:
+    """It unrolls the loop."""
+    mesh = Mesh({"tp": 2}, virtual=True)
+    run = shard(rolled, mesh, constrain_at={"block/1/stream": P(None, "tp")})
+    program = run.lower(STACKED, BATCH)
+    assert not has_loops(program)
+    torch.testing.assert_close(run(STACKED, BATCH), listed(PARAMS, BATCH))
+    together = shard(rolled, mesh, constrain_at={"block/*/stream": P(None, "tp")})
+    assert has_loops(together.lower(STACKED, BATCH))
+    torch.testing.assert_close(together(STACKED, BATCH), listed(PARAMS, BATCH))
