@@ -17,8 +17,9 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.core.arguments import check_fields, written
+from torchard.functional.programs.flops import is_product
 from torchard.functional.programs.program import Program
-from torchard.functional.programs.tags import PHASE, RECOMPUTE, STEP
+from torchard.functional.programs.tags import PHASE, RECOMPUTE, STEP, VAL
 from torchard.sharding.layouts.collective_ops import AllReduce, AllToAll, PsumScatter
 from torchard.sharding.planning.aliases import is_alias
 from torchard.sharding.planning.updates import updated_inputs
@@ -147,7 +148,8 @@ def _only_updates(program: Program) -> set[fx.Node]:
     ends = {program.results[i] for i in updated_inputs(graph, program.outputs)}
     arrived: set[fx.Node] = set()
     for node in graph.nodes:
-        if any(_is_sum(source) or source in arrived for source in node.all_input_nodes):
+        waits = any(_is_sum(source) or source in arrived for source in node.all_input_nodes)
+        if waits and not _condenses(node):
             arrived.add(node)
     late: set[fx.Node] = set()  # all users of a late node are late
     for node in reversed(graph.nodes):
@@ -156,6 +158,16 @@ def _only_updates(program: Program) -> set[fx.Node]:
         if waits and not kept and all(u in late or (u is results and node in ends) for u in node.users):
             late.add(node)
     return late
+
+
+def _condenses(node: fx.Node) -> bool:
+    """Whether an operation frees its operands: a product, or what is smaller than one of them.
+
+    A gradient is computed where it can be, though the activation's gradient that it is computed from
+    was reduced: put off, it would hold the activations of all layers.
+    """
+    sizes = [VAL.of(n).numel() for n in (node, *node.all_input_nodes) if hasattr(VAL.get(n), "numel")]
+    return is_product(node) or (len(sizes) > 1 and sizes[0] < max(sizes))
 
 
 def _ends_of(value: Any, late: set[fx.Node]) -> list[fx.Node]:

@@ -134,7 +134,7 @@ def test_gathers_each_layer_by_one_call_and_again_for_its_gradient() -> None:
 )
 @pytest.mark.parametrize("where", [None, "block/*"])
 def test_peaks_under_policies(plan: str, policy: policies.Policy, where: str | None) -> None:
-    """As many bytes as the unrolled program, but for stacked and separate parameters."""
+    """No more than the unrolled program, but for stacked and separate parameters."""
 
     def kept(fn: Callable[..., Any]) -> Callable[..., Any]:
         return checkpoint(fn, policy=policy, where=where)
@@ -143,7 +143,7 @@ def test_peaks_under_policies(plan: str, policy: policies.Policy, where: str | N
         pytest.skip("a label that is also outside of the layers")
     program, gradients = case(plan, True, kept)
     unrolled, _ = case(plan, False, kept)
-    assert abs(program.peak / unrolled.peak - 1) < 0.02
+    assert program.peak <= 1.02 * unrolled.peak
     torch.testing.assert_close(whole(gradients), WANTED_STACKED, rtol=1e-4, atol=1e-6)
 
 
