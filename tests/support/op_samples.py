@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from typing import Any
 
 import torch
@@ -500,6 +501,11 @@ SAMPLES |= BATCHED | BLOCKS
 
 
 @functools.cache
+def called(target: Any) -> str:
+    """The operation in the name of a test: the same in every process."""
+    return target.__name__ if isinstance(target, types.FunctionType) else str(target)
+
+
 def samples(target: Any) -> list[Sample]:
     """The sample calls of an operation."""
     if target in SAMPLES:

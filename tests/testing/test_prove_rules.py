@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from broken_rules import CHANGES, broken, claims_of
 from one_op import one_op
-from op_samples import samples
+from op_samples import called, samples
 from pointwise_samples import pointwise_overloads
 
 from torchard.sharding.rules import REGISTRY, Call, lookup
@@ -28,7 +28,7 @@ def refused(target: Any) -> Iterator[str]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.triangular_solve is deprecated")
-@pytest.mark.parametrize("target", [*REGISTRY, *FAMILY], ids=str)
+@pytest.mark.parametrize("target", [*REGISTRY, *FAMILY], ids=called)
 def test_every_rule_is_certified(target: Any) -> None:
     assert not list(refused(target))
 

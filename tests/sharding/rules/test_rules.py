@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_op import OneOp, one_op, run_option, ways
-from op_samples import samples
+from op_samples import called, samples
 from pointwise_samples import pointwise_overloads
 from sample_calls import Sample
 
@@ -64,7 +64,7 @@ def _check(target: Any) -> int:
 
 # torch 2.15 says so at its first call, once for the process.
 @pytest.mark.filterwarnings("ignore:torch.triangular_solve is deprecated")
-@pytest.mark.parametrize("target", REGISTRY, ids=str)
+@pytest.mark.parametrize("target", REGISTRY, ids=called)
 def test_registered_rule(target: Any) -> None:
     assert samples(target), f"{target} has a rule and no sample call: add one to op_samples.py"
     _check(target)
@@ -81,7 +81,7 @@ def test_pointwise_family(target: Any) -> None:
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("target", [*REGISTRY, *FAMILY], ids=str)
+@pytest.mark.parametrize("target", [*REGISTRY, *FAMILY], ids=called)
 def test_every_option_for_any_layouts(target: Any) -> None:
     """Whatever layouts the operands have, composite and pending ones too, and are wished for."""
 
@@ -102,7 +102,7 @@ def test_every_option_for_any_layouts(target: Any) -> None:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("target", [*REGISTRY, *DECOMPOSITIONS], ids=str)
+@pytest.mark.parametrize("target", [*REGISTRY, *DECOMPOSITIONS], ids=called)
 def test_taken_apart_it_is_the_operation(target: Any) -> None:
     """Whatever ``decompose`` makes of a call (torch's table may write in place) gives its results."""
     for sample in samples(target):
