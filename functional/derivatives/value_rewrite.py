@@ -37,6 +37,11 @@ class ValueRewrite:
     (tensor(4.), tensor(4.))
     """
 
+    @property
+    def changes_operations(self) -> bool:
+        """Whether operations are computed otherwise, and not only inputs."""
+        return type(self).call is not ValueRewrite.call
+
     def annotate(self, program: Program) -> None:
         """Check the trace of the user's own function; raise an error for the user."""
 
@@ -53,8 +58,11 @@ class ValueRewrite:
         return call_pure(node, tuple(args), dict(kwargs))
 
 
-def interpreted(program: Program, rewrite: ValueRewrite) -> Program:
+def interpreted(program: Program, rewrite: ValueRewrite, opaque: bool) -> Program:
     """The program of a traced function, computed as a rewrite says.
+
+    Args:
+        opaque: whether the program's operations do not determine its derivatives.
 
     Raises:
         DerivativeError: it replaces operations of a function whose gradient is not that of its
@@ -63,8 +71,7 @@ def interpreted(program: Program, rewrite: ValueRewrite) -> Program:
     rewrite.annotate(program)
     count, inputs = split_inputs(program)
     leaves = [leaf for leaf, _ in inputs]
-    operations = type(rewrite).call is not ValueRewrite.call
-    if operations and program.retrace is not None:
+    if opaque and rewrite.changes_operations:
         raise DerivativeError(
             f"{type(rewrite).__name__} replaces operations of {program.name}, whose gradient is not that "
             "of its operations, because it switches gradients off or calls an autograd.Function. Write "

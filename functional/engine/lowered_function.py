@@ -17,7 +17,7 @@ from torchard.functional.core.locks import Lock
 from torchard.functional.derivatives.autodiff import batched, joint, pullback, pushforward
 from torchard.functional.execution.binding import bind
 from torchard.functional.loops.call import is_opaque
-from torchard.functional.loops.rolled import rolled
+from torchard.functional.loops.rolled import rolled, straight_line
 from torchard.functional.programs.markers import is_marker
 from torchard.functional.programs.program import (
     Free,
@@ -163,7 +163,7 @@ class LoweredFunction:
         if not self.inline:
             return lower(program, self.rewrites)
         if self.rewrites:
-            program = unrolled(rolled(program))
+            program = straight_line(program)
         for rewrite in self.rewrites:
             program = rewrite.inline(program)
         return program

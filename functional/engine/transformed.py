@@ -21,7 +21,8 @@ from torchard.functional.derivatives.value_rewrite import ValueRewrite, interpre
 from torchard.functional.engine.autograd_functions import call
 from torchard.functional.engine.cache_entry import CacheEntry, environment_of, is_under
 from torchard.functional.engine.donation import give_up
-from torchard.functional.loops.rolled import rolled
+from torchard.functional.loops.call import is_opaque
+from torchard.functional.loops.rolled import rolled, straight_line
 from torchard.functional.programs.program import Program, Rewrite
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.unrolled import unrolled
@@ -242,7 +243,10 @@ class Transformed(Wrapper):
         program = trace_call(self.fn, arguments, paths, grad_mode=grad_mode)
         for change in self.rewrites:
             if isinstance(change, ValueRewrite):
-                program = interpreted(unrolled(rolled(program)), change)
+                opaque = is_opaque(program)
+                if change.changes_operations:
+                    program = straight_line(program)
+                program = interpreted(program, change, opaque)
         rewrites = tuple(r for r in self.rewrites if isinstance(r, Rewrite))
         for rewrite in rewrites:
             program = _annotated(program, rewrite)

@@ -38,7 +38,7 @@ from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.programs.views import sweep
 from torchard.functional.torch_internals.operators import aten
 
-__all__ = ["rolled"]
+__all__ = ["rolled", "straight_line"]
 
 
 def rolled(program: Program) -> Program:
@@ -47,6 +47,11 @@ def rolled(program: Program) -> Program:
         return program
     graph = _Rolled(program.graph).run()
     return replace(program, graph=graph)
+
+
+def straight_line(program: Program) -> Program:
+    """The program without loops: all iterations, one after the other."""
+    return unrolled(rolled(program))
 
 
 @dataclass
@@ -90,7 +95,7 @@ class _Body:
 
     def run(self) -> list[fx.Node]:
         """The nodes of the loop's results."""
-        body = unrolled(rolled(self.call.body))
+        body = straight_line(self.call.body)
         given: Any = self.node.args
         operands = [self.parent.env[operand] for operand in given]
         inputs = body.placeholders

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torchard.functional.core import tree
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.failed_calls import note_call
+from torchard.functional.loops.rolled import straight_line
 from torchard.functional.programs.tags import SOURCE, VAL
 from torchard.functional.torch_internals.accessors import pytree
 from torchard.functional.trace import trace
@@ -51,7 +52,7 @@ def check_double(who: str, fn: Callable[..., Any], args: Sequence[Any]) -> None:
         TypeError: it does; names the dtype and the line.
     """
     try:
-        program = trace(fn)(*args)
+        program = straight_line(trace(fn)(*args))
     except Exception:  # whatever a trace refuses
         return
     computed: set[fx.Node] = set()  # of the arguments, by operations on floating numbers

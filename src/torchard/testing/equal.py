@@ -11,6 +11,7 @@ from torch import fx
 
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
+from torchard.functional.loops.rolled import straight_line
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.trace import trace
@@ -126,7 +127,7 @@ class Reference:
 
 def traced(fn: Fn, args: Sequence[Any]) -> tuple[Program, list[Any]]:
     """The program of a call over plain tensors, and its inputs."""
-    program = trace(fn)(*args)
+    program = straight_line(trace(fn)(*args))
     values = read(tuple(args), {}).values
     return program, [*values, *(c.value for c in program.closures), *program.constants]
 
@@ -137,7 +138,7 @@ _ABSENT = object()
 def _precisions(fn: Fn, args: Any) -> dict[str, Precision]:
     """In which dtypes fn computes its results, by path; none if it cannot be traced."""
     try:
-        program = trace(fn)(*args)
+        program = straight_line(trace(fn)(*args))
     except Exception:  # whatever a trace refuses: then the reference's own dtypes stand
         return {}
     of: list[Any] = [OWN] * len(program.results)

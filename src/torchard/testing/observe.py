@@ -15,6 +15,7 @@ from torchard.functional.core.placed import is_placed
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.programs.program import Leaf, Placement, Program
 from torchard.functional.programs.tags import VAL
+from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.reports.lowered import Lowered
 from torchard.functional.tracing.signature import read
 from torchard.sharding import place
@@ -73,7 +74,8 @@ def local_run(fn: Fn, args: Sequence[Any], *, gradients: bool = False) -> LocalR
             of cotangents that are small integers.
     """
     run = fn if isinstance(fn, Transformed) else Transformed(fn, ())
-    program: Program = run.lower_joint(*args) if gradients else run.lower(*args)
+    lowered: Program = run.lower_joint(*args) if gradients else run.lower(*args)
+    program = unrolled(lowered)
     inputs = list(_inputs(program, run.fn, args))
     nodes = [
         node for node in program.graph.nodes if _is_tensor(VAL.get(node)) and node.op != "output"

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import fx
 from torch.func import grad, hessian, jacrev, jvp, vmap
 from torch.profiler import ProfilerActivity, profile
 
 import torchard as ta
-from torchard import LoopError, checkpoint, jit, random, repeat, stack, unstack
+from torchard import DerivativeError, LoopError, checkpoint, jit, random, repeat, stack, unstack
+from torchard.functional.programs.program import Leaf
 from torchard.functional.programs.tags import LOOP
 from torchard.functional.programs.unrolled import has_loops, unrolled
+from torchard.testing import equal
+from torchard.transforms import Transformed, ValueRewrite
 
 F64 = torch.float64
 COUNT = 4
@@ -178,6 +182,55 @@ def test_gradients_that_operations_do_not_determine() -> None:
     same(eager(wanted)(P, X), wanted(P, X))
     same(grad(inner, (0, 1))(P, X), wanted(P, X))
     same(grad(eager(lambda p, x: inner(p, x) * 1), (0, 1))(P, X), wanted(P, X))
+
+
+class _Halved(ValueRewrite):
+    """Parameters are halved, with a gradient as if they were not."""
+
+    def input(self, leaf: Leaf, value: torch.Tensor) -> torch.Tensor:
+        return value - (value / 2).detach() if leaf.path != "args[1]" else value
+
+
+class _Doubled(ValueRewrite):
+    """Products are doubled."""
+
+    def call(self, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        scale = 2 if node.target is torch.ops.aten.mm.default else 1
+        return scale * super().call(node, args, kwargs)
+
+
+@pytest.mark.parametrize("change", [_Halved(), _Doubled()], ids=["inputs", "operations"])
+def test_changes_of_values(change: ValueRewrite) -> None:
+    have = grad(loss(Transformed(repeated, [change])), (0, 1))(P, X)
+    same(have, grad(loss(Transformed(looped, [change])), (0, 1))(P, X))
+    assert not torch.allclose(have[1], grad(loss(looped), 1)(P, X))
+
+
+def test_changes_of_values_where_operations_do_not_determine_the_gradient() -> None:
+    def block(p: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            mean = x.mean()
+        return layer(p, x) * mean
+
+    def run(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return repeat(block, p, x)
+
+    def by_hand(p: Any, x: torch.Tensor) -> torch.Tensor:
+        p = {name: leaf - (leaf / 2).detach() for name, leaf in p.items()}
+        for each in unstack(p):
+            x = block(each, x)
+        return x
+
+    have = grad(loss(Transformed(run, [_Halved()])), (0, 1))(P, X)
+    same(have, grad(loss(by_hand), (0, 1))(P, X))
+    with pytest.raises(DerivativeError, match="Doubled replaces operations of run"):
+        Transformed(run, [_Doubled()])(P, X)
+
+
+def test_compared_with_the_loop_by_measured_bounds() -> None:
+    p, x = ta.tree.map(torch.Tensor.float, (P, X))
+    equal(repeated, looped, p, x, orders=("value", "gradient"))
+    equal(looped, eager(repeated), p, x, orders=("value", "gradient"))
 
 
 def test_a_loop_in_a_loop() -> None:

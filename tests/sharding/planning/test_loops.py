@@ -27,9 +27,13 @@ from torchard import (
     shard,
     stack,
 )
+from torchard.functional.programs.markers import again
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tags import LAYOUT, VAL
 from torchard.functional.programs.unrolled import has_loops
 from torchard.sharding import MeshTensor
+from torchard.sharding.layouts.layout import Layout
+from torchard.testing import Unproved, prove
 
 SIZE = train_gpt.Size(context=16, width=32, heads=4, layers=3)
 PARAMS = train_gpt.init(SIZE, random.key(0))
@@ -107,6 +111,22 @@ def test_moves_what_the_unrolled_program_moves(plan: str) -> None:
     torch.testing.assert_close(whole(gradients), WANTED_STACKED, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_plan_is_proved(plan: str) -> None:
+    program, _ = case(plan, stacked=True)
+    assert not prove(program).assumed
+
+
+def test_a_carry_that_the_next_iteration_takes_in_another_layout_is_not_proved() -> None:
+    program, _ = case("fsdp", stacked=True)
+    program = program.copy()
+    handed = next(node for node in program.graph.nodes if node.target is again)
+    entered: Any = handed.args[1]
+    LAYOUT.set(entered, Layout.replicated(tuple(VAL.of(entered).shape)))
+    with pytest.raises(Unproved, match="the next iteration takes it as another layout"):
+        prove(program)
+
+
 def test_gathers_each_layer_by_one_call_and_again_for_its_gradient() -> None:
     program, _ = case("fsdp", stacked=True)
     gathers = [c for c in program.collectives if c.kind == "all_gather" and c.scope.startswith("block/")]
@@ -119,6 +139,7 @@ def test_gathers_each_layer_by_one_call_and_again_for_its_gradient() -> None:
     assert f"× {SIZE.layers}" in str(program.collectives)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("plan", ["tp", "fsdp"])
 @pytest.mark.parametrize(
     "policy",

@@ -12,6 +12,7 @@ from torch import fx
 
 from torchard.functional.core.arguments import Like, checked
 from torchard.functional.programs.flops import op_name
+from torchard.functional.programs.markers import again
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tagging import forget
 from torchard.functional.programs.tags import LAYOUT, SOURCE, STEP, VAL
@@ -191,6 +192,8 @@ class _Walk:
     def _operation(self, node: fx.Node) -> str:
         call = Call.of(node)
         ins, outs = tuple(map(LAYOUT.of, call.operands)), _layouts(node)
+        if node.target is again and not same(*ins, self.sizes):
+            return "the next iteration takes it as another layout"
         own = {axis for layout in ins for axis in layout.varying}
         if any(layout.varying != own for layout in outs):
             return f"ranks have their own operands over {sorted(own)}, and not their own results"
