@@ -192,7 +192,7 @@ class _Walk:
     def _operation(self, node: fx.Node) -> str:
         call = Call.of(node)
         ins, outs = tuple(map(LAYOUT.of, call.operands)), _layouts(node)
-        if node.target is again and not same(*ins, self.sizes):
+        if node.target is again and not same(ins[0], ins[1], self.sizes):
             return "the next iteration takes it as another layout"
         own = {axis for layout in ins for axis in layout.varying}
         if any(layout.varying != own for layout in outs):
