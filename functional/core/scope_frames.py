@@ -6,11 +6,12 @@ identity, so that entries remain distinct wherever a node is copied to.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Frame", "path_of"]
+__all__ = ["Frame", "in_iteration", "path_of"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -22,12 +23,14 @@ class Frame:
         module: whether the name is the path of a module, which includes those of enclosing modules.
         policy: the policy of a checkpoint that begins here, if one does.
         iterated: whether each iteration of a loop enters it; ``*`` in the name is its number.
+        each: the frames of the layers that became a loop, by row; see `in_iteration` for the name.
     """
 
     name: str = ""
     module: bool = False
     policy: Any = None
     iterated: bool = False
+    each: tuple[Frame, ...] = ()
 
 
 def path_of(frames: Sequence[Frame]) -> str:
@@ -39,3 +42,22 @@ def path_of(frames: Sequence[Frame]) -> str:
         if frame.name:
             names.append(frame.name)
     return "/".join(names)
+
+
+def in_iteration(path: str, row: int) -> str:
+    """The path of one iteration of a loop, from that of all.
+
+    >>> in_iteration("block/*", 3), in_iteration("layers.{1+2i}", 3), in_iteration("h.{2|3|5}", 2)
+    ('block/3', 'layers.7', 'h.5')
+    """
+
+    def number(found: re.Match[str]) -> str:
+        first, step, listed = found.groups()
+        if listed is not None:
+            return str(listed.split("|")[row])
+        return str(int(first or 0) + row * int(step or 1))
+
+    return _NUMBER.sub(number, path)
+
+
+_NUMBER = re.compile(r"\*|\{(\d+)\+(\d*)i\}|\{([^{}]*\|[^{}]*)\}")

@@ -17,6 +17,7 @@ from torchard.functional.core.locks import Lock
 from torchard.functional.derivatives.autodiff import batched, joint, pullback, pushforward
 from torchard.functional.execution.binding import bind
 from torchard.functional.loops.call import is_opaque
+from torchard.functional.loops.recognised import recognised
 from torchard.functional.loops.rolled import rolled, straight_line
 from torchard.functional.programs.markers import is_marker
 from torchard.functional.programs.program import (
@@ -52,7 +53,7 @@ def lower(program: Program, rewrites: Sequence[Rewrite]) -> Program:
     Rewrites that the stack, nested transforms or placed inputs ask for are applied too.
     """
     stack = _in_order(program, rewrites)
-    program = replace(rolled(program), stack=stack)
+    program = replace(_rolled(program, stack), stack=stack)
     for rewrite in stack:
         program = rewrite(program if rewrite.reads_loops else unrolled(program))
     program = finished(_without_dead_code(program), finishing(stack))
@@ -60,6 +61,14 @@ def lower(program: Program, rewrites: Sequence[Rewrite]) -> Program:
         replace(leaf, tag=None) if isinstance(leaf.tag, Free) else leaf for leaf in program.outputs
     )
     return replace(program, outputs=outputs, stack=())
+
+
+def _rolled(program: Program, stack: Sequence[Rewrite]) -> Program:
+    """The program with loops; equal layers become a loop if all rewrites read loops."""
+    program = rolled(program)
+    if stack and all(rewrite.reads_loops for rewrite in stack):
+        program = recognised(program)
+    return program
 
 
 def _in_order(program: Program, rewrites: Sequence[Rewrite]) -> tuple[Rewrite, ...]:

@@ -13,13 +13,14 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.execution.collecting import Rows, Total
+from torchard.functional.execution.collecting import Rows, Total, taken
 from torchard.functional.execution.failures import failed
 from torchard.functional.execution.loop_code import Lives, assigned, loop_lines
 from torchard.functional.execution.profiler_ranges import OpenRanges, paths_of
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.labels import Label
-from torchard.functional.programs.loops import regrouped
+from torchard.functional.programs.loops import is_apart, regrouped
+from torchard.functional.programs.markers import item
 from torchard.functional.programs.running_sums import in_place
 from torchard.functional.programs.tags import LOOP
 
@@ -145,7 +146,7 @@ def _body(graph: fx.Graph, names: dict[str, Any]) -> Iterator[Line]:
     def call(node: fx.Node) -> str:
         return _call(node, variables, names)
 
-    names.update(Rows=Rows, Total=Total)
+    names.update(Rows=Rows, Total=Total, taken=taken)
     lives = Lives(order, variables)
     for loop, nodes in groupby(order, key=LOOP.get):
         if loop is not None:
@@ -162,8 +163,10 @@ def _body(graph: fx.Graph, names: dict[str, Any]) -> Iterator[Line]:
 
 def _call(node: fx.Node, variables: dict[fx.Node, str], names: dict[str, Any]) -> str:
     arguments = [_argument(value, variables, names) for value in node.args]
-    if node.target is operator.getitem:
+    if node.target in (operator.getitem, item):
         return f"{arguments[0]}[{arguments[1]}]"
+    if is_apart(node):
+        return arguments[0]
     arguments += [
         f"{key}={_argument(value, variables, names)}" for key, value in node.kwargs.items()
     ]

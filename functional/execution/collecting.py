@@ -6,7 +6,7 @@ import torch
 
 from torchard.functional import torch_internals as internals
 
-__all__ = ["Rows", "Total"]
+__all__ = ["Rows", "Total", "taken"]
 
 
 class Rows:
@@ -57,3 +57,10 @@ class Total:
         """The sum."""
         assert self.total is not None  # a loop has an iteration
         return self.total
+
+
+def taken(values: list[torch.Tensor | None], i: int) -> torch.Tensor:
+    """Take a value out of a list, which does not hold it any longer."""
+    value, values[i] = values[i], None
+    assert value is not None  # it is taken once
+    return value

@@ -13,7 +13,7 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.programs.labels import Label, label_of
-from torchard.functional.programs.loops import carried, handed_on
+from torchard.functional.programs.loops import carried, handed_on, is_apart
 from torchard.functional.programs.markers import Loop, again, enter, row, rows, total
 from torchard.functional.programs.tags import LOOP
 
@@ -68,6 +68,15 @@ class Lives:
         """The list of a value of all iterations."""
         return "k" + self.variables[node]
 
+    def of_row(self, node: fx.Node) -> str:
+        """The text of the row of an iteration, which is taken out of a list at its last use."""
+        (stacked,) = node.all_input_nodes
+        text = f"{self.variables[stacked]}[i]"
+        readers = [user for user in stacked.users if self.place[user] == self.place[node]]
+        last = max(self.place[user] for user in stacked.users) == self.place[node]
+        alone = is_apart(stacked) and last and len(readers) == 1
+        return f"taken({self.variables[stacked]}, i)" if alone else text
+
     def collection(self, user: fx.Node) -> str:
         """What collects the values for a node after the loop."""
         return _COLLECTS[user.target] + self.variables[user]
@@ -77,7 +86,7 @@ class Lives:
         if not any(map(LOOP.on, node.all_input_nodes)):
             return None
         if node.target in _COLLECTS:
-            return f"{self.collection(node)}.get()"
+            return self.collection(node) + ("" if is_apart(node) else ".get()")
         (handing,) = node.all_input_nodes  # of a carry that leaves
         return self.variables[carried(handing)[1]]
 
@@ -133,6 +142,7 @@ def loop_lines(
         for user in node.users:
             if user.target in _COLLECTS:
                 making = f"Rows({loop.count})" if user.target is rows else "Total()"
+                making = f"[None] * {loop.count}" if is_apart(user) else making
                 yield f"{lives.collection(user)} = {making}", None
     order = loop.order()
     yield f"for i in range({order.start}, {order.stop}, {order.step}):", None
@@ -165,7 +175,7 @@ def _iteration(
         if node.target in (enter, again):
             yield from [*kept, *deleted(gone)]
             continue
-        value = f"{variables[node.args[0]]}[i]" if node.target is row else call(node)  # type: ignore[index]
+        value = lives.of_row(node) if node.target is row else call(node)
         yield from assigned(node, value, variables[node], text, gone, kept)
     handed = [node for node in nodes if node.target is again]
     if handed:
@@ -183,7 +193,9 @@ def _keep(node: fx.Node, lives: Lives) -> Iterator[Line]:
         yield f"{lives.kept(node)}[i] = {value}", None
     for user in node.users:
         if user.target in _COLLECTS:
-            yield f"{lives.collection(user)}.put(i, {value})", label_of(user)
+            name = lives.collection(user)
+            put = f"{name}[i] = {value}" if is_apart(user) else f"{name}.put(i, {value})"
+            yield put, label_of(user)
 
 
 def _last_reads(nodes: Sequence[fx.Node]) -> dict[fx.Node | None, list[fx.Node]]:

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from torchard.functional.programs.loops import regrouped
-from torchard.functional.programs.markers import again, is_marker
+from torchard.functional.programs.markers import again, is_marker, listed
 from torchard.functional.programs.tagging import forget, inherit
 from torchard.functional.programs.tags import LOOP, TASK
 from torchard.functional.programs.views import is_view
@@ -66,8 +66,8 @@ def _markers_apart(order: Sequence[fx.Node]) -> list[fx.Node]:
     placed: list[fx.Node] = []
     for _, group in groupby(order, key=LOOP.get):
         nodes = list(group)
-        first = [n for n in nodes if n.op == "placeholder" or (is_marker(n) and n.target is not again)]
-        last = [n for n in nodes if n.target is again]
+        last = [n for n in nodes if n.target in (again, listed)]
+        first = [n for n in nodes if n.op == "placeholder" or (is_marker(n) and n not in last)]
         placed += [*first, *(n for n in nodes if n not in {*first, *last}), *last]
     return placed
 

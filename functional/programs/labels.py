@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from torchard.functional.core.scope_frames import in_iteration
 from torchard.functional.programs.records import Record
 from torchard.functional.programs.tags import COLLECTIVE, PEERS, PHASE, SCOPE, SOURCE, STAGE, TASK
 
@@ -31,8 +32,8 @@ class Label:
         return f"{self.scope} {self.phase}".strip()
 
     def in_iteration(self, i: int | None) -> Label:
-        """The label in one iteration of a loop, whose number takes the place of a ``*`` in the scope."""
-        return self if i is None else replace(self, scope=self.scope.replace("*", str(i), 1))
+        """The label in one iteration of a loop, whose number is in the scope."""
+        return self if i is None else replace(self, scope=in_iteration(self.scope, i))
 
 
 def label_of(node: fx.Node) -> Label:

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import fx
 
-from torchard.functional.programs.markers import Loop, again, enter
+from torchard.functional.programs.markers import Loop, again, enter, item, listed, row, rows
 from torchard.functional.programs.tags import LOOP
 
-__all__ = ["carried", "handed_on", "move_to_readers", "regrouped", "times"]
+__all__ = ["carried", "handed_on", "is_apart", "move_to_readers", "regrouped", "times"]
 
 
 def times(node: fx.Node) -> int:
@@ -33,6 +33,12 @@ def handed_on(node: fx.Node) -> list[fx.Node]:
     if node.target is not enter:
         return []
     return [user for user in node.users if user.target is again and user.args[1] is node]
+
+
+def is_apart(node: fx.Node) -> bool:
+    """Whether a node stands for values that are read one by one, and need no stack."""
+    readers = {rows: item, listed: row}
+    return node.target in readers and all(user.target is readers[node.target] for user in node.users)
 
 
 def regrouped(graph: fx.Graph) -> list[fx.Node]:

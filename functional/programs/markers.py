@@ -15,7 +15,19 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["Loop", "again", "enter", "is_marker", "leave", "row", "rows", "tells_apart", "total"]
+__all__ = [
+    "Loop",
+    "again",
+    "enter",
+    "is_marker",
+    "item",
+    "leave",
+    "listed",
+    "row",
+    "rows",
+    "tells_apart",
+    "total",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,6 +64,11 @@ def again(value: torch.Tensor, entered: torch.Tensor) -> torch.Tensor:
 fx.has_side_effect(again)
 
 
+def listed(values: list[torch.Tensor]) -> torch.Tensor:
+    """Before a loop: a value for each row. They are not stacked: only `row` reads it."""
+    return torch.stack(values)
+
+
 def row(stacked: torch.Tensor) -> torch.Tensor:
     """In a loop: the row of the iteration."""
     return stacked[0]
@@ -71,6 +88,11 @@ def rows(value: torch.Tensor, count: int) -> torch.Tensor:
     return value.unsqueeze(0).expand(count, *value.shape)
 
 
+def item(values: torch.Tensor, index: int) -> torch.Tensor:
+    """After a loop: one of the `rows`, which are not stacked if only items are read."""
+    return values[index]
+
+
 def total(value: torch.Tensor) -> torch.Tensor:
     """After a loop: the sum over all its iterations."""
     return value
@@ -81,7 +103,7 @@ def is_marker(node: fx.Node) -> bool:
     return node.target in _MARKERS
 
 
-_MARKERS = (enter, again, row, leave, rows, total)
+_MARKERS = (enter, again, listed, row, leave, rows, item, total)
 
 
 def tells_apart(patterns: Iterable[Any] | None) -> bool:

@@ -9,8 +9,18 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.core.scope_frames import Frame, path_of
-from torchard.functional.programs.loops import carried, regrouped
-from torchard.functional.programs.markers import Loop, again, enter, leave, row, rows, total
+from torchard.functional.programs.loops import carried, is_apart, regrouped
+from torchard.functional.programs.markers import (
+    Loop,
+    again,
+    enter,
+    item,
+    leave,
+    listed,
+    row,
+    rows,
+    total,
+)
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import forget, inherit
 from torchard.functional.programs.tags import FRAMES, LOOP, ORIGIN, SCOPE, SEGMENTS
@@ -47,7 +57,8 @@ class _Unrolled:
         for loop, nodes in groupby(regrouped(self.old), key=LOOP.get):
             if loop is None:
                 for node in nodes:
-                    self.env[node] = self._after(node)
+                    if not is_apart(node):
+                        self.env[node] = self._after(node)
             else:
                 self._iterations(loop, list(nodes))
         return self.new
@@ -73,7 +84,9 @@ class _Unrolled:
 
     def _iteration(self, node: fx.Node, i: int) -> fx.Node:
         if node.target is row:
-            (stacked,) = node.args
+            stacked: Any = node.args[0]
+            if stacked.target is listed:
+                return self._at(stacked.args[0][i], i)
             made = self.new.call_function(aten.select.int, (self._at(stacked, i), 0, i))
             inherit(made, node, "value")
         else:
@@ -100,6 +113,8 @@ class _Unrolled:
 
     def _frames(self, frames: tuple[Frame, ...], i: int) -> tuple[Frame, ...]:
         """The frames of one iteration: those from the loop's own on are entered once in each."""
+        if any(frame.each for frame in frames):
+            return tuple(frame.each[i] if frame.each else frame for frame in frames)
         start = next((k for k, frame in enumerate(frames) if frame.iterated), len(frames))
         return (*frames[:start], *(self._frame(frame, i) for frame in frames[start:]))
 
@@ -118,6 +133,13 @@ class _Unrolled:
         if node.target is rows:
             values = [self.each[source][i] for i in range(LOOP.of(source).count)]
             return self._call(node, aten.stack.default, values)
+        if node.target is listed:
+            return self._call(node, aten.stack.default, [self.env[value] for value in source])
+        if node.target is item:
+            index: Any = node.args[1]
+            if source not in self.env:
+                return self.each[source.args[0]][index]
+            return self._call(node, aten.select.int, self.env[source], 0, index)
         if node.target is total:
             first, *others = self._values(source)
             for other in others:

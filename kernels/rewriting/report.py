@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from torchard.functional.core.scope_frames import in_iteration
 from torchard.functional.programs.records import Record
 from torchard.functional.programs.tags import PHASE, SCOPE, SOURCE
 from torchard.kernels.rewriting.plan import Part
@@ -102,7 +103,7 @@ class Use(Record):
         return self.kernel
 
     def in_iteration(self, i: int) -> Use:
-        return replace(self, scope=self.scope.replace("*", str(i), 1))
+        return replace(self, scope=in_iteration(self.scope, i))
 
     def repeated(self, times: int) -> Use:
         return replace(self, times=times)

@@ -18,7 +18,7 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.programs.constants import fill_with, release_constants
 from torchard.functional.programs.graphs import Inserter, substitute
-from torchard.functional.programs.tags import RECOMPUTE, VAL
+from torchard.functional.programs.tags import LOOP, RECOMPUTE, VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.planning.cuts import gather_cuts
 from torchard.sharding.planning.strided import unstride
@@ -89,7 +89,9 @@ def _view_key(node: fx.Node) -> Hashable | None:
     rule = lookup(node.target)
     if node.target is not operator.getitem and (rule is None or not rule.alias):
         return None
-    return node.target, _frozen(node.args), RECOMPUTE.get(node)
+    # A loop's view of what all iterations share is not read outside of it.
+    loop = None if LOOP.on(node.all_input_nodes[0]) else LOOP.get(node)
+    return node.target, _frozen(node.args), RECOMPUTE.get(node), loop
 
 
 def _frozen(value: Any) -> Hashable:

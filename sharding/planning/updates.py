@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import fx
 
 from torchard.functional.programs.graphs import output_values
+from torchard.functional.programs.markers import item, listed, row, rows
 from torchard.functional.programs.program import Leaf
 from torchard.functional.programs.tags import PHASE, STEP, VAL
 from torchard.sharding.manual.manual_collectives import is_edge
@@ -53,20 +55,37 @@ def _shape(node: fx.Node) -> tuple[int, ...]:
 def source_of(output: fx.Node) -> fx.Node | None:
     """The input of its shape that a value is, or is computed elementwise from; None if there is none."""
     shape = _shape(output)
-    stack, seen = [output], {output}
+    stack: list[tuple[fx.Node, int | None]] = [(output, None)]  # and the row, of values in a loop
+    seen = {output}
     while stack:
-        node = stack.pop()
+        node, row_number = stack.pop()
         if node.op == "placeholder":
             if _shape(node) == shape:
                 return node
             continue
-        if not _elementwise(node):
-            continue
-        for operand in reversed(node.all_input_nodes):
-            if operand not in seen and _follows(operand, node):
-                seen.add(operand)
-                stack.append(operand)
+        sources = _sources(node, row_number)
+        for source in reversed(sources):
+            if source[0] not in seen:
+                seen.add(source[0])
+                stack.append(source)
     return None
+
+
+def _sources(node: fx.Node, row_number: int | None) -> list[tuple[fx.Node, int | None]]:
+    """The operands that a node corresponds with elementwise, and their rows."""
+    if node.target is item:
+        values: Any = node.all_input_nodes[0]
+        while STEP.on(values):
+            values = values.all_input_nodes[0]
+        made = values.target is rows
+        return [(values.args[0], node.args[1])] if made else []  # type: ignore[list-item]
+    if node.target is row:
+        stacked: Any = node.args[0]
+        known = stacked.target is listed and row_number is not None
+        return [(stacked.args[0][row_number], None)] if known else []
+    if not _elementwise(node):
+        return []
+    return [(operand, row_number) for operand in node.all_input_nodes if _follows(operand, node)]
 
 
 def _follows(operand: fx.Node, node: fx.Node) -> bool:

@@ -6,12 +6,30 @@ rank of its own shard of every layer.
 
 from __future__ import annotations
 
-from torchard.functional.programs.markers import again, enter, leave, row, rows, total
-from torchard.sharding.rules.registry import register_rule
+from torchard.functional.programs.markers import (
+    again,
+    enter,
+    item,
+    leave,
+    listed,
+    row,
+    rows,
+    total,
+)
+from torchard.sharding.rules.registry import Call, register_rule
 
 __all__: list[str] = []
 
 register_rule(enter, leave, total, text="... -> ... | linear 0")
 register_rule(again, text="..., ... -> ... | linear 0 1")
-register_rule(row, text="layers ... -> ... | whole layers | linear 0")
+register_rule(row, item, text="layers ... -> ... | whole layers | linear 0")
 register_rule(rows, text="... -> layers ... | whole layers | linear 0")
+
+
+def _listed(call: Call) -> str:
+    count = len(call.ins)
+    joint = " ".join(map(str, range(count)))
+    return f"{', '.join(['...'] * count)} -> layers ... | whole layers | linear {joint}"
+
+
+register_rule(listed, text=_listed)

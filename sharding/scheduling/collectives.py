@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.core.scope_frames import in_iteration
 from torchard.functional.programs.graphs import add_call
 from torchard.functional.programs.records import Record
 from torchard.functional.programs.tagging import put
@@ -116,7 +117,7 @@ class Collective(Record):
         return replace(self, phase="backward")
 
     def in_iteration(self, i: int) -> Collective:
-        return replace(self, scope=self.scope.replace("*", str(i), 1))
+        return replace(self, scope=in_iteration(self.scope, i))
 
     def repeated(self, times: int) -> Collective:
         return replace(self, times=times)

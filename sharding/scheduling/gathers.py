@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from torchard.functional.programs.markers import row
+from torchard.functional.programs.markers import listed, row
 from torchard.functional.programs.tags import LAYOUT, LOOP, PHASE, STEP, VAL
 from torchard.functional.remat.rematerialise import tag_version
 from torchard.sharding.layouts.collective_ops import AllGather, PsumScatter
@@ -62,9 +62,9 @@ def _gathers(graph: fx.Graph, parameters: set[fx.Node]) -> Iterator[fx.Node]:
 
 
 def root_of(node: fx.Node) -> fx.Node:
-    """The value that a node is a view, a row, a reshard or a shard of."""
+    """The value that a node is a view, a row, a reshard or a shard of; of listed ones the first."""
     while node.op == "call_function" and (
-        is_alias(node) or node.target is row or is_edge(node) or STEP.on(node)
+        is_alias(node) or node.target in (row, listed) or is_edge(node) or STEP.on(node)
     ):
         node = node.all_input_nodes[0]
     return node
@@ -127,10 +127,10 @@ def gather_by_layer(graph: fx.Graph, layers: Mapping[fx.Node, str], ahead: int) 
 
 
 def _is_of_parameter(node: fx.Node) -> bool:
-    """Whether a node is an input, or the rows of one that a loop takes."""
-    return node.op == "placeholder" or (
-        node.target is row and node.all_input_nodes[0].op == "placeholder"
-    )
+    """Whether a node is an input, or the row of one, or of a list of them, that a loop takes."""
+    while node.target in (row, listed):
+        node = node.all_input_nodes[0]
+    return node.op == "placeholder"
 
 
 def _place(graph: fx.Graph, buckets: list[list[fx.Node]], ahead: int) -> list[fx.Node]:

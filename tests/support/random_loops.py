@@ -1,8 +1,9 @@
-"""Random functions that apply a block n times, by `repeat`.
+"""Random functions that apply a block n times: by `repeat`, and by a loop over the layers' parameters.
 
-Without a transform around it, `repeat` is a Python loop; so the plain function is the reference.
+Without a transform around it, `repeat` is a Python loop; so the plain function is the reference. Equal
+layers become a loop if that saves many operations; here any do.
 
-``python tests/support/random_loops.py COUNT`` judges so many under random stacks.
+``python tests/support/random_loops.py COUNT [FIRST]`` judges so many of each under random stacks.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import torch
 import torch.nn.functional as F
 from random_stacks import FAILED, WRONG, draw, judge
 
-from torchard import Mesh, checkpoint, name, random, repeat, scope
+from torchard import Mesh, checkpoint, name, random, repeat, scope, tree
+from torchard.functional.loops import layers
 
-__all__ = ["random_loop"]
+__all__ = ["random_layers", "random_loop"]
 
 Tensors = tuple[torch.Tensor, ...]
+Drawn = tuple[str, Callable[..., Tensors], Tensors]
 Step = Callable[[list[torch.Tensor]], torch.Tensor]
 
 UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -70,9 +73,50 @@ def _without(x: torch.Tensor) -> torch.Tensor:
         return x.mean()
 
 
-def random_loop(rng: Random, mesh: Mesh) -> tuple[str, Callable[..., Tensors], Tensors]:
+def random_loop(rng: Random, mesh: Mesh) -> Drawn:
     """Its text, a function, and its inputs: carries [2, 3], stacked operands, shared ones."""
-    count, carries = rng.choice([1, 2, 3, 4]), rng.choice([1, 1, 2])
+    return _drawn(rng, rng.choice([1, 2, 3, 4]))
+
+
+def random_layers(rng: Random, mesh: Mesh) -> Drawn:
+    """The same with a Python loop, and the operands of each layer apart."""
+    text, fn, inputs = _drawn(rng, count := rng.choice([3, 3, 4, 5]), _by_hand)
+    stacked = [x.ndim > 0 and x.shape[0] == count and x.shape != (2, 3) for x in inputs]
+    apart = [x.unbind(0) if each else (x,) for x, each in zip(inputs, stacked, strict=True)]
+
+    def of_layers(*xs: torch.Tensor) -> Tensors:
+        rest = iter(xs)
+        taken = [[next(rest) for _ in parts] for parts in apart]
+        return fn(*(x if each else x[0] for x, each in zip(taken, stacked, strict=True)))
+
+    return f"by hand: {text}", of_layers, tuple(x for parts in apart for x in parts)
+
+
+def _by_hand(
+    block: Callable[..., Any],
+    rows: Any,
+    x: Any,
+    *rest: Any,
+    collect: bool = False,
+    key: torch.Tensor | None = None,
+    index: bool = False,
+) -> Any:
+    """What `repeat` does, but for lists of rows; what is collected is not stacked either."""
+    collected = []
+    keys = None if key is None else random.split(key, len(rows[0]))
+    for i in range(len(rows[0])):
+        given = {} if keys is None else {"key": keys[i]}
+        given |= {"index": torch.tensor(i)} if index else {}
+        with scope(f"block/{i}"):
+            x = block([row[i] for row in rows], x, *rest, **given)
+        if collect:
+            x, y = x
+            collected.append(y)
+    return (x, {name: [y[name] for y in collected] for name in collected[0]}) if collect else x
+
+
+def _drawn(rng: Random, count: int, repeat: Callable[..., Any] = repeat) -> Drawn:
+    carries = rng.choice([1, 1, 2])
     row_shapes = rng.choices([(3, 3), (3,), (2, 3), ()], k=rng.choice([1, 1, 2, 3]))
     shared_shapes = rng.choices([(3,), (2, 3), ()], k=rng.choice([0, 1, 1]))
     shapes = [*[(2, 3)] * carries, *((count, *shape) for shape in row_shapes), *shared_shapes]
@@ -108,7 +152,7 @@ def random_loop(rng: Random, mesh: Mesh) -> tuple[str, Callable[..., Tensors], T
         else:
             inner, rest = block, shared
         if nested:
-            twice = [row.expand(2, *row.shape) for row in rows]
+            twice = [[row, row] if isinstance(row, list) else torch.stack([row, row]) for row in rows]
             out = repeat(
                 lambda r, x: (
                     repeat(inner, r, x, *rest, **{**options, "collect": False})
@@ -121,7 +165,7 @@ def random_loop(rng: Random, mesh: Mesh) -> tuple[str, Callable[..., Tensors], T
             return tuple(out)
         out = repeat(inner, rows, x, *rest, **options)
         if extra["collect"]:
-            return (*out[0], out[1]["last"], out[1]["sum"])
+            return (*out[0], *tree.leaves(out[1]))
         return tuple(out)
 
     said = [s.__name__ for s in steps]
@@ -166,12 +210,14 @@ def main() -> None:
     warnings.simplefilter("ignore")
     count, first = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     found: Counter[str] = Counter()
+    layers.LEAST = 1
     for seed in range(first, first + count):
-        case = draw(seed, [random_loop])
-        verdict = judge(case)
-        found[verdict.kind] += 1
-        if verdict.kind in (WRONG, FAILED):
-            print(f"{case}: {verdict.kind}, {verdict.why}", flush=True)
+        for source in (random_loop, random_layers):
+            case = draw(seed, [source])
+            verdict = judge(case)
+            found[f"{source.__name__} {verdict.kind}"] += 1
+            if verdict.kind in (WRONG, FAILED):
+                print(f"{case}: {verdict.kind}, {verdict.why}", flush=True)
     print(dict(found))
 
 

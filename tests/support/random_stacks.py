@@ -145,6 +145,9 @@ def _transform(rng: Random, mesh: Mesh, inputs: tuple[torch.Tensor, ...]) -> Lay
     name = which
     if which == "shard":
         drawn = tuple(random_spec(rng, x.shape, mesh, fused=True) for x in inputs)
+        if len(inputs) > 6:  # the layers of a model are split alike
+            alike = dict(zip((x.shape for x in inputs), drawn, strict=True))
+            drawn = tuple(alike[x.shape] for x in inputs)
         specs = drawn if rng.random() < 0.7 else None
         name = f"shard[{mesh.sizes}, {specs}]"
         apply = lambda fn, at: shard(fn, mesh, at, P())  # noqa: E731

@@ -1,0 +1,207 @@
+"""The rolled form of a straight-line program: layers that a Python loop applied become iterations.
+
+What each layer has of its own, as its parameters, is listed; values of one layer that are read outside of
+the layers are items. So nothing is stacked, and the unrolled program is the one it was made from.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core.scope_frames import Frame, path_of
+from torchard.functional.loops.layers import (
+    Carry,
+    Entered,
+    Inside,
+    Layers,
+    Listed,
+    Row,
+    Shared,
+    Source,
+    layers_of,
+    operands_of,
+)
+from torchard.functional.programs.markers import Loop, again, enter, item, leave, listed, row, rows
+from torchard.functional.programs.program import Program
+from torchard.functional.programs.tagging import inherit
+from torchard.functional.programs.tags import FRAMES, LOOP, SCOPE, SEGMENTS, VAL
+
+__all__ = ["recognised"]
+
+
+def recognised(program: Program) -> Program:
+    """The program with its equal layers rolled into loops; itself if it has none."""
+    found = layers_of(program)
+    if not found:
+        return program
+    return replace(program, graph=_Recognised(program.graph, found).run())
+
+
+@dataclass
+class _Rolling:
+    """Layers on their way into a loop."""
+
+    loop: Loop
+    # The loop's operations, by their place in the layer; and what enters an iteration.
+    operations: list[fx.Node] = field(default_factory=list)
+    entered: dict[Carry, fx.Node] = field(default_factory=dict)
+    handed: dict[Carry, fx.Node] = field(default_factory=dict)
+    stacked: dict[int, fx.Node] = field(default_factory=dict)
+
+
+class _Recognised:
+    def __init__(self, old: fx.Graph, found: Sequence[Layers]) -> None:
+        self.old, self.new = old, fx.Graph()
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.of = {node: layers for layers in found for layer in layers.nodes for node in layer}
+        self.rolling: dict[Layers, _Rolling] = {}
+        self.listed: dict[Listed, fx.Node] = {}
+        self.frames: dict[tuple[Frame, ...], Frame] = {}
+        self.fakes: Any = VAL.of(next(iter(old.nodes))).fake_mode
+
+    def run(self) -> fx.Graph:
+        for node in self.old.nodes:
+            layers = self.of.get(node)
+            if layers is None:
+                self.env[node] = self.new.node_copy(node, self._value)
+            elif layers not in self.rolling:
+                self._loop(layers)
+        return self.new
+
+    def _value(self, node: fx.Node) -> fx.Node:
+        """The value of a node outside of the loops."""
+        if node not in self.env:
+            self.env[node] = self._of_one_layer(self.of[node], node)
+        return self.env[node]
+
+    def _of_one_layer(self, layers: Layers, node: fx.Node) -> fx.Node:
+        """The value of one layer, read outside of it."""
+        rolling, (turn, operation) = self.rolling[layers], layers.place[node]
+        if turn == layers.count - 1:
+            for carry, handed in rolling.handed.items():
+                if carry.operation == operation:
+                    return self._add(leave, (handed,), node)
+        if operation not in rolling.stacked:
+            value = rolling.operations[operation]
+            rolling.stacked[operation] = self._add(rows, (value, layers.count), node, layers.count)
+        return self._add(item, (rolling.stacked[operation], layers.turn(turn)), node)
+
+    def _add(self, target: Any, args: Any, like: fx.Node, count: int | None = None) -> fx.Node:
+        """A node with the value of another, or with a row of it for each iteration."""
+        made = self.new.call_function(target, args)
+        inherit(made, like, "value" if count is None else "place")
+        if count is not None:
+            val = VAL.of(like)
+            with internals.no_modes(), self.fakes:
+                VAL.set(made, torch.empty((count, *val.shape), dtype=val.dtype, device=val.device))
+        return made
+
+    # -- a loop -----------------------------------------------------------------------------------
+
+    def _loop(self, layers: Layers) -> None:
+        first = layers.nodes[layers.turn(0)]
+        frames = FRAMES.get(first[0], ())
+        rolling = _Rolling(Loop(layers.count, layers.reverse, frames[-1].name if frames else "layers"))
+        self.rolling[layers] = rolling
+        lists = [self._list(s) for sources in layers.sources for s in sources if isinstance(s, Listed)]
+        for carry in layers.carries:
+            value = self._value(carry.first)
+            rolling.entered[carry] = self._inside(rolling, enter, (value,), first[carry.operation])
+        taken = {stacked: self._inside(rolling, row, (stacked,), like) for stacked, like in lists}
+        for operation, (node, sources) in enumerate(zip(first, layers.sources, strict=True)):
+            operands = iter([self._operand(rolling, source, taken) for source in sources])
+            made = self.new.node_copy(node, lambda _: next(operands))
+            LOOP.set(made, rolling.loop)
+            self._name(made, [layer[operation] for layer in layers.nodes], layers)
+            rolling.operations.append(made)
+        for carry, entered in rolling.entered.items():
+            value = rolling.operations[carry.operation]
+            handed = self._inside(rolling, again, (value, entered), value)
+            rolling.handed[carry] = handed
+
+    def _list(self, source: Listed) -> tuple[fx.Node, fx.Node]:
+        """The node that lists some values, and one of them."""
+        like = source.values[0]
+        if source not in self.listed:
+            values = [self._value(value) for value in source.values]
+            self.listed[source] = self._add(listed, (values,), like, len(values))
+        return self.listed[source], like
+
+    def _inside(self, rolling: _Rolling, target: Any, args: Any, like: fx.Node) -> fx.Node:
+        made = self.new.call_function(target, args)
+        inherit(made, like)
+        VAL.set(made, VAL.of(like))
+        LOOP.set(made, rolling.loop)
+        return made
+
+    def _operand(
+        self, rolling: _Rolling, source: Source, taken: dict[fx.Node, fx.Node]
+    ) -> fx.Node:
+        if isinstance(source, Inside):
+            return rolling.operations[source.operation]
+        if isinstance(source, Carry):
+            return rolling.entered[source]
+        if isinstance(source, Row):
+            return self.rolling[source.layers].operations[source.operation]
+        if isinstance(source, Entered):
+            return self.rolling[source.layers].entered[source.carry]
+        if isinstance(source, Listed):
+            return taken[self.listed[source]]
+        assert isinstance(source, Shared)
+        return self._value(source.value)
+
+    # -- where its operations are -----------------------------------------------------------------
+
+    def _name(self, made: fx.Node, nodes: Sequence[fx.Node], layers: Layers) -> None:
+        """Give an operation the frames of all layers in which it is."""
+        if frames := FRAMES.get(made, ()):
+            FRAMES.set(made, self._of_all([FRAMES.of(node) for node in nodes], layers))
+            SCOPE.set(made, path_of(FRAMES.of(made)))
+        if segments := SEGMENTS.get(made, ()):
+            own = [SEGMENTS.of(node) for node in nodes]
+            kept = [self._of_all([each[i].frames for each in own], layers) for i in range(len(segments))]
+            marks = zip(segments, kept, strict=True)
+            SEGMENTS.set(made, tuple(replace(segment, frames=inside) for segment, inside in marks))
+
+    def _of_all(self, frames: Sequence[tuple[Frame, ...]], layers: Layers) -> tuple[Frame, ...]:
+        return tuple(self._frame(layers.by_row(each)) for each in zip(*frames, strict=True))
+
+    def _frame(self, each: tuple[Frame, ...]) -> Frame:
+        """The frame that stands for one of each layer."""
+        if all(frame is each[0] for frame in each):
+            return each[0]
+        if each not in self.frames:
+            name = numbered([frame.name for frame in each])
+            self.frames[each] = replace(each[0], name=name, each=each)
+        return self.frames[each]
+
+
+def numbered(names: Sequence[str]) -> str:
+    """One name for those of all rows: ``layers.*`` for layers.0, layers.1, ...; ``layers.{2+i}`` from 2 on.
+
+    >>> numbered(["layers.1", "layers.3", "layers.5"])
+    'layers.{1+2i}'
+    """
+    if len(set(names)) == 1:
+        return names[0]
+    apart = [re.split(r"(\d+)", name) for name in names]
+    parts = [_numbered(column) for column in zip(*apart, strict=True)]
+    return "".join(parts)
+
+
+def _numbered(parts: Sequence[str]) -> str:
+    if len(set(parts)) == 1:
+        return parts[0]
+    first, step = int(parts[0]), int(parts[1]) - int(parts[0])
+    if any(int(part) != first + i * step for i, part in enumerate(parts)):
+        return f"{{{'|'.join(parts)}}}"
+    if (first, step) == (0, 1):
+        return "*"
+    return f"{{{first}+{'' if step == 1 else step}i}}"
