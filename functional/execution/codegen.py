@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -87,11 +87,13 @@ class _Named:
         numbers = {path: i for i, path in enumerate(dict.fromkeys(paths))}
         body: list[Line] = []
         current, upcoming = None, iter(paths)
+        depth = 0
         for text, label in self.body:
-            if text.startswith("for "):
-                current = None  # the iterations are in ranges of their own
+            indented = len(text) - len(text.lstrip())
+            if indented != depth:
+                current, depth = None, indented  # iterations are in ranges of their own
             if label is not None and (path := next(upcoming)) != current:
-                indent = text[: len(text) - len(text.lstrip())]
+                indent = " " * indented
                 body.append((f"{indent}at({numbers[path]}{', i' if indent else ''})", None))
                 current = path
             body.append((text, label))
@@ -140,10 +142,10 @@ def _body(graph: fx.Graph, names: dict[str, Any]) -> Iterator[Line]:
     if unused:
         yield f"del {', '.join(unused)}", None
 
-    def text(value: Any) -> str:
+    def text(value: Any, variables: Mapping[fx.Node, str] = variables) -> str:
         return _argument(value, variables, names)
 
-    def call(node: fx.Node) -> str:
+    def call(node: fx.Node, variables: Mapping[fx.Node, str] = variables) -> str:
         return _call(node, variables, names)
 
     names.update(Rows=Rows, Total=Total, taken=taken)
@@ -156,12 +158,13 @@ def _body(graph: fx.Graph, names: dict[str, Any]) -> Iterator[Line]:
             gone = lives.dead_after(node)
             if node.op == "call_function":
                 value = lives.collected(node) or call(node)
-                yield from assigned(node, value, variables[node], text, gone)
+                operands = text(node.args[0]) if node.args else ""
+                yield from assigned(node, value, variables[node], operands, gone)
             elif node.op == "output":
                 yield f"return {text(list(output_values(graph)))}", None
 
 
-def _call(node: fx.Node, variables: dict[fx.Node, str], names: dict[str, Any]) -> str:
+def _call(node: fx.Node, variables: Mapping[fx.Node, str], names: dict[str, Any]) -> str:
     arguments = [_argument(value, variables, names) for value in node.args]
     if node.target in (operator.getitem, item):
         return f"{arguments[0]}[{arguments[1]}]"
@@ -173,7 +176,7 @@ def _call(node: fx.Node, variables: dict[fx.Node, str], names: dict[str, Any]) -
     return f"{_constant(internals.direct(node.target), names, 'f')}({', '.join(arguments)})"
 
 
-def _argument(value: Any, variables: dict[fx.Node, str], names: dict[str, Any]) -> str:
+def _argument(value: Any, variables: Mapping[fx.Node, str], names: dict[str, Any]) -> str:
     if isinstance(value, fx.Node):
         return variables[value]
     if type(value) in _LITERALS or (type(value) is float and math.isfinite(value)):

@@ -7,11 +7,12 @@ summed after the loop is collected as it is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
+from torchard.functional.execution.phases import phases_of
 from torchard.functional.programs.labels import Label, label_of
 from torchard.functional.programs.loops import carried, handed_on, is_apart
 from torchard.functional.programs.markers import Loop, again, enter, row, rows, total
@@ -95,19 +96,19 @@ def assigned(
     node: fx.Node,
     value: str,
     variable: str,
-    text: Callable[[Any], str],
+    operands: str,
     dead: Sequence[str],
     between: Iterable[Line] = (),
 ) -> Iterator[Line]:
     """The lines of one operation, after which some variables are dead.
 
-    A compiled region takes its operands over: it frees each after its own last use of it.
+    A compiled region takes its list of operands over: it frees each after its own last use of it.
     """
     mine = [name for name in dead if name == variable]
     if getattr(node.target, "takes_over", False):
-        yield f"given = {text(node.args[0])}", None
+        yield f"given = {operands}", None
         yield from deleted([name for name in dead if name != variable])
-        dead, value = mine, value.replace(f"({text(node.args[0])})", "(given)")
+        dead, value = mine, value.replace(f"({operands})", "(given)")
     yield f"{variable} = {value}", label_of(node)
     yield from between
     yield from deleted(dead)
@@ -123,72 +124,172 @@ def loop_lines(
     loop: Loop,
     nodes: Sequence[fx.Node],
     lives: Lives,
-    text: Callable[[Any], str],
-    call: Callable[[fx.Node], str],
+    text: Callable[[Any, Mapping[fx.Node, str]], str],
+    call: Callable[[fx.Node, Mapping[fx.Node, str]], str],
 ) -> Iterator[Line]:
     """The lines of a loop.
 
     Args:
         nodes: its operations, in order.
-        text: the text of an argument.
+        text: the text of an argument, given the names of values.
         call: the text of a call.
     """
-    variables = lives.variables
-    for node in nodes:
-        if node.target is enter:
-            yield f"{variables[node]} = {text(node.args[0])}", None
-        if lives.kept_for(node):
-            yield f"{lives.kept(node)} = [None] * {loop.count}", None
-        for user in node.users:
-            if user.target in _COLLECTS:
-                making = f"Rows({loop.count})" if user.target is rows else "Total()"
-                making = f"[None] * {loop.count}" if is_apart(user) else making
-                yield f"{lives.collection(user)} = {making}", None
-    order = loop.order()
-    yield f"for i in range({order.start}, {order.stop}, {order.step}):", None
-    for line, label in _iteration(loop, nodes, lives, text, call):
-        yield f"    {line}", label
-    gone = lives.dead_after(nodes[0])
-    if gone:
-        yield f"del {', '.join(gone)}", None
+    return _LoopLines(loop, nodes, lives, text, call).lines()
 
 
-def _iteration(
-    loop: Loop,
-    nodes: Sequence[fx.Node],
-    lives: Lives,
-    text: Callable[[Any], str],
-    call: Callable[[fx.Node], str],
-) -> Iterator[Line]:
-    variables, last = lives.variables, _last_reads(nodes)
-    # Values of other loops are taken from their lists before their first use.
-    taken: set[fx.Node] = set()
-    for node in nodes:
-        for operand in node.all_input_nodes:
-            if LOOP.get(operand) not in (None, loop) and operand not in taken:
-                taken.add(operand)
-                yield f"{variables[operand]} = {lives.kept(operand)}[i]", None
-                if all(lives.place[user] <= lives.place[node] for user in lives.kept_for(operand)):
-                    yield f"{lives.kept(operand)}[i] = None", None
-        gone = [variables[n] for n in last.get(node, ())]
-        kept = list(_keep(node, lives)) if node.target is not again else []
-        if node.target in (enter, again):
-            yield from [*kept, *deleted(gone)]
-            continue
-        value = lives.of_row(node) if node.target is row else call(node)
-        yield from assigned(node, value, variables[node], text, gone, kept)
-    handed = [node for node in nodes if node.target is again]
-    if handed:
-        entered = ", ".join(variables[node.args[1]] for node in handed)  # type: ignore[index]
-        values = ", ".join(variables[node.args[0]] for node in handed)  # type: ignore[index]
-        yield f"{entered}, = {values},", None
-    gone = list(dict.fromkeys(variables[n] for n in last.get(None, ())))
-    if gone:
-        yield f"del {', '.join(gone)}", None
+class _LoopLines:
+    def __init__(
+        self,
+        loop: Loop,
+        nodes: Sequence[fx.Node],
+        lives: Lives,
+        text: Callable[[Any, Mapping[fx.Node, str]], str],
+        call: Callable[[fx.Node, Mapping[fx.Node, str]], str],
+    ) -> None:
+        self.loop, self.nodes, self.lives, self.text, self.call = loop, nodes, lives, text, call
+        self.phases = phases_of(nodes)
+        # Values that one iteration computes for another, or in another's place, have names of their own.
+        self.ahead = {node: f"next_{lives.variables[node]}" for node in self.phases.ahead}
+        late = (*self.phases.late, *self.phases.pending)
+        self.late = {node: f"last_{lives.variables[node]}" for node in late}
+
+    def lines(self) -> Iterator[Line]:
+        """All lines."""
+        yield from self._beginning()
+        order, phases = self.loop.order(), self.phases
+        if phases.ahead:
+            yield _for(order[: phases.distance]), None
+            yield from _indented(self._issue())
+        yield _for(order), None
+        yield from _indented(self._iteration())
+        if phases.late:
+            yield _for(order[-1:]), None
+            yield from _indented(self._await())
+        gone = self.lives.dead_after(self.nodes[0])
+        lists = [self._early(node) for node in phases.early] + list(map(self._pending, phases.pending))
+        yield from deleted([*gone, *lists])
+
+    def _beginning(self) -> Iterator[Line]:
+        """What is there before the first iteration: carries, and lists."""
+        lives, count = self.lives, self.loop.count
+        for node in self.nodes:
+            if node.target is enter:
+                yield f"{lives.variables[node]} = {self.text(node.args[0], lives.variables)}", None
+            if lives.kept_for(node):
+                yield f"{lives.kept(node)} = [None] * {count}", None
+            for user in node.users:
+                if user.target in _COLLECTS:
+                    making = f"Rows({count})" if user.target is rows else "Total()"
+                    making = f"[None] * {count}" if is_apart(user) else making
+                    yield f"{lives.collection(user)} = {making}", None
+        for name in (*map(self._early, self.phases.early), *map(self._pending, self.phases.pending)):
+            yield f"{name} = [None] * {count}", None
+
+    def _early(self, node: fx.Node) -> str:
+        """The list of values that are computed ahead."""
+        return "e" + self.lives.variables[node]
+
+    def _pending(self, node: fx.Node) -> str:
+        """The list of values that are read after the next iteration."""
+        return "p" + self.lives.variables[node]
+
+    def _issue(self) -> Iterator[Line]:
+        """What is issued ahead, for the iteration of row i."""
+        names = {**self.lives.variables, **self.ahead}
+        early = {node: f"{self._early(node)}[i] = {names[node]}" for node in self.phases.early}
+        yield from self._block(self.phases.ahead, names, early, kept=False)
+
+    def _await(self) -> Iterator[Line]:
+        """What is awaited late, for the iteration of row i."""
+        names = {**self.lives.variables, **self.late}
+        for node in self.phases.pending:
+            yield f"{names[node]} = taken({self._pending(node)}, i)", None
+        yield from self._block(self.phases.late, names, {})
+
+    def _iteration(self) -> Iterator[Line]:
+        loop, phases, variables = self.loop, self.phases, self.lives.variables
+        step = -1 if loop.reverse else 1
+        for node in phases.early:
+            yield f"{variables[node]} = taken({self._early(node)}, i)", None
+            yield from _keep(node, self.lives, variables)
+        pending = {node: f"{self._pending(node)}[i] = {variables[node]}" for node in phases.pending}
+        given = [node for node in phases.early if node in pending]
+        yield from ((pending[node], None) for node in given)
+        main = [*phases.arriving, *phases.main]
+        lines = self._block(main, variables, pending, before=phases.main[0] if phases.main else None)
+        yield from lines
+        if phases.late:
+            yield f"if {_within(loop, -1)}:", None
+            yield from _indented(_for_row(-step, self._await()))
+
+    def _block(
+        self,
+        nodes: Sequence[fx.Node],
+        names: Mapping[fx.Node, str],
+        saved: Mapping[fx.Node, str],
+        kept: bool = True,
+        before: fx.Node | None = None,
+    ) -> Iterator[Line]:
+        """The lines of some operations of one iteration, each followed by what saves its value.
+
+        Args:
+            kept: whether values are kept for other loops, and collected.
+            before: the operation before which the next iterations' collectives are issued.
+        """
+        last, lives = _last_reads(nodes), self.lives
+        step = -1 if self.loop.reverse else 1
+        # Values of other loops are taken from their lists before their first use.
+        taken: set[fx.Node] = set()
+        for node in nodes:
+            if node is before and self.phases.ahead:
+                yield f"if {_within(self.loop, self.phases.distance)}:", None
+                yield from _indented(_for_row(step * self.phases.distance, self._issue()))
+            for operand in node.all_input_nodes:
+                if LOOP.get(operand) not in (None, self.loop) and operand not in taken:
+                    taken.add(operand)
+                    yield f"{names[operand]} = {lives.kept(operand)}[i]", None
+                    if all(lives.place[user] <= lives.place[node] for user in lives.kept_for(operand)):
+                        yield f"{lives.kept(operand)}[i] = None", None
+            gone = [names[n] for n in last.get(node, ())]
+            saves: list[Line] = [(saved[node], None)] if node in saved else []
+            saves += list(_keep(node, lives, names)) if kept and node.target is not again else []
+            if node.target in (enter, again):
+                yield from [*saves, *deleted(gone)]
+                continue
+            value = lives.of_row(node) if node.target is row else self.call(node, names)
+            operands = self.text(node.args[0], names) if node.args else ""
+            yield from assigned(node, value, names[node], operands, gone, saves)
+        handed = [node for node in nodes if node.target is again]
+        if handed:
+            entered = ", ".join(names[carried(node)[1]] for node in handed)
+            values = ", ".join(names[carried(node)[0]] for node in handed)
+            yield f"{entered}, = {values},", None
+        yield from deleted(list(dict.fromkeys(names[n] for n in last.get(None, ()))))
 
 
-def _keep(node: fx.Node, lives: Lives) -> Iterator[Line]:
-    value = lives.variables[node]
+def _for(order: range) -> str:
+    return f"for i in range({order.start}, {order.stop}, {order.step}):"
+
+
+def _indented(lines: Iterable[Line]) -> Iterator[Line]:
+    return ((f"    {line}", label) for line, label in lines)
+
+
+def _within(loop: Loop, iterations: int) -> str:
+    """The condition that there is an iteration so many after this one."""
+    ahead = -iterations if loop.reverse else iterations
+    return f"i < {loop.count - ahead}" if ahead > 0 else f"i >= {-ahead}"
+
+
+def _for_row(ahead: int, lines: Iterable[Line]) -> Iterator[Line]:
+    """Lines for another row, so many further on."""
+    yield f"i += {ahead}", None
+    yield from lines
+    yield f"i -= {ahead}", None
+
+
+def _keep(node: fx.Node, lives: Lives, names: Mapping[fx.Node, str]) -> Iterator[Line]:
+    value = names[node]
     if lives.kept_for(node):
         yield f"{lives.kept(node)}[i] = {value}", None
     for user in node.users:

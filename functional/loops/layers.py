@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -19,7 +20,18 @@ from torchard.functional.loops.periods import PeriodicRun, runs
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tags import FRAMES, LOOP, ORIGIN, SCOPE, SEGMENTS, VAL
 
-__all__ = ["Carry", "Entered", "Inside", "Layers", "Listed", "Row", "Shared", "Source", "layers_of", "operands_of"]
+__all__ = [
+    "Carry",
+    "Entered",
+    "Inside",
+    "Layers",
+    "Listed",
+    "Row",
+    "Shared",
+    "Source",
+    "layers_of",
+    "operands_of",
+]
 
 # A loop is worth its planning if it has this many layers, and saves this many operations.
 TIMES, LEAST = 3, 400
@@ -146,7 +158,7 @@ class _Symbols:
             _frozen(kwargs),
             _spec(VAL.get(node)),
             _frozen(tags),
-            tuple((frame.policy, frame.module, _unnumbered(frame.name)) for frame in FRAMES.get(node, ())),
+            tuple((f.policy, f.module, _unnumbered(f.name)) for f in FRAMES.get(node, ())),
             tuple((s.policy, len(s.frames)) for s in SEGMENTS.get(node, ())),
         )
         return self._number(key)
@@ -164,7 +176,7 @@ class _Symbols:
 _OPERAND = ("operand",)
 
 
-def _spec(val: Any) -> Hashable:
+def _spec(val: Any) -> Any:
     if isinstance(val, (tuple, list)):
         return tuple(map(_spec, val))
     if isinstance(val, torch.Tensor):
@@ -195,7 +207,7 @@ def _verified(
             if count - skipped - dropped < TIMES:
                 continue
             bounds = [start + k * run.period for k in range(skipped, count - dropped + 1)]
-            parts = [list(nodes[a:b]) for a, b in zip(bounds, bounds[1:], strict=False)]
+            parts = [list(nodes[a:b]) for a, b in pairwise(bounds)]
             layers = _sourced(parts, symbols, known)
             if layers is not None:
                 return layers
@@ -220,7 +232,8 @@ def _crossing(run: PeriodicRun, nodes: Sequence[fx.Node]) -> list[int]:
     near = {node: i for i, node in enumerate(nodes[first : first + 2 * period])}
     crossing = [0] * period
     for i, node in enumerate(nodes[first : first + period]):
-        last = max((near[user] for user in node.users if near.get(user, 2 * period) < i + period), default=i)
+        uses = [near[user] for user in node.users if near.get(user, 2 * period) < i + period]
+        last = max(uses, default=i)
         for k in range(i + 1, last + 1):
             crossing[k % period] += 1
     return crossing

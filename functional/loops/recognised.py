@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -26,11 +27,10 @@ from torchard.functional.loops.layers import (
     Shared,
     Source,
     layers_of,
-    operands_of,
 )
 from torchard.functional.programs.markers import Loop, again, enter, item, leave, listed, row, rows
 from torchard.functional.programs.program import Program
-from torchard.functional.programs.tagging import inherit
+from torchard.functional.programs.tagging import Tag, Tags, inherit, own_tags, put
 from torchard.functional.programs.tags import FRAMES, LOOP, SCOPE, SEGMENTS, VAL
 
 __all__ = ["recognised"]
@@ -49,10 +49,11 @@ class _Rolling:
     """Layers on their way into a loop."""
 
     loop: Loop
-    # The loop's operations, by their place in the layer; and what enters an iteration.
+    # The loop's operations, by their place in the layer; what enters an iteration, and is handed on.
     operations: list[fx.Node] = field(default_factory=list)
     entered: dict[Carry, fx.Node] = field(default_factory=dict)
     handed: dict[Carry, fx.Node] = field(default_factory=dict)
+    # The rows of what is read outside of the loop, by the operation's place.
     stacked: dict[int, fx.Node] = field(default_factory=dict)
 
 
@@ -107,24 +108,30 @@ class _Recognised:
 
     def _loop(self, layers: Layers) -> None:
         first = layers.nodes[layers.turn(0)]
-        frames = FRAMES.get(first[0], ())
-        rolling = _Rolling(Loop(layers.count, layers.reverse, frames[-1].name if frames else "layers"))
+        placed = [self._place([layer[j] for layer in layers.nodes], layers) for j in range(len(first))]
+        rolling = _Rolling(Loop(layers.count, layers.reverse, _common(placed)))
         self.rolling[layers] = rolling
         lists = [self._list(s) for sources in layers.sources for s in sources if isinstance(s, Listed)]
         for carry in layers.carries:
             value = self._value(carry.first)
             rolling.entered[carry] = self._inside(rolling, enter, (value,), first[carry.operation])
         taken = {stacked: self._inside(rolling, row, (stacked,), like) for stacked, like in lists}
-        for operation, (node, sources) in enumerate(zip(first, layers.sources, strict=True)):
-            operands = iter([self._operand(rolling, source, taken) for source in sources])
-            made = self.new.node_copy(node, lambda _: next(operands))
+        for node, sources, tags in zip(first, layers.sources, placed, strict=True):
+            operands = [self._operand(rolling, source, taken) for source in sources]
+            made = self._copy(node, operands)
+            put(made, tags)
             LOOP.set(made, rolling.loop)
-            self._name(made, [layer[operation] for layer in layers.nodes], layers)
             rolling.operations.append(made)
         for carry, entered in rolling.entered.items():
             value = rolling.operations[carry.operation]
+            put(entered, {tag: known for tag, known in own_tags(value).items() if tag in _PLACE})
             handed = self._inside(rolling, again, (value, entered), value)
             rolling.handed[carry] = handed
+
+    def _copy(self, node: fx.Node, operands: Sequence[fx.Node]) -> fx.Node:
+        """A node of the same operation, on other operands as they stand in its arguments."""
+        rest = iter(operands)
+        return self.new.node_copy(node, lambda _: next(rest))
 
     def _list(self, source: Listed) -> tuple[fx.Node, fx.Node]:
         """The node that lists some values, and one of them."""
@@ -159,16 +166,18 @@ class _Recognised:
 
     # -- where its operations are -----------------------------------------------------------------
 
-    def _name(self, made: fx.Node, nodes: Sequence[fx.Node], layers: Layers) -> None:
-        """Give an operation the frames of all layers in which it is."""
-        if frames := FRAMES.get(made, ()):
-            FRAMES.set(made, self._of_all([FRAMES.of(node) for node in nodes], layers))
-            SCOPE.set(made, path_of(FRAMES.of(made)))
-        if segments := SEGMENTS.get(made, ()):
+    def _place(self, nodes: Sequence[fx.Node], layers: Layers) -> Tags:
+        """The tags of an operation that is in the frames of all layers."""
+        tags: dict[Tag[Any], Any] = {}
+        if FRAMES.get(nodes[0]):
+            tags[FRAMES] = self._of_all([FRAMES.of(node) for node in nodes], layers)
+            tags[SCOPE] = path_of(tags[FRAMES])
+        if segments := SEGMENTS.get(nodes[layers.turn(0)]):
             own = [SEGMENTS.of(node) for node in nodes]
             kept = [self._of_all([each[i].frames for each in own], layers) for i in range(len(segments))]
             marks = zip(segments, kept, strict=True)
-            SEGMENTS.set(made, tuple(replace(segment, frames=inside) for segment, inside in marks))
+            tags[SEGMENTS] = tuple(replace(segment, frames=inside) for segment, inside in marks)
+        return tags
 
     def _of_all(self, frames: Sequence[tuple[Frame, ...]], layers: Layers) -> tuple[Frame, ...]:
         return tuple(self._frame(layers.by_row(each)) for each in zip(*frames, strict=True))
@@ -183,8 +192,19 @@ class _Recognised:
         return self.frames[each]
 
 
+# The tags that say where an operation is.
+_PLACE = (FRAMES, SCOPE, SEGMENTS)
+
+
+def _common(placed: Sequence[Tags]) -> str:
+    """The scope that all operations of a layer are in."""
+    frames = [tags.get(FRAMES, ()) for tags in placed]
+    same = takewhile(lambda column: len({*column}) == 1, zip(*frames, strict=False))
+    return path_of([column[0] for column in same]) or "layers"
+
+
 def numbered(names: Sequence[str]) -> str:
-    """One name for those of all rows: ``layers.*`` for layers.0, layers.1, ...; ``layers.{2+i}`` from 2 on.
+    """One name for those of all rows: ``layers.*`` from layers.0 on, ``layers.{2+i}`` from layers.2 on.
 
     >>> numbered(["layers.1", "layers.3", "layers.5"])
     'layers.{1+2i}'

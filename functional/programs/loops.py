@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from graphlib import TopologicalSorter
 from heapq import heapify, heappop, heappush
 from typing import Any
@@ -10,9 +10,17 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.programs.markers import Loop, again, enter, item, listed, row, rows
-from torchard.functional.programs.tags import LOOP
+from torchard.functional.programs.tags import AHEAD, LOOP, STAGE
 
-__all__ = ["carried", "handed_on", "is_apart", "move_to_readers", "regrouped", "times"]
+__all__ = [
+    "carried",
+    "handed_on",
+    "is_apart",
+    "issued_ahead",
+    "move_to_readers",
+    "regrouped",
+    "times",
+]
 
 
 def times(node: fx.Node) -> int:
@@ -39,6 +47,25 @@ def is_apart(node: fx.Node) -> bool:
     """Whether a node stands for values that are read one by one, and need no stack."""
     readers = {rows: item, listed: row}
     return node.target in readers and all(user.target is readers[node.target] for user in node.users)
+
+
+def issued_ahead(nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], int]:
+    """The operations of a loop that are issued some iterations ahead, with what they need; and how many.
+
+    None are if they depend on a carry, or on another loop's values. A result that is awaited is awaited
+    in its own iteration.
+    """
+    loop, late = LOOP.get(nodes[0]), set[fx.Node]()
+    for node in nodes:
+        if STAGE.get(node) == "wait" or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    needed = {node for node in nodes if AHEAD.get(node) and node not in late}
+    for node in reversed(nodes):
+        if node in needed:
+            needed.update(operand for operand in node.all_input_nodes if LOOP.on(operand))
+    distance = max((AHEAD.of(node) for node in needed if AHEAD.on(node)), default=0)
+    alone = all(LOOP.of(n) is loop and n.target not in (enter, again) for n in needed)
+    return ([node for node in nodes if node in needed], distance) if alone else ([], 0)
 
 
 def regrouped(graph: fx.Graph) -> list[fx.Node]:

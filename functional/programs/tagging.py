@@ -41,6 +41,7 @@ __all__ = [
     "forget",
     "inherit",
     "inherited_tags",
+    "own_tags",
     "put",
     "stand_for",
     "strip",
@@ -260,6 +261,13 @@ def stand_for(node: fx.Node, old: fx.Node) -> None:
     for name in _SHARED["value"]:
         if TAGS[name].follows == "value" and name in old.meta:
             node.meta.setdefault(name, old.meta[name])
+
+
+def own_tags(node: fx.Node) -> dict[Tag[Any], Any]:
+    """All tags of a node but torch's."""
+    meta = node.meta
+    ours = ((name, TAGS.get(name)) for name in meta)
+    return {tag: meta[name] for name, tag in ours if tag is not None and tag.written_by != TORCH}
 
 
 def put(node: fx.Node, tags: Tags) -> None:

@@ -9,6 +9,7 @@ from torchard.functional.programs.markers import Loop
 from torchard.functional.programs.tagging import TORCH, Tag, declare
 
 __all__ = [
+    "AHEAD",
     "APART",
     "COLLECTIVE",
     "CUT",
@@ -112,6 +113,14 @@ LOOP: Tag[Loop] = declare(
     written_by="loops/rolled, programs/loops, remat/rematerialise, scheduling/gathers, "
     "scheduling/partition",
     read_by="many",
+    follows="place",
+)
+
+AHEAD: Tag[int] = declare(
+    "ahead",
+    "how many iterations before its own the operation is issued",
+    written_by="scheduling/gathers",
+    read_by="execution/regions, programs/loops",
     follows="place",
 )
 

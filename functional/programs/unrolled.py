@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.core.scope_frames import Frame, path_of
-from torchard.functional.programs.loops import carried, is_apart, regrouped
+from torchard.functional.programs.loops import carried, is_apart, issued_ahead, regrouped
 from torchard.functional.programs.markers import (
     Loop,
     again,
@@ -22,7 +23,7 @@ from torchard.functional.programs.markers import (
     total,
 )
 from torchard.functional.programs.program import Program
-from torchard.functional.programs.tagging import forget, inherit
+from torchard.functional.programs.tagging import forget, inherit, own_tags
 from torchard.functional.programs.tags import FRAMES, LOOP, ORIGIN, SCOPE, SEGMENTS
 from torchard.functional.torch_internals.operators import aten
 
@@ -50,6 +51,7 @@ class _Unrolled:
     each: dict[fx.Node, dict[int, fx.Node]] = field(default_factory=dict)
     frames: dict[tuple[Frame, int], Frame] = field(default_factory=dict)
     origins: dict[tuple[int, int], int] = field(default_factory=dict)
+    told: dict[tuple[Any, int], Any] = field(default_factory=dict)
     numbers: int = 0
 
     def run(self) -> fx.Graph:
@@ -66,17 +68,31 @@ class _Unrolled:
     def _iterations(self, loop: Loop, nodes: list[fx.Node]) -> None:
         self.each.update((node, {}) for node in nodes)
         entered: dict[fx.Node, fx.Node] = {}
-        for i in loop.order():
+        ahead, distance = issued_ahead(nodes)
+        order = loop.order()
+        for turn, i in enumerate(order):
             handed: dict[fx.Node, fx.Node] = {}
             for node in nodes:
-                if node.target is enter:
+                if i in self.each[node]:
+                    pass  # issued ahead
+                elif node.target is enter:
                     self.each[node][i] = entered.get(node) or self._at(node.args[0], i)
                 elif node.target is again:
                     value, enters = carried(node)
                     self.each[node][i] = handed[enters] = self._at(value, i)
                 else:
                     self.each[node][i] = self._iteration(node, i)
+                if ahead and node is ahead[-1]:
+                    upcoming = order[turn + distance : turn + distance + 1] if turn else order[1:]
+                    self._issue(ahead, upcoming[:distance])
             entered = handed
+
+    def _issue(self, nodes: Sequence[fx.Node], rows: Iterable[int]) -> None:
+        """The operations that are issued ahead, for some rows."""
+        for i in rows:
+            for node in nodes:
+                if i not in self.each[node]:
+                    self.each[node][i] = self._iteration(node, i)
 
     def _at(self, node: Any, i: int) -> fx.Node:
         """The value that the iteration of a row reads."""
@@ -104,12 +120,21 @@ class _Unrolled:
             SEGMENTS.set(
                 node, tuple(replace(s, frames=self._frames(s.frames, i)) for s in segments)
             )
+        for tag, value in own_tags(node).items():
+            if hasattr(value, "in_iteration"):
+                tag.set(node, self._in_iteration(value, i))
         if ORIGIN.on(node):
             known = ORIGIN.of(node), i
             if known not in self.origins:
                 self.numbers += 1
                 self.origins[known] = self.numbers
             ORIGIN.set(node, self.origins[known])
+
+    def _in_iteration(self, value: Any, i: int) -> Any:
+        """What a tag says of one iteration: one object for all nodes that share the tag's."""
+        if (value, i) not in self.told:
+            self.told[value, i] = value.in_iteration(i)
+        return self.told[value, i]
 
     def _frames(self, frames: tuple[Frame, ...], i: int) -> tuple[Frame, ...]:
         """The frames of one iteration: those from the loop's own on are entered once in each."""

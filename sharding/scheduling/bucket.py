@@ -34,6 +34,10 @@ class Bucket:
 
     members: int
 
+    def in_iteration(self, i: int) -> Bucket:
+        """The bucket of one iteration of a loop."""
+        return replace(self)
+
 
 def merge_reductions(graph: fx.Graph, limit: int | None = None) -> None:
     """Merge all_reduces none of whose results is used before the last of them can be issued.

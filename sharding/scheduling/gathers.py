@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from torchard.functional.programs.markers import listed, row
-from torchard.functional.programs.tags import LAYOUT, LOOP, PHASE, STEP, VAL
+from torchard.functional.programs.tags import AHEAD, LAYOUT, LOOP, PHASE, STEP, VAL
 from torchard.functional.remat.rematerialise import tag_version
+from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.collective_ops import AllGather, PsumScatter
 from torchard.sharding.layouts.tags import AFTER, BUCKET, TURN
 from torchard.sharding.manual.manual_collectives import is_edge
@@ -48,6 +49,30 @@ def gather_again(graph: fx.Graph, parameters: Iterable[fx.Node], axes: Iterable[
             copies: dict[fx.Node, fx.Node] = {}
             for user in sorted(late, key=at.__getitem__):  # the copy is inserted before the first user
                 _swap_inputs(user, node, copies)
+    for node in list(_gathers(graph, set(parameters))):
+        if LOOP.on(node):
+            _take_rows(node)
+
+
+def _take_rows(node: fx.Node) -> None:
+    """Let a gather take its row itself, if another loop takes it: then it depends on no other loop."""
+    for source in node.all_input_nodes:
+        if LOOP.get(source) in (None, LOOP.of(node)) or not _is_cheap(source):
+            continue
+        with node.graph.inserting_after(source):  # wherever the gather is moved, it comes before
+            copy = node.graph.node_copy(source)
+        if PHASE.get(node) == "backward":
+            tag_version(copy, source)
+        LOOP.set(copy, LOOP.of(node))
+        node.replace_input_with(source, copy)
+        _take_rows(copy)
+
+
+def _is_cheap(node: fx.Node) -> bool:
+    """Whether a value is a row, or a view or a conversion of one."""
+    while node.target is not row and (is_alias(node) or node.target is aten._to_copy.default):
+        node = node.all_input_nodes[0]
+    return node.target is row
 
 
 def _after_cotangents(graph: fx.Graph) -> set[fx.Node]:
@@ -123,6 +148,9 @@ def gather_by_layer(graph: fx.Graph, layers: Mapping[fx.Node, str], ahead: int) 
         firsts = _place(graph, list(by_layer.values()), ahead)
         if phase == "backward":
             begins.update(firsts)
+        for node in (node for bucket in by_layer.values() for node in bucket if LOOP.on(node)):
+            if distance := min(ahead, LOOP.of(node).count - 1):
+                AHEAD.set(node, distance)
     _number_turns(graph, begins)
 
 
