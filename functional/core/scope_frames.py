@@ -55,9 +55,9 @@ def in_iteration(path: str, row: int) -> str:
         first, step, listed = found.groups()
         if listed is not None:
             return str(listed.split("|")[row])
-        return str(int(first or 0) + row * int(step or 1))
+        return str(int(first or 0) + row * int(f"{step}1" if step in ("+", "-") else step or 1))
 
     return _NUMBER.sub(number, path)
 
 
-_NUMBER = re.compile(r"\*|\{(\d+)\+(\d*)i\}|\{([^{}]*\|[^{}]*)\}")
+_NUMBER = re.compile(r"\*|\{(\d+)([+-]\d*)i\}|\{([^{}]*\|[^{}]*)\}")

@@ -15,10 +15,10 @@ from itertools import groupby
 import torch
 from torch import fx
 
-from torchard.functional.programs.loops import regrouped
+from torchard.functional.programs.loops import issued_ahead, regrouped
 from torchard.functional.programs.markers import again, is_marker, listed
 from torchard.functional.programs.tagging import forget, inherit
-from torchard.functional.programs.tags import LOOP, TASK
+from torchard.functional.programs.tags import AHEAD, LOOP, TASK
 from torchard.functional.programs.views import is_view
 from torchard.functional.torch_internals.operators import COLLECTIVES
 
@@ -76,7 +76,11 @@ def _parts(order: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """The operations of each loop, and those before, between and after loops."""
     parts: list[list[fx.Node]] = []
     for _, nodes in groupby(order, key=LOOP.get):
-        part = [n for n in nodes if n.op == "call_function" and not is_marker(n)]
+        group = list(nodes)
+        # What is issued ahead of its iteration, and awaited in it, stays outside.
+        apart = set(issued_ahead(group)[0] if LOOP.on(group[0]) else ())
+        apart |= {n for n in group if AHEAD.get(n) or is_marker(n)}
+        part = [n for n in group if n.op == "call_function" and n not in apart]
         parts += [part] if part else []
     return [nodes for nodes in parts if not all(map(_is_free, nodes))]
 
@@ -176,6 +180,7 @@ class Region:
 def _call(outer: fx.Graph, nodes: Sequence[fx.Node], run: Run, env: dict[fx.Node, fx.Node]) -> None:
     call = outer.call_function(Region(run), ([env[node] for node in _inputs(nodes)],))
     inherit(call, nodes[0], "place")
+    forget(call, AHEAD)
     for i, node in enumerate(_outputs(nodes)):
         env[node] = outer.call_function(operator.getitem, (call, i))
         inherit(env[node], node, "place")

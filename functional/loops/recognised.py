@@ -17,20 +17,30 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.scope_frames import Frame, path_of
+from torchard.functional.loops.equal_layers import layers_of
 from torchard.functional.loops.layers import (
     Carry,
     Entered,
+    EqualLayers,
     Inside,
-    Layers,
     Listed,
-    Row,
+    SameRow,
     Shared,
     Source,
-    layers_of,
 )
-from torchard.functional.programs.markers import Loop, again, enter, item, leave, listed, row, rows
+from torchard.functional.programs.markers import (
+    Loop,
+    again,
+    enter,
+    item,
+    leave,
+    listed,
+    row,
+    rows,
+    total,
+)
 from torchard.functional.programs.program import Program
-from torchard.functional.programs.tagging import Tag, Tags, inherit, own_tags, put
+from torchard.functional.programs.tagging import Tag, Tags, forget, inherit, put
 from torchard.functional.programs.tags import FRAMES, LOOP, SCOPE, SEGMENTS, VAL
 
 __all__ = ["recognised"]
@@ -46,9 +56,11 @@ def recognised(program: Program) -> Program:
 
 @dataclass
 class _Rolling:
-    """Layers on their way into a loop."""
+    """EqualLayers on their way into a loop."""
 
     loop: Loop
+    # Where the loop is.
+    outside: Tags
     # The loop's operations, by their place in the layer; what enters an iteration, and is handed on.
     operations: list[fx.Node] = field(default_factory=list)
     entered: dict[Carry, fx.Node] = field(default_factory=dict)
@@ -58,11 +70,11 @@ class _Rolling:
 
 
 class _Recognised:
-    def __init__(self, old: fx.Graph, found: Sequence[Layers]) -> None:
+    def __init__(self, old: fx.Graph, found: Sequence[EqualLayers]) -> None:
         self.old, self.new = old, fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
         self.of = {node: layers for layers in found for layer in layers.nodes for node in layer}
-        self.rolling: dict[Layers, _Rolling] = {}
+        self.rolling: dict[EqualLayers, _Rolling] = {}
         self.listed: dict[Listed, fx.Node] = {}
         self.frames: dict[tuple[Frame, ...], Frame] = {}
         self.fakes: Any = VAL.of(next(iter(old.nodes))).fake_mode
@@ -82,17 +94,35 @@ class _Recognised:
             self.env[node] = self._of_one_layer(self.of[node], node)
         return self.env[node]
 
-    def _of_one_layer(self, layers: Layers, node: fx.Node) -> fx.Node:
+    def _of_one_layer(self, layers: EqualLayers, node: fx.Node) -> fx.Node:
         """The value of one layer, read outside of it."""
         rolling, (turn, operation) = self.rolling[layers], layers.place[node]
+        if operation in layers.sums:
+            return self._sum(layers, rolling, node)
         if turn == layers.count - 1:
             for carry, handed in rolling.handed.items():
                 if carry.operation == operation:
-                    return self._add(leave, (handed,), node)
+                    return self._after(rolling, leave, (handed,), node)
         if operation not in rolling.stacked:
             value = rolling.operations[operation]
-            rolling.stacked[operation] = self._add(rows, (value, layers.count), node, layers.count)
-        return self._add(item, (rolling.stacked[operation], layers.turn(turn)), node)
+            stacked = self._after(rolling, rows, (value, layers.count), node, layers.count)
+            rolling.stacked[operation] = stacked
+        return self._after(rolling, item, (rolling.stacked[operation], layers.turn(turn)), node)
+
+    def _sum(self, layers: EqualLayers, rolling: _Rolling, node: fx.Node) -> fx.Node:
+        """A sum over all layers, which its last addition computed."""
+        known = layers.sums[layers.place[node][1]]
+        term = rolling.operations[known.term]
+        summed = self._after(rolling, total, (term,), layers.nodes[-1][known.term])
+        return self._copy(node, [self._value(known.first), summed])
+
+    def _after(
+        self, rolling: _Rolling, target: Any, args: Any, like: fx.Node, count: int | None = None
+    ) -> fx.Node:
+        made = self._add(target, args, like, count)
+        forget(made, *_PLACE)
+        put(made, rolling.outside)
+        return made
 
     def _add(self, target: Any, args: Any, like: fx.Node, count: int | None = None) -> fx.Node:
         """A node with the value of another, or with a row of it for each iteration."""
@@ -106,17 +136,21 @@ class _Recognised:
 
     # -- a loop -----------------------------------------------------------------------------------
 
-    def _loop(self, layers: Layers) -> None:
+    def _loop(self, layers: EqualLayers) -> None:
         first = layers.nodes[layers.turn(0)]
         placed = [self._place([layer[j] for layer in layers.nodes], layers) for j in range(len(first))]
-        rolling = _Rolling(Loop(layers.count, layers.reverse, _common(placed)))
+        loop = Loop(layers.count, layers.reverse, _common(placed))
+        rolling = _Rolling(loop, _outside([node for layer in layers.nodes for node in layer]))
         self.rolling[layers] = rolling
         lists = [self._list(s) for sources in layers.sources for s in sources if isinstance(s, Listed)]
         for carry in layers.carries:
             value = self._value(carry.first)
             rolling.entered[carry] = self._inside(rolling, enter, (value,), first[carry.operation])
         taken = {stacked: self._inside(rolling, row, (stacked,), like) for stacked, like in lists}
-        for node, sources, tags in zip(first, layers.sources, placed, strict=True):
+        for j, (node, sources, tags) in enumerate(zip(first, layers.sources, placed, strict=True)):
+            if j in layers.sums:
+                rolling.operations.append(node)  # nothing in the loop reads it
+                continue
             operands = [self._operand(rolling, source, taken) for source in sources]
             made = self._copy(node, operands)
             put(made, tags)
@@ -124,9 +158,7 @@ class _Recognised:
             rolling.operations.append(made)
         for carry, entered in rolling.entered.items():
             value = rolling.operations[carry.operation]
-            put(entered, {tag: known for tag, known in own_tags(value).items() if tag in _PLACE})
-            handed = self._inside(rolling, again, (value, entered), value)
-            rolling.handed[carry] = handed
+            rolling.handed[carry] = self._inside(rolling, again, (value, entered), value)
 
     def _copy(self, node: fx.Node, operands: Sequence[fx.Node]) -> fx.Node:
         """A node of the same operation, on other operands as they stand in its arguments."""
@@ -144,6 +176,8 @@ class _Recognised:
     def _inside(self, rolling: _Rolling, target: Any, args: Any, like: fx.Node) -> fx.Node:
         made = self.new.call_function(target, args)
         inherit(made, like)
+        forget(made, *_PLACE)
+        put(made, rolling.outside)
         VAL.set(made, VAL.of(like))
         LOOP.set(made, rolling.loop)
         return made
@@ -155,7 +189,7 @@ class _Recognised:
             return rolling.operations[source.operation]
         if isinstance(source, Carry):
             return rolling.entered[source]
-        if isinstance(source, Row):
+        if isinstance(source, SameRow):
             return self.rolling[source.layers].operations[source.operation]
         if isinstance(source, Entered):
             return self.rolling[source.layers].entered[source.carry]
@@ -166,7 +200,7 @@ class _Recognised:
 
     # -- where its operations are -----------------------------------------------------------------
 
-    def _place(self, nodes: Sequence[fx.Node], layers: Layers) -> Tags:
+    def _place(self, nodes: Sequence[fx.Node], layers: EqualLayers) -> Tags:
         """The tags of an operation that is in the frames of all layers."""
         tags: dict[Tag[Any], Any] = {}
         if FRAMES.get(nodes[0]):
@@ -179,7 +213,7 @@ class _Recognised:
             tags[SEGMENTS] = tuple(replace(segment, frames=inside) for segment, inside in marks)
         return tags
 
-    def _of_all(self, frames: Sequence[tuple[Frame, ...]], layers: Layers) -> tuple[Frame, ...]:
+    def _of_all(self, frames: Sequence[tuple[Frame, ...]], layers: EqualLayers) -> tuple[Frame, ...]:
         return tuple(self._frame(layers.by_row(each)) for each in zip(*frames, strict=True))
 
     def _frame(self, each: tuple[Frame, ...]) -> Frame:
@@ -196,11 +230,25 @@ class _Recognised:
 _PLACE = (FRAMES, SCOPE, SEGMENTS)
 
 
+def _outside(nodes: Sequence[fx.Node]) -> Tags:
+    """The tags of the place that all of some nodes are in."""
+    tags: dict[Tag[Any], Any] = {}
+    if frames := _prefix([FRAMES.get(node, ()) for node in nodes]):
+        tags = {FRAMES: frames, SCOPE: path_of(frames)}
+    if segments := _prefix([SEGMENTS.get(node, ()) for node in nodes]):
+        tags[SEGMENTS] = segments
+    return tags
+
+
+def _prefix(sequences: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
+    """What all begin with."""
+    same = takewhile(lambda column: len({*column}) == 1, zip(*sequences, strict=False))
+    return tuple(column[0] for column in same)
+
+
 def _common(placed: Sequence[Tags]) -> str:
     """The scope that all operations of a layer are in."""
-    frames = [tags.get(FRAMES, ()) for tags in placed]
-    same = takewhile(lambda column: len({*column}) == 1, zip(*frames, strict=False))
-    return path_of([column[0] for column in same]) or "layers"
+    return path_of(_prefix([tags.get(FRAMES, ()) for tags in placed])) or "layers"
 
 
 def numbered(names: Sequence[str]) -> str:
@@ -224,4 +272,5 @@ def _numbered(parts: Sequence[str]) -> str:
         return f"{{{'|'.join(parts)}}}"
     if (first, step) == (0, 1):
         return "*"
-    return f"{{{first}+{'' if step == 1 else step}i}}"
+    sign, size = "+" if step > 0 else "-", abs(step)
+    return f"{{{first}{sign}{'' if size == 1 else size}i}}"

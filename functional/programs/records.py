@@ -7,10 +7,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-__all__ = ["AxisWork", "Record", "Records", "Work"]
+__all__ = ["AxisWork", "PerIteration", "Record", "Records", "Work"]
 
 
-class Record:
+class PerIteration:
+    """What is noted on an operation of a loop, and differs between iterations."""
+
+    def in_iteration(self, i: int) -> Any:
+        """What is noted on the operation of one iteration."""
+        raise NotImplementedError
+
+
+class Record(PerIteration):
     """The data of one line of a report; its ``str`` shows all of it.
 
     >>> from dataclasses import dataclass

@@ -63,7 +63,7 @@ SOURCE: Tag[str | None] = declare(
 SCOPE: Tag[str] = declare(
     "scope",
     '"block/3", the enclosing torchard.scope',
-    written_by="loops/rolled, programs/unrolled, tracing/trace_state",
+    written_by="loops/recognised, loops/rolled, programs/unrolled, tracing/trace_state",
     read_by="many",
     follows="place",
 )
@@ -71,23 +71,23 @@ ORIGIN: Tag[int] = declare(
     "origin",
     "the number, within its trace, of the forward operation that it is or is part of the backward of",
     written_by="loops/rolled, programs/unrolled, tracing/trace_state",
-    read_by="loops/rolled, pipelining/chunks, planning/cuts, programs/unrolled, tracing/trace_state",
+    read_by="loops/equal_layers, loops/rolled, pipelining/chunks, planning/cuts, "
+    "programs/unrolled, tracing/trace_state",
     follows="place",
 )
 FRAMES: Tag[tuple[Frame, ...]] = declare(
     "frames",
     "the entries of scopes and the calls of transforms it was made in",
-    written_by="loops/rolled, programs/unrolled, tracing/trace_state",
-    read_by="loops/rolled, programs/unrolled, remat/budget, remat/segments, tracing/trace_state",
+    written_by="loops/recognised, loops/rolled, programs/unrolled, tracing/trace_state",
+    read_by="many",
     follows="place",
 )
 SEGMENTS: Tag[tuple[Any, ...]] = declare(
     "segments",
     "the checkpointed segments it is in, outermost first",
-    written_by="loops/rolled, programs/unrolled, remat/rematerialise, remat/segments, "
-    "tracing/trace_state",
-    read_by="loops/rolled, programs/unrolled, remat/segments, rewriting/plan, rewriting/search, "
-    "tracing/trace_state",
+    written_by="loops/recognised, loops/rolled, programs/unrolled, remat/rematerialise, "
+    "remat/segments, tracing/trace_state",
+    read_by="many",
     follows="place",
 )
 PHASE: Tag[str] = declare(
@@ -110,8 +110,8 @@ RECOMPUTE: Tag[bool] = declare(
 LOOP: Tag[Loop] = declare(
     "loop",
     "the loop in whose iterations the operation runs, in a rolled program",
-    written_by="loops/rolled, programs/loops, remat/rematerialise, scheduling/gathers, "
-    "scheduling/partition",
+    written_by="loops/recognised, loops/rolled, programs/loops, remat/rematerialise, "
+    "scheduling/gathers, scheduling/partition",
     read_by="many",
     follows="place",
 )
@@ -120,7 +120,7 @@ AHEAD: Tag[int] = declare(
     "ahead",
     "how many iterations before its own the operation is issued",
     written_by="scheduling/gathers",
-    read_by="execution/regions, programs/loops",
+    read_by="execution/phases, execution/regions, programs/loops",
     follows="place",
 )
 
@@ -163,11 +163,11 @@ RESIDUAL: Tag[bool] = declare(
     written_by="remat/split",
     read_by="reports/text",
 )
-WHY: Tag[str] = declare(
+WHY: Tag[Any] = declare(
     "why",
-    "why the backward reads the saved value",
-    written_by="remat/rematerialise",
-    read_by="reports/residuals",
+    "a record of why the backward reads the saved value",
+    written_by="programs/unrolled, remat/rematerialise",
+    read_by="programs/unrolled, reports/residuals",
 )
 OFFLOAD: Tag[bool] = declare(
     "offload",
@@ -240,7 +240,7 @@ STAGE: Tag[str] = declare(
     "stage",
     'in a lowered graph, "issue" or "wait", where other processes take part',
     written_by="lowering/channel",
-    read_by="lowering/call_order, lowering/peephole, programs/labels",
+    read_by="execution/phases, lowering/call_order, lowering/peephole, programs/labels, programs/loops",
     follows="call",
 )
 PEERS: Tag[str] = declare(

@@ -23,8 +23,9 @@ from torchard.functional.programs.markers import (
     total,
 )
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.records import PerIteration
 from torchard.functional.programs.tagging import forget, inherit, own_tags
-from torchard.functional.programs.tags import FRAMES, LOOP, ORIGIN, SCOPE, SEGMENTS
+from torchard.functional.programs.tags import FRAMES, LOOP, ORIGIN, SCOPE, SEGMENTS, WHY
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["has_loops", "unrolled"]
@@ -76,7 +77,7 @@ class _Unrolled:
                 if i in self.each[node]:
                     pass  # issued ahead
                 elif node.target is enter:
-                    self.each[node][i] = entered.get(node) or self._at(node.args[0], i)
+                    self.each[node][i] = entered.get(node) or self._entering(node, i)
                 elif node.target is again:
                     value, enters = carried(node)
                     self.each[node][i] = handed[enters] = self._at(value, i)
@@ -93,6 +94,13 @@ class _Unrolled:
             for node in nodes:
                 if i not in self.each[node]:
                     self.each[node][i] = self._iteration(node, i)
+
+    def _entering(self, node: fx.Node, i: int) -> fx.Node:
+        """What enters the first iteration."""
+        value = self._at(node.args[0], i)
+        if WHY.on(node) and not SEGMENTS.get(value):
+            WHY.setdefault(value, WHY.of(node).in_iteration(i))
+        return value
 
     def _at(self, node: Any, i: int) -> fx.Node:
         """The value that the iteration of a row reads."""
@@ -121,7 +129,7 @@ class _Unrolled:
                 node, tuple(replace(s, frames=self._frames(s.frames, i)) for s in segments)
             )
         for tag, value in own_tags(node).items():
-            if hasattr(value, "in_iteration"):
+            if isinstance(value, PerIteration):
                 tag.set(node, self._in_iteration(value, i))
         if ORIGIN.on(node):
             known = ORIGIN.of(node), i
@@ -130,7 +138,7 @@ class _Unrolled:
                 self.origins[known] = self.numbers
             ORIGIN.set(node, self.origins[known])
 
-    def _in_iteration(self, value: Any, i: int) -> Any:
+    def _in_iteration(self, value: PerIteration, i: int) -> Any:
         """What a tag says of one iteration: one object for all nodes that share the tag's."""
         if (value, i) not in self.told:
             self.told[value, i] = value.in_iteration(i)

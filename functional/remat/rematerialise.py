@@ -49,7 +49,13 @@ from torchard.functional.programs.views import (
 from torchard.functional.remat.offload import offload_after, reload_before
 from torchard.functional.remat.policies import COLLECTIVE_PREFIX, Budget
 from torchard.functional.remat.policy import Decision, Policy, Shapes
-from torchard.functional.remat.segments import Segment, segments_of
+from torchard.functional.remat.segments import (
+    Segment,
+    Why,
+    segments_of,
+    shared_segments,
+    why_kept,
+)
 
 __all__ = ["decisions", "passes_of", "rematerialise", "tag_version"]
 
@@ -152,7 +158,7 @@ class _Versions:
         if node.op == "placeholder":
             return node, 0, now
         mine = segments_of(node)
-        shared = _shared(mine, reader)
+        shared = shared_segments(mine, reader)
         base = base_of(node)
         if base is not None:  # a view has the version of its base
             return node, self._version(base, mine[:shared], now)[1], now
@@ -199,7 +205,7 @@ class _Versions:
             outer = self._version(node, segments_of(node)[: depth - 1], now)
             kept = self.nodes[outer] if outer[1] else node
             away = offload_after(kept)
-            WHY.setdefault(away, f"{segments_of(node)[depth - 1].policy} offloads it")
+            WHY.setdefault(away, Why(f"{segments_of(node)[depth - 1].policy} offloads it"))
             self.passes[away] = self.passes[kept]
             new = reload_before(reader, away)
         else:
@@ -243,17 +249,7 @@ class _Versions:
     def _note(self, node: fx.Node, reader: Segments) -> None:
         """Tag a value with the reason why the backward reads the original."""
         root = storage_of(node)
-        mine = segments_of(root)
-        shared = _shared(mine, reader)
-        if shared:
-            why = f"{mine[shared - 1].policy} keeps it"
-        elif mine:
-            why = f"output of {mine[0]}"
-        elif reader:
-            why = f"input of {reader[0]}"
-        else:
-            why = "not in a checkpoint"
-        WHY.setdefault(root, why)
+        WHY.setdefault(root, why_kept(segments_of(root), reader))
 
 
 def decide(node: fx.Node, policy: Policy) -> Decision:
@@ -296,16 +292,6 @@ def _handed(node: fx.Node) -> fx.Node:
         if LOOP.get(value) is LOOP.of(entered) and value.target is not enter:
             return storage_of(value)
     return node
-
-
-def _shared(one: Segments, other: Segments) -> int:
-    """How many of the outermost segments are the same."""
-    count = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -11,12 +11,14 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import Any
 
 from torch import fx
 
-from torchard.functional.core.scope_frames import Frame, path_of
+from torchard.functional.core.scope_frames import Frame, in_iteration, path_of
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.records import PerIteration
 from torchard.functional.programs.tags import FRAMES, SEGMENTS
 from torchard.functional.remat.policy import Policy
 
@@ -24,12 +26,15 @@ __all__ = [
     "ScopePattern",
     "Segment",
     "Where",
+    "Why",
     "chooser",
     "enclose",
     "mark",
     "scopes_in",
     "segments_of",
     "segments_opened",
+    "shared_segments",
+    "why_kept",
 ]
 
 ScopePattern = str | Callable[[str], Any]
@@ -49,6 +54,41 @@ class Segment:
 
     def __str__(self) -> str:
         return path_of(self.frames) or "the function"
+
+
+@dataclass(frozen=True)
+class Why(PerIteration):
+    """Why a backward reads a value, and the path of the segment that the value enters or leaves."""
+
+    text: str
+    segment: str = ""
+
+    def __str__(self) -> str:
+        return self.text + self.segment
+
+    def in_iteration(self, i: int) -> Why:
+        """Why it reads one iteration's value."""
+        return replace(self, segment=in_iteration(self.segment, i))
+
+
+def why_kept(own: Sequence[Segment], reader: Sequence[Segment]) -> Why:
+    """Why an operation of the backward reads a value that the forward computed.
+
+    Args:
+        own: the segments that the value is in.
+        reader: those that the operation is in.
+    """
+    if shared := shared_segments(own, reader):
+        return Why(f"{own[shared - 1].policy} keeps it")
+    if own:
+        return Why("output of ", str(own[0]))
+    return Why("input of ", str(reader[0])) if reader else Why("not in a checkpoint")
+
+
+def shared_segments(one: Sequence[Segment], other: Sequence[Segment]) -> int:
+    """How many of the outermost segments are the same."""
+    pairs = zip(one, other, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def segments_of(node: fx.Node) -> tuple[Segment, ...]:

@@ -51,7 +51,8 @@ class Lowered(Program):
     @property
     def residuals(self) -> Residuals:
         """The residuals of gradients taken inside, or else of the program's own gradient."""
-        return residuals_of(unrolled(self), self.joint)
+        joint = self.joint
+        return residuals_of(unrolled(self), joint and (lambda: unrolled(joint())))
 
     @property
     def peak(self) -> int:

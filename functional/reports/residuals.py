@@ -15,6 +15,7 @@ from torchard.functional.programs.tags import SCOPE, SOURCE, VAL, WHY
 from torchard.functional.programs.views import labels_of, storage_of
 from torchard.functional.remat.liveness import bytes_in
 from torchard.functional.remat.rematerialise import passes_of
+from torchard.functional.remat.segments import Why, segments_of, why_kept
 from torchard.functional.reports.text import value_text
 
 __all__ = ["Residual", "Residuals", "residuals_of"]
@@ -81,13 +82,13 @@ def residuals_of(program: Program, joint: Callable[[], Program] | None = None) -
     passes = passes_of(program)
     if not any(passes.values()):
         return Residuals() if joint is None else residuals_of(joint())
-    read: dict[fx.Node, None] = {}
+    read: dict[fx.Node, Why] = {}
     for node in program.calls:
         for source in node.all_input_nodes:
             if passes[source] < passes[node]:
                 root = storage_of(source)
                 if passes[root] < passes[node]:
-                    read[root] = None
+                    read.setdefault(root, WHY.get(root) or why_kept(segments_of(root), segments_of(node)))
     paths = {n: leaf.path for leaf, n in zip(program.inputs, program.placeholders, strict=True)}
     outputs = {
         n: leaf.path
@@ -97,12 +98,13 @@ def residuals_of(program: Program, joint: Callable[[], Program] | None = None) -
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     size = bytes_in(program)
     return Residuals(
-        _residual(node, paths, outputs, size(node, 0)) for node in sorted(read, key=order.__getitem__)
+        _residual(node, paths, outputs, size(node, 0), str(read[node]))
+        for node in sorted(read, key=order.__getitem__)
     )
 
 
 def _residual(
-    node: fx.Node, arguments: dict[fx.Node, str], outputs: dict[fx.Node, str], size: int
+    node: fx.Node, arguments: dict[fx.Node, str], outputs: dict[fx.Node, str], size: int, why: str
 ) -> Residual:
     val: torch.Tensor = VAL.of(node)
     if node in arguments:
@@ -121,5 +123,5 @@ def _residual(
         val.device.type,
         SCOPE.get(node) or "",
         SOURCE.get(node) or "",
-        "an argument" if kind == "argument" else WHY.get(node, "not in a checkpoint"),
+        "an argument" if kind == "argument" else why,
     )

@@ -27,9 +27,8 @@ register_rule(rows, text="... -> layers ... | whole layers | linear 0")
 
 
 def _listed(call: Call) -> str:
-    count = len(call.ins)
-    joint = " ".join(map(str, range(count)))
-    return f"{', '.join(['...'] * count)} -> layers ... | whole layers | linear {joint}"
+    # Not linear: sums are completed before, one by one, as their terms are computed.
+    return f"{', '.join(['...'] * len(call.ins))} -> layers ... | whole layers"
 
 
 register_rule(listed, text=_listed)

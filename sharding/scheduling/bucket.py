@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from torchard.functional.programs.records import PerIteration
 from torchard.functional.programs.tagging import forget
 from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, LOOP, PHASE, RECOMPUTE, VAL
 from torchard.sharding.layouts.collective_ops import AllReduce
@@ -29,7 +30,7 @@ _MOST_CALLS = 4
 
 
 @dataclass(eq=False, frozen=True)
-class Bucket:
+class Bucket(PerIteration):
     """The tag that the members of one bucket share; compared by identity."""
 
     members: int

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from effort import examples
-from random_loops import random_loop
+from random_loops import random_layers, random_loop
 from random_stacks import FAILED, WRONG, draw, judge
+
+from torchard.functional.loops import equal_layers
 
 COUNT = examples(ci=16, explore=5000)
 FIRST = 2_000_000
@@ -13,11 +17,15 @@ FIRST = 2_000_000
 
 @pytest.mark.filterwarnings("ignore")  # batching rules torch lacks
 @pytest.mark.parametrize("first", range(FIRST, FIRST + COUNT, 8))
-def test_a_random_loop_is_right_or_refused_by_name(first: int) -> None:
-    """8 cases; `python tests/support/random_loops.py 1 SEED` runs one alone."""
+@pytest.mark.parametrize("source", [random_loop, random_layers])
+def test_a_random_loop_is_right_or_refused_by_name(
+    first: int, source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """8 cases; `python tests/support/random_loops.py 1 SEED` runs one of each alone."""
+    monkeypatch.setattr(equal_layers, "LEAST", 1)  # small programs are rolled, too
     found = []
     for seed in range(first, min(first + 8, FIRST + COUNT)):
-        verdict = judge(draw(seed, [random_loop]))
+        verdict = judge(draw(seed, [source]))
         if verdict.kind in (WRONG, FAILED):
-            found.append(f"{draw(seed, [random_loop])}: {verdict.kind}, {verdict.why}")
+            found.append(f"{draw(seed, [source])}: {verdict.kind}, {verdict.why}")
     assert not found, "\n".join(found)

@@ -12,7 +12,7 @@ from block_samples import BLOCKS
 from pointwise_samples import pointwise_samples
 from sample_calls import F64, S, Sample, bools, holes, ids, x
 
-from torchard.functional.programs.markers import again, enter, leave, row, rows, total
+from torchard.functional.programs.markers import again, enter, item, leave, listed, row, rows, total
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -340,6 +340,8 @@ SAMPLES: dict[Any, list[Sample]] = {
     enter: [S(x(5, 4))],
     again: [S(x(5, 4), x(5, 4))],
     row: [S(x(3, 5, 4))],
+    listed: [S([x(5, 4), x(5, 4), x(5, 4)])],
+    item: [S(x(3, 5, 4), 1)],
     leave: [S(x(5, 4))],
     rows: [S(x(5, 4), 3)],
     total: [S(x(5, 4))],

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from random_stacks import FAILED, WRONG, draw, judge
 
 from torchard import Mesh, checkpoint, name, random, repeat, scope, tree
-from torchard.functional.loops import layers
+from torchard.functional.loops import equal_layers
 
 __all__ = ["random_layers", "random_loop"]
 
@@ -210,7 +210,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     count, first = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     found: Counter[str] = Counter()
-    layers.LEAST = 1
+    equal_layers.LEAST = 1
     for seed in range(first, first + count):
         for source in (random_loop, random_layers):
             case = draw(seed, [source])

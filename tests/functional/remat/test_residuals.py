@@ -14,6 +14,7 @@ from torchard import checkpoint, jit, name, nn, policies, random, saved_residual
 from torchard.functional.engine.lowered_function import lower
 from torchard.functional.programs.flops import DOTS, flops, op_name
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.unrolled import unrolled
 
 # Kind, what, name, bytes, scope, why.
 Row = tuple[str, str, str | None, int, str, str]
@@ -150,7 +151,7 @@ def test_a_step_keeps_the_same(kind: str) -> None:
 def made_again(program: Program) -> tuple[int, dict[str, int]]:
     """FLOPs of what is made again: of contractions, and of other operations each."""
     products, elements = 0, dict[str, int]()
-    for node in program.calls:
+    for node in unrolled(program).calls:
         if node.meta.get("recompute"):
             op, count = op_name(node), flops(node)
             if op in DOTS:
