@@ -1,9 +1,11 @@
 """The time of planning by depth: a GPT's training step as a Python loop over layers, and with `repeat`.
 
-Nothing is run on the meshes, and no weights are allocated: planning needs shapes only.
+Nothing is run on the meshes, and no weights are allocated: planning needs shapes only. A Python loop is
+traced layer by layer; its equal layers are planned, matched and compiled once.
 
     python benchmarks/depth.py                    trace and plan, and fuse
     python benchmarks/depth.py --compile          the first call of the compiled step of a small GPT, too
+    python benchmarks/depth.py --steady           steps of 12 layers with loops beside steps without
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -23,6 +26,7 @@ import torch
 from torch import Tensor
 
 from torchard import Mesh, P, fuse, jit, name, nn, optim, place, random, repeat, scope, shard, stack
+from torchard.functional.loops import equal_layers
 from torchard.functional.torch_internals import FakeTensorMode
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
@@ -111,6 +115,24 @@ def compiled(size: train_gpt.Size, way: str) -> float:
     return seconds(lambda: run(*args))
 
 
+def steady(size: train_gpt.Size, backend: str, rounds: int = 20) -> str:
+    """Steps of the list of layers with loops and without, in turns: medians, and their ratio."""
+    args, runs = arguments(size, "loop", "cpu"), {}
+    for least in (equal_layers.LEAST, sys.maxsize):
+        equal_layers.LEAST, kept = least, equal_layers.LEAST
+        fn = functools.partial(step, functools.partial(LOSSES["loop"], size))
+        runs[least] = jit(fn, backend=backend)
+        runs[least](*args)
+        equal_layers.LEAST = kept
+    times: dict[int, list[float]] = {least: [] for least in runs}
+    for _ in range(rounds):
+        for least, run in runs.items():
+            times[least].append(seconds(lambda run=run: run(*args)))
+    rolled, unrolled = map(statistics.median, times.values())
+    both = f"{rolled * 1e3:9.1f} ms with loops {unrolled * 1e3:9.1f} without"
+    return f"{backend:10} {both} {unrolled / rolled:8.3f}"
+
+
 def row(what: str, way: str, of: Callable[[int], float], depths: list[int]) -> str:
     times = {depth: of(depth) for depth in depths}
     ratio = f"{times[96] / times[12]:8.2f}" if {12, 96} <= times.keys() else f"{'':8}"
@@ -122,7 +144,14 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="measure first calls of the compiled step")
     parser.add_argument("--loop", type=int, nargs="*", default=[6, 12], help="depths of the Python loop")
     parser.add_argument("--repeat", type=int, nargs="*", default=[6, 12, 48, 96], help="depths of repeat")
+    parser.add_argument("--steady", action="store_true", help="compare steps with loops and without")
     given = parser.parse_args()
+    if given.steady:
+        for width in (64, 256):
+            size = replace(TINY, layers=12, width=width)
+            for backend in ("eager", "inductor"):
+                print(f"width {width:4}  {steady(size, backend)}", flush=True)
+        return
     depths = {"loop": given.loop, "repeat": given.repeat}
     print(f"seconds, GPT of width {GPT2.width}; depths {depths}; last the ratio of 96 to 12 layers")
     fused(replace(TINY, layers=2), "loop")  # derives the kernels' gradients, once in a process

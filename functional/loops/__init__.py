@@ -8,7 +8,7 @@ markers (programs/markers.py) say what enters an iteration and leaves it. A roll
 for one iteration of each loop; passes read it as any other, and count what is in a loop n times. For
 passes that cannot, it is unrolled (programs/unrolled.py).
 
-A Python loop over equal layers is found when a program is lowered: periods in the sequence of its operations
-(periods.py), layers whose operands come from the same places (equal_layers.py, layers.py), the same layers in
-a forward and its backward (alignment.py). recognised.py makes the rolled program of them.
+A Python loop over equal layers is found when a program is lowered: periods in the sequence of its
+operations (periods.py), layers whose operands come from the same places (equal_layers.py, layers.py), the
+same layers in a forward and its backward (alignment.py). recognised.py makes the rolled program of them.
 """
