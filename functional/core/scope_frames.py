@@ -47,6 +47,7 @@ def path_of(frames: Sequence[Frame]) -> str:
 def in_iteration(path: str, row: int) -> str:
     """The path of one iteration of a loop, from that of all.
 
+    >>> from torchard.functional.core.scope_frames import in_iteration
     >>> in_iteration("block/*", 3), in_iteration("layers.{1+2i}", 3), in_iteration("h.{2|3|5}", 2)
     ('block/3', 'layers.7', 'h.5')
     """

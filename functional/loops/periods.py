@@ -20,6 +20,7 @@ _LENGTHS = (1, 2)
 class PeriodicRun:
     """Symbols ``start``, ..., ``stop - 1``, each equal to the one a period before it among them.
 
+    >>> from torchard.functional.loops.periods import PeriodicRun
     >>> PeriodicRun(start=2, stop=11, period=3).count
     3
     """
@@ -42,6 +43,7 @@ def runs(symbols: Sequence[int], times: int, least: int) -> list[PeriodicRun]:
         times: how often a period occurs at least.
         least: how many symbols, at least, equal the one a period before.
 
+    >>> from torchard.functional.loops.periods import runs
     >>> runs([7, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 9], times=3, least=6)
     [PeriodicRun(start=1, stop=11, period=3)]
     """

@@ -254,6 +254,7 @@ def _common(placed: Sequence[Tags]) -> str:
 def numbered(names: Sequence[str]) -> str:
     """One name for those of all rows: ``layers.*`` from layers.0 on, ``layers.{2+i}`` from layers.2 on.
 
+    >>> from torchard.functional.loops.recognised import numbered
     >>> numbered(["layers.1", "layers.3", "layers.5"])
     'layers.{1+2i}'
     """
