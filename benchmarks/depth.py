@@ -136,7 +136,7 @@ def steady(size: train_gpt.Size, backend: str, rounds: int = 20) -> str:
 def row(what: str, way: str, of: Callable[[int], float], depths: list[int]) -> str:
     times = {depth: of(depth) for depth in depths}
     ratio = f"{times[96] / times[12]:8.2f}" if {12, 96} <= times.keys() else f"{'':8}"
-    return f"{what:34}{way:8}" + "".join(f"{t:10.2f}" for t in times.values()) + f"{ratio:>12}"
+    return f"{what:38}{way:8}" + "".join(f"{t:10.2f}" for t in times.values()) + f"{ratio:>12}"
 
 
 def main() -> None:
