@@ -199,6 +199,14 @@ class _LoopLines:
         early = {node: f"{self._early(node)}[i] = {names[node]}" for node in self.phases.early}
         yield from self._block(self.phases.ahead, names, early, kept=False)
 
+    def _issue_later(self) -> Iterator[Line]:
+        """What is issued ahead, for the iteration so far after that of row i, if there is one."""
+        distance = self.phases.distance
+        if distance:
+            yield f"if {_within(self.loop, distance)}:", None
+            ahead = -distance if self.loop.reverse else distance
+            yield from _indented(_for_row(ahead, self._issue()))
+
     def _await(self) -> Iterator[Line]:
         """What is awaited late, for the iteration of row i."""
         names = {**self.lives.variables, **self.late}
@@ -209,15 +217,14 @@ class _LoopLines:
     def _iteration(self) -> Iterator[Line]:
         loop, phases, variables = self.loop, self.phases, self.lives.variables
         step = -1 if loop.reverse else 1
+        pending = {node: f"{self._pending(node)}[i] = {variables[node]}" for node in phases.pending}
         for node in phases.early:
             yield f"{variables[node]} = taken({self._early(node)}, i)", None
             yield from _keep(node, self.lives, variables)
-        pending = {node: f"{self._pending(node)}[i] = {variables[node]}" for node in phases.pending}
-        given = [node for node in phases.early if node in pending]
-        yield from ((pending[node], None) for node in given)
+            if node in pending:
+                yield pending[node], None
         main = [*phases.arriving, *phases.main]
-        lines = self._block(main, variables, pending, before=phases.main[0] if phases.main else None)
-        yield from lines
+        yield from self._block(main, variables, pending, after=len(phases.arriving))
         if phases.late:
             yield f"if {_within(loop, -1)}:", None
             yield from _indented(_for_row(-step, self._await()))
@@ -228,22 +235,20 @@ class _LoopLines:
         names: Mapping[fx.Node, str],
         saved: Mapping[fx.Node, str],
         kept: bool = True,
-        before: fx.Node | None = None,
+        after: int | None = None,
     ) -> Iterator[Line]:
         """The lines of some operations of one iteration, each followed by what saves its value.
 
         Args:
             kept: whether values are kept for other loops, and collected.
-            before: the operation before which the next iterations' collectives are issued.
+            after: after how many operations collectives of a later iteration are issued.
         """
         last, lives = _last_reads(nodes), self.lives
-        step = -1 if self.loop.reverse else 1
         # Values of other loops are taken from their lists before their first use.
         taken: set[fx.Node] = set()
-        for node in nodes:
-            if node is before and self.phases.ahead:
-                yield f"if {_within(self.loop, self.phases.distance)}:", None
-                yield from _indented(_for_row(step * self.phases.distance, self._issue()))
+        for i, node in enumerate(nodes):
+            if i == after:
+                yield from self._issue_later()
             for operand in node.all_input_nodes:
                 if LOOP.get(operand) not in (None, self.loop) and operand not in taken:
                     taken.add(operand)
@@ -259,6 +264,8 @@ class _LoopLines:
             value = lives.of_row(node) if node.target is row else self.call(node, names)
             operands = self.text(node.args[0], names) if node.args else ""
             yield from assigned(node, value, names[node], operands, gone, saves)
+        if after == len(nodes):
+            yield from self._issue_later()
         handed = [node for node in nodes if node.target is again]
         if handed:
             entered = ", ".join(names[carried(node)[1]] for node in handed)

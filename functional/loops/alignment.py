@@ -12,7 +12,7 @@ from itertools import groupby
 
 from torch import fx
 
-from torchard.functional.loops.layers import EqualLayers, Listed
+from torchard.functional.loops.layers import EqualLayers, Listed, owners
 from torchard.functional.programs.tags import PHASE
 
 __all__ = ["aligned"]
@@ -48,7 +48,7 @@ def _apart(loops: Sequence[EqualLayers]) -> dict[EqualLayers, set[int]]:
 
     What a layer hands on does not count: it is kept whatever the policy, and enters the next layer.
     """
-    of = {node: layers for layers in loops for layer in layers.nodes for node in layer}
+    of = owners(loops)
     found: dict[EqualLayers, set[int]] = {layers: set() for layers in loops}
     for layers in loops:
         for value, (turn, operation) in layers.place.items():

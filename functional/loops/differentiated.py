@@ -146,7 +146,8 @@ def _tracked(state: TraceState, operand: torch.Tensor) -> torch.Tensor:
 
 
 def _iterate(loop: LoopCall, operands: Tensors) -> tuple[torch.Tensor, ...]:
-    inputs, results = list(operands), [[] for _ in loop.gives]  # type: ignore[var-annotated]
+    inputs = list(operands)
+    results: list[list[torch.Tensor]] = [[] for _ in loop.gives]
     for i in loop.row_orders():
         for k in loop.inputs("row"):
             inputs[k] = operands[k][i]

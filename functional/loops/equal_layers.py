@@ -8,7 +8,7 @@ layer of another loop; or it is one value for all, or one of its own for each.
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -26,8 +26,10 @@ from torchard.functional.loops.layers import (
     Shared,
     Source,
     operands_of,
+    owners,
 )
 from torchard.functional.loops.periods import PeriodicRun, runs
+from torchard.functional.programs.graphs import frozen
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tagging import own_tags
 from torchard.functional.programs.tags import FRAMES, LOOP, ORIGIN, SCOPE, SEGMENTS, VAL
@@ -42,6 +44,8 @@ _TRIED = 6
 def layers_of(program: Program) -> list[EqualLayers]:
     """The layers of a program that follow each other and are equal, in order; none if there are few."""
     nodes = list(program.calls)
+    if len(nodes) < LEAST:
+        return []
     symbols = _Symbols(program)
     found: list[EqualLayers] = []
     for run in runs([symbols.of(node) for node in nodes], TIMES, min(EACH, LEAST)):
@@ -72,10 +76,10 @@ class _Symbols:
         tags = {tag.name: value for tag, value in own_tags(node).items() if tag not in _OWN}
         key = (
             node.target,
-            _frozen(args),
-            _frozen(kwargs),
+            frozen(args),
+            frozen(kwargs),
             _spec(VAL.get(node)),
-            _frozen(tags),
+            frozen(tags),
             tuple((f.policy, f.module, _unnumbered(f.name)) for f in FRAMES.get(node, ())),
             tuple((s.policy, len(s.frames)) for s in SEGMENTS.get(node, ())),
         )
@@ -100,16 +104,6 @@ def _spec(val: Any) -> Any:
     if isinstance(val, torch.Tensor):
         return tuple(val.shape), tuple(val.stride()), val.dtype, val.device
     return val
-
-
-def _frozen(value: Any) -> Hashable:
-    """A value that can be compared with others of its type; what cannot be hashed equals itself alone."""
-    if isinstance(value, (tuple, list)):
-        return type(value), tuple(map(_frozen, value))
-    if isinstance(value, Mapping):
-        return tuple((key, _frozen(value[key])) for key in sorted(value))
-    # 1, 1.0 and True are equal, but not the same number
-    return type(value), value if isinstance(value, Hashable) else id(value)
 
 
 def _unnumbered(name: str) -> str:
@@ -162,7 +156,7 @@ def _sourced(
 ) -> EqualLayers | None:
     """These layers with the sources of their operands; None if an operand has none."""
     found: list[EqualLayers] = []
-    for reverse in (False, True):
+    for reverse in (False, True) if known else (False,):
         layers = EqualLayers(parts, reverse)
         sources = _Sources(layers, symbols, known).all()
         if sources is None:
@@ -180,8 +174,7 @@ def _matched(layers: EqualLayers) -> int:
 
 class _Sources:
     def __init__(self, layers: EqualLayers, symbols: _Symbols, known: Sequence[EqualLayers]) -> None:
-        self.layers, self.symbols, self.known = layers, symbols, known
-        self.others = {n: other for other in known for layer in other.nodes for n in layer}
+        self.layers, self.symbols, self.others = layers, symbols, owners(known)
         # Other layers by what enters their rows.
         self.entering = {
             _entering(other, carry): Entered(other, carry) for other in known for carry in other.carries

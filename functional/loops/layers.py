@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -23,6 +23,7 @@ __all__ = [
     "Shared",
     "Source",
     "operands_of",
+    "owners",
 ]
 
 
@@ -139,6 +140,11 @@ class EqualLayers:
             return None
         read_inside = any(user in self.place for user in column[-1].users)
         return None if read_inside else LayerSum(carries[0].first, terms[0].operation)
+
+
+def owners(loops: Iterable[EqualLayers]) -> dict[fx.Node, EqualLayers]:
+    """For each operation of some layers, which they are."""
+    return {node: layers for layers in loops for node in layers.place}
 
 
 def operands_of(node: fx.Node) -> list[fx.Node]:

@@ -27,6 +27,7 @@ from torchard.functional.loops.layers import (
     SameRow,
     Shared,
     Source,
+    owners,
 )
 from torchard.functional.programs.markers import (
     Loop,
@@ -56,7 +57,7 @@ def recognised(program: Program) -> Program:
 
 @dataclass
 class _Rolling:
-    """EqualLayers on their way into a loop."""
+    """Equal layers on their way into a loop."""
 
     loop: Loop
     # Where the loop is.
@@ -73,7 +74,7 @@ class _Recognised:
     def __init__(self, old: fx.Graph, found: Sequence[EqualLayers]) -> None:
         self.old, self.new = old, fx.Graph()
         self.env: dict[fx.Node, fx.Node] = {}
-        self.of = {node: layers for layers in found for layer in layers.nodes for node in layer}
+        self.of = owners(found)
         self.rolling: dict[EqualLayers, _Rolling] = {}
         self.listed: dict[Listed, fx.Node] = {}
         self.frames: dict[tuple[Frame, ...], Frame] = {}
@@ -269,7 +270,7 @@ def _numbered(parts: Sequence[str]) -> str:
     if len(set(parts)) == 1:
         return parts[0]
     first, step = int(parts[0]), int(parts[1]) - int(parts[0])
-    if any(int(part) != first + i * step for i, part in enumerate(parts)):
+    if any(part != str(first + i * step) for i, part in enumerate(parts)):
         return f"{{{'|'.join(parts)}}}"
     if (first, step) == (0, 1):
         return "*"

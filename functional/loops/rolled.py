@@ -21,6 +21,7 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core.scope_frames import path_of
 from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.loops.call import LoopCall, loop_calls
+from torchard.functional.programs.graphs import frozen
 from torchard.functional.programs.markers import Loop, again, enter, leave, row, rows, total
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import inherit, put
@@ -127,7 +128,7 @@ class _Body:
         """The node that computes this already, or a new one."""
         if RECOMPUTE.get(node):
             return self._add(node, target, args, kwargs, inside)
-        key = target, _frozen(args), _frozen(kwargs or {}), inside and self.loop.count
+        key = target, frozen(args), frozen(kwargs or {}), inside and self.loop.count
         found = self.parent.known.get(key)
         if found is None:
             found = self.parent.known[key] = self._add(node, target, args, kwargs, inside)
@@ -236,12 +237,3 @@ class _Body:
         if LOOP.on(value):
             return self._after(total, value, VAL.of(value))
         return self._after(aten.mul.Tensor, value, VAL.of(value), self.loop.count)
-
-
-def _frozen(value: Any) -> Hashable:
-    if isinstance(value, (tuple, list)):
-        return type(value), tuple(map(_frozen, value))
-    if isinstance(value, dict):
-        return tuple(sorted((key, _frozen(v)) for key, v in value.items()))
-    # 1, 1.0 and True are equal, but not the same number
-    return value if isinstance(value, fx.Node) else (type(value), value)

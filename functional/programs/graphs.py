@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ __all__ = [
     "Inserter",
     "add_call",
     "bytes_of",
+    "frozen",
     "output_node",
     "output_values",
     "substitute",
@@ -50,6 +51,16 @@ def add_call(
     if val is not None:
         VAL.set(call, val)
     return call
+
+
+def frozen(value: Any) -> Hashable:
+    """Arguments of a call as a key, equal for equal ones; what cannot be hashed equals itself alone."""
+    if isinstance(value, (tuple, list)):
+        return type(value), tuple(map(frozen, value))
+    if isinstance(value, Mapping):
+        return tuple((key, frozen(value[key])) for key in sorted(value))
+    # 1, 1.0 and True are equal, but not the same number
+    return type(value), value if isinstance(value, Hashable) else id(value)
 
 
 class Inserter:

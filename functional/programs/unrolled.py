@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx
 
-from torchard.functional.core.scope_frames import Frame, path_of
+from torchard.functional.core.scope_frames import Frame, in_iteration, path_of
 from torchard.functional.programs.loops import carried, is_apart, issued_ahead, regrouped
 from torchard.functional.programs.markers import (
     Loop,
@@ -153,7 +153,7 @@ class _Unrolled:
 
     def _frame(self, frame: Frame, i: int) -> Frame:
         if (frame, i) not in self.frames:
-            name = frame.name.replace("*", str(i)) if frame.iterated else frame.name
+            name = in_iteration(frame.name, i) if frame.iterated else frame.name
             self.frames[frame, i] = replace(frame, name=name, iterated=False)
         return self.frames[frame, i]
 

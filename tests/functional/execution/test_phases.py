@@ -82,6 +82,22 @@ def test_the_order_of_events(count: int, ahead: int, reverse: bool, scattered: b
     assert not scattered or torch.equal(results[1], w)
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_loop_that_only_gathers(reverse: bool) -> None:
+    """Without a carry, and with nothing to do but wait."""
+    loop, events = Loop(4, reverse, "layer"), Events()
+    graph = graph_of(loop, events, 1, scattered=False)
+    arrived = next(node for node in graph.nodes if STAGE.get(node) == "wait")
+    graph.erase_node(graph.output_node())
+    for node in reversed([n for n in graph.nodes if n.op == "call_function" and n > arrived]):
+        graph.erase_node(node)
+    graph.erase_node(next(node for node in graph.nodes if node.target is enter))
+    graph.output((graph.call_function(rows, (arrived, loop.count)),))
+    (stacked,) = compiled(graph)([torch.arange(4), torch.tensor(1)])
+    assert torch.equal(stacked, torch.arange(4))
+    assert [i for what, i in events if what == "arrives"] == list(loop.order())
+
+
 def test_nothing_is_issued_ahead_that_depends_on_a_carry() -> None:
     loop = Loop(3, reverse=False, name="layer")
     graph = graph_of(loop, Events(), 1, scattered=False)

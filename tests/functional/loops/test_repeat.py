@@ -33,6 +33,13 @@ def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.tanh(x @ p["w"] + p["b"]) + x
 
 
+def scaled_layer(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """A layer whose operations do not determine its gradient."""
+    with torch.no_grad():
+        mean = x.mean()
+    return layer(p, x) * mean
+
+
 def looped(p: Any, x: torch.Tensor) -> torch.Tensor:
     """The same, as users write it."""
     for i in range(COUNT):
@@ -169,13 +176,8 @@ def test_values_of_outside_that_the_block_reads() -> None:
 def test_gradients_that_operations_do_not_determine() -> None:
     """Where gradients are off, also through a transform in a transform."""
 
-    def block(p: Any, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            mean = x.mean()
-        return layer(p, x) * mean
-
     def f(p: Any, x: torch.Tensor) -> torch.Tensor:
-        return repeat(block, p, x).square().sum()
+        return repeat(scaled_layer, p, x).square().sum()
 
     wanted = grad(f, (0, 1))
     inner = eager(f)
@@ -207,18 +209,13 @@ def test_changes_of_values(change: ValueRewrite) -> None:
 
 
 def test_changes_of_values_where_operations_do_not_determine_the_gradient() -> None:
-    def block(p: Any, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            mean = x.mean()
-        return layer(p, x) * mean
-
     def run(p: Any, x: torch.Tensor) -> torch.Tensor:
-        return repeat(block, p, x)
+        return repeat(scaled_layer, p, x)
 
     def by_hand(p: Any, x: torch.Tensor) -> torch.Tensor:
         p = {name: leaf - (leaf / 2).detach() for name, leaf in p.items()}
         for each in unstack(p):
-            x = block(each, x)
+            x = scaled_layer(each, x)
         return x
 
     have = grad(loss(Transformed(run, [_Halved()])), (0, 1))(P, X)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch.func import grad
 from torchard import (
     Mesh,
     P,
+    Schedule,
     checkpoint,
     fuse,
     name,
@@ -27,12 +29,14 @@ from torchard import (
     shard,
     stack,
 )
+from torchard.functional.programs.loops import issued_ahead, regrouped
 from torchard.functional.programs.markers import again
 from torchard.functional.programs.program import Program
-from torchard.functional.programs.tags import LAYOUT, VAL
-from torchard.functional.programs.unrolled import has_loops
+from torchard.functional.programs.tags import LAYOUT, LOOP, VAL
+from torchard.functional.programs.unrolled import has_loops, unrolled
 from torchard.sharding import MeshTensor
 from torchard.sharding.layouts.layout import Layout
+from torchard.sharding.layouts.tags import BUCKET
 from torchard.testing import Unproved, prove
 
 SIZE = train_gpt.Size(context=16, width=32, heads=4, layers=3)
@@ -125,6 +129,26 @@ def test_a_carry_that_the_next_iteration_takes_in_another_layout_is_not_proved()
     LAYOUT.set(entered, Layout.replicated(tuple(VAL.of(entered).shape)))
     with pytest.raises(Unproved, match="the next iteration takes it as another layout"):
         prove(program)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_gathers_are_issued_so_many_layers_ahead(prefetch: int) -> None:
+    mesh = Mesh(PLANS["fsdp"], virtual=True)
+    params, batch = place(STACKED, mesh, specs("fsdp", True)), place(BATCH, mesh, P("dp"))
+    program = shard(grad(rolled), mesh, schedule=Schedule(prefetch=prefetch)).lower(params, batch)
+    loops = groupby(regrouped(program.graph), key=LOOP.get)
+    ahead = [issued_ahead(list(nodes)) for loop, nodes in loops if loop is not None]
+    assert [distance for _, distance in ahead] == [prefetch, prefetch]  # of the forward and backward
+    assert all(bool(nodes) == bool(prefetch) for nodes, _ in ahead)
+
+
+def test_an_unrolled_loop_gathers_each_layer_by_itself() -> None:
+    mesh = Mesh(PLANS["fsdp"], virtual=True)
+    params, batch = place(STACKED, mesh, specs("fsdp", True)), place(BATCH, mesh, P("dp"))
+    program = unrolled(shard(rolled, mesh).lower_joint(params, batch, argnums=0))
+    found = Counter(BUCKET.of(node) for node in program.calls if BUCKET.on(node))
+    assert len(found) > 2 * SIZE.layers
+    assert all(count == bucket.members for bucket, count in found.items())
 
 
 def test_gathers_each_layer_by_one_call_and_again_for_its_gradient() -> None:
