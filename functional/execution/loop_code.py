@@ -33,32 +33,33 @@ class Lives:
         for node in order:
             place.setdefault(LOOP.get(node) or node, len(place))
         self.place = {node: place[LOOP.get(node) or node] for node in order}
-        # By place: the names that are dead after it.
-        self.dead: dict[int, list[str]] = {}
+        # By place: the names that are dead after it, each once.
+        self.dead: dict[int, dict[str, None]] = {}
         for node in order:
             if node.op != "output" and not LOOP.on(node):
                 last = max((self.place[user] for user in node.users), default=self.place[node])
                 if node.users or node.op == "call_function":
-                    self.dead.setdefault(last, []).append(variables[node])
+                    self._drop(variables[node], last)
             elif LOOP.on(node):
                 self._collections(node)
+
+    def _drop(self, name: str, place: int) -> None:
+        self.dead.setdefault(place, {})[name] = None
 
     def _collections(self, node: fx.Node) -> None:
         """What is kept of the iterations of a loop, and the last carry."""
         for user in node.users:
             if user.target in _COLLECTS:
-                self.dead.setdefault(self.place[user], []).append(self.collection(user))
+                self._drop(self.collection(user), self.place[user])
         if self.kept_for(node):
-            last = max(self.place[user] for user in self.kept_for(node))
-            self.dead.setdefault(last, []).append(self.kept(node))
+            self._drop(self.kept(node), max(self.place[user] for user in self.kept_for(node)))
         if node.target is enter:
             left = [self.place[user] for other in handed_on(node) for user in other.users]
-            last = max(left, default=self.place[node])
-            self.dead.setdefault(last, []).append(self.variables[node])
+            self._drop(self.variables[node], max(left, default=self.place[node]))
 
     def dead_after(self, node: fx.Node) -> list[str]:
         """The names to delete after a node that is in no loop."""
-        return self.dead.get(self.place[node], [])
+        return list(self.dead.get(self.place[node], ()))
 
     def kept_for(self, node: fx.Node) -> list[fx.Node]:
         """The readers of a value in other loops."""
@@ -73,14 +74,20 @@ class Lives:
         """The text of the row of an iteration, which is taken out of a list at its last use."""
         (stacked,) = node.all_input_nodes
         text = f"{self.variables[stacked]}[i]"
-        readers = [user for user in stacked.users if self.place[user] == self.place[node]]
-        last = max(self.place[user] for user in stacked.users) == self.place[node]
+        span = LOOP.of(node).span
+        others = [u for u in stacked.users if not LOOP.on(u) or _overlap(LOOP.of(u).span, span)]
+        readers = [user for user in others if self.place[user] == self.place[node]]
+        last = max(self.place[user] for user in others) == self.place[node]
         alone = is_apart(stacked) and last and len(readers) == 1
         return f"taken({self.variables[stacked]}, i)" if alone else text
 
     def collection(self, user: fx.Node) -> str:
         """What collects the values for a node after the loop."""
         return _COLLECTS[user.target] + self.variables[user]
+
+    def begins(self, user: fx.Node, node: fx.Node) -> bool:
+        """Whether the loop of a node is the first whose values a node after it collects."""
+        return self.place[node] == min(self.place[value] for value in user.all_input_nodes)
 
     def collected(self, node: fx.Node) -> str | None:
         """The text of a node that reads what a loop left; None for others."""
@@ -171,19 +178,17 @@ class _LoopLines:
 
     def _beginning(self) -> Iterator[Line]:
         """What is there before the first iteration: carries, and lists."""
-        lives, count = self.lives, self.loop.count
+        lives, stop = self.lives, self.loop.span.stop
         for node in self.nodes:
             if node.target is enter:
                 yield f"{lives.variables[node]} = {self.text(node.args[0], lives.variables)}", None
             if lives.kept_for(node):
-                yield f"{lives.kept(node)} = [None] * {count}", None
+                yield f"{lives.kept(node)} = [None] * {stop}", None
             for user in node.users:
-                if user.target in _COLLECTS:
-                    making = f"Rows({count})" if user.target is rows else "Total()"
-                    making = f"[None] * {count}" if is_apart(user) else making
-                    yield f"{lives.collection(user)} = {making}", None
+                if user.target in _COLLECTS and lives.begins(user, node):
+                    yield f"{lives.collection(user)} = {_collecting(user)}", None
         for name in (*map(self._early, self.phases.early), *map(self._pending, self.phases.pending)):
-            yield f"{name} = [None] * {count}", None
+            yield f"{name} = [None] * {stop}", None
 
     def _early(self, node: fx.Node) -> str:
         """The list of values that are computed ahead."""
@@ -274,6 +279,13 @@ class _LoopLines:
         yield from deleted(list(dict.fromkeys(names[n] for n in last.get(None, ()))))
 
 
+def _collecting(user: fx.Node) -> str:
+    """The text of what collects values for a node, which is empty at first."""
+    if user.target is total:
+        return "Total()"
+    return f"[None] * {user.args[1]}" if is_apart(user) else f"Rows({user.args[1]})"
+
+
 def _for(order: range) -> str:
     return f"for i in range({order.start}, {order.stop}, {order.step}):"
 
@@ -285,7 +297,7 @@ def _indented(lines: Iterable[Line]) -> Iterator[Line]:
 def _within(loop: Loop, iterations: int) -> str:
     """The condition that there is an iteration so many after this one."""
     ahead = -iterations if loop.reverse else iterations
-    return f"i < {loop.count - ahead}" if ahead > 0 else f"i >= {-ahead}"
+    return f"i < {loop.span.stop - ahead}" if ahead > 0 else f"i >= {loop.first - ahead}"
 
 
 def _for_row(ahead: int, lines: Iterable[Line]) -> Iterator[Line]:
@@ -304,6 +316,10 @@ def _keep(node: fx.Node, lives: Lives, names: Mapping[fx.Node, str]) -> Iterator
             name = lives.collection(user)
             put = f"{name}[i] = {value}" if is_apart(user) else f"{name}.put(i, {value})"
             yield put, label_of(user)
+
+
+def _overlap(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
 
 
 def _last_reads(nodes: Sequence[fx.Node]) -> dict[fx.Node | None, list[fx.Node]]:

@@ -63,8 +63,9 @@ def issued_ahead(nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], int]:
     for node in reversed(nodes):
         if node in needed:
             needed.update(operand for operand in node.all_input_nodes if LOOP.on(operand))
-    distance = max((AHEAD.of(node) for node in needed if AHEAD.on(node)), default=0)
-    alone = all(LOOP.of(n) is loop and n.target not in (enter, again) for n in needed)
+    wanted = max((AHEAD.of(node) for node in needed if AHEAD.on(node)), default=0)
+    distance = min(wanted, LOOP.of(nodes[0]).count - 1) if needed else 0
+    alone = distance and all(LOOP.of(n) is loop and n.target not in (enter, again) for n in needed)
     return ([node for node in nodes if node in needed], distance) if alone else ([], 0)
 
 
@@ -113,6 +114,6 @@ def move_to_readers(graph: fx.Graph, loops: Iterable[Loop]) -> None:
         readers = {LOOP.get(user) for user in node.users}
         if loop not in movable or loop is None or node.target in (enter, again) or not readers:
             continue
-        fitting = [each for each in readers if each is not None and each.count == loop.count]
+        fitting = [each for each in readers if each is not None and each.span == loop.span]
         if len(fitting) == len(readers) and loop not in readers:
             LOOP.set(node, min(fitting, key=place.__getitem__))

@@ -38,16 +38,22 @@ class Loop:
         count: the number of iterations.
         reverse: whether the iteration of the last row runs first.
         name: the name of the body.
+        first: the first of its rows, which are not 0 to n - 1 if the loop was split in two.
     """
 
     count: int
     reverse: bool
     name: str
+    first: int = 0
+
+    @property
+    def span(self) -> range:
+        """Its rows, one for each iteration."""
+        return range(self.first, self.first + self.count)
 
     def order(self) -> range:
         """The rows of the iterations, in the order in which they run."""
-        rows = range(self.count)
-        return rows[::-1] if self.reverse else rows
+        return self.span[::-1] if self.reverse else self.span
 
 
 def enter(value: torch.Tensor) -> torch.Tensor:
@@ -83,8 +89,8 @@ def leave(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def rows(value: torch.Tensor, count: int) -> torch.Tensor:
-    """After a loop: the values of all its iterations, stacked."""
+def rows(value: torch.Tensor, count: int, *others: torch.Tensor) -> torch.Tensor:
+    """After a loop: the values of all its iterations, stacked; after a split one, of all its parts'."""
     return value.unsqueeze(0).expand(count, *value.shape)
 
 
@@ -93,8 +99,8 @@ def item(values: torch.Tensor, index: int) -> torch.Tensor:
     return values[index]
 
 
-def total(value: torch.Tensor) -> torch.Tensor:
-    """After a loop: the sum over all its iterations."""
+def total(value: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    """After a loop: the sum over all its iterations; after a split one, over all its parts'."""
     return value
 
 

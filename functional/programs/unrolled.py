@@ -164,17 +164,17 @@ class _Unrolled:
         if node.target is leave:
             return self._values(source)[-1]
         if node.target is rows:
-            values = [self.each[source][i] for i in range(LOOP.of(source).count)]
-            return self._call(node, aten.stack.default, values)
+            values = {i: self.each[n][i] for n in node.all_input_nodes for i in LOOP.of(n).span}
+            return self._call(node, aten.stack.default, [values[i] for i in range(len(values))])
         if node.target is listed:
             return self._call(node, aten.stack.default, [self.env[value] for value in source])
         if node.target is item:
             index: Any = node.args[1]
             if source not in self.env:
-                return self.each[source.args[0]][index]
+                return next(self.each[n][index] for n in source.all_input_nodes if index in self.each[n])
             return self._call(node, aten.select.int, self.env[source], 0, index)
         if node.target is total:
-            first, *others = self._values(source)
+            first, *others = (value for each in node.all_input_nodes for value in self._values(each))
             for other in others:
                 first = self._call(node, aten.add.Tensor, first, other)
             return first

@@ -75,13 +75,12 @@ def _without(x: torch.Tensor) -> torch.Tensor:
 
 def random_loop(rng: Random, mesh: Mesh) -> Drawn:
     """Its text, a function, and its inputs: carries [2, 3], stacked operands, shared ones."""
-    return _drawn(rng, rng.choice([1, 2, 3, 4]))
+    return _drawn(rng, rng.choice([1, 2, 3, 4]))[0]
 
 
 def random_layers(rng: Random, mesh: Mesh) -> Drawn:
     """The same with a Python loop, and the operands of each layer apart."""
-    text, fn, inputs = _drawn(rng, count := rng.choice([3, 3, 4, 5]), _by_hand)
-    stacked = [x.ndim > 0 and x.shape[0] == count and x.shape != (2, 3) for x in inputs]
+    (text, fn, inputs), stacked = _drawn(rng, rng.choice([3, 3, 4, 5]), _by_hand)
     apart = [x.unbind(0) if each else (x,) for x, each in zip(inputs, stacked, strict=True)]
 
     def of_layers(*xs: torch.Tensor) -> Tensors:
@@ -115,7 +114,10 @@ def _by_hand(
     return (x, {name: [y[name] for y in collected] for name in collected[0]}) if collect else x
 
 
-def _drawn(rng: Random, count: int, repeat: Callable[..., Any] = repeat) -> Drawn:
+def _drawn(
+    rng: Random, count: int, repeat: Callable[..., Any] = repeat
+) -> tuple[Drawn, list[bool]]:
+    """What is drawn, and which of its inputs are stacked."""
     carries = rng.choice([1, 1, 2])
     row_shapes = rng.choices([(3, 3), (3,), (2, 3), ()], k=rng.choice([1, 1, 2, 3]))
     shared_shapes = rng.choices([(3,), (2, 3), ()], k=rng.choice([0, 1, 1]))
@@ -170,7 +172,8 @@ def _drawn(rng: Random, count: int, repeat: Callable[..., Any] = repeat) -> Draw
 
     said = [s.__name__ for s in steps]
     text = f"loop({count}, {carries}, {row_shapes}, {shared_shapes}, {extra}, {said}"
-    return f"{text}, keyed={keyed}, nested={nested}, closes={closes})", fn, inputs
+    stacked = [carries <= i < carries + len(row_shapes) for i in range(len(inputs))]
+    return (f"{text}, keyed={keyed}, nested={nested}, closes={closes})", fn, inputs), stacked
 
 
 def _shaped(x: torch.Tensor) -> torch.Tensor:
