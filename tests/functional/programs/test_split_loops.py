@@ -99,7 +99,7 @@ def test_two_parts_are_the_loop(first: int) -> None:
 def test_loops_that_read_each_others_rows_are_related() -> None:
     def fn(ws: Any, x: torch.Tensor) -> torch.Tensor:
         for w in ws[:5]:
-            x = torch.tanh(x @ w)
+            x = torch.sin(x @ w) * x
         x = x.flip(0).sin()
         for w in ws[5:]:
             x = torch.cos(x @ w) * x
