@@ -166,6 +166,10 @@ def _body(graph: fx.Graph, names: dict[str, Any]) -> Iterator[Line]:
 
 def _call(node: fx.Node, variables: Mapping[fx.Node, str], names: dict[str, Any]) -> str:
     arguments = [_argument(value, variables, names) for value in node.args]
+    if node.target is item and is_apart(node.all_input_nodes[0]):
+        alike = [user for user in node.all_input_nodes[0].users if user.args == node.args]
+        if len(alike) == 1:
+            return f"taken({', '.join(arguments)})"
     if node.target in (operator.getitem, item):
         return f"{arguments[0]}[{arguments[1]}]"
     if is_apart(node):

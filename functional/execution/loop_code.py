@@ -14,7 +14,7 @@ from torch import fx
 
 from torchard.functional.execution.phases import phases_of
 from torchard.functional.programs.labels import Label, label_of
-from torchard.functional.programs.loops import carried, handed_on, is_apart
+from torchard.functional.programs.loops import carried, handed_on, is_apart, reads_alone
 from torchard.functional.programs.markers import Loop, again, enter, row, rows, total
 from torchard.functional.programs.tags import LOOP
 
@@ -61,6 +61,20 @@ class Lives:
         """The names to delete after a node that is in no loop."""
         return list(self.dead.get(self.place[node], ()))
 
+    def dead_entering(self, nodes: Sequence[fx.Node]) -> list[str]:
+        """The names of values that enter the first iteration of a loop, and are not read after that."""
+        dead, place = self.dead.get(self.place[nodes[0]], {}), self.place[nodes[0]]
+        entering = (operand for n in nodes if n.target is enter for operand in n.all_input_nodes)
+        only = [
+            self.variables[n]
+            for n in dict.fromkeys(entering)
+            if all(user.target is enter for user in n.users if self.place[user] == place)
+        ]
+        gone = [name for name in only if name in dead]
+        for name in gone:
+            del dead[name]
+        return gone
+
     def kept_for(self, node: fx.Node) -> list[fx.Node]:
         """The readers of a value in other loops."""
         loop = LOOP.get(node)
@@ -70,16 +84,12 @@ class Lives:
         """The list of a value of all iterations."""
         return "k" + self.variables[node]
 
-    def of_row(self, node: fx.Node) -> str:
-        """The text of the row of an iteration, which is taken out of a list at its last use."""
-        (stacked,) = node.all_input_nodes
-        text = f"{self.variables[stacked]}[i]"
+    def takes_row(self, node: fx.Node) -> bool:
+        """Whether nothing reads the row of an iteration after a node, which takes it out of its list."""
+        (values,) = node.all_input_nodes
         span = LOOP.of(node).span
-        others = [u for u in stacked.users if not LOOP.on(u) or _overlap(LOOP.of(u).span, span)]
-        readers = [user for user in others if self.place[user] == self.place[node]]
-        last = max(self.place[user] for user in others) == self.place[node]
-        alone = is_apart(stacked) and last and len(readers) == 1
-        return f"taken({self.variables[stacked]}, i)" if alone else text
+        readers = [u for u in values.users if not LOOP.on(u) or _overlap(LOOP.of(u).span, span)]
+        return reads_alone(node) and max(map(self.place.__getitem__, readers)) == self.place[node]
 
     def collection(self, user: fx.Node) -> str:
         """What collects the values for a node after the loop."""
@@ -187,8 +197,15 @@ class _LoopLines:
             for user in node.users:
                 if user.target in _COLLECTS and lives.begins(user, node):
                     yield f"{lives.collection(user)} = {_collecting(user)}", None
+        yield from deleted(lives.dead_entering(self.nodes))
         for name in (*map(self._early, self.phases.early), *map(self._pending, self.phases.pending)):
             yield f"{name} = [None] * {stop}", None
+
+    def _row(self, node: fx.Node) -> str:
+        """The text of the row of an iteration."""
+        values = self.lives.variables[node.all_input_nodes[0]]
+        again_read = node in self.ahead and node in self.phases.main
+        return f"taken({values}, i)" if self.lives.takes_row(node) and not again_read else f"{values}[i]"
 
     def _early(self, node: fx.Node) -> str:
         """The list of values that are computed ahead."""
@@ -266,7 +283,7 @@ class _LoopLines:
             if node.target in (enter, again):
                 yield from [*saves, *deleted(gone)]
                 continue
-            value = lives.of_row(node) if node.target is row else self.call(node, names)
+            value = self._row(node) if node.target is row else self.call(node, names)
             operands = self.text(node.args[0], names) if node.args else ""
             yield from assigned(node, value, names[node], operands, gone, saves)
         if after == len(nodes):
@@ -314,7 +331,11 @@ def _keep(node: fx.Node, lives: Lives, names: Mapping[fx.Node, str]) -> Iterator
     for user in node.users:
         if user.target in _COLLECTS:
             name = lives.collection(user)
-            put = f"{name}[i] = {value}" if is_apart(user) else f"{name}.put(i, {value})"
+            put = f"{name}.put(i, {value})"
+            if is_apart(user):
+                read = sorted({each.args[1] for each in user.users})
+                only = "" if len(read) == user.args[1] else f"if i in {read}: "
+                put = f"{only}{name}[i] = {value}"
             yield put, label_of(user)
 
 

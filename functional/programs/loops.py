@@ -18,6 +18,7 @@ __all__ = [
     "is_apart",
     "issued_ahead",
     "move_to_readers",
+    "reads_alone",
     "regrouped",
     "times",
 ]
@@ -47,6 +48,12 @@ def is_apart(node: fx.Node) -> bool:
     """Whether a node stands for values that are read one by one, and need no stack."""
     readers = {rows: item, listed: row}
     return node.target in readers and all(user.target is readers[node.target] for user in node.users)
+
+
+def reads_alone(node: fx.Node) -> bool:
+    """Whether a row of a list is read by one operation of its loop, which may take it out of the list."""
+    (values,) = node.all_input_nodes
+    return is_apart(values) and sum(LOOP.get(user) is LOOP.of(node) for user in values.users) == 1
 
 
 def issued_ahead(nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], int]:

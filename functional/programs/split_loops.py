@@ -103,7 +103,7 @@ class _Split:
         return left
 
     def _copy(self, node: fx.Node) -> fx.Node:
-        """A node that is in none of these loops; what collects the values of one does so of both parts."""
+        """A node that is in none of these loops; what collects values does so of both parts."""
         copy = self.new.node_copy(node, self.parts[0].__getitem__)
         if self.at.keys().isdisjoint(map(LOOP.get, node.all_input_nodes)):
             return copy

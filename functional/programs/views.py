@@ -9,14 +9,16 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.programs.loops import handed_on
+from torchard.functional.programs.markers import again, enter, leave
 from torchard.functional.programs.program import Program
-from torchard.functional.programs.tags import NAME, OFFLOAD, RECOMPUTE, VAL
+from torchard.functional.programs.tags import LOOP, NAME, OFFLOAD, RECOMPUTE, VAL
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = [
     "base_of",
     "depending_on",
     "forward_offloads",
+    "handed_value",
     "is_tuple",
     "is_view",
     "labels_of",
@@ -50,6 +52,23 @@ def storage_of(node: fx.Node) -> fx.Node:
     """The node that allocates the storage of a node's value: itself, unless it is a view."""
     while (base := base_of(node)) is not None:
         node = base
+    return node
+
+
+def handed_value(node: fx.Node) -> fx.Node:
+    """Of a carry (`enter`, `again`, `leave`) the value that iterations hand on; else the node.
+
+    A carry is kept, recomputed or offloaded as that value is: in all iterations, or in none.
+    """
+    entered: Any = node
+    if node.target is leave:
+        entered = node.all_input_nodes[0].args[1]
+    elif node.target is again:
+        entered = node.args[1]
+    for handing in handed_on(entered):
+        value: Any = handing.args[0]
+        if LOOP.get(value) is LOOP.of(entered) and value.target is not enter:
+            return storage_of(value)
     return node
 
 

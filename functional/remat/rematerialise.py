@@ -16,14 +16,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 from torch import fx
 
 from torchard.functional.programs.flops import op_name
 from torchard.functional.programs.loops import handed_on, move_to_readers
-from torchard.functional.programs.markers import Loop, again, enter, leave
+from torchard.functional.programs.markers import Loop
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import inherit, put
 from torchard.functional.programs.tags import (
@@ -40,6 +39,7 @@ from torchard.functional.programs.tags import (
 from torchard.functional.programs.views import (
     base_of,
     forward_offloads,
+    handed_value,
     is_tuple,
     labels_of,
     needed_by,
@@ -237,7 +237,7 @@ class _Versions:
     # -- deciding -------------------------------------------------------------------------------
 
     def _decision(self, node: fx.Node, segment: Segment) -> Decision:
-        node = _handed(node)
+        node = handed_value(node)
         key = node, segment.policy
         if key not in self.decided:
             if isinstance(segment.policy, Budget):
@@ -275,23 +275,6 @@ def _facts(node: fx.Node) -> tuple[str, Shapes, str, Sequence[str | None]]:
     operands = tuple(tuple(VAL.of(n).shape) for n in whole.all_input_nodes if _is_tensor(n))
     shapes = Shapes(operands, tuple(VAL.of(node).shape) if _is_tensor(node) else ())
     return op, shapes, SCOPE.get(node) or "", labels_of(node) or [None]
-
-
-def _handed(node: fx.Node) -> fx.Node:
-    """Of a carry (`enter`, `again`, `leave`) the value that iterations hand on; else the node.
-
-    A carry is kept, recomputed or offloaded as that value is: in all iterations, or in none.
-    """
-    entered: Any = node
-    if node.target is leave:
-        entered = node.all_input_nodes[0].args[1]
-    elif node.target is again:
-        entered = node.args[1]
-    for handing in handed_on(entered):
-        value: Any = handing.args[0]
-        if LOOP.get(value) is LOOP.of(entered) and value.target is not enter:
-            return storage_of(value)
-    return node
 
 
 def _is_tensor(node: fx.Node) -> bool:

@@ -61,7 +61,7 @@ class Lowered(Program):
         For a joint program, during its forward and then its backward. Over a mesh, on the rank that holds
         most, of a pipeline on the stage that holds most, without buffers of collectives.
         """
-        return peak_of(unrolled(self))
+        return peak_of(self)
 
     @property
     def work(self) -> Work:

@@ -19,10 +19,13 @@ import torch
 import torch.nn.functional as F
 from random_stacks import FAILED, WRONG, draw, judge
 
-from torchard import Mesh, checkpoint, name, random, repeat, scope, tree
+from torchard import Mesh, checkpoint, name, random, repeat, scope, trace, tree
 from torchard.functional.loops import equal_layers
+from torchard.functional.loops.recognised import recognised
+from torchard.functional.loops.rolled import rolled
+from torchard.functional.programs.program import Program
 
-__all__ = ["random_layers", "random_loop"]
+__all__ = ["random_layers", "random_loop", "random_program"]
 
 Tensors = tuple[torch.Tensor, ...]
 Drawn = tuple[str, Callable[..., Tensors], Tensors]
@@ -89,6 +92,22 @@ def random_layers(rng: Random, mesh: Mesh) -> Drawn:
         return fn(*(x if each else x[0] for x, each in zip(taken, stacked, strict=True)))
 
     return f"by hand: {text}", of_layers, tuple(x for parts in apart for x in parts)
+
+
+def random_program(seed: int) -> tuple[Program, Tensors]:
+    """A random program with loops of up to nine iterations: a function, or its gradient; its inputs."""
+    rng = Random(seed)
+    if rng.random() < 0.5:
+        _, fn, inputs = random_layers(rng, Mesh({"x": 2}, virtual=True))
+    else:
+        (_, fn, inputs), _ = _drawn(rng, rng.choice([1, 2, 5, 7, 9]))
+
+    def loss(*xs: torch.Tensor) -> torch.Tensor:
+        return torch.stack([out.sin().sum() for out in fn(*xs)]).sum()
+
+    way: Any = rng.choice([fn, loss, torch.func.grad(loss, tuple(range(len(inputs))))])
+    program = recognised(rolled(trace(way)(*inputs)))
+    return program, (*inputs, *program.constants)
 
 
 def _by_hand(

@@ -8,22 +8,20 @@ from typing import Any
 import pytest
 import torch
 from effort import examples
-from random_loops import random_layers, random_loop
+from random_loops import random_program
 from torch import fx
 from torch.func import grad
 
-from torchard import Mesh, trace
+from torchard import trace
 from torchard.functional.execution.binding import bind
 from torchard.functional.loops import equal_layers as limits
 from torchard.functional.loops.recognised import recognised
-from torchard.functional.loops.rolled import rolled
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.split_loops import related_loops, split_loops
 from torchard.functional.programs.tags import LOOP, SCOPE, SOURCE, VAL
 from torchard.functional.programs.unrolled import has_loops, unrolled
 
 COUNT = examples(ci=40, explore=2000)
-MESH = Mesh({"x": 2}, virtual=True)
 
 
 @pytest.fixture(autouse=True)
@@ -31,20 +29,6 @@ def few_operations_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small programs are rolled, too."""
     monkeypatch.setattr(limits, "EACH", 1)
     monkeypatch.setattr(limits, "LEAST", 1)
-
-
-def drawn(seed: int) -> tuple[Program, tuple[torch.Tensor, ...]] | None:
-    """A random program with loops, and its arguments."""
-    rng = Random(seed)
-    _, fn, inputs = rng.choice([random_loop, random_layers])(rng, MESH)
-
-    def loss(*xs: torch.Tensor) -> torch.Tensor:
-        return torch.stack([out.sin().sum() for out in fn(*xs)]).sum()
-
-    every = tuple(range(len(inputs)))
-    way: Any = rng.choice([fn, loss, grad(loss, every)])
-    program = recognised(rolled(trace(way)(*inputs)))
-    return (program, (*inputs, *program.constants)) if has_loops(program) else None
 
 
 def facts(program: Program) -> list[Any]:
@@ -82,10 +66,10 @@ def test_two_parts_are_the_loop(first: int) -> None:
     """Whichever row they are split at; and parts of parts."""
     found = 0
     for seed in range(first, first + 10):
-        if (given := drawn(seed)) is None:
+        program, args = random_program(seed)
+        if not has_loops(program):
             continue
         found += 1
-        program, args = given
         rng = Random(seed)
         once = in_two(program, rng)
         for split in (once, in_two(once, rng)):

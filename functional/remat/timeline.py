@@ -1,0 +1,170 @@
+"""The timeline of a rolled program: which operation runs when, and which storage it reads.
+
+All iterations of a loop but for the first and the last ones are alike: what is alive grows or shrinks by
+the same bytes in each. So the timeline has a few iterations at both ends, and one entry for all between
+them, which is never the peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from torchard.functional.execution.phases import Phases, phases_of
+from torchard.functional.programs.loops import handed_on, is_apart
+from torchard.functional.programs.markers import Loop, again, enter, item, leave, listed, row, total
+from torchard.functional.programs.tags import LOOP
+from torchard.functional.programs.views import base_of
+
+__all__ = ["Event", "Place", "Timeline"]
+
+# A value of one iteration: the node, and the row; None for what is in no loop.
+Place = tuple[fx.Node, int | None]
+
+
+class Event(NamedTuple):
+    """An operation in the iterations of some rows, or in no loop.
+
+    Attributes:
+        ends: whether what is alive is what a run has; else the event stands for many iterations.
+    """
+
+    node: fx.Node
+    rows: tuple[int | None, ...]
+    ends: bool
+
+
+class _Step(NamedTuple):
+    """Iterations of a loop that are one entry."""
+
+    rows: tuple[int, ...]
+    ends: bool
+
+
+@dataclass
+class Timeline:
+    """The events of operations, which are in an order in which those of a loop are together."""
+
+    order: Sequence[fx.Node]
+    events: list[Event] = field(default_factory=list)
+    # For a row of a loop, the row that stands for it in what is not told apart, and the one before that.
+    _stands: dict[Loop, dict[int, int]] = field(default_factory=dict)
+    _before: dict[Loop, dict[int, int]] = field(default_factory=dict)
+    # The index of a loop's last event.
+    ends: dict[Loop, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        loops = [(loop, list(nodes)) for loop, nodes in groupby(self.order, key=LOOP.get)]
+        phases = {loop: phases_of(nodes) for loop, nodes in loops if loop is not None}
+        margin = 2 + max((each.distance for each in phases.values()), default=0)
+        self.kept = _read_elsewhere(self.order)
+        for loop, nodes in loops:
+            if loop is None:
+                self.events += [Event(node, (None,), True) for node in nodes]
+            else:
+                steps = list(_steps(loop, margin))
+                last = [step.rows[-1] for step in steps]
+                self._stands[loop] = {i: step.rows[-1] for step in steps for i in step.rows}
+                self._before[loop] = dict(zip(last[1:], last, strict=False))
+                self.events += self._iterations(steps, phases[loop])
+                self.ends[loop] = len(self.events) - 1
+
+    def _iterations(self, steps: Sequence[_Step], phases: Phases) -> Iterator[Event]:
+        distance = phases.distance
+        for step in steps[:distance]:
+            yield from self._run(phases.ahead, step)
+        for i, step in enumerate(steps):
+            yield from self._run(phases.arriving, step)
+            for later in steps[i + distance : i + distance + 1]:
+                yield from self._run(phases.ahead, later, step.ends)
+            yield from self._run(phases.main, step)
+            for before in steps[max(i - 1, 0) : i]:
+                yield from self._run(phases.late, before, step.ends)
+        yield from self._run(phases.late, steps[-1])
+
+    def _run(self, nodes: Sequence[fx.Node], step: _Step, ends: bool | None = None) -> Iterator[Event]:
+        """The operations of some iterations; of many, those are told apart that read rows or are kept."""
+        for node in nodes:
+            loops = {LOOP.get(operand) for operand in node.all_input_nodes} - {LOOP.of(node), None}
+            apart = node in self.kept or node.target is row or loops
+            yield Event(node, step.rows if apart else step.rows[-1:], step.ends if ends is None else ends)
+
+    # -- which storage a value is in ----------------------------------------------------------------
+
+    def origin(self, place: Place) -> Place:
+        """The value in whose storage a value is."""
+        before: Place | None = place
+        while before is not None:
+            place, before = before, self._operand(before)
+        node, at = place
+        if at is not None and node not in self.kept:
+            at = self._stands[LOOP.of(node)][at]
+        return node, at
+
+    def _operand(self, place: Place) -> Place | None:
+        """Of which value this one is a view, or another name; None if it has a storage of its own."""
+        node, at = place
+        source: Any = node.args[0] if node.args else None
+        if node.target is row and source.target is listed:
+            return source.args[0][at], None
+        if node.target is enter:
+            return self._entered(node, at)
+        if node.target is leave or (node.target is total and _has_one_term(node)):
+            return source, LOOP.of(source).order()[-1]
+        if node.target is item and is_apart(source):
+            index: Any = node.args[1]
+            return next((v, index) for v in source.all_input_nodes if index in LOOP.of(v).span)
+        base = source if node.target in (again, item) else base_of(node)
+        if base is None:
+            return None
+        return base, at if LOOP.on(base) else None
+
+    def _entered(self, node: fx.Node, at: int | None) -> Place:
+        """What enters an iteration: what the one before handed on, or the initial value."""
+        loop, handing = LOOP.of(node), handed_on(node)
+        assert at is not None
+        if handing:
+            before = at + 1 if loop.reverse else at - 1
+            if node not in self.kept:
+                before = self._before[loop].get(at, before)
+            if before in loop.span:
+                return handing[0], before
+        initial: Any = node.args[0]
+        return initial, at if LOOP.on(initial) else None
+
+
+def _steps(loop: Loop, margin: int) -> Iterator[_Step]:
+    """Iterations one by one at both ends, and all between them at once."""
+    order = loop.order()
+    between = order[margin:-margin]
+    if len(between) < 2:
+        yield from (_Step((i,), True) for i in order)
+        return
+    for turn, i in enumerate(order[:margin]):
+        yield _Step((i,), turn < 2)  # others issue what is of those between
+    yield _Step(tuple(between), False)
+    yield from (_Step((i,), True) for i in order[-margin:])
+
+
+def _has_one_term(node: fx.Node) -> bool:
+    return sum(LOOP.of(value).count for value in node.all_input_nodes) == 1
+
+
+def _read_elsewhere(order: Sequence[fx.Node]) -> set[fx.Node]:
+    """The operations of loops whose results are read outside of their iteration, and what they are in."""
+    found: set[fx.Node] = set()
+    for node in order:
+        loop = LOOP.get(node)
+        if loop is not None and any(LOOP.get(user) is not loop for user in node.users):
+            while node not in found and LOOP.get(node) is loop:
+                found.add(node)
+                handing = handed_on(node)
+                value: Any = handing[0].args[0] if handing else base_of(node)
+                if value is None:
+                    break
+                node = value
+    return found
