@@ -6,44 +6,53 @@ estimate, and the true peak is not monotone in the set of kept values. So it is 
 each solution's program is built and its peak simulated, and the Pareto front in peak and FLOPs is the
 *envelope*. A budget takes the cheapest point of the envelope that fits, so a smaller budget never gives
 fewer FLOPs or a higher peak.
+
+Layers that are a loop are planned by one of them, and all are treated alike in the envelope. Between two
+of its points, the first layers keep what one does and the others what the next one does.
 """
 
 from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import fx
 
 from torchard.functional.core.errors import CheckpointError
 from torchard.functional.core.locks import Lock
 from torchard.functional.programs.flops import DOTS, flops, op_name
+from torchard.functional.programs.loops import times
+from torchard.functional.programs.markers import Loop
 from torchard.functional.programs.program import Program, Rewrite, finished
-from torchard.functional.programs.tags import FRAMES, NAME, PHASE, RECOMPUTE, SCOPE, VAL
-from torchard.functional.programs.views import is_tuple, needed_by
-from torchard.functional.remat.liveness import (
-    Liveness,
-    Storage,
-    bytes_in,
-    liveness,
-    peak_of,
-    storage_key,
+from torchard.functional.programs.split_loops import related_loops, split_loops
+from torchard.functional.programs.tags import (
+    AHEAD,
+    FRAMES,
+    LOOP,
+    NAME,
+    PHASE,
+    RECOMPUTE,
+    SCOPE,
+    VAL,
 )
+from torchard.functional.programs.unrolled import has_loops, unrolled
+from torchard.functional.programs.views import is_tuple
+from torchard.functional.remat.budget_problem import SMALL, is_choice, problem_of
+from torchard.functional.remat.liveness import bytes_in, peak_of
 from torchard.functional.remat.policies import Budget
 from torchard.functional.remat.policy import Policy
 from torchard.functional.remat.remat_ilp import Problem, solve
 from torchard.functional.remat.rematerialise import passes_of, rematerialise
 from torchard.functional.remat.segments import Segment, segments_of
 
-__all__ = ["Point", "envelope", "kept_within_budget"]
+__all__ = ["Point", "envelope", "tried", "within_budget"]
 
 _STEPS = 16  # bounds that are tried for an envelope
-_SMALL = 16  # up to this many values, every bound is tried
 _REMEMBERED = 32  # cached envelopes
-_BUCKETS = 24  # buckets of the backward; fewer if it has fewer operations
 
 # With the policies whose ids are in the digest: kept alive, so that no other object gets their ids.
 _envelopes: dict[Hashable, tuple[list[tuple[int, int, list[int]]], set[Policy]]] = {}
@@ -65,8 +74,12 @@ class Point:
     kept: frozenset[fx.Node]
 
 
-def kept_within_budget(program: Program, last: tuple[Rewrite, ...] = ()) -> frozenset[fx.Node]:
-    """The values that the budgets of a program's segments keep.
+def within_budget(
+    program: Program, last: tuple[Rewrite, ...] = ()
+) -> tuple[Program, frozenset[fx.Node]]:
+    """The program, and its values that the budgets of its segments keep.
+
+    Of layers that are a loop, the first ones may keep less than the others: two loops then.
 
     Args:
         last: the post-passes of the program, which may change its peak.
@@ -82,7 +95,7 @@ def kept_within_budget(program: Program, last: tuple[Rewrite, ...] = ()) -> froz
         if isinstance(segment.policy, Budget)
     }
     if not budgets or not any(passes_of(program).values()):
-        return frozenset()
+        return program, frozenset()
     if len(budgets) > 1:
         raise CheckpointError(
             f"{program.name} has {len(budgets)} budgets ({', '.join(map(str, budgets))}), but a budget "
@@ -96,14 +109,15 @@ def kept_within_budget(program: Program, last: tuple[Rewrite, ...] = ()) -> froz
     if bound is None:
         assert budget.fraction is not None
         bound = int(least + budget.fraction * (most - least))
-    fitting = [point for point in points if point.peak <= bound]
-    if not fitting:
-        raise CheckpointError(
-            f"checkpoint({program.name}, policy={budget}): the least peak that can be reached is "
-            f"{least:,} bytes ({most:,} with everything saved). Set a budget of at least that, or make "
-            "the batch smaller."
-        )
-    return min(fitting, key=lambda point: point.flops).kept
+    if least <= bound:
+        return cheapest(program, points, bound, last)
+    if has_loops(program):  # one layer at a time, more can be recomputed
+        return within_budget(unrolled(program), last)
+    raise CheckpointError(
+        f"checkpoint({program.name}, policy={budget}): the least peak that can be reached is "
+        f"{least:,} bytes ({most:,} with everything saved). Set a budget of at least that, or make "
+        "the batch smaller."
+    )
 
 
 def envelope(program: Program, last: tuple[Rewrite, ...] = ()) -> list[Point]:
@@ -122,10 +136,94 @@ def envelope(program: Program, last: tuple[Rewrite, ...] = ()) -> list[Point]:
     return [Point(peak, cost, frozenset(nodes[i] for i in kept)) for peak, cost, kept in known]
 
 
+# -- layers that keep less than others --------------------------------------------------------------
+
+
+def cheapest(
+    program: Program, points: Sequence[Point], bound: int, last: tuple[Rewrite, ...] = ()
+) -> tuple[Program, frozenset[fx.Node]]:
+    """The program, and what it keeps, with the fewest FLOPs within a bound on its peak.
+
+    Args:
+        points: the envelope, whose first point fits.
+    """
+    best = points[max(i for i, point in enumerate(points) if point.peak <= bound)]
+    plan, groups = (program, best.kept), _layers(program)
+    layers = sum(group[0].count for group in groups)
+    for fewer, more in _pairs(points, bound) if groups else ():
+        failing = 0  # of the first layers; with as many as `enough`, FLOPs are no fewer than the best's
+        share = (best.flops - more.flops) / (fewer.flops - more.flops)
+        enough = math.ceil(layers * share)
+        count = enough - 1
+        while failing < count:
+            mixed = _mixed(program, groups, count, fewer, more)
+            point = tried(*mixed, last)
+            if point.peak > bound:
+                failing = count
+            else:
+                enough = count
+                if point.flops < best.flops:
+                    best, plan = point, mixed
+            count = (failing + enough) // 2
+    return plan
+
+
+def _pairs(points: Sequence[Point], bound: int) -> list[tuple[Point, Point]]:
+    """Points that fit and points that do not: those next to the bound, and all of the convex hull."""
+    hull: list[Point] = []
+    for point in points:
+        while len(hull) > 1 and _slope(hull[-2], hull[-1]) >= _slope(hull[-2], point):
+            hull.pop()
+        hull.append(point)
+    pairs = [*itertools.pairwise(points), *itertools.combinations(hull, 2)]
+    fitting = [(one, other) for one, other in pairs if one.peak <= bound < other.peak]
+    return list(dict.fromkeys(fitting))
+
+
+def _slope(one: Point, other: Point) -> float:
+    return (other.flops - one.flops) / (other.peak - one.peak)
+
+
+def _layers(program: Program) -> list[list[Loop]]:
+    """The loops with values on which a budget decides, with those that read their rows."""
+    chosen = {LOOP.get(node) for node in program.calls if is_choice(node)}
+    return [group for group in related_loops(program.graph) if not chosen.isdisjoint(group)]
+
+
+def _mixed(
+    program: Program, groups: Sequence[Sequence[Loop]], count: int, fewer: Point, more: Point
+) -> tuple[Program, frozenset[fx.Node]]:
+    """The first layers keep what one point does, the others what another one does.
+
+    The last layers are the first ones in the backward: what they keep is freed before others recompute.
+    """
+    at: dict[Loop, int] = {}
+    # For each loop, what is kept of its first rows, and of the others.
+    kept: dict[Loop | None, tuple[Point, Point]] = {None: (fewer, fewer)}
+    for group in groups:
+        span, taken = group[0].span, min(count, group[0].count)
+        count -= taken
+        parts = (fewer, more) if taken else (more, more)
+        if taken < len(span) and taken:
+            parts = parts[::-1] if group[0].reverse else parts
+            row = span.stop - taken if group[0].reverse else span.start + taken
+            at.update(dict.fromkeys(group, row))
+        elif taken:
+            parts = fewer, fewer
+        kept.update(dict.fromkeys(group, parts))
+    split, copies = split_loops(program, at)
+    return split, frozenset(
+        copy
+        for node in fewer.kept | more.kept
+        for copy, point in zip(copies[node], kept.get(LOOP.get(node), kept[None]), strict=True)
+        if node in point.kept
+    )
+
+
 def _fingerprint(program: Program) -> str:
     """A cache key: equal for programs with the same envelope, whatever the budget."""
     digest = hashlib.sha256()
-    numbers: dict[Segment, int] = {}
+    numbers: dict[Segment | Loop | None, int] = {}
     size = bytes_in(program)
     donated = () if program.compiler is None else program.compiler.donate_argnums
     leaves = [(leaf.path, leaf.role) for leaf in (*program.inputs, *program.outputs)]
@@ -139,7 +237,9 @@ def _fingerprint(program: Program) -> str:
             )
             for segment in segments_of(node)
         ]
-        tags: list[Any] = [tag.get(node) for tag in (PHASE, SCOPE, NAME, RECOMPUTE)]
+        tags: list[Any] = [tag.get(node) for tag in (PHASE, SCOPE, NAME, RECOMPUTE, AHEAD)]
+        loop = LOOP.get(node)
+        tags += [numbers.setdefault(loop, len(numbers)), loop]
         values: Any = VAL.get(node)
         sizes = [size(node, i) for i in range(len(values) if is_tuple(node) else 1)]
         line = (node.op, str(node.target), str(node.args), str(node.kwargs), inside, tags)
@@ -148,7 +248,7 @@ def _fingerprint(program: Program) -> str:
 
 
 def _envelope(program: Program, last: tuple[Rewrite, ...]) -> list[Point]:
-    operations, problem = _problem(program)
+    operations, problem = problem_of(program)
     choices = [*_heuristic_choices(operations, problem), *_solutions(problem)]
     points = {tried(program, _results(operations[v] for v in kept), last) for kept in choices}
     best: list[Point] = []
@@ -185,13 +285,13 @@ def _heuristic_choices(operations: Sequence[fx.Node], problem: Problem) -> Itera
 def tried(program: Program, kept: frozenset[fx.Node], last: tuple[Rewrite, ...] = ()) -> Point:
     """The peak and FLOPs of keeping these values."""
     rewritten = rematerialise(program, kept)
-    recomputed = sum(flops(node) for node in rewritten.calls if RECOMPUTE.get(node))
+    recomputed = sum(flops(node) * times(node) for node in rewritten.calls if RECOMPUTE.get(node))
     return Point(peak_of(finished(rewritten, last)), recomputed, kept)
 
 
 def _solutions(problem: Problem) -> Iterator[Sequence[int]]:
     """The values to keep under falling bounds, until nothing fits."""
-    small = len(problem.sizes) <= _SMALL
+    small = len(problem.sizes) <= SMALL
     step = 0 if small else (problem.most - problem.least) / _STEPS
     for passing in (True, False) if small else (True,):
         posed = replace(problem, passing=passing)
@@ -199,104 +299,3 @@ def _solutions(problem: Problem) -> Iterator[Sequence[int]]:
         while problem.sizes and (solution := solve(posed, bound)) is not None:
             yield solution.kept
             bound = min(solution.estimate, bound - step) - 1
-
-
-def _problem(program: Program) -> tuple[list[fx.Node], Problem]:
-    """The operations on whose results a budget decides, and the integer program's data."""
-    passes, live = passes_of(program), liveness(program)
-    late_needs = needed_by(node for node in live.order if passes[node])
-    operations = [n for n in program.calls if not passes[n] and n in late_needs and _is_choice(n)]
-    late = [at for at, node in enumerate(live.order) if passes[node]]
-    buckets = min(_BUCKETS if len(operations) > _SMALL else len(late), len(late))
-    bucket = {live.order[at]: time * buckets // len(late) for time, at in enumerate(late)}
-    uses = _uses(operations, bucket)
-    held = live.held(without=operations)
-    base, before = [0] * buckets, [0] * buckets
-    for at in late:
-        k = bucket[live.order[at]]
-        base[k] = max(base[k], held[at])
-        before[k] = max(before[k], held[at] - _size(live, live.order[at]))
-    sizes = [sum(live.size[storage] for storage in storages) for storages in uses.results]
-    costs = [flops(node) for node in operations]
-    ahead = _ahead(live, operations, passes, held)
-    problem = Problem(costs, sizes, uses.sources, uses.reads, uses.forced, base, before, ahead)
-    return operations, problem
-
-
-class _Uses(NamedTuple):
-    """How the operations that a budget decides on are used, each by its number.
-
-    Attributes:
-        sources: the operations that each reads.
-        reads: the buckets of the backward in which each is read.
-        results: the storages of each that something reads.
-        forced: those whose results leave their segment, and are kept.
-    """
-
-    sources: list[list[int]]
-    reads: list[set[int]]
-    results: list[set[Storage]]
-    forced: set[int]
-
-
-def _uses(operations: Sequence[fx.Node], bucket: Mapping[fx.Node, int]) -> _Uses:
-    """Who reads the operations: each other, and the backward, whose nodes are in buckets."""
-    number = {node: v for v, node in enumerate(operations)}
-    uses = _Uses([[] for _ in number], [set() for _ in number], [set() for _ in number], set())
-    for reader in (*operations, *bucket):
-        for storage in map(storage_key, reader.all_input_nodes):
-            v = number.get(storage[0])
-            if v is None:
-                continue
-            uses.results[v].add(storage)
-            if reader in number:
-                uses.sources[number[reader]].append(v)
-            else:
-                uses.reads[v].add(bucket[reader])
-            if not _share_budget(operations[v], reader):
-                uses.forced.add(v)
-    return uses
-
-
-def _ahead(
-    live: Liveness, operations: Sequence[fx.Node], passes: dict[fx.Node, int], held: Sequence[int]
-) -> list[tuple[int, list[int]]]:
-    """For each bucket of the forward: bytes alive anyway, and earlier operations alive only if kept."""
-    early = list(itertools.takewhile(lambda at: not passes[live.order[at]], range(len(live.order))))
-    if not early:
-        return []
-    number = {node: v for v, node in enumerate(operations)}
-    begun = {number[node]: at for at, node in enumerate(live.order) if node in number}
-    ended = dict(begun)  # the forward's last read
-    for at in early:
-        for source in live.order[at].all_input_nodes:
-            if (v := number.get(storage_key(source)[0])) is not None:
-                ended[v] = max(ended[v], at)
-    count = min(_BUCKETS if len(operations) > _SMALL else len(early), len(early))
-    buckets = []
-    for run in (early[len(early) * k // count : len(early) * (k + 1) // count] for k in range(count)):
-        anyway = [
-            held[at] + sum(_size(live, operations[v]) for v in begun if begun[v] <= at <= ended[v])
-            for at in run
-        ]
-        at = run[anyway.index(max(anyway))]
-        buckets.append((max(anyway), [v for v in begun if ended[v] < at]))
-    return buckets
-
-
-def _size(live: Liveness, node: fx.Node) -> int:
-    """The bytes of all results of an operation."""
-    items = len(VAL.of(node)) if is_tuple(node) else 1
-    return sum(live.size.get((node, i), 0) for i in range(items))
-
-
-def _is_choice(node: fx.Node) -> bool:
-    """Whether a budget decides on a node's results: they are in its segment, in storages of their own."""
-    budgeted = any(isinstance(segment.policy, Budget) for segment in segments_of(node))
-    return budgeted and storage_key(node)[0] is node
-
-
-def _share_budget(one: fx.Node, other: fx.Node) -> bool:
-    """Whether both are in a common segment with the budget."""
-    both = set(segments_of(one)) & set(segments_of(other))
-    return any(isinstance(segment.policy, Budget) for segment in both)

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from torchard.functional.programs.graphs import bytes_of
-from torchard.functional.programs.loops import is_apart, reads_alone, regrouped
+from torchard.functional.programs.loops import reads_alone, regrouped
 from torchard.functional.programs.markers import again, enter, item, row, rows, total
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.running_sums import added_product, sum_so_far
@@ -113,6 +113,7 @@ class _Walk:
         self.merged = _added_products(self.live.order)
         # For each sum over a loop's iterations, the first term, in whose storage it begins.
         self.terms: dict[fx.Node, Storage] = {}
+        self.known: dict[Place, Storage] = {}
 
     def run(self) -> Liveness:
         live, end = self.live, len(self.live.events)
@@ -143,7 +144,7 @@ class _Walk:
 
     def _collect(self, user: fx.Node, place: Place, at: int) -> None:
         """A value is written into the rows that are read after its loop, or added to their sum."""
-        if user.target is rows and not is_apart(user):
+        if user.target is rows and user not in self.timeline.apart:
             self._make(Storage(user), at, self.size(user, 0))
         elif user.target is total:
             if user not in self.terms:
@@ -154,8 +155,8 @@ class _Walk:
 
     def _allocated_by(self, place: Place) -> Sequence[Storage]:
         """The storages an operation allocates."""
-        node, i = self._storage(place).node, self._storage(place).row
-        if is_apart(node) or node.target in (rows, total) or node is not place[0]:
+        node, _, i = self._storage(place)
+        if node in self.timeline.apart or node.target in (rows, total) or node is not place[0]:
             return []
         val = VAL.get(node)
         if isinstance(val, (tuple, list)):
@@ -169,12 +170,12 @@ class _Walk:
         all its iterations until it ends.
         """
         node, i = place
-        if node.target in (again, rows, total) or is_apart(node):
+        if node.target in (again, rows, total) or node in self.timeline.apart:
             return  # what a loop keeps of its values is read by others
         if node.target in (enter, item):
             yield self._storage(place), at
             return
-        if node.target is row and is_apart(node.all_input_nodes[0]):
+        if node.target is row and node.all_input_nodes[0] in self.timeline.apart:
             yield self._storage(place), at if reads_alone(node) else self.timeline.ends[LOOP.of(node)]
             return
         for operand in node.all_input_nodes:
@@ -188,6 +189,11 @@ class _Walk:
 
     def _storage(self, place: Place) -> Storage:
         """The storage of a value."""
+        if place not in self.known:
+            self.known[place] = self._find(place)
+        return self.known[place]
+
+    def _find(self, place: Place) -> Storage:
         node, i = self.timeline.origin(place)
         while (before := sum_so_far(node)) is not None:
             node, i = self.timeline.origin((before, i))

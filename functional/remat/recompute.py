@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torchard.functional.programs.program import Program, Rewrite, finishing
 from torchard.functional.programs.tags import LOOP
 from torchard.functional.programs.unrolled import unrolled
-from torchard.functional.remat.budget import kept_within_budget
+from torchard.functional.remat.budget import within_budget
 from torchard.functional.remat.policies import Budget
 from torchard.functional.remat.rematerialise import decisions, rematerialise
 from torchard.functional.remat.segments import segments_of
@@ -32,7 +32,7 @@ class Recompute(Rewrite):
     def __call__(self, program: Program) -> Program:
         if not _alike(program):
             program = unrolled(program)
-        return rematerialise(program, kept_within_budget(program, finishing(program.stack)))
+        return rematerialise(*within_budget(program, finishing(program.stack)))
 
     def inline(self, program: Program) -> Program:
         """Inside another trace, nodes stay marked until that trace is lowered."""
@@ -42,14 +42,17 @@ class Recompute(Rewrite):
 def _alike(program: Program) -> bool:
     """Whether the policies of a program treat all iterations of each loop alike.
 
-    A budget may be best used by keeping more of some layers than of others.
+    The halves of a joint program have no loops, nor has the program whose peak a budget bounds.
     """
+    joint = any(leaf.role == "cotangent" for leaf in program.inputs)
     for node in program.calls:
         if (loop := LOOP.get(node)) is None:
             continue
         for segment in segments_of(node):
             if isinstance(segment.policy, Budget):
-                return False
+                if joint:
+                    return False
+                continue
             if len(set(decisions(node, segment.policy, range(loop.count)))) > 1:
                 return False
     return True

@@ -4,7 +4,8 @@ Time is divided into buckets of consecutive operations of the forward and of the
 an operation v of the forward are kept (s_v = 1) or recomputed (e_vk = 1: by bucket k of the backward).
 Kept values are alive until their last reader; x_vk = 1 says that v is still alive in bucket k, after the
 backward's own last read, because a recomputation reads it then or later. Recomputed values are alive
-until the backward's last read, and in the bucket in which they are recomputed.
+until the backward's last read, and in the bucket in which they are recomputed. Of an operation in a loop,
+what is kept is that of all iterations; what is recomputed is alive in one.
 
     minimise   the FLOPs of recomputation
     such that  s_v + e_vk >= 1              if the backward reads v in bucket k
@@ -47,8 +48,9 @@ class Problem:
     """The operations to choose from, by number, in execution order.
 
     Attributes:
-        costs: for each operation, the FLOPs of recomputing it.
-        sizes: for each operation, the bytes of its results.
+        costs: for each operation, the FLOPs of recomputing it, in all iterations of its loop.
+        sizes: for each operation, the bytes of its results in one iteration.
+        times: for each operation, how many iterations there are.
         sources: for each operation, the operations whose results it reads.
         reads: for each operation, the buckets in which the backward reads its results.
         forced: operations that are never recomputed.
@@ -63,6 +65,7 @@ class Problem:
 
     costs: list[int]
     sizes: list[int]
+    times: list[int]
     sources: list[list[int]]
     reads: list[set[int]]
     forced: set[int]
@@ -79,7 +82,12 @@ class Problem:
     @property
     def most(self) -> int:
         """An upper bound of the peak."""
-        return self.least + sum(self.sizes)
+        return self.least + sum(self.kept)
+
+    @cached_property
+    def kept(self) -> list[int]:
+        """For each operation, the bytes of its results in all iterations."""
+        return [size * times for size, times in zip(self.sizes, self.times, strict=True)]
 
     @cached_property
     def until(self) -> list[int]:
@@ -133,15 +141,16 @@ class Problem:
     def alive(self) -> Iterator[dict[int, float]]:
         """The bytes each variable adds: in the forward, in the backward, during recomputation."""
         for _, kept in self.ahead:
-            yield {v: self.sizes[v] for v in kept}
+            yield {v: self.kept[v] for v in kept}
         read: list[dict[int, float]] = [{} for _ in self.base]
         recomputing: list[dict[int, float]] = [{} for _ in self.base]
         for v, size in enumerate(self.sizes):
             e, last = self.recomputed[v], self.until[v]
-            here = [(k, v) for k in range(last + 1)] + list(self.lingering[v].items())
-            here += [(k, e[k]) for k in self.spans[v] if k <= last]
-            for k, variable in here:
-                read[k][variable] = recomputing[k][variable] = size
+            held = [(k, v) for k in range(last + 1)] + list(self.lingering[v].items())
+            for k, variable in held:
+                read[k][variable] = recomputing[k][variable] = self.kept[v]
+            for k in (k for k in self.spans[v] if k <= last):
+                read[k][e[k]] = recomputing[k][e[k]] = size
             for k in self.spans[v]:
                 if self.passing and k > last:  # recomputed for another recomputation, then freed
                     recomputing[k][e[k]] = size
@@ -195,7 +204,7 @@ def solve(problem: Problem, bound: float) -> Solution | None:
     unit = max(problem.least, 1)  # scales coefficients to about one
     available = (bound - problem.fixed) / unit
     cost = np.zeros(problem.variables)
-    cost[:count] = 1e-7 * np.array(problem.sizes) / unit  # breaks ties in favour of keeping less
+    cost[:count] = 1e-7 * np.array(problem.kept) / unit  # breaks ties in favour of keeping less
     for v, variables in enumerate(problem.recomputed):
         if variables:
             cost[max(variables.values())] += problem.costs[v] / max(max(problem.costs), 1)

@@ -62,6 +62,7 @@ class Timeline:
         phases = {loop: phases_of(nodes) for loop, nodes in loops if loop is not None}
         margin = 2 + max((each.distance for each in phases.values()), default=0)
         self.kept = _read_elsewhere(self.order)
+        self.apart = {node for node in self.order if is_apart(node)}
         for loop, nodes in loops:
             if loop is None:
                 self.events += [Event(node, (None,), True) for node in nodes]
@@ -90,7 +91,7 @@ class Timeline:
         """The operations of some iterations; of many, those are told apart that read rows or are kept."""
         for node in nodes:
             loops = {LOOP.get(operand) for operand in node.all_input_nodes} - {LOOP.of(node), None}
-            apart = node in self.kept or node.target is row or loops
+            apart = node in self.kept or loops or (node.target is row and not _of_inputs(node))
             yield Event(node, step.rows if apart else step.rows[-1:], step.ends if ends is None else ends)
 
     # -- which storage a value is in ----------------------------------------------------------------
@@ -115,7 +116,7 @@ class Timeline:
             return self._entered(node, at)
         if node.target is leave or (node.target is total and _has_one_term(node)):
             return source, LOOP.of(source).order()[-1]
-        if node.target is item and is_apart(source):
+        if node.target is item and source in self.apart:
             index: Any = node.args[1]
             return next((v, index) for v in source.all_input_nodes if index in LOOP.of(v).span)
         base = source if node.target in (again, item) else base_of(node)
@@ -148,6 +149,12 @@ def _steps(loop: Loop, margin: int) -> Iterator[_Step]:
         yield _Step((i,), turn < 2)  # others issue what is of those between
     yield _Step(tuple(between), False)
     yield from (_Step((i,), True) for i in order[-margin:])
+
+
+def _of_inputs(node: fx.Node) -> bool:
+    """Whether a row is one of inputs, which the caller holds."""
+    (values,) = node.all_input_nodes
+    return all(n.op == "placeholder" for n in (values.all_input_nodes or [values]))
 
 
 def _has_one_term(node: fx.Node) -> bool:

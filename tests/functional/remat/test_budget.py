@@ -34,6 +34,7 @@ from torchard.functional.programs.flops import flops
 from torchard.functional.programs.program import Program
 from torchard.functional.remat import budget
 from torchard.functional.remat.budget import Point, envelope, tried
+from torchard.functional.remat.budget_problem import problem_of
 from torchard.functional.remat.segments import mark
 
 TENTHS = [k / 10 for k in range(10, -1, -1)]
@@ -67,7 +68,7 @@ def run(steps: list[tuple[str, int]], x: torch.Tensor) -> torch.Tensor:
 
 def exhaustively(program: Program) -> list[Point]:
     """Every choice there is."""
-    operations, _ = budget._problem(program)
+    operations, _ = problem_of(program)
     choices = itertools.product((False, True), repeat=len(operations))
     return [
         tried(program, budget._results(itertools.compress(operations, kept))) for kept in choices
@@ -83,7 +84,7 @@ steps = st.lists(
 @given(steps)
 def test_nothing_cheaper_fits(steps: list[tuple[str, int]]) -> None:
     program = joint_of(functools.partial(run, steps), torch.zeros(4))
-    assume(len(budget._problem(program)[0]) <= 7)
+    assume(len(problem_of(program)[0]) <= 7)
     every, found = exhaustively(program), envelope(program)
     event(f"{len(found)} points")
     least, most = min(p.peak for p in every), found[-1].peak
