@@ -333,7 +333,7 @@ def _keep(node: fx.Node, lives: Lives, names: Mapping[fx.Node, str]) -> Iterator
             name = lives.collection(user)
             put = f"{name}.put(i, {value})"
             if is_apart(user):
-                read = sorted({each.args[1] for each in user.users})
+                read = sorted({int(str(each.args[1])) for each in user.users})
                 only = "" if len(read) == user.args[1] else f"if i in {read}: "
                 put = f"{only}{name}[i] = {value}"
             yield put, label_of(user)

@@ -99,9 +99,11 @@ class Problem:
         """For each operation, the buckets in which its results may be read, also by recomputations."""
         first = [min(reads, default=len(self.base)) for reads in self.reads]
         last = list(self.until)
-        for v in reversed(range(len(self.sizes))):
-            for u in self.sources[v]:
-                first[u], last[u] = min(first[u], first[v]), max(last[u], last[v])
+        before = None
+        while before != (before := [*first, *last]):  # in a loop, operations read later ones
+            for v in reversed(range(len(self.sizes))):
+                for u in self.sources[v]:
+                    first[u], last[u] = min(first[u], first[v]), max(last[u], last[v])
         return [range(a, b + 1) for a, b in zip(first, last, strict=True)]
 
     @cached_property

@@ -7,6 +7,7 @@ them, which is never the peak.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -161,6 +162,14 @@ def _has_one_term(node: fx.Node) -> bool:
     return sum(LOOP.of(value).count for value in node.all_input_nodes) == 1
 
 
+def _source(node: fx.Node) -> fx.Node | None:
+    """What a value is a view or an item of, or what was handed on to it."""
+    if node.target is operator.getitem:
+        return node.all_input_nodes[0]
+    handing = handed_on(node)
+    return handing[0].all_input_nodes[0] if handing else base_of(node)
+
+
 def _read_elsewhere(order: Sequence[fx.Node]) -> set[fx.Node]:
     """The operations of loops whose results are read outside of their iteration, and what they are in."""
     found: set[fx.Node] = set()
@@ -169,9 +178,5 @@ def _read_elsewhere(order: Sequence[fx.Node]) -> set[fx.Node]:
         if loop is not None and any(LOOP.get(user) is not loop for user in node.users):
             while node not in found and LOOP.get(node) is loop:
                 found.add(node)
-                handing = handed_on(node)
-                value: Any = handing[0].args[0] if handing else base_of(node)
-                if value is None:
-                    break
-                node = value
+                node = _source(node) or node
     return found

@@ -6,6 +6,8 @@ rank of its own shard of every layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torchard.functional.programs.markers import (
     again,
     enter,
@@ -20,10 +22,23 @@ from torchard.sharding.rules.registry import Call, register_rule
 
 __all__: list[str] = []
 
-register_rule(enter, leave, total, text="... -> ... | linear 0")
+register_rule(enter, leave, text="... -> ... | linear 0")
 register_rule(again, text="..., ... -> ... | linear 0 1")
 register_rule(row, item, text="layers ... -> ... | whole layers | linear 0")
-register_rule(rows, text="... -> layers ... | whole layers | linear 0")
+
+
+def _collected(result: str) -> Callable[[Call], str]:
+    """The rule of what is computed of the values of one loop, or of the parts of one."""
+
+    def text(call: Call) -> str:
+        given = range(len(call.ins))
+        return f"{', '.join('...' for _ in given)} -> {result} | linear {' '.join(map(str, given))}"
+
+    return text
+
+
+register_rule(rows, text=_collected("layers ... | whole layers"))
+register_rule(total, text=_collected("..."))
 
 
 def _listed(call: Call) -> str:
