@@ -4,6 +4,7 @@ Nothing is run on the meshes, and no weights are allocated: planning needs shape
 traced layer by layer; its equal layers are planned, matched and compiled once.
 
     python benchmarks/depth.py                    trace and plan, and fuse
+    python benchmarks/depth.py --budget           a budget of peak memory, half way from the least, too
     python benchmarks/depth.py --compile          the first call of the compiled step of a small GPT, too
     python benchmarks/depth.py --steady           steps of 12 layers with loops beside steps without
 """
@@ -25,7 +26,23 @@ import optree
 import torch
 from torch import Tensor
 
-from torchard import Mesh, P, fuse, jit, name, nn, optim, place, random, repeat, scope, shard, stack
+from torchard import (
+    Mesh,
+    P,
+    checkpoint,
+    fuse,
+    jit,
+    name,
+    nn,
+    optim,
+    place,
+    policies,
+    random,
+    repeat,
+    scope,
+    shard,
+    stack,
+)
 from torchard.functional.loops import equal_layers
 from torchard.functional.torch_internals import FakeTensorMode
 
@@ -108,6 +125,14 @@ def fused(size: train_gpt.Size, way: str) -> float:
     return seconds(lambda: run.lower(params, batch))
 
 
+def budgeted(size: train_gpt.Size, way: str) -> float:
+    """The seconds in which the gradient is traced, and what it keeps within a budget is chosen."""
+    params, _, batch = arguments(size, way)
+    loss = checkpoint(functools.partial(LOSSES[way], size), policy=policies.budget(fraction=0.5))
+    run = jit(lambda params, batch: torch.func.grad(loss)(params, batch))
+    return seconds(lambda: run.lower(params, batch))
+
+
 def compiled(size: train_gpt.Size, way: str) -> float:
     """The seconds of a first call of the compiled step."""
     args = arguments(size, way, "cpu")
@@ -142,6 +167,7 @@ def row(what: str, way: str, of: Callable[[int], float], depths: list[int]) -> s
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--compile", action="store_true", help="measure first calls of the compiled step")
+    parser.add_argument("--budget", action="store_true", help="measure budgets of peak memory, too")
     parser.add_argument("--loop", type=int, nargs="*", default=[6, 12], help="depths of the Python loop")
     parser.add_argument("--repeat", type=int, nargs="*", default=[6, 12, 48, 96], help="depths of repeat")
     parser.add_argument("--steady", action="store_true", help="compare steps with loops and without")
@@ -161,6 +187,9 @@ def main() -> None:
             print(row(f"trace + plan, {label}", way, of, counts), flush=True)
         of = lambda n, way=way: fused(replace(GPT2, layers=n), way)  # noqa: E731
         print(row("fuse", way, of, counts), flush=True)
+        if given.budget:
+            of = lambda n, way=way: budgeted(replace(GPT2, layers=n), way)  # noqa: E731
+            print(row("budget", way, of, counts), flush=True)
         if given.compile:
             of = lambda n, way=way: compiled(replace(TINY, layers=n), way)  # noqa: E731
             print(row("first call, compiled, width 64", way, of, counts), flush=True)

@@ -120,7 +120,7 @@ AHEAD: Tag[int] = declare(
     "ahead",
     "how many iterations before its own the operation is issued",
     written_by="scheduling/gathers",
-    read_by="execution/phases, execution/regions, programs/loops",
+    read_by="execution/phases, execution/regions, programs/loops, remat/budget",
     follows="place",
 )
 
