@@ -110,8 +110,7 @@ RECOMPUTE: Tag[bool] = declare(
 LOOP: Tag[Loop] = declare(
     "loop",
     "the loop in whose iterations the operation runs, in a rolled program",
-    written_by="loops/recognised, loops/rolled, programs/loops, remat/rematerialise, "
-    "scheduling/gathers, scheduling/partition",
+    written_by="many",
     read_by="many",
     follows="place",
 )

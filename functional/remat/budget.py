@@ -53,6 +53,7 @@ __all__ = ["Point", "envelope", "tried", "within_budget"]
 
 _STEPS = 16  # bounds that are tried for an envelope
 _REMEMBERED = 32  # cached envelopes
+_FEW = 2000  # operations up to which layers of a loop may be considered one by one
 
 # With the policies whose ids are in the digest: kept alive, so that no other object gets their ids.
 _envelopes: dict[Hashable, tuple[list[tuple[int, int, list[int]]], set[Policy]]] = {}
@@ -111,8 +112,8 @@ def within_budget(
         bound = int(least + budget.fraction * (most - least))
     if least <= bound:
         return cheapest(program, points, bound, last)
-    if has_loops(program):  # one layer at a time, more can be recomputed
-        return within_budget(unrolled(program), last)
+    if has_loops(program) and sum(map(times, program.calls)) <= _FEW:
+        return within_budget(unrolled(program), last)  # with layers one by one, less can be kept
     raise CheckpointError(
         f"checkpoint({program.name}, policy={budget}): the least peak that can be reached is "
         f"{least:,} bytes ({most:,} with everything saved). Set a budget of at least that, or make "

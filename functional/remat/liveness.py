@@ -25,7 +25,7 @@ from torchard.functional.programs.tags import LOOP, VAL
 from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.programs.views import handed_value, storage_of
 from torchard.functional.remat.split import halves_of
-from torchard.functional.remat.timeline import Event, Place, Timeline
+from torchard.functional.remat.timeline import Event, Place, ProgramTimeline
 
 __all__ = ["Liveness", "Storage", "bytes_in", "liveness", "order_of", "peak_of", "storage_key"]
 
@@ -108,7 +108,7 @@ class _Walk:
 
     def __init__(self, program: Program) -> None:
         self.program, self.size = program, bytes_in(program)
-        self.timeline = Timeline(order_of(program))
+        self.timeline = ProgramTimeline(order_of(program))
         self.live = Liveness(self.timeline.events)
         self.merged = _added_products(self.live.order)
         # For each sum over a loop's iterations, the first term, in whose storage it begins.

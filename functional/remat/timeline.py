@@ -21,7 +21,7 @@ from torchard.functional.programs.markers import Loop, again, enter, item, leave
 from torchard.functional.programs.tags import LOOP
 from torchard.functional.programs.views import base_of
 
-__all__ = ["Event", "Place", "Timeline"]
+__all__ = ["Event", "Place", "ProgramTimeline"]
 
 # A value of one iteration: the node, and the row; None for what is in no loop.
 Place = tuple[fx.Node, int | None]
@@ -47,7 +47,7 @@ class _Step(NamedTuple):
 
 
 @dataclass
-class Timeline:
+class ProgramTimeline:
     """The events of operations, which are in an order in which those of a loop are together."""
 
     order: Sequence[fx.Node]
