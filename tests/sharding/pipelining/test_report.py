@@ -80,11 +80,12 @@ def kept_at_once(live: Liveness, sizes: Any) -> int:
     What was received before the forward is not counted.
     """
     held: list[set[int]] = [set() for _ in live.order]
-    for (node, item), begin in live.made.items():
+    for storage, begin in live.made.items():
+        node, item = storage.node, storage.item
         computed = PHASE.get(node) == "forward" and MICROBATCH.on(node) and not STEP.on(node)
         readers = [user for user in node.users if PHASE.get(user) == "backward"]
         if computed and readers and sizes(node, item):
-            for at in range(begin, live.last[node, item]):
+            for at in range(begin, live.last[storage]):
                 held[at].add(MICROBATCH.of(node))
     return max(map(len, held))
 
@@ -251,8 +252,8 @@ def test_a_profile_says_how_long_each_task_took() -> None:
     assert set(seconds) == {task for tasks in report.schedule.ranks for task in tasks}
     run = report.timeline(seconds)
     assert 0 < max(run.busy) <= run.length <= sum(seconds.values())
-    (call, *others) = [e for e in profile.events() if e.name.startswith("mlp")]
-    assert len(others) == 2 and sum(seconds.values()) <= call.time_range.elapsed_us() / 1e6
+    calls = [e.time_range.elapsed_us() / 1e6 for e in profile.events() if e.name.startswith("mlp")]
+    assert len(calls) == 3 and sum(seconds.values()) <= sum(calls) / 3
 
 
 def test_waits_are_not_counted() -> None:
