@@ -23,7 +23,7 @@ from torch import fx
 
 from torchard.functional.programs.graphs import output_node, output_values
 from torchard.functional.programs.loops import times
-from torchard.functional.programs.markers import again, enter, rows
+from torchard.functional.programs.markers import again, enter, leave, rows
 from torchard.functional.programs.tags import VAL
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.options import Option, options
@@ -183,7 +183,7 @@ class Sweep:
         wished += self._brought_back(node, call, homes)
         local = self.given.local.get(node)
         possible = options if local is None else local.options
-        if node.target in (enter, again):
+        if node.target in (enter, again, leave):
             option = self._carried(node, lambda x: possible(rule, [x] * len(homes), [x], self.sizes))
         else:
             candidates = possible(rule, homes, wished, self.sizes)
@@ -205,14 +205,14 @@ class Sweep:
             self._resolve(node, option.outs[0], ranks)
 
     def _carried(self, node: fx.Node, possible: Callable[[Layout], Sequence[Option]]) -> Option:
-        """The option for a carry, whose layout is the same in all iterations."""
-        layouts = [Layout.replicated(Call.of(node).outs[0])]
+        """The option for a carry, whose layout is the same in all iterations, and as it leaves."""
+        operands = Call.of(node).operands
         if node.target is again:
-            value, entered = Call.of(node).operands
-            self.handed[entered] = self.home(value).reduced()
-            layouts = [self.home(entered)]
+            self.handed[operands[1]] = self.home(operands[0]).reduced()
+        if node.target is enter:
+            layouts = [*self._layouts_of_carry(node), Layout.replicated(Call.of(node).outs[0])]
         else:
-            layouts = [*self._layouts_of_carry(node), *layouts]
+            layouts = [self.home(operands[-1])]
         known = ((layout, option) for layout in layouts for option in possible(layout))
         return next(option for layout, option in known if option.outs == (layout,))
 

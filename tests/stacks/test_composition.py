@@ -1,8 +1,12 @@
-"""Every stack of shard, jit and torch.func transforms, in any order, equals the plain function."""
+"""Every stack of shard, jit and torch.func transforms, in any order, equals the plain function.
+
+For three models: an MLP, and residual layers, by `repeat` and by a Python loop that becomes one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -13,35 +17,85 @@ from effort import examples
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from torchard import Mesh, MeshTensor, P, jit, place, random, shard
+from torchard import Mesh, MeshTensor, P, jit, place, random, repeat, shard
+from torchard.functional.loops import equal_layers
 
 ALL = bool(examples(ci=0, explore=1))
 MESHES = [{"a": 1}, {"a": 3}, {"a": 2, "b": 2}, {"a": 2, "b": 3}]
 
 
-def f(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """An MLP's loss."""
+@dataclass(frozen=True)
+class Model:
+    """A loss of parameters and x [row, 5], and the shapes and specs of the parameters."""
+
+    loss: Callable[[Any, torch.Tensor], torch.Tensor]
+    shapes: dict[str, tuple[int, ...]]
+    specs: dict[str, P]
+
+
+LAYERS = 3
+
+
+def mlp(p: Any, x: torch.Tensor) -> torch.Tensor:
     hidden = torch.tanh(F.linear(x, p["w1"], p["b1"]))
     return (F.linear(hidden, p["w2"], p["b2"]) ** 2).mean()
 
 
-class Setting:
-    """A mesh, a transform, and the arguments with and without it."""
+def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + F.linear(torch.tanh(F.linear(x, p["w1"], p["b1"])), p["w2"])
 
-    def __init__(self, axes: dict[str, int], transform: str, placed_x: bool) -> None:
+
+def repeated(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return (repeat(layer, p, x) ** 2).mean()
+
+
+def looped(p: Any, x: torch.Tensor) -> torch.Tensor:
+    for number in range(LAYERS):
+        x = layer({name: p[f"{name}.{number}"] for name in OF_A_LAYER}, x)
+    return (x**2).mean()
+
+
+OF_A_LAYER = {"w1": (7, 5), "b1": (7,), "w2": (5, 7)}
+SPLIT = {"w1": P("a"), "b1": P("a"), "w2": P(None, "a")}
+MODELS = {
+    "mlp": Model(mlp, {"w1": (7, 5), "b1": (7,), "w2": (3, 7), "b2": (3,)}, {**SPLIT, "b2": P()}),
+    "repeat": Model(
+        repeated,
+        {name: (LAYERS, *shape) for name, shape in OF_A_LAYER.items()},
+        {name: P(None, *spec) for name, spec in SPLIT.items()},
+    ),
+    # Each rank holds some layers whole.
+    "layers apart": Model(
+        repeated,
+        {name: (LAYERS, *shape) for name, shape in OF_A_LAYER.items()},
+        dict.fromkeys(OF_A_LAYER, P("a")),
+    ),
+    "list": Model(
+        looped,
+        {f"{name}.{number}": s for number in range(LAYERS) for name, s in OF_A_LAYER.items()},
+        {f"{name}.{number}": s for number in range(LAYERS) for name, s in SPLIT.items()},
+    ),
+}
+
+
+class Setting:
+    """A model, a mesh, a transform, and the arguments with and without it."""
+
+    def __init__(
+        self, axes: dict[str, int], transform: str, placed_x: bool, model: str = "mlp"
+    ) -> None:
         self.mesh = Mesh(axes, virtual=True)
         self.transform = transform
-        keys = iter(random.split(random.key(3), 8))
+        self.f = MODELS[model].loss
+        keys = iter(random.split(random.key(3), 16))
 
         def draw(*shape: int) -> torch.Tensor:
             return random.normal(next(keys), shape, dtype=torch.float64)
 
-        self.p = {"w1": draw(7, 5), "b1": draw(7), "w2": draw(3, 7), "b2": draw(3)}
+        self.p = {name: draw(*shape) for name, shape in MODELS[model].shapes.items()}
         self.x, self.xs, self.v = draw(6, 5), draw(4, 6, 5), draw(6, 5)
         b = "b" if "b" in axes else None
-        self.q = place(
-            self.p, self.mesh, {"w1": P("a"), "b1": P("a"), "w2": P(None, "a"), "b2": P()}
-        )
+        self.q = place(self.p, self.mesh, MODELS[model].specs)
         self.y = place(self.x, self.mesh, P(b)) if placed_x else self.x
         self.u = place(self.v, self.mesh, P(b)) if placed_x else self.v
 
@@ -56,67 +110,67 @@ def total(y: Any) -> Any:
 
 
 CASES: dict[str, Callable[[Setting], tuple[Any, Any]]] = {
-    "T": lambda s: (s.T(f)(s.q, s.y), f(s.p, s.x)),
-    "grad∘T": lambda s: (grad(s.T(f), (0, 1))(s.q, s.y), grad(f, (0, 1))(s.p, s.x)),
-    "T∘grad": lambda s: (s.T(grad(f, (0, 1)))(s.q, s.y), grad(f, (0, 1))(s.p, s.x)),
+    "T": lambda s: (s.T(s.f)(s.q, s.y), s.f(s.p, s.x)),
+    "grad∘T": lambda s: (grad(s.T(s.f), (0, 1))(s.q, s.y), grad(s.f, (0, 1))(s.p, s.x)),
+    "T∘grad": lambda s: (s.T(grad(s.f, (0, 1)))(s.q, s.y), grad(s.f, (0, 1))(s.p, s.x)),
     "grad∘grad∘T": lambda s: (
-        grad(lambda q, y: total(grad(s.T(f), 1)(q, y)))(s.q, s.y),
-        grad(lambda p, x: grad(f, 1)(p, x).sum())(s.p, s.x),
+        grad(lambda q, y: total(grad(s.T(s.f), 1)(q, y)))(s.q, s.y),
+        grad(lambda p, x: grad(s.f, 1)(p, x).sum())(s.p, s.x),
     ),
-    "vmap∘T": lambda s: (per_example(s.T(f))(s.q, s.xs), per_example(f)(s.p, s.xs)),
-    "T∘vmap": lambda s: (s.T(per_example(f))(s.q, s.xs), per_example(f)(s.p, s.xs)),
+    "vmap∘T": lambda s: (per_example(s.T(s.f))(s.q, s.xs), per_example(s.f)(s.p, s.xs)),
+    "T∘vmap": lambda s: (s.T(per_example(s.f))(s.q, s.xs), per_example(s.f)(s.p, s.xs)),
     "vmap∘grad∘T": lambda s: (
-        per_example(grad(s.T(f)))(s.q, s.xs),
-        per_example(grad(f))(s.p, s.xs),
+        per_example(grad(s.T(s.f)))(s.q, s.xs),
+        per_example(grad(s.f))(s.p, s.xs),
     ),
     "grad∘vmap∘T": lambda s: (
-        grad(lambda q: per_example(s.T(f))(q, s.xs).sum())(s.q),
-        grad(lambda p: per_example(f)(p, s.xs).sum())(s.p),
+        grad(lambda q: per_example(s.T(s.f))(q, s.xs).sum())(s.q),
+        grad(lambda p: per_example(s.f)(p, s.xs).sum())(s.p),
     ),
     "vmap∘vmap∘T": lambda s: (
-        vmap(vmap(s.T(f), (None, 0)), (None, 0))(s.q, s.xs[:, None]),
-        vmap(vmap(f, (None, 0)), (None, 0))(s.p, s.xs[:, None]),
+        vmap(vmap(s.T(s.f), (None, 0)), (None, 0))(s.q, s.xs[:, None]),
+        vmap(vmap(s.f, (None, 0)), (None, 0))(s.p, s.xs[:, None]),
     ),
     "jvp∘T": lambda s: (
-        jvp(lambda y: s.T(f)(s.q, y), (s.y,), (s.u,)),
-        jvp(lambda x: f(s.p, x), (s.x,), (s.v,)),
+        jvp(lambda y: s.T(s.f)(s.q, y), (s.y,), (s.u,)),
+        jvp(lambda x: s.f(s.p, x), (s.x,), (s.v,)),
     ),
     "jvp∘grad∘T": lambda s: (
-        jvp(lambda y: grad(s.T(f), 1)(s.q, y), (s.y,), (s.u,)),
-        jvp(lambda x: grad(f, 1)(s.p, x), (s.x,), (s.v,)),
+        jvp(lambda y: grad(s.T(s.f), 1)(s.q, y), (s.y,), (s.u,)),
+        jvp(lambda x: grad(s.f, 1)(s.p, x), (s.x,), (s.v,)),
     ),
     "grad∘jvp∘T": lambda s: (
-        grad(lambda q: jvp(lambda y: s.T(f)(q, y), (s.y,), (s.u,))[1])(s.q),
-        grad(lambda p: jvp(lambda x: f(p, x), (s.x,), (s.v,))[1])(s.p),
+        grad(lambda q: jvp(lambda y: s.T(s.f)(q, y), (s.y,), (s.u,))[1])(s.q),
+        grad(lambda p: jvp(lambda x: s.f(p, x), (s.x,), (s.v,))[1])(s.p),
     ),
-    "hessian∘T": lambda s: (hessian(s.T(f), 1)(s.q, s.x), hessian(f, 1)(s.p, s.x)),
-    "jacrev∘T": lambda s: (jacrev(s.T(f), 1)(s.q, s.x), jacrev(f, 1)(s.p, s.x)),
-    "jacfwd∘T": lambda s: (jacfwd(s.T(f), 1)(s.q, s.x), jacfwd(f, 1)(s.p, s.x)),
-    "T∘T": lambda s: (s.T(s.T(f))(s.q, s.y), f(s.p, s.x)),
-    "grad∘T∘T": lambda s: (grad(s.T(s.T(f)))(s.q, s.y), grad(f)(s.p, s.x)),
-    "T∘grad∘T": lambda s: (s.T(grad(s.T(f)))(s.q, s.y), grad(f)(s.p, s.x)),
-    "make_fx∘T": lambda s: (make_fx(lambda x: s.T(f)(s.q, x))(s.x)(s.x), f(s.p, s.x)),
+    "hessian∘T": lambda s: (hessian(s.T(s.f), 1)(s.q, s.x), hessian(s.f, 1)(s.p, s.x)),
+    "jacrev∘T": lambda s: (jacrev(s.T(s.f), 1)(s.q, s.x), jacrev(s.f, 1)(s.p, s.x)),
+    "jacfwd∘T": lambda s: (jacfwd(s.T(s.f), 1)(s.q, s.x), jacfwd(s.f, 1)(s.p, s.x)),
+    "T∘T": lambda s: (s.T(s.T(s.f))(s.q, s.y), s.f(s.p, s.x)),
+    "grad∘T∘T": lambda s: (grad(s.T(s.T(s.f)))(s.q, s.y), grad(s.f)(s.p, s.x)),
+    "T∘grad∘T": lambda s: (s.T(grad(s.T(s.f)))(s.q, s.y), grad(s.f)(s.p, s.x)),
+    "make_fx∘T": lambda s: (make_fx(lambda x: s.T(s.f)(s.q, x))(s.x)(s.x), s.f(s.p, s.x)),
     "make_fx∘grad∘T": lambda s: (
-        make_fx(lambda x: grad(s.T(f), 1)(s.q, x))(s.x)(s.x),
-        grad(f, 1)(s.p, s.x),
+        make_fx(lambda x: grad(s.T(s.f), 1)(s.q, x))(s.x)(s.x),
+        grad(s.f, 1)(s.p, s.x),
     ),
     "T∘closure, plain": lambda s: (
-        grad(lambda p: s.T(lambda x: f(p, x))(s.x))(s.p),
-        grad(f)(s.p, s.x),
+        grad(lambda p: s.T(lambda x: s.f(p, x))(s.x))(s.p),
+        grad(s.f)(s.p, s.x),
     ),
     "T∘closure, placed": lambda s: (
-        grad(lambda q: s.T(lambda y: s.T(f)(q, y))(s.y))(s.q),
-        grad(f)(s.p, s.x),
+        grad(lambda q: s.T(lambda y: s.T(s.f)(q, y))(s.y))(s.q),
+        grad(s.f)(s.p, s.x),
     ),
     "T∘(step with T inside)": lambda s: (
-        s.T(lambda q, y: sgd(q, grad(s.T(f))(q, y)))(s.q, s.y),
-        sgd(s.p, grad(f)(s.p, s.x)),
+        s.T(lambda q, y: sgd(q, grad(s.T(s.f))(q, y)))(s.q, s.y),
+        sgd(s.p, grad(s.f)(s.p, s.x)),
     ),
     "(step with T inside)": lambda s: (
-        jit(lambda q, y: sgd(q, grad(s.T(f))(q, y)), backend="eager")(s.q, s.y),
-        sgd(s.p, grad(f)(s.p, s.x)),
+        jit(lambda q, y: sgd(q, grad(s.T(s.f))(q, y)), backend="eager")(s.q, s.y),
+        sgd(s.p, grad(s.f)(s.p, s.x)),
     ),
-    "backward": lambda s: (backward(s), grad(f)(s.p, s.x)),
+    "backward": lambda s: (backward(s), grad(s.f)(s.p, s.x)),
 }
 
 
@@ -130,7 +184,7 @@ def backward(s: Setting) -> Any:
         )
         for k in s.q
     }
-    s.T(f)(q, s.y).backward()
+    s.T(s.f)(q, s.y).backward()
     grads = iter([t.grad for t in parts])
     return {
         k: MeshTensor.from_shards(
@@ -140,40 +194,56 @@ def backward(s: Setting) -> Any:
     }
 
 
-# Every pair of mesh, transform and kind of x; in `make explore`, all over all.
+# For each model and mesh, both transforms and both kinds of x; in `make explore`, all over all.
 RUNS = [
-    pytest.param(axes, transform, placed, id=f"{'×'.join(map(str, axes.values()))}-{transform}-{kind}")
+    pytest.param(
+        axes, transform, placed, model,
+        id=f"{model}-{'×'.join(map(str, axes.values()))}-{transform}-{kind}",
+    )
+    for model in MODELS
     for number, axes in enumerate(MESHES)
     for transform in ("shard", "jit∘shard")
     for placed, kind in ((False, "plain x"), (True, "placed x"))
-    if (number != 2 and (transform == "shard") == (placed == (number % 2 == 1))) or ALL
-]
+    if ALL
+    or (
+        number in ((0, 1, 3) if model == "mlp" else (1, 3))
+        and (transform == "shard") == (placed == (number % 2 == 1))
+    )
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("axes", "transform", "placed_x"), RUNS)
-def test_equals_the_plain_function(axes: dict[str, int], transform: str, placed_x: bool) -> None:
-    setting = Setting(axes, transform.split("∘")[0], placed_x)
+@pytest.mark.parametrize(("axes", "transform", "placed_x", "model"), RUNS)
+def test_equals_the_plain_function(
+    axes: dict[str, int],
+    transform: str,
+    placed_x: bool,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(equal_layers, "LEAST", 1)  # a small loop is found, too
+    monkeypatch.setattr(equal_layers, "EACH", 1)
+    setting = Setting(axes, transform.split("∘")[0], placed_x, model)
     for name, case in CASES.items():
         try:
             compare(*case(setting))
         except Exception as error:
-            raise AssertionError(f"{name} on {axes}: {error}") from error
+            raise AssertionError(f"{name} of {model} on {axes}: {error}") from error
 
 
 @pytest.mark.parametrize("axes", [{"a": 3}, {"a": 2, "b": 2}], ids=["3", "2×2"])
 def test_torch_compile_gets_right_numbers(axes: dict[str, int]) -> None:
     s = Setting(axes, "shard", False)
-    sharded = s.T(f)
+    sharded = s.T(s.f)
     compiled = torch.compile(lambda p, x: sharded(p, x) * 2, backend="aot_eager")
-    torch.testing.assert_close(compiled(s.p, s.x), f(s.p, s.x) * 2)
+    torch.testing.assert_close(compiled(s.p, s.x), s.f(s.p, s.x) * 2)
 
 
 def test_inductor_runs_a_sharded_step() -> None:
     s = Setting({"a": 3}, "shard", False)
-    run = jit(shard(lambda q, x: sgd(q, grad(f)(q, x)), s.mesh))
-    compare(run(s.q, s.x), sgd(s.p, grad(f)(s.p, s.x)))
+    run = jit(shard(lambda q, x: sgd(q, grad(s.f)(q, x)), s.mesh))
+    compare(run(s.q, s.x), sgd(s.p, grad(s.f)(s.p, s.x)))
 
 
 def test_gradient_of_inductor_compiled() -> None:
     s = Setting({"a": 3}, "shard", False)
-    compare(grad(jit(shard(f, s.mesh)))(s.q, s.x), grad(f)(s.p, s.x))
+    compare(grad(jit(shard(s.f, s.mesh)))(s.q, s.x), grad(s.f)(s.p, s.x))
