@@ -11,6 +11,7 @@ from torch import fx
 from torchard.functional.core.arguments import CheckedInside, checked
 from torchard.functional.core.errors import CheckpointError
 from torchard.functional.engine.transformed import Transformed
+from torchard.functional.loops.call import in_bodies
 from torchard.functional.programs.markers import tells_apart
 from torchard.functional.programs.program import Program, Rewrite
 from torchard.functional.programs.tags import NAME
@@ -113,6 +114,10 @@ class Checkpoint(Rewrite):
         """Whether all iterations of a loop are marked alike."""
         return not tells_apart(self.where)
 
+    @property
+    def inlines_loops(self) -> bool:
+        return self.reads_loops
+
     def annotate(self, program: Program) -> Program:
         """Check that the scopes and labels that the user named exist."""
         self._check_where(program)
@@ -124,7 +129,13 @@ class Checkpoint(Rewrite):
 
     def inline(self, program: Program) -> Program:
         """The marked program, whose policies are applied when the outer trace is lowered."""
-        return replace(self(program), asks=(*program.asks, RECOMPUTE))
+        if self.where is None:  # bodies of loops are in the segments of their loop
+            marked = self(program)
+        else:
+            marked = in_bodies(
+                program, lambda part, outer: mark(part, self.policy, self.where, outer)
+            )
+        return replace(marked, asks=(*program.asks, RECOMPUTE))
 
     def wants(self, node: fx.Node) -> bool:
         """Whether the policy names the label of a value."""

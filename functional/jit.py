@@ -84,6 +84,10 @@ class Compile(Rewrite):
     def reads_loops(self) -> bool:
         return True
 
+    @property
+    def inlines_loops(self) -> bool:
+        return True
+
     def annotate(self, program: Program) -> Program:
         """Check that the donated positions are positions of the call's arguments."""
         args, _ = tree.unflatten(program.in_tree, [None] * program.in_tree.num_leaves)

@@ -11,6 +11,7 @@ from torch import fx
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.errors import KernelError, NoMatch
 from torchard.functional.engine.transformed import Transformed
+from torchard.functional.loops.call import in_bodies
 from torchard.functional.programs.markers import tells_apart
 from torchard.functional.programs.program import Program, Rewrite
 from torchard.functional.programs.tags import SCOPE
@@ -202,6 +203,10 @@ class Fuse(Rewrite):
         """Whether all iterations of a loop are treated alike."""
         return not tells_apart(self.where)
 
+    @property
+    def inlines_loops(self) -> bool:
+        return self.reads_loops
+
     def annotate(self, program: Program) -> Program:
         """Check that the scopes and the pattern that were asked for occur."""
         if self.where is not None:
@@ -222,12 +227,16 @@ class Fuse(Rewrite):
 
     def inline(self, program: Program) -> Program:
         """Inside another trace: tag the nodes, which are fused when that trace is lowered."""
-        program = program.copy()
         inlined = Fuse(self.kernels, self.compiler, self.where, True)
-        for node in program.calls:
-            FUSE.set(node, (*FUSE.get(node, ()), inlined))
-        program.asks = tuple(dict.fromkeys((*program.asks, inlined)))
-        return program
+
+        def tagged(part: Program, _: object) -> Program:
+            part = part.copy()
+            for node in part.calls:
+                FUSE.set(node, (*FUSE.get(node, ()), inlined))
+            return part
+
+        program = in_bodies(program, tagged)
+        return replace(program, asks=tuple(dict.fromkeys((*program.asks, inlined))))
 
     def concerns(self, node: fx.Node) -> bool:
         """Whether a node is in the call and the scopes that are to be fused."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.loops.call import in_bodies
 from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.markers import tells_apart
 from torchard.functional.programs.program import FREE, Leaf, Program, Rewrite
@@ -73,6 +74,10 @@ class Shard(Rewrite):
     def reads_loops(self) -> bool:
         """Whether all iterations of a loop are constrained alike."""
         return not tells_apart(pattern for pattern, _ in self.constraints)
+
+    @property
+    def inlines_loops(self) -> bool:
+        return not self.constraints  # which select values by scopes that enclose the loop, too
 
     def _key(self) -> tuple[Any, ...]:
         specs = tuple(None if s is None else id(s) for s in (self.in_specs, self.out_specs))
@@ -193,13 +198,17 @@ class Shard(Rewrite):
 
     def inline(self, program: Program) -> Program:
         """The same global program, its specs as constraints, for an outer trace."""
+
+        def resolved(part: Program, _: object) -> Program:
+            part = part.copy()
+            self._resolve_constraints(part.graph)
+            return part
+
         copied = program.copy()
-        graph = copied.graph
-        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        self._constrain_inputs(graph, copied, placeholders)
-        self._constrain_outputs(graph, copied)
-        constrain_named(graph, self.constraints)
-        self._resolve_constraints(graph)
+        self._constrain_inputs(copied.graph, copied, copied.placeholders)
+        self._constrain_outputs(copied.graph, copied)
+        constrain_named(copied.graph, self.constraints)
+        copied = in_bodies(copied, resolved)
         plain = tuple(
             replace(leaf, tag=None) if leaf.tag is FREE else leaf for leaf in copied.outputs
         )

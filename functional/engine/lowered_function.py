@@ -171,10 +171,8 @@ class LoweredFunction:
     def _rewritten(self, program: Program) -> Program:
         if not self.inline:
             return lower(program, self.rewrites)
-        if self.rewrites:
-            program = straight_line(program)
         for rewrite in self.rewrites:
-            program = rewrite.inline(program)
+            program = rewrite.inline(program if rewrite.inlines_loops else straight_line(program))
         return program
 
     def _bound(

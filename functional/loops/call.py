@@ -9,12 +9,13 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from torchard.functional.core.scope_frames import Frame
 from torchard.functional.core.tensor_spec import TensorSpec, contiguous
 from torchard.functional.programs.program import Program
-from torchard.functional.programs.tags import VAL
+from torchard.functional.programs.tags import FRAMES, VAL
 from torchard.functional.torch_internals.operators import aten
 
-__all__ = ["Gives", "LoopCall", "Takes", "as_body", "is_opaque", "loop_calls"]
+__all__ = ["Gives", "LoopCall", "Takes", "as_body", "in_bodies", "is_opaque", "loop_calls"]
 
 Takes = Literal["carry", "row", "shared"]
 Gives = Literal["carry", "rows", "total"]
@@ -87,6 +88,25 @@ class LoopCall:
 def loop_calls(graph: fx.Graph) -> list[fx.Node]:
     """The nodes of a graph that are loops."""
     return [node for node in graph.nodes if isinstance(node.target, LoopCall)]
+
+
+def in_bodies(
+    program: Program,
+    change: Callable[[Program, tuple[Frame, ...]], Program],
+    outer: tuple[Frame, ...] = (),
+) -> Program:
+    """The program after a change, which the bodies of its loops undergo too.
+
+    Args:
+        change: makes a new program of one, and of the frames that its loop is in; inputs and outputs
+            remain as they are.
+    """
+    changed = change(program, outer)
+    for node in loop_calls(changed.graph):
+        call: LoopCall = node.target  # type: ignore[assignment]
+        body = in_bodies(call.body, change, (*outer, *FRAMES.get(node, ())))
+        node.target = replace(call, body=body, derived={})
+    return changed
 
 
 def is_opaque(program: Program) -> bool:

@@ -175,6 +175,7 @@ class Rewrite(ABC):
         asks: further rewrites that must run in the same lowering.
         donate_argnums: positions of the arguments whose memory the call may take.
         reads_loops: whether it takes a program with loops (functional/loops); if not, they are unrolled.
+        inlines_loops: the same for ``inline``, where a loop is one node, whose body is a program.
 
     >>> from dataclasses import dataclass
     >>> import torch
@@ -200,6 +201,10 @@ class Rewrite(ABC):
 
     @property
     def reads_loops(self) -> bool:
+        return False
+
+    @property
+    def inlines_loops(self) -> bool:
         return False
 
     @property

@@ -29,6 +29,10 @@ class Recompute(Rewrite):
     def reads_loops(self) -> bool:
         return True
 
+    @property
+    def inlines_loops(self) -> bool:
+        return True
+
     def __call__(self, program: Program) -> Program:
         if not _alike(program):
             program = unrolled(program)

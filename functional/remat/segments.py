@@ -106,17 +106,26 @@ def segments_opened(frames: tuple[Frame, ...]) -> tuple[Segment, ...]:
     )
 
 
-def mark(program: Program, policy: Policy, where: Sequence[ScopePattern] | None) -> Program:
-    """The program with new segments: one per scope that the patterns select, or one in all if None."""
+def mark(
+    program: Program,
+    policy: Policy,
+    where: Sequence[ScopePattern] | None,
+    outer: tuple[Frame, ...] = (),
+) -> Program:
+    """The program with new segments: one per scope that the patterns select, or one in all if None.
+
+    Args:
+        outer: frames that the program runs in; those that are selected are segments already.
+    """
     program = program.copy()
     selected = None if where is None else chooser(where)
     for node in program.calls:
-        frames = _entry(node, selected)
+        frames = _entry(node, selected, outer)
         if frames is not None:
-            mine, outer = Segment(policy, frames), segments_of(node)
+            mine, others = Segment(policy, frames), segments_of(node)
             # Inside of segments with fewer frames, around the others.
-            at = sum(len(other.frames) < len(frames) for other in outer)
-            SEGMENTS.set(node, (*outer[:at], mine, *outer[at:]))
+            at = sum(len(other.frames) < len(frames) for other in others)
+            SEGMENTS.set(node, (*others[:at], mine, *others[at:]))
     return program
 
 
@@ -138,14 +147,16 @@ def chooser(patterns: Sequence[ScopePattern]) -> Callable[[str], bool]:
     return selected
 
 
-def _entry(node: fx.Node, selected: Callable[[str], Any] | None) -> tuple[Frame, ...] | None:
-    """The frames of the outermost selected scope around a node; None if there is none."""
+def _entry(
+    node: fx.Node, selected: Callable[[str], Any] | None, outer: tuple[Frame, ...]
+) -> tuple[Frame, ...] | None:
+    """The frames of the outermost selected scope around a node, if it is inside of ``outer``."""
     if selected is None:
         return ()
-    frames: tuple[Frame, ...] = FRAMES.get(node, ())
+    frames: tuple[Frame, ...] = (*outer, *FRAMES.get(node, ()))
     for i, frame in enumerate(frames, 1):
         if frame.name and selected(path_of(frames[:i])):
-            return frames[:i]
+            return frames[len(outer) : i] if i > len(outer) else None
     return None
 
 
