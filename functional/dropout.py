@@ -31,6 +31,7 @@ class Keyed(TorchFunctionMode):
 
     Args:
         key: int64 [2]; None refuses dropout.
+        first: the n of the first dropout.
 
     Raises (inside):
         PurityError: a dropout with p > 0 runs in train mode, and there is no key.
@@ -38,9 +39,9 @@ class Keyed(TorchFunctionMode):
     Source: Srivastava et al., JMLR 2014; alpha dropout: Klambauer et al., arXiv:1706.02515.
     """
 
-    def __init__(self, key: Tensor | None) -> None:
+    def __init__(self, key: Tensor | None, first: int | Tensor = 0) -> None:
         super().__init__()
-        self.key = key
+        self.key, self.first = key, first
         self.drawn = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -63,7 +64,7 @@ class Keyed(TorchFunctionMode):
                 "torch's global state. Pass fn(params, ..., key=torchard.random.key(seed)), with "
                 "a new key at every step, or functionalize(module.eval())."
             )
-        number, self.drawn = self.drawn, self.drawn + 1
+        number, self.drawn = self.first + self.drawn, self.drawn + 1
         return random.fold_in(self.key, number)
 
     def _dropout(

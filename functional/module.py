@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torchard.functional.core.placed import is_placed
 from torchard.functional.core.scope_frames import Frame, path_of
 from torchard.functional.dropout import Keyed
 from torchard.functional.effects.batch_norm_modules import traceable_forward
+from torchard.functional.layer_calls import check_returned
+from torchard.functional.module_layers import check_untied, stacked_layers
 from torchard.functional.programs.tags import NAME, SCOPE
 from torchard.functional.trace import name
 from torchard.functional.tracing.pytree_interop import register_torch_nodes
@@ -28,7 +31,9 @@ __all__ = ["Functional", "functionalize"]
 
 
 @checked
-def functionalize(module: nn.Module) -> tuple[Functional, dict[str, Tensor]]:
+def functionalize(
+    module: nn.Module, *, stacked: str | Sequence[str] = ()
+) -> tuple[Functional, dict[str, Tensor]]:
     """Turn an ``nn.Module`` into a pure function of its parameters.
 
     The module is not changed and no longer needed: the function works on a copy without weights, in the
@@ -36,11 +41,19 @@ def functionalize(module: nn.Module) -> tuple[Functional, dict[str, Tensor]]:
 
     Args:
         module: any ``nn.Module`` that can be deep-copied.
+        stacked: paths of lists of modules (``"model.layers"``) that differ in the values of their
+            parameters and buffers only, and that the forward applies one after the other. They run as a
+            `repeat`, so that whatever is done to the function takes the time of one layer. Their
+            parameters are stacked copies, ``model.layers.*.mlp.weight``, with a leading dim of layers.
 
     Returns:
         ``fn`` and ``params``. ``fn(params, *args)`` is ``module(*args)``; see `Functional`. ``params`` is
         a dict of the module's parameters by dotted path, detached, sharing memory with it. Tied
         parameters appear once, under their first name, and their gradient is the sum over the uses.
+
+    Raises:
+        LoopError: ``stacked`` names no list, or its modules differ in their structure; when called, if
+            the forward does anything else with the layers, or reads an attribute that differs.
 
     >>> import torch, torchard as ta
     >>> fn, params = ta.functionalize(torch.nn.Linear(3, 2))
@@ -51,7 +64,8 @@ def functionalize(module: nn.Module) -> tuple[Functional, dict[str, Tensor]]:
     tensor([[1., 1., 1.],
             [1., 1., 1.]])
     """
-    return Functional(module), {k: p.detach() for k, p in module.named_parameters()}
+    fn = Functional(module, stacked)
+    return fn, fn.stack({k: p.detach() for k, p in module.named_parameters()})
 
 
 class Functional:
@@ -60,6 +74,10 @@ class Functional:
     Every submodule computes in the scope of its path, so that traces, plans and messages name it:
     ``transformer.h.0.mlp``. The first tensor argument of a module with parameters is labelled ``in`` and
     its first result ``out``, for ``constrain_at``: ``"transformer.h.*.mlp/out"``.
+
+    Args:
+        module: as for `functionalize`.
+        stacked: as for `functionalize`.
 
     Args (of a call):
         params: a dict with the names that `functionalize` returned.
@@ -74,6 +92,7 @@ class Functional:
     Attributes:
         buffers: the module's buffers by dotted path; a call without ``buffers=`` uses them as constants.
         module: the copy of the module; its parameters and buffers are on the meta device.
+        stacks: its lists of stacked layers.
 
     Raises (when called):
         PurityError: dropout runs in train mode without a key, a buffer is updated without ``buffers``,
@@ -91,19 +110,23 @@ class Functional:
     """
 
     # Slots hide the copy from guards, which would otherwise guard every attribute in it.
-    __slots__ = ("__dict__", "_lock", "_names", "_ties", "_training", "module")
+    __slots__ = ("__dict__", "_lock", "_names", "_ties", "_training", "module", "stacks")
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, stacked: str | Sequence[str] = ()) -> None:
         self.__name__ = type(module).__name__
-        self.buffers = {k: b.detach() for k, b in module.named_buffers()}
+        self.stacks = stacked_layers(module, stacked)
+        self.buffers = self.stack({k: b.detach() for k, b in module.named_buffers()})
         self.constants = _plain_tensors(module)
         self.module = _hollow(module, self.constants)
         self._ties = _ties(module)
-        self._names = [k for k, _ in module.named_parameters()]
-        self._training = {k for k in self.buffers if module.get_submodule(_owner(k)).training}
+        check_untied(self._ties, self.stacks)
+        self._names = self.names_of(k for k, _ in module.named_parameters())
+        self._training = {k for k, _ in module.named_buffers() if _is_training(module, k)}
         self._lock = Lock()
         for path, part in self.module.named_modules():
-            part.forward = _scoped(path, part, traceable_forward(part))
+            part.forward = _scoped(path, Frame(path, module=True), part, traceable_forward(part))
+        for layers in self.stacks:
+            layers.install(self.module, _iterated)
 
     def __repr__(self) -> str:
         return f"functionalize({self.__name__}, {len(self._names)} parameters)"
@@ -125,12 +148,20 @@ class Functional:
         versions = {k: internals.version(b) for k, b in given.items()}
         values = {**params, **given}
         values |= {k: values[first] for k, first in self._ties.items()}
+        rows = [layers.take(values) for layers in self.stacks]
         # All threads share one copy, which holds the parameters of one thread at a time.
-        with self._lock, Keyed(key), _attributes_kept(self.module):
+        with contextlib.ExitStack() as inside:
+            inside.enter_context(self._lock)
+            keyed = inside.enter_context(Keyed(key))
+            inside.enter_context(_attributes_kept(self.module))
+            for layers, tensors in zip(self.stacks, rows, strict=True):
+                inside.enter_context(layers.running(tensors, keyed, self._within))
             out = torch.func.functional_call(self.module, values, args, kwargs, tie_weights=False)
         register_torch_nodes(out)
+        if self.stacks:
+            check_returned(out)
         # functional_call stores in `values` the tensors that the module assigned in place of those given.
-        after = {k: values[k] for k in given}
+        after = {k: values.get(k, given[k]) for k in given}
         for k, first in self._ties.items():
             if values[k] is not values[first]:
                 raise _parted(k, first)
@@ -140,6 +171,35 @@ class Functional:
             if value is not given[k] or internals.version(value) != versions[k]:
                 raise _updated(k)
         return out
+
+
+    @contextlib.contextmanager
+    def _within(self) -> Iterator[None]:
+        """A context in which a part of the module runs by itself."""
+        with self._lock, _attributes_kept(self.module):
+            yield
+
+    def stack(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Parameters or buffers of the module by their names, those of stacked layers stacked.
+
+        >>> import torch, torchard as ta
+        >>> mlp = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+        >>> fn, params = ta.functionalize(torch.nn.ModuleDict({"layers": mlp}), stacked="layers")
+        >>> {name: list(p.shape) for name, p in params.items()}
+        {'layers.*.weight': [2, 3, 3], 'layers.*.bias': [2, 3]}
+        >>> fn.stack(torch.nn.ModuleDict({"layers": mlp}).state_dict()).keys() == params.keys()
+        True
+        """
+        for layers in self.stacks:
+            named = layers.stack(named)
+        return dict(named)
+
+    def names_of(self, names: Iterable[str]) -> list[str]:
+        """The names in params of tensors of the module, each once."""
+        for layers in self.stacks:
+            places = [(name, layers.place(name)) for name in names]
+            names = [layers.row(place[1]) if place else name for name, place in places]
+        return list(dict.fromkeys(names))
 
 
 def _hollow(module: nn.Module, constants: list[Tensor]) -> nn.Module:
@@ -209,6 +269,10 @@ def _parted(path: str, first: str) -> PurityError:
     )
 
 
+def _is_training(module: nn.Module, path: str) -> bool:
+    return module.get_submodule(_owner(path)).training
+
+
 def _owner(path: str) -> str:
     return path.rpartition(".")[0]
 
@@ -257,7 +321,15 @@ def _updated(path: str) -> PurityError:
 # -- scopes and boundaries --------------------------------------------------------------------------
 
 
-def _scoped(path: str, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+def _iterated(path: str, part: nn.Module) -> Callable[..., Any]:
+    """The forward of a part of stacked layers."""
+    own: Any = part.forward  # scoped by the path of the first layer
+    return _scoped(path, Frame(path, module=True, iterated=True), part, own.__wrapped__)
+
+
+def _scoped(
+    path: str, frame: Frame, module: nn.Module, forward: Callable[..., Any]
+) -> Callable[..., Any]:
     """A module's forward in the module's scope, with labels on its first tensor argument and result."""
     named = any(True for _ in module.parameters())
 
@@ -272,7 +344,7 @@ def _scoped(path: str, module: nn.Module, forward: Callable[..., Any]) -> Callab
         state = active()
         if state is None or not path:
             return forward(*args, **kwargs)
-        with in_frames((*state.frames, Frame(path, module=True))):
+        with in_frames((*state.frames, replace(frame))):  # each entry is a frame of its own
             if named:
                 args, kwargs = _named_argument(args, kwargs)
             out = forward(*args, **kwargs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -11,7 +12,7 @@ from torchard.functional.core import tree
 from torchard.functional.core.arguments import Like, checked
 from torchard.functional.core.errors import LoopError
 from torchard.functional.core.placed import is_placed
-from torchard.functional.core.scope_frames import Frame
+from torchard.functional.core.scope_frames import Frame, in_iteration
 from torchard.functional.loops.call import Gives, LoopCall, Takes, as_body
 from torchard.functional.loops.differentiated import run
 from torchard.functional.programs.program import Program
@@ -24,10 +25,9 @@ from torchard.functional.tracing.trace_state import (
     active,
     current_frames,
     in_frames,
-    scope,
 )
 
-__all__ = ["repeat", "stack", "unstack"]
+__all__ = ["apply_layers", "repeat", "stack", "trace_shapes", "unstack"]
 
 
 @checked
@@ -78,6 +78,22 @@ def repeat(
     >>> torch.func.grad(ta.jit(loss, backend="eager"))(ws, x).shape
     torch.Size([12, 4, 4])
     """
+    layer = Frame(f"{name}/*", iterated=True)
+    return apply_layers(block, stacked, x, rest, layer, collect=collect, key=key, index=index)
+
+
+def apply_layers(
+    block: Callable[..., Any],
+    stacked: Any,
+    x: Any,
+    rest: tuple[Any, ...],
+    layer: Frame,
+    *,
+    collect: bool = False,
+    key: torch.Tensor | None = None,
+    index: bool = False,
+) -> Any:
+    """What `repeat` does, with its layers in a frame for each iteration."""
     count = _count(stacked)
     given: dict[str, Any] = {}
     if key is not None:
@@ -90,8 +106,8 @@ def repeat(
     if (
         state is None or state.align_operands is not list
     ):  # in a shard_map, values vary over the mesh
-        return _loop(step, name, count, (stacked, given), x, rest)
-    return _traced(state, step, name, count, (stacked, given), x, rest)
+        return _loop(step, layer, count, (stacked, given), x, rest)
+    return _traced(state, step, layer, count, (stacked, given), x, rest)
 
 
 @checked
@@ -248,24 +264,25 @@ def _kind_text(kind: Kind) -> str:
     return "no tensor" if kind is None else f"{kind[1]}{list(kind[0])}".removeprefix("torch.")
 
 
-def _loop(step: _Step, name: str, count: int, rows: Any, x: Any, rest: Sequence[Any]) -> Any:
+def _loop(step: _Step, layer: Frame, count: int, rows: Any, x: Any, rest: Sequence[Any]) -> Any:
     """The loop as it is."""
     leaves, structure = tree.flatten(rows)
     split_leaves = [leaf.unbind(0) for leaf in leaves]
     collected = []
     for i in range(count):
         params, given = tree.unflatten(structure, [parts[i] for parts in split_leaves])
-        with scope(f"{name}/{i}"):
+        frame = replace(layer, name=in_iteration(layer.name, i), iterated=False)
+        with in_frames((*current_frames(), frame)):
             x, y = step(params, x, rest, given)
         collected.append(y)
     return (x, tree.map(lambda *ys: torch.stack(ys), *collected)) if step.collect else x
 
 
 def _traced(
-    state: TraceState, step: _Step, name: str, count: int, rows: Any, x: Any, rest: Sequence[Any]
+    state: TraceState, step: _Step, layer: Frame, count: int, rows: Any, x: Any, rest: Sequence[Any]
 ) -> Any:
     """The loop as one operation of the trace in progress."""
-    program = _body(step, name, rows, x, rest)
+    program = _body(step, layer, rows, x, rest)
     operands = [leaf for leaf in tree.leaves((rows, x, rest)) if _is_operand(leaf)]
     operands += [closure.value for closure in program.closures]
     state.constants.update(map(id, program.constants))
@@ -282,19 +299,23 @@ def _traced(
     return (last, ys) if step.collect else last
 
 
-def _body(step: _Step, name: str, rows: Any, x: Any, rest: Sequence[Any]) -> Program:
+def _body(step: _Step, layer: Frame, rows: Any, x: Any, rest: Sequence[Any]) -> Program:
     """The program of one application."""
-    layer = Frame(f"{name}/*", iterated=True)
 
     def body(rows: Any, x: Any, rest: Any) -> Any:
         params, given = rows
         with in_frames((*current_frames(), layer)):
             return step(params, x, rest, given)
 
-    body.__name__ = getattr(step.block, "__name__", name)
+    body.__name__ = getattr(step.block, "__name__", layer.name)
     first = tree.map(lambda leaf: ShapeDtype(tuple(leaf.shape[1:]), leaf.dtype, leaf.device), rows)
-    args = (first, tree.map(_shape_of, x), tree.map(_shape_of, tuple(rest)))
-    return trace_call(body, read(args, {}), paths_of(args, {}), grad_mode=torch.is_grad_enabled())
+    return trace_shapes(body, first, x, tuple(rest))
+
+
+def trace_shapes(fn: Callable[..., Any], *args: Any) -> Program:
+    """The program of a call with arguments of these shapes and dtypes, whatever they are."""
+    args = tree.map(_shape_of, args)
+    return trace_call(fn, read(args, {}), paths_of(args, {}), grad_mode=torch.is_grad_enabled())
 
 
 def _shape_of(leaf: Any) -> Any:

@@ -118,11 +118,15 @@ def is_opaque(program: Program) -> bool:
 def as_body(program: Program) -> Program:
     """A program whose constants are ordinary inputs, and whose views do not depend on strides.
 
-    The carries of the first iteration may be laid out otherwise than those of the second.
+    The carries of the first iteration may be laid out otherwise than those of the second. Sizes of views
+    are numbers: derivatives write them so, and what they compute again is found by its arguments.
     """
     program = program.copy()
-    for node in program.graph.find_nodes(op="call_function", target=aten.view.default):
-        node.target = aten.reshape.default
+    for node in program.calls:
+        if node.target in (aten.view.default, aten.reshape.default):
+            node.target = aten.reshape.default
+        if node.target in (aten.reshape.default, aten.expand.default):
+            node.args = (node.args[0], list(VAL.of(node).shape))
     inputs = tuple(
         replace(leaf, role="closure") if leaf.role == "constant" else leaf
         for leaf in program.inputs

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from torchard.functional.loops.rolled import rolled
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
@@ -55,6 +56,7 @@ def units_of(program: Program) -> dict[str, tuple[Units, ...]]:
     Args:
         program: a trace of the model whose first argument is the parameters.
     """
+    program = rolled(program)
     weights = {
         name: node
         for leaf, node in zip(program.inputs, program.placeholders, strict=True)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from torchard.functional.module import Functional
+from torchard.functional.module_layers import StackedLayers
 from torchard.functional.programs.program import Program
 from torchard.sharding.styles.heads import Units, units_of
 from torchard.sharding.values.spec import SpecError
@@ -31,6 +32,7 @@ class Layer:
         shapes: the shapes of these parameters, by the same keys.
         transposed: whether the weight is [in, out] instead of [out, in].
         units: the units of each dim of these parameters, by the same keys; empty without a trace.
+        stacked: whether params has one more leading dim, with the parameters of several layers.
     """
 
     path: str
@@ -40,6 +42,7 @@ class Layer:
     shapes: Mapping[str, Sequence[int]]
     transposed: bool = False
     units: Mapping[str, tuple[Units, ...]] = field(default_factory=dict)
+    stacked: bool = False
 
     @property
     def is_linear(self) -> bool:
@@ -60,7 +63,11 @@ def layers_of(model: Any) -> tuple[dict[str, Layer], Any]:
         SpecError: the model is none of these.
     """
     if isinstance(model, Functional):
-        model = model.module
+        layers = _of_module(model.module)
+        for stack in model.stacks:
+            layers = _stacked(layers, stack)
+        own = (name for name, _ in model.module.named_parameters())
+        return layers, {name: name for name in model.names_of(own)}
     if isinstance(model, nn.Module):
         return _of_module(model), {name: name for name, _ in model.named_parameters()}
     if isinstance(model, Mapping):
@@ -86,7 +93,9 @@ def with_units(layers: Mapping[str, Layer], program: Program) -> dict[str, Layer
             "trace(fn)(params, ...) with the params of the model that is parallelized."
         )
     return {
-        path: replace(layer, units={k: known[name] for k, name in layer.names.items()})
+        path: replace(
+            layer, units={k: known[name][layer.stacked :] for k, name in layer.names.items()}
+        )
         for path, layer in layers.items()
     }
 
@@ -105,6 +114,20 @@ def _of_module(model: nn.Module) -> dict[str, Layer]:
             transposed=_is_transposed(part),
         )
     return layers
+
+
+def _stacked(layers: Mapping[str, Layer], stack: StackedLayers) -> dict[str, Layer]:
+    """The layers with one of a stack in place of all of them."""
+    found: dict[str, Layer] = {}
+    for path, layer in layers.items():
+        place = stack.place(path)
+        if place is None:
+            found[path] = layer
+        elif place[0] == 0:
+            path = stack.row(place[1]).rstrip(".")
+            names = {k: f"{path}.{k}" for k in layer.names}
+            found[path] = replace(layer, path=path, names=names, stacked=True)
+    return found
 
 
 def _kind(part: nn.Module) -> str:

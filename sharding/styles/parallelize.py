@@ -94,7 +94,9 @@ def parallelize(
         raise SpecError("\n".join(errors))
     if fsdp:
         claims.split_further(_axes(fsdp), layers)
-    return _specs_like(names, claims.specs), dict(claims.constraints)
+    stacked = {name for layer in layers.values() if layer.stacked for name in layer.names.values()}
+    specs = {name: spec.led(int(name in stacked)) for name, spec in claims.specs.items()}
+    return _specs_like(names, specs), dict(claims.constraints)
 
 
 def _axes(given: str | tuple[str, ...] | None) -> tuple[str, ...]:

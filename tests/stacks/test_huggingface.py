@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,8 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchard import Colwise, Mesh, P, Rowwise, functionalize, parallelize, place, shard, trace
+from torchard import (
+    Colwise,
+    Mesh,
+    P,
+    Rowwise,
+    checkpoint,
+    functionalize,
+    parallelize,
+    place,
+    shard,
+    trace,
+)
+from torchard.functional.programs.flops import flops, op_name
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.unrolled import has_loops, unrolled
 
 transformers = pytest.importorskip("transformers")
 
@@ -175,3 +189,71 @@ def test_equals_one_device(name: str, on: str) -> None:
             assert not crossed(program, phase, "all_gather", "tp")
         if "fsdp" in how:
             assert len(crossed(program, phase, "all_gather", "dp")) == LAYERS[name] + 1
+
+
+# -- stacked layers ---------------------------------------------------------------------------------
+
+DEPTH = 3
+LISTS = {"gpt2": "transformer.h", "llama": "model.layers"}
+
+
+@functools.cache
+def deep(name: str) -> Any:
+    """The function and parameters of a deeper model, without stacked layers and with them."""
+    torch.manual_seed(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(LAYERS, name, DEPTH)
+        module = MODELS[name][0]().double().eval()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return functionalize(module), functionalize(module, stacked=LISTS[name])
+
+
+def gradient(fn: Any) -> Any:
+    return torch.func.grad(lambda p, ids: of_logits(fn(p, ids, use_cache=False).logits, ids))
+
+
+def sharded_gradient(name: str, on: str, fn: Any, params: Any) -> tuple[Any, Any, Any]:
+    axes, how = MESHES[on]
+    mesh = Mesh(axes, virtual=True)
+    program = trace(lambda p, ids: fn(p, ids, use_cache=False).logits)(params, IDS)
+    plan = MODELS[name][1] if "tp" in axes else {}
+    specs, pins = parallelize(fn, mesh, plan, program=program, **how)
+    ids = place(IDS, mesh, P("dp")) if "dp" in axes else IDS
+    run = shard(gradient(fn), mesh, out_specs=specs, constrain_at=pins)
+    return run, place(params, mesh, specs), ids
+
+
+@pytest.mark.parametrize("on", MESHES)
+@pytest.mark.parametrize("name", MODELS)
+def test_plans_of_stacked_layers_are_those_of_lists(name: str, on: str) -> None:
+    """The same collectives, bytes and FLOPs, and the gradients of one device."""
+    (fn, params), (stacked, rows) = deep(name)
+    run, *args = sharded_gradient(name, on, stacked, rows)
+    have, want = run(*args), stacked.stack(gradient(fn)(params, IDS))
+    assert have.keys() == want.keys()
+    for path, value in want.items():
+        torch.testing.assert_close(whole(have[path]), value, **CLOSE[name])
+    other, *others = sharded_gradient(name, on, fn, params)
+    programs = run.lower(*args), other.lower(*others)
+    assert has_loops(programs[0])
+    counted = [Counter((c.kind, c.axes, c.phase, c.bytes) for c in p.collectives) for p in programs]
+    assert counted[0] == counted[1]
+    assert counted[0].total() > 4 * DEPTH
+    work = [
+        sum(flops(node) for node in unrolled(p).calls if op_name(node) not in _ONCE) for p in programs
+    ]
+    assert work[0] == work[1]
+
+
+# Rows of gradients are stacked; the mask, which all layers make, is made once for a stack.
+_ONCE = {"aten.stack", "aten.where", "aten.scalar_tensor"}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_checkpoint_of_stacked_layers(name: str) -> None:
+    (fn, params), (stacked, rows) = deep(name)
+    want = stacked.stack(gradient(fn)(params, IDS))
+    have = gradient(checkpoint(stacked, where=f"{LISTS[name]}.*"))(rows, IDS)
+    for path, value in want.items():
+        torch.testing.assert_close(have[path], value, **CLOSE[name])

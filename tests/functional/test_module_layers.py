@@ -1,0 +1,285 @@
+"""functionalize(stacked=...): equal to the module, whatever its loop hands on; others are refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import grad, jvp
+
+from torchard import LoopError, checkpoint, functionalize, jit, random, trace
+from torchard.functional.loops.call import loop_calls
+from torchard.functional.programs.flops import op_name
+from torchard.functional.programs.unrolled import has_loops, unrolled
+from torchard.testing import equal
+
+DEPTH, WIDTH = 4, 6
+X = torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+class Block(nn.Module):
+    """A layer with a buffer, dropout, sizes that are left out, and a number of its own."""
+
+    def __init__(self, number: int = 0, p: float = 0.5) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.dropout, self.number = nn.Dropout(p), number
+        self.register_buffer("scale", torch.rand(WIDTH) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(self.norm(x)).view(*x.shape[:-1], 2, -1).transpose(-1, -2)
+        y = torch.softmax(y, -1).transpose(-2, -1).reshape(*x.shape[:-1], -1)
+        return x + self.dropout(torch.tanh(y * self.scale))
+
+
+class Deep(nn.Module):
+    """Layers in a list, between others; a forward of one's own is given what a test varies."""
+
+    def __init__(self, block: Callable[[int], nn.Module], forward: Any) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5)
+        self.layers = nn.ModuleList(map(block, range(DEPTH)))
+        self.apply_layers = forward
+
+    def forward(self, x: Tensor) -> Any:
+        return self.apply_layers(self, self.first(x))
+
+
+def handing_on(self: Any, x: Tensor) -> Tensor:
+    for layer in self.layers:
+        x = layer(x)
+    return self.last(x)
+
+
+def twice(self: Any, x: Tensor) -> Tensor:
+    for _ in range(2):
+        for layer in self.layers:
+            x = layer(x)
+    return self.last(x)
+
+
+def masked(self: Any, x: Tensor) -> Tensor:
+    mask, state = x > 0, x.cumsum(0)
+    for layer in self.layers:
+        x, state, _ = layer(x, state, mask=mask, more={"scale": 2.0, "nothing": None})
+    return self.last(x) + state
+
+
+class Several(Block):
+    """Two values are handed on, and one is only returned; others are the same for all layers."""
+
+    def forward(self, x: Tensor, state: Tensor, *, mask: Tensor, more: Any) -> Any:  # type: ignore[override]
+        y = super().forward(torch.where(mask, x, state))
+        return y, state + y * more["scale"], y.sum()
+
+
+def last_aside(self: Any, x: Tensor) -> Tensor:
+    """Also returns what the last layer returns besides."""
+    mask, state = x > 0, x
+    for layer in self.layers:
+        x, state, aside = layer(x, state, mask=mask, more={"scale": 1.0})
+    return x * aside
+
+
+MODELS: dict[str, tuple[Callable[[int], nn.Module], Any]] = {
+    "one value": (Block, handing_on),
+    "twice": (Block, twice),
+    "several values": (Several, masked),
+    "a result aside": (Several, last_aside),
+    "a sequence": (lambda i: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), Block(i)), handing_on),
+}
+
+
+def made(name: str, train: bool) -> tuple[Any, Any, Any, Any]:
+    """The function and its parameters, and the same with stacked layers."""
+    torch.manual_seed(1)
+    module = Deep(*MODELS[name]).double().train(train)
+    fn, params = functionalize(module)
+    stacked, rows = functionalize(module, stacked="layers")
+    return fn, params, stacked, rows
+
+
+@pytest.mark.parametrize("train", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_the_module(name: str, train: bool) -> None:
+    """Values, gradients and tangents, plain and traced; dropouts draw the same masks."""
+    fn, params, stacked, rows = made(name, train)
+    key = random.key(3)
+
+    def loss(f: Any) -> Any:
+        return lambda p, x: f(p, x, key=key).square().sum()
+
+    assert torch.equal(fn(params, X, key=key), stacked(rows, X, key=key))
+    want = stacked.stack(grad(loss(fn))(params, X))
+    for have in (grad(loss(stacked)), jit(grad(loss(stacked)), backend="eager")):
+        for name_, value in have(rows, X).items():
+            torch.testing.assert_close(value, want[name_], rtol=1e-12, atol=1e-12)
+    _, pushed = jvp(loss(stacked), (rows, X), (rows, X))
+    torch.testing.assert_close(pushed, jvp(loss(fn), (params, X), (params, X))[1])
+    equal(jit(loss(stacked), backend="eager"), loss(stacked), rows, X)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_one_loop_and_no_other_work(name: str) -> None:
+    """One layer is traced, and the gradient has the operations that the module's has, none twice."""
+    fn, params, stacked, rows = made(name, True)
+    key = random.key(3)
+    loss = lambda f: lambda p, x: f(p, x, key=key).square().sum()  # noqa: E731
+    calls = loop_calls(trace(loss(stacked))(rows, X).graph)
+    assert [call.target.count for call in calls] == [DEPTH] * (2 if name == "twice" else 1)
+    programs = [
+        jit(lambda p, x, f=f: grad(loss(f))(p, x), backend="eager").lower(p, X)
+        for f, p in ((stacked, rows), (fn, params))
+    ]
+    assert has_loops(programs[0])
+    have, want = (
+        Counter(op_name(n) for n in unrolled(p).calls if op_name(n) in _COMPUTES) for p in programs
+    )
+    assert have == want and len(want) > 4
+
+
+_COMPUTES = {"aten.tanh", "aten.tanh_backward", "aten.mm", "aten.addmm", "aten._softmax"}
+_COMPUTES |= {"aten.native_layer_norm", "aten.native_layer_norm_backward", "aten.where.self"}
+
+
+def test_scopes_name_the_layer() -> None:
+    stacked, rows = made("one value", False)[2:]
+    run = jit(grad(lambda p, x: stacked(p, x).sum()), backend="eager")
+    scopes = {node.meta.get("scope") for node in run.lower(rows, X).calls}
+    assert {"layers.*", "layers.*.norm", "layers.*.linear", "first"} <= scopes
+    straight = {node.meta.get("scope") for node in unrolled(run.lower(rows, X)).calls}
+    assert {"layers.0.norm", "layers.3.linear"} <= straight
+
+
+def test_segments_are_layers() -> None:
+    _, _, stacked, rows = made("one value", False)
+    kept = checkpoint(lambda p, x: stacked(p, x).sum(), where="layers.*")
+    plain = lambda p, x: stacked(p, x).sum()  # noqa: E731
+    equal(kept, plain, rows, X)
+    run = jit(grad(kept), backend="eager").lower(rows, X)
+    assert run.residuals.bytes < jit(grad(plain), backend="eager").lower(rows, X).residuals.bytes
+
+
+def test_parameters_on_meta() -> None:
+    module = Deep(*MODELS["one value"]).to("meta")
+    fn, params = functionalize(module, stacked=["layers"])
+    assert params["layers.*.linear.weight"].shape == (DEPTH, WIDTH, WIDTH)
+    assert fn.buffers["layers.*.scale"].is_meta and "layers.0.scale" not in fn.buffers
+
+
+# -- refusals ---------------------------------------------------------------------------------------
+
+
+def collecting(self: Any, x: Tensor) -> Any:
+    kept = []
+    for layer in self.layers:
+        x = layer(x)
+        kept.append(x)
+    return kept
+
+
+def adding(self: Any, x: Tensor) -> Tensor:
+    for layer in self.layers:
+        x = layer(x) + 1
+    return x
+
+
+def scaling(self: Any, x: Tensor) -> Tensor:
+    for i, layer in enumerate(self.layers):
+        x = layer(x, i)
+    return x
+
+
+def skipping(self: Any, x: Tensor) -> Tensor:
+    for layer in self.layers[::2]:
+        x = layer(x)
+    return x
+
+
+def stopping(self: Any, x: Tensor) -> Tensor:
+    for layer in self.layers[:2]:
+        x = layer(x)
+    return self.last(self.first(X))
+
+
+def apart(self: Any, x: Tensor) -> Tensor:
+    results = [layer(x) for layer in self.layers]
+    return results[0]
+
+
+def summing_aside(self: Any, x: Tensor) -> Any:
+    kept = []
+    for layer in self.layers:
+        x = layer(x)
+        kept.append(x.mean())
+    return x, kept
+
+
+class Scaled(Block):
+    def forward(self, x: Tensor, by: float) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * by
+
+
+class Numbered(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / (self.number + 1)
+
+
+class Even(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if self.number else x
+
+
+class Counting(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.add_(1)
+        return super().forward(x)
+
+
+class Growing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float()
+
+
+REFUSED: dict[str, tuple[Callable[[int], nn.Module], Any, str]] = {
+    "a result that is kept": (Block, collecting, "layers.0 is returned by the module"),
+    "a result that is used": (Block, adding, "layers.0 is used by add before the next layer"),
+    "arguments that differ": (Scaled, scaling, r"argument \[0\]\[1\] of layer 1 is neither that"),
+    "layers left out": (Block, skipping, "layer 2 is called where layer 1 is expected"),
+    "a loop that stops": (Block, stopping, "the forward calls 2 of 4 layers"),
+    "layers side by side": (Block, apart, "layer 1 does not take what layer 0 returns"),
+    "a sum aside": (Block, summing_aside, "layers.0 is used by mean before the next layer"),
+    "an attribute that differs": (Numbered, handing_on, r"layers\.\* reads its attribute 'number'"),
+    "a test of one": (Even, handing_on, r"'number', which differs between layers \(0, 1, 2, 3\)"),
+    "a buffer that is updated": (Counting, handing_on, "updates its buffer 'scale'"),
+    "a result of another dtype": (Growing, handing_on, "float64.*float32"),
+}
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("case", REFUSED)
+def test_other_loops_are_refused(case: str, traced: bool) -> None:
+    block, forward, message = REFUSED[case]
+    stacked, rows = functionalize(Deep(block, forward).double().eval(), stacked="layers")
+    run = jit(stacked, backend="eager") if traced else stacked
+    with pytest.raises(LoopError, match=message):
+        run(rows, X)
+
+
+def test_layers_that_differ_are_refused() -> None:
+    wide = Deep(lambda i: nn.Linear(WIDTH, WIDTH, bias=i > 0), handing_on)
+    with pytest.raises(LoopError, match=r"layers\.1 has float32\[6\] at 'bias', and layers\.0 has noth"):
+        functionalize(wide, stacked="layers")
+    mixed = Deep(lambda i: nn.Tanh() if i == 2 else nn.Identity(), handing_on)
+    with pytest.raises(LoopError, match=r"layers\.2 has a Tanh, and layers\.0 has a Identity"):
+        functionalize(mixed, stacked="layers")
+    tied = Deep(Block, handing_on)
+    tied.layers[1].linear.weight = tied.first.weight
+    with pytest.raises(LoopError, match="are one tensor"):
+        functionalize(tied, stacked="layers")
+    with pytest.raises(LoopError, match="no list of modules at this path; there are 'layers'"):
+        functionalize(tied, stacked="blocks")
