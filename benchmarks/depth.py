@@ -1,7 +1,9 @@
-"""The time of planning by depth: a GPT's training step as a Python loop over layers, and with `repeat`.
+"""The time of planning by depth: training steps as a Python loop over layers, and with `repeat`.
 
-Nothing is run on the meshes, and no weights are allocated: planning needs shapes only. A Python loop is
-traced layer by layer; its equal layers are planned, matched and compiled once.
+The models are examples/train_gpt.py's GPT and HuggingFace's Llama, whose layers are repeated by
+``functionalize(..., stacked="model.layers")``. Nothing is run on the meshes, and no weights are
+allocated: planning needs shapes only. A Python loop is traced layer by layer; its equal layers are
+planned, matched and compiled once.
 
     python benchmarks/depth.py                    trace and plan, and fuse
     python benchmarks/depth.py --budget           a budget of peak memory, half way from the least, too
@@ -18,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +29,18 @@ import torch
 from torch import Tensor
 
 from torchard import (
+    Colwise,
     Mesh,
     P,
+    Rowwise,
     checkpoint,
+    functionalize,
     fuse,
     jit,
     name,
     nn,
     optim,
+    parallelize,
     place,
     policies,
     random,
@@ -73,7 +79,69 @@ def repeated(size: train_gpt.Size, params: Any, batch: Tensor) -> Tensor:
         return nn.cross_entropy(scores, batch[:, 1:])
 
 
-LOSSES = {"loop": train_gpt.loss, "repeat": repeated}
+@dataclass(frozen=True)
+class Model:
+    """A model with a loss of (params, tokens [batch, context + 1]).
+
+    Attributes:
+        specs: a tree like params, for the axes of a mesh.
+    """
+
+    loss: Callable[..., Tensor]
+    params: Any
+    specs: Callable[[dict[str, int]], Any]
+    context: int
+
+
+def gpt(size: train_gpt.Size, stacked: bool, on: str) -> Model:
+    """examples/train_gpt.py's, as a list of layers or with `repeat`."""
+    with FakeTensorMode() if on == "meta" else torch.device(on):
+        params = train_gpt.init(size, random.key(0))
+        params = {**params, "blocks": stack(params["blocks"])} if stacked else params
+    if on == "meta":
+        params = optree.tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), params)
+
+    def specs(axes: dict[str, int]) -> Any:
+        by_name = train_gpt.megatron(size)
+        if "tp" not in axes:
+            by_name = optree.tree_map(lambda _: P("dp"), by_name)
+        return {**by_name, "blocks": stack(by_name["blocks"])} if stacked else by_name
+
+    loss = repeated if stacked else train_gpt.loss
+    return Model(functools.partial(loss, size), params, specs, size.context)
+
+
+def llama(size: train_gpt.Size, stacked: bool, on: str) -> Model:
+    """HuggingFace's Llama of the same width, as it is or with stacked layers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    shapes = {"hidden_size": size.width, "intermediate_size": 4 * size.width, "vocab_size": 256}
+    more = {"num_hidden_layers": size.layers, "num_attention_heads": size.heads}
+    with torch.device(on):
+        module = LlamaForCausalLM(LlamaConfig(**shapes, **more, max_position_embeddings=size.context))
+    fn, params = functionalize(module, stacked="model.layers" if stacked else ())
+
+    def loss(params: Any, batch: Tensor) -> Tensor:
+        logits = fn(params, batch[:, :-1], use_cache=False).logits
+        return nn.cross_entropy(logits, batch[:, 1:])
+
+    def specs(axes: dict[str, int]) -> Any:
+        mesh = Mesh(axes, virtual=True)
+        if "tp" not in axes:
+            return parallelize(fn, mesh, {}, fsdp="dp")[0]
+        return parallelize(fn, mesh, LLAMA, batch="dp")[0]
+
+    return Model(loss, params, specs, size.context)
+
+
+HEADS = {"heads": GPT2.heads}
+LLAMA = {
+    "model.embed_tokens": Rowwise(),
+    **{"*.[qkv]_proj": Colwise(**HEADS), "*.o_proj": Rowwise(**HEADS)},
+    **{"*.gate_proj": Colwise(), "*.up_proj": Colwise(), "*.down_proj": Rowwise()},
+    "lm_head": Colwise(),
+}
+MODELS = {"GPT": gpt, "Llama": llama}
 
 
 def step(loss: Callable[..., Tensor], params: Any, state: Any, batch: Tensor) -> Any:
@@ -83,21 +151,16 @@ def step(loss: Callable[..., Tensor], params: Any, state: Any, batch: Tensor) ->
     return params, state, value
 
 
-def arguments(size: train_gpt.Size, way: str, on: torch.device | str = "meta") -> tuple[Any, Any, Tensor]:
-    with FakeTensorMode() if on == "meta" else torch.device(on):
-        params = train_gpt.init(size, random.key(0))
-        params = {**params, "blocks": stack(params["blocks"])} if way == "repeat" else params
-        args: Any = params, INIT(params), torch.zeros(16, size.context + 1, dtype=torch.int64)
-    if on == "meta":
-        args = optree.tree_map(lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), args)
-    return args
+def tokens(model: Model, on: str) -> Tensor:
+    return torch.zeros(16, model.context + 1, dtype=torch.int64, device=on)
 
 
-def specs(size: train_gpt.Size, way: str, axes: dict[str, int]) -> Any:
-    by_name = train_gpt.megatron(size)
-    if "tp" not in axes:
-        by_name = optree.tree_map(lambda _: P("dp"), by_name)
-    return {**by_name, "blocks": stack(by_name["blocks"])} if way == "repeat" else by_name
+def state_of(model: Model, on: str) -> Any:
+    """The optimizer's state."""
+    if on != "meta":
+        return INIT(model.params)
+    zeros = optree.tree_map(torch.empty_like, model.params)
+    return optim.AdamState(torch.zeros((), dtype=torch.int64, device="meta"), zeros, zeros)
 
 
 def seconds(run: Callable[[], Any]) -> float:
@@ -107,45 +170,43 @@ def seconds(run: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
-def planned(size: train_gpt.Size, way: str, axes: dict[str, int]) -> float:
+def planned(model: Model, axes: dict[str, int]) -> float:
     """The seconds in which the step is traced and planned for a mesh."""
-    mesh, by_name = Mesh(axes, virtual=True), specs(size, way, axes)
-    params, state, batch = arguments(size, way)
+    mesh, by_name = Mesh(axes, virtual=True), model.specs(axes)
+    state = state_of(model, "meta")
     held = optim.AdamState(state.step, *(place(m, mesh, by_name) for m in state[1:]))
-    fn = functools.partial(step, functools.partial(LOSSES[way], size))
     out = by_name, optim.AdamState(P(), by_name, by_name), P()
-    run = shard(fn, mesh, out_specs=out)
-    args = place(params, mesh, by_name), held, place(batch, mesh, P("dp"))
+    run = shard(functools.partial(step, model.loss), mesh, out_specs=out)
+    args = place(model.params, mesh, by_name), held, place(tokens(model, "meta"), mesh, P("dp"))
     return seconds(lambda: run.lower(*args))
 
 
-def fused(size: train_gpt.Size, way: str) -> float:
-    params, _, batch = arguments(size, way)
-    run = fuse(torch.func.grad(functools.partial(LOSSES[way], size)))
-    return seconds(lambda: run.lower(params, batch))
+def fused(model: Model) -> float:
+    run = fuse(torch.func.grad(model.loss))
+    return seconds(lambda: run.lower(model.params, tokens(model, "meta")))
 
 
-def budgeted(size: train_gpt.Size, way: str) -> float:
+def budgeted(model: Model) -> float:
     """The seconds in which the gradient is traced, and what it keeps within a budget is chosen."""
-    params, _, batch = arguments(size, way)
-    loss = checkpoint(functools.partial(LOSSES[way], size), policy=policies.budget(fraction=0.5))
+    loss = checkpoint(model.loss, policy=policies.budget(fraction=0.5))
     run = jit(lambda params, batch: torch.func.grad(loss)(params, batch))
-    return seconds(lambda: run.lower(params, batch))
+    return seconds(lambda: run.lower(model.params, tokens(model, "meta")))
 
 
-def compiled(size: train_gpt.Size, way: str) -> float:
+def compiled(model: Model) -> float:
     """The seconds of a first call of the compiled step."""
-    args = arguments(size, way, "cpu")
-    run = jit(functools.partial(step, functools.partial(LOSSES[way], size)))
+    args = model.params, state_of(model, "cpu"), tokens(model, "cpu")
+    run = jit(functools.partial(step, model.loss))
     return seconds(lambda: run(*args))
 
 
 def steady(size: train_gpt.Size, backend: str, rounds: int = 20) -> str:
     """Steps of the list of layers with loops and without, in turns: medians, and their ratio."""
-    args, runs = arguments(size, "loop", "cpu"), {}
+    model = gpt(size, False, "cpu")
+    args, runs = (model.params, state_of(model, "cpu"), tokens(model, "cpu")), {}
     for least in (equal_layers.LEAST, sys.maxsize):
         equal_layers.LEAST, kept = least, equal_layers.LEAST
-        fn = functools.partial(step, functools.partial(LOSSES["loop"], size))
+        fn = functools.partial(step, model.loss)
         runs[least] = jit(fn, backend=backend)
         runs[least](*args)
         equal_layers.LEAST = kept
@@ -158,10 +219,10 @@ def steady(size: train_gpt.Size, backend: str, rounds: int = 20) -> str:
     return f"{backend:10} {both} {unrolled / rolled:8.3f}"
 
 
-def row(what: str, way: str, of: Callable[[int], float], depths: list[int]) -> str:
+def row(what: str, name: str, way: str, of: Callable[[int], float], depths: list[int]) -> str:
     times = {depth: of(depth) for depth in depths}
     ratio = f"{times[96] / times[12]:8.2f}" if {12, 96} <= times.keys() else f"{'':8}"
-    return f"{what:38}{way:8}" + "".join(f"{t:10.2f}" for t in times.values()) + f"{ratio:>12}"
+    return f"{what:36}{name:7}{way:8}" + "".join(f"{t:9.2f}" for t in times.values()) + f"{ratio:>10}"
 
 
 def main() -> None:
@@ -170,6 +231,7 @@ def main() -> None:
     parser.add_argument("--budget", action="store_true", help="measure budgets of peak memory, too")
     parser.add_argument("--loop", type=int, nargs="*", default=[6, 12], help="depths of the Python loop")
     parser.add_argument("--repeat", type=int, nargs="*", default=[6, 12, 48, 96], help="depths of repeat")
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--steady", action="store_true", help="compare steps with loops and without")
     given = parser.parse_args()
     if given.steady:
@@ -179,20 +241,28 @@ def main() -> None:
                 print(f"width {width:4}  {steady(size, backend)}", flush=True)
         return
     depths = {"loop": given.loop, "repeat": given.repeat}
-    print(f"seconds, GPT of width {GPT2.width}; depths {depths}; last the ratio of 96 to 12 layers")
-    fused(replace(TINY, layers=2), "loop")  # derives the kernels' gradients, once in a process
-    for way, counts in depths.items():
-        for label, axes in PLANS.items():
-            of = lambda n, way=way, axes=axes: planned(replace(GPT2, layers=n), way, axes)  # noqa: E731
-            print(row(f"trace + plan, {label}", way, of, counts), flush=True)
-        of = lambda n, way=way: fused(replace(GPT2, layers=n), way)  # noqa: E731
-        print(row("fuse", way, of, counts), flush=True)
-        if given.budget:
-            of = lambda n, way=way: budgeted(replace(GPT2, layers=n), way)  # noqa: E731
-            print(row("budget", way, of, counts), flush=True)
-        if given.compile:
-            of = lambda n, way=way: compiled(replace(TINY, layers=n), way)  # noqa: E731
-            print(row("first call, compiled, width 64", way, of, counts), flush=True)
+    print(f"seconds, width {GPT2.width}; depths {depths}; last the ratio of 96 to 12 layers")
+    measures: dict[str, tuple[Callable[[Model], float], train_gpt.Size, str]] = {
+        f"trace + plan, {label}": (functools.partial(planned, axes=axes), GPT2, "meta")
+        for label, axes in PLANS.items()
+    }
+    measures["fuse"] = fused, GPT2, "meta"
+    if given.budget:
+        measures["budget"] = budgeted, GPT2, "meta"
+    if given.compile:
+        measures["first call, compiled, width 64"] = compiled, TINY, "cpu"
+    # Derives the kernels' gradients, once in a process.
+    fused(gpt(replace(TINY, layers=2), False, "meta"))
+    for model_name in given.models:
+        for way, counts in depths.items():
+            for label, (measure, size, on) in measures.items():
+
+                def of(n: int) -> float:
+                    model = MODELS[model_name](replace(size, layers=n), way == "repeat", on)  # noqa: B023
+                    return measure(model)  # noqa: B023
+
+                if counts:
+                    print(row(label, model_name, way, of, counts), flush=True)
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ class _Walk:
         for at, (node, places, _) in enumerate(live.events):
             for i in places:
                 for storage in self._allocated_by((node, i)):
-                    self._make(storage, at, 0 if node in self.merged else self.size(node, storage.item))
+                    self._make(storage, at, 0 if node in self.merged else self._bytes(storage))
                 for storage, until in self._read_by((node, i), at):
                     self._read(storage, until)
                 for user in node.users if i is not None else ():
@@ -138,6 +138,10 @@ class _Walk:
         if storage not in self.live.made:
             self.live.made[storage], self.live.size[storage] = at, size
             self._read(storage, at)
+
+    def _bytes(self, storage: Storage) -> int:
+        many = self.timeline.many((storage.node, storage.row))
+        return self.size(storage.node, storage.item) * many
 
     def _read(self, storage: Storage, at: int) -> None:
         self.live.last[storage] = max(self.live.last.get(storage, at), at)

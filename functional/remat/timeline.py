@@ -2,13 +2,14 @@
 
 All iterations of a loop but for the first and the last ones are alike: what is alive grows or shrinks by
 the same bytes in each. So the timeline has a few iterations at both ends, and one entry for all between
-them, which is never the peak.
+them, which is never the peak. What other loops read of these iterations is one storage, as large as all of
+them, where these loops have the same rows between their ends.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -17,7 +18,18 @@ from torch import fx
 
 from torchard.functional.execution.phases import Phases, phases_of
 from torchard.functional.programs.loops import handed_on, is_apart
-from torchard.functional.programs.markers import Loop, again, enter, item, leave, listed, row, total
+from torchard.functional.programs.markers import (
+    Loop,
+    again,
+    enter,
+    item,
+    leave,
+    listed,
+    row,
+    rows,
+    total,
+)
+from torchard.functional.programs.running_sums import sum_so_far
 from torchard.functional.programs.tags import LOOP
 from torchard.functional.programs.views import base_of
 
@@ -55,6 +67,8 @@ class ProgramTimeline:
     # For a row of a loop, the row that stands for it in what is not told apart, and the one before that.
     _stands: dict[Loop, dict[int, int]] = field(default_factory=dict)
     _before: dict[Loop, dict[int, int]] = field(default_factory=dict)
+    # For the row of an entry, how many iterations that is.
+    _many: dict[Loop, dict[int, int]] = field(default_factory=dict)
     # The index of a loop's last event.
     ends: dict[Loop, int] = field(default_factory=dict)
 
@@ -62,7 +76,10 @@ class ProgramTimeline:
         loops = [(loop, list(nodes)) for loop, nodes in groupby(self.order, key=LOOP.get)]
         phases = {loop: phases_of(nodes) for loop, nodes in loops if loop is not None}
         margin = 2 + max((each.distance for each in phases.values()), default=0)
-        self.kept = _read_elsewhere(self.order)
+        elsewhere = _read_elsewhere(self.order)
+        self.grouped = _grouped(self.order, elsewhere)
+        # What is told apart in each iteration.
+        self.kept = elsewhere - self.grouped
         self.apart = {node for node in self.order if is_apart(node)}
         for loop, nodes in loops:
             if loop is None:
@@ -72,6 +89,7 @@ class ProgramTimeline:
                 last = [step.rows[-1] for step in steps]
                 self._stands[loop] = {i: step.rows[-1] for step in steps for i in step.rows}
                 self._before[loop] = dict(zip(last[1:], last, strict=False))
+                self._many[loop] = {step.rows[-1]: len(step.rows) for step in steps}
                 self.events += self._iterations(steps, phases[loop])
                 self.ends[loop] = len(self.events) - 1
 
@@ -91,9 +109,15 @@ class ProgramTimeline:
     def _run(self, nodes: Sequence[fx.Node], step: _Step, ends: bool | None = None) -> Iterator[Event]:
         """The operations of some iterations; of many, those are told apart that read rows or are kept."""
         for node in nodes:
-            loops = {LOOP.get(operand) for operand in node.all_input_nodes} - {LOOP.of(node), None}
-            apart = node in self.kept or loops or (node.target is row and not _of_inputs(node))
+            others = [n for n in node.all_input_nodes if LOOP.get(n) not in (LOOP.of(node), None)]
+            apart = node in self.kept or not self.grouped.issuperset(others)
+            apart |= node.target is row and not _of_inputs(node)
             yield Event(node, step.rows if apart else step.rows[-1:], step.ends if ends is None else ends)
+
+    def many(self, place: Place) -> int:
+        """How many iterations' values a storage holds."""
+        node, at = place
+        return self._many[LOOP.of(node)][at] if at is not None and node in self.grouped else 1
 
     # -- which storage a value is in ----------------------------------------------------------------
 
@@ -168,6 +192,36 @@ def _source(node: fx.Node) -> fx.Node | None:
         return node.all_input_nodes[0]
     handing = handed_on(node)
     return handing[0].all_input_nodes[0] if handing else base_of(node)
+
+
+def _grouped(order: Sequence[fx.Node], elsewhere: Set[fx.Node]) -> set[fx.Node]:
+    """Of these values, those that need not be told apart: all loops that read them have the same rows.
+
+    What is handed on is in the storage of another iteration, and an item is read by itself.
+    """
+    inside = [node for node in order if LOOP.on(node)]
+    roots: dict[fx.Node, fx.Node] = {}
+    bad: set[fx.Node] = set()
+    for node in inside:
+        base = _source(node)
+        root = roots[node] = node if base is None else roots.get(base, base)
+        summed = sum_so_far(node)
+        bad.update(() if summed is None else (root, roots.get(summed, summed)))
+        if root.op == "placeholder":
+            continue  # the caller's, whatever reads it
+        if node.target in (enter, again, row) or not LOOP.on(root):
+            bad.add(root)
+        elif not all(_reads_alike(user, LOOP.of(node)) for user in node.users):
+            bad.add(root)
+    return {node for node in elsewhere if roots[node] not in bad}
+
+
+def _reads_alike(user: fx.Node, loop: Loop) -> bool:
+    """Whether an operation reads all rows of a loop's value alike."""
+    other = LOOP.get(user)
+    if other is None:
+        return user.target in (rows, total) and not is_apart(user)
+    return user.target is not again and other.span == loop.span
 
 
 def _read_elsewhere(order: Sequence[fx.Node]) -> set[fx.Node]:
