@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torchard import Mesh, P, constrain, nn, shard
+from torchard import Mesh, P, constrain, nn, repeat, shard
 from torchard.functional.programs.program import Program
 
 Params = dict[str, Any]
@@ -56,17 +56,23 @@ def attention(s: Shapes, p: Params, x: torch.Tensor) -> torch.Tensor:
 
 
 def loss(s: Shapes, p: Params, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Mean cross-entropy of tokens [batch, position]."""
+    """Mean cross-entropy of tokens [batch, position]; layers are a list, or stacked."""
 
     def keep(x: torch.Tensor) -> torch.Tensor:
         return constrain(x, P(("dp", "fsdp"), "tp"))
 
-    x = keep(F.embedding(tokens, p["embedding"]))
-    for layer in p["layers"]:
+    def block(layer: Params, x: torch.Tensor) -> torch.Tensor:
         x = keep(x + attention(s, layer, nn.rms_norm(x, layer["norm1"])))
         y = nn.rms_norm(x, layer["norm2"])
         gate = F.silu(F.linear(y, layer["gate"])) * F.linear(y, layer["up"])
-        x = keep(x + F.linear(gate, layer["down"]))
+        return keep(x + F.linear(gate, layer["down"]))
+
+    x = keep(F.embedding(tokens, p["embedding"]))
+    if isinstance(p["layers"], dict):
+        x = repeat(block, p["layers"], x)
+    else:
+        for layer in p["layers"]:
+            x = block(layer, x)
     logits = F.linear(nn.rms_norm(x, p["norm"]), p["output"])
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
