@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +18,8 @@ from torchard.functional.core.arguments import checked
 from torchard.functional.core.locks import Lock
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.execution.codegen import compiled
+from torchard.functional.execution.compile_once import compiled_once
+from torchard.functional.execution.compile_progress import CompileProgress
 from torchard.functional.execution.failures import compiled_failed
 from torchard.functional.execution.regions import by_regions
 from torchard.functional.programs.program import Bound, Program, Rewrite
@@ -123,18 +126,19 @@ class Compile(Rewrite):
 
     def _compiled(self, module: fx.GraphModule, generated: Bound, program: Program) -> Bound:
         """The module, or its regions, compiled when they are first called."""
+        progress = CompileProgress(program.name)
 
         def region(graph: fx.Graph) -> Bound:
             insert_barriers(graph)
             part = fx.GraphModule(torch.nn.Module(), graph)
-            return _Compiled(part, compiled(graph, program.name), self.backend, program.name)
+            return _Compiled(part, compiled(graph, program.name), self.backend, progress)
 
         outer = by_regions(module.graph, region)
         if outer is not None:
             return _Regions(compiled(outer, program.name), generated)
         insert_barriers(module.graph)
         module.recompile()
-        return _Compiled(module, generated, self.backend, program.name, program.collectives)
+        return _Compiled(module, generated, self.backend, progress, program.collectives)
 
 
 def _flat_module(program: Program) -> fx.GraphModule | None:
@@ -165,13 +169,15 @@ class _Compiled:
         module: fx.GraphModule,
         generated: Bound,
         backend: str,
-        name: str,
+        progress: CompileProgress,
         collectives: Sequence[Record] = (),
     ) -> None:
         self.module = module
         self.generated = generated
         self.backend = backend
-        self.name = self.__name__ = name
+        self.name = self.__name__ = progress.name
+        self.progress = progress
+        progress.total += 1
         self.collectives = collectives
         self.by_strides: dict[Any, Callable[..., Any]] = {}
         self.lock = Lock()
@@ -198,7 +204,9 @@ class _Compiled:
     def _compile(self, parts: Sequence[torch.Tensor]) -> Callable[..., Any]:
         module = fx.GraphModule(self.module, self.module.graph)
         strip(module.graph)
-        with warnings.catch_warnings(), torch.no_grad():
+        # Other backends keep nothing on disk that another process would find.
+        once = compiled_once(module, parts) if self.backend == "inductor" else nullcontext()
+        with self.progress.part(), once, warnings.catch_warnings(), torch.no_grad():
             # Importing the compiler warns about torch.jit.
             warnings.simplefilter("ignore")
             return internals.compile_graph(module, parts, self.backend)

@@ -2,8 +2,8 @@
 
 All iterations of a loop but for the first and the last ones are alike: what is alive grows or shrinks by
 the same bytes in each. So the timeline has a few iterations at both ends, and one entry for all between
-them, which is never the peak. What other loops read of these iterations is one storage, as large as all of
-them, where these loops have the same rows between their ends.
+them, which is never the peak. What other loops read of these iterations is one storage, as large as all
+of them, where these loops have the same rows between their ends.
 """
 
 from __future__ import annotations
@@ -206,12 +206,12 @@ def _grouped(order: Sequence[fx.Node], elsewhere: Set[fx.Node]) -> set[fx.Node]:
         base = _source(node)
         root = roots[node] = node if base is None else roots.get(base, base)
         summed = sum_so_far(node)
-        bad.update(() if summed is None else (root, roots.get(summed, summed)))
+        if summed is not None:
+            bad.update((root, roots.get(summed, summed)))
         if root.op == "placeholder":
             continue  # the caller's, whatever reads it
-        if node.target in (enter, again, row) or not LOOP.on(root):
-            bad.add(root)
-        elif not all(_reads_alike(user, LOOP.of(node)) for user in node.users):
+        moves = node.target in (enter, again, row) or not LOOP.on(root)
+        if moves or not all(_reads_alike(user, LOOP.of(node)) for user in node.users):
             bad.add(root)
     return {node for node in elsewhere if roots[node] not in bad}
 

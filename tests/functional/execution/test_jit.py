@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchard.functional.core.errors import DonatedError
 from torchard.functional.engine.transformed import Transformed
+from torchard.functional.execution import compile_once
 from torchard.functional.jit import Compile, jit
 from torchard.functional.programs.program import Program
 from torchard.functional.trace import trace
@@ -211,3 +212,52 @@ print(*(counters["inductor"][f"fxgraph_cache_{kind}"] for kind in kinds))
         with forked.Job([str(script)], tmp_path, 200, environment) as job:
             said.append(job.stdout.read().splitlines()[-1])
     assert said == ["2 0 0", "0 2 0"]
+
+
+def test_processes_that_start_together_compile_once(tmp_path: Path) -> None:
+    """One of two compiles each graph, and the other finds it in Inductor's cache."""
+    code = """
+import multiprocessing as mp
+
+def run(barrier, queue):
+    import torch
+    import torch._inductor.config as config
+    from torch._dynamo.utils import counters
+    from torchard import jit
+
+    config.cpp.vec_isa_ok = True  # to find out takes longer than the rest
+    x = torch.arange(3.0)
+    barrier.wait(120)
+    assert torch.equal(jit(lambda x: x * 3 + 1)(x), x * 3 + 1)
+    kinds = ("miss", "hit", "bypass")
+    queue.put(tuple(counters["inductor"][f"fxgraph_cache_{kind}"] for kind in kinds))
+
+if __name__ == "__main__":
+    spawn = mp.get_context("spawn")
+    barrier, queue = spawn.Barrier(2), spawn.Queue()
+    processes = [spawn.Process(target=run, args=(barrier, queue)) for _ in range(2)]
+    [process.start() for process in processes]
+    print(sorted(queue.get(timeout=180) for _ in processes))
+    [process.join() for process in processes]
+"""
+    script = tmp_path / "compiles.py"
+    script.write_text(code)
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    with forked.Job([str(script)], tmp_path, 200, environment) as job:
+        assert job.stdout.read().splitlines()[-1] == "[(0, 1, 0), (1, 0, 0)]"
+
+
+def test_a_lock_that_is_not_to_be_had_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module, x = torch.fx.symbolic_trace(lambda x: x + 1), torch.ones(2)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile_once, "_TIMEOUT", 0.0)
+    with compile_once.compiled_once(module, [x]), compile_once.compiled_once(module, [x]):
+        pass
+    assert "waited 0 s for another process that compiles the same graph" in caplog.messages[0]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "file"))
+    with compile_once.compiled_once(module, [x]):
+        pass
+    assert "no lock to compile a graph once per host" in caplog.messages[1]
