@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 __all__ = [
+    "Iteration",
     "Loop",
     "again",
     "enter",
@@ -54,6 +55,21 @@ class Loop:
     def order(self) -> range:
         """The rows of the iterations, in the order in which they run."""
         return self.span[::-1] if self.reverse else self.span
+
+
+@dataclass(frozen=True)
+class Iteration:
+    """What an operation of an unrolled program was in the rolled one.
+
+    Attributes:
+        operation: its number among the operations of loops.
+        scope: the scope that all iterations are in.
+        count: the number of iterations.
+    """
+
+    operation: int
+    scope: str
+    count: int
 
 
 def enter(value: torch.Tensor) -> torch.Tensor:

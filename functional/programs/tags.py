@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchard.functional.core.scope_frames import Frame
-from torchard.functional.programs.markers import Loop
+from torchard.functional.programs.markers import Iteration, Loop
 from torchard.functional.programs.tagging import TORCH, Tag, declare
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "COLLECTIVE",
     "CUT",
     "FRAMES",
+    "ITERATION",
     "KERNEL",
     "LAYOUT",
     "LOOP",
@@ -113,6 +114,13 @@ LOOP: Tag[Loop] = declare(
     written_by="many",
     read_by="many",
     follows="place",
+)
+
+ITERATION: Tag[Iteration] = declare(
+    "iteration",
+    "in an unrolled program, which operation of which loop it is an iteration of",
+    written_by="programs/unrolled",
+    read_by="reports/residuals",
 )
 
 AHEAD: Tag[int] = declare(

@@ -12,6 +12,7 @@ from torch import fx
 from torchard.functional.core.scope_frames import Frame, in_iteration, path_of
 from torchard.functional.programs.loops import carried, is_apart, issued_ahead, regrouped
 from torchard.functional.programs.markers import (
+    Iteration,
     Loop,
     again,
     enter,
@@ -25,7 +26,15 @@ from torchard.functional.programs.markers import (
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.records import PerIteration
 from torchard.functional.programs.tagging import forget, inherit, own_tags
-from torchard.functional.programs.tags import FRAMES, LOOP, ORIGIN, SCOPE, SEGMENTS, WHY
+from torchard.functional.programs.tags import (
+    FRAMES,
+    ITERATION,
+    LOOP,
+    ORIGIN,
+    SCOPE,
+    SEGMENTS,
+    WHY,
+)
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["has_loops", "unrolled"]
@@ -50,6 +59,7 @@ class _Unrolled:
     env: dict[fx.Node, fx.Node] = field(default_factory=dict)
     # For each node in a loop, its value in the iteration of each row.
     each: dict[fx.Node, dict[int, fx.Node]] = field(default_factory=dict)
+    iterations: dict[fx.Node, Iteration] = field(default_factory=dict)
     frames: dict[tuple[Frame, int], Frame] = field(default_factory=dict)
     origins: dict[tuple[int, int], int] = field(default_factory=dict)
     told: dict[tuple[Any, int], Any] = field(default_factory=dict)
@@ -67,7 +77,10 @@ class _Unrolled:
         return self.new
 
     def _iterations(self, loop: Loop, nodes: list[fx.Node]) -> None:
+        first = len(self.each)
         self.each.update((node, {}) for node in nodes)
+        for k, node in enumerate(nodes, first):
+            self.iterations[node] = Iteration(k, SCOPE.get(node, ""), loop.count)
         entered: dict[fx.Node, fx.Node] = {}
         ahead, distance = issued_ahead(nodes)
         order = loop.order()
@@ -116,6 +129,7 @@ class _Unrolled:
         else:
             made = self.new.node_copy(node, lambda operand: self._at(operand, i))
         self._tag(made, i)
+        ITERATION.set(made, self.iterations[node])
         return made
 
     def _tag(self, node: fx.Node, i: int) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.programs.loops import carried, times
+from torchard.functional.programs.markers import again, is_marker
 from torchard.functional.programs.program import Program
-from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, PHASE, SCOPE, STEP, VAL
+from torchard.functional.programs.tags import COLLECTIVE, LAYOUT, LOOP, PHASE, SCOPE, STEP, VAL
 from torchard.functional.reports.text import value_text
 
 __all__ = ["ScopeBox", "draw", "figure_of", "layers_of"]
@@ -35,12 +37,14 @@ class ScopeBox:
     Attributes:
         name: the scope; "inputs" or "outputs" for operations without one.
         phase: "forward" or "backward".
+        times: how many iterations of it run; 1 for one in no loop.
         nodes: its operations.
         feeds: for every box that reads from it, by index, the values read.
     """
 
     name: str
     phase: str
+    times: int = 1
     nodes: list[fx.Node] = field(default_factory=list)
     feeds: dict[int, list[fx.Node]] = field(default_factory=dict)
 
@@ -53,10 +57,11 @@ class ScopeBox:
             record = COLLECTIVE.get(node)
             if record is not None:
                 key = f"{record.kind}({'·'.join(record.axes)})"
-                counts[key] += 1
-                sent[key] += record.bytes
+                counts[key] += self.times
+                sent[key] += record.bytes * self.times
         steps = sum(STEP.on(node) for node in self.nodes)
-        head = [f"{len(self.nodes) - steps} operations"]
+        repeated = f" × {self.times}" if self.times > 1 else ""
+        head = [f"{len(self.nodes) - steps} operations{repeated}"]
         return head + [f"{n} × {key}  {_bytes(sent[key])}" for key, n in counts.items()]
 
 
@@ -71,7 +76,7 @@ def _bytes(n: float) -> str:
 def _name(scope: str | None) -> str:
     """The name of a layer: its scope up to the first number, or else the first part."""
     parts = (scope or "").split("/")
-    numbered = next((i for i, part in enumerate(parts) if part.isdigit()), 0)
+    numbered = next((i for i, part in enumerate(parts) if part.isdigit() or part[:1] in ("*", "{")), 0)
     return "/".join(parts[: numbered + 1])
 
 
@@ -79,20 +84,53 @@ def layers_of(program: Program) -> list[ScopeBox]:
     """The boxes of a program, in order, and the values between them."""
     boxes: dict[tuple[str, str], ScopeBox] = {}
     box_of: dict[fx.Node, int] = {}
+    name_of = _names(program)
     for node in program.calls:
-        phase = PHASE.get(node) or "forward"
-        name = _name(SCOPE.get(node))
+        if is_marker(node):
+            continue
+        phase, name = PHASE.get(node) or "forward", name_of(node)
         if not name:
             later = any(p == phase and n not in ("inputs", "outputs") for n, p in boxes)
             name = "outputs" if later == (phase == "forward") else "inputs"
-        boxes.setdefault((name, phase), ScopeBox(name, phase)).nodes.append(node)
+        boxes.setdefault((name, phase), ScopeBox(name, phase, times(node))).nodes.append(node)
     layers = list(boxes.values())
     for i, layer in enumerate(layers):
         box_of.update(dict.fromkeys(layer.nodes, i))
     for node, i in box_of.items():
-        for user in {box_of[user] for user in node.users if user in box_of and box_of[user] != i}:
+        for user in {box_of[user] for user in _readers(node) if box_of[user] != i}:
             layers[i].feeds.setdefault(user, []).append(node)
     return layers
+
+
+def _names(program: Program) -> Callable[[fx.Node], str]:
+    """The name of a node's layer, which tells apart the parts of a loop, and what runs once for all."""
+    spans: dict[str, set[range]] = {}
+    for node in program.calls:
+        if LOOP.on(node) and not is_marker(node):
+            spans.setdefault(_name(SCOPE.get(node)), set()).add(LOOP.of(node).span)
+
+    def name_of(node: fx.Node) -> str:
+        name, loop = _name(SCOPE.get(node)), LOOP.get(node)
+        if loop is None:
+            return f"{name}, once" if name in spans and name else name
+        span = f" {loop.first}–{loop.span.stop - 1}" if len(spans[name]) > 1 else ""
+        return (name or loop.name) + span
+
+    return name_of
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """The operations that read a value, also when it enters a loop or leaves one."""
+    waiting, seen = list(node.users), set[fx.Node]()
+    while waiting:
+        user = waiting.pop()
+        if user in seen or user.op != "call_function":
+            continue
+        seen.add(user)
+        if is_marker(user):
+            waiting += [*user.users, *(carried(user)[1].users if user.target is again else ())]
+        else:
+            yield user
 
 
 @contextlib.contextmanager
@@ -141,7 +179,8 @@ def draw(program: Program, path: str | os.PathLike[str]) -> Path:
 def _total(program: Program) -> str:
     sent = sum(record.bytes for record in program.collectives)
     count = len(program.collectives)
-    return f"{len(program.calls)} nodes, {count} collectives, {_bytes(sent)} per rank"
+    nodes = sum(not is_marker(node) for node in program.calls)
+    return f"{nodes} nodes, {count} collectives, {_bytes(sent)} per rank"
 
 
 Place = tuple[float, float, float]  # left, bottom, height
@@ -210,9 +249,10 @@ def _arrow(
     if same and near:
         axes.text(start[0] + 0.1, (start[1] + end[1]) / 2, _flow(values), va="center", fontsize=7)
     elif layers[i].name == layers[j].name:
-        total = _bytes(sum(_size(v) for v in values))
+        total = _bytes(sum(_size(v) * times(v) for v in values))
         middle = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + 0.08)
-        kept = f"{len(values)} residual{'s'[: len(values) - 1]}"
+        count = layers[i].times
+        kept = f"{len(values)} residual{'s'[: len(values) - 1]}" + (f" × {count}" if count > 1 else "")
         axes.text(*middle, f"{kept}\n{total}", ha="center", fontsize=7)
 
 

@@ -93,7 +93,7 @@ class Lowered(Program):
         Raises:
             ModuleNotFoundError: matplotlib is not installed.
         """
-        return draw(unrolled(self), path)
+        return draw(self, path)
 
     def bind(self) -> Bound:
         """A callable from all parts of all inputs, constants included, to all parts of all outputs.

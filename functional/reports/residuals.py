@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -11,7 +12,7 @@ from torch import fx
 from torchard.functional.programs.flops import op_name
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.records import Records
-from torchard.functional.programs.tags import SCOPE, SOURCE, VAL, WHY
+from torchard.functional.programs.tags import ITERATION, SCOPE, SOURCE, VAL, WHY
 from torchard.functional.programs.views import labels_of, storage_of
 from torchard.functional.remat.liveness import bytes_in
 from torchard.functional.remat.rematerialise import passes_of
@@ -32,6 +33,7 @@ class Residual:
         shape, dtype: those of the global value.
         bytes: the bytes on one device.
         device: where it is kept: ``"cpu"`` if it was offloaded.
+        times: in a table, the number of iterations of the loop that computes it.
     """
 
     kind: str
@@ -44,6 +46,7 @@ class Residual:
     scope: str
     source: str
     why: str
+    times: int = 1
 
 
 class Residuals(Records):
@@ -56,11 +59,12 @@ class Residuals(Records):
 
     def __str__(self) -> str:
         rows = [("kind", "what", "name", "value", "bytes", "device", "scope", "source", "why")]
-        for residual in self:
+        for residual in self if self._shown is None else self._shown:
             value = value_text(torch.empty(residual.shape, dtype=residual.dtype, device="meta"))
             size = f"{residual.bytes:,}"
             where = residual.scope, residual.source, residual.why
-            what = residual.kind, residual.what, residual.name or ""
+            kind = residual.kind + (f" × {residual.times}" if residual.times > 1 else "")
+            what = kind, residual.what, residual.name or ""
             rows.append((*what, value, size, residual.device, *where))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
@@ -97,10 +101,39 @@ def residuals_of(program: Program, joint: Callable[[], Program] | None = None) -
     }
     order = {node: i for i, node in enumerate(program.graph.nodes)}
     size = bytes_in(program)
-    return Residuals(
-        _residual(node, paths, outputs, size(node, 0), str(read[node]))
+    residuals = {
+        node: _residual(node, paths, outputs, size(node, 0), str(read[node]))
         for node in sorted(read, key=order.__getitem__)
-    )
+    }
+    return Residuals(residuals.values(), shown=_shown(residuals))
+
+
+def _shown(residuals: dict[fx.Node, Residual]) -> list[Residual]:
+    """Those that a table has: of values that each iteration of a loop keeps, one."""
+    groups: dict[Any, list[tuple[fx.Node, Residual]]] = {}
+    for node, residual in residuals.items():
+        iteration = ITERATION.get(node)
+        # Parts of a loop that was split keep values for reasons of their own.
+        key = node if iteration is None else (iteration, residual.kind, _reason(node, residual))
+        groups.setdefault(key, []).append((node, residual))
+    return [_of_loop(*group[0], len(group)) for group in groups.values()]
+
+
+def _of_loop(node: fx.Node, residual: Residual, times: int) -> Residual:
+    """One value that stands for those of several iterations."""
+    if times == 1:
+        return residual
+    return replace(residual, scope=ITERATION.of(node).scope, why=_reason(node, residual), times=times)
+
+
+def _reason(node: fx.Node, residual: Residual) -> str:
+    """Why an iteration keeps a value, with the loop's scope in place of the iteration's."""
+    own, common = residual.scope.split("/"), ITERATION.of(node).scope.split("/")
+    for depth in range(len(own), 0, -1):
+        enclosing = "/".join(own[:depth])
+        if residual.why.endswith(f" {enclosing}"):
+            return residual.why.removesuffix(enclosing) + "/".join(common[:depth])
+    return residual.why
 
 
 def _residual(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torchard import Mesh, P, ShapeDtype, scope, shard, trace
+from torchard import Mesh, P, ShapeDtype, checkpoint, jit, policies, repeat, scope, shard, trace
 from torchard.functional.reports.draw import layers_of
 
 W = [torch.randn(8, 8) for _ in range(2)]
@@ -58,6 +58,41 @@ def test_bytes_of_large_collectives(n: int, shown: str) -> None:
     plan = shard(lambda x: x.sum(0) * x, mesh, (P("dp"),), P()).lower(large)
     lines = [line for layer in layers_of(plan) for line in layer.lines]
     assert any(line.endswith(shown) for line in lines), lines
+
+
+def test_a_loop_is_one_box() -> None:
+    """With the number of its iterations, and the bytes that all of them send and keep."""
+    mesh, ws = Mesh({"dp": 2}, virtual=True), torch.randn(6, 8, 8)
+
+    def deep(ws: Tensor, x: Tensor) -> Tensor:
+        return repeat(lambda w, x: (x @ w).tanh(), ws, x * 2).square().sum()
+
+    program = shard(torch.func.grad(deep), mesh, (P(None, "dp"), P("dp"))).lower(ws, X)
+    layers = {(layer.name, layer.phase): layer for layer in layers_of(program)}
+    forward, backward = layers["block/*", "forward"], layers["block/*", "backward"]
+    assert (forward.times, backward.times) == (6, 6)
+    gathers = next(c for c in program.collectives if c.kind == "all_gather")
+    assert f"6 × all_gather(dp)  {6 * gathers.bytes} B" in forward.lines
+    order = list(layers)
+    at = order.index(("block/*", "backward"))
+    assert at in forward.feeds and at not in backward.feeds
+    assert order.index(("block/*", "forward")) in layers["inputs", "forward"].feeds
+
+
+def test_parts_of_a_loop_are_boxes_of_their_own() -> None:
+    ws = torch.randn(8, 16, 16)
+
+    def block(w: Tensor, x: Tensor) -> Tensor:
+        return ((x @ w).tanh() @ w.T).sigmoid() * x
+
+    loss = checkpoint(lambda w, x: repeat(block, w, x).sum(), policy=policies.budget(fraction=0.5))
+    program = jit(torch.func.grad(loss), backend="eager").lower(ws, torch.randn(64, 16))
+    parts = [layer for layer in layers_of(program) if layer.name.startswith("block/*")]
+    first, second = ({layer.name: layer.times for layer in parts}.items())
+    assert first[0] == f"block/* 0–{first[1] - 1}" and first[1] + second[1] == 8
+    table, kept = str(program.residuals), [r for r in program.residuals if r.kind != "argument"]
+    assert f"value × {first[1]}" in table and len(table.splitlines()) < len(kept)
+    assert table.splitlines()[-1].startswith(f"{len(kept)} values, ")
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png"])
