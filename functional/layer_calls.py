@@ -48,9 +48,7 @@ class _Handed(Tensor):
 
     @staticmethod
     def __new__(cls, like: Tensor, layer: int, result: int, path: str) -> _Handed:
-        made: _Handed = Tensor._make_wrapper_subclass(
-            cls, like.shape, dtype=like.dtype, device=like.device
-        )
+        made: _Handed = internals.valueless(cls, like)
         made.layer, made.result, made.path = layer, result, path
         return made
 

@@ -23,10 +23,6 @@ from torchard.functional.layer_calls import Between, LayerCalls, alike
 
 __all__ = ["StackedLayers", "check_untied", "stacked_layers"]
 
-# What nn.Module keeps in its attributes for itself.
-_OWN = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-
-
 def stacked_layers(module: nn.Module, paths: str | Sequence[str]) -> list[StackedLayers]:
     """The module lists at some paths.
 
@@ -115,7 +111,7 @@ class StackedLayers:
                 )
         for (name, part), (_, mine) in zip(other.named_modules(), first.named_modules(), strict=True):
             for key, value in vars(mine).items():
-                if key in _OWN or alike(value, vars(part).get(key)):
+                if key in internals.MODULE_TABLES or alike(value, vars(part).get(key)):
                     continue
                 self.differing.setdefault((name, key), [value]).append(vars(part).get(key))
 

@@ -32,6 +32,7 @@ from torchard.functional.programs.program import (
 from torchard.functional.programs.tags import KERNEL, VAL
 from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.programs.views import needed_by
+from torchard.functional.remat.loop_residuals import with_loop_residuals
 from torchard.functional.remat.split import Saved, split
 from torchard.functional.tracing.inner_gradients import note_replayed
 from torchard.functional.tracing.purify import replay
@@ -201,7 +202,7 @@ class LoweredFunction:
         return program
 
     def _halves(self, mask: tuple[bool, ...]) -> Halves:
-        program = unrolled(self.joint(mask))
+        program = with_loop_residuals(self.joint(mask))
         halves = split(program)
         outputs = tuple(leaf for leaf in program.outputs if leaf.role != "gradient")
         differentiable = program.differentiable

@@ -17,6 +17,7 @@ __all__ = [
     "handed_on",
     "is_apart",
     "issued_ahead",
+    "loops_together",
     "move_to_readers",
     "reads_alone",
     "regrouped",
@@ -77,11 +78,16 @@ def issued_ahead(nodes: Sequence[fx.Node]) -> tuple[list[fx.Node], int]:
 
 
 def regrouped(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes of a graph, those of a loop together; otherwise in the graph's order, if it can be kept.
+    """The nodes of a graph, those of a loop together."""
+    return loops_together(graph.nodes)
+
+
+def loops_together(nodes: Iterable[fx.Node]) -> list[fx.Node]:
+    """Nodes of a graph, those of a loop together; otherwise in their order, if it can be kept.
 
     Passes add operations where they are needed: what a loop reads may stand inside of it.
     """
-    nodes = list(graph.nodes)
+    nodes = list(nodes)
     if not any(LOOP.on(node) for node in nodes):
         return nodes
     groups: dict[Any, list[fx.Node]] = {}
@@ -89,7 +95,10 @@ def regrouped(graph: fx.Graph) -> list[fx.Node]:
         groups.setdefault(LOOP.get(node) or node, []).append(node)
     of = {node: key for key, members in groups.items() for node in members}
     sorter = TopologicalSorter(
-        {key: {of[n] for n in _operands(members)} - {key} for key, members in groups.items()}
+        {
+            key: {of[n] for n in _operands(members) if n in of} - {key}
+            for key, members in groups.items()
+        }
     )
     sorter.prepare()
     keys = list(groups)

@@ -94,7 +94,8 @@ SEGMENTS: Tag[tuple[Any, ...]] = declare(
 PHASE: Tag[str] = declare(
     "phase",
     '"forward" or "backward"',
-    written_by="loops/rolled, remat/offload, remat/rematerialise, tracing/purify, tracing/trace_state",
+    written_by="loops/rolled, remat/loop_residuals, remat/offload, remat/rematerialise, tracing/purify, "
+    "tracing/trace_state",
     read_by="many",
     follows="place",
 )
@@ -210,8 +211,8 @@ APART: Tag[Any] = declare(
 LAYOUT: Tag[Any] = declare(
     "layout",
     "how the value (each of a tuple) is laid out over a mesh; printable",
-    written_by="microbatches/spread, pipelining/homes, scheduling/collectives, scheduling/partition, "
-    "scheduling/precision",
+    written_by="microbatches/spread, pipelining/homes, remat/loop_residuals, "
+    "scheduling/collectives, scheduling/partition, scheduling/precision",
     read_by="many",
     follows="value",
 )

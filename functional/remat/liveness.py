@@ -17,13 +17,13 @@ import torch
 from torch import fx
 
 from torchard.functional.programs.graphs import bytes_of
-from torchard.functional.programs.loops import reads_alone, regrouped
+from torchard.functional.programs.loops import loops_together, reads_alone, regrouped
 from torchard.functional.programs.markers import again, enter, item, row, rows, total
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.running_sums import added_product, sum_so_far
 from torchard.functional.programs.tags import LOOP, VAL
-from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.programs.views import handed_value, storage_of
+from torchard.functional.remat.loop_residuals import with_loop_residuals
 from torchard.functional.remat.split import halves_of
 from torchard.functional.remat.timeline import Event, Place, ProgramTimeline
 
@@ -88,7 +88,7 @@ def order_of(program: Program) -> list[fx.Node]:
     """
     if any(leaf.role == "cotangent" for leaf in program.inputs):
         forward, backward = halves_of(program)
-        return [*forward, *backward]
+        return [*loops_together(forward), *loops_together(backward)]
     return [node for node in regrouped(program.graph) if node.op == "call_function"]
 
 
@@ -96,10 +96,9 @@ def liveness(program: Program) -> Liveness:
     """The liveness of a program; of a joint program, that of its forward followed by its backward.
 
     Over a mesh, sizes are those on the rank that holds most; buffers of collectives are not counted.
-    The halves of a joint program have no loops.
     """
     if any(leaf.role == "cotangent" for leaf in program.inputs):
-        program = unrolled(program)
+        program = with_loop_residuals(program)
     return _Walk(program).run()
 
 

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 from torch import fx
 
+from torchard.functional.programs.loops import handed_on, is_apart
+from torchard.functional.programs.markers import item
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import RECOMPUTE, RESIDUAL
@@ -72,6 +74,10 @@ class _Cut:
         """Whether the forward computes the value and saving it is better than recomputing it."""
         if node.op == "placeholder":
             return node not in self.tainted
+        if is_apart(node):
+            return False
+        if node.target is item and is_apart(node.all_input_nodes[0]):
+            return True  # what a loop of the forward hands over (loop_residuals.py)
         if _is_item(node):
             whole = _whole(node)
             return self._computed(whole) and not is_view(whole) and not _is_recomputed(node)
@@ -116,6 +122,8 @@ def _backward_nodes(cut: _Cut) -> tuple[list[fx.Node], list[fx.Node]]:
             else:
                 done[node] = None
                 stack.pop()
+                # What enters an iteration is handed on by the one before.
+                stack.extend(handing for handing in handed_on(node) if handing not in cut.tainted)
 
     wanted = needed_by(cut.gradients)
     for node in cut.program.graph.nodes:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchard.functional.torch_internals.accessors.required import require
 
 __all__ = [
+    "MODULE_TABLES",
     "NOT_READ_BY_MODULES",
     "READ_BY_MODULES",
     "buffer_table",
@@ -18,7 +19,10 @@ __all__ = [
     "child_table",
 ]
 
-require(nn.Module(), "_buffers", "_modules")
+# Where a module keeps its parameters, buffers and children.
+MODULE_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+require(nn.Module(), *MODULE_TABLES)
 require(nn.BatchNorm1d, "_check_input_dim")
 
 # Attributes of every module: those that no call reads, and those that `nn.Module` itself reads in a call.

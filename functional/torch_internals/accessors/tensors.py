@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
+from typing import Any
 
 import torch
 
 from torchard.functional.torch_internals.accessors.required import require
 
-__all__ = ["VERSION", "is_view", "storage_id", "storage_uses", "version"]
+__all__ = ["VERSION", "is_view", "storage_id", "storage_uses", "valueless", "version"]
 
-require(torch.Tensor, "_is_view", "_version")
+require(torch.Tensor, "_is_view", "_make_wrapper_subclass", "_version")
 require(torch.UntypedStorage, "_cdata")
 
 VERSION = "_version"
@@ -23,6 +24,11 @@ version: Callable[[torch.Tensor], int] = attrgetter(VERSION)
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a view for autograd; not public."""
     return tensor._is_view()
+
+
+def valueless(kind: type[torch.Tensor], like: torch.Tensor) -> Any:
+    """A tensor of a subclass that has the shape, dtype and device of another, and no memory."""
+    return torch.Tensor._make_wrapper_subclass(kind, like.shape, dtype=like.dtype, device=like.device)
 
 
 def storage_id(tensor: torch.Tensor) -> int:

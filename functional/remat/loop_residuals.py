@@ -1,0 +1,136 @@
+"""What the loops of a backward read of a forward's loops, handed over value by value.
+
+In a rolled program a loop reads another one's value of the same row. The halves of a joint program run
+one after the other: here such a value leaves the forward's loop as an item of each row, which are
+residuals like any others, and enters the backward's loop as a row of a list of these. Nothing is stacked.
+Views, and what no result of the forward needs, are computed in the backward's loop.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Set
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.programs.markers import Loop, again, enter, item, listed, row, rows
+from torchard.functional.programs.program import Program
+from torchard.functional.programs.tagging import forget, inherit
+from torchard.functional.programs.tags import AHEAD, LAYOUT, LOOP, PHASE, VAL
+from torchard.functional.programs.unrolled import has_loops, unrolled
+from torchard.functional.programs.views import base_of, forward_offloads, needed_by
+
+__all__ = ["with_loop_residuals"]
+
+
+def with_loop_residuals(program: Program) -> Program:
+    """A joint program whose halves have loops; unrolled where a loop cannot be in one half."""
+    if not has_loops(program):
+        return program
+    handing = _HandedOver(program.copy())
+    return handing.run() if handing.is_possible() else unrolled(program)
+
+
+@dataclass
+class _HandedOver:
+    program: Program
+    forward: Set[fx.Node] = field(default_factory=set)
+    loops: Set[Loop] = field(default_factory=set)
+    # For a loop of the backward and a value of the forward's, what stands for it in the loop.
+    inside: dict[tuple[Loop, fx.Node], fx.Node] = field(default_factory=dict)
+    lists: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        program = self.program
+        results = zip(program.outputs, program.results, strict=True)
+        outputs = [node for leaf, node in results if leaf.role != "gradient"]
+        self.forward = needed_by([*outputs, *forward_offloads(program)])
+        self.loops = {LOOP.of(node) for node in self.forward if LOOP.on(node)}
+
+    def is_possible(self) -> bool:
+        """Whether each loop is of one half, and loops that read others' rows have the same ones."""
+        tainted: set[fx.Node] = set()
+        for leaf, node in zip(self.program.inputs, self.program.placeholders, strict=True):
+            if leaf.role == "cotangent":
+                tainted.add(node)
+        for node in self.program.calls:
+            if not tainted.isdisjoint(node.all_input_nodes):
+                tainted.add(node)
+                if LOOP.get(node) in self.loops:
+                    return False
+        return all(
+            LOOP.of(operand).span == LOOP.of(node).span == range(LOOP.of(node).count)
+            for node, operand in self._crossing()
+        )
+
+    def _crossing(self) -> list[tuple[fx.Node, fx.Node]]:
+        """The operations of the backward's loops, and what they read of the forward's."""
+        return [
+            (node, operand)
+            for node in self.program.calls
+            if LOOP.on(node) and LOOP.of(node) not in self.loops
+            for operand in node.all_input_nodes
+            if LOOP.get(operand) in self.loops
+        ]
+
+    def run(self) -> Program:
+        for node, operand in self._crossing():
+            node.replace_input_with(operand, self._inside(LOOP.of(node), operand, node))
+        return replace(self.program)
+
+    def _inside(self, loop: Loop, value: fx.Node, before: fx.Node) -> fx.Node:
+        """A value of the same row of the forward's loop, in a loop of the backward."""
+        if LOOP.get(value) not in self.loops:
+            return value
+        if (loop, value) not in self.inside:
+            whole = value.all_input_nodes[0] if value.target is operator.getitem else value
+            free = base_of(value) is not None or whole not in self.forward
+            if free and value.target not in (enter, again):
+                self.inside[loop, value] = self._again(loop, value, before)
+            else:
+                self.inside[loop, value] = self._row(loop, value, before)
+        return self.inside[loop, value]
+
+    def _again(self, loop: Loop, value: fx.Node, before: fx.Node) -> fx.Node:
+        """The operation once more, in the loop."""
+        operands = {n: self._inside(loop, n, before) for n in value.all_input_nodes}
+        with self.program.graph.inserting_before(before):
+            made = self.program.graph.node_copy(value, operands.__getitem__)
+        LOOP.set(made, loop)
+        PHASE.set(made, "backward")
+        return made
+
+    def _row(self, loop: Loop, value: fx.Node, before: fx.Node) -> fx.Node:
+        if value not in self.lists:
+            self.lists[value] = self._list(value, before)
+        made = self._call(row, (self.lists[value],), value, before)
+        LOOP.set(made, loop)
+        PHASE.set(made, "backward")
+        return made
+
+    def _list(self, value: fx.Node, before: fx.Node) -> fx.Node:
+        """The values of all rows, outside of the loop."""
+        loop = LOOP.of(value)
+        stacked = self._led(self._call(rows, (value, loop.count), value, before), value)
+        items = [self._call(item, (stacked, i), value, before) for i in loop.span]
+        return self._led(self._call(listed, (items,), value, before), value)
+
+    def _call(self, target: Any, args: Any, like: fx.Node, before: fx.Node) -> fx.Node:
+        with self.program.graph.inserting_before(before):
+            made = self.program.graph.call_function(target, args)
+        inherit(made, like, "value")
+        forget(made, LOOP, AHEAD)
+        return made
+
+    def _led(self, node: fx.Node, value: fx.Node) -> fx.Node:
+        """A node that stands for the values of all rows."""
+        val, count = VAL.of(value), LOOP.of(value).count
+        with internals.no_modes(), val.fake_mode:
+            VAL.set(node, torch.empty((count, *val.shape), dtype=val.dtype, device=val.device))
+        if LAYOUT.on(value):
+            LAYOUT.set(node, LAYOUT.of(value).with_leading(count))
+        return node
