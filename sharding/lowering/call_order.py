@@ -169,7 +169,9 @@ class _Round:
 def _circle(host: Any, ranks: tuple[int, ...]) -> Circle:
     """The circle of these ranks, shared by all meshes and groups that consist of them."""
     backend = internals.backend_of(host, "cpu")
-    return Circle(backend, ranks, tuple(dist.get_group_rank(host, rank) for rank in ranks))
+    # The first call may be inside of a gradient, to which the memory of messages does not belong.
+    with internals.clean_thread_state():
+        return Circle(backend, ranks, tuple(dist.get_group_rank(host, rank) for rank in ranks))
 
 
 class CallOrder:

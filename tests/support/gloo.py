@@ -57,10 +57,12 @@ from torchard import (  # noqa: E402
     place,
     random,
     redistribute,
+    repeat,
     shard,
     shard_map,
     to_dtensor,
 )
+from torchard.sharding.lowering import call_order  # noqa: E402
 from torchard.sharding.pipelining.schedules import SCHEDULES  # noqa: E402
 
 CHECKS: dict[str, Callable[[int, int], Any]] = {
@@ -205,6 +207,24 @@ def accumulated_over_slices(rank: int, world: int) -> bool:
     want = torch.func.grad_and_value(loss)(w, x)
     have = [v.full() if isinstance(v, MeshTensor) else v for v in step(w, placed)]
     return set(sent) == {"all_reduce"} and len(sent) <= 2 and all(map(torch.equal, have, want))
+
+
+@check
+def gradients_of_loops_outside(rank: int, world: int) -> bool:
+    """The first call of all is inside of a gradient; both halves have loops, exact on small integers."""
+
+    def loss(ws: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return repeat(lambda w, x: torch.relu(x @ w) * 2 - x, ws, x).sum()
+
+    ws = torch.arange(36.0).reshape(4, 3, 3) % 3 - 1
+    x = torch.arange(world * 6.0).reshape(world * 2, 3) % 5 - 2
+    call_order._circle.cache_clear()
+    mesh, want, right = Mesh({"dp": world}), torch.func.grad(loss, (0, 1))(ws, x), []
+    for specs in ((P(None, "dp"), P("dp")), (P(), P("dp")), (P(None, None, "dp"), P())):
+        run = shard(loss, mesh, in_specs=specs)
+        have = [seeds.whole(g) for g in torch.func.grad(run, (0, 1))(ws, x)]
+        right += map(torch.equal, have, want)
+    return all(right)
 
 
 @check

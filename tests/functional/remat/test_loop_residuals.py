@@ -15,6 +15,7 @@ from random_loops import random_loop
 from torch.func import grad
 
 from torchard import Mesh, P, checkpoint, jit, nn, policies, repeat, shard
+from torchard.functional import torch_internals as internals
 from torchard.functional.engine import lowered_function
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import LOOP, VAL
@@ -125,3 +126,26 @@ def test_random_loops(seed: int) -> None:
     have, want = (grad(total(f), wanted)(*args) for f in (run, fn))
     for a, b in zip(have, want, strict=True):
         torch.testing.assert_close(a, b, msg=lambda message: f"{message}\n{text}")
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_compiled_parts_do_not_depend_on_depth(
+    outside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each body is compiled once, wherever the gradient is taken."""
+
+    def compile_graph(module: Any, inputs: Any, backend: str) -> Any:
+        sizes.append(len(module.graph.nodes))
+        return lambda values: list(module(*values))
+
+    monkeypatch.setattr(internals, "compile_graph", compile_graph)
+    compiled = []
+    for depth in (3, 9):
+        sizes: list[int] = []
+        run = grad(jit(loss)) if outside else jit(grad(loss))
+        ws = WS[:1].expand(depth, 4, 4).clone()
+        torch.testing.assert_close(run(ws, X), grad(loss)(ws, X))
+        compiled.append(sizes)
+    assert len(compiled[0]) == len(compiled[1])
+    # What hands over the values of each row is outside of the parts.
+    assert compiled[0] == compiled[1]
