@@ -7,11 +7,13 @@ Any other use of a layer's result, and any other argument that differs, is refus
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchard.functional import torch_internals as internals
@@ -19,12 +21,21 @@ from torchard.functional.core import tree
 from torchard.functional.core.errors import LoopError
 from torchard.functional.core.scope_frames import Frame
 from torchard.functional.dropout import Keyed
-from torchard.functional.programs.program import Program
+from torchard.functional.layer_equality import (
+    Differing,
+    alike,
+    attributes_of,
+    contents,
+    thread_state,
+    unchanged,
+)
 from torchard.functional.programs.tags import VAL
 from torchard.functional.repeat import apply_layers, trace_shapes
 from torchard.functional.tracing.pytree_interop import register_torch_nodes
+from torchard.functional.tracing.trace_call import OutTree
+from torchard.functional.tracing.trace_state import active
 
-__all__ = ["Applied", "Between", "LayerCalls", "alike", "check_returned"]
+__all__ = ["Applied", "Between", "LayerCalls"]
 
 
 class Applied(Protocol):
@@ -34,6 +45,10 @@ class Applied(Protocol):
     count: int
     name: str
     frame: Frame
+    layers: list[nn.Module]
+
+    def is_equal(self, number: int, name: tuple[str, str], first: Any, other: Any) -> bool:
+        """Whether an attribute of a layer and that of the first, which are read now, are equal."""
 
     def apply(self, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
         """One layer's result."""
@@ -45,11 +60,12 @@ class _Handed(Tensor):
     layer: int
     result: int
     path: str
+    turn: object
 
     @staticmethod
-    def __new__(cls, like: Tensor, layer: int, result: int, path: str) -> _Handed:
+    def __new__(cls, like: Tensor, layer: int, result: int, path: str, turn: object) -> _Handed:
         made: _Handed = internals.valueless(cls, like)
-        made.layer, made.result, made.path = layer, result, path
+        made.layer, made.result, made.path, made.turn = layer, result, path, turn
         return made
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -78,7 +94,7 @@ class Between(TorchFunctionMode):
 
 # What may be read of a value that is not there yet.
 _READS = {
-    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad")),
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim")),
     *(Tensor.size, Tensor.dim, Tensor.is_floating_point, Tensor.numel, Tensor.__len__),
     *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "layout", "is_sparse", "is_meta")),
 }
@@ -105,10 +121,12 @@ class LayerCalls:
         self.upcoming = 0
         self.leaves: list[Any] = []
         self.structure: Any = None
-        self.kind: Any = None  # the program of one layer
-        self.draws = 0
+        self.kind: _Kind
         # For each tensor among the arguments that the layer before computes, which of its results it is.
         self.carried: dict[int, int] = {}
+        # One for each time that the layers are applied: what they hand on belongs to it.
+        self.turn = object()
+        self.handed: list[weakref.ref[_Handed]] = []
 
     def call(self, number: int, args: Any, kwargs: Any) -> Any:
         """The result of a layer: that of the last is one, and those before it are placeholders."""
@@ -116,22 +134,29 @@ class LayerCalls:
             raise self._error(f"layer {number} is called where layer {self.upcoming} is expected")
         leaves, structure = tree.flatten((args, kwargs))
         if number == 0:
-            self.leaves, self.structure, self.carried = leaves, structure, {}
-            self.kind, self.draws = self._traced_once()
+            self._begin(leaves, structure)
         else:
             self._check_call(number, leaves, structure)
         self.upcoming = (number + 1) % self.layers.count
         if not self.upcoming:
             return self._applied()
-        results = self._kinds()
-        return self.kind.out_tree.build(
-            [_Handed(x, number, i, self.layers.path) for i, x in enumerate(results)]
-        )
+        path, kinds = self.layers.path, enumerate(self.kind.results)
+        results = [_Handed(like, number, i, path, self.turn) for i, like in kinds]
+        self.handed += map(weakref.ref, results)
+        return self.kind.tree.build(results)
 
     def check_complete(self) -> None:
         """Check that the loop did not stop before the last layer."""
         if self.upcoming:
             raise self._error(f"the forward calls {self.upcoming} of {self.layers.count} layers")
+
+    def check_forgotten(self) -> None:
+        """Check that nobody keeps what a layer handed on."""
+        if any(ref() is not None for ref in self.handed):
+            gc.collect()  # it may be in a cycle that nobody reaches
+        kept = next((handed for ref in self.handed if (handed := ref()) is not None), None)
+        if kept is not None:
+            raise _used_between(kept, "is returned by the module, or kept by it")
 
     def _error(self, what: str) -> LoopError:
         return LoopError(
@@ -139,16 +164,43 @@ class LayerCalls:
             "order, each with the result of the one before. Leave the list out of stacked."
         )
 
+    def _begin(self, leaves: list[Any], structure: Any) -> None:
+        """The call of the first layer."""
+        for leaf in leaves:
+            if isinstance(leaf, _Handed):
+                raise _used_between(leaf, f"is an argument of {self.layers.path}.0")
+        self.leaves, self.structure, self.carried, self.turn = leaves, structure, {}, object()
+        self.start, self.state = self.keyed.first + self.keyed.drawn, thread_state()
+        self.before = [contents(leaf) for leaf in leaves]
+        self.attributes = [self._attributes(layer) for layer in self.layers.layers]
+        for number, attributes in enumerate(self.attributes):
+            for name, (other, _) in attributes.items():
+                first, _ = self.attributes[0].get(name, (None, None))
+                if not (_is_differing(first) or self.layers.is_equal(number, name, first, other)):
+                    what = f"the attribute {name[1]!r} of layer {number}"
+                    raise self._error(f"{what} is {other!r}, and that of layer 0 {first!r}")
+        self.kind = self._kind()
+
+    def _attributes(self, layer: nn.Module) -> dict[tuple[str, str], Any]:
+        """The attributes of a layer, each with its contents."""
+        return {(part, key): (value, contents(value)) for part, key, value in attributes_of(layer)}
+
     def _check_call(self, number: int, leaves: list[Any], structure: Any) -> None:
         """Check that arguments are those of the first layer, but for what the layer before hands on."""
         if structure != self.structure:
             raise self._error(f"layer {number} is called with arguments of another structure")
+        if thread_state() != self.state:
+            raise self._error(f"layer {number} is called under another grad mode or autocast")
+        if self.kind.draws and self.keyed.first + self.keyed.drawn != self.start:
+            raise self._error(f"a dropout that is in no layer draws a mask before layer {number}")
         paths = tree.paths(tree.unflatten(structure, leaves), "")
         carried: dict[int, int] = {}
         for i, (first, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
-            if isinstance(leaf, _Handed) and leaf.layer == number - 1:
+            if isinstance(leaf, _Handed):
+                if leaf.turn is not self.turn or leaf.layer != number - 1:
+                    raise _used_between(leaf, f"is an argument of {self.layers.path}.{number}")
                 carried[i] = leaf.result
-            elif not alike(first, leaf) if not isinstance(first, Tensor) else first is not leaf:
+            elif first is not leaf if isinstance(first, Tensor) else not alike(first, leaf):
                 raise self._error(
                     f"the argument {paths[i]} of layer {number} is neither that of layer 0 nor a result "
                     f"of layer {number - 1}"
@@ -157,6 +209,19 @@ class LayerCalls:
             self.carried = carried
         if carried != self.carried or not carried:
             raise self._error(f"layer {number} does not take what layer {number - 1} returns")
+        self._check_unchanged(number, paths)
+
+    def _check_unchanged(self, number: int, paths: list[str]) -> None:
+        """Check that nothing changed since the first layer's call which a layer could read."""
+        for i, (before, leaf) in enumerate(zip(self.before, self.leaves, strict=True)):
+            if i not in self.carried and not unchanged(before, contents(leaf)):
+                raise self._error(f"the argument {paths[i]} may have changed before layer {number}")
+        then, now = self.attributes[number], self._attributes(self.layers.layers[number])
+        for name in (*then, *now):
+            (_, before), (_, after) = then.get(name, _ABSENT), now.get(name, _ABSENT)
+            if not unchanged(before, after):
+                what = f"the attribute {name[1]!r} of layer {number}"
+                raise self._error(f"{what} may have changed since layer 0")
 
     # -- one layer --------------------------------------------------------------------------------
 
@@ -175,7 +240,10 @@ class LayerCalls:
         register_torch_nodes(out)
         return out, keyed.drawn
 
-    def _traced_once(self) -> tuple[Program, int]:
+    def _kind(self) -> _Kind:
+        """What one layer returns: traced in a trace, else computed."""
+        first = {name: value[0] for name, value in self.rows.items()}
+        operands = {i: self.leaves[i] for i in self._operands()}
         drawn = 0
 
         def one(rows: Any, operands: Any, key: Any) -> Any:
@@ -183,24 +251,24 @@ class LayerCalls:
             out, drawn = self._layer(rows, operands, key, 0)
             return out
 
-        first = {name: value[0] for name, value in self.rows.items()}
-        operands = {i: self.leaves[i] for i in self._operands()}
-        return trace_shapes(one, first, operands, self.keyed.key), drawn
-
-    def _kinds(self) -> list[Tensor]:
-        """A tensor of the shape and dtype of each result of a layer."""
-        return [VAL.of(node) for node in self.kind.results]
+        one.__name__ = self.layers.name
+        if active() is None:  # a trace would wait for another thread's, which may wait for the module
+            leaves, structure = tree.flatten(one(first, operands, self.keyed.key))
+            holes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+            static = tuple(None if i in holes else leaf for i, leaf in enumerate(leaves))
+            return _Kind(OutTree(structure, static, tuple(holes)), [leaves[i] for i in holes], drawn)
+        program = trace_shapes(one, first, operands, self.keyed.key)
+        return _Kind(program.out_tree, [VAL.of(node) for node in program.results], drawn)
 
     def _applied(self) -> Any:
         """The result of the last layer, after all others."""
-        start = self.keyed.first + self.keyed.drawn
-        names = sorted(self.carried)
+        names, count = sorted(self.carried), len(self.kind.results)
         shared = [i for i in self._operands() if i not in self.carried]
-        also = [k for k in range(len(self._kinds())) if k not in self.carried.values()]
+        also = [k for k in range(count) if k not in self.carried.values()]
 
         def block(rows: Any, x: Any, rest: Any, key: Any, *, index: Tensor) -> Any:
             operands = dict(zip((*names, *shared), (*x, *rest), strict=True))
-            out, _ = self._layer(rows, operands, key, start + index * self.draws)
+            out, _ = self._layer(rows, operands, key, self.start + index * self.kind.draws)
             results = [leaf for leaf in tree.leaves(out) if isinstance(leaf, Tensor)]
             return [results[self.carried[i]] for i in names], [results[k] for k in also]
 
@@ -210,26 +278,29 @@ class LayerCalls:
         last, others = apply_layers(
             block, self.rows, x, rest, self.layers.frame, collect=True, index=True
         )
-        self.keyed.drawn += self.draws * self.layers.count
+        self.keyed.drawn += self.kind.draws * self.layers.count
         results = {k: stacked[-1] for k, stacked in zip(also, others, strict=True)}
         results |= {self.carried[i]: value for i, value in zip(names, last, strict=True)}
-        return self.kind.out_tree.build([results[k] for k in range(len(results))])
+        return self.kind.tree.build([results[k] for k in range(count)])
 
 
-def alike(one: Any, other: Any) -> bool:
-    """Whether two attributes are the same; what cannot be compared is not."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    try:
-        return bool(torch.equal(one, other) if isinstance(one, Tensor) else one == other)
-    except (RuntimeError, TypeError, ValueError):
-        return False
+@dataclass
+class _Kind:
+    """What a layer returns.
+
+    Attributes:
+        tree: the structure of its result.
+        results: tensors of the shapes and dtypes of those in it.
+        draws: how many dropouts draw a mask.
+    """
+
+    tree: OutTree
+    results: list[Tensor]
+    draws: int
 
 
-def check_returned(out: Any) -> None:
-    """Refuse a module that returns what a layer hands to the next."""
-    for leaf in tree.leaves(out):
-        if isinstance(leaf, _Handed):
-            raise _used_between(leaf, "is returned by the module")
+_ABSENT = (None, None)
+
+
+def _is_differing(value: Any) -> bool:
+    return type(value) is Differing

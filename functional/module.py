@@ -20,7 +20,6 @@ from torchard.functional.core.placed import is_placed
 from torchard.functional.core.scope_frames import Frame, path_of
 from torchard.functional.dropout import Keyed
 from torchard.functional.effects.batch_norm_modules import traceable_forward
-from torchard.functional.layer_calls import check_returned
 from torchard.functional.module_layers import check_untied, stacked_layers
 from torchard.functional.programs.tags import NAME, SCOPE
 from torchard.functional.trace import name
@@ -157,9 +156,10 @@ class Functional:
             for layers, tensors in zip(self.stacks, rows, strict=True):
                 inside.enter_context(layers.running(tensors, keyed, self._within))
             out = torch.func.functional_call(self.module, values, args, kwargs, tie_weights=False)
+            # The frames of the forward are gone: what still refers to a placeholder is in the result.
+            for layers in self.stacks:
+                layers.check_forgotten()
         register_torch_nodes(out)
-        if self.stacks:
-            check_returned(out)
         # functional_call stores in `values` the tensors that the module assigned in place of those given.
         after = {k: values.get(k, given[k]) for k in given}
         for k, first in self._ties.items():
@@ -229,7 +229,14 @@ def _ties(module: nn.Module) -> dict[str, str]:
     )
     for path, tensor in named:
         first.setdefault(id(tensor), path)
-    return {path: first[id(tensor)] for path, tensor in named if first[id(tensor)] != path}
+    ties = {path: first[id(tensor)] for path, tensor in named if first[id(tensor)] != path}
+    # A module under two paths has its tensors once.
+    return {
+        path: one
+        for path, one in ties.items()
+        if module.get_submodule(_owner(path)) is not module.get_submodule(_owner(one))
+        or path.rpartition(".")[2] != one.rpartition(".")[2]
+    }
 
 
 @contextlib.contextmanager

@@ -19,7 +19,14 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import LoopError
 from torchard.functional.core.scope_frames import Frame
 from torchard.functional.dropout import Keyed
-from torchard.functional.layer_calls import Between, LayerCalls, alike
+from torchard.functional.layer_calls import Between, LayerCalls
+from torchard.functional.layer_equality import (
+    Differing,
+    alike,
+    attributes_of,
+    check_hooks,
+    structure_of,
+)
 
 __all__ = ["StackedLayers", "check_untied", "stacked_layers"]
 
@@ -29,7 +36,15 @@ def stacked_layers(module: nn.Module, paths: str | Sequence[str]) -> list[Stacke
     Raises:
         LoopError: there is no list at a path, or its modules differ in more than their values.
     """
-    return [StackedLayers(module, path) for path in ([paths] if isinstance(paths, str) else paths)]
+    given = [paths] if isinstance(paths, str) else list(paths)
+    for i, path in enumerate(given):
+        around = next((o for j, o in enumerate(given) if i != j and f"{path}.".startswith(f"{o}.")), None)
+        if around is not None:
+            raise LoopError(
+                f"functionalize(stacked={given!r}): the list {path!r} is {around!r} or inside of it; "
+                "leave one of them out."
+            )
+    return [StackedLayers(module, path) for path in given]
 
 
 def check_untied(ties: Mapping[str, str], stacks: Sequence[StackedLayers]) -> None:
@@ -51,11 +66,14 @@ class StackedLayers:
         count: the number of layers.
         name: the name of their class.
         tensors: the names of a layer's parameters and buffers, within the layer.
+        layers: the modules.
     """
 
     def __init__(self, module: nn.Module, path: str) -> None:
         layers = _listed(module, path)
         first = layers[0]
+        for layer in layers:
+            check_hooks(layer, path)
         self.path, self.count, self.name = path, len(layers), type(first).__name__
         self.tensors = [name for name, _ in (*first.named_parameters(), *first.named_buffers())]
         self.frame = Frame(self.row("").rstrip("."), module=True, iterated=True)
@@ -63,6 +81,8 @@ class StackedLayers:
         for i, other in enumerate(layers):
             self._compare(first, other, i)
         self._calls: LayerCalls | None = None
+        self.layers = layers
+        self._installed: list[dict[tuple[str, str], Any]] = []
         self._layer: nn.Module = first
         self._forward: Callable[..., Any] = first.forward
 
@@ -101,19 +121,21 @@ class StackedLayers:
         Raises:
             LoopError: it has not.
         """
-        have, want = _structure(other), _structure(first)
-        for key in dict.fromkeys((*want, *have)):
-            if have.get(key) != want.get(key):
-                raise LoopError(
-                    f"functionalize(stacked={self.path!r}): {self.path}.{number} has "
-                    f"{_said(have, key)}, and {self.path}.0 has {_said(want, key)}; layers are stacked "
-                    "if they differ in values only. Leave the list out of stacked."
-                )
-        for (name, part), (_, mine) in zip(other.named_modules(), first.named_modules(), strict=True):
-            for key, value in vars(mine).items():
-                if key in internals.MODULE_TABLES or alike(value, vars(part).get(key)):
-                    continue
-                self.differing.setdefault((name, key), [value]).append(vars(part).get(key))
+        have, want = structure_of(other), structure_of(first)
+        differ = next((k for k in (*want, *have) if have.get(k) != want.get(k)), None)
+        if differ is None and list(have) != list(want):
+            differ = next(a for a, b in zip(have, want, strict=True) if a != b)
+        if differ is not None:
+            raise LoopError(
+                f"functionalize(stacked={self.path!r}): {self.path}.{number} has {_said(have, differ)}, "
+                f"and {self.path}.0 has {_said(want, differ)}; layers are stacked if they differ in "
+                "values only. Leave the list out of stacked."
+            )
+        ours, theirs = ({(n, k): v for n, k, v in attributes_of(x)} for x in (first, other))
+        for name in dict.fromkeys((*ours, *theirs)):
+            values = ours.get(name, _NONE), theirs.get(name, _NONE)
+            if not alike(*values):
+                self.differing.setdefault(name, [values[0]]).append(values[1])
 
     # -- standing in ------------------------------------------------------------------------------
 
@@ -124,15 +146,24 @@ class StackedLayers:
             forward: makes the forward of a part of the first layer, given its path.
         """
         layers = module.get_submodule(self.path)
-        self._layer = layers.get_submodule("0")
+        self.layers = list(layers.children())
+        self._layer = self.layers[0]
         for name, part in self._layer.named_modules():
             part.forward = forward(self.row(name).rstrip("."), part)
             for (owner, key), values in self.differing.items():
                 if owner == name:
-                    vars(part)[key] = _Differing(self.row(name).rstrip("."), key, values)
+                    vars(part)[key] = Differing(self.row(name).rstrip("."), key, values)
         self._forward = self._layer.forward
-        for i, layer in enumerate(layers.children()):
+        self._installed = [{(n, k): v for n, k, v in attributes_of(x)} for x in self.layers]
+        for i, layer in enumerate(self.layers):
             layer.forward = functools.partial(self._call, i)
+
+    def is_equal(self, number: int, name: tuple[str, str], first: Any, other: Any) -> bool:
+        """Whether an attribute of a layer and that of the first, which are read now, are equal."""
+        known = (self._installed[i].get(name, _NONE) for i in (0, number))
+        if all(a is b for a, b in zip(known, (first, other), strict=True)):
+            return True  # compared before
+        return first is other or not (isinstance(first, Tensor) or not alike(first, other))
 
     def _call(self, number: int, *args: Any, **kwargs: Any) -> Any:
         if self._calls is None:  # the block itself
@@ -158,6 +189,11 @@ class StackedLayers:
         finally:
             self._calls = None
 
+    def check_forgotten(self) -> None:
+        """Check, before the context ends, that nobody keeps what a layer handed on."""
+        if self._calls is not None:
+            self._calls.check_forgotten()
+
     def apply(self, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
         """One layer's result.
 
@@ -168,6 +204,7 @@ class StackedLayers:
         buffers = [name for name, _ in self._layer.named_buffers()]
         given = {**tensors, **{name: tensors[name].clone() for name in buffers}}
         versions = {name: internals.version(given[name]) for name in buffers}
+        before = [(part, dict(vars(part))) for part in self._layer.modules()]
         values = dict(given)
         try:
             out = torch.func.functional_call(self._layer, values, args, kwargs, tie_weights=False)
@@ -179,6 +216,14 @@ class StackedLayers:
                     f"functionalize(stacked={self.path!r}): a layer updates its buffer {name!r}; stacked "
                     "layers have buffers that are only read. Leave the list out of stacked."
                 )
+        for part, attributes in before:
+            for key, value in vars(part).items():
+                if not alike(value, attributes.get(key, _NONE)):
+                    raise LoopError(
+                        f"functionalize(stacked={self.path!r}): the forward of a layer writes its "
+                        f"attribute {key!r}, which only one of all layers would have. Return the value, "
+                        "or leave the list out of stacked."
+                    )
         return out
 
 
@@ -189,56 +234,39 @@ def _listed(module: nn.Module, path: str) -> list[nn.Module]:
         LoopError: there is none at the path.
     """
     lists = {k: m for k, m in module.named_modules() if isinstance(m, (nn.ModuleList, nn.Sequential))}
-    layers = list(lists[path].children()) if path in lists else []
+    layers = dict(lists[path].named_children()) if path in lists and path else {}
+    if list(layers) != list(map(str, range(len(layers)))):
+        raise LoopError(
+            f"functionalize(stacked={path!r}): the modules of this list are called "
+            f"{', '.join(map(repr, layers))}; stacked layers are numbered from 0."
+        )
     if not layers:
         known = ", ".join(repr(k) for k, m in lists.items() if len(m)) or "none"
         raise LoopError(
             f"functionalize(stacked={path!r}): {type(module).__name__} has no list of modules at "
             f"this path; there are {known}."
         )
-    return layers
-
-
-def _structure(layer: nn.Module) -> dict[str, Any]:
-    """What equal layers have in common: the classes of their modules; shapes and dtypes of tensors."""
-    named = (*layer.named_parameters(), *layer.named_buffers())
-    return {
-        **{name: f"a {type(part).__qualname__}" for name, part in layer.named_modules()},
-        **{f"{name} ": f"{t.dtype}{list(t.shape)}".removeprefix("torch.") for name, t in named},
-    }
+    return list(layers.values())
 
 
 def _said(structure: Mapping[str, Any], key: str) -> str:
-    return f"{structure.get(key, 'nothing')} at {key.strip()!r}" if key else str(structure[key])
+    """A module or tensor of a layer, for messages."""
+    known = structure.get(key)
+    if known is None:
+        return f"nothing at {key.strip()!r}"
+    if isinstance(known, type):
+        text = f"a {known.__qualname__}"
+        return f"{text} at {key!r}" if key else text
+    dtype, shape, requires = known
+    kind = f"{dtype}{shape}".removeprefix("torch.")
+    return f"{kind}{' with' if requires else ' without'} gradients at {key.strip()!r}"
 
 
-class _Differing:
-    """An attribute that differs between layers. It can be handed on, but whatever reads it is refused."""
-
-    def __init__(self, path: str, name: str, values: Sequence[Any]) -> None:
-        self.__dict__.update(path=path, name=name, values=values)
-
-    def __refuse(self, *_: Any, **__: Any) -> Any:
-        values = self.__dict__["values"]
-        shown = ", ".join(map(repr, values[:4])) + ", ..." * (len(values) > 4)
-        raise LoopError(
-            f"functionalize(stacked=...): the forward of {self.__dict__['path']} reads its attribute "
-            f"{self.__dict__['name']!r}, which differs between layers ({shown}); stacked layers differ "
-            "in parameters and buffers only. Leave the list out of stacked."
-        )
-
-    @property  # type: ignore[misc]  # isinstance sees the type that all values have
-    def __class__(self) -> type:
-        return type(self.__dict__["values"][0])
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        return self
-
-    __getattr__ = __call__ = __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = __refuse
-    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __refuse
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __refuse
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __refuse
-    __int__ = __float__ = __index__ = __str__ = __format__ = __refuse
+class _Nothing:
+    """Stands for an attribute that is not there."""
 
     def __repr__(self) -> str:
-        return f"<{self.__dict__['name']} of each layer>"
+        return "none"
+
+
+_NONE = _Nothing()

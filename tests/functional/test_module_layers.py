@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -245,6 +245,162 @@ class Growing(Block):
         return super().forward(x).float()
 
 
+def without_gradients(self: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        for layer in self.layers[:2]:
+            x = layer(x)
+    for layer in self.layers[2:]:
+        x = layer(x)
+    return x
+
+
+def in_half_precision(self: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        x = self.layers[0](x)
+    for layer in self.layers[1:]:
+        x = layer(x)
+    return x
+
+
+def writing(self: Any, x: Tensor) -> Tensor:
+    state = x * 1.0
+    for layer in self.layers:
+        x = layer(x, state)
+        state.add_(1)
+    return x
+
+
+class Setting:
+    """An object that a loop changes."""
+
+    by = 1.0
+
+
+def setting(self: Any, x: Tensor) -> Tensor:
+    setting = Setting()
+    for i, layer in enumerate(self.layers):
+        setting.by = float(i)
+        x = layer(x, setting)
+    return x
+
+
+def with_an_iterator(self: Any, x: Tensor) -> Tensor:
+    numbers = iter(range(9))
+    for layer in self.layers:
+        x = layer(x, numbers)
+    return x
+
+
+def numbering(self: Any, x: Tensor) -> Tensor:
+    for i, layer in enumerate(self.layers):
+        layer.number = float(i)
+        x = layer(x)
+    return x
+
+
+def numbering_before(self: Any, x: Tensor) -> Tensor:
+    for i, layer in enumerate(self.layers):
+        layer.number = float(i)
+    return handing_on(self, x)
+
+
+def filling(self: Any, x: Tensor) -> Tensor:
+    for i, layer in enumerate(self.layers):
+        self.layers[0].shared[0] = float(i)
+        x = layer(x)
+    return x
+
+
+def crossed(self: Any, x: Tensor) -> Tensor:
+    """What one round hands on is used in the next."""
+    kept = []
+    for layer in self.layers:
+        x = layer(x)
+        kept.append(x)
+    y = self.layers[0](x)
+    for layer, each in zip(self.layers[1:], kept, strict=False):
+        y = layer(each)
+    return y
+
+
+def dropping(self: Any, x: Tensor) -> Tensor:
+    other = x
+    for layer in self.layers:
+        x, other = layer(x), self.last(other)
+    return x + other
+
+
+class Kept:
+    """A result that optree does not know."""
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+
+def hiding(self: Any, x: Tensor) -> Any:
+    kept = [x]
+    for layer in self.layers:
+        kept.append(layer(kept[-1]))
+    return kept[-1], Kept(*kept)
+
+
+class Counted(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        self.number += 1
+        return super().forward(x)
+
+
+class Loss(Block):
+    """Keeps a loss for whoever reads it after the loop."""
+
+    aux: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        self.aux = (y.sum(),)
+        return y
+
+
+class By(Block):
+    def forward(self, x: Tensor, by: Any) -> Tensor:  # type: ignore[override]
+        return super().forward(x) * (by if isinstance(by, Tensor) else getattr(by, "by", 1.0))
+
+
+class Holding(Block):
+    def __init__(self, number: int = 0) -> None:
+        super().__init__(0)
+        self.shared = SHARED
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.shared[0]
+
+
+class Extra(Block):
+    """Only later layers have an attribute."""
+
+    def __init__(self, number: int = 0) -> None:
+        super().__init__(0)
+        if number:
+            self.extra = 3.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * getattr(self, "extra", 1.0)
+
+
+class Table(Block):
+    """A plain tensor that differs."""
+
+    def __init__(self, number: int = 0) -> None:
+        super().__init__(0)
+        self.table = torch.full((WIDTH,), float(number), dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.table
+
+
+SHARED = [1.0]
+
+
 REFUSED: dict[str, tuple[Callable[[int], nn.Module], Any, str]] = {
     "a result that is kept": (Block, collecting, "layers.0 is returned by the module"),
     "a result that is used": (Block, adding, "layers.0 is used by add before the next layer"),
@@ -256,6 +412,21 @@ REFUSED: dict[str, tuple[Callable[[int], nn.Module], Any, str]] = {
     "an attribute that differs": (Numbered, handing_on, r"layers\.\* reads its attribute 'number'"),
     "a test of one": (Even, handing_on, r"'number', which differs between layers \(0, 1, 2, 3\)"),
     "a buffer that is updated": (Counting, handing_on, "updates its buffer 'scale'"),
+    "another grad mode": (Block, without_gradients, "layer 2 is called under another grad mode"),
+    "another autocast": (Block, in_half_precision, "layer 1 is called under another grad mode or autoc"),
+    "an argument that is written to": (By, writing, r"argument \[0\]\[1\] may have changed before l"),
+    "an object that changes": (By, setting, r"argument \[0\]\[1\] may have changed before layer 1"),
+    "an iterator": (By, with_an_iterator, r"argument \[0\]\[1\] may have changed before layer 1"),
+    "an attribute that is set": (Numbered, numbering, "'number' of layer 1 is 1, and that of layer 0 "),
+    "attributes that are set": (Numbered, numbering_before, "'number' of layer 1 is 1.0, and that of la"),
+    "a list that all hold": (Holding, filling, "attribute 'shared' of layer 1 may have changed"),
+    "rounds that are mixed": (Block, crossed, "result of layers.0 is an argument of layers.1"),
+    "a dropout between": (Block, dropping, "a dropout that is in no layer draws a mask before layer 1"),
+    "a result that is hidden": (Block, hiding, "layers.0 is returned by the module, or kept by it"),
+    "a layer that counts": (Counted, handing_on, "'number'"),
+    "a layer that keeps a loss": (Loss, handing_on, "the forward of a layer writes its attribute 'aux'"),
+    "an attribute of some": (Extra, handing_on, "reads its attribute 'extra', which differs between"),
+    "a table that differs": (Table, handing_on, "reads its attribute 'table', which differs between"),
     "a result of another dtype": (Growing, handing_on, "float64.*float32"),
 }
 
@@ -264,15 +435,16 @@ REFUSED: dict[str, tuple[Callable[[int], nn.Module], Any, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_other_loops_are_refused(case: str, traced: bool) -> None:
     block, forward, message = REFUSED[case]
-    stacked, rows = functionalize(Deep(block, forward).double().eval(), stacked="layers")
+    module = Deep(block, forward).double().train(case == "a dropout between")
+    stacked, rows = functionalize(module, stacked="layers")
     run = jit(stacked, backend="eager") if traced else stacked
     with pytest.raises(LoopError, match=message):
-        run(rows, X)
+        run(rows, X, key=random.key(0))
 
 
 def test_layers_that_differ_are_refused() -> None:
     wide = Deep(lambda i: nn.Linear(WIDTH, WIDTH, bias=i > 0), handing_on)
-    with pytest.raises(LoopError, match=r"layers\.1 has float32\[6\] at 'bias', and layers\.0 has noth"):
+    with pytest.raises(LoopError, match=r"layers\.1 has float32\[6\] with.* at 'bias', and layers\.0 "):
         functionalize(wide, stacked="layers")
     mixed = Deep(lambda i: nn.Tanh() if i == 2 else nn.Identity(), handing_on)
     with pytest.raises(LoopError, match=r"layers\.2 has a Tanh, and layers\.0 has a Identity"):
@@ -283,3 +455,69 @@ def test_layers_that_differ_are_refused() -> None:
         functionalize(tied, stacked="layers")
     with pytest.raises(LoopError, match="no list of modules at this path; there are 'layers'"):
         functionalize(tied, stacked="blocks")
+
+
+def test_structures_that_differ_in_little_are_refused() -> None:
+    def factory(by: int) -> Any:
+        class Same(Block):
+            def forward(self, x: Tensor) -> Tensor:
+                return super().forward(x) * by
+
+        return Same()
+
+    with pytest.raises(LoopError, match=r"layers\.1 has a .*Same, and layers\.0 has a .*Same"):
+        functionalize(Deep(factory, handing_on), stacked="layers")
+    names = [("a", nn.Tanh()), ("b", nn.Sigmoid())]
+    turned = Deep(lambda i: nn.Sequential(OrderedDict(names[:: 1 if i else -1])), handing_on)
+    with pytest.raises(LoopError, match=r"layers\.1 has a Tanh at 'a'"):
+        functionalize(turned, stacked="layers")
+    frozen = Deep(lambda i: nn.Linear(WIDTH, WIDTH).requires_grad_(i != 2), handing_on)
+    with pytest.raises(LoopError, match=r"layers\.2 has .* without gradients at 'weight'"):
+        functionalize(frozen, stacked="layers")
+    hooked = Deep(Block, handing_on)
+    hooked.layers[1].linear.register_forward_hook(lambda m, args, out: out * 2)
+    with pytest.raises(LoopError, match=r"layers\.\*\.linear has hooks"):
+        functionalize(hooked, stacked="layers")
+    nested = Deep(lambda i: nn.ModuleList([nn.Tanh()]), handing_on)
+    with pytest.raises(LoopError, match=r"'layers\.0' is 'layers' or inside of it"):
+        functionalize(nested, stacked=["layers", "layers.0"])
+    named = nn.Sequential(OrderedDict(one=nn.Tanh()))
+    with pytest.raises(LoopError, match="called 'one'; stacked layers are numbered from 0"):
+        functionalize(nn.ModuleDict({"layers": named}), stacked="layers")
+    with pytest.raises(LoopError, match="no list of modules at this path"):
+        functionalize(named, stacked="")
+
+
+def test_two_lists_at_once() -> None:
+    """One after the other, and in turns."""
+
+    class Two(nn.Module):
+        def __init__(self, in_turns: bool) -> None:
+            super().__init__()
+            self.in_turns = in_turns
+            self.a, self.b = (nn.ModuleList(Block() for _ in range(3)) for _ in "ab")
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = x
+            if self.in_turns:
+                for a, b in zip(self.a, self.b, strict=True):
+                    x, y = a(x), b(y)
+                return x * y
+            for layer in (*self.a, *self.b):
+                x = layer(x)
+            return x
+
+    for in_turns in (False, True):
+        module = Two(in_turns).double().eval()
+        fn, params = functionalize(module)
+        stacked, rows = functionalize(module, stacked=["a", "b"])
+        assert torch.equal(stacked(rows, X), fn(params, X))
+        have = jit(lambda p, f=stacked: f(p, X), backend="eager")(rows)
+        torch.testing.assert_close(have, fn(params, X))
+
+
+def test_a_module_that_is_used_twice() -> None:
+    layer = nn.Linear(WIDTH, WIDTH).double()
+    fn, params = functionalize(nn.Sequential(layer, nn.Tanh(), layer))
+    torch.testing.assert_close(fn(params, X), layer(torch.tanh(layer(X))))
+    assert list(params) == ["0.weight", "0.bias"]

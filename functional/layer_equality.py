@@ -1,0 +1,160 @@
+"""Whether layers are equal but for the values of their tensors, and whether anything changes."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core.errors import LoopError
+
+__all__ = [
+    "Differing",
+    "alike",
+    "attributes_of",
+    "check_hooks",
+    "contents",
+    "structure_of",
+    "thread_state",
+    "unchanged",
+]
+
+# What cannot change, and is the same where it is equal.
+_PLAIN = (
+    *(bool, int, str, bytes, type(None), type, range, slice, enum.Enum, BuiltinFunctionType),
+    *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
+)
+_OWN = {*internals.READ_BY_MODULES, *internals.NOT_READ_BY_MODULES, "forward"} - {"training"}
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two values are the same to whatever reads them; unknown objects are if they are one."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
+    if isinstance(one, (float, complex)):
+        return repr(one) == repr(other)  # tells zeros apart, and NaNs not
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(alike, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(alike(v, other[k]) for k, v in one.items())
+    return isinstance(one, _PLAIN) and bool(one == other)
+
+
+def structure_of(layer: nn.Module) -> dict[str, Any]:
+    """What equal layers have in common: the classes of their modules, in order, and kinds of tensors."""
+    named = (*layer.named_parameters(), *layer.named_buffers())
+    return {
+        **{name: type_before_parametrizations(part) for name, part in layer.named_modules()},
+        **{f"{name} ": (t.dtype, list(t.shape), t.requires_grad) for name, t in named},
+    }
+
+
+def check_hooks(layer: nn.Module, path: str) -> None:
+    """Refuse hooks, which would see one layer of all.
+
+    Raises:
+        LoopError: a module of the layer has one.
+    """
+    for name, part in layer.named_modules():
+        if any(vars(part).get(hooks) for hooks in _HOOKS):
+            raise LoopError(
+                f"functionalize(stacked={path!r}): {'.'.join(filter(None, (f'{path}.*', name)))} has "
+                "hooks, which stacked layers may not have. Leave the list out of stacked."
+            )
+
+
+def attributes_of(layer: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """The user's attributes of a layer's modules: the module's name, the attribute's, and its value."""
+    for name, part in layer.named_modules():
+        for key, value in vars(part).items():
+            if key not in _OWN:
+                yield name, key, value
+
+
+def contents(value: Any, depth: int = 2) -> list[Any] | None:
+    """What tells whether a value has changed, to be compared by identity; None if nothing does.
+
+    Args:
+        depth: how deep to look into containers, closures and attributes of objects.
+    """
+    if isinstance(value, Tensor):
+        return [value, _Version(internals.version(internals.base_tensor(value)))]
+    if isinstance(value, (*_PLAIN, float, complex, Differing, nn.Module)):
+        return [value]
+    if isinstance(value, dict):
+        inside = [*value, *value.values()]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        inside = list(value)
+    elif isinstance(value, FunctionType):
+        inside = [cell.cell_contents for cell in value.__closure__ or ()]
+    elif hasattr(value, "__dict__"):
+        inside = list(vars(value).values())
+    else:
+        return None
+    further = (contents(each, depth - 1) for each in inside) if depth > 1 else iter(())
+    return [value, *inside, *(x for found in further for x in found or ())]
+
+
+class _Version(int):
+    """The version of a tensor, compared by value."""
+
+
+def unchanged(before: Sequence[Any] | None, now: Sequence[Any] | None) -> bool:
+    """Whether a value has the contents that it had."""
+    if before is None or now is None or len(before) != len(now):
+        return False
+    return all(
+        a is b or (type(a) in (_Version, float) and alike(a, b))
+        for a, b in zip(before, now, strict=True)
+    )
+
+
+def thread_state() -> tuple[Any, ...]:
+    """What of torch's thread state an operation depends on: whether gradients are on, and autocast."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+
+
+class Differing:
+    """An attribute that differs between layers. It can be handed on, but whatever reads it is refused."""
+
+    def __init__(self, path: str, name: str, values: Sequence[Any]) -> None:
+        self.__dict__.update(path=path, name=name, values=values)
+
+    def __refuse(self, *_: Any, **__: Any) -> Any:
+        values = self.__dict__["values"]
+        shown = ", ".join(map(repr, values[:4])) + ", ..." * (len(values) > 4)
+        raise LoopError(
+            f"functionalize(stacked=...): the forward of {self.__dict__['path']} reads its attribute "
+            f"{self.__dict__['name']!r}, which differs between layers ({shown}); stacked layers differ "
+            "in parameters and buffers only. Leave the list out of stacked."
+        )
+
+    @property  # type: ignore[misc]  # isinstance sees the type that all values have, if it is a simple one
+    def __class__(self) -> type:
+        kind = type(self.__dict__["values"][0])
+        return kind if kind in (bool, int, float, str) else Differing
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> Any:
+        return self
+
+    __getattr__ = __call__ = __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = __refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __refuse
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __refuse
+    __int__ = __float__ = __index__ = __str__ = __format__ = __refuse
+
+    def __repr__(self) -> str:
+        return f"<{self.__dict__['name']} of each layer>"
