@@ -87,7 +87,8 @@ class _Body:
 
     def __init__(self, parent: _Rolled, node: fx.Node, call: LoopCall) -> None:
         self.parent, self.node, self.call = parent, node, call
-        self.loop = Loop(call.count, call.reverse, call.body.name)
+        outside = len(FRAMES.get(node, ()))
+        self.loop = Loop(call.count, call.reverse, call.body.name, outside=outside)
         self.graph = parent.new
         self.env: dict[fx.Node, fx.Node] = {}
         self.origins: dict[int, int] = {}

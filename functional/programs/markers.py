@@ -40,12 +40,14 @@ class Loop:
         reverse: whether the iteration of the last row runs first.
         name: the name of the body.
         first: the first of its rows, which are not 0 to n - 1 if the loop was split in two.
+        outside: how many frames the loop is in; those of an enclosing loop are not numbered by it.
     """
 
     count: int
     reverse: bool
     name: str
     first: int = 0
+    outside: int = 0
 
     @property
     def span(self) -> range:

@@ -128,19 +128,23 @@ class _Unrolled:
             inherit(made, node, "value")
         else:
             made = self.new.node_copy(node, lambda operand: self._at(operand, i))
-        self._tag(made, i)
+        self._tag(made, i, LOOP.of(node).outside)
         ITERATION.set(made, self.iterations[node])
         return made
 
-    def _tag(self, node: fx.Node, i: int) -> None:
-        """The tags that tell iterations apart: the number in a scope's name, frames, origins."""
+    def _tag(self, node: fx.Node, i: int, outside: int) -> None:
+        """The tags that tell iterations apart: the number in a scope's name, frames, origins.
+
+        Args:
+            outside: how many frames the loop is in.
+        """
         forget(node, LOOP)
         if frames := FRAMES.get(node, ()):
-            FRAMES.set(node, self._frames(frames, i))
+            FRAMES.set(node, self._frames(frames, i, outside))
             SCOPE.set(node, path_of(FRAMES.of(node)))
         if segments := SEGMENTS.get(node, ()):
             SEGMENTS.set(
-                node, tuple(replace(s, frames=self._frames(s.frames, i)) for s in segments)
+                node, tuple(replace(s, frames=self._frames(s.frames, i, outside)) for s in segments)
             )
         for tag, value in own_tags(node).items():
             if isinstance(value, PerIteration):
@@ -158,11 +162,12 @@ class _Unrolled:
             self.told[value, i] = value.in_iteration(i)
         return self.told[value, i]
 
-    def _frames(self, frames: tuple[Frame, ...], i: int) -> tuple[Frame, ...]:
+    def _frames(self, frames: tuple[Frame, ...], i: int, outside: int) -> tuple[Frame, ...]:
         """The frames of one iteration: those from the loop's own on are entered once in each."""
         if any(frame.each for frame in frames):
             return tuple(frame.each[i] if frame.each else frame for frame in frames)
-        start = next((k for k, frame in enumerate(frames) if frame.iterated), len(frames))
+        own = ((k, frame) for k, frame in enumerate(frames) if k >= outside)
+        start = next((k for k, frame in own if frame.iterated), len(frames))
         return (*frames[:start], *(self._frame(frame, i) for frame in frames[start:]))
 
     def _frame(self, frame: Frame, i: int) -> Frame:

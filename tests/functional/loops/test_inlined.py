@@ -11,8 +11,8 @@ from torch.func import grad, jvp, vmap
 
 from torchard import Mesh, P, checkpoint, constrain, fuse, jit, nn, policies, repeat, scope, shard
 from torchard.functional.programs.program import Program
-from torchard.functional.programs.tags import LOOP, SEGMENTS
-from torchard.functional.programs.unrolled import has_loops
+from torchard.functional.programs.tags import LOOP, SCOPE, SEGMENTS
+from torchard.functional.programs.unrolled import has_loops, unrolled
 from torchard.testing import equal
 
 COUNT, F64 = 4, torch.float64
@@ -107,3 +107,42 @@ def test_kernels_are_fused_once() -> None:
     alone = fuse(step(repeated), where="model/block/*").lower(PARAMS, X)
     assert str(fused.kernels) == str(alone.kernels)
     assert len(fused.kernels) > 0
+
+
+def nested(p: Any, x: torch.Tensor) -> torch.Tensor:
+    def outer(p: Any, x: torch.Tensor) -> torch.Tensor:
+        inner = {name: torch.stack([leaf, leaf / 2]) for name, leaf in p.items()}
+        return repeat(layer, inner, x, name="in")
+
+    return repeat(outer, p, x, name="out").square().sum()
+
+
+def nested_loops(p: Any, x: torch.Tensor) -> torch.Tensor:
+    for i in range(COUNT):
+        with scope(f"out/{i}"):
+            for j in range(2):
+                with scope(f"in/{j}"):
+                    x = layer({k: torch.stack([v[i], v[i] / 2])[j] for k, v in p.items()}, x)
+    return x.square().sum()
+
+
+@pytest.mark.parametrize("where", ["out/*", "*/mlp"])
+@pytest.mark.parametrize("outside", [False, True])
+def test_segments_of_loops_in_loops(where: str, outside: bool) -> None:
+    """Each entry of a scope is a segment, and its numbers are those of its own loops."""
+
+    def step(fn: Any) -> Any:
+        if outside:
+            return checkpoint(grad(fn), where=where)
+        return jit(grad(checkpoint(fn, where=where)), backend="eager")
+
+    have, want = (step(fn).lower(PARAMS, X) for fn in (nested, nested_loops))
+    assert have.residuals.bytes <= want.residuals.bytes < step_bytes(nested_loops)
+    scopes = {SCOPE.get(node) for node in unrolled(have).calls}
+    assert {f"out/{i}/in/{j}/mlp" for i in range(COUNT) for j in range(2)} <= scopes
+    equal(step(nested), grad(nested_loops), PARAMS, X, orders=("value",))
+
+
+def step_bytes(fn: Any) -> int:
+    """What the gradient keeps without a checkpoint."""
+    return jit(grad(fn), backend="eager").lower(PARAMS, X).residuals.bytes
