@@ -31,7 +31,6 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
 )
 _OWN = {*internals.READ_BY_MODULES, *internals.NOT_READ_BY_MODULES, "forward"} - {"training"}
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def alike(one: Any, other: Any) -> bool:
@@ -67,7 +66,7 @@ def check_hooks(layer: nn.Module, path: str) -> None:
         LoopError: a module of the layer has one.
     """
     for name, part in layer.named_modules():
-        if any(vars(part).get(hooks) for hooks in _HOOKS):
+        if any(vars(part).get(hooks) for hooks in internals.HOOK_TABLES):
             raise LoopError(
                 f"functionalize(stacked={path!r}): {'.'.join(filter(None, (f'{path}.*', name)))} has "
                 "hooks, which stacked layers may not have. Leave the list out of stacked."
