@@ -52,7 +52,9 @@ def functionalize(
 
     Raises:
         LoopError: ``stacked`` names no list, or its modules differ in their structure; when called, if
-            the forward does anything else with the layers, or reads an attribute that differs.
+            the forward does anything else with the layers, reads an attribute that differs, or changes
+            something between their calls. (Of objects that layers share, attributes and containers in
+            them are watched, and nothing deeper.)
 
     >>> import torch, torchard as ta
     >>> fn, params = ta.functionalize(torch.nn.Linear(3, 2))

@@ -291,6 +291,24 @@ def with_an_iterator(self: Any, x: Tensor) -> Tensor:
     return x
 
 
+def closing_over(self: Any, x: Tensor) -> Tensor:
+    scale = [1.0]
+
+    def by(y: Tensor) -> Tensor:
+        return y * scale[0]
+
+    for i, layer in enumerate(self.layers):
+        scale[0] = float(i)
+        x = layer(x, by)
+    return x
+
+
+def with_signed_zeros(self: Any, x: Tensor) -> Tensor:
+    for i, layer in enumerate(self.layers):
+        x = layer(x, -0.0 if i else 0.0)
+    return x
+
+
 def numbering(self: Any, x: Tensor) -> Tensor:
     for i, layer in enumerate(self.layers):
         layer.number = float(i)
@@ -417,6 +435,8 @@ REFUSED: dict[str, tuple[Callable[[int], nn.Module], Any, str]] = {
     "an argument that is written to": (By, writing, r"argument \[0\]\[1\] may have changed before l"),
     "an object that changes": (By, setting, r"argument \[0\]\[1\] may have changed before layer 1"),
     "an iterator": (By, with_an_iterator, r"argument \[0\]\[1\] may have changed before layer 1"),
+    "a closure that changes": (By, closing_over, r"argument \[0\]\[1\] may have changed before layer"),
+    "zeros of other signs": (By, with_signed_zeros, r"argument \[0\]\[1\] of layer 1 is neither that"),
     "an attribute that is set": (Numbered, numbering, "'number' of layer 1 is 1, and that of layer 0 "),
     "attributes that are set": (Numbered, numbering_before, "'number' of layer 1 is 1.0, and that of la"),
     "a list that all hold": (Holding, filling, "attribute 'shared' of layer 1 may have changed"),
