@@ -68,7 +68,7 @@ class _Handed(Tensor):
         made.layer, made.result, made.path, made.turn = layer, result, path, turn
         return made
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's takes keywords
         return f"<result of {self.path}.{self.layer}>"
 
     @classmethod
@@ -79,7 +79,7 @@ class _Handed(Tensor):
         handed = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, _Handed))
         raise _used_between(handed, f"is used by {getattr(func, '__name__', func)} before the next layer")
 
-    # Required of such a class; operations are refused above.
+    # Required of such a class; operations are refused above. (torch declares other arguments.)
     __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
 
 
@@ -183,7 +183,7 @@ class LayerCalls:
 
     def _attributes(self, layer: nn.Module) -> dict[tuple[str, str], Any]:
         """The attributes of a layer, each with its contents."""
-        return {(part, key): (value, contents(value)) for part, key, value in attributes_of(layer)}
+        return {name: (value, contents(value)) for name, value in attributes_of(layer).items()}
 
     def _check_call(self, number: int, leaves: list[Any], structure: Any) -> None:
         """Check that arguments are those of the first layer, but for what the layer before hands on."""
@@ -254,9 +254,8 @@ class LayerCalls:
         one.__name__ = self.layers.name
         if active() is None:  # a trace would wait for another thread's, which may wait for the module
             leaves, structure = tree.flatten(one(first, operands, self.keyed.key))
-            holes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-            static = tuple(None if i in holes else leaf for i, leaf in enumerate(leaves))
-            return _Kind(OutTree(structure, static, tuple(holes)), [leaves[i] for i in holes], drawn)
+            results = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+            return _Kind(OutTree.of(leaves, structure), results, drawn)
         program = trace_shapes(one, first, operands, self.keyed.key)
         return _Kind(program.out_tree, [VAL.of(node) for node in program.results], drawn)
 

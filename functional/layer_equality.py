@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import LoopError
+from torchard.functional.tracing.trace_call import autocast_state
 
 __all__ = [
     "Differing",
@@ -73,12 +74,14 @@ def check_hooks(layer: nn.Module, path: str) -> None:
             )
 
 
-def attributes_of(layer: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """The user's attributes of a layer's modules: the module's name, the attribute's, and its value."""
-    for name, part in layer.named_modules():
-        for key, value in vars(part).items():
-            if key not in _OWN:
-                yield name, key, value
+def attributes_of(layer: nn.Module) -> dict[tuple[str, str], Any]:
+    """The user's attributes of a layer's modules, by the module's name and the attribute's."""
+    return {
+        (name, key): value
+        for name, part in layer.named_modules()
+        for key, value in vars(part).items()
+        if key not in _OWN
+    }
 
 
 def contents(value: Any, depth: int = 2) -> list[Any] | None:
@@ -121,9 +124,7 @@ def unchanged(before: Sequence[Any] | None, now: Sequence[Any] | None) -> bool:
 
 def thread_state() -> tuple[Any, ...]:
     """What of torch's thread state an operation depends on: whether gradients are on, and autocast."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in kinds]
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast_state()
 
 
 class Differing:

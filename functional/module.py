@@ -158,9 +158,6 @@ class Functional:
             for layers, tensors in zip(self.stacks, rows, strict=True):
                 inside.enter_context(layers.running(tensors, keyed, self._within))
             out = torch.func.functional_call(self.module, values, args, kwargs, tie_weights=False)
-            # The frames of the forward are gone: what still refers to a placeholder is in the result.
-            for layers in self.stacks:
-                layers.check_forgotten()
         register_torch_nodes(out)
         # functional_call stores in `values` the tensors that the module assigned in place of those given.
         after = {k: values.get(k, given[k]) for k in given}

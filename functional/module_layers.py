@@ -30,6 +30,7 @@ from torchard.functional.layer_equality import (
 
 __all__ = ["StackedLayers", "check_untied", "stacked_layers"]
 
+
 def stacked_layers(module: nn.Module, paths: str | Sequence[str]) -> list[StackedLayers]:
     """The module lists at some paths.
 
@@ -131,7 +132,7 @@ class StackedLayers:
                 f"and {self.path}.0 has {_said(want, differ)}; layers are stacked if they differ in "
                 "values only. Leave the list out of stacked."
             )
-        ours, theirs = ({(n, k): v for n, k, v in attributes_of(x)} for x in (first, other))
+        ours, theirs = attributes_of(first), attributes_of(other)
         for name in dict.fromkeys((*ours, *theirs)):
             values = ours.get(name, _NONE), theirs.get(name, _NONE)
             if not alike(*values):
@@ -154,7 +155,7 @@ class StackedLayers:
                 if owner == name:
                     vars(part)[key] = Differing(self.row(name).rstrip("."), key, values)
         self._forward = self._layer.forward
-        self._installed = [{(n, k): v for n, k, v in attributes_of(x)} for x in self.layers]
+        self._installed = list(map(attributes_of, self.layers))
         for i, layer in enumerate(self.layers):
             layer.forward = functools.partial(self._call, i)
 
@@ -163,7 +164,7 @@ class StackedLayers:
         known = (self._installed[i].get(name, _NONE) for i in (0, number))
         if all(a is b for a, b in zip(known, (first, other), strict=True)):
             return True  # compared before
-        return first is other or not (isinstance(first, Tensor) or not alike(first, other))
+        return first is other or (not isinstance(first, Tensor) and alike(first, other))
 
     def _call(self, number: int, *args: Any, **kwargs: Any) -> Any:
         if self._calls is None:  # the block itself
@@ -186,19 +187,16 @@ class StackedLayers:
             with Between():
                 yield
             self._calls.check_complete()
+            # The frames of the forward are gone: what still refers to a placeholder is in the result.
+            self._calls.check_forgotten()
         finally:
             self._calls = None
-
-    def check_forgotten(self) -> None:
-        """Check, before the context ends, that nobody keeps what a layer handed on."""
-        if self._calls is not None:
-            self._calls.check_forgotten()
 
     def apply(self, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
         """One layer's result.
 
         Raises:
-            LoopError: it updates a buffer.
+            LoopError: it updates a buffer or writes an attribute.
         """
         calls, self._calls = self._calls, None
         buffers = [name for name, _ in self._layer.named_buffers()]

@@ -103,7 +103,7 @@ def in_bodies(
     """
     changed = change(program, outer)
     for node in loop_calls(changed.graph):
-        call: LoopCall = node.target  # type: ignore[assignment]
+        call: LoopCall = node.target  # type: ignore[assignment]  # as loop_calls says
         body = in_bodies(call.body, change, (*outer, *FRAMES.get(node, ())))
         node.target = replace(call, body=body, derived={})
     return changed

@@ -22,7 +22,8 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import forget, inherit
 from torchard.functional.programs.tags import AHEAD, LAYOUT, LOOP, PHASE, VAL
 from torchard.functional.programs.unrolled import has_loops, unrolled
-from torchard.functional.programs.views import base_of, forward_offloads, needed_by
+from torchard.functional.programs.views import base_of
+from torchard.functional.remat.split import JointCut
 
 __all__ = ["with_loop_residuals"]
 
@@ -38,30 +39,20 @@ def with_loop_residuals(program: Program) -> Program:
 @dataclass
 class _HandedOver:
     program: Program
-    forward: Set[fx.Node] = field(default_factory=set)
-    loops: Set[Loop] = field(default_factory=set)
+    cut: JointCut = field(init=False)
+    loops: Set[Loop] = field(init=False)
     # For a loop of the backward and a value of the forward's, what stands for it in the loop.
     inside: dict[tuple[Loop, fx.Node], fx.Node] = field(default_factory=dict)
     lists: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        program = self.program
-        results = zip(program.outputs, program.results, strict=True)
-        outputs = [node for leaf, node in results if leaf.role != "gradient"]
-        self.forward = needed_by([*outputs, *forward_offloads(program)])
-        self.loops = {LOOP.of(node) for node in self.forward if LOOP.on(node)}
+        self.cut = JointCut(self.program)
+        self.loops = {LOOP.of(node) for node in self.cut.forward if LOOP.on(node)}
 
     def is_possible(self) -> bool:
         """Whether each loop is of one half, and loops that read others' rows have the same ones."""
-        tainted: set[fx.Node] = set()
-        for leaf, node in zip(self.program.inputs, self.program.placeholders, strict=True):
-            if leaf.role == "cotangent":
-                tainted.add(node)
-        for node in self.program.calls:
-            if not tainted.isdisjoint(node.all_input_nodes):
-                tainted.add(node)
-                if LOOP.get(node) in self.loops:
-                    return False
+        if any(LOOP.get(node) in self.loops for node in self.cut.tainted):
+            return False
         return all(
             LOOP.of(operand).span == LOOP.of(node).span == range(LOOP.of(node).count)
             for node, operand in self._crossing()
@@ -88,7 +79,7 @@ class _HandedOver:
             return value
         if (loop, value) not in self.inside:
             whole = value.all_input_nodes[0] if value.target is operator.getitem else value
-            free = base_of(value) is not None or whole not in self.forward
+            free = base_of(value) is not None or whole not in self.cut.forward
             if free and value.target not in (enter, again):
                 self.inside[loop, value] = self._again(loop, value, before)
             else:

@@ -20,7 +20,7 @@ from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import RECOMPUTE, RESIDUAL
 from torchard.functional.programs.views import forward_offloads, is_tuple, is_view, needed_by
 
-__all__ = ["Saved", "Split", "halves_of", "split"]
+__all__ = ["JointCut", "Saved", "Split", "halves_of", "split"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Split:
 
 
 @dataclass
-class _Cut:
+class JointCut:
     """The partition of a joint program's nodes: which may be saved, which depend on cotangents."""
 
     program: Program
@@ -100,7 +100,7 @@ def _whole(item: fx.Node) -> fx.Node:
     return item.all_input_nodes[0]
 
 
-def _backward_nodes(cut: _Cut) -> tuple[list[fx.Node], list[fx.Node]]:
+def _backward_nodes(cut: JointCut) -> tuple[list[fx.Node], list[fx.Node]]:
     """The residuals, and the nodes that the backward computes, in execution order.
 
     Nodes that depend on a cotangent keep their order; the others come right before their first use.
@@ -134,12 +134,12 @@ def _backward_nodes(cut: _Cut) -> tuple[list[fx.Node], list[fx.Node]]:
     return list(residuals), list(done)
 
 
-def _is_cotangent(node: fx.Node, cut: _Cut) -> bool:
+def _is_cotangent(node: fx.Node, cut: JointCut) -> bool:
     return node.op == "placeholder" and node in cut.tainted
 
 
 def _missing(
-    node: fx.Node, done: dict[fx.Node, None], residuals: dict[fx.Node, None], cut: _Cut
+    node: fx.Node, done: dict[fx.Node, None], residuals: dict[fx.Node, None], cut: JointCut
 ) -> bool:
     return node not in done and node not in residuals and not _is_cotangent(node, cut)
 
@@ -154,7 +154,7 @@ def split(program: Program) -> Split:
     Raises:
         ValueError: an output depends on a cotangent.
     """
-    cut = _Cut(program)
+    cut = JointCut(program)
     residuals, nodes = _backward_nodes(cut)
     inputs = [
         (leaf, node)
@@ -167,7 +167,7 @@ def split(program: Program) -> Split:
 
 def halves_of(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
     """The operations of a joint program's forward and backward, in execution order after a split."""
-    cut = _Cut(program)
+    cut = JointCut(program)
     residuals, nodes = _backward_nodes(cut)
     wanted = needed_by([*cut.outputs, *residuals])
     return [n for n in program.calls if n in wanted], [n for n in nodes if n.op == "call_function"]
@@ -200,7 +200,7 @@ def _residual_leaf(program: Program, node: fx.Node) -> Leaf:
     return Leaf(node.name, tag, "residual")
 
 
-def _forward(program: Program, cut: _Cut, values: list[fx.Node]) -> Program:
+def _forward(program: Program, cut: JointCut, values: list[fx.Node]) -> Program:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     wanted = needed_by([*cut.outputs, *values])
@@ -228,7 +228,7 @@ def _forward(program: Program, cut: _Cut, values: list[fx.Node]) -> Program:
 
 
 def _backward(
-    program: Program, cut: _Cut, residuals: list[fx.Node], nodes: list[fx.Node]
+    program: Program, cut: JointCut, residuals: list[fx.Node], nodes: list[fx.Node]
 ) -> Program:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}

@@ -20,7 +20,7 @@ from torchard.functional.tracing.record import Recording, record
 from torchard.functional.tracing.signature import Arguments, specs_of_arguments
 from torchard.functional.tracing.trace_state import Closure, active
 
-__all__ = ["OutTree", "trace_call"]
+__all__ = ["OutTree", "autocast_state", "trace_call"]
 
 
 def trace_call(
@@ -112,9 +112,7 @@ class _FlatFunction:
         self.paths = [
             path for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)
         ]
-        holes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        static = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self.result = OutTree(structure, tuple(static), tuple(holes))
+        self.result = OutTree.of(leaves, structure)
         return tensors
 
     def retrace(
@@ -125,7 +123,7 @@ class _FlatFunction:
         static = [None if i in traced else leaf for i, leaf in enumerate(self.arguments.leaves)]
         self.arguments = replace(self.arguments, leaves=static)  # outlives the call's tensors
         count = len(traced)
-        autocast = _autocast_state()
+        autocast = autocast_state()
 
         def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             state = active()
@@ -138,7 +136,8 @@ class _FlatFunction:
         return run
 
 
-def _autocast_state() -> list[tuple[str, torch.dtype]]:
+def autocast_state() -> list[tuple[str, torch.dtype]]:
+    """The devices for which autocast is on, each with its dtype."""
     return [
         (kind, torch.get_autocast_dtype(kind))
         for kind in ("cpu", "cuda")
@@ -161,6 +160,13 @@ class OutTree:
         self.structure = structure
         self.static = static
         self.holes = holes
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any], structure: Any) -> OutTree:
+        """The tree of a result with these leaves."""
+        holes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        static = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return cls(structure, tuple(static), tuple(holes))
 
     def build(self, tensors: Sequence[Any]) -> Any:
         """The tree with these values in its holes."""

@@ -12,7 +12,6 @@ from torchard.functional.torch_internals.accessors.required import require
 
 __all__ = [
     "HOOK_TABLES",
-    "MODULE_TABLES",
     "NOT_READ_BY_MODULES",
     "READ_BY_MODULES",
     "buffer_table",
@@ -22,10 +21,8 @@ __all__ = [
 
 # Where a module keeps its hooks.
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Where a module keeps its parameters, buffers and children.
-MODULE_TABLES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
-require(nn.Module(), *MODULE_TABLES, *HOOK_TABLES)
+require(nn.Module(), "_buffers", "_modules", *HOOK_TABLES)
 require(nn.BatchNorm1d, "_check_input_dim")
 
 # Attributes of every module: those that no call reads, and those that `nn.Module` itself reads in a call.
