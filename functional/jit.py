@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -16,12 +16,14 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.locks import Lock
+from torchard.functional.engine.donation import donated_parts
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.compile_once import compiled_once
 from torchard.functional.execution.compile_progress import CompileProgress
 from torchard.functional.execution.failures import compiled_failed
 from torchard.functional.execution.regions import by_regions
+from torchard.functional.memory.planned import Planned
 from torchard.functional.programs.program import Bound, Program, Rewrite
 from torchard.functional.programs.records import Record
 from torchard.functional.programs.tagging import strip
@@ -36,6 +38,7 @@ def jit(
     *,
     backend: str = "inductor",
     donate_argnums: int | Sequence[int] = (),
+    memory: Literal["allocated", "planned"] = "allocated",
 ) -> Transformed:
     """Trace a function once per signature, and compile the program.
 
@@ -48,14 +51,18 @@ def jit(
         backend: any backend of `torch.compile`; ``"eager"`` runs generated straight-line Python.
         donate_argnums: positions of arguments whose memory the call may reuse. Using such a tensor
             afterwards raises DonatedError.
+        memory: ``"allocated"`` asks the allocator for each value; ``"planned"`` gives each one a place in
+            memory that is reserved once (functional/memory). Results are always in memory of their own;
+            those of a step that donates its arguments take theirs.
 
     Returns:
         A function that computes what ``fn`` does, with ``.lower`` and ``.lower_joint``. Tensors and
         floats are traced; shapes, dtypes, devices, strides and all other arguments make up the signature.
 
     Raises:
-        ValueError: the backend does not exist, a position is negative, or the call has no positional
-            argument there. The first and the last are raised when the function is called.
+        ValueError: the backend does not exist, ``memory`` is neither of the two, a position is negative,
+            or the call has no positional argument there. The first and the last are raised when the
+            function is called.
 
     >>> import torch, torchard as ta
     >>> traced = []
@@ -68,12 +75,14 @@ def jit(
     >>> traced
     [torch.Size([2]), torch.Size([3])]
     """
+    if memory not in ("allocated", "planned"):
+        raise ValueError(f'jit(memory={memory!r}): pass "allocated" or "planned".')
     numbers = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
     if any(n < 0 for n in numbers):
         raise ValueError(
             f"jit(donate_argnums={donate_argnums!r}): positions of arguments count from 0."
         )
-    return Transformed(fn, (Compile(backend, numbers),))
+    return Transformed(fn, (Compile(backend, numbers, memory == "planned"),))
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,7 @@ class Compile(Rewrite):
 
     backend: str = "inductor"
     donate_argnums: tuple[int, ...] = ()
+    planned: bool = False
 
     @property
     def reads_loops(self) -> bool:
@@ -116,12 +126,16 @@ class Compile(Rewrite):
             if program.runtime is None
             else program.runtime.bind(program)
         )
-        if self.backend == "eager":
+        if self.backend == "eager" and not self.planned:
             return generated
         module = _flat_module(program)
         if module is None:
             return generated
-        run = self._compiled(module, generated, program)
+        if self.backend == "eager":
+            donated = donated_parts(program, self.donate_argnums)
+            run: Bound = Planned(module.graph, generated, program.name, donated)
+        else:
+            run = self._compiled(module, generated, program)
         return run if program.runtime is None else program.runtime.guard(program, run, module.graph)
 
     def _compiled(self, module: fx.GraphModule, generated: Bound, program: Program) -> Bound:

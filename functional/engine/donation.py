@@ -9,8 +9,10 @@ import torch
 
 from torchard.functional.core.errors import DonatedError
 from torchard.functional.core.placed import is_placed
+from torchard.functional.engine.cache_entry import is_under
+from torchard.functional.programs.program import Placement, Program
 
-__all__ = ["Donated", "give_up"]
+__all__ = ["Donated", "donated_parts", "give_up"]
 
 
 class Donated(torch.Tensor):
@@ -52,6 +54,19 @@ def give_up(
         elif type(leaf) in (torch.Tensor, torch.nn.Parameter) and not _followed(leaf):
             parts[positions[i]] = leaf.detach()
             _empty(leaf)
+    return parts
+
+
+def donated_parts(program: Program, numbers: Sequence[int]) -> list[int]:
+    """The positions of the donated arguments' parts among the parts of all inputs."""
+    starts = [f"args[{n}]" for n in numbers]
+    parts: list[int] = []
+    position = 0
+    for leaf in program.inputs:
+        width = leaf.tag.width if isinstance(leaf.tag, Placement) else 1
+        if leaf.role == "primal" and is_under(leaf.path, starts):
+            parts += range(position, position + width)
+        position += width
     return parts
 
 

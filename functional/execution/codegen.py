@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.execution.collecting import Rows, Total, taken
+from torchard.functional.execution.collecting import Rows, Total, row_of, taken
 from torchard.functional.execution.failures import failed
 from torchard.functional.execution.loop_code import Lives, assigned, loop_lines
 from torchard.functional.execution.profiler_ranges import OpenRanges, paths_of
@@ -24,11 +24,15 @@ from torchard.functional.programs.markers import item
 from torchard.functional.programs.running_sums import in_place
 from torchard.functional.programs.tags import LOOP
 
-__all__ = ["compiled"]
+__all__ = ["Line", "assembled", "compiled", "lines_of", "text_of"]
 
 _LITERALS = (bool, int, str, type(None))
 
 Line = tuple[str, Label | None]
+
+
+def _direct(node: fx.Node) -> Any:
+    return internals.direct(node.target)
 
 
 def compiled(graph: fx.Graph, name: str = "program") -> Callable[..., list[torch.Tensor]]:
@@ -45,12 +49,26 @@ def compiled(graph: fx.Graph, name: str = "program") -> Callable[..., list[torch
     """
     written = in_place(graph)
     names: dict[str, Any] = {"transforms": internals.has_transforms, "pure": _Pure(graph, name)}
-    body = list(_body(written or graph, names))
+    body = list(lines_of(written or graph, names))
     beginning = ["if transforms(): return pure(args)"] if written else []
-    beginning.append("if profiling(): return named(args)")
-    function, source = _function(beginning, body, names, name)
+    return assembled(body, names, name, beginning)
+
+
+def assembled(
+    body: Sequence[Line], names: dict[str, Any], name: str, beginning: Sequence[str] = ()
+) -> Callable[..., list[torch.Tensor]]:
+    """A function ``program(args)`` of some lines, with a version for when a profiler is active.
+
+    Args:
+        body: its lines, each with the label of its operation.
+        names: what the lines refer to.
+        name: the program's name, for messages.
+        beginning: lines that are run before all others.
+    """
     names["profiling"] = internals.profiler_enabled
     names["named"] = _Named(body, names, name)
+    first = (*beginning, "if profiling(): return named(args)")
+    function, source = _function(first, body, names, name)
     function.__doc__ = source
     return function
 
@@ -64,7 +82,7 @@ class _Pure:
     @functools.cached_property
     def _run(self) -> Callable[..., list[torch.Tensor]]:
         names: dict[str, Any] = {}
-        return _function([], list(_body(self.graph, names)), names, self.name)[0]
+        return _function([], list(lines_of(self.graph, names)), names, self.name)[0]
 
     def __call__(self, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self._run(args)
@@ -130,8 +148,18 @@ def _function(
     return names["program"], source
 
 
-def _body(graph: fx.Graph, names: dict[str, Any]) -> Iterator[Line]:
-    """The lines of a graph, each with the label of its operation; adds the names they use."""
+def lines_of(
+    graph: fx.Graph,
+    names: dict[str, Any],
+    function_of: Callable[[fx.Node], Any] = _direct,
+    collections: tuple[Any, Any, Any] = (Rows, Total, row_of),
+) -> Iterator[Line]:
+    """The lines of a graph, each with the label of its operation; adds the names they use.
+
+    Args:
+        function_of: what the line of a node calls.
+        collections: what collects rows, and sums, of iterations, and reads a row (collecting.py).
+    """
     order = regrouped(graph)
     variables = {node: f"v{i}" for i, node in enumerate(order)}
     inputs = [variables[node] for node in order if node.op == "placeholder"]
@@ -146,9 +174,9 @@ def _body(graph: fx.Graph, names: dict[str, Any]) -> Iterator[Line]:
         return _argument(value, variables, names)
 
     def call(node: fx.Node, variables: Mapping[fx.Node, str] = variables) -> str:
-        return _call(node, variables, names)
+        return _call(node, variables, names, function_of)
 
-    names.update(Rows=Rows, Total=Total, taken=taken)
+    names.update(zip(("Rows", "Total", "row_of"), collections, strict=True), taken=taken)
     lives = Lives(order, variables)
     for loop, nodes in groupby(order, key=LOOP.get):
         if loop is not None:
@@ -164,29 +192,45 @@ def _body(graph: fx.Graph, names: dict[str, Any]) -> Iterator[Line]:
                 yield f"return {text(list(output_values(graph)))}", None
 
 
-def _call(node: fx.Node, variables: Mapping[fx.Node, str], names: dict[str, Any]) -> str:
+def _call(
+    node: fx.Node,
+    variables: Mapping[fx.Node, str],
+    names: dict[str, Any],
+    function_of: Callable[[fx.Node], Any],
+) -> str:
     arguments = [_argument(value, variables, names) for value in node.args]
     if node.target is item and is_apart(node.all_input_nodes[0]):
         alike = [user for user in node.all_input_nodes[0].users if user.args == node.args]
         if len(alike) == 1:
             return f"taken({', '.join(arguments)})"
-    if node.target in (operator.getitem, item):
+    if node.target is operator.getitem or (node.target is item and is_apart(node.all_input_nodes[0])):
         return f"{arguments[0]}[{arguments[1]}]"
+    if node.target is item:
+        return f"row_of({', '.join(arguments)})"
     if is_apart(node):
         return arguments[0]
     arguments += [
         f"{key}={_argument(value, variables, names)}" for key, value in node.kwargs.items()
     ]
-    return f"{_constant(internals.direct(node.target), names, 'f')}({', '.join(arguments)})"
+    return f"{_constant(function_of(node), names, 'f')}({', '.join(arguments)})"
 
 
 def _argument(value: Any, variables: Mapping[fx.Node, str], names: dict[str, Any]) -> str:
     if isinstance(value, fx.Node):
         return variables[value]
+    return text_of(value, lambda inner: _argument(inner, variables, names), names)
+
+
+def text_of(value: Any, inner: Callable[[Any], str], names: dict[str, Any]) -> str:
+    """The text of an argument that is no value of the program; adds the names that it uses.
+
+    Args:
+        inner: the text of an item of a list or tuple.
+    """
     if type(value) in _LITERALS or (type(value) is float and math.isfinite(value)):
         return repr(value)
     if isinstance(value, (list, tuple)):
-        items = ", ".join(_argument(item, variables, names) for item in value)
+        items = ", ".join(map(inner, value))
         return f"[{items}]" if isinstance(value, list) else f"({items}{',' if value else ''})"
     return _constant(value, names, "c")
 

@@ -6,7 +6,7 @@ import torch
 
 from torchard.functional import torch_internals as internals
 
-__all__ = ["Rows", "Total", "taken"]
+__all__ = ["Rows", "Total", "row_of", "taken"]
 
 
 class Rows:
@@ -64,3 +64,8 @@ def taken(values: list[torch.Tensor | None], i: int) -> torch.Tensor:
     value, values[i] = values[i], None
     assert value is not None  # it is taken once
     return value
+
+
+def row_of(stacked: torch.Tensor, i: int) -> torch.Tensor:
+    """A row of stacked values."""
+    return stacked[i]

@@ -203,7 +203,10 @@ class _LoopLines:
 
     def _row(self, node: fx.Node) -> str:
         """The text of the row of an iteration."""
-        values = self.lives.variables[node.all_input_nodes[0]]
+        (source,) = node.all_input_nodes
+        values = self.lives.variables[source]
+        if not is_apart(source):
+            return f"row_of({values}, i)"
         again_read = node in self.ahead and node in self.phases.main
         return f"taken({values}, i)" if self.lives.takes_row(node) and not again_read else f"{values}[i]"
 

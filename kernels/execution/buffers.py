@@ -1,29 +1,23 @@
 """Memory for large results on a CPU.
 
-A large allocation is new to the process: the first access to each of its pages is a fault, and with pages
-of 4 KiB the faults take longer than most kernels. So
-
-- memory that is no longer referenced is reused, as torch's allocator does on a GPU, and
-- new memory is in huge pages, which are 512 times fewer. Linux provides them on request (`madvise`),
-  unless the administrator has disabled that; torch requests them for all of its memory if
-  THP_MEM_ALLOC_ENABLE=1 is set when it starts, and by default does not.
+The first access to each page of a new allocation is a fault, and faults take longer than most kernels. So
+memory that is no longer referenced is reused, as torch's allocator does on a GPU, and new memory is in
+huge pages (functional/memory/huge_pages.py).
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
 import math
-import mmap
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.memory.huge_pages import in_huge_pages
 
 __all__ = ["Buffers", "Pool", "is_large", "release"]
 
@@ -135,7 +129,7 @@ class _Block:
 
     def __init__(self, nbytes: int) -> None:
         self.size = nbytes
-        self.storage = _in_huge_pages(_bytes(nbytes)).untyped_storage()
+        self.storage = in_huge_pages(_bytes(nbytes)).untyped_storage()
         self._unused = self._references()
 
     def is_free(self) -> bool:
@@ -159,32 +153,6 @@ _SLACK = 1.25
 
 def _bytes(count: int) -> torch.Tensor:
     return torch.empty(count, dtype=torch.uint8, device="cpu")
-
-
-def _in_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    advise = _advise()
-    if advise is not None:
-        page = mmap.PAGESIZE
-        start = -(-tensor.data_ptr() // page) * page
-        advise(start, (tensor.data_ptr() + tensor.nbytes - start) // page * page)
-    return tensor
-
-
-@functools.cache
-def _advise() -> Callable[[int, int], object] | None:
-    """A function that requests huge pages for a range; None if unsupported. A refusal is harmless."""
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is None:
-        return None
-    try:
-        madvise = ctypes.CDLL(None).madvise
-    except (OSError, AttributeError):
-        return None
-
-    def ask(start: int, length: int) -> object:
-        return madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), ctypes.c_int(advice))
-
-    return ask
 
 
 # An eighth of the machine's memory.

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchard import fuse, trace
+from torchard.functional.memory import huge_pages
 from torchard.kernels.execution import buffers
 from torchard.kernels.execution.buffers import Buffers, Pool
 from torchard.kernels.execution.compiled import compiled
@@ -27,7 +28,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     seen: list[tuple[int, int]] = []
     monkeypatch.setattr(buffers, "LARGE", 1)
     monkeypatch.setattr(buffers, "_pool", Pool(1 << 30))
-    monkeypatch.setattr(buffers, "_advise", lambda: lambda *range_: seen.append(range_))
+    monkeypatch.setattr(huge_pages, "_advise", lambda: lambda *range_: seen.append(range_))
     return seen
 
 
@@ -58,10 +59,10 @@ def test_the_system_is_asked_and_may_refuse() -> None:
 
 def test_where_there_are_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    buffers._advise.cache_clear()
+    huge_pages._advise.cache_clear()
     test_the_system_is_asked_and_may_refuse()
-    assert buffers._advise() is None
-    buffers._advise.cache_clear()
+    assert huge_pages._advise() is None
+    huge_pages._advise.cache_clear()
 
 
 def test_they_are_laid_out_as_what_they_are_for(asked: list[tuple[int, int]]) -> None:

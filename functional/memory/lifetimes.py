@@ -1,0 +1,136 @@
+"""Lifetimes: the buffers of a tape, and from which step to which other one each is in use.
+
+A buffer is a storage. What an asynchronous collective reads and writes is in use until it is awaited.
+What the caller can hold is never planned: inputs, outputs and what these are views of; nor is what is
+given to a function that may keep it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.memory.destinations import ALLOCATIONS
+from torchard.functional.memory.tape import Step, Tape, part_of
+from torchard.functional.programs.kernel_call import Fused
+from torchard.functional.torch_internals.operators import COLLECTIVES, c10d
+
+__all__ = ["Buffer", "Lifetimes"]
+
+# Operators of these namespaces keep none of their operands; a collective does until it is awaited.
+_KNOWN = ("aten", "prims", "torchard", Fused.namespace, COLLECTIVES)
+
+
+@dataclass(eq=False, slots=True)
+class Buffer:
+    """A storage.
+
+    Attributes:
+        begin, end: the first and the last step that uses it; the first is -1 for inputs.
+        maker: the step that allocates it; None for inputs.
+        kept: whether the caller, or a function, may hold it after the last step that uses it.
+        inside: the buffer that it is part of, if it has no memory of its own.
+    """
+
+    nbytes: int
+    device: torch.device
+    begin: int
+    end: int
+    maker: Step | None = None
+    kept: bool = False
+    inside: Buffer | None = None
+
+    @property
+    def planned(self) -> bool:
+        """Whether it has a place in a block: an allocation of which nothing is kept."""
+        allocated = self.maker is not None and self.maker.function in ALLOCATIONS
+        return allocated and not self.kept and self.inside is None
+
+
+@dataclass(eq=False)
+class Lifetimes:
+    """The buffers of a tape."""
+
+    tape: Tape
+    # By the number of the storage.
+    known: dict[int, Buffer] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for tensor in self.tape.inputs:
+            self._add(tensor, -1, None, kept=True)
+        # By the result of a collective under way, what it uses.
+        under_way: dict[Buffer, list[Buffer]] = {}
+        for at, step in enumerate(self.tape.steps):
+            self._step(at, step, under_way)
+        last = len(self.tape.steps)
+        for tensor in self.tape.outputs:
+            if isinstance(tensor, torch.Tensor):
+                buffer = self.of(tensor)
+                buffer.kept, buffer.end = True, last
+        for buffer in (each for used in under_way.values() for each in used):
+            buffer.end = last
+
+    def of(self, tensor: torch.Tensor) -> Buffer:
+        """The buffer of a tensor."""
+        buffer = self.known[internals.storage_id(tensor)]
+        while buffer.inside is not None:
+            buffer = buffer.inside
+        return buffer
+
+    def merge(self, new: Buffer, old: Buffer) -> None:
+        """A buffer is part of another one from now on."""
+        new.inside = old
+        old.begin, old.end = min(old.begin, new.begin), max(old.end, new.end)
+        old.kept |= new.kept
+
+    def planned(self) -> list[Buffer]:
+        """Those that have a place in a block."""
+        return [buffer for buffer in dict.fromkeys(self.known.values()) if buffer.planned]
+
+    def _step(self, at: int, step: Step, under_way: dict[Buffer, list[Buffer]]) -> None:
+        read = [self.of(operand) for operand in step.operands]
+        for buffer in read:
+            buffer.end = at
+            buffer.kept |= not _is_known(step.function)
+        made = [self._made(result, at, step) for result in step.tensors]
+        if step.function is c10d.wait_tensor.default:
+            for buffer in under_way.pop(read[0], ()):
+                buffer.end = at
+        elif getattr(step.function, "namespace", "") == COLLECTIVES:
+            for result in made or read:
+                under_way.setdefault(result, []).extend((*read, *made))
+
+    def _made(self, result: torch.Tensor, at: int, step: Step) -> Buffer:
+        """The buffer of a result; a view of other memory that replaced an allocation is part of that."""
+        number = internals.storage_id(result)
+        if step.function is part_of:
+            base = self.of(step.operands[0])
+            if self.known.setdefault(number, base) is base:
+                return base
+        return self._add(result, at, step)
+
+    def _add(self, tensor: torch.Tensor, at: int, maker: Step | None, kept: bool = False) -> Buffer:
+        number, nbytes = internals.storage_id(tensor), tensor.untyped_storage().nbytes()
+        new = Buffer(nbytes, tensor.device, at, at, maker, kept)
+        return self.known.setdefault(number, new)
+
+
+def _is_known(function: Any) -> bool:
+    return function is part_of or getattr(function, "namespace", "") in _KNOWN
+
+
+def held(buffers: Sequence[Buffer], steps: int) -> list[int]:
+    """The bytes in use at each step."""
+    change = [0] * (steps + 2)
+    for buffer in buffers:
+        change[max(buffer.begin, 0)] += buffer.nbytes
+        change[buffer.end + 1] -= buffer.nbytes
+    totals, total = [], 0
+    for delta in change[: max(steps, 1)]:
+        total += delta
+        totals.append(total)
+    return totals

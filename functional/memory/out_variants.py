@@ -1,0 +1,63 @@
+"""Out-variants: which operators can write their results into given memory."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from torchard.functional import torch_internals as internals
+
+__all__ = ["in_place_variant", "out_variant"]
+
+
+@functools.cache
+def out_variant(op: Any) -> tuple[Any, tuple[str, ...]] | None:
+    """The overload that writes an operator's results, and the names of these; None if there is none.
+
+    Torch generates an out-variant for every operator that lacks one: it calls the operator and copies
+    the result. These are tagged, and do not count.
+    """
+    schema = internals.schema(op)
+    if schema.is_mutable:
+        return None
+    wanted = _signature(schema)
+    for overload in _overloads(op):
+        other = internals.schema(overload)
+        names = tuple(argument.name for argument in other.arguments if argument.is_out)
+        if names and torch.Tag.generated not in overload.tags and _signature(other) == wanted:
+            return overload, names
+    return None
+
+
+@functools.cache
+def in_place_variant(op: Any) -> Any | None:
+    """The overload that writes the result into the first operand; None if there is none.
+
+    Of operators without an out-variant, such as `index_put`: the result is a copy that is written to.
+    """
+    schema = internals.schema(op)
+    twin = getattr(_namespace(op), f"{schema.name.partition('::')[2]}_", None)
+    if twin is None or schema.is_mutable:
+        return None
+    overloads = (getattr(twin, name) for name in twin.overloads())
+    return next(
+        (o for o in overloads if _signature(internals.schema(o)) == _signature(schema)), None
+    )
+
+
+def _namespace(op: Any) -> Any:
+    return getattr(torch.ops, op.namespace)
+
+
+def _overloads(op: Any) -> list[Any]:
+    packet = op.overloadpacket
+    return [getattr(packet, name) for name in packet.overloads()]
+
+
+def _signature(schema: Any) -> list[tuple[str, str]]:
+    """The names and types of the arguments that are no results."""
+    return [
+        (argument.name, str(argument.type)) for argument in schema.arguments if not argument.is_out
+    ]

@@ -1,0 +1,216 @@
+"""Code of a tape whose buffers have places: straight-line Python on tensors in a block.
+
+A tensor in a block is the same in every call, and so is a view of it: both are constants of the code,
+made when it is bound to a block. What is left to run is the operations, each of which writes where its
+result belongs. What is not in a block (inputs, results, what an operation allocates itself) is a
+variable, which is dropped after its last use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.dlpack import from_dlpack
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core import tree
+from torchard.functional.execution.codegen import Line, assembled, text_of
+from torchard.functional.memory.lifetimes import Buffer, Lifetimes
+from torchard.functional.memory.tape import Step, Tape, part_of
+from torchard.functional.torch_internals.operators import COLLECTIVES
+
+__all__ = ["PlannedCode"]
+
+
+@dataclass(eq=False)
+class PlannedCode:
+    """The code of a tape, before it is bound to a block.
+
+    Args:
+        offsets: of each planned buffer, in bytes.
+        poisoned: whether memory is overwritten before its first and after its last use, with bytes that
+            are NaN in every floating dtype, so that a value that is read too late cannot be missed.
+    """
+
+    tape: Tape
+    lifetimes: Lifetimes
+    offsets: Mapping[Buffer, int]
+    name: str
+    poisoned: bool = False
+    names: dict[str, Any] = field(default_factory=dict)
+    body: list[Line] = field(default_factory=list)
+    # Names of values, by the object that stands for them in the tape.
+    constants: dict[int, str] = field(default_factory=dict)
+    variables: dict[int, str] = field(default_factory=dict)
+    # The steps whose results are constants, in order.
+    views: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.last = self._last_reads()
+        self.body += self._lines()
+
+    def bound(
+        self, block: Mapping[torch.device, torch.Tensor]
+    ) -> Callable[..., list[torch.Tensor]]:
+        """The function on tensors in a block, which may empty a list of inputs that it is given.
+
+        Args:
+            block: by device, the bytes, as a tensor.
+        """
+        names = dict(self.names)
+        with internals.no_modes(), torch.no_grad(), torch.inference_mode(False):
+            values = self._constants(block)
+        names.update({self.constants[key]: value for key, value in values.items()})
+        if self.poisoned:
+            names["poison"] = _Poison(block, self.offsets)
+            for memory in block.values():
+                memory.fill_(_POISON)
+        return assembled(self.body, names, self.name)
+
+    # -- constants ----------------------------------------------------------------------------------
+
+    def _constants(self, block: Mapping[torch.device, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """The tensors in a block, by the object that stands for each in the tape."""
+        values: dict[int, torch.Tensor] = {}
+        inside: set[int] = set()  # the storages of what was placed
+        for step in self.views:
+            if self._is_allocation(step):
+                (allocated,) = step.tensors
+                values[id(allocated)] = self._placed(allocated, block[allocated.device])
+                inside.add(internals.storage_id(values[id(allocated)]))
+                continue
+            args, kwargs = tree.map(lambda x: values.get(id(x), x), (step.args, step.kwargs))
+            made = step.function(*args, **kwargs)
+            for result, value in zip(step.results, made if step.several else [made], strict=True):
+                if result is not None:
+                    if internals.storage_id(value) not in inside:
+                        raise AssertionError(
+                            f"{step.label.op} copies where its fake result is a view"
+                        )
+                    values[id(result)] = value
+        return values
+
+    def _placed(self, like: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+        """The tensor for an allocation, in a storage of its own.
+
+        torch takes tensors that share a storage for views of each other: `linalg.qr` then assumes that
+        its results overlap, and waiting for one collective waits for all. An exported tensor is in a new
+        storage of the same memory.
+        """
+        start = self.offsets[self.lifetimes.of(like)]
+        run = from_dlpack(block[start : start + like.untyped_storage().nbytes()])
+        return run.view(like.dtype).as_strided(like.shape, like.stride())
+
+    def _is_allocation(self, step: Step) -> bool:
+        return self.lifetimes.of(step.tensors[0]).maker is step
+
+    def _is_constant(self, step: Step) -> bool:
+        """Whether the results of a step are the same tensors in every call: allocations, and views."""
+        if not step.tensors:
+            return False
+        if self._is_allocation(step):
+            return all(self.lifetimes.of(result).planned for result in step.tensors)
+        if step.function is not part_of and (
+            not isinstance(step.function, internals.OpOverload)
+            or internals.is_mutable(step.function)
+        ):
+            return False
+        operands = step.operands
+        return (
+            getattr(step.function, "namespace", "") != COLLECTIVES
+            and all(id(operand) in self.constants for operand in operands)
+            and all(self.lifetimes.of(result).planned for result in step.tensors)
+        )
+
+    # -- lines --------------------------------------------------------------------------------------
+
+    def _last_reads(self) -> dict[int, int]:
+        """By value, the last step that reads it; results are read after all steps."""
+        last: dict[int, int] = {}
+        for at, step in enumerate(self.tape.steps):
+            last.update(dict.fromkeys(map(id, (*step.tensors, *step.operands)), at))
+        last.update((id(x), len(self.tape.steps)) for x in self.tape.outputs)
+        return last
+
+    def _lines(self) -> Iterator[Line]:
+        inputs = [self._variable(tensor) for tensor in self.tape.inputs]
+        if inputs:
+            yield f"{', '.join(inputs)}, = args", None
+            yield "if type(args) is list: args.clear()", None
+        unused = [self.variables[id(x)] for x in self.tape.inputs if id(x) not in self.last]
+        if unused:
+            yield f"del {', '.join(unused)}", None
+        for at, step in enumerate(self.tape.steps):
+            if self._is_constant(step):
+                self.views.append(step)
+                for result in step.tensors:
+                    self.constants.setdefault(id(result), f"s{len(self.constants)}")
+            else:
+                yield from self._step(at, step)
+            if self.poisoned:
+                yield f"poison({at})", None
+        yield f"return [{', '.join(map(self._text, self.tape.outputs))}]", None
+
+    def _step(self, at: int, step: Step) -> Iterator[Line]:
+        text = self._call(step)
+        new = [x is not None and not self._has_name(x) for x in step.results]
+        targets = [
+            self._variable(x) if fresh and x is not None else "_"
+            for x, fresh in zip(step.results, new, strict=True)
+        ]
+        if step.several:
+            text = f"{', '.join(targets)}, = {text}"
+        elif any(new):
+            text = f"{targets[0]} = {text}"
+        yield text, step.label
+        used = dict.fromkeys(map(id, (*step.operands, *step.tensors)))
+        dead = [self.variables[x] for x in used if x in self.variables and self.last[x] == at]
+        if step.several and "_" in targets:
+            dead.append("_")
+        if dead:
+            yield f"del {', '.join(dead)}", None
+
+    def _has_name(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self.constants or id(tensor) in self.variables
+
+    def _variable(self, tensor: torch.Tensor) -> str:
+        return self.variables.setdefault(id(tensor), f"v{len(self.variables)}")
+
+    def _call(self, step: Step) -> str:
+        if step.function is part_of and any(step.args[0] is x for x in self.tape.inputs):
+            return self._text(step.args[0])  # a donated argument itself: a view would keep it alive
+        arguments = [self._text(value) for value in step.args]
+        arguments += [f"{key}={self._text(value)}" for key, value in step.kwargs.items()]
+        function = internals.direct(step.function)
+        key = f"f_{id(function):x}"
+        self.names[key] = function
+        return f"{key}({', '.join(arguments)})"
+
+    def _text(self, value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            known = self.constants.get(id(value)) or self.variables.get(id(value))
+            if known is not None:
+                return known
+        return text_of(value, self._text, self.names)
+
+
+_POISON = 0xFF
+
+
+class _Poison:
+    """Overwrites the buffers that nothing uses after a step."""
+
+    def __init__(
+        self, block: Mapping[torch.device, torch.Tensor], offsets: Mapping[Buffer, int]
+    ) -> None:
+        self.dead: dict[int, list[torch.Tensor]] = {}
+        for buffer, start in offsets.items():
+            memory = block[buffer.device][start : start + buffer.nbytes]
+            self.dead.setdefault(buffer.end, []).append(memory)
+
+    def __call__(self, at: int) -> None:
+        for memory in self.dead.get(at, ()):
+            memory.fill_(_POISON)

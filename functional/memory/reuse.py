@@ -1,0 +1,209 @@
+"""Reuse: allocations that take memory which another buffer no longer needs, or is part of.
+
+- An element-wise operation writes over an operand that nothing reads after it.
+- A copy of such an operand is not made.
+- What is concatenated along its first dim, as the gradients of a bucket are, is computed where it belongs
+  in the result, as DistributedDataParallel's ``gradient_as_bucket_view`` and the flat parameters of
+  FullyShardedDataParallel do (Li and others 2020, Zhao and others 2023).
+- A result takes the memory of a donated argument.
+
+Each turns an allocation of the tape into a view.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.memory.lifetimes import Buffer, Lifetimes
+from torchard.functional.memory.destinations import ALLOCATIONS
+from torchard.functional.memory.tape import Step, Tape, part_of
+from torchard.functional.torch_internals.operators import aten
+
+__all__ = ["with_reuse"]
+
+
+def with_reuse(tape: Tape, donated: Sequence[torch.Tensor] = ()) -> Tape:
+    """The tape with views of other memory in the place of allocations.
+
+    Args:
+        donated: the inputs whose memory the program may take.
+    """
+    return _Reuse(tape, Lifetimes(tape), donated).run()
+
+
+@dataclass(eq=False)
+class _Reuse:
+    tape: Tape
+    lifetimes: Lifetimes
+    donated: Sequence[torch.Tensor]
+    # By allocation: the view that takes its place.
+    views: dict[Step, Step] = field(default_factory=dict)
+    dropped: set[Step] = field(default_factory=set)
+    # By the allocation of the first part: that of the whole, which comes before it.
+    wholes: dict[Step, Step] = field(default_factory=dict)
+
+    def run(self) -> Tape:
+        for at, step in enumerate(self.tape.steps):
+            if step.function is aten.cat.out:
+                self._concatenated(at, step)
+            elif step.function is aten.copy_.default:
+                self._copied(at, step)
+            elif _is_pointwise(step.function):
+                self._over(at, step)
+        self._donate()
+        return Tape(self.tape.inputs, list(self._steps()), self.tape.outputs)
+
+    def _steps(self) -> Iterator[Step]:
+        moved = set(self.wholes.values())
+        for step in self.tape.steps:
+            if step in self.wholes:
+                yield self.wholes[step]
+            if step not in self.dropped and step not in moved:
+                yield self.views.get(step, step)
+
+    # -- over an operand ----------------------------------------------------------------------------
+
+    def _over(self, at: int, step: Step) -> None:
+        result = written_by(step)
+        for operand in step.operands:
+            if result is not None and self._may_take(at, step, operand, result):
+                self._take(operand, result)
+                return
+
+    def _copied(self, at: int, step: Step) -> None:
+        result, source, *_ = step.args
+        if self._may_take(at, step, source, result):
+            self._take(source, result)
+            self.dropped.add(step)
+
+    def _may_take(self, at: int, step: Step, operand: torch.Tensor, result: torch.Tensor) -> bool:
+        """Whether a step may write its result over an operand."""
+        old = self.lifetimes.of(operand)
+        return (
+            self._is_new(at, self.lifetimes.of(result), result)
+            and old is not self.lifetimes.of(result)
+            and old.planned
+            and old.end == at
+            and _fills(operand, old)
+            and self._reads_alike(step, old, result)
+        )
+
+    def _is_new(self, at: int, buffer: Buffer, result: torch.Tensor) -> bool:
+        """Whether a buffer was allocated for the result of a step, which is the first to use it."""
+        return buffer.planned and buffer.begin == at - 1 and _fills(result, buffer)
+
+    def _take(self, base: torch.Tensor, result: torch.Tensor, offset: int = 0) -> None:
+        """What is allocated for a result is part of other memory, from an offset in elements on."""
+        new = self.lifetimes.of(result)
+        assert new.maker is not None
+        (made,) = new.maker.tensors
+        args = (base, list(made.shape), list(made.stride()), offset)
+        self.views[new.maker] = Step(part_of, args, {}, (made,), False, new.maker.label)
+        self.lifetimes.merge(new, self.lifetimes.of(base))
+
+    # -- parts of a whole ---------------------------------------------------------------------------
+
+    def _concatenated(self, at: int, step: Step) -> None:
+        """What is concatenated along dim 0 is computed in the result."""
+        parts, *dims = step.args
+        whole = step.kwargs["out"]
+        buffer = self.lifetimes.of(whole)
+        if any(dims) or not self._is_new(at, buffer, whole) or not whole.is_contiguous():
+            return
+        olds = [self.lifetimes.of(part) for part in parts]
+        inside = [
+            old.planned
+            and old.end == at
+            and _fills(part, old)
+            and part.is_contiguous()
+            and part.dtype == whole.dtype
+            and olds.count(old) == 1
+            and old.maker not in self.wholes.values()
+            for part, old in zip(parts, olds, strict=True)
+        ]
+        if not all(inside):
+            return
+        first = min(olds, key=lambda old: old.begin)
+        assert buffer.maker is not None and first.maker is not None
+        self.wholes[first.maker] = buffer.maker
+        buffer.begin = first.begin
+        self.dropped.add(step)
+        start = 0
+        for part in parts:
+            self._take(whole, part, start)
+            start += part.numel()
+
+    # -- donated arguments --------------------------------------------------------------------------
+
+    def _donate(self) -> None:
+        """Results take the memory of donated arguments that nothing reads after they are begun."""
+        free = [(self.lifetimes.of(tensor), tensor) for tensor in self.donated]
+        outputs = {id(x): x for x in self.tape.outputs if isinstance(x, torch.Tensor)}
+        for step in list(self.tape.steps):
+            if step.function not in ALLOCATIONS or id(step.results[0]) not in outputs:
+                continue
+            (result,) = step.tensors
+            buffer = self.lifetimes.of(result)
+            for old, tensor in free:
+                if _are_alike(tensor, result) and self._ends_before(old, buffer, result):
+                    free.remove((old, tensor))
+                    self._take(tensor, result)
+                    break
+
+    def _ends_before(self, old: Buffer, new: Buffer, result: torch.Tensor) -> bool:
+        """Whether nothing reads a buffer once the result is written, which may be what reads it last."""
+        if old.end < new.begin:
+            return True
+        at = new.begin + 1
+        return old.end == at and self._reads_alike(self.tape.steps[at], old, result)
+
+    def _reads_alike(self, step: Step, old: Buffer, result: torch.Tensor) -> bool:
+        """Whether a step writes a result entry by entry, and reads of a buffer the same entries."""
+        read = [x for x in step.operands if x is not result and self.lifetimes.of(x) is old]
+        return (
+            written_by(step) is result
+            and _is_pointwise(step.function)
+            and all(_are_alike(operand, result) for operand in read)
+        )
+
+
+def _fills(tensor: torch.Tensor, buffer: Buffer) -> bool:
+    return tensor.storage_offset() == 0 and tensor.nbytes == buffer.nbytes
+
+
+def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.dtype == other.dtype
+        and one.device == other.device
+        and one.storage_offset() == other.storage_offset()
+    )
+
+
+def written_by(step: Step) -> torch.Tensor | None:
+    """The one tensor that a step writes to; None if there are several, or none."""
+    if step.function is aten.copy_.default:
+        return step.operands[0]
+    schema = internals.schema_or_none(step.function)
+    names = [] if schema is None else [each.name for each in schema.arguments if each.is_out]
+    written: torch.Tensor | None = step.kwargs.get(names[0]) if len(names) == 1 else None
+    return written
+
+
+@functools.cache
+def _is_pointwise(op: Any) -> bool:
+    """Whether an operator computes each entry of its result of the same entries of its operands."""
+    if op is aten.copy_.default:
+        return True
+    if not isinstance(op, internals.OpOverload):
+        return False
+    packet = op.overloadpacket
+    overloads = (getattr(packet, name) for name in packet.overloads())
+    return any(torch.Tag.pointwise in overload.tags for overload in overloads)

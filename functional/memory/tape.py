@@ -1,0 +1,180 @@
+"""Tapes: the calls that generated code makes, in order, recorded on fake tensors.
+
+The code of a program with loops is run as it is, so a tape has the calls of every iteration in the order
+in which they happen. Values are fake tensors, identified by object, and views share the storage of what
+they are views of: aliasing is recorded, not derived.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core import tree
+from torchard.functional.execution.codegen import assembled, lines_of
+from torchard.functional.execution.collecting import Rows, Total
+from torchard.functional.programs.labels import Label, label_of
+from torchard.functional.torch_internals.operators import aten, c10d
+
+__all__ = ["Recorder", "Step", "Tape", "part_of", "recorded", "tensors_in"]
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """A call.
+
+    Attributes:
+        function: an operator, a kernel or a Python function.
+        args, kwargs: with fake tensors.
+        results: what it returns; None in the place of what is no tensor.
+        several: whether it returns a tuple.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[torch.Tensor | None, ...]
+    several: bool
+    label: Label
+
+    @property
+    def operands(self) -> list[torch.Tensor]:
+        """The tensors among its arguments."""
+        return tensors_in((self.args, self.kwargs))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors among its results."""
+        return [result for result in self.results if result is not None]
+
+
+@dataclass(eq=False)
+class Tape:
+    """The calls from some inputs to some outputs, which are fake tensors."""
+
+    inputs: list[torch.Tensor]
+    steps: list[Step] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+
+
+def part_of(
+    base: torch.Tensor, shape: Sequence[int], stride: Sequence[int], offset: int
+) -> torch.Tensor:
+    """A tensor in the memory of another one, from an offset in elements on."""
+    return base.as_strided(shape, stride, base.storage_offset() + offset)
+
+
+def tensors_in(values: Any) -> list[torch.Tensor]:
+    """The tensors in nested tuples, lists and dicts, in order."""
+    return [leaf for leaf in tree.leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+class Recorder:
+    """Runs functions on fake tensors, and records the calls as steps."""
+
+    def __init__(self, fakes: Any, steps: list[Step]) -> None:
+        self.fakes, self.steps = fakes, steps
+
+    def of(self, node: fx.Node) -> Callable[..., Any]:
+        """What generated code calls in place of a node's function."""
+        return functools.partial(self._called, node.target, label_of(node))
+
+    def _called(self, function: Any, label: Label, *args: Any, **kwargs: Any) -> Any:
+        iteration = sys._getframe(1).f_locals.get("i")  # of the loop in the generated code
+        return self.call(function, label.in_iteration(iteration), *args, **kwargs)
+
+    def call(self, function: Any, label: Label, *args: Any, **kwargs: Any) -> Any:
+        """Call a function, and record that."""
+        if function is c10d.wait_tensor.default:  # torch's fakes of it are new tensors
+            value: Any = args[0]
+        else:
+            with self.fakes:
+                value = function(*args, **kwargs)
+        several = isinstance(value, (tuple, list))
+        items = value if several else [value]
+        results = tuple(item if isinstance(item, torch.Tensor) else None for item in items)
+        self.steps.append(Step(function, args, kwargs, results, several, label))
+        return value
+
+    def row_of(self, stacked: torch.Tensor, i: int) -> torch.Tensor:
+        """A row of stacked values."""
+        label = self.steps[-1].label if self.steps else _NOWHERE
+        row: torch.Tensor = self.call(aten.select.int, label, stacked, 0, i)
+        return row
+
+    def write(self, function: Any, label: Label, *args: Any, **kwargs: Any) -> None:
+        """Record the call of a function that writes to an argument, which is all it does."""
+        self.steps.append(Step(function, args, kwargs, (), False, label))
+
+
+_NOWHERE = Label("select.int", "", "", "", "", None, "", "")
+
+
+class _RecordedRows(Rows):
+    """Rows of iterations, whose calls are recorded."""
+
+    __slots__ = ("recorder",)
+
+    def __init__(self, recorder: Recorder, count: int) -> None:
+        super().__init__(count)
+        self.recorder = recorder
+
+    def put(self, i: int, value: torch.Tensor) -> None:
+        call, label = self.recorder.call, self.recorder.steps[-1].label
+        if self.buffer is None:
+            self.buffer = call(aten.new_empty.default, label, value, [self.count, *value.shape])
+        call(aten.copy_.default, label, call(aten.select.int, label, self.buffer, 0, i), value)
+
+
+class _RecordedTotal(Total):
+    """The sum of the values of iterations, whose calls are recorded."""
+
+    __slots__ = ("recorder",)
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+
+    def put(self, i: int, value: torch.Tensor) -> None:
+        if self.total is None:
+            self.total = value
+            return
+        add = aten.add_.Tensor if self.written else aten.add.Tensor
+        self.total = self.recorder.call(add, self.recorder.steps[-1].label, self.total, value)
+        self.written = True
+
+
+def recorded(graph: fx.Graph, inputs: Sequence[torch.Tensor], name: str, fakes: Any) -> Tape:
+    """The calls of a graph's generated code on inputs like these.
+
+    Args:
+        inputs: their shapes, strides, dtypes and devices are read, not their values.
+        name: the program's name, for messages.
+        fakes: the mode that the tape's tensors belong to.
+    """
+    with fakes:
+        tape = Tape([_like(tensor) for tensor in inputs])
+    recorder = Recorder(fakes, tape.steps)
+    collections = (
+        functools.partial(_RecordedRows, recorder),
+        functools.partial(_RecordedTotal, recorder),
+        recorder.row_of,
+    )
+    names: dict[str, Any] = {}
+    body = list(lines_of(graph, names, recorder.of, collections))
+    with internals.no_modes(), torch.no_grad():
+        tape.outputs = assembled(body, names, name)(tuple(tape.inputs))
+    return tape
+
+
+def _like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+    )
