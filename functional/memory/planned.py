@@ -14,8 +14,8 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.locks import Lock
 from torchard.functional.memory.arena import arena
-from torchard.functional.memory.lifetimes import Buffer, Lifetimes
 from torchard.functional.memory.destinations import with_destinations
+from torchard.functional.memory.lifetimes import Buffer, Lifetimes
 from torchard.functional.memory.packing import Packing, Span, pack
 from torchard.functional.memory.planned_code import PlannedCode
 from torchard.functional.memory.reuse import with_reuse
