@@ -21,6 +21,9 @@ from torchard.functional.torch_internals.operators import aten, c10d, prims
 
 __all__ = ["ALLOCATIONS", "WRITERS", "Destination", "allocates", "with_destinations", "writer_of"]
 
+# What these copy may be computed in the result instead, the caller's too.
+_MERGED: frozenset[Any] = frozenset({aten.cat.default, c10d.all_reduce.default})
+
 # Operators that allocate and write nothing.
 ALLOCATIONS: frozenset[Any] = frozenset(
     {
@@ -259,7 +262,8 @@ def with_destinations(tape: Tape, donated: Sequence[torch.Tensor], fakes: Any) -
     steps: list[Step] = []
     recorder = Recorder(fakes, steps)
     for step in tape.steps:
-        own = step.function in ALLOCATIONS or not allocates(step) or not _inside(step, escaping)
+        inside = step.function in _MERGED or _is_inside(step, escaping)
+        own = step.function in ALLOCATIONS or not allocates(step) or not inside
         if own or not _written(step, recorder):
             steps.append(step)
     return Tape(tape.inputs, steps, tape.outputs)
@@ -287,7 +291,7 @@ def _layout(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _inside(step: Step, escaping: set[int]) -> bool:
+def _is_inside(step: Step, escaping: set[int]) -> bool:
     return any(internals.storage_id(result) not in escaping for result in step.tensors)
 
 

@@ -45,10 +45,14 @@ class Buffer:
     inside: Buffer | None = None
 
     @property
+    def is_allocated(self) -> bool:
+        """Whether a step allocates it, and does nothing else."""
+        return self.maker is not None and self.maker.function in ALLOCATIONS and self.inside is None
+
+    @property
     def planned(self) -> bool:
         """Whether it has a place in a block: an allocation of which nothing is kept."""
-        allocated = self.maker is not None and self.maker.function in ALLOCATIONS
-        return allocated and not self.kept and self.inside is None
+        return self.is_allocated and not self.kept
 
 
 @dataclass(eq=False)
@@ -101,8 +105,8 @@ class Lifetimes:
             for buffer in under_way.pop(read[0], ()):
                 buffer.end = at
         elif getattr(step.function, "namespace", "") == COLLECTIVES:
-            for result in made or read:
-                under_way.setdefault(result, []).extend((*read, *made))
+            (result,) = made or [self.of(step.kwargs.get("out", step.args[0]))]
+            under_way.setdefault(result, []).extend((*read, *made))
 
     def _made(self, result: torch.Tensor, at: int, step: Step) -> Buffer:
         """The buffer of a result; a view of other memory that replaced an allocation is part of that."""

@@ -18,6 +18,7 @@ from torchard.functional.memory.destinations import with_destinations
 from torchard.functional.memory.lifetimes import Buffer, Lifetimes
 from torchard.functional.memory.packing import Packing, Span, pack
 from torchard.functional.memory.planned_code import PlannedCode
+from torchard.functional.memory.results import with_results_apart
 from torchard.functional.memory.reuse import with_reuse
 from torchard.functional.memory.tape import Tape, recorded
 from torchard.functional.programs.program import Bound
@@ -56,7 +57,7 @@ def plan_of(
         donated: the positions of inputs whose memory the program may take.
     """
     fakes = internals.FakeTensorMode()
-    tape = recorded(graph, inputs, name, fakes)
+    tape = with_results_apart(recorded(graph, inputs, name, fakes), fakes)
     given = [tape.inputs[i] for i in donated]
     tape = with_destinations(tape, given, fakes)
     tape = with_reuse(tape, given)

@@ -13,7 +13,7 @@ Each turns an allocation of the tape into a view.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,9 +44,8 @@ class _Reuse:
     donated: Sequence[torch.Tensor]
     # By allocation: the view that takes its place.
     views: dict[Step, Step] = field(default_factory=dict)
-    dropped: set[Step] = field(default_factory=set)
-    # By the allocation of the first part: that of the whole, which comes before it.
-    wholes: dict[Step, Step] = field(default_factory=dict)
+    # By step: what is left to do of it.
+    left: dict[Step, list[Step]] = field(default_factory=dict)
 
     def run(self) -> Tape:
         for at, step in enumerate(self.tape.steps):
@@ -60,12 +59,15 @@ class _Reuse:
         return Tape(self.tape.inputs, list(self._steps()), self.tape.outputs)
 
     def _steps(self) -> Iterator[Step]:
-        moved = set(self.wholes.values())
+        """The steps, each after the allocations of its operands, which come as late as they can."""
+        allocations = [step for step in self.tape.steps if step.function in ALLOCATIONS]
+        makers = {id(step.results[0]): self.views.get(step, step) for step in allocations}
         for step in self.tape.steps:
-            if step in self.wholes:
-                yield self.wholes[step]
-            if step not in self.dropped and step not in moved:
-                yield self.views.get(step, step)
+            others = [] if step.function in ALLOCATIONS else [step]
+            for each in self.left.get(step, others):
+                yield from _made(each.operands, makers)
+                yield each
+        yield from _made([x for x in self.tape.outputs if isinstance(x, torch.Tensor)], makers)
 
     # -- over an operand ----------------------------------------------------------------------------
 
@@ -80,23 +82,27 @@ class _Reuse:
         result, source, *_ = step.args
         if self._may_take(at, step, source, result):
             self._take(source, result)
-            self.dropped.add(step)
+            self.left[step] = []
+        elif self._may_be_inside(at, source, result) and _are_alike(source, result):
+            self._put_inside(at, step, result, [source])
 
     def _may_take(self, at: int, step: Step, operand: torch.Tensor, result: torch.Tensor) -> bool:
         """Whether a step may write its result over an operand."""
-        old = self.lifetimes.of(operand)
+        old, new = self.lifetimes.of(operand), self.lifetimes.of(result)
         return (
-            self._is_new(at, self.lifetimes.of(result), result)
-            and old is not self.lifetimes.of(result)
+            self._is_new(at, result)
+            and new.planned
+            and old is not new
             and old.planned
             and old.end == at
             and _fills(operand, old)
             and self._reads_alike(step, old, result)
         )
 
-    def _is_new(self, at: int, buffer: Buffer, result: torch.Tensor) -> bool:
+    def _is_new(self, at: int, result: torch.Tensor) -> bool:
         """Whether a buffer was allocated for the result of a step, which is the first to use it."""
-        return buffer.planned and buffer.begin == at - 1 and _fills(result, buffer)
+        buffer = self.lifetimes.of(result)
+        return buffer.is_allocated and buffer.begin == at - 1 and _fills(result, buffer)
 
     def _take(self, base: torch.Tensor, result: torch.Tensor, offset: int = 0) -> None:
         """What is allocated for a result is part of other memory, from an offset in elements on."""
@@ -110,34 +116,50 @@ class _Reuse:
     # -- parts of a whole ---------------------------------------------------------------------------
 
     def _concatenated(self, at: int, step: Step) -> None:
-        """What is concatenated along dim 0 is computed in the result."""
+        """What is concatenated along dim 0 is computed in the result, if that saves most of the copy."""
         parts, *dims = step.args
         whole = step.kwargs["out"]
-        buffer = self.lifetimes.of(whole)
-        if any(dims) or not self._is_new(at, buffer, whole) or not whole.is_contiguous():
+        if any(dims) or not self._is_new(at, whole) or not whole.is_contiguous():
             return
-        olds = [self.lifetimes.of(part) for part in parts]
-        inside = [
+        inside = [part for part in parts if self._may_be_inside(at, part, whole)]
+        olds = [self.lifetimes.of(part) for part in inside]
+        inside = [part for part, old in zip(inside, olds, strict=True) if olds.count(old) == 1]
+        if 2 * sum(part.nbytes for part in inside) > whole.nbytes:
+            self._put_inside(at, step, whole, parts, {id(part) for part in inside})
+
+    def _may_be_inside(self, at: int, part: torch.Tensor, whole: torch.Tensor) -> bool:
+        """Whether the memory of a value, which nothing reads after a step, may be part of another's."""
+        old = self.lifetimes.of(part)
+        return (
             old.planned
             and old.end == at
             and _fills(part, old)
             and part.is_contiguous()
-            and part.dtype == whole.dtype
-            and olds.count(old) == 1
-            and old.maker not in self.wholes.values()
-            for part, old in zip(parts, olds, strict=True)
-        ]
-        if not all(inside):
-            return
-        first = min(olds, key=lambda old: old.begin)
-        assert buffer.maker is not None and first.maker is not None
-        self.wholes[first.maker] = buffer.maker
-        buffer.begin = first.begin
-        self.dropped.add(step)
+            and (part.dtype, part.device) == (whole.dtype, whole.device)
+            and self._is_new(at, whole)
+        )
+
+    def _put_inside(
+        self,
+        at: int,
+        step: Step,
+        whole: torch.Tensor,
+        parts: Sequence[torch.Tensor],
+        inside: Set[int] | None = None,
+    ) -> None:
+        """Compute parts in their places in a whole, and copy the others there."""
+        copies: list[Step] = []
         start = 0
         for part in parts:
-            self._take(whole, part, start)
+            if inside is None or id(part) in inside:
+                self._take(whole, part, start)
+            else:
+                args = (whole, list(part.shape), list(part.contiguous().stride()), start)
+                place = part_of(*args)
+                copies.append(Step(part_of, args, {}, (place,), False, step.label))
+                copies.append(Step(aten.copy_.default, (place, part), {}, (), False, step.label))
             start += part.numel()
+        self.left[step] = copies
 
     # -- donated arguments --------------------------------------------------------------------------
 
@@ -171,6 +193,15 @@ class _Reuse:
             and _is_pointwise(step.function)
             and all(_are_alike(operand, result) for operand in read)
         )
+
+
+def _made(tensors: Sequence[torch.Tensor], makers: dict[int, Step]) -> Iterator[Step]:
+    """The allocations of some tensors that were not made yet, and of what these are part of."""
+    for tensor in tensors:
+        if id(tensor) in makers:
+            maker = makers.pop(id(tensor))
+            yield from _made(maker.operands, makers)
+            yield maker
 
 
 def _fills(tensor: torch.Tensor, buffer: Buffer) -> bool:
