@@ -17,17 +17,19 @@ from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.locks import Lock
 from torchard.functional.engine.donation import donated_parts
+from torchard.functional.engine.lowered_function import width
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.compile_once import compiled_once
 from torchard.functional.execution.compile_progress import CompileProgress
 from torchard.functional.execution.failures import compiled_failed
 from torchard.functional.execution.regions import by_regions
-from torchard.functional.memory.planned import Planned
+from torchard.functional.memory.planned import Planned, PlannedHalves
 from torchard.functional.programs.program import Bound, Program, Rewrite
 from torchard.functional.programs.records import Record
 from torchard.functional.programs.tagging import strip
 from torchard.functional.remat.barrier import insert_barriers
+from torchard.functional.remat.split import HALVES, Split
 
 __all__ = ["Compile", "jit"]
 
@@ -132,11 +134,26 @@ class Compile(Rewrite):
         if module is None:
             return generated
         if self.backend == "eager":
-            donated = donated_parts(program, self.donate_argnums)
-            run: Bound = Planned(module.graph, generated, program.name, donated)
+            run = self._planned(module.graph, generated, program)
         else:
             run = self._compiled(module, generated, program)
         return run if program.runtime is None else program.runtime.guard(program, run, module.graph)
+
+    def _planned(self, graph: fx.Graph, generated: Bound, program: Program) -> Bound:
+        """The graph in planned memory; a backward shares that of its forward, which is bound first."""
+        halves: Split | None = program.facts.get(HALVES)
+        if halves is None:
+            donated = donated_parts(program, self.donate_argnums)
+            return Planned(graph, generated, program.name, donated)
+        if program is halves.forward:
+            saved, count = halves.parts(width)
+            name = program.name.removesuffix("_forward")
+            both = PlannedHalves(graph, generated, saved, count, name)
+            halves.bound[self] = both
+            return both.forward
+        both = halves.bound[self]
+        assert isinstance(both, PlannedHalves)
+        return both.with_backward(graph, generated).backward
 
     def _compiled(self, module: fx.GraphModule, generated: Bound, program: Program) -> Bound:
         """The module, or its regions, compiled when they are first called."""

@@ -155,10 +155,11 @@ class _Plain(torch.autograd.Function):
         del residuals
         # Unless the graph is retained, each residual is freed after its last use in the backward.
         ctx.maybe_clear_saved_tensors()
-        if internals.saved_were_freed(ctx):
+        freed = internals.saved_were_freed(ctx)
+        if freed:
             ctx.primals = None
         with in_frames(ctx.frames):
-            return (None, None, None, *_backward(ctx, saved, grads))
+            return (None, None, None, *_backward(ctx, saved, grads, freed))
 
 
 class _Primals:
@@ -187,7 +188,14 @@ def _version(part: torch.Tensor) -> int:
     return 0 if part.is_inference() else internals.version(part)
 
 
-def _backward(ctx: Any, saved: list[torch.Tensor], grads: Sequence[Any]) -> list[Any]:
+def _backward(
+    ctx: Any, saved: list[torch.Tensor], grads: Sequence[Any], freed: bool = False
+) -> list[Any]:
+    """The gradients of the input parts.
+
+    Args:
+        freed: whether only this list has the residuals, so that the backward may overwrite them.
+    """
     halves: Halves = ctx.halves
     cotangents = _cotangents(ctx, halves.cotangents, grads)
     if not any(position is not None for position in halves.gradients):
@@ -196,7 +204,7 @@ def _backward(ctx: Any, saved: list[torch.Tensor], grads: Sequence[Any]) -> list
         del saved[: ctx.count]
         saved += cotangents
         del cotangents
-        return _spread(halves.backward(saved), halves.gradients)
+        return _spread(halves.backward(saved if freed else tuple(saved)), halves.gradients)
     primals, residuals = saved[: ctx.count], saved[ctx.count :]
     if not _fast():  # jacrev: vmap over the backward
         tags = tuple(leaf.tag for leaf in halves.outputs)

@@ -33,7 +33,7 @@ from torchard.functional.programs.tags import KERNEL, VAL
 from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.programs.views import needed_by
 from torchard.functional.remat.loop_residuals import with_loop_residuals
-from torchard.functional.remat.split import Saved, split
+from torchard.functional.remat.split import split
 from torchard.functional.tracing.inner_gradients import note_replayed
 from torchard.functional.tracing.purify import replay
 from torchard.functional.tracing.trace_state import active
@@ -213,7 +213,7 @@ class LoweredFunction:
             backward=self._bound(halves.backward, ()),
             outputs=outputs,
             count=spans[-1].stop if spans else 0,
-            saved=self._saved_parts(halves.saved, halves.forward),
+            saved=halves.parts(self._width)[0],
             gradients=self._gradient_parts(halves.backward),
             differentiable=[flag for flag, span in zip(differentiable, spans, strict=True) for _ in span],
             cotangents=[part for i in floats for part in spans[i]],
@@ -222,22 +222,6 @@ class LoweredFunction:
 
     def _width(self, leaf: Leaf) -> int:
         return 1 if self.inline else width(leaf)
-
-    def _saved_parts(self, saved: list[Saved], forward: Program) -> list[tuple[int, int]]:
-        widths = [self._width(leaf) for leaf in forward.outputs]
-        values = [i for i, leaf in enumerate(forward.outputs) if leaf.role == "residual"]
-        first = values[0] if values else len(widths)
-        tables = (
-            _spans([self._width(leaf) for leaf in forward.inputs]),
-            _spans(widths[:first]),
-            _spans(widths[first:]),
-        )
-        which = {"input": 0, "output": 1, "value": 2}
-        return [
-            (which[residual.kind], part)
-            for residual in saved
-            for part in tables[which[residual.kind]][residual.index]
-        ]
 
     def _gradient_parts(self, backward: Program) -> list[int | None]:
         spans = _spans([self._width(leaf) for leaf in backward.outputs])

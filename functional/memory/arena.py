@@ -9,13 +9,15 @@ Blocks are freed when no planned program is left, or by `release`.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.memory.huge_pages import in_huge_pages
@@ -27,7 +29,7 @@ Sizes = Mapping[torch.device, int]
 
 
 class Block:
-    """Memory for one call at a time.
+    """Memory for one call at a time, and for what it leaves to a later one.
 
     Attributes:
         memory: by device, the bytes.
@@ -37,8 +39,53 @@ class Block:
         with internals.no_modes(), torch.no_grad(), torch.inference_mode(False):
             self.memory = {device: _bytes(size, device) for device, size in sizes.items()}
         self.lent = False
+        # The storage of what a call left, and the program that was called.
+        self._lease: torch.UntypedStorage | None = None
+        self._program: Any = None
+        self._left: list[Any] = []
         # What programs made of this memory, by program.
         self._made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    def is_free(self) -> bool:
+        """Whether no call runs in it, and nothing that one left in it is referred to."""
+        return not self.lent and self.leased() == 0
+
+    def leave(self, program: Any, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What a call of a program leaves: the block is not free until nothing refers to these tensors.
+
+        Args:
+            values: tensors in the block, all on one device.
+
+        Returns:
+            Tensors of the same memory, in one storage of their own.
+        """
+        (device,) = {value.device for value in values}
+        self._lease, self._program = from_dlpack(self.memory[device]).untyped_storage(), program
+        start = self.memory[device].data_ptr()
+        left = [_in_storage(self._lease, value, value.data_ptr() - start) for value in values]
+        self._left = [_identity(value) for value in left]
+        return left
+
+    def leased(self) -> int:
+        """The number of references to what a call left: tensors, and Python's to the storage."""
+        if self._lease is None:
+            return 0
+        uses = internals.storage_uses(self._lease)
+        # One of each is this object's own, and one is an argument.
+        return 1 if uses is None else uses - 1 + sys.getrefcount(self._lease) - 2
+
+    def has_left(self, program: Any, values: Mapping[int, torch.Tensor]) -> bool:
+        """Whether a call of a program left these tensors, by their positions, and no others are alive."""
+        return (
+            self._program is program
+            and self.leased() == len(values)
+            and all(self._left[i] == _identity(value) for i, value in values.items())
+        )
+
+    def take_back(self) -> None:
+        """What a call left is no longer needed."""
+        self._lease = self._program = None
+        self._left = []
 
     def fits(self, sizes: Sizes) -> bool:
         """Whether a program of these sizes can run in it."""
@@ -55,6 +102,19 @@ class Block:
             made = self._made[program] = make(self.memory)
         result: T = made
         return result
+
+
+def _identity(value: torch.Tensor) -> Any:
+    """What two tensors of the same values in the same memory have in common."""
+    return value.data_ptr(), internals.storage_id(value), value.shape, value.stride(), value.dtype
+
+
+def _in_storage(
+    storage: torch.UntypedStorage, like: torch.Tensor, start: int
+) -> torch.Tensor:
+    """A tensor in a storage, from some byte on."""
+    empty = torch.empty(0, dtype=like.dtype, device=like.device)
+    return empty.set_(storage, start // like.element_size(), like.shape, like.stride())
 
 
 def _bytes(size: int, device: torch.device) -> torch.Tensor:
@@ -84,12 +144,31 @@ class Arena:
             with self._lock:
                 block.lent = False
 
+    @contextmanager
+    def resumed(self, program: Any, values: Mapping[int, torch.Tensor]) -> Iterator[Block | None]:
+        """The block in which a call of a program left values, by their positions.
+
+        None: something else refers to it too, or they are not what the call left.
+        """
+        with self._lock:
+            idle = (block for block in self._blocks if not block.lent)
+            block = next((each for each in idle if each.has_left(program, values)), None)
+            if block is not None:
+                block.lent = True
+        try:
+            yield block
+        finally:
+            if block is not None:
+                block.take_back()
+                with self._lock:
+                    block.lent = False
+
     def _take(self, program: Any, sizes: Sizes) -> Block:
         with self._lock:
             if program not in self._programs:
                 self._programs.add(program)
                 weakref.finalize(program, self._left)
-            free = [block for block in self._blocks if not block.lent]
+            free = [block for block in self._blocks if block.is_free()]
             block = next((each for each in free if each.fits(sizes)), None)
             if block is None:
                 block = self._grown(free, sizes)
@@ -117,7 +196,7 @@ class Arena:
     def release(self) -> None:
         """Free the blocks that are not in use."""
         with self._lock:
-            self._blocks = [block for block in self._blocks if block.lent]
+            self._blocks = [block for block in self._blocks if not block.is_free()]
 
     def reserved(self) -> dict[torch.device, int]:
         """The bytes of all blocks, by device."""

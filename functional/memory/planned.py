@@ -1,12 +1,10 @@
-"""Planned programs: a graph bound to run in planned memory."""
+"""Planned programs: graphs bound to run in planned memory."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import fx
@@ -14,82 +12,40 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.locks import Lock
 from torchard.functional.memory.arena import arena
-from torchard.functional.memory.destinations import with_destinations
-from torchard.functional.memory.lifetimes import Buffer, Lifetimes
-from torchard.functional.memory.packing import Packing, Span, pack
-from torchard.functional.memory.planned_code import PlannedCode
-from torchard.functional.memory.results import with_results_apart
-from torchard.functional.memory.reuse import with_reuse
-from torchard.functional.memory.tape import Tape, recorded
+from torchard.functional.memory.plan import (
+    HalvesPlan,
+    MemoryPlan,
+    is_poisoned,
+    plan_of,
+    plan_of_halves,
+)
 from torchard.functional.programs.program import Bound
 
-__all__ = ["MemoryPlan", "Planned", "plan_of", "poisoned"]
+__all__ = ["Planned", "PlannedHalves"]
+
+P = TypeVar("P", bound=MemoryPlan)
+Tensors = Sequence[torch.Tensor]
 
 
-@dataclass(eq=False)
-class MemoryPlan:
-    """Where the values of a program are, for inputs of certain strides.
+class _Plans(Generic[P]):
+    """Plans by the strides of inputs; each is made when it is first needed."""
 
-    Attributes:
-        tape: the calls of the program, in destination-passing style.
-        packings: by device, the packing of its planned buffers.
-    """
+    def __init__(self) -> None:
+        self._known: dict[Hashable, P] = {}
+        self._lock = Lock()
 
-    tape: Tape
-    lifetimes: Lifetimes
-    packings: dict[torch.device, Packing]
-    code: PlannedCode
+    def get(self, inputs: Tensors, donates: bool, make: Callable[[], P]) -> P:
+        key = is_poisoned(), donates, *[x.stride() for x in inputs]
+        plan = self._known.get(key)
+        if plan is None:
+            with self._lock:
+                plan = self._known.get(key)
+                if plan is None:
+                    plan = self._known[key] = make()
+        return plan
 
-    @property
-    def sizes(self) -> dict[torch.device, int]:
-        """The bytes of a block, by device."""
-        return {device: packing.size for device, packing in self.packings.items()}
-
-
-def plan_of(
-    graph: fx.Graph, inputs: Sequence[torch.Tensor], name: str, donated: Sequence[int] = ()
-) -> MemoryPlan:
-    """The plan of a graph for inputs like these.
-
-    Args:
-        inputs: their values are not read.
-        name: the program's name, for messages.
-        donated: the positions of inputs whose memory the program may take.
-    """
-    fakes = internals.FakeTensorMode()
-    tape = with_results_apart(recorded(graph, inputs, name, fakes), fakes)
-    given = [tape.inputs[i] for i in donated]
-    tape = with_destinations(tape, given, fakes)
-    tape = with_reuse(tape, given)
-    lifetimes = Lifetimes(tape)
-    by_device: dict[torch.device, list[Buffer]] = {}
-    for buffer in lifetimes.planned():
-        by_device.setdefault(buffer.device, []).append(buffer)
-    packings = {
-        device: pack([Span(b.begin, b.end, b.nbytes) for b in own])
-        for device, own in by_device.items()
-    }
-    offsets = {
-        buffer: offset
-        for device, own in by_device.items()
-        for buffer, offset in zip(own, packings[device].offsets, strict=True)
-    }
-    code = PlannedCode(tape, lifetimes, offsets, name, _poisoned)
-    return MemoryPlan(tape, lifetimes, packings, code)
-
-
-_poisoned = False
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """A context for tests: programs overwrite memory that is not in use."""
-    global _poisoned
-    before, _poisoned = _poisoned, True
-    try:
-        yield
-    finally:
-        _poisoned = before
+    def all(self) -> list[P]:
+        return list(self._known.values())
 
 
 class Planned:
@@ -97,8 +53,8 @@ class Planned:
 
     Args:
         graph: what this process runs.
-        donated: the positions of inputs whose memory the program may take, if nothing else holds it.
         generated: the same program with allocated memory, for callers that must see its operations.
+        donated: the positions of inputs whose memory the program may take, if nothing else holds it.
     """
 
     def __init__(
@@ -106,48 +62,123 @@ class Planned:
     ) -> None:
         self.graph, self.generated, self.name = graph, generated, name
         self.donated = donated
-        self._plans: dict[Any, MemoryPlan] = {}
-        self._lock = Lock()
+        self._plans: _Plans[MemoryPlan] = _Plans()
 
-    def plan(self, parts: Sequence[torch.Tensor]) -> MemoryPlan:
+    def plan(self, parts: Tensors) -> MemoryPlan:
         """The plan for inputs like these."""
-        given = bool(self.donated) and all(_is_owned(parts, i) for i in self.donated)
-        key = _poisoned, given, *[part.stride() for part in parts]
-        plan = self._plans.get(key)
-        if plan is None:
-            with self._lock:
-                plan = self._plans.get(key)
-                if plan is None:
-                    donated = self.donated if given else ()
-                    plan = self._plans[key] = plan_of(self.graph, parts, self.name, donated)
-        return plan
+        donates = bool(self.donated) and all(_is_owned(parts, i) for i in self.donated)
+        given = self.donated if donates else ()
+        return self._plans.get(
+            parts, donates, lambda: plan_of(self.graph, parts, self.name, given)
+        )
 
-    def __call__(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def __call__(self, parts: Tensors) -> list[torch.Tensor]:
         if internals.has_modes() or internals.has_transforms():
             return self.generated(parts)
         plan = self.plan(parts)
         with arena.lent(plan, plan.sizes) as block:
-            return block.made_for(plan, plan.code.bound)(parts)
+            return block.made_for(plan.code, plan.code.bound)(parts)
 
 
-def _is_owned(parts: Sequence[torch.Tensor], i: int) -> bool:
+class PlannedHalves:
+    """A forward and its backward in one block of planned memory.
+
+    Residuals stay in the block, which is theirs until they are gone. A backward that is the last to read
+    them, and the only one to have them, runs in the same block and writes over those that it has read.
+    Any other one (of a graph that is retained, or whose saved tensors a hook has replaced or kept) runs
+    in another block, and leaves them as they are.
+
+    Args:
+        graph: what this process runs of the forward.
+        generated: the same with allocated memory, for callers that must see operations.
+        saved: for each residual that the backward takes, its list (0 inputs, 1 outputs, 2 values) and its
+            index there.
+        count: the number of outputs; those of the forward after them are values that are saved.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        generated: Bound,
+        saved: Sequence[tuple[int, int]],
+        count: int,
+        name: str,
+    ) -> None:
+        self.graph, self.generated = graph, generated
+        self.saved, self.count, self.name = saved, count, name
+        self._plans: _Plans[HalvesPlan] = _Plans()
+        self._alone: Planned | None = None
+
+    def with_backward(self, graph: fx.Graph, generated: Bound) -> PlannedHalves:
+        """Take the graph of the backward, without which nothing can be planned."""
+        self._alone = Planned(graph, generated, f"{self.name}_backward")
+        return self
+
+    def plan(self, parts: Tensors) -> HalvesPlan:
+        """The plan for inputs of the forward like these."""
+        assert self._alone is not None
+        graphs = self.graph, self._alone.graph
+        return self._plans.get(
+            parts, False, lambda: plan_of_halves(*graphs, parts, self.saved, self.count, self.name)
+        )
+
+    def forward(self, parts: Tensors) -> list[torch.Tensor]:
+        """The outputs and the values that are saved."""
+        if internals.has_modes() or internals.has_transforms():
+            return self.generated(parts)
+        plan = self.plan(parts)
+        with arena.lent(plan, plan.sizes) as block:
+            results = block.made_for(plan.code, plan.code.bound)(parts)
+            if plan.values:
+                left = block.leave(plan, [results[i] for i in plan.values])
+                for i, value in zip(plan.values, left, strict=True):
+                    results[i] = value
+            return results
+
+    def backward(self, saved: Tensors) -> list[torch.Tensor]:
+        """The gradients, from the residuals and the cotangents.
+
+        Args:
+            saved: a list if the residuals may be overwritten.
+        """
+        assert self._alone is not None
+        if internals.has_modes() or internals.has_transforms():
+            return self._alone(saved)
+        for plan in self._plans.all() if isinstance(saved, list) else ():
+            places = plan.residuals
+            if places and all(_has_one_owner(saved, i) for i in places.values()):
+                with arena.resumed(plan, {k: saved[i] for k, i in places.items()}) as block:
+                    if block is not None:
+                        run = block.made_for(plan.backward, plan.backward.bound)
+                        return run(saved)
+        return self._alone(saved)
+
+
+def _has_one_owner(parts: Tensors, i: int) -> bool:
+    """Whether nothing but a list holds a tensor."""
+    return sys.getrefcount(parts[i]) <= _OWNED
+
+
+def _is_owned(parts: Tensors, i: int) -> bool:
     """Whether nothing but a list holds an input and its memory, all of which is the input's."""
-    if sys.getrefcount(parts[i]) > _OWNED:
+    if not _has_one_owner(parts, i):
         return False
     part = parts[i]
     storage = part.untyped_storage()
     return (
         internals.storage_uses(storage) == _USES
+        and sys.getrefcount(storage) <= _HELD
         and storage.nbytes() == part.nbytes
         and part.is_contiguous()
     )
 
 
-def _counts() -> tuple[int, int]:
-    """The references to a tensor in a list as `_is_owned` sees them, and to its storage."""
+def _counts() -> tuple[int, int, int]:
+    """The references to a tensor in a list, and those to its storage, torch's and Python's."""
     parts = [torch.empty(1)]
-    uses = internals.storage_uses(parts[0].untyped_storage())
-    return sys.getrefcount(parts[0]), -1 if uses is None else uses
+    storage = parts[0].untyped_storage()
+    uses = internals.storage_uses(storage)
+    return sys.getrefcount(parts[0]), -1 if uses is None else uses, sys.getrefcount(storage)
 
 
-_OWNED, _USES = _counts()
+_OWNED, _USES, _HELD = _counts()

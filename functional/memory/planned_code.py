@@ -8,7 +8,7 @@ variable, which is dropped after its last use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,19 +27,26 @@ __all__ = ["PlannedCode"]
 
 @dataclass(eq=False)
 class PlannedCode:
-    """The code of a tape, before it is bound to a block.
+    """The code of some steps of a tape, before it is bound to a block.
 
     Args:
+        steps: which steps of the tape.
+        inputs, outputs: what the code takes and returns.
         offsets: of each planned buffer, in bytes.
+        before: the code of the steps before these, whose values in the block may be read.
         poisoned: whether memory is overwritten before its first and after its last use, with bytes that
             are NaN in every floating dtype, so that a value that is read too late cannot be missed.
     """
 
     tape: Tape
+    steps: range
+    inputs: Sequence[torch.Tensor]
+    outputs: Sequence[Any]
     lifetimes: Lifetimes
     offsets: Mapping[Buffer, int]
     name: str
     poisoned: bool = False
+    before: PlannedCode | None = None
     names: dict[str, Any] = field(default_factory=dict)
     body: list[Line] = field(default_factory=list)
     # Names of values, by the object that stands for them in the tape.
@@ -49,6 +56,9 @@ class PlannedCode:
     views: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if self.before is not None:
+            self.constants.update(self.before.constants)
+            self.views += self.before.views
         self.last = self._last_reads()
         self.body += self._lines()
 
@@ -66,7 +76,7 @@ class PlannedCode:
         names.update({self.constants[key]: value for key, value in values.items()})
         if self.poisoned:
             names["poison"] = _Poison(block, self.offsets)
-            for memory in block.values():
+            for memory in () if self.before else block.values():
                 memory.fill_(_POISON)
         return assembled(self.body, names, self.name)
 
@@ -130,20 +140,26 @@ class PlannedCode:
     def _last_reads(self) -> dict[int, int]:
         """By value, the last step that reads it; results are read after all steps."""
         last: dict[int, int] = {}
-        for at, step in enumerate(self.tape.steps):
+        for at in self.steps:
+            step = self.tape.steps[at]
             last.update(dict.fromkeys(map(id, (*step.tensors, *step.operands)), at))
-        last.update((id(x), len(self.tape.steps)) for x in self.tape.outputs)
+        last.update((id(x), self.steps.stop) for x in self.outputs)
         return last
 
     def _lines(self) -> Iterator[Line]:
-        inputs = [self._variable(tensor) for tensor in self.tape.inputs]
+        inputs = [self._variable(tensor) for tensor in self.inputs]
         if inputs:
             yield f"{', '.join(inputs)}, = args", None
             yield "if type(args) is list: args.clear()", None
-        unused = [self.variables[id(x)] for x in self.tape.inputs if id(x) not in self.last]
+        unused = [
+            self.variables[id(x)]
+            for x in self.inputs
+            if id(x) not in self.last or id(x) in self.constants
+        ]
         if unused:
-            yield f"del {', '.join(unused)}", None
-        for at, step in enumerate(self.tape.steps):
+            yield f"del {', '.join(dict.fromkeys(unused))}", None
+        for at in self.steps:
+            step = self.tape.steps[at]
             if self._is_constant(step):
                 self.views.append(step)
                 for result in step.tensors:
@@ -152,7 +168,7 @@ class PlannedCode:
                 yield from self._step(at, step)
             if self.poisoned:
                 yield f"poison({at})", None
-        yield f"return [{', '.join(map(self._text, self.tape.outputs))}]", None
+        yield f"return [{', '.join(map(self._text, self.outputs))}]", None
 
     def _step(self, at: int, step: Step) -> Iterator[Line]:
         text = self._call(step)
@@ -167,7 +183,8 @@ class PlannedCode:
             text = f"{targets[0]} = {text}"
         yield text, step.label
         used = dict.fromkeys(map(id, (*step.operands, *step.tensors)))
-        dead = [self.variables[x] for x in used if x in self.variables and self.last[x] == at]
+        variables = (x for x in used if x in self.variables and x not in self.constants)
+        dead = [self.variables[x] for x in variables if self.last[x] == at]
         if step.several and "_" in targets:
             dead.append("_")
         if dead:

@@ -18,15 +18,16 @@ __all__ = ["with_results_apart"]
 _SMALL = 4
 
 
-def with_results_apart(tape: Tape, fakes: object) -> Tape:
+def with_results_apart(tape: Tape, fakes: object, count: int | None = None) -> Tape:
     """The tape, with copies of results that are small parts of their memory.
 
     Args:
         fakes: the mode of the tape's tensors.
+        count: how many of the outputs are the caller's; by default all.
     """
     held = set(map(internals.storage_id, tape.inputs))
     used: dict[int, int] = {}
-    outputs = [x for x in tape.outputs if isinstance(x, torch.Tensor)]
+    outputs = [x for x in tape.outputs[:count] if isinstance(x, torch.Tensor)]
     for x in {id(x): x for x in outputs}.values():
         number = internals.storage_id(x)
         used[number] = used.get(number, 0) + x.nbytes
@@ -42,4 +43,5 @@ def with_results_apart(tape: Tape, fakes: object) -> Tape:
         if internals.storage_id(x) in small and id(x) not in copies:
             label = next(step.label for step in steps if any(x is y for y in step.tensors))
             copies[id(x)] = recorder.call(aten.clone.default, label, x)
-    return Tape(tape.inputs, steps, [copies.get(id(x), x) for x in tape.outputs])
+    results = [copies.get(id(x), x) for x in tape.outputs[:count]]
+    return Tape(tape.inputs, steps, [*results, *tape.outputs[len(results) :]])

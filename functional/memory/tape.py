@@ -23,7 +23,7 @@ from torchard.functional.execution.collecting import Rows, Total
 from torchard.functional.programs.labels import Label, label_of
 from torchard.functional.torch_internals.operators import aten, c10d
 
-__all__ = ["Recorder", "Step", "Tape", "part_of", "recorded", "tensors_in"]
+__all__ = ["CUT", "Recorder", "Step", "Tape", "fakes_like", "halves", "part_of", "recorded", "tensors_in"]
 
 
 @dataclass(eq=False, slots=True)
@@ -105,7 +105,7 @@ class Recorder:
 
     def row_of(self, stacked: torch.Tensor, i: int) -> torch.Tensor:
         """A row of stacked values."""
-        label = self.steps[-1].label if self.steps else _NOWHERE
+        label = self.steps[-1].label if self.steps else NOWHERE
         row: torch.Tensor = self.call(aten.select.int, label, stacked, 0, i)
         return row
 
@@ -114,7 +114,7 @@ class Recorder:
         self.steps.append(Step(function, args, kwargs, (), False, label))
 
 
-_NOWHERE = Label("select.int", "", "", "", "", None, "", "")
+NOWHERE = Label("select.int", "", "", "", "", None, "", "")
 
 
 class _RecordedRows(Rows):
@@ -152,15 +152,14 @@ class _RecordedTotal(Total):
 
 
 def recorded(graph: fx.Graph, inputs: Sequence[torch.Tensor], name: str, fakes: Any) -> Tape:
-    """The calls of a graph's generated code on inputs like these.
+    """The calls of a graph's generated code.
 
     Args:
-        inputs: their shapes, strides, dtypes and devices are read, not their values.
+        inputs: fake tensors.
         name: the program's name, for messages.
-        fakes: the mode that the tape's tensors belong to.
+        fakes: the mode that they belong to.
     """
-    with fakes:
-        tape = Tape([_like(tensor) for tensor in inputs])
+    tape = Tape(list(inputs))
     recorder = Recorder(fakes, tape.steps)
     collections = (
         functools.partial(_RecordedRows, recorder),
@@ -174,7 +173,29 @@ def recorded(graph: fx.Graph, inputs: Sequence[torch.Tensor], name: str, fakes: 
     return tape
 
 
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+def fakes_like(tensors: Sequence[torch.Tensor], fakes: Any) -> list[torch.Tensor]:
+    """Fake tensors of the same shapes, strides, dtypes and devices."""
+    with internals.no_modes(), fakes:
+        return [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tensors
+        ]
+
+
+def halves(forward: Tape, backward: Tape, outputs: Sequence[Any]) -> Tape:
+    """The tape of a forward and then its backward, whose inputs are values of the forward, or cotangents.
+
+    Args:
+        outputs: those of the forward that are the caller's.
+    """
+    known = {id(x) for x in (*forward.inputs, *forward.outputs)}
+    cotangents = [x for x in backward.inputs if id(x) not in known]
+    cut = Step(CUT, (), {}, (), False, NOWHERE)
+    return Tape(
+        [*forward.inputs, *cotangents],
+        [*forward.steps, cut, *backward.steps],
+        [*outputs, *backward.outputs],
     )
+
+
+def CUT() -> None:
+    """Stands between the steps of a forward and of its backward."""

@@ -7,7 +7,9 @@ by a third).
 
 from __future__ import annotations
 
+import itertools
 import operator
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -20,7 +22,10 @@ from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import RECOMPUTE, RESIDUAL
 from torchard.functional.programs.views import forward_offloads, is_tuple, is_view, needed_by
 
-__all__ = ["JointCut", "Saved", "Split", "halves_of", "split"]
+__all__ = ["HALVES", "JointCut", "Saved", "Split", "halves_of", "split"]
+
+HALVES = "halves"
+"""The key of the fact by which each half knows its Split."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +48,33 @@ class Split:
     forward: Program
     backward: Program
     saved: list[Saved]
+    # What a compiler made of both halves, for the one that is bound second.
+    bound: dict[Hashable, Any] = field(default_factory=dict)
+
+    def parts(self, width: Callable[[Leaf], int]) -> tuple[list[tuple[int, int]], int]:
+        """The residuals and outputs as parts, of which a leaf may have several.
+
+        Args:
+            width: the number of parts of a leaf.
+
+        Returns:
+            For each part of a residual, its list (0 inputs, 1 outputs, 2 values) and its index there; and
+            the number of parts of outputs.
+        """
+        outputs = [leaf for leaf in self.forward.outputs if leaf.role != "residual"]
+        values = [leaf for leaf in self.forward.outputs if leaf.role == "residual"]
+        tables = {
+            kind: (i, _spans(map(width, leaves)))
+            for i, (kind, leaves) in enumerate(
+                (("input", self.forward.inputs), ("output", outputs), ("value", values))
+            )
+        }
+        found = [
+            (tables[residual.kind][0], part)
+            for residual in self.saved
+            for part in tables[residual.kind][1][residual.index]
+        ]
+        return found, sum(map(width, outputs))
 
 
 @dataclass
@@ -162,7 +194,10 @@ def split(program: Program) -> Split:
         if leaf.role != "cotangent"
     ]
     saved, values = _where(residuals, [node for _, node in inputs], cut.outputs)
-    return Split(_forward(program, cut, values), _backward(program, cut, residuals, nodes), saved)
+    forward, backward = _forward(program, cut, values), _backward(program, cut, residuals, nodes)
+    both = Split(forward, backward, saved)
+    forward.facts[HALVES] = backward.facts[HALVES] = both
+    return both
 
 
 def halves_of(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -171,6 +206,12 @@ def halves_of(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
     residuals, nodes = _backward_nodes(cut)
     wanted = needed_by([*cut.outputs, *residuals])
     return [n for n in program.calls if n in wanted], [n for n in nodes if n.op == "call_function"]
+
+
+def _spans(widths: Iterable[int]) -> list[range]:
+    """The ranges of these widths, one after another."""
+    ends = list(itertools.accumulate(widths, initial=0))
+    return [range(*pair) for pair in itertools.pairwise(ends)]
 
 
 def _where(

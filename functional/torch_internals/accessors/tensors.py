@@ -10,7 +10,15 @@ import torch
 
 from torchard.functional.torch_internals.accessors.required import require
 
-__all__ = ["VERSION", "is_view", "storage_id", "storage_uses", "valueless", "version"]
+__all__ = [
+    "VERSION",
+    "is_view",
+    "storage_id",
+    "storage_number",
+    "storage_uses",
+    "valueless",
+    "version",
+]
 
 require(torch.Tensor, "_is_view", "_make_wrapper_subclass", "_version")
 require(torch.UntypedStorage, "_cdata")
@@ -36,7 +44,12 @@ def storage_id(tensor: torch.Tensor) -> int:
 
     It may be reused once the storage is freed.
     """
-    number: int = tensor.untyped_storage()._cdata
+    return storage_number(tensor.untyped_storage())
+
+
+def storage_number(storage: torch.UntypedStorage) -> int:
+    """The number of a storage."""
+    number: int = storage._cdata
     return number
 
 

@@ -14,10 +14,11 @@ import torch
 from effort import examples
 from hypothesis import given, settings
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from torchard import checkpoint, jit, policies, repeat, tree
 from torchard.functional.memory.arena import release, reserved
-from torchard.functional.memory.planned import poisoned
+from torchard.functional.memory.plan import poisoned
 from torchard.testing.strategies import RandomProgram, programs
 
 CPU = torch.device("cpu")
@@ -111,6 +112,12 @@ def stack(params: Any, x: Tensor) -> Tensor:
     return x.square().mean()
 
 
+def plain_stack(params: Any, x: Tensor) -> Tensor:
+    for p in params:
+        x = block(p, x)
+    return x.square().mean()
+
+
 def loop(params: Any, x: Tensor) -> Tensor:
     return repeat(block, params, x).square().mean()
 
@@ -150,6 +157,114 @@ def test_training_with_donated_arguments(loss: Callable[..., Tensor]) -> None:
         assert sorted(p.data_ptr() for p in tree.leaves(mine)) == sorted(addresses)
 
 
+# -- forward and backward -------------------------------------------------------------------------
+
+
+def outside(run: Any, params: Any, x: Tensor, **options: Any) -> list[Tensor]:
+    """The gradients by backward()."""
+    leaves = [p.detach().clone().requires_grad_() for p in tree.leaves(params)]
+    run(tree.unflatten(tree.structure(params), leaves), x).backward(**options)
+    return [p.grad for p in leaves if p.grad is not None]
+
+
+@pytest.mark.parametrize("loss", [stack, loop, plain_stack])
+def test_forward_and_backward_share_a_block(loss: Callable[..., Tensor]) -> None:
+    params, x = (stacked(4) if loss is loop else layers(4)), torch.randn(8, 16)
+    want = outside(plain(loss), params, x)
+    release()
+    run = planned(loss)
+    assert same(outside(run, params, x), want)
+    once = reserved()
+    for _ in range(3):
+        assert same(outside(run, params, x), want)
+    assert reserved() == once
+
+
+def test_residuals_that_are_still_needed() -> None:
+    """Several forwards before their backwards, a retained graph, a graph that is dropped."""
+    params, x = layers(3), torch.randn(8, 16)
+    run, want = planned(plain_stack), outside(plain(plain_stack), params, x)
+    leaves = [p.detach().clone().requires_grad_() for p in tree.leaves(params)]
+    mine = tree.unflatten(tree.structure(params), leaves)
+    values = [run(mine, x) for _ in range(3)]
+    run(mine, x * 2)  # dropped
+    for value in reversed(values):
+        assert same(torch.autograd.grad(value, leaves, retain_graph=True), want)
+        assert same(torch.autograd.grad(value, leaves), want)
+    grads = torch.autograd.grad(run(mine, x), leaves, create_graph=True)
+    assert same(grads, want)
+    total = sum(g.square().sum() for g in grads)
+    second = torch.autograd.grad(total, leaves)
+    leaves2 = [p.detach().clone().requires_grad_() for p in leaves]
+    grads2 = torch.autograd.grad(
+        plain(plain_stack)(tree.unflatten(tree.structure(params), leaves2), x), leaves2, create_graph=True
+    )
+    assert same(second, torch.autograd.grad(sum(g.square().sum() for g in grads2), leaves2))
+
+
+def test_saved_tensor_hooks() -> None:
+    """Hooks that keep what is saved, copy it, or put it elsewhere."""
+    params, x = layers(3), torch.randn(8, 16)
+    run, want = planned(plain_stack), outside(plain(plain_stack), params, x)
+    kept: list[Tensor] = []
+    copies: list[Tensor] = []
+
+    def keep(value: Tensor) -> Tensor:
+        kept.append(value)
+        copies.append(value.clone())
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda value: value):
+        assert same(outside(run, params, x), want)
+    assert same(outside(run, params, x), want)
+    assert same(kept, copies)
+    with torch.autograd.graph.saved_tensors_hooks(lambda v: v.double(), lambda v: v.float()):
+        assert same(outside(run, params, x), want)
+    with torch.autograd.graph.save_on_cpu():
+        assert same(outside(run, params, x), want)
+
+
+def tensor_of(value: Any) -> Tensor:
+    if isinstance(value, tuple):
+        return torch.empty(0).set_(*value)
+    return torch.as_tensor(value)
+
+
+SEEN: dict[str, Callable[[Tensor], Any]] = {
+    "itself": lambda x: x,
+    "a view": lambda x: x[:1],
+    "its data": lambda x: x.detach(),
+    "its storage": lambda x: (x.untyped_storage(), x.storage_offset(), x.shape, x.stride()),
+    "an array": lambda x: x.detach().numpy(),
+    "by dlpack": lambda x: from_dlpack(x.detach()),
+}
+
+
+@pytest.mark.parametrize("make", SEEN.values(), ids=SEEN)
+def test_residuals_that_the_caller_reads(make: Callable[[Tensor], Any]) -> None:
+    """What torch shows of a graph stays valid after its backward, and what shares its memory."""
+    params, x = layers(3), torch.randn(8, 16)
+    leaves = [p.detach().clone().requires_grad_() for p in tree.leaves(params)]
+    run = planned(plain_stack)
+    value = run(tree.unflatten(tree.structure(params), leaves), x)
+    seen = [make(v) for v in value.grad_fn.saved_tensors]
+    copies = cloned([tensor_of(v) for v in seen])
+    value.backward()
+    run(layers(3), x)
+    assert same([tensor_of(v) for v in seen], copies)
+
+
+def test_error_in_a_backward() -> None:
+    params, x = layers(3), torch.randn(8, 16)
+    run, want = planned(plain_stack), outside(plain(plain_stack), params, x)
+    leaves = [p.detach().clone().requires_grad_() for p in tree.leaves(params)]
+    value = run(tree.unflatten(tree.structure(params), leaves), x)
+    value.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        value.backward()
+    assert same(outside(run, params, x), want)
+
+
 # -- what a caller can still hold -------------------------------------------------------------------
 
 
@@ -180,23 +295,21 @@ def test_results_written_by_the_caller() -> None:
     assert same(run(x), plain(f)(x))
 
 
-def test_donated_arguments_that_others_hold() -> None:
-    """An argument whose memory another tensor reads is not written over."""
+@pytest.mark.parametrize("make", SEEN.values(), ids=SEEN)
+def test_donated_arguments_that_others_hold(make: Callable[[Tensor], Any]) -> None:
+    """An argument whose memory something else reads is not written over."""
+    run, x = planned(lambda x: x * 2, donate_argnums=0), torch.arange(12.0).reshape(3, 4)
+    seen = make(x)
+    result = run(x)
+    assert torch.equal(result, torch.arange(0.0, 24.0, 2).reshape(3, 4))
+    if seen is not x:  # which may not be used
+        assert torch.equal(tensor_of(seen), torch.arange(12.0).reshape(3, 4)[: len(tensor_of(seen))])
 
-    def f(x: Tensor) -> Tensor:
-        return x * 2
 
-    run = planned(f, donate_argnums=0)
-    whole = torch.arange(12.0).reshape(3, 4)
-    expected, view = whole * 2, whole[0]
-    kept = whole.numpy()
-    result = run(whole)
-    assert torch.equal(result, expected)
-    assert torch.equal(view, torch.arange(4.0))
-    assert (kept == torch.arange(12.0).reshape(3, 4).numpy()).all()
-    part = torch.arange(8.0)
-    assert torch.equal(run(part[:4]), torch.arange(4.0) * 2)  # memory of which it has a part
-    assert torch.equal(part, torch.arange(8.0))
+def test_a_part_of_memory_that_is_donated() -> None:
+    run, whole = planned(lambda x: x * 2, donate_argnums=0), torch.arange(8.0)
+    assert torch.equal(run(whole[:4]), torch.arange(0.0, 8.0, 2))
+    assert torch.equal(whole, torch.arange(8.0))
 
 
 def test_exception_in_the_middle() -> None:

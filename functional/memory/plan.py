@@ -1,0 +1,178 @@
+"""Memory plans: from a graph, or the graphs of a forward and its backward, to code in planned memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.memory.destinations import with_destinations
+from torchard.functional.memory.lifetimes import Buffer, Lifetimes
+from torchard.functional.memory.packing import Packing, Span, pack
+from torchard.functional.memory.planned_code import PlannedCode
+from torchard.functional.memory.results import with_results_apart
+from torchard.functional.memory.reuse import with_reuse
+from torchard.functional.memory.tape import CUT, Tape, fakes_like, halves, recorded
+
+__all__ = ["HalvesPlan", "MemoryPlan", "is_poisoned", "plan_of", "plan_of_halves", "poisoned"]
+
+
+@dataclass(eq=False)
+class MemoryPlan:
+    """Where the values of a tape are.
+
+    Attributes:
+        tape: the calls, in destination-passing style.
+        packings: by device, the packing of its planned buffers.
+        offsets: of each planned buffer, in bytes.
+        code: of all of its steps, or of a forward's.
+    """
+
+    tape: Tape
+    lifetimes: Lifetimes
+    packings: dict[torch.device, Packing]
+    offsets: dict[Buffer, int]
+    code: PlannedCode
+
+    @property
+    def sizes(self) -> dict[torch.device, int]:
+        """The bytes of a block, by device."""
+        return {device: packing.size for device, packing in self.packings.items()}
+
+
+@dataclass(eq=False)
+class HalvesPlan(MemoryPlan):
+    """The plan of a forward and its backward, in one block.
+
+    Attributes:
+        backward: the code of the backward's steps, which reads residuals where the forward left them.
+        values: the outputs of the forward that are residuals in the block.
+        residuals: for each of these, by its position among them, the input of the backward.
+    """
+
+    backward: PlannedCode
+    values: list[int]
+    residuals: dict[int, int]
+
+
+def plan_of(
+    graph: fx.Graph, inputs: Sequence[torch.Tensor], name: str, donated: Sequence[int] = ()
+) -> MemoryPlan:
+    """The plan of a graph for inputs like these.
+
+    Args:
+        inputs: their values are not read.
+        name: the program's name, for messages.
+        donated: the positions of inputs whose memory the program may take.
+    """
+    fakes = internals.FakeTensorMode()
+    tape = with_results_apart(recorded(graph, fakes_like(inputs, fakes), name, fakes), fakes)
+    given = [tape.inputs[i] for i in donated]
+    tape = with_reuse(with_destinations(tape, given, fakes), given)
+    lifetimes, packings, offsets = _packed(tape)
+    steps = range(len(tape.steps))
+    code = PlannedCode(
+        tape, steps, tape.inputs, tape.outputs, lifetimes, offsets, name, is_poisoned()
+    )
+    return MemoryPlan(tape, lifetimes, packings, offsets, code)
+
+
+def plan_of_halves(
+    forward: fx.Graph,
+    backward: fx.Graph,
+    inputs: Sequence[torch.Tensor],
+    saved: Sequence[tuple[int, int]],
+    count: int,
+    name: str,
+) -> HalvesPlan:
+    """The plan of a forward and its backward for inputs like these.
+
+    Args:
+        inputs: the forward's; their values are not read.
+        saved: for each residual that the backward takes, its list (0 inputs, 1 outputs, 2 values) and its
+            index there.
+        count: the number of outputs; those of the forward after them are values that are saved.
+        name: the program's name, for messages.
+    """
+    fakes = internals.FakeTensorMode()
+    first = recorded(forward, fakes_like(inputs, fakes), f"{name}_forward", fakes)
+    first = with_results_apart(first, fakes, count)
+    lists = first.inputs, first.outputs[:count], first.outputs[count:]
+    residuals = [lists[which][i] for which, i in saved]
+    floats = [x for x in lists[1] if x.is_floating_point() or x.is_complex()]
+    wanted = len(list(backward.find_nodes(op="placeholder"))) - len(residuals)
+    assert wanted == len(floats)
+    with internals.no_modes(), fakes:
+        cotangents = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in floats]
+    second = recorded(backward, [*residuals, *cotangents], f"{name}_backward", fakes)
+    second = with_results_apart(second, fakes)
+    apart = [x for x in lists[2] if not _may_be_left(x, lists[2])]
+    tape = halves(first, second, [*lists[1], *apart])
+    tape = with_reuse(with_destinations(tape, (), fakes))
+    lifetimes, packings, offsets = _packed(tape)
+    cut = next(at for at, step in enumerate(tape.steps) if step.function is CUT)
+    poison = is_poisoned()
+    one = PlannedCode(
+        tape, range(cut), first.inputs, first.outputs, lifetimes, offsets, f"{name}_forward", poison
+    )
+    two = PlannedCode(
+        tape,
+        range(cut + 1, len(tape.steps)),
+        second.inputs,
+        second.outputs,
+        lifetimes,
+        offsets,
+        f"{name}_backward",
+        poison,
+        one,
+    )
+    values = [i for i, x in enumerate(first.outputs) if i >= count and id(x) in one.constants]
+    inputs_at = {id(x): i for i, x in enumerate(residuals)}
+    places = {k: inputs_at[id(first.outputs[i])] for k, i in enumerate(values)}
+    return HalvesPlan(tape, lifetimes, packings, offsets, one, two, values, places)
+
+
+def _may_be_left(value: torch.Tensor, values: Sequence[torch.Tensor]) -> bool:
+    """Whether a value that is saved may stay in a block: those on one device, in plain memory, may."""
+    lazy = value.is_conj() or value.is_neg()
+    return not lazy and value.device == values[0].device
+
+
+def _packed(tape: Tape) -> tuple[Lifetimes, dict[torch.device, Packing], dict[Buffer, int]]:
+    lifetimes = Lifetimes(tape)
+    by_device: dict[torch.device, list[Buffer]] = {}
+    for buffer in lifetimes.planned():
+        by_device.setdefault(buffer.device, []).append(buffer)
+    packings = {
+        device: pack([Span(b.begin, b.end, b.nbytes) for b in own])
+        for device, own in by_device.items()
+    }
+    offsets = {
+        buffer: offset
+        for device, own in by_device.items()
+        for buffer, offset in zip(own, packings[device].offsets, strict=True)
+    }
+    return lifetimes, packings, offsets
+
+
+_poisoned = False
+
+
+def is_poisoned() -> bool:
+    """Whether programs overwrite memory that is not in use."""
+    return _poisoned
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """A context for tests: programs that are planned in it overwrite memory that is not in use."""
+    global _poisoned
+    before, _poisoned = _poisoned, True
+    try:
+        yield
+    finally:
+        _poisoned = before
