@@ -19,7 +19,7 @@ from torchard.functional.memory.tape import Step, Tape, part_of
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.torch_internals.operators import COLLECTIVES, c10d
 
-__all__ = ["Buffer", "Lifetimes"]
+__all__ = ["Buffer", "Lifetimes", "held"]
 
 # Operators of these namespaces keep none of their operands; a collective does until it is awaited.
 _KNOWN = ("aten", "prims", "torchard", Fused.namespace, COLLECTIVES)
@@ -32,6 +32,7 @@ class Buffer:
     Attributes:
         begin, end: the first and the last step that uses it; the first is -1 for inputs.
         maker: the step that allocates it; None for inputs.
+        value: the first tensor in it.
         kept: whether the caller, or a function, may hold it after the last step that uses it.
         inside: the buffer that it is part of, if it has no memory of its own.
     """
@@ -40,7 +41,8 @@ class Buffer:
     device: torch.device
     begin: int
     end: int
-    maker: Step | None = None
+    maker: Step | None
+    value: torch.Tensor
     kept: bool = False
     inside: Buffer | None = None
 
@@ -91,9 +93,13 @@ class Lifetimes:
         old.begin, old.end = min(old.begin, new.begin), max(old.end, new.end)
         old.kept |= new.kept
 
+    def all(self) -> list[Buffer]:
+        """Those that have memory of their own, in the order in which they are made."""
+        return [buffer for buffer in dict.fromkeys(self.known.values()) if buffer.inside is None]
+
     def planned(self) -> list[Buffer]:
         """Those that have a place in a block."""
-        return [buffer for buffer in dict.fromkeys(self.known.values()) if buffer.planned]
+        return [buffer for buffer in self.all() if buffer.planned]
 
     def _step(self, at: int, step: Step, under_way: dict[Buffer, list[Buffer]]) -> None:
         read = [self.of(operand) for operand in step.operands]
@@ -119,7 +125,7 @@ class Lifetimes:
 
     def _add(self, tensor: torch.Tensor, at: int, maker: Step | None, kept: bool = False) -> Buffer:
         number, nbytes = internals.storage_id(tensor), tensor.untyped_storage().nbytes()
-        new = Buffer(nbytes, tensor.device, at, at, maker, kept)
+        new = Buffer(nbytes, tensor.device, at, at, maker, tensor, kept)
         return self.known.setdefault(number, new)
 
 

@@ -12,6 +12,10 @@ from torchard.functional import torch_internals as internals
 __all__ = ["in_place_variant", "out_variant"]
 
 
+# Their out-variants for tensors take numbers too, of which torch makes tensors, here as there.
+_WITH_NUMBERS = ("aten::add", "aten::sub", "aten::mul", "aten::div")
+
+
 @functools.cache
 def out_variant(op: Any) -> tuple[Any, tuple[str, ...]] | None:
     """The overload that writes an operator's results, and the names of these; None if there is none.
@@ -22,11 +26,13 @@ def out_variant(op: Any) -> tuple[Any, tuple[str, ...]] | None:
     schema = internals.schema(op)
     if schema.is_mutable:
         return None
-    wanted = _signature(schema)
+    wanted = [_signature(schema)]
+    if schema.overload_name == "Scalar" and schema.name in _WITH_NUMBERS:
+        wanted.append([(name, kind.replace("number", "Tensor")) for name, kind in wanted[0]])
     for overload in _overloads(op):
         other = internals.schema(overload)
         names = tuple(argument.name for argument in other.arguments if argument.is_out)
-        if names and torch.Tag.generated not in overload.tags and _signature(other) == wanted:
+        if names and torch.Tag.generated not in overload.tags and _signature(other) in wanted:
             return overload, names
     return None
 
@@ -58,6 +64,4 @@ def _overloads(op: Any) -> list[Any]:
 
 def _signature(schema: Any) -> list[tuple[str, str]]:
     """The names and types of the arguments that are no results."""
-    return [
-        (argument.name, str(argument.type)) for argument in schema.arguments if not argument.is_out
-    ]
+    return [(each.name, str(each.type)) for each in schema.arguments if not each.is_out]

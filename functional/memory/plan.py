@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,7 +19,18 @@ from torchard.functional.memory.results import with_results_apart
 from torchard.functional.memory.reuse import with_reuse
 from torchard.functional.memory.tape import CUT, Tape, fakes_like, halves, recorded
 
-__all__ = ["HalvesPlan", "MemoryPlan", "is_poisoned", "plan_of", "plan_of_halves", "poisoned"]
+__all__ = [
+    "HalvesPlan",
+    "JointTape",
+    "MemoryPlan",
+    "is_poisoned",
+    "joint_tape_of",
+    "plan_of",
+    "plan_of_halves",
+    "plan_of_tape",
+    "poisoned",
+    "tape_of",
+]
 
 
 @dataclass(eq=False)
@@ -59,6 +71,65 @@ class HalvesPlan(MemoryPlan):
     residuals: dict[int, int]
 
 
+@dataclass(eq=False)
+class JointTape:
+    """The tape of a forward and then its backward.
+
+    Attributes:
+        forward, backward: the tapes of both, with the same tensors.
+        residuals: the inputs of the backward that are values of the forward.
+        count: the number of outputs of the forward that are the caller's.
+    """
+
+    tape: Tape
+    forward: Tape
+    backward: Tape
+    residuals: list[torch.Tensor]
+    count: int
+
+
+def tape_of(graph: fx.Graph, inputs: Sequence[torch.Tensor], name: str, fakes: Any) -> Tape:
+    """The tape of a graph for inputs like these, whose values are not read.
+
+    Args:
+        name: the program's name, for messages.
+        fakes: the mode of the tape's tensors.
+    """
+    return with_results_apart(recorded(graph, fakes_like(inputs, fakes), name, fakes), fakes)
+
+
+def joint_tape_of(
+    forward: fx.Graph,
+    backward: fx.Graph,
+    inputs: Sequence[torch.Tensor],
+    saved: Sequence[tuple[int, int]],
+    count: int,
+    name: str,
+    fakes: Any,
+) -> JointTape:
+    """The tape of a forward and its backward for inputs of the forward like these.
+
+    Args:
+        saved: for each residual that the backward takes, its list (0 inputs, 1 outputs, 2 values) and its
+            index there.
+        count: the number of outputs; those of the forward after them are values that are saved.
+        name: the program's name, for messages.
+        fakes: the mode of the tape's tensors.
+    """
+    first = recorded(forward, fakes_like(inputs, fakes), f"{name}_forward", fakes)
+    first = with_results_apart(first, fakes, count)
+    lists = first.inputs, first.outputs[:count], first.outputs[count:]
+    residuals = [lists[which][i] for which, i in saved]
+    floats = [x for x in lists[1] if x.is_floating_point() or x.is_complex()]
+    with internals.no_modes(), fakes:
+        cotangents = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in floats]
+    second = recorded(backward, [*residuals, *cotangents], f"{name}_backward", fakes)
+    second = with_results_apart(second, fakes)
+    apart = [x for x in lists[2] if not _may_be_left(x, lists[2])]
+    tape = halves(first, second, [*lists[1], *apart])
+    return JointTape(tape, first, second, residuals, count)
+
+
 def plan_of(
     graph: fx.Graph, inputs: Sequence[torch.Tensor], name: str, donated: Sequence[int] = ()
 ) -> MemoryPlan:
@@ -70,68 +141,36 @@ def plan_of(
         donated: the positions of inputs whose memory the program may take.
     """
     fakes = internals.FakeTensorMode()
-    tape = with_results_apart(recorded(graph, fakes_like(inputs, fakes), name, fakes), fakes)
+    return plan_of_tape(tape_of(graph, inputs, name, fakes), name, fakes, donated)
+
+
+def plan_of_tape(tape: Tape, name: str, fakes: Any, donated: Sequence[int] = ()) -> MemoryPlan:
+    """The plan of a tape."""
     given = [tape.inputs[i] for i in donated]
     tape = with_reuse(with_destinations(tape, given, fakes), given)
     lifetimes, packings, offsets = _packed(tape)
-    steps = range(len(tape.steps))
-    code = PlannedCode(
-        tape, steps, tape.inputs, tape.outputs, lifetimes, offsets, name, is_poisoned()
-    )
+    steps, poison = range(len(tape.steps)), is_poisoned()
+    code = PlannedCode(tape, steps, tape.inputs, tape.outputs, lifetimes, offsets, name, poison)
     return MemoryPlan(tape, lifetimes, packings, offsets, code)
 
 
-def plan_of_halves(
-    forward: fx.Graph,
-    backward: fx.Graph,
-    inputs: Sequence[torch.Tensor],
-    saved: Sequence[tuple[int, int]],
-    count: int,
-    name: str,
-) -> HalvesPlan:
-    """The plan of a forward and its backward for inputs like these.
-
-    Args:
-        inputs: the forward's; their values are not read.
-        saved: for each residual that the backward takes, its list (0 inputs, 1 outputs, 2 values) and its
-            index there.
-        count: the number of outputs; those of the forward after them are values that are saved.
-        name: the program's name, for messages.
-    """
-    fakes = internals.FakeTensorMode()
-    first = recorded(forward, fakes_like(inputs, fakes), f"{name}_forward", fakes)
-    first = with_results_apart(first, fakes, count)
-    lists = first.inputs, first.outputs[:count], first.outputs[count:]
-    residuals = [lists[which][i] for which, i in saved]
-    floats = [x for x in lists[1] if x.is_floating_point() or x.is_complex()]
-    wanted = len(list(backward.find_nodes(op="placeholder"))) - len(residuals)
-    assert wanted == len(floats)
-    with internals.no_modes(), fakes:
-        cotangents = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in floats]
-    second = recorded(backward, [*residuals, *cotangents], f"{name}_backward", fakes)
-    second = with_results_apart(second, fakes)
-    apart = [x for x in lists[2] if not _may_be_left(x, lists[2])]
-    tape = halves(first, second, [*lists[1], *apart])
-    tape = with_reuse(with_destinations(tape, (), fakes))
+def plan_of_halves(joint: JointTape, name: str, fakes: Any) -> HalvesPlan:
+    """The plan of a forward and its backward, in one block."""
+    tape = with_reuse(with_destinations(joint.tape, (), fakes))
     lifetimes, packings, offsets = _packed(tape)
     cut = next(at for at, step in enumerate(tape.steps) if step.function is CUT)
-    poison = is_poisoned()
+    first, second, poison = joint.forward, joint.backward, is_poisoned()
     one = PlannedCode(
         tape, range(cut), first.inputs, first.outputs, lifetimes, offsets, f"{name}_forward", poison
     )
+    rest = range(cut + 1, len(tape.steps))
+    inputs, outputs = second.inputs, second.outputs
     two = PlannedCode(
-        tape,
-        range(cut + 1, len(tape.steps)),
-        second.inputs,
-        second.outputs,
-        lifetimes,
-        offsets,
-        f"{name}_backward",
-        poison,
-        one,
+        tape, rest, inputs, outputs, lifetimes, offsets, f"{name}_backward", poison, one
     )
-    values = [i for i, x in enumerate(first.outputs) if i >= count and id(x) in one.constants]
-    inputs_at = {id(x): i for i, x in enumerate(residuals)}
+    saved = range(joint.count, len(first.outputs))
+    values = [i for i in saved if id(first.outputs[i]) in one.constants]
+    inputs_at = {id(x): i for i, x in enumerate(joint.residuals)}
     places = {k: inputs_at[id(first.outputs[i])] for k, i in enumerate(values)}
     return HalvesPlan(tape, lifetimes, packings, offsets, one, two, values, places)
 

@@ -16,6 +16,7 @@ from torchard.functional.memory.plan import (
     HalvesPlan,
     MemoryPlan,
     is_poisoned,
+    joint_tape_of,
     plan_of,
     plan_of_halves,
 )
@@ -116,11 +117,14 @@ class PlannedHalves:
 
     def plan(self, parts: Tensors) -> HalvesPlan:
         """The plan for inputs of the forward like these."""
+        return self._plans.get(parts, False, lambda: self._made(parts))
+
+    def _made(self, parts: Tensors) -> HalvesPlan:
         assert self._alone is not None
+        fakes = internals.FakeTensorMode()
         graphs = self.graph, self._alone.graph
-        return self._plans.get(
-            parts, False, lambda: plan_of_halves(*graphs, parts, self.saved, self.count, self.name)
-        )
+        joint = joint_tape_of(*graphs, parts, self.saved, self.count, self.name, fakes)
+        return plan_of_halves(joint, self.name, fakes)
 
     def forward(self, parts: Tensors) -> list[torch.Tensor]:
         """The outputs and the values that are saved."""

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import fx
@@ -31,6 +31,7 @@ __all__ = [
     "Leaf",
     "Placement",
     "Program",
+    "RankGraph",
     "Rewrite",
     "Runtime",
     "finished",
@@ -252,6 +253,13 @@ def finished(program: Program, rewrites: Iterable[Rewrite]) -> Program:
     return program
 
 
+class RankGraph(NamedTuple):
+    """What one rank runs: a graph, and fake tensors like its inputs."""
+
+    graph: fx.Graph
+    inputs: list[torch.Tensor]
+
+
 class Runtime(ABC):
     """What binds a rewritten program to a callable on tensors.
 
@@ -301,6 +309,10 @@ class Runtime(ABC):
     def bytes_of(self, node: fx.Node, item: int = 0) -> int:
         """Bytes of a value, or of one item of a tuple, on the device that holds most of it."""
         return bytes_of(node, item)
+
+    def ranks(self, program: Program) -> Sequence[RankGraph]:
+        """What single ranks run; of those that hold equally much, one."""
+        return [RankGraph(program.graph, [VAL.of(node) for node in program.placeholders])]
 
     def stages(self, program: Program) -> Sequence[Runtime]:
         """This runtime as the ranks of each stage of a pipeline see it, which hold different values."""

@@ -27,7 +27,16 @@ from torchard.functional.remat.loop_residuals import with_loop_residuals
 from torchard.functional.remat.split import halves_of
 from torchard.functional.remat.timeline import Event, Place, ProgramTimeline
 
-__all__ = ["Liveness", "Storage", "bytes_in", "liveness", "order_of", "peak_of", "storage_key"]
+__all__ = [
+    "Liveness",
+    "Storage",
+    "bytes_in",
+    "donated_inputs",
+    "liveness",
+    "order_of",
+    "peak_of",
+    "storage_key",
+]
 
 
 class Storage(NamedTuple):
@@ -116,10 +125,10 @@ class _Walk:
 
     def run(self) -> Liveness:
         live, end = self.live, len(self.live.events)
-        donated = _donated(self.program)
-        for leaf, node in zip(self.program.inputs, self.program.placeholders, strict=True):
+        donated = set(donated_inputs(self.program))
+        for number, node in enumerate(self.program.placeholders):
             self._make(Storage(node), -1, self.size(node, 0))
-            live.last[Storage(node)] = 0 if leaf.path.startswith(donated) else end
+            live.last[Storage(node)] = 0 if number in donated else end
         for at, (node, places, _) in enumerate(live.events):
             for i in places:
                 for storage in self._allocated_by((node, i)):
@@ -233,12 +242,12 @@ def _added_products(nodes: Iterable[fx.Node]) -> set[fx.Node]:
     return {product for product in found if product is not None}
 
 
-def _donated(program: Program) -> tuple[str, ...]:
-    """Path prefixes of donated arguments; none in a joint program, whose backward may read them."""
-    if any(leaf.role == "cotangent" for leaf in program.inputs):
-        return ()
-    numbers = () if program.compiler is None else program.compiler.donate_argnums
-    return tuple(f"args[{n}]" for n in numbers)
+def donated_inputs(program: Program) -> list[int]:
+    """The inputs that are donated; none in a joint program, whose backward may read them."""
+    if any(leaf.role == "cotangent" for leaf in program.inputs) or program.compiler is None:
+        return []
+    starts = tuple(f"args[{n}]" for n in program.compiler.donate_argnums)
+    return [i for i, leaf in enumerate(program.inputs) if leaf.path.startswith(starts)]
 
 
 def bytes_in(program: Program) -> Callable[[fx.Node, int], int]:

@@ -14,6 +14,7 @@ from torchard.functional.programs.records import Work
 from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.remat.liveness import peak_of
 from torchard.functional.reports.draw import draw
+from torchard.functional.reports.memory import Memory, memory_of
 from torchard.functional.reports.residuals import Residuals, residuals_of
 from torchard.functional.reports.text import program_text
 from torchard.functional.reports.work import work_of
@@ -62,6 +63,14 @@ class Lowered(Program):
         most, of a pipeline on the stage that holds most, without buffers of collectives.
         """
         return peak_of(self)
+
+    @property
+    def memory(self) -> Memory:
+        """Who holds memory at the peak, and what allocators need, with what collectives send and receive.
+
+        Over a mesh, on one rank; of a pipeline, on the rank that needs most.
+        """
+        return memory_of(self)
 
     @property
     def work(self) -> Work:

@@ -19,7 +19,7 @@ from torchard.sharding.layouts.tags import OVER
 from torchard.sharding.lowering.lower import Lowering
 from torchard.sharding.values.mesh import Mesh
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "NamedChannel"]
 
 # The number of ranks that a message lists.
 _LISTED = 8
@@ -46,6 +46,14 @@ class Channel:
         node = self.low.emit.call(target, *args)
         put(node, {**self.tags, STAGE: stage})
         return node
+
+
+class NamedChannel(Channel):
+    """The same on a mesh without process groups: what a rank would run, which is not run."""
+
+    def __init__(self, low: Lowering, axes: Sequence[str], group: Any = None) -> None:
+        self.low, self.group = low, "·".join(axes)
+        self.tags = {COLLECTIVE: low.record}
 
 
 def _peers(mesh: Mesh, group: Any, members: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.execution.codegen import compiled
-from torchard.functional.programs.program import Bound, Placement, Program, Runtime
+from torchard.functional.programs.program import Bound, Placement, Program, RankGraph, Runtime
 from torchard.functional.programs.records import Work
 from torchard.functional.programs.tags import LAYOUT, STEP, VAL
 from torchard.sharding.layouts.collective_ops import Send
@@ -60,10 +60,29 @@ class _OnMesh(Runtime):
         """The work of the plan, and how it is split."""
         return mesh_work(program, self.mesh)
 
+    def ranks(self, program: Program) -> Sequence[RankGraph]:
+        """What the first rank runs; of a pipeline, the first one of each stage."""
+        first = dict.fromkeys(self.mesh.shape, 0)
+        return [self._of_rank(program, {**first, **dict(home)}) for home in _homes(program) or [()]]
+
+    def _of_rank(self, program: Program, at: dict[str, int]) -> RankGraph:
+        transport = ProcessGroupTransport(named=True)
+        graph = _local(Lowering(program.graph, self.mesh, [at], transport))
+        reduce_in_place(graph)
+        with internals.no_modes(), internals.FakeTensorMode():
+            inputs = [
+                torch.empty(
+                    LAYOUT.of(node).local_shape(at, self.mesh.shape),
+                    dtype=VAL.of(node).dtype,
+                    device=VAL.of(node).device,
+                )
+                for node in program.placeholders
+            ]
+        return RankGraph(graph, inputs)
+
     def stages(self, program: Program) -> Sequence[Runtime]:
         """The runtime of each home of values; itself alone if values have none."""
-        homes = {x.home for node in program.graph.nodes for x in _layouts(node) if x.home}
-        return [_AtHome(self, home) for home in sorted(homes)] or [self]
+        return [_AtHome(self, home) for home in _homes(program)] or [self]
 
 
 @dataclass(frozen=True)
@@ -137,6 +156,11 @@ class Distributed(_OnMesh):
                     raise
 
         return run
+
+
+def _homes(program: Program) -> list[tuple[tuple[str, int], ...]]:
+    """The homes of a program's values, in order; none if they have none."""
+    return sorted({x.home for node in program.graph.nodes for x in _layouts(node) if x.home})
 
 
 def _connect(graph: fx.Graph, mesh: Mesh) -> None:
