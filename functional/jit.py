@@ -25,6 +25,7 @@ from torchard.functional.execution.compile_progress import CompileProgress
 from torchard.functional.execution.failures import compiled_failed
 from torchard.functional.execution.regions import by_regions
 from torchard.functional.memory.planned import Planned, PlannedHalves
+from torchard.functional.memory.pool import empty_strided
 from torchard.functional.programs.program import Bound, Program, Rewrite
 from torchard.functional.programs.records import Record
 from torchard.functional.programs.tagging import strip
@@ -55,7 +56,8 @@ def jit(
             afterwards raises DonatedError.
         memory: ``"allocated"`` asks the allocator for each value; ``"planned"`` gives each one a place in
             memory that is reserved once (functional/memory). Results are always in memory of their own;
-            those of a step that donates its arguments take theirs.
+            those of a step that donates its arguments take theirs. Inductor plans its own intermediates;
+            its code, on a CPU, gets them in memory of earlier calls that nothing refers to.
 
     Returns:
         A function that computes what ``fn`` does, with ``.lower`` and ``.lower_joint``. Tensors and
@@ -158,18 +160,21 @@ class Compile(Rewrite):
     def _compiled(self, module: fx.GraphModule, generated: Bound, program: Program) -> Bound:
         """The module, or its regions, compiled when they are first called."""
         progress = CompileProgress(program.name)
+        allocate = empty_strided if self.planned else None
 
         def region(graph: fx.Graph) -> Bound:
             insert_barriers(graph)
             part = fx.GraphModule(torch.nn.Module(), graph)
-            return _Compiled(part, compiled(graph, program.name), self.backend, progress)
+            return _Compiled(part, compiled(graph, program.name), self.backend, progress, allocate)
 
         outer = by_regions(module.graph, region)
         if outer is not None:
             return _Regions(compiled(outer, program.name), generated)
         insert_barriers(module.graph)
         module.recompile()
-        return _Compiled(module, generated, self.backend, progress, program.collectives)
+        return _Compiled(
+            module, generated, self.backend, progress, allocate, program.collectives
+        )
 
 
 def _flat_module(program: Program) -> fx.GraphModule | None:
@@ -201,6 +206,7 @@ class _Compiled:
         generated: Bound,
         backend: str,
         progress: CompileProgress,
+        allocate: Callable[..., torch.Tensor] | None,
         collectives: Sequence[Record] = (),
     ) -> None:
         self.module = module
@@ -209,6 +215,7 @@ class _Compiled:
         self.name = self.__name__ = progress.name
         self.progress = progress
         progress.total += 1
+        self.allocate = allocate
         self.collectives = collectives
         self.by_strides: dict[Any, Callable[..., Any]] = {}
         self.lock = Lock()
@@ -240,4 +247,4 @@ class _Compiled:
         with self.progress.part(), once, warnings.catch_warnings(), torch.no_grad():
             # Importing the compiler warns about torch.jit.
             warnings.simplefilter("ignore")
-            return internals.compile_graph(module, parts, self.backend)
+            return internals.compile_graph(module, parts, self.backend, self.allocate)

@@ -17,17 +17,51 @@ from torchard.functional.torch_internals.thread_state import one_at_a_time, thre
 
 __all__ = ["compile_graph", "resolved"]
 
+# How Inductor's code for a CPU calls what allocates a tensor (torch 2.13).
+_ALLOCATES = "empty_strided_cpu"
+
+
 def compile_graph(
-    module: fx.GraphModule, inputs: Sequence[torch.Tensor], backend: str
+    module: fx.GraphModule,
+    inputs: Sequence[torch.Tensor],
+    backend: str,
+    allocate: Callable[..., torch.Tensor] | None = None,
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
     """Compile a flat graph by a backend of torch.compile, to a function of one list of inputs.
+
+    Args:
+        allocate: a function of shape, strides and dtype from which Inductor's code gets memory on a CPU,
+            pools for all its intermediates. Where a version of torch writes other code, the code
+            allocates by itself.
 
     torch.compile itself would retrace the flat graph and check guards at every call; our own cache key
     has everything the graph depends on. Inductor frees inputs after their last use if it may empty the
     list they are in, which it does for graphs in a GmWrapper.
     """
     with one_at_a_time, thread_state_kept():
-        return _compiled(module, resolved(inputs), backend)
+        if allocate is None or backend != "inductor":
+            return _compiled(module, resolved(inputs), backend)
+        with _allocating_by(allocate):
+            return _compiled(module, resolved(inputs), backend)
+
+
+@contextlib.contextmanager
+def _allocating_by(allocate: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """A context in which Inductor plans memory in pools, and its code gets these from a function.
+
+    Its code calls a function by a name of its module. Code that was compiled without pools is other code.
+    """
+    with needed():
+        from torch._inductor import config
+        from torch._inductor.codecache import PyCodeCache
+
+    modules: list[Any] = getattr(PyCodeCache, "modules", [])
+    before = len(modules)
+    with config.patch(memory_planning=True):
+        yield
+    for made in modules[before:]:
+        if hasattr(made, _ALLOCATES):
+            setattr(made, _ALLOCATES, allocate)
 
 
 def _compiled(

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from torchard import fuse, trace
 from torchard.functional.memory import huge_pages
+from torchard.functional.memory.pool import Pool
 from torchard.kernels.execution import buffers
-from torchard.kernels.execution.buffers import Buffers, Pool
+from torchard.kernels.execution.buffers import Buffers
 from torchard.kernels.execution.compiled import compiled
 
 CPU = torch.device("cpu")
