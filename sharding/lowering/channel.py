@@ -19,21 +19,29 @@ from torchard.sharding.layouts.tags import OVER
 from torchard.sharding.lowering.lower import Lowering
 from torchard.sharding.values.mesh import Mesh
 
-__all__ = ["Channel", "NamedChannel"]
+__all__ = ["Channel"]
 
 # The number of ranks that a message lists.
 _LISTED = 8
 
 
 class Channel:
-    """The collective that is being lowered, over a process group: that along some axes, or another."""
+    """The collective that is being lowered, over a process group: that along some axes, or another.
+
+    A virtual mesh has none: what a rank would run names the axes, and is read, not run.
+    """
 
     def __init__(self, low: Lowering, axes: Sequence[str], group: Any = None) -> None:
         self.low = low
-        group = low.mesh.group(axes) if group is None else group
+        self.tags: dict[Any, Any] = {COLLECTIVE: low.record}
+        self.process_group, self.group = group, "·".join(axes)
+        if not low.mesh.virtual:
+            self._over(low.mesh.group(axes) if group is None else group)
+
+    def _over(self, group: Any) -> None:
         self.process_group, self.group = group, group.group_name
         ranks = tuple(dist.get_process_group_ranks(group))
-        self.tags = {COLLECTIVE: low.record, PEERS: _peers(low.mesh, group, ranks), OVER: ranks}
+        self.tags |= {PEERS: _peers(self.low.mesh, group, ranks), OVER: ranks}
 
     def issue(self, name: str, x: fx.Node, *args: Any) -> fx.Node:
         return self.call("issue", getattr(c10d, name).default, x, *args, self.group)
@@ -46,14 +54,6 @@ class Channel:
         node = self.low.emit.call(target, *args)
         put(node, {**self.tags, STAGE: stage})
         return node
-
-
-class NamedChannel(Channel):
-    """The same on a mesh without process groups: what a rank would run, which is not run."""
-
-    def __init__(self, low: Lowering, axes: Sequence[str], group: Any = None) -> None:
-        self.low, self.group = low, "·".join(axes)
-        self.tags = {COLLECTIVE: low.record}
 
 
 def _peers(mesh: Mesh, group: Any, members: Sequence[int]) -> str:

@@ -29,7 +29,7 @@ from torchard.sharding.layouts.collective_ops import (
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.reshard import ReshardStep
 from torchard.sharding.lowering.carriers import exchanging, moving, reducing
-from torchard.sharding.lowering.channel import Channel, NamedChannel
+from torchard.sharding.lowering.channel import Channel
 from torchard.sharding.lowering.direct_sends import DirectChannel, UnderWay
 from torchard.sharding.lowering.fetch import fetch
 from torchard.sharding.lowering.lower import Fetch, Key, Lowering, Value
@@ -43,20 +43,18 @@ class ProcessGroupTransport:
 
     Args:
         direct: whether to send from rank to rank by isend and irecv, which compilers do not know.
-        named: whether collectives only name their axes, for a graph that is read and not run.
     """
 
     late = True
 
-    def __init__(self, direct: bool = False, named: bool = False) -> None:
+    def __init__(self, direct: bool = False) -> None:
         self._under_way: UnderWay | None = {} if direct else None
-        self._named = named
 
     def step(
         self, low: Lowering, step: ReshardStep, values: dict[Key, Value], val: torch.Tensor
     ) -> dict[Key, Value]:
         (at,) = low.coords
-        rank = _Rank(Pieces(low, step, low.mesh), values, at, val, self._under_way, self._named)
+        rank = _Rank(Pieces(low, step, low.mesh), values, at, val, self._under_way)
         message = step.collective.accept(rank)
         if message is None:
             return {}
@@ -70,10 +68,7 @@ class ProcessGroupTransport:
         self, low: Lowering, moves: Sequence[tuple[ReshardStep, dict[Key, Value], torch.Tensor]]
     ) -> list[dict[Key, Value]]:
         (at,) = low.coords
-        ranks = [
-            _Rank(Pieces(low, step, low.mesh), values, at, val, named=self._named)
-            for step, values, val in moves
-        ]
+        ranks = [_Rank(Pieces(low, step, low.mesh), values, at, val) for step, values, val in moves]
         messages = [rank.p.step.collective.accept(rank) for rank in ranks]
         finish = _merged(ranks[0], messages)
         done: list[dict[Key, Value]] = []
@@ -152,17 +147,14 @@ class _Rank(CollectiveVisitor["_Message | fx.Node | None"]):
         at: Coords,
         val: torch.Tensor,
         under_way: UnderWay | None = None,
-        named: bool = False,
     ) -> None:
         self.p, self.values, self.at_, self.val = p, values, at, val
-        self.call, self.under_way, self.named = p.low.emit.call, under_way, named
+        self.call, self.under_way = p.low.emit.call, under_way
 
     @functools.cached_property
     def channel(self) -> Channel:
         op, low = self.p.step.collective, self.p.low
-        if self.named:
-            return NamedChannel(low, op.axes)
-        if not (isinstance(op, Send) and op.source is not None and op.to is not None):
+        if low.mesh.virtual or not isinstance(op, Send) or op.source is None or op.to is None:
             return Channel(low, op.axes)
         group = low.mesh.pair(op.axes[0], op.source, op.to)
         if self.under_way is None:

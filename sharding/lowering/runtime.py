@@ -66,8 +66,7 @@ class _OnMesh(Runtime):
         return [self._of_rank(program, {**first, **dict(home)}) for home in _homes(program) or [()]]
 
     def _of_rank(self, program: Program, at: dict[str, int]) -> RankGraph:
-        transport = ProcessGroupTransport(named=True)
-        graph = _local(Lowering(program.graph, self.mesh, [at], transport))
+        graph = _local(Lowering(program.graph, self.mesh, [at], ProcessGroupTransport()))
         reduce_in_place(graph)
         with internals.no_modes(), internals.FakeTensorMode():
             inputs = [
