@@ -27,8 +27,9 @@ ALIGNMENT = 64
 # A packing is good enough if it is larger than the bound by less than one part in so many; and buffers
 # that are smaller than this part of the bound are placed last, without a search.
 _CLOSE, _SMALL = 1000, 500
-# How many comparisons of buffers the searches may take together, some two seconds, and their number.
-_COMPARISONS, _STARTS = 250_000_000, 5
+# How many comparisons of buffers the searches may take together, some two seconds; their number, and the
+# most moves of each.
+_COMPARISONS, _STARTS, _MOVES = 250_000_000, 5, 200
 
 
 class Span(NamedTuple):
@@ -102,7 +103,7 @@ def _searched(spans: Sequence[Span], some: Sequence[int], bound: int) -> list[in
     orders = [sorted(some, key=lambda i: (*key(spans[i]), i)) for key in _ORDERS]
     tried = [_Placed(*_placed(spans, order), order) for order in orders]
     best = min(tried, key=lambda each: each.size)
-    rounds = _COMPARISONS // max(len(some) ** 2, 1) // _STARTS
+    rounds = min(_COMPARISONS // max(len(some) ** 2, 1) // _STARTS, _MOVES)
     for seed in range(_STARTS):
         if not _is_close(best.size, bound):
             again = _improved(spans, min(tried, key=lambda each: each.size), bound, rounds, Random(seed))

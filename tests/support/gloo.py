@@ -62,6 +62,7 @@ from torchard import (  # noqa: E402
     shard_map,
     to_dtensor,
 )
+from torchard.functional.memory.plan import poisoned  # noqa: E402
 from torchard.sharding.lowering import call_order  # noqa: E402
 from torchard.sharding.pipelining.schedules import SCHEDULES  # noqa: E402
 
@@ -224,6 +225,37 @@ def gradients_of_loops_outside(rank: int, world: int) -> bool:
         run = shard(loss, mesh, in_specs=specs)
         have = [seeds.whole(g) for g in torch.func.grad(run, (0, 1))(ws, x)]
         right += map(torch.equal, have, want)
+    return all(right)
+
+
+@check
+def planned_memory(rank: int, world: int) -> bool:
+    """Steps in planned memory, data parallel and fully sharded: exact, gradients inside and outside."""
+
+    def loss(params: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        for w in params:
+            x = torch.relu(x @ w) - x
+        return x.sum()
+
+    def step(params: list[torch.Tensor], x: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        grads, value = torch.func.grad_and_value(loss)(params, x)
+        return [p - g for p, g in zip(params, grads, strict=True)], value
+
+    params = [(torch.arange(36.0).reshape(6, 6) * (i + 1)) % 3 - 1 for i in range(4)]
+    x = torch.arange(world * 24.0).reshape(world * 4, 6) % 5 - 2
+    mesh, want, right = Mesh({"dp": world}), step(params, x), []
+    with poisoned():
+        for spec in (P(), P("dp")):
+            specs = [spec] * len(params)
+            sharded = shard(step, mesh, in_specs=(specs, P("dp")), out_specs=(specs, P()))
+            run = jit(sharded, backend="eager", memory="planned", donate_argnums=0)
+            for _ in range(3):
+                new, value = run(place([p.clone() for p in params], mesh, specs), x)
+                right += map(torch.equal, map(seeds.whole, new), want[0])
+                right.append(torch.equal(seeds.whole(value), want[1]))
+            outside = shard(loss, mesh, in_specs=(specs, P("dp")))
+            grads = torch.func.grad(jit(outside, backend="eager", memory="planned"))(params, x)
+            right += map(torch.equal, map(seeds.whole, grads), torch.func.grad(loss)(params, x))
     return all(right)
 
 

@@ -405,6 +405,34 @@ def test_threads() -> None:
     assert not wrong
 
 
+@pytest.mark.parametrize("fn", [lambda x: x + x.t(), lambda x: x * x[:1] + x.flip(0), lambda x: x + x[0]])
+def test_operands_that_are_also_read_transposed(fn: Callable[[Tensor], Tensor]) -> None:
+    def f(x: Tensor) -> Tensor:
+        return fn(x * 2).cos()
+
+    x = torch.randn(4, 4)
+    assert same(planned(f)(x), f(x))
+
+
+def test_compiled() -> None:
+    """Inductor's code: results that are held are not overwritten, and a call allocates nothing else."""
+
+    def f(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.tanh(x @ x)
+        return (y @ x).softmax(-1) @ y, y.sum()
+
+    run, xs = jit(f, memory="planned"), [torch.randn(32, 32) for _ in range(4)]
+    wanted = [jit(f)(x) for x in xs]
+    results = [run(x) for x in xs]
+    assert same(results, wanted)
+    assert same(results, cloned(results))
+    values = [x.clone().requires_grad_() for x in xs]
+    for x in values:
+        run(x)[1].backward()
+        want = torch.func.grad(lambda v: f(v)[1])(x.detach())
+        assert torch.allclose(x.grad, want, rtol=1e-5, atol=1e-5)
+
+
 # -- the arena --------------------------------------------------------------------------------------
 
 

@@ -104,6 +104,7 @@ def test_traces_name_each_collective_and_its_wait(ranks: Results) -> None:
         "small_integers_are_exact",
         "accumulated_over_slices",
         "gradients_of_loops_outside",
+        "planned_memory",
         "every_reshard",
         "every_reduction",
         "dropout_is_the_same_everywhere",
