@@ -38,7 +38,10 @@ def by_regions(graph: fx.Graph, compiled: Callable[[fx.Graph], Run]) -> fx.Graph
     """
     for node in list(graph.nodes):
         if node.target is operator.getitem:
-            node.all_input_nodes[0].append(node)
+            (whole,) = node.all_input_nodes
+            whole.append(node)
+            if LOOP.on(whole):  # a region returns items, also where another loop takes them
+                LOOP.set(node, LOOP.of(whole))
     order = _markers_apart(regrouped(graph))
     loops = any(map(LOOP.on, order))
     regions = _parts(order) if loops else _regions(graph)
