@@ -38,6 +38,7 @@ class Block:
     def __init__(self, sizes: Sizes) -> None:
         with internals.no_modes(), torch.no_grad(), torch.inference_mode(False):
             self.memory = {device: _bytes(size, device) for device, size in sizes.items()}
+        self.streams = _streams(sizes)
         self.lent = False
         # The storage of what a call left, and the program that was called.
         self._lease: torch.UntypedStorage | None = None
@@ -88,8 +89,9 @@ class Block:
         self._left = []
 
     def fits(self, sizes: Sizes) -> bool:
-        """Whether a program of these sizes can run in it."""
-        return all(self.size(device) >= size for device, size in sizes.items())
+        """Whether a program of these sizes can run in it, after what runs in it now."""
+        ordered = _streams(sizes) == self.streams
+        return ordered and all(self.size(device) >= size for device, size in sizes.items())
 
     def size(self, device: torch.device) -> int:
         """Its bytes on a device."""
@@ -102,6 +104,16 @@ class Block:
             made = self._made[program] = make(self.memory)
         result: T = made
         return result
+
+
+def _streams(sizes: Sizes) -> dict[torch.device, Any]:
+    """The stream of each accelerator that the next operation is put on.
+
+    A block is lent again while the kernels of its last call may still run, which those of another stream
+    would not wait for.
+    """
+    others = (device for device in sizes if device.type != "cpu")
+    return {device: torch.accelerator.current_stream(device) for device in others}
 
 
 def _identity(value: torch.Tensor) -> Any:
@@ -177,13 +189,14 @@ class Arena:
 
     def _grown(self, free: list[Block], sizes: Sizes) -> Block:
         """A new block, in the place of one that is too small."""
-        wanted = dict(sizes)
-        for small in free[:1]:
+        wanted, streams = dict(sizes), _streams(sizes)
+        small = next((each for each in free if each.streams.items() <= streams.items()), None)
+        if small is not None:
             self._blocks.remove(small)
             free.remove(small)
             for device in small.memory:
                 wanted[device] = max(wanted.get(device, 0), small.size(device))
-            del small
+            del small  # its memory is free before there is more
         block = Block(wanted)
         self._blocks.append(block)
         return block

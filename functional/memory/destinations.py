@@ -163,9 +163,28 @@ def _pad(to: Destination, x: torch.Tensor, pad: Sequence[int], value: Any = 0) -
 
 @_writes(aten.embedding.default)
 def _embedding(to: Destination, weight: torch.Tensor, ids: torch.Tensor, *_: Any) -> None:
-    flat = to.view(aten.reshape.default, ids, [-1])
+    if not ids.is_contiguous():
+        to.write(aten.index.Tensor_out, weight, [ids], out=to.result)
+        return
+    flat = to.view(aten.view.default, ids, [-1])
     rows = to.view(aten.view.default, to.result, [ids.numel(), *weight.shape[1:]])
     to.write(aten.index_select.out, weight, 0, flat, out=rows)
+
+
+@_writes(aten.upsample_nearest2d.vec)
+def _upsampled(to: Destination, x: torch.Tensor, _: Any, scales: Any) -> None:
+    size = list(to.result.shape[2:])
+    to.write(aten.upsample_nearest2d.out, x, size, *(scales or (None, None)), out=to.result)
+
+
+@_writes(aten.upsample_nearest2d_backward.vec)
+def _upsampled_backward(
+    to: Destination, grad: torch.Tensor, _: Any, size: Sequence[int], scales: Any
+) -> None:
+    named = {"grad_input": to.result}
+    sizes = list(grad.shape[2:]), list(size)
+    scale = scales or (None, None)
+    to.write(aten.upsample_nearest2d_backward.grad_input, grad, *sizes, *scale, **named)
 
 
 @_writes(aten.relu.default)

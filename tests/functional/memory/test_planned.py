@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from torchard import checkpoint, jit, policies, repeat, tree
+from torchard.functional.memory import arena as arena_module
 from torchard.functional.memory.arena import release, reserved
 from torchard.functional.memory.plan import poisoned
 from torchard.testing.strategies import RandomProgram, programs
@@ -447,6 +448,18 @@ def test_shapes_take_turns_in_one_block() -> None:
             run(torch.randn(size, size))
     assert reserved() == most
     assert most[CPU] == 2 * 64 * 64 * 4  # tanh is written over x * 2; and the product
+
+
+def test_blocks_of_other_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was put on a stream may still run when the call returns: another stream has its own block."""
+    release()
+    run, x = planned(lambda x: (x * 2).tanh().sum()), torch.randn(8, 8)
+    seen = []
+    for stream in ("a", "a", "b", "a"):
+        monkeypatch.setattr(arena_module, "_streams", lambda sizes, stream=stream: {CPU: stream})
+        run(x)
+        seen.append(reserved()[CPU])
+    assert seen == [256, 256, 512, 512]
 
 
 def test_memory_is_freed_with_the_last_program() -> None:
