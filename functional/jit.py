@@ -132,6 +132,8 @@ class Compile(Rewrite):
         )
         if self.backend == "eager" and not self.planned:
             return generated
+        if self.backend == "eager" and program.runtime is None:
+            return self._planned(program.copy().graph, generated, program)
         module = _flat_module(program)
         if module is None:
             return generated
@@ -179,9 +181,12 @@ class Compile(Rewrite):
 
 def _flat_module(program: Program) -> fx.GraphModule | None:
     """The graph that this process runs, as a module; None if the runtime has no such graph."""
-    if program.runtime is None:
-        return fx.GraphModule(torch.nn.Module(), program.copy().graph)
-    return program.runtime.graph(program)
+    if program.runtime is not None:
+        return program.runtime.graph(program)
+    graph = program.copy().graph
+    for node in graph.find_nodes(op="placeholder"):
+        node.target = node.name  # what a module's forward calls it: targets may be equal
+    return fx.GraphModule(torch.nn.Module(), graph)
 
 
 class _Regions:

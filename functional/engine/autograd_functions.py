@@ -196,6 +196,9 @@ def _backward(
     Args:
         freed: whether only this list has the residuals, so that the backward may overwrite them.
     """
+    if internals.autocast_on():  # the program has its own casts, wherever the backward runs
+        with internals.autocast_off():
+            return _backward(ctx, saved, grads, freed)
     halves: Halves = ctx.halves
     cotangents = _cotangents(ctx, halves.cotangents, grads)
     if not any(position is not None for position in halves.gradients):

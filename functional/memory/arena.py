@@ -25,6 +25,8 @@ from torchard.functional.memory.huge_pages import in_huge_pages
 __all__ = ["Arena", "Block", "arena", "release", "reserved"]
 
 T = TypeVar("T")
+# How many blocks are kept besides the one that is taken: those of other threads, and of open graphs.
+_SURPLUS = 4
 Sizes = Mapping[torch.device, int]
 
 
@@ -42,7 +44,7 @@ class Block:
         self.lent = False
         # The storage of what a call left, and the program that was called.
         self._lease: torch.UntypedStorage | None = None
-        self._program: Any = None
+        self._program: weakref.ref[Any] | None = None
         self._left: list[Any] = []
         # What programs made of this memory, by program.
         self._made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -61,7 +63,8 @@ class Block:
             Tensors of the same memory, in one storage of their own.
         """
         (device,) = {value.device for value in values}
-        self._lease, self._program = from_dlpack(self.memory[device]).untyped_storage(), program
+        self._lease = from_dlpack(self.memory[device]).untyped_storage()
+        self._program = weakref.ref(program)
         start = self.memory[device].data_ptr()
         left = [_in_storage(self._lease, value, value.data_ptr() - start) for value in values]
         self._left = [_identity(value) for value in left]
@@ -72,13 +75,16 @@ class Block:
         if self._lease is None:
             return 0
         uses = internals.storage_uses(self._lease)
-        # One of each is this object's own, and one is an argument.
-        return 1 if uses is None else uses - 1 + sys.getrefcount(self._lease) - 2
+        if uses is None:
+            return 1
+        own = _OWN if uses == 1 else _OWN_SHARED
+        return uses - 1 + sys.getrefcount(self._lease) - own
 
     def has_left(self, program: Any, values: Mapping[int, torch.Tensor]) -> bool:
         """Whether a call of a program left these tensors, by their positions, and no others are alive."""
         return (
-            self._program is program
+            self._program is not None
+            and self._program() is program
             and self.leased() == len(values)
             and all(self._left[i] == _identity(value) for i, value in values.items())
         )
@@ -116,6 +122,29 @@ def _streams(sizes: Sizes) -> dict[torch.device, Any]:
     return {device: torch.accelerator.current_stream(device) for device in others}
 
 
+class _Held:
+    """A storage as a block holds it."""
+
+    def __init__(self) -> None:
+        self.storage = torch.empty(1).untyped_storage()
+
+
+def _own_references() -> tuple[int, int]:
+    """Python's references to a storage that one object holds: without tensors, and with some.
+
+    torch holds one while there are tensors (torch 2.13).
+    """
+    held = _Held()
+    alone = sys.getrefcount(held.storage)
+    tensor = torch.empty(0).set_(held.storage)
+    shared = sys.getrefcount(held.storage)
+    del tensor
+    return alone, shared
+
+
+_OWN, _OWN_SHARED = _own_references()
+
+
 def _identity(value: torch.Tensor) -> Any:
     """What two tensors of the same values in the same memory have in common."""
     return value.data_ptr(), internals.storage_id(value), value.shape, value.stride(), value.dtype
@@ -126,7 +155,8 @@ def _in_storage(
 ) -> torch.Tensor:
     """A tensor in a storage, from some byte on."""
     empty = torch.empty(0, dtype=like.dtype, device=like.device)
-    return empty.set_(storage, start // like.element_size(), like.shape, like.stride())
+    offset = start // like.element_size() if like.numel() else 0
+    return empty.set_(storage, offset, like.shape, like.stride())
 
 
 def _bytes(size: int, device: torch.device) -> torch.Tensor:
@@ -140,7 +170,7 @@ class Arena:
     def __init__(self) -> None:
         self._blocks: list[Block] = []
         self._lock = threading.Lock()
-        self._programs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._programs: set[int] = set()
 
     @contextmanager
     def lent(self, program: Any, sizes: Sizes) -> Iterator[Block]:
@@ -177,11 +207,14 @@ class Arena:
 
     def _take(self, program: Any, sizes: Sizes) -> Block:
         with self._lock:
-            if program not in self._programs:
-                self._programs.add(program)
-                weakref.finalize(program, self._left)
+            if id(program) not in self._programs:
+                self._programs.add(id(program))
+                weakref.finalize(program, self._left, id(program))
             free = [block for block in self._blocks if block.is_free()]
             block = next((each for each in free if each.fits(sizes)), None)
+            for surplus in [each for each in free if each is not block][_SURPLUS:]:
+                self._blocks.remove(surplus)
+                free.remove(surplus)
             if block is None:
                 block = self._grown(free, sizes)
             block.lent = True
@@ -201,15 +234,25 @@ class Arena:
         self._blocks.append(block)
         return block
 
-    def _left(self) -> None:
-        """A program is gone; without programs nothing is kept."""
-        if not self._programs:
-            self.release()
+    def _left(self, program: int) -> None:
+        """A program is gone; without programs nothing is kept.
+
+        Called by the garbage collector at any time: also while this thread, or another, has the lock.
+        """
+        self._programs.discard(program)
+        if not self._programs and self._lock.acquire(blocking=False):
+            try:
+                self._drop_idle()
+            finally:
+                self._lock.release()
+
+    def _drop_idle(self) -> None:
+        self._blocks = [block for block in self._blocks if not block.is_free()]
 
     def release(self) -> None:
         """Free the blocks that are not in use."""
         with self._lock:
-            self._blocks = [block for block in self._blocks if not block.is_free()]
+            self._drop_idle()
 
     def reserved(self) -> dict[torch.device, int]:
         """The bytes of all blocks, by device."""
@@ -218,10 +261,9 @@ class Arena:
             return {device: sum(b.size(device) for b in self._blocks) for device in devices}
 
     def after_fork(self) -> None:
-        """Reset in the child of a fork, where no other thread of the parent runs."""
+        """Reset in the child of a fork: calls of the parent, of this thread too, have blocks."""
         self._lock = threading.Lock()
-        for block in self._blocks:
-            block.lent = False
+        self._blocks = []
 
 
 arena = Arena()

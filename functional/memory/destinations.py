@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.memory.out_variants import in_place_variant, out_variant
+from torchard.functional.memory.out_variants import in_place_variant, is_pointwise, out_variant
 from torchard.functional.memory.tape import Recorder, Step, Tape
 from torchard.functional.programs.labels import Label
 from torchard.functional.torch_internals.operators import aten, c10d, prims
@@ -221,10 +221,19 @@ def writer_of(step: Step) -> Writer | None:
         return None
     if op in WRITERS:
         return WRITERS[op]
-    if out_variant(op) is not None:
+    if out_variant(op) is not None and _may_write(step):
         return _by_out_variant(op)
     twin = in_place_variant(op)
     return _by_copy(twin) if twin is not None and _like_first(step) else None
+
+
+def _may_write(step: Step) -> bool:
+    """Whether an out-variant writes results of these strides.
+
+    Those of kernels that are not element-wise may assume contiguous results, or make them so (torch 2.13:
+    `native_batch_norm`, `_log_softmax_backward_data`, `reflection_pad3d`).
+    """
+    return is_pointwise(step.function) or all(x.is_contiguous() for x in step.tensors)
 
 
 def _by_out_variant(op: Any) -> Writer:

@@ -16,13 +16,12 @@ import torch
 from torchard.functional import torch_internals as internals
 from torchard.functional.memory.destinations import ALLOCATIONS
 from torchard.functional.memory.tape import Step, Tape, part_of
-from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.torch_internals.operators import COLLECTIVES, c10d
 
 __all__ = ["Buffer", "Lifetimes", "held"]
 
 # Operators of these namespaces keep none of their operands; a collective does until it is awaited.
-_KNOWN = ("aten", "prims", "torchard", Fused.namespace, COLLECTIVES)
+_KNOWN = ("aten", "prims", "torchard", COLLECTIVES)
 
 
 @dataclass(eq=False, slots=True)

@@ -9,11 +9,23 @@ import torch
 
 from torchard.functional import torch_internals as internals
 
-__all__ = ["in_place_variant", "out_variant"]
+__all__ = ["in_place_variant", "is_pointwise", "out_variant"]
 
 
 # Their out-variants for tensors take numbers too, of which torch makes tensors, here as there.
 _WITH_NUMBERS = ("aten::add", "aten::sub", "aten::mul", "aten::div")
+
+
+# Their out-variants resize the result on the way, or read what was in it before (torch 2.13).
+_UNFIT = (
+    "aten::binary_cross_entropy",
+    "aten::huber_loss",
+    "aten::max_unpool2d",
+    "aten::max_unpool3d",
+    "aten::mse_loss",
+    "aten::smooth_l1_loss",
+    "aten::soft_margin_loss",
+)
 
 
 @functools.cache
@@ -24,7 +36,7 @@ def out_variant(op: Any) -> tuple[Any, tuple[str, ...]] | None:
     the result. These are tagged, and do not count.
     """
     schema = internals.schema(op)
-    if schema.is_mutable:
+    if schema.is_mutable or schema.name in _UNFIT or str(op) == "aten.pow.Scalar":
         return None
     wanted = [_signature(schema)]
     if schema.overload_name == "Scalar" and schema.name in _WITH_NUMBERS:
@@ -51,6 +63,14 @@ def in_place_variant(op: Any) -> Any | None:
     return next(
         (o for o in overloads if _signature(internals.schema(o)) == _signature(schema)), None
     )
+
+
+@functools.cache
+def is_pointwise(op: Any) -> bool:
+    """Whether an operator computes each entry of its result of the same entries of its operands."""
+    if not isinstance(op, internals.OpOverload):
+        return False
+    return any(torch.Tag.pointwise in overload.tags for overload in _overloads(op))
 
 
 def _namespace(op: Any) -> Any:

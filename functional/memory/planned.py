@@ -20,6 +20,7 @@ from torchard.functional.memory.plan import (
     plan_of,
     plan_of_halves,
 )
+from torchard.functional.memory.tape import Unplannable
 from torchard.functional.programs.program import Bound
 
 __all__ = ["Planned", "PlannedHalves"]
@@ -32,21 +33,22 @@ class _Plans(Generic[P]):
     """Plans by the strides of inputs; each is made when it is first needed."""
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, P] = {}
+        self._known: dict[Hashable, P | None] = {}
         self._lock = Lock()
 
-    def get(self, inputs: Tensors, donates: bool, make: Callable[[], P]) -> P:
+    def get(self, inputs: Tensors, donates: bool, make: Callable[[], P]) -> P | None:
         key = is_poisoned(), donates, *[x.stride() for x in inputs]
-        plan = self._known.get(key)
-        if plan is None:
+        if key not in self._known:
             with self._lock:
-                plan = self._known.get(key)
-                if plan is None:
-                    plan = self._known[key] = make()
-        return plan
+                if key not in self._known:
+                    try:
+                        self._known[key] = make()
+                    except Unplannable:
+                        self._known[key] = None
+        return self._known[key]
 
     def all(self) -> list[P]:
-        return list(self._known.values())
+        return [plan for plan in self._known.values() if plan is not None]
 
 
 class Planned:
@@ -65,8 +67,8 @@ class Planned:
         self.donated = donated
         self._plans: _Plans[MemoryPlan] = _Plans()
 
-    def plan(self, parts: Tensors) -> MemoryPlan:
-        """The plan for inputs like these."""
+    def plan(self, parts: Tensors) -> MemoryPlan | None:
+        """The plan for inputs like these; None if the program cannot be planned."""
         donates = bool(self.donated) and all(_is_owned(parts, i) for i in self.donated)
         given = self.donated if donates else ()
         return self._plans.get(
@@ -74,9 +76,9 @@ class Planned:
         )
 
     def __call__(self, parts: Tensors) -> list[torch.Tensor]:
-        if internals.has_modes() or internals.has_transforms():
+        plan = self.plan(parts) if _are_plain(parts) else None
+        if plan is None:
             return self.generated(parts)
-        plan = self.plan(parts)
         with arena.lent(plan, plan.sizes) as block:
             return block.made_for(plan.code, plan.code.bound)(parts)
 
@@ -115,8 +117,8 @@ class PlannedHalves:
         self._alone = Planned(graph, generated, f"{self.name}_backward")
         return self
 
-    def plan(self, parts: Tensors) -> HalvesPlan:
-        """The plan for inputs of the forward like these."""
+    def plan(self, parts: Tensors) -> HalvesPlan | None:
+        """The plan for inputs of the forward like these; None if the program cannot be planned."""
         return self._plans.get(parts, False, lambda: self._made(parts))
 
     def _made(self, parts: Tensors) -> HalvesPlan:
@@ -128,9 +130,9 @@ class PlannedHalves:
 
     def forward(self, parts: Tensors) -> list[torch.Tensor]:
         """The outputs and the values that are saved."""
-        if internals.has_modes() or internals.has_transforms():
+        plan = self.plan(parts) if _are_plain(parts) else None
+        if plan is None:
             return self.generated(parts)
-        plan = self.plan(parts)
         with arena.lent(plan, plan.sizes) as block:
             results = block.made_for(plan.code, plan.code.bound)(parts)
             if plan.values:
@@ -146,7 +148,7 @@ class PlannedHalves:
             saved: a list if the residuals may be overwritten.
         """
         assert self._alone is not None
-        if internals.has_modes() or internals.has_transforms():
+        if not _are_plain(saved):
             return self._alone(saved)
         for plan in self._plans.all() if isinstance(saved, list) else ():
             places = plan.residuals
@@ -156,6 +158,14 @@ class PlannedHalves:
                         run = block.made_for(plan.backward, plan.backward.bound)
                         return run(saved)
         return self._alone(saved)
+
+
+def _are_plain(parts: Tensors) -> bool:
+    """Whether operations on these tensors run at once, on memory: others need to be seen."""
+    if internals.has_modes() or internals.has_transforms():
+        return False
+    plain = all(type(x) is torch.Tensor or type(x) is torch.nn.Parameter for x in parts)
+    return plain and not any(x.is_meta or internals.is_legacy_batched(x) for x in parts)
 
 
 def _has_one_owner(parts: Tensors, i: int) -> bool:
@@ -172,6 +182,8 @@ def _is_owned(parts: Tensors, i: int) -> bool:
     return (
         internals.storage_uses(storage) == _USES
         and sys.getrefcount(storage) <= _HELD
+        and storage.resizable()  # else it is not torch's: an array's, a file's
+        and not storage.is_shared()
         and storage.nbytes() == part.nbytes
         and part.is_contiguous()
     )

@@ -12,7 +12,6 @@ Each turns an allocation of the tape into a view.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +21,7 @@ import torch
 from torchard.functional import torch_internals as internals
 from torchard.functional.memory.destinations import ALLOCATIONS
 from torchard.functional.memory.lifetimes import Buffer, Lifetimes
+from torchard.functional.memory.out_variants import is_pointwise
 from torchard.functional.memory.tape import Step, Tape, part_of
 from torchard.functional.torch_internals.operators import aten
 
@@ -53,7 +53,7 @@ class _Reuse:
                 self._concatenated(at, step)
             elif step.function is aten.copy_.default:
                 self._copied(at, step)
-            elif _is_pointwise(step.function):
+            elif _is_element_wise(step.function):
                 self._over(at, step)
         self._donate()
         return Tape(self.tape.inputs, list(self._steps()), self.tape.outputs)
@@ -96,6 +96,9 @@ class _Reuse:
             and old.planned
             and old.end == at
             and _fills(operand, old)
+            and _made_as(operand, old)
+            and _made_as(result, new)
+            and operand.dtype != torch.complex64  # whose kernels round otherwise there (torch 2.13)
             and self._reads_alike(step, old, result)
         )
 
@@ -136,6 +139,8 @@ class _Reuse:
             and _fills(part, old)
             and part.is_contiguous()
             and (part.dtype, part.device) == (whole.dtype, whole.device)
+            and not _is_lazy(part)
+            and _made_as(part, old)
             and self._is_new(at, whole)
         )
 
@@ -183,14 +188,15 @@ class _Reuse:
         if old.end < new.begin:
             return True
         at = new.begin + 1
-        return old.end == at and self._reads_alike(self.tape.steps[at], old, result)
+        writes = at < len(self.tape.steps) and old.end == at
+        return writes and self._reads_alike(self.tape.steps[at], old, result)
 
     def _reads_alike(self, step: Step, old: Buffer, result: torch.Tensor) -> bool:
         """Whether a step writes a result entry by entry, and reads of a buffer the same entries."""
         read = [x for x in step.operands if x is not result and self.lifetimes.of(x) is old]
         return (
             written_by(step) is result
-            and _is_pointwise(step.function)
+            and _is_element_wise(step.function)
             and all(_are_alike(operand, result) for operand in read)
         )
 
@@ -204,6 +210,11 @@ def _made(tensors: Sequence[torch.Tensor], makers: dict[int, Step]) -> Iterator[
             yield maker
 
 
+def _made_as(tensor: torch.Tensor, buffer: Buffer) -> bool:
+    """Whether a buffer was allocated for entries of a tensor's dtype."""
+    return buffer.maker is not None and buffer.maker.tensors[0].dtype == tensor.dtype
+
+
 def _fills(tensor: torch.Tensor, buffer: Buffer) -> bool:
     return tensor.storage_offset() == 0 and tensor.nbytes == buffer.nbytes
 
@@ -215,7 +226,13 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
         and one.dtype == other.dtype
         and one.device == other.device
         and one.storage_offset() == other.storage_offset()
+        and not any(map(_is_lazy, (one, other)))
     )
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's entries are to be conjugated or negated when they are read."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def written_by(step: Step) -> torch.Tensor | None:
@@ -228,13 +245,5 @@ def written_by(step: Step) -> torch.Tensor | None:
     return written
 
 
-@functools.cache
-def _is_pointwise(op: Any) -> bool:
-    """Whether an operator computes each entry of its result of the same entries of its operands."""
-    if op is aten.copy_.default:
-        return True
-    if not isinstance(op, internals.OpOverload):
-        return False
-    packet = op.overloadpacket
-    overloads = (getattr(packet, name) for name in packet.overloads())
-    return any(torch.Tag.pointwise in overload.tags for overload in overloads)
+def _is_element_wise(op: Any) -> bool:
+    return op is aten.copy_.default or is_pointwise(op)

@@ -21,9 +21,21 @@ from torchard.functional.core import tree
 from torchard.functional.execution.codegen import assembled, lines_of
 from torchard.functional.execution.collecting import Rows, Total
 from torchard.functional.programs.labels import Label, label_of
+from torchard.functional.programs.running_sums import in_place
 from torchard.functional.torch_internals.operators import aten, c10d
 
-__all__ = ["CUT", "Recorder", "Step", "Tape", "fakes_like", "halves", "part_of", "recorded", "tensors_in"]
+__all__ = [
+    "CUT",
+    "Recorder",
+    "Step",
+    "Tape",
+    "Unplannable",
+    "fakes_like",
+    "halves",
+    "part_of",
+    "recorded",
+    "tensors_in",
+]
 
 
 @dataclass(eq=False, slots=True)
@@ -76,6 +88,10 @@ def tensors_in(values: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree.leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
+class Unplannable(Exception):
+    """A call that no tape can have."""
+
+
 class Recorder:
     """Runs functions on fake tensors, and records the calls as steps."""
 
@@ -99,6 +115,8 @@ class Recorder:
                 value = function(*args, **kwargs)
         several = isinstance(value, (tuple, list))
         items = value if several else [value]
+        if any(isinstance(item, (tuple, list)) for item in items):
+            raise Unplannable(f"{label.op} returns a list within a tuple")
         results = tuple(item if isinstance(item, torch.Tensor) else None for item in items)
         self.steps.append(Step(function, args, kwargs, results, several, label))
         return value
@@ -167,6 +185,7 @@ def recorded(graph: fx.Graph, inputs: Sequence[torch.Tensor], name: str, fakes: 
         recorder.row_of,
     )
     names: dict[str, Any] = {}
+    graph = in_place(graph) or graph  # as generated code has it, to the bit
     body = list(lines_of(graph, names, recorder.of, collections))
     with internals.no_modes(), torch.no_grad():
         tape.outputs = assembled(body, names, name)(tuple(tape.inputs))

@@ -12,6 +12,7 @@ from torchard.functional.torch_internals.accessors.required import require
 
 __all__ = [
     "VERSION",
+    "is_legacy_batched",
     "is_view",
     "storage_id",
     "storage_number",
@@ -32,6 +33,19 @@ version: Callable[[torch.Tensor], int] = attrgetter(VERSION)
 def is_view(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a view for autograd; not public."""
     return tensor._is_view()
+
+
+def is_legacy_batched(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of torch's older vmap, as autograd's is_grads_batched uses it.
+
+    No version of torch lists its levels; where one cannot tell, none is.
+    """
+    return bool(_is_legacy(tensor))
+
+
+_is_legacy: Callable[[torch.Tensor], bool] = getattr(
+    torch._C._functorch, "is_legacy_batchedtensor", lambda tensor: False
+)
 
 
 def valueless(kind: type[torch.Tensor], like: torch.Tensor) -> Any:

@@ -5,18 +5,22 @@ Memory that is not in use is overwritten with NaN before it is used again, in ev
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from effort import examples
 from hypothesis import given, settings
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.dlpack import from_dlpack
 
-from torchard import checkpoint, jit, policies, repeat, tree
+from torchard import checkpoint, fuse, jit, policies, repeat, tree
 from torchard.functional.memory import arena as arena_module
 from torchard.functional.memory.arena import release, reserved
 from torchard.functional.memory.plan import poisoned
@@ -179,6 +183,60 @@ def test_forward_and_backward_share_a_block(loss: Callable[..., Tensor]) -> None
     for _ in range(3):
         assert same(outside(run, params, x), want)
     assert reserved() == once
+
+
+def test_a_backward_takes_no_other_block() -> None:
+    params, x = layers(4), torch.randn(8, 16)
+    release()
+    run = planned(plain_stack)
+    outside(run, params, x)
+    block = reserved()[CPU]
+    outside(run, params, x)
+    assert reserved()[CPU] == block
+    assert run.lower_joint(params, x, argnums=0).memory.block == block
+    outside(run, params, x, retain_graph=True)  # which may not overwrite residuals
+    assert reserved()[CPU] > block
+
+
+def test_residuals_that_are_empty() -> None:
+    x = torch.randn(0, 3, requires_grad=True)
+    planned(lambda x: (x.sin().exp() * x.cos()).sum())(x).backward()
+    assert x.grad is not None
+    assert x.grad.shape == (0, 3)
+
+
+def test_many_open_graphs() -> None:
+    """Each has a block; afterwards a few are kept."""
+    release()
+    params, x = layers(2), torch.randn(8, 16)
+    run = planned(plain_stack)
+    outside(run, params, x)
+    one = reserved()[CPU]
+    leaves = [p.detach().clone().requires_grad_() for p in tree.leaves(params)]
+    values = [run(tree.unflatten(tree.structure(params), leaves), x) for _ in range(20)]
+    assert reserved()[CPU] >= 20 * one
+    del values
+    outside(run, params, x)
+    assert reserved()[CPU] <= 6 * one
+
+
+def test_backward_under_autocast() -> None:
+    params, x = layers(2), torch.randn(8, 16)
+    run, want = planned(plain_stack), outside(plain(plain_stack), params, x)
+    leaves = [p.detach().clone().requires_grad_() for p in tree.leaves(params)]
+    value = run(tree.unflatten(tree.structure(params), leaves), x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        value.backward()
+    assert same([p.grad for p in leaves], want)
+
+
+def test_batched_gradients_of_autograd() -> None:
+    x = torch.randn(3, requires_grad=True)
+    y = planned(lambda x: x.sin().exp() * x)(x)
+    vectors = torch.randn(2, 3)
+    (batched,) = torch.autograd.grad(y, x, vectors, retain_graph=True, is_grads_batched=True)
+    single = [torch.autograd.grad(y, x, vector, retain_graph=True)[0] for vector in vectors]
+    assert torch.allclose(batched, torch.stack(single))
 
 
 def test_residuals_that_are_still_needed() -> None:
@@ -434,6 +492,80 @@ def test_compiled() -> None:
         assert torch.allclose(x.grad, want, rtol=1e-5, atol=1e-5)
 
 
+IMAGE = torch.randn(2, 3, 6, 5, generator=torch.Generator().manual_seed(1))
+Z = torch.randn(6, dtype=torch.complex64, generator=torch.Generator().manual_seed(2))
+BITS = torch.arange(-8, 8, dtype=torch.int32)
+ODD: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
+    "batch norm of transposed": (
+        lambda x: F.batch_norm((x[0] * 2).transpose(1, 2), None, None, training=True).sin(),
+        (IMAGE,),
+    ),
+    "gradient of log_softmax, transposed": (
+        torch.func.grad(lambda x: (F.log_softmax((x * 2).T, -1) * x.T).sum()),
+        (IMAGE[0, 0],),
+    ),
+    "gradient of logsigmoid, transposed": (
+        torch.func.grad(lambda x: F.logsigmoid((x * 2).T).T.sin().sum()),
+        (IMAGE[0, 0],),
+    ),
+    "reflected, channels last": (
+        torch.func.grad(
+            lambda x: F.pad((x * 2).to(memory_format=torch.channels_last), (1, 1, 1, 1), "reflect")
+            .sin()
+            .sum()
+        ),
+        (IMAGE,),
+    ),
+    "a loss": (lambda x: F.mse_loss(x * 2, x.cos()) * 2, (IMAGE,)),
+    "conjugate in a cat": (lambda z: torch.cat([(z * 2).conj(), z + 1]) * 2, (Z,)),
+    "conjugate as real": (lambda z: torch.view_as_real((z * 2).conj() + 1) * 2, (Z,)),
+    "other bits in a cat": (
+        lambda i, x: torch.cat([(i * 2 + 1).view(torch.float32), x]),
+        (BITS, IMAGE[0, 0, 0]),
+    ),
+    "real parts in a cat": (
+        lambda a: torch.cat([torch.view_as_real(torch.complex(a, a)).flatten(), a * 2]) * 2,
+        (IMAGE[0, 0, 0],),
+    ),
+    "complex over a transposed operand": (
+        lambda z: (z.view(2, 3) + 1) * (z.view(3, 2) * 2).t() + 1,
+        (Z,),
+    ),
+    "running sums": (lambda a: a @ a.T + a.cos() @ a.T + (a * 2) @ (a.T + 1), (IMAGE[0, 0],)),
+    "indices": (lambda x: x[[0, 1], [1, 2]] * 2, (IMAGE[0, 0],)),
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_odd_layouts_and_dtypes(case: str) -> None:
+    fn, inputs = ODD[case]
+    assert same(planned(fn)(*inputs), plain(fn)(*inputs))
+
+
+def test_memory_of_others_is_not_written_to() -> None:
+    array = np.ones(4, np.float32)
+    result = planned(lambda x: x * 2, donate_argnums=0)(torch.from_numpy(array))
+    array[:] = 7
+    assert torch.equal(result, torch.full((4,), 2.0))
+
+
+def test_tensors_that_are_no_memory() -> None:
+    """Subclasses and meta tensors run as they do in allocated memory."""
+    run = planned(lambda a: (a * 2).sin() * 2)
+    both = TwoTensor(torch.ones(3), torch.zeros(3))
+    assert isinstance(run(both), TwoTensor)
+    assert run(torch.empty(3, device="meta")).is_meta
+
+
+def test_a_kernel_that_returns_its_operand() -> None:
+    def f(x: Tensor) -> Tensor:
+        return (x @ x).exp().abs().sin() * 2 + 1
+
+    x = torch.randn(6, 6)
+    fused = fuse(f, lambda h: h.abs(), lambda h: h)
+    assert same(planned(fused)(x), plain(fused)(x))
+
+
 # -- the arena --------------------------------------------------------------------------------------
 
 
@@ -463,13 +595,17 @@ def test_blocks_of_other_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_is_freed_with_the_last_program() -> None:
+    """Also if a graph is dropped without a backward."""
+    gc.collect()
     release()
     run = planned(lambda x: (x * 2).tanh().sum())
-    run(torch.randn(8, 8))
+    x = torch.randn(8, 8, requires_grad=True)
+    value = run(x)
     assert reserved()
-    del run
-    release()
-    assert not reserved()
+    del run, value
+    gc.collect()
+    if not arena_module.arena._programs:  # of other tests
+        assert not reserved()
 
 
 def test_under_other_transforms() -> None:
