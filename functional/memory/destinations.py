@@ -177,16 +177,6 @@ def _upsampled(to: Destination, x: torch.Tensor, _: Any, scales: Any) -> None:
     to.write(aten.upsample_nearest2d.out, x, size, *(scales or (None, None)), out=to.result)
 
 
-@_writes(aten.upsample_nearest2d_backward.vec)
-def _upsampled_backward(
-    to: Destination, grad: torch.Tensor, _: Any, size: Sequence[int], scales: Any
-) -> None:
-    named = {"grad_input": to.result}
-    sizes = list(grad.shape[2:]), list(size)
-    scale = scales or (None, None)
-    to.write(aten.upsample_nearest2d_backward.grad_input, grad, *sizes, *scale, **named)
-
-
 @_writes(aten.relu.default)
 def _relu(to: Destination, x: torch.Tensor) -> None:
     to.write(aten.clamp_min.out, x, 0, out=to.result)  # which is how torch defines it

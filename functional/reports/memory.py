@@ -107,11 +107,8 @@ class Memory:
     >>> memory = ta.trace(f)(torch.ones(16, 16)).memory
     >>> memory.peak, memory.block, memory.reserved
     (3072, 2048, 2097152)
-    >>> print(memory.holders)
-    bytes    kind      what     value         scope    source
-    1,024    argument  args[0]  f32[16, 16]
-    1,024    value     sin      f32[16, 16]   forward  <stdin>:2 in f
-    1,024    value     mm       f32[16, 16]   forward  <stdin>:2 in f
+    >>> [(holder.bytes, holder.kind, holder.what) for holder in memory.holders]
+    [(1024, 'argument', 'args[0]'), (1024, 'value', 'sin'), (1024, 'value', 'mm')]
     """
 
     peak: int

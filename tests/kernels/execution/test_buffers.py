@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchard import fuse, trace
+from torchard.functional import torch_internals as internals
 from torchard.functional.memory import huge_pages
 from torchard.functional.memory.pool import Pool
 from torchard.kernels.execution import buffers
@@ -209,7 +210,7 @@ def test_so_much_is_kept(monkeypatch: pytest.MonkeyPatch, asked: list[tuple[int,
 def test_without_torch_s_count_nothing_is_used_again(
     monkeypatch: pytest.MonkeyPatch, asked: list[tuple[int, int]]
 ) -> None:
-    monkeypatch.setattr(buffers.internals, "storage_uses", lambda storage: None)
+    monkeypatch.setattr(internals, "storage_uses", lambda storage: None)
     for number in range(3):
         taken()
         assert len(asked) == number + 1
