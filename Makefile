@@ -98,6 +98,7 @@ bench: $(STAMP) ## time torchard, DTensor and hand-written Megatron; planning; m
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 	$(BIN)/python benchmarks/planning.py $(ARGS)
 	$(BIN)/python benchmarks/memory.py $(ARGS)
+	$(BIN)/python benchmarks/planned_memory.py $(ARGS)
 	$(BIN)/python benchmarks/accumulation.py $(ARGS)
 	$(BIN)/python benchmarks/pipelines.py $(ARGS)
 	$(BIN)/python benchmarks/fusion.py $(ARGS)

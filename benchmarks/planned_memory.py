@@ -1,6 +1,6 @@
 """Planned memory: blocks beside their bounds and beside allocators, allocations and time per step.
 
-    python benchmarks/planned_memory.py            all tables; saved in results/
+    python benchmarks/planned_memory.py            all tables; added to a file in results/
     python benchmarks/planned_memory.py --quick    smaller models, few rounds, nothing saved
     python benchmarks/planned_memory.py --only blocks steps times resident ranks
 
@@ -385,7 +385,8 @@ def main() -> None:
     if not options.quick:
         version = torch.__version__.partition("+")[0]
         path = RESULTS / f"{datetime.date.today()}-planned-memory-torch-{version}.txt"
-        path.write_text("\n\n".join(texts) + "\n")
+        with path.open("a") as file:
+            file.write("\n\n".join(texts) + "\n\n")
 
 
 if __name__ == "__main__":
