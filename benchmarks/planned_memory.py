@@ -310,43 +310,24 @@ def ranks(rank: int, meeting: str, width: int, rounds: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     mesh, model = Mesh({"dp": 2}), mlp(width, 64, 8)
     step = trained("", model.loss, model.params, model.batch)
-    rows = [["two gloo ranks", "allocated", "planned", "ratio", "copied per step", "planned"]]
+    rows = [["two gloo ranks", "allocated", "planned", "ratio"]]
     for name, spec in (("data parallel", P()), ("fully sharded", P("dp"))):
         specs = tree.map(lambda x, s=spec: s if x.ndim else P(), step.values[:2])
         fn = shard(step.fn, mesh, in_specs=(*specs, P("dp")), out_specs=(*specs, P()))
         state = tree.map(lambda x, s: place(x, mesh, s), step.values[:2], specs)
         batch = place(step.values[2], mesh, P("dp"))
-        rivals, copied = [], []
+        rivals = []
         for memory in ("allocated", "planned"):
             run = jit(fn, backend="eager", memory=memory)
             call = functools.partial(run, *state, batch)
             call()
             rivals.append(Rival(memory, call, list))
-            copied.append(_copied(call))
         one, two = in_turns(rivals, rounds)
         timed = [f"{1e3 * each.median:.2f} ms" for each in (one, two)]
-        rows.append([f"{name}, width {width}", *timed, f"{one.times(two):.3f}", *map(mb, copied)])
+        rows.append([f"{name}, width {width}", *timed, f"{one.times(two):.3f}"])
     if rank == 0:
         Path(f"{meeting}.table").write_text(aligned(rows))
     dist.destroy_process_group()
-
-
-def _copied(call: Callable[[], Any]) -> int:
-    """The bytes that copies and concatenations of a call write."""
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as recorded:
-        call()
-    total = 0
-    for event in recorded.events() or ():
-        shapes = event.input_shapes
-        if event.name in ("aten::copy_", "aten::cat") and shapes:
-            parts = shapes[0] if event.name == "aten::cat" and shapes[0] else shapes[:1]
-            inner = event.cpu_parent is not None and event.cpu_parent.name == "aten::cat"
-            total += 0 if inner else sum(4 * _count(shape) for shape in parts)
-    return total
-
-
-def _count(shape: Any) -> int:
-    return int(torch.Size(shape).numel()) if all(isinstance(n, int) for n in shape) else 0
 
 
 def main() -> None:

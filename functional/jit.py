@@ -58,8 +58,8 @@ def jit(
             memory that is reserved once (functional/memory). Results are always in memory of their own;
             those of a step that donates its arguments take theirs. Values are the same bit for bit, but
             for products within a merged collective, which may round otherwise if not aligned. Inductor
-            plans its own intermediates; its code, on a CPU, gets them in memory of earlier calls that
-            nothing refers to.
+            reuses its own intermediates; its code, on a CPU, gets large ones in memory of earlier calls
+            that nothing refers to.
 
     Returns:
         A function that computes what ``fn`` does, with ``.lower`` and ``.lower_joint``. Tensors and

@@ -30,9 +30,8 @@ def compile_graph(
     """Compile a flat graph by a backend of torch.compile, to a function of one list of inputs.
 
     Args:
-        allocate: a function of shape, strides and dtype from which Inductor's code gets memory on a CPU,
-            pools for all its intermediates. Where a version of torch writes other code, the code
-            allocates by itself.
+        allocate: a function of shape, strides and dtype from which Inductor's code gets memory on a CPU.
+            Where a version of torch writes other code, the code allocates by itself.
 
     torch.compile itself would retrace the flat graph and check guards at every call; our own cache key
     has everything the graph depends on. Inductor frees inputs after their last use if it may empty the
@@ -47,18 +46,17 @@ def compile_graph(
 
 @contextlib.contextmanager
 def _allocating_by(allocate: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """A context in which Inductor plans memory in pools, and its code gets these from a function.
+    """A context in which the code that Inductor makes gets memory from a function.
 
-    Its code calls a function by a name of its module. Code that was compiled without pools is other code.
+    Its code calls a function by a name of its module. Inductor's own planning (`memory_planning`) is not
+    used: its pools are larger than what its code needs without, and take time at every call (2.13).
     """
     with needed():
-        from torch._inductor import config
         from torch._inductor.codecache import PyCodeCache
 
     modules: list[Any] = getattr(PyCodeCache, "modules", [])
     before = len(modules)
-    with config.patch(memory_planning=True):
-        yield
+    yield
     for made in modules[before:]:
         if hasattr(made, _ALLOCATES):
             setattr(made, _ALLOCATES, allocate)
