@@ -33,7 +33,7 @@ from torchard.functional.programs.tags import KERNEL, VAL
 from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.programs.views import needed_by
 from torchard.functional.remat.loop_residuals import with_loop_residuals
-from torchard.functional.remat.split import split
+from torchard.functional.remat.split import spans_of, split
 from torchard.functional.tracing.inner_gradients import note_replayed
 from torchard.functional.tracing.purify import replay
 from torchard.functional.tracing.trace_state import active
@@ -206,7 +206,7 @@ class LoweredFunction:
         halves = split(program)
         outputs = tuple(leaf for leaf in program.outputs if leaf.role != "gradient")
         differentiable = program.differentiable
-        spans = _spans([self._width(leaf) for leaf in outputs])
+        spans = spans_of([self._width(leaf) for leaf in outputs])
         floats = [i for i, node in enumerate(self.base.results) if _is_float(VAL.of(node))]
         return Halves(
             forward=self._bound(halves.forward, program.constants),
@@ -224,7 +224,7 @@ class LoweredFunction:
         return 1 if self.inline else width(leaf)
 
     def _gradient_parts(self, backward: Program) -> list[int | None]:
-        spans = _spans([self._width(leaf) for leaf in backward.outputs])
+        spans = spans_of([self._width(leaf) for leaf in backward.outputs])
         by_input = {leaf.of: span for leaf, span in zip(backward.outputs, spans, strict=True)}
         positions: list[int | None] = []
         for i, w in enumerate(self.widths):
@@ -262,7 +262,7 @@ class LoweredFunction:
 
     def per_input(self, flags: Sequence[bool]) -> tuple[bool, ...]:
         """Flags per input, from flags per part."""
-        return tuple(any(flags[part] for part in span) for span in _spans(self.widths))
+        return tuple(any(flags[part] for part in span) for span in spans_of(self.widths))
 
     def per_part(self, flags: Sequence[bool]) -> list[bool]:
         """Flags per part, from flags per input."""
@@ -296,14 +296,6 @@ def _is_opaque(node: torch.fx.Node) -> bool:
         return True
     space = getattr(node.target, "namespace", "aten")
     return space not in ("aten", "prims", "prim") and _is_float(VAL.get(node))
-
-
-def _spans(widths: Sequence[int]) -> list[range]:
-    spans, start = [], 0
-    for w in widths:
-        spans.append(range(start, start + w))
-        start += w
-    return spans
 
 
 def _is_float(value: Any) -> bool:

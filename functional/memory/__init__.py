@@ -5,7 +5,7 @@ Operations that can write to given memory do (destinations.py): then allocations
 whose buffers have sizes and lifetimes (lifetimes.py), and some take the memory of others (reuse.py).
 They are packed into one block (packing.py), and the tape becomes straight-line code whose operands are
 tensors in that block, views included (planned_code.py).
-Blocks belong to arenas, one for each device, which lend them to one call at a time (arena.py).
+Blocks belong to the arena of the process, which lends them to one call at a time (arena.py).
 
 What a caller can hold is never in a block: results, what they alias, and inputs.
 """

@@ -1,9 +1,9 @@
 """Arenas: the memory that planned programs run in, lent to one call at a time.
 
-There is one arena for each device, shared by all programs of the process. It has a block for each call
-that runs at the same time: of another thread, or from within a call. A block is as large as the largest
-program that ran in it needs, and stays; so programs of several shapes take turns in the same memory.
-Blocks are freed when no planned program is left, or by `release`.
+There is one arena, shared by all programs of the process. It has a block for each call that runs at the
+same time: of another thread, or from within a call. A block has memory on each device that a program
+needs, as much as the largest program that ran in it needs, and stays; so programs of several shapes take
+turns in the same memory. Blocks are freed when no planned program is left, or by `release`.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class _Reuse:
             self._take(source, result)
             self.left[step] = []
         elif self._may_be_inside(at, source, result) and _are_alike(source, result):
-            self._put_inside(at, step, result, [source])
+            self._put_inside(step, result, [source])
 
     def _may_take(self, at: int, step: Step, operand: torch.Tensor, result: torch.Tensor) -> bool:
         """Whether a step may write its result over an operand."""
@@ -128,7 +128,7 @@ class _Reuse:
         olds = [self.lifetimes.of(part) for part in inside]
         inside = [part for part, old in zip(inside, olds, strict=True) if olds.count(old) == 1]
         if 2 * sum(part.nbytes for part in inside) > whole.nbytes:
-            self._put_inside(at, step, whole, parts, {id(part) for part in inside})
+            self._put_inside(step, whole, parts, {id(part) for part in inside})
 
     def _may_be_inside(self, at: int, part: torch.Tensor, whole: torch.Tensor) -> bool:
         """Whether the memory of a value, which nothing reads after a step, may be part of another's."""
@@ -146,7 +146,6 @@ class _Reuse:
 
     def _put_inside(
         self,
-        at: int,
         step: Step,
         whole: torch.Tensor,
         parts: Sequence[torch.Tensor],

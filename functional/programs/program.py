@@ -259,6 +259,11 @@ class RankGraph(NamedTuple):
     graph: fx.Graph
     inputs: list[torch.Tensor]
 
+    @staticmethod
+    def of(program: Program) -> RankGraph:
+        """What a process runs that holds each value whole."""
+        return RankGraph(program.graph, [VAL.of(node) for node in program.placeholders])
+
 
 class Runtime(ABC):
     """What binds a rewritten program to a callable on tensors.
@@ -312,7 +317,7 @@ class Runtime(ABC):
 
     def ranks(self, program: Program) -> Sequence[RankGraph]:
         """What single ranks run; of those that hold equally much, one."""
-        return [RankGraph(program.graph, [VAL.of(node) for node in program.placeholders])]
+        return [RankGraph.of(program)]
 
     def stages(self, program: Program) -> Sequence[Runtime]:
         """This runtime as the ranks of each stage of a pipeline see it, which hold different values."""

@@ -22,7 +22,7 @@ from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import RECOMPUTE, RESIDUAL
 from torchard.functional.programs.views import forward_offloads, is_tuple, is_view, needed_by
 
-__all__ = ["HALVES", "JointCut", "Saved", "Split", "halves_of", "split"]
+__all__ = ["HALVES", "JointCut", "Saved", "Split", "halves_of", "spans_of", "split"]
 
 HALVES = "halves"
 """The key of the fact by which each half knows its Split."""
@@ -64,7 +64,7 @@ class Split:
         outputs = [leaf for leaf in self.forward.outputs if leaf.role != "residual"]
         values = [leaf for leaf in self.forward.outputs if leaf.role == "residual"]
         tables = {
-            kind: (i, _spans(map(width, leaves)))
+            kind: (i, spans_of(map(width, leaves)))
             for i, (kind, leaves) in enumerate(
                 (("input", self.forward.inputs), ("output", outputs), ("value", values))
             )
@@ -208,7 +208,7 @@ def halves_of(program: Program) -> tuple[list[fx.Node], list[fx.Node]]:
     return [n for n in program.calls if n in wanted], [n for n in nodes if n.op == "call_function"]
 
 
-def _spans(widths: Iterable[int]) -> list[range]:
+def spans_of(widths: Iterable[int]) -> list[range]:
     """The ranges of these widths, one after another."""
     ends = list(itertools.accumulate(widths, initial=0))
     return [range(*pair) for pair in itertools.pairwise(ends)]

@@ -30,7 +30,6 @@ from torchard.functional.memory.plan import (
 from torchard.functional.memory.tape import Tape
 from torchard.functional.programs.program import Program, RankGraph
 from torchard.functional.programs.records import Record, Records
-from torchard.functional.programs.tags import VAL
 from torchard.functional.remat.liveness import donated_inputs
 from torchard.functional.remat.loop_residuals import with_loop_residuals
 from torchard.functional.remat.split import split
@@ -173,9 +172,7 @@ def _reports(program: Program) -> Iterator[Memory]:
 
 
 def _ranks(program: Program) -> Sequence[RankGraph]:
-    if program.runtime is not None:
-        return program.runtime.ranks(program)
-    return [RankGraph(program.graph, [VAL.of(node) for node in program.placeholders])]
+    return [RankGraph.of(program)] if program.runtime is None else program.runtime.ranks(program)
 
 
 def _memory(program: Program, tape: Tape, plan: MemoryPlan, donated: Sequence[int]) -> Memory:

@@ -29,13 +29,13 @@ def compile_graph(
 ) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
     """Compile a flat graph by a backend of torch.compile, to a function of one list of inputs.
 
-    Args:
-        allocate: a function of shape, strides and dtype from which Inductor's code gets memory on a CPU.
-            Where a version of torch writes other code, the code allocates by itself.
-
     torch.compile itself would retrace the flat graph and check guards at every call; our own cache key
     has everything the graph depends on. Inductor frees inputs after their last use if it may empty the
     list they are in, which it does for graphs in a GmWrapper.
+
+    Args:
+        allocate: a function of shape, strides and dtype from which Inductor's code gets memory on a CPU.
+            Where a version of torch writes other code, the code allocates by itself.
     """
     with one_at_a_time, thread_state_kept():
         if allocate is None or backend != "inductor":
