@@ -24,8 +24,8 @@ from torchard.functional.execution.compile_once import compiled_once
 from torchard.functional.execution.compile_progress import CompileProgress
 from torchard.functional.execution.failures import compiled_failed
 from torchard.functional.execution.regions import by_regions
+from torchard.functional.memory.compiled_code import PlannedCompiled, allocate
 from torchard.functional.memory.planned import Planned, PlannedHalves
-from torchard.functional.memory.pool import empty_strided
 from torchard.functional.programs.program import Bound, Program, Rewrite
 from torchard.functional.programs.records import Record
 from torchard.functional.programs.tagging import strip
@@ -143,6 +143,7 @@ class Compile(Rewrite):
             run = self._planned(module.graph, generated, program)
         else:
             run = self._compiled(module, generated, program)
+            run = PlannedCompiled(run) if self.planned else run
         return run if program.runtime is None else program.runtime.guard(program, run, module.graph)
 
     def _planned(self, graph: fx.Graph, generated: Bound, program: Program) -> Bound:
@@ -164,12 +165,11 @@ class Compile(Rewrite):
     def _compiled(self, module: fx.GraphModule, generated: Bound, program: Program) -> Bound:
         """The module, or its regions, compiled when they are first called."""
         progress = CompileProgress(program.name)
-        allocate = empty_strided if self.planned else None
 
         def region(graph: fx.Graph) -> Bound:
             insert_barriers(graph)
             part = fx.GraphModule(torch.nn.Module(), graph)
-            return _Compiled(part, compiled(graph, program.name), self.backend, progress, allocate)
+            return _Compiled(part, compiled(graph, program.name), self.backend, progress, self.planned)
 
         outer = by_regions(module.graph, region)
         if outer is not None:
@@ -177,7 +177,7 @@ class Compile(Rewrite):
         insert_barriers(module.graph)
         module.recompile()
         return _Compiled(
-            module, generated, self.backend, progress, allocate, program.collectives
+            module, generated, self.backend, progress, self.planned, program.collectives
         )
 
 
@@ -213,7 +213,7 @@ class _Compiled:
         generated: Bound,
         backend: str,
         progress: CompileProgress,
-        allocate: Callable[..., torch.Tensor] | None,
+        planned: bool,
         collectives: Sequence[Record] = (),
     ) -> None:
         self.module = module
@@ -222,7 +222,7 @@ class _Compiled:
         self.name = self.__name__ = progress.name
         self.progress = progress
         progress.total += 1
-        self.allocate = allocate
+        self.planned = planned
         self.collectives = collectives
         self.by_strides: dict[Any, Callable[..., Any]] = {}
         self.lock = Lock()
@@ -254,4 +254,6 @@ class _Compiled:
         with self.progress.part(), once, warnings.catch_warnings(), torch.no_grad():
             # Importing the compiler warns about torch.jit.
             warnings.simplefilter("ignore")
-            return internals.compile_graph(module, parts, self.backend, self.allocate)
+            return internals.compile_graph(
+                module, parts, self.backend, allocate if self.planned else None
+            )

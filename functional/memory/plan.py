@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from torchard.functional.memory.destinations import with_destinations
 from torchard.functional.memory.lifetimes import Buffer, Lifetimes
 from torchard.functional.memory.packing import Packing, Span, pack
 from torchard.functional.memory.planned_code import PlannedCode
+from torchard.functional.memory.poison import is_poisoned
 from torchard.functional.memory.results import with_results_apart
 from torchard.functional.memory.reuse import with_reuse
 from torchard.functional.memory.tape import CUT, Tape, fakes_like, halves, recorded
@@ -23,12 +23,10 @@ __all__ = [
     "HalvesPlan",
     "JointTape",
     "MemoryPlan",
-    "is_poisoned",
     "joint_tape_of",
     "plan_of",
     "plan_of_halves",
     "plan_of_tape",
-    "poisoned",
     "tape_of",
 ]
 
@@ -196,22 +194,3 @@ def _packed(tape: Tape) -> tuple[Lifetimes, dict[torch.device, Packing], dict[Bu
         for buffer, offset in zip(own, packings[device].offsets, strict=True)
     }
     return lifetimes, packings, offsets
-
-
-_poisoned = False
-
-
-def is_poisoned() -> bool:
-    """Whether programs overwrite memory that is not in use."""
-    return _poisoned
-
-
-@contextmanager
-def poisoned() -> Iterator[None]:
-    """A context for tests: programs that are planned in it overwrite memory that is not in use."""
-    global _poisoned
-    before, _poisoned = _poisoned, True
-    try:
-        yield
-    finally:
-        _poisoned = before

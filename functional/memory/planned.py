@@ -15,11 +15,11 @@ from torchard.functional.memory.arena import arena
 from torchard.functional.memory.plan import (
     HalvesPlan,
     MemoryPlan,
-    is_poisoned,
     joint_tape_of,
     plan_of,
     plan_of_halves,
 )
+from torchard.functional.memory.poison import is_poisoned
 from torchard.functional.memory.tape import Unplannable
 from torchard.functional.programs.program import Bound
 

@@ -19,6 +19,7 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core import tree
 from torchard.functional.execution.codegen import Line, assembled, text_of
 from torchard.functional.memory.lifetimes import Buffer, Lifetimes
+from torchard.functional.memory.poison import poison
 from torchard.functional.memory.tape import Step, Tape, part_of
 from torchard.functional.torch_internals.operators import COLLECTIVES
 
@@ -77,7 +78,7 @@ class PlannedCode:
         if self.poisoned:
             names["poison"] = _Poison(block, self.offsets)
             for memory in () if self.before else block.values():
-                memory.fill_(_POISON)
+                poison(memory)
         return assembled(self.body, names, self.name)
 
     # -- constants ----------------------------------------------------------------------------------
@@ -214,9 +215,6 @@ class PlannedCode:
         return text_of(value, self._text, self.names)
 
 
-_POISON = 0xFF
-
-
 class _Poison:
     """Overwrites the buffers that nothing uses after a step."""
 
@@ -230,4 +228,4 @@ class _Poison:
 
     def __call__(self, at: int) -> None:
         for memory in self.dead.get(at, ()):
-            memory.fill_(_POISON)
+            poison(memory)

@@ -6,19 +6,25 @@ Modes can be entered publicly, but no public interface lists the active ones or 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+from torch.utils._pytree import tree_leaves
 
 from torchard.functional.torch_internals.accessors.required import require
 
 __all__ = [
     "TorchDispatchMode",
+    "Watching",
     "autocast_off",
     "autocast_on",
     "default_device",
@@ -83,9 +89,27 @@ def no_function_modes() -> Iterator[None]:
         yield
 
 
+class Watching(TorchDispatchMode):  # type: ignore[misc]
+    """A mode that is told of operators and their operands, and changes nothing.
+
+    Programs run under it as they do without: it counts as no mode.
+    """
+
+    def __init__(self, seen: Callable[[Any, Sequence[torch.Tensor]], None]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        values = tree_leaves((args, kwargs))
+        self.seen(func, [value for value in values if isinstance(value, torch.Tensor)])
+        return func(*args, **(kwargs or {}))
+
+
 def has_modes() -> bool:
     """Whether a dispatch mode (a tracer, a fake mode) is active."""
-    return bool(torch._C._len_torch_dispatch_stack())
+    if not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(not isinstance(mode, Watching) for mode in _get_current_dispatch_mode_stack())
 
 
 def dispatch_is_excluded() -> bool:

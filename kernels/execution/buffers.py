@@ -71,8 +71,7 @@ def _empty(layout: BufferLayout, device: torch.device) -> torch.Tensor:
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < LARGE or device.type != "cpu" or not layout.dense:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    storage = _pool.take(nbytes)
-    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, shape, strides)
+    return _pool.empty(shape, strides, dtype)
 
 
 def release() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -17,6 +17,7 @@ __all__ = [
     "storage_id",
     "storage_number",
     "storage_uses",
+    "tensor_in_memory_of",
     "valueless",
     "version",
 ]
@@ -72,5 +73,24 @@ def storage_uses(storage: torch.UntypedStorage) -> int | None:
 
     Without it, no memory is reused.
     """
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return None if count is None else int(count(storage._cdata))
+    return None if _use_count is None else int(_use_count(storage._cdata))
+
+
+_use_count = getattr(torch._C, "_storage_Use_Count", None)
+
+
+def tensor_in_memory_of(
+    base: torch.Tensor, shape: Sequence[int], strides: Sequence[int]
+) -> torch.Tensor:
+    """A tensor of another's dtype and storage, from its first element on, that is no view for autograd.
+
+    Inductor's code makes its views so; by public functions it takes four times as long.
+    """
+    if _reinterpret is None:
+        empty = torch.empty(0, dtype=base.dtype, device=base.device)
+        return empty.set_(base.untyped_storage(), 0, shape, strides)
+    made: torch.Tensor = _reinterpret(base, shape, strides, 0)
+    return made
+
+
+_reinterpret = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", None)

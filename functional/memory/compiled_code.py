@@ -1,0 +1,223 @@
+"""Compiled code in planned memory.
+
+The code that Inductor writes is straight-line, of fixed shapes: every call makes the same allocations in
+the same order, and drops them at the same places. So one call of a program is observed, and the
+allocations of all its regions packed as those of a tape are. In later calls what the code asks for is
+already there, at its place in a block.
+
+What is not dropped when a call ends (its results, and what they are views of), and what was given to an
+operator that may keep it, is allocated anew, in memory of earlier calls that nothing refers to (pool.py).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.dlpack import from_dlpack
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.memory.arena import arena
+from torchard.functional.memory.packing import Packing, Span, pack
+from torchard.functional.memory.poison import is_poisoned, poison
+from torchard.functional.memory.pool import empty_strided
+from torchard.functional.programs.program import Bound
+
+__all__ = ["PlannedCompiled", "allocate"]
+
+Tensors = Sequence[torch.Tensor]
+Take = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
+# Operators of these namespaces keep none of their operands when they have returned.
+_KNOWN = ("aten", "prims", "inductor", "torchard")
+
+
+class _Running(threading.local):
+    """What the compiled code that a thread runs gets its memory from."""
+
+    take: Take | None = None
+
+
+_running = _Running()
+
+
+def allocate(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """What code that is compiled for planned memory calls for an uninitialised tensor on the CPU."""
+    take = _running.take
+    if take is None:
+        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+    return take(shape, strides, dtype)
+
+
+def _with(take: Take, run: Bound, parts: Tensors) -> list[torch.Tensor]:
+    """Run a program with what its code gets memory from; an operator may call another program."""
+    before, _running.take = _running.take, take
+    try:
+        return run(parts)
+    finally:
+        _running.take = before
+
+
+class PlannedCompiled:
+    """A compiled program whose intermediates are in planned memory, from its second call on.
+
+    Args:
+        run: the program, which may empty a list of inputs that it is given; its compiled code allocates
+            by `allocate`.
+    """
+
+    def __init__(self, run: Bound) -> None:
+        self.run = run
+        self.plans: dict[Hashable, CompiledPlan] = {}
+
+    def __call__(self, parts: Tensors) -> list[torch.Tensor]:
+        if internals.has_modes():
+            return self.run(parts)
+        key = is_poisoned(), *[part.stride() for part in parts]
+        plan = self.plans.get(key)
+        if plan is None:
+            results, self.plans[key] = _observed(self.run, parts)
+            return results
+        if not plan.packing.size:
+            return _with(plan.replay([None] * len(plan.requests)), self.run, parts)
+        with arena.lent(plan, {_CPU: plan.packing.size}) as block:
+            places = block.made_for(plan, plan.places)
+            return _with(plan.replay(places), self.run, parts)
+
+
+def _observed(run: Bound, parts: Tensors) -> tuple[list[torch.Tensor], CompiledPlan]:
+    """The results of a program, and the plan of its later calls."""
+    seen = _Observation()
+    with internals.Watching(seen.operands):
+        results = _with(seen.take, run, parts)
+    return results, seen.plan()
+
+
+_CPU = torch.device("cpu")
+
+
+class Request(NamedTuple):
+    """What is asked for in one allocation."""
+
+    shape: Sequence[int]
+    strides: Sequence[int]
+    dtype: torch.dtype
+
+
+@dataclass(eq=False)
+class CompiledPlan:
+    """Where the allocations of a call are.
+
+    Attributes:
+        requests: what the code asks for, in order.
+        planned: the positions of those that have a place in a block.
+        spans: of these, from the allocation that makes them to the last one before which they are dropped.
+    """
+
+    requests: list[Request]
+    planned: list[int]
+    spans: list[Span]
+    packing: Packing = field(init=False)
+    poisoned: bool = field(default_factory=is_poisoned)
+
+    def __post_init__(self) -> None:
+        self.packing = pack(self.spans)
+
+    def places(self, block: Mapping[torch.device, torch.Tensor]) -> list[torch.Tensor | None]:
+        """For each allocation its tensor in a block; None if it has no place there."""
+        places: list[torch.Tensor | None] = [None] * len(self.requests)
+        with internals.no_modes(), torch.no_grad(), torch.inference_mode(False):
+            for at, span, offset in zip(self.planned, self.spans, self.packing.offsets, strict=True):
+                shape, strides, dtype = self.requests[at]
+                memory = from_dlpack(block[_CPU][offset : offset + span.nbytes])
+                places[at] = memory.view(dtype).as_strided(shape, strides)
+        return places
+
+    def replay(self, places: Sequence[torch.Tensor | None]) -> Take:
+        """What hands out these places in order, for one call."""
+        rest = zip(self.requests, places, strict=True)
+
+        def take(
+            shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+        ) -> torch.Tensor:
+            request, place = next(rest)
+            if request != (shape, strides, dtype):
+                raise AssertionError(
+                    f"compiled code allocates {dtype}{list(shape)} where it allocated "
+                    f"{request.dtype}{list(request.shape)} before"
+                )
+            return empty_strided(shape, strides, dtype) if place is None else place
+
+        return _poisoning(take, self, places) if self.poisoned else take
+
+
+def _poisoning(take: Take, plan: CompiledPlan, places: Sequence[torch.Tensor | None]) -> Take:
+    """The same, which overwrites each place before it is taken, and once nothing uses it."""
+    until: dict[int, list[torch.Tensor]] = {}
+    for at, span in zip(plan.planned, plan.spans, strict=True):
+        place = places[at]
+        assert place is not None
+        memory = torch.empty(0, dtype=torch.uint8).set_(place.untyped_storage())
+        until.setdefault(span.end, []).append(memory)
+        poison(memory)
+    count = 0
+
+    def poisoned(
+        shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        nonlocal count
+        for memory in until.get(count - 1, ()):
+            poison(memory)
+        count += 1
+        return take(shape, strides, dtype)
+
+    return poisoned
+
+
+class _Observation:
+    """The allocations of a call, and when each is dropped."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.storages: list[StorageWeakRef] = []
+        self.sizes: list[int] = []
+        self.last: list[int] = []  # the last allocation that was made while each was alive
+        self.alive: set[int] = set()
+        self.kept: set[int] = set()  # numbers of storages
+
+    def take(
+        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        made = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+        at = len(self.requests)
+        self.requests.append(Request(shape, strides, dtype))
+        self.storages.append(StorageWeakRef(made.untyped_storage()))
+        self.sizes.append(made.untyped_storage().nbytes())
+        self.last.append(at)
+        self._drop()
+        for each in self.alive:
+            self.last[each] = at
+        self.alive.add(at)
+        return made
+
+    def operands(self, operator: Any, tensors: Tensors) -> None:
+        """Note the operands of an operator that may keep them."""
+        if operator.namespace not in _KNOWN:
+            self.kept.update(map(internals.storage_id, tensors))
+
+    def plan(self) -> CompiledPlan:
+        """The plan, made while the results of the call are alive."""
+        self._drop()
+        planned = [
+            at
+            for at, storage in enumerate(self.storages)
+            if at not in self.alive and storage.cdata not in self.kept and self.sizes[at]
+        ]
+        spans = [Span(at, self.last[at], self.sizes[at]) for at in planned]
+        return CompiledPlan(self.requests, planned, spans)
+
+    def _drop(self) -> None:
+        self.alive = {at for at in self.alive if not self.storages[at].expired()}
