@@ -202,7 +202,7 @@ def blocks(steps: list[Step], compiled: bool) -> str:
 
 
 def inductor_peak(step: Step, **options: Any) -> int:
-    from torchard.functional.memory.pool import pool
+    from torchard.functional.memory.compiled_code import pool
 
     call = running(step, **options)
     call()

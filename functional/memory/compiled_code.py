@@ -23,11 +23,12 @@ from torch.utils.dlpack import from_dlpack
 from torchard.functional import torch_internals as internals
 from torchard.functional.memory.arena import arena
 from torchard.functional.memory.packing import Packing, Span, pack
-from torchard.functional.memory.poison import is_poisoned, poison
-from torchard.functional.memory.pool import empty_strided
+from torchard.functional.memory.planned_code import is_poisoned, poison
+from torchard.functional.memory.pool import Pool, machine_memory
 from torchard.functional.programs.program import Bound
+from torchard.functional.torch_internals import empty_cpu
 
-__all__ = ["PlannedCompiled", "allocate"]
+__all__ = ["PlannedCompiled", "allocate", "pool"]
 
 Tensors = Sequence[torch.Tensor]
 Take = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
@@ -48,7 +49,7 @@ def allocate(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -
     """What code that is compiled for planned memory calls for an uninitialised tensor on the CPU."""
     take = _running.take
     if take is None:
-        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+        return empty_cpu(shape, strides, dtype)
     return take(shape, strides, dtype)
 
 
@@ -81,8 +82,8 @@ class PlannedCompiled:
         if plan is None:
             results, self.plans[key] = _observed(self.run, parts)
             return results
-        if not plan.packing.size:
-            return _with(plan.replay([None] * len(plan.requests)), self.run, parts)
+        if not plan.planned:
+            return _with(plan.replay(plan.places({})), self.run, parts)
         with arena.lent(plan, {_CPU: plan.packing.size}) as block:
             places = block.made_for(plan, plan.places)
             return _with(plan.replay(places), self.run, parts)
@@ -97,14 +98,25 @@ def _observed(run: Bound, parts: Tensors) -> tuple[list[torch.Tensor], CompiledP
 
 
 _CPU = torch.device("cpu")
+# Bytes; smaller allocations take less time than a search.
+_LEAST = 1 << 10
+
+pool = Pool(machine_memory() // 4)
+"""What compiled programs allocate their results from."""
 
 
-class Request(NamedTuple):
+class AllocationRequest(NamedTuple):
     """What is asked for in one allocation."""
 
     shape: Sequence[int]
     strides: Sequence[int]
     dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes, which include what lies between its elements."""
+        last = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        return (last + 1) * self.dtype.itemsize if all(self.shape) else 0
 
 
 @dataclass(eq=False)
@@ -114,10 +126,10 @@ class CompiledPlan:
     Attributes:
         requests: what the code asks for, in order.
         planned: the positions of those that have a place in a block.
-        spans: of these, from the allocation that makes them to the last one before which they are dropped.
+        spans: of these, from the allocation that makes each to the last one at which it is in use.
     """
 
-    requests: list[Request]
+    requests: list[AllocationRequest]
     planned: list[int]
     spans: list[Span]
     packing: Packing = field(init=False)
@@ -126,9 +138,9 @@ class CompiledPlan:
     def __post_init__(self) -> None:
         self.packing = pack(self.spans)
 
-    def places(self, block: Mapping[torch.device, torch.Tensor]) -> list[torch.Tensor | None]:
-        """For each allocation its tensor in a block; None if it has no place there."""
-        places: list[torch.Tensor | None] = [None] * len(self.requests)
+    def places(self, block: Mapping[torch.device, torch.Tensor]) -> list[torch.Tensor | int]:
+        """For each allocation its tensor in a block, or its bytes if it has no place there."""
+        places: list[torch.Tensor | int] = [request.nbytes for request in self.requests]
         with internals.no_modes(), torch.no_grad(), torch.inference_mode(False):
             for at, span, offset in zip(self.planned, self.spans, self.packing.offsets, strict=True):
                 shape, strides, dtype = self.requests[at]
@@ -136,8 +148,8 @@ class CompiledPlan:
                 places[at] = memory.view(dtype).as_strided(shape, strides)
         return places
 
-    def replay(self, places: Sequence[torch.Tensor | None]) -> Take:
-        """What hands out these places in order, for one call."""
+    def replay(self, places: Sequence[torch.Tensor | int]) -> Take:
+        """What hands out these places in order, for one call; what has none is from the pool."""
         rest = zip(self.requests, places, strict=True)
 
         def take(
@@ -149,17 +161,21 @@ class CompiledPlan:
                     f"compiled code allocates {dtype}{list(shape)} where it allocated "
                     f"{request.dtype}{list(request.shape)} before"
                 )
-            return empty_strided(shape, strides, dtype) if place is None else place
+            if not isinstance(place, int):
+                return place
+            if place < _LEAST:
+                return empty_cpu(shape, strides, dtype)
+            return pool.empty(shape, strides, dtype, place)
 
         return _poisoning(take, self, places) if self.poisoned else take
 
 
-def _poisoning(take: Take, plan: CompiledPlan, places: Sequence[torch.Tensor | None]) -> Take:
+def _poisoning(take: Take, plan: CompiledPlan, places: Sequence[torch.Tensor | int]) -> Take:
     """The same, which overwrites each place before it is taken, and once nothing uses it."""
     until: dict[int, list[torch.Tensor]] = {}
     for at, span in zip(plan.planned, plan.spans, strict=True):
         place = places[at]
-        assert place is not None
+        assert isinstance(place, torch.Tensor)
         memory = torch.empty(0, dtype=torch.uint8).set_(place.untyped_storage())
         until.setdefault(span.end, []).append(memory)
         poison(memory)
@@ -181,7 +197,7 @@ class _Observation:
     """The allocations of a call, and when each is dropped."""
 
     def __init__(self) -> None:
-        self.requests: list[Request] = []
+        self.requests: list[AllocationRequest] = []
         self.storages: list[StorageWeakRef] = []
         self.sizes: list[int] = []
         self.last: list[int] = []  # the last allocation that was made while each was alive
@@ -191,9 +207,9 @@ class _Observation:
     def take(
         self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        made = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
+        made = empty_cpu(shape, strides, dtype)
         at = len(self.requests)
-        self.requests.append(Request(shape, strides, dtype))
+        self.requests.append(AllocationRequest(shape, strides, dtype))
         self.storages.append(StorageWeakRef(made.untyped_storage()))
         self.sizes.append(made.untyped_storage().nbytes())
         self.last.append(at)

@@ -13,8 +13,7 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.memory.destinations import with_destinations
 from torchard.functional.memory.lifetimes import Buffer, Lifetimes
 from torchard.functional.memory.packing import Packing, Span, pack
-from torchard.functional.memory.planned_code import PlannedCode
-from torchard.functional.memory.poison import is_poisoned
+from torchard.functional.memory.planned_code import PlannedCode, is_poisoned
 from torchard.functional.memory.results import with_results_apart
 from torchard.functional.memory.reuse import with_reuse
 from torchard.functional.memory.tape import CUT, Tape, fakes_like, halves, recorded

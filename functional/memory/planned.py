@@ -19,7 +19,7 @@ from torchard.functional.memory.plan import (
     plan_of,
     plan_of_halves,
 )
-from torchard.functional.memory.poison import is_poisoned
+from torchard.functional.memory.planned_code import is_poisoned
 from torchard.functional.memory.tape import Unplannable
 from torchard.functional.programs.program import Bound
 

@@ -9,6 +9,7 @@ variable, which is dropped after its last use.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +20,10 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core import tree
 from torchard.functional.execution.codegen import Line, assembled, text_of
 from torchard.functional.memory.lifetimes import Buffer, Lifetimes
-from torchard.functional.memory.poison import poison
 from torchard.functional.memory.tape import Step, Tape, part_of
 from torchard.functional.torch_internals.operators import COLLECTIVES
 
-__all__ = ["PlannedCode"]
+__all__ = ["PlannedCode", "is_poisoned", "poison", "poisoned"]
 
 
 @dataclass(eq=False)
@@ -229,3 +229,29 @@ class _Poison:
     def __call__(self, at: int) -> None:
         for memory in self.dead.get(at, ()):
             poison(memory)
+
+
+# Bytes of it are NaN in every floating dtype.
+_POISON = 0xFF
+_poisoned = False
+
+
+def is_poisoned() -> bool:
+    """Whether programs overwrite memory that is not in use."""
+    return _poisoned
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """A context for tests: programs that are planned in it overwrite memory that is not in use."""
+    global _poisoned
+    before, _poisoned = _poisoned, True
+    try:
+        yield
+    finally:
+        _poisoned = before
+
+
+def poison(memory: torch.Tensor) -> None:
+    """Overwrite bytes."""
+    memory.fill_(_POISON)

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import threading
 import weakref
-from bisect import bisect_left, bisect_right, insort
-from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Sequence
+from sys import getrefcount
 
 import torch
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.memory.huge_pages import in_huge_pages
 
-__all__ = ["Pool", "empty_strided", "machine_memory", "pool"]
+__all__ = ["Pool", "machine_memory"]
 
 # A storage may be larger than asked for, by a quarter.
 _SLACK = 1.25
@@ -37,20 +36,24 @@ class Pool:
 
     def __init__(self, most: int) -> None:
         self.most = most
-        self._kept: OrderedDict[_Block, None] = OrderedDict()  # the most recently used is last
         self._by_size: dict[int, _SameSize] = {}
         self._sizes: list[int] = []  # in order
         self._nbytes = 0
+        self._time = 0
         self._lock = threading.Lock()
         _pools.add(self)
 
     def empty(
-        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+        self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, nbytes: int
     ) -> torch.Tensor:
-        """An uninitialised tensor whose elements have no gaps."""
+        """An uninitialised tensor of so many bytes, whose elements have no gaps."""
         with self._lock:
-            block = self._block(math.prod(shape) * dtype.itemsize)
-            return internals.tensor_in_memory_of(block.base(dtype), shape, strides)
+            same = self._by_size.get(nbytes)
+            block = same.free() if same else None
+            if block is None:
+                block = self._near(nbytes) or self._added(nbytes)
+            block.used = self._time = self._time + 1
+            return internals.in_memory_of(block.base(dtype), shape, strides, 0)
 
     def after_fork(self) -> None:
         """Reset in the child of a fork: another thread of the parent may have held the lock."""
@@ -59,82 +62,92 @@ class Pool:
     def release(self) -> None:
         """Drop all memory; storages in use are freed with their users."""
         with self._lock:
-            self._kept.clear()
             self._by_size.clear()
             self._sizes.clear()
             self._nbytes = 0
 
-    def _block(self, nbytes: int) -> _Block:
-        """A block of at least so many bytes, and little more, that nothing refers to."""
-        block = next((b for blocks in self._fitting(nbytes) if (b := blocks.free())), None)
-        if block is None:
-            block = self._added(nbytes)
-        self._kept[block] = None
-        self._kept.move_to_end(block)
-        while self._kept and self._nbytes > self.most:
-            self._drop(next(iter(self._kept)))
-        return block
-
-    def _fitting(self, nbytes: int) -> Iterator[_SameSize]:
-        first = bisect_left(self._sizes, nbytes)
+    def _near(self, nbytes: int) -> _Block | None:
+        """A free block of little more bytes."""
+        first = bisect_right(self._sizes, nbytes)
         last = bisect_right(self._sizes, nbytes * _SLACK, first)
-        return (self._by_size[size] for size in self._sizes[first:last])
+        larger = (self._by_size[size].free() for size in self._sizes[first:last])
+        return next((block for block in larger if block is not None), None)
 
     def _added(self, nbytes: int) -> _Block:
-        if nbytes not in self._by_size:
-            insort(self._sizes, nbytes)
-            self._by_size[nbytes] = _SameSize()
-        block = _Block(nbytes)
-        self._by_size[nbytes].blocks.append(block)
+        """A new block, for which others are dropped if there are too many bytes."""
         self._nbytes += nbytes
+        while self._nbytes > self.most and self._by_size:
+            self._drop_oldest()
+        block = _Block(nbytes)
+        if nbytes <= self.most:
+            if nbytes not in self._by_size:
+                insort(self._sizes, nbytes)
+                self._by_size[nbytes] = _SameSize()
+            self._by_size[nbytes].blocks.append(block)
+        else:
+            self._nbytes -= nbytes
         return block
 
-    def _drop(self, block: _Block) -> None:
-        del self._kept[block]
-        self._nbytes -= block.size
-        same = self._by_size[block.size].blocks
-        same.remove(block)
-        if not same:
-            del self._by_size[block.size]
-            self._sizes.remove(block.size)
+    def _drop_oldest(self) -> None:
+        size, same = min(
+            self._by_size.items(), key=lambda item: min(block.used for block in item[1].blocks)
+        )
+        same.blocks.remove(min(same.blocks, key=lambda block: block.used))
+        self._nbytes -= size
+        if not same.blocks:
+            del self._by_size[size]
+            self._sizes.remove(size)
 
 
 class _SameSize:
     """The blocks of one size, in the order of their last use.
 
-    What was taken first is mostly given back first, so the first few are looked at. All of them are
-    looked at once in as many searches that their number does not matter, and those that are free put
-    before the others: of a thousand values that are kept, no search finds its way through each.
+    What was taken first is mostly given back first, so the first few are looked at, then all; but where
+    that finds none it is not done again soon, so that many blocks in use cost no more than a few.
     """
 
     def __init__(self) -> None:
         self.blocks: deque[_Block] = deque()
-        self._looked_at = 0
+        self._wait = 0  # for so many searches, all blocks are taken to be in use
 
     def free(self) -> _Block | None:
         """A block that nothing refers to, which becomes the last."""
-        self._looked_at += _PROBES
-        if self._looked_at >= len(self.blocks):
-            self._looked_at = 0
-            self.blocks = deque(sorted(self.blocks, key=lambda block: not block.is_free()))
-        for at, block in enumerate(islice(self.blocks, _PROBES)):
-            if block.is_free():
-                del self.blocks[at]
-                self.blocks.append(block)
-                return block
-        return None
+        blocks = self.blocks
+        for at in range(min(_PROBES, len(blocks))):
+            if blocks[at].is_free():
+                break
+        else:
+            self._wait -= 1
+            if self._wait >= 0:
+                return None
+            # Those that are free come before the others.
+            blocks = self.blocks = deque(sorted(blocks, key=lambda block: not block.is_free()))
+            if not blocks or not blocks[0].is_free():
+                self._wait = len(blocks) // _PROBES
+                return None
+            at = 0
+        block = blocks[at]
+        del blocks[at]
+        blocks.append(block)
+        return block
 
 
 class _Block:
-    """One storage of the pool."""
+    """One storage of the pool.
+
+    Attributes:
+        used: when it was last taken.
+    """
 
     def __init__(self, nbytes: int) -> None:
         self.size = nbytes
+        self.used = 0
         with internals.no_modes(), torch.inference_mode(False):
             memory = in_huge_pages(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
         self._storage = memory.untyped_storage()
+        self._number = internals.storage_number(self._storage)
         self._bases: dict[torch.dtype, torch.Tensor] = {}
-        self._unused = self._references()
+        self._count()
 
     def base(self, dtype: torch.dtype) -> torch.Tensor:
         """A tensor of a dtype that begins where the storage does; the block is free."""
@@ -143,22 +156,29 @@ class _Block:
             with internals.no_modes(), torch.no_grad(), torch.inference_mode(False):
                 base = torch.empty(0, dtype=dtype, device="cpu").set_(self._storage, 0, (0,), (1,))
             self._bases[dtype] = base
-            self._unused = self._references()
+            self._count()
         return base
 
     def is_free(self) -> bool:
         """Whether nothing else refers to the storage. This cannot be known of other processes."""
         return (
-            self._unused is not None
-            and self._references() == self._unused
+            _use_count(self._number) == self._own
+            and getrefcount(self._storage) == self._own_by_python
             and self._storage.nbytes() == self.size
             and not self._storage.is_shared()
         )
 
-    def _references(self) -> tuple[int, int] | None:
-        """The reference counts of torch and Python; None if unknown, so nothing is ever free."""
-        uses = internals.storage_uses(self._storage)
-        return None if uses is None else (uses, sys.getrefcount(self._storage))
+    def _count(self) -> None:
+        """Note the references of the block itself, by torch and by Python."""
+        self._own, self._own_by_python = _use_count(self._number), getrefcount(self._storage)
+
+
+def _never(number: int) -> float:
+    """The count of a storage's references if torch does not expose it: equal to none, so none is free."""
+    return math.nan
+
+
+_use_count = internals.use_count or _never
 
 
 def machine_memory() -> int:
@@ -175,24 +195,3 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
-
-pool = Pool(machine_memory() // 4)
-"""What compiled programs in planned memory allocate their results from."""
-
-# Bytes; smaller allocations take less time than a search.
-_LEAST = 1 << 10
-
-
-def empty_strided(
-    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
-    """An uninitialised tensor on the CPU, in memory of the pool; its elements have no gaps."""
-    if math.prod(shape) * dtype.itemsize < _LEAST or not _is_dense(shape, strides):
-        return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-    return pool.empty(shape, strides, dtype)
-
-
-def _is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether the last element is that of as many elements without gaps."""
-    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return last + 1 == math.prod(shape)

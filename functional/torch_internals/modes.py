@@ -89,14 +89,14 @@ def no_function_modes() -> Iterator[None]:
         yield
 
 
-class Watching(TorchDispatchMode):  # type: ignore[misc]
+class Watching(TorchDispatchMode):
     """A mode that is told of operators and their operands, and changes nothing.
 
     Programs run under it as they do without: it counts as no mode.
     """
 
     def __init__(self, seen: Callable[[Any, Sequence[torch.Tensor]], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.seen = seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -71,7 +71,7 @@ def _empty(layout: BufferLayout, device: torch.device) -> torch.Tensor:
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes < LARGE or device.type != "cpu" or not layout.dense:
         return torch.empty_strided(shape, strides, dtype=dtype, device=device)
-    return _pool.empty(shape, strides, dtype)
+    return _pool.empty(shape, strides, dtype, nbytes)
 
 
 def release() -> None:

@@ -62,7 +62,7 @@ from torchard import (  # noqa: E402
     shard_map,
     to_dtensor,
 )
-from torchard.functional.memory.poison import poisoned  # noqa: E402
+from torchard.functional.memory.planned_code import poisoned  # noqa: E402
 from torchard.sharding.lowering import call_order  # noqa: E402
 from torchard.sharding.pipelining.schedules import SCHEDULES  # noqa: E402
 

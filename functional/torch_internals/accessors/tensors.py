@@ -12,12 +12,14 @@ from torchard.functional.torch_internals.accessors.required import require
 
 __all__ = [
     "VERSION",
+    "empty_cpu",
+    "in_memory_of",
     "is_legacy_batched",
     "is_view",
     "storage_id",
     "storage_number",
     "storage_uses",
-    "tensor_in_memory_of",
+    "use_count",
     "valueless",
     "version",
 ]
@@ -73,24 +75,35 @@ def storage_uses(storage: torch.UntypedStorage) -> int | None:
 
     Without it, no memory is reused.
     """
-    return None if _use_count is None else int(_use_count(storage._cdata))
+    return None if use_count is None else int(use_count(storage._cdata))
 
 
-_use_count = getattr(torch._C, "_storage_Use_Count", None)
+# The same, of a storage's number; None if torch does not expose it.
+use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
-def tensor_in_memory_of(
-    base: torch.Tensor, shape: Sequence[int], strides: Sequence[int]
+def _empty_cpu(
+    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
 ) -> torch.Tensor:
-    """A tensor of another's dtype and storage, from its first element on, that is no view for autograd.
-
-    Inductor's code makes its views so; by public functions it takes four times as long.
-    """
-    if _reinterpret is None:
-        empty = torch.empty(0, dtype=base.dtype, device=base.device)
-        return empty.set_(base.untyped_storage(), 0, shape, strides)
-    made: torch.Tensor = _reinterpret(base, shape, strides, 0)
-    return made
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
 
 
-_reinterpret = getattr(torch._C._dynamo.guards, "_reinterpret_tensor", None)
+# An uninitialised tensor on the CPU, as Inductor's code makes it: in a third of the time of the public
+# function.
+empty_cpu: Callable[..., torch.Tensor] = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cpu", _empty_cpu
+)
+
+
+def _in_memory_of(
+    base: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int
+) -> torch.Tensor:
+    empty = torch.empty(0, dtype=base.dtype, device=base.device)
+    return empty.set_(base.untyped_storage(), offset, shape, strides)
+
+
+# A tensor of another's dtype and storage, with a shape, strides and an offset, that is no view for
+# autograd. Inductor's code makes its views so: in a quarter of the time of the public functions.
+in_memory_of: Callable[..., torch.Tensor] = getattr(
+    torch._C._dynamo.guards, "_reinterpret_tensor", _in_memory_of
+)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchard import Mesh, MeshTensor, P, jit, place, shard
 from torchard.functional.memory.lifetimes import Lifetimes
 from torchard.functional.memory.plan import MemoryPlan
-from torchard.functional.memory.poison import poisoned
+from torchard.functional.memory.planned_code import poisoned
 from torchard.functional.torch_internals.operators import aten, c10d
 
 PARAMS = [torch.arange(256.0).reshape(16, 16) % 3 - 1 for _ in range(4)]

@@ -12,7 +12,7 @@ from op_db import UNDETERMINED, Case, cases, entries, name_of
 from torch import Tensor
 
 from torchard import jit
-from torchard.functional.memory.poison import poisoned
+from torchard.functional.memory.planned_code import poisoned
 
 # Every so many entries of the table in a usual run; all of them with --hypothesis-profile=explore.
 STEP = 12 if settings.get_current_profile_name() == "ci" else 1

@@ -23,7 +23,7 @@ from torch.utils.dlpack import from_dlpack
 from torchard import checkpoint, fuse, jit, policies, repeat, tree
 from torchard.functional.memory import arena as arena_module
 from torchard.functional.memory.arena import release, reserved
-from torchard.functional.memory.poison import poisoned
+from torchard.functional.memory.planned_code import poisoned
 from torchard.testing.strategies import RandomProgram, programs
 
 CPU = torch.device("cpu")

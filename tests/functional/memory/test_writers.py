@@ -15,7 +15,7 @@ from torch import fx
 from torchard import tree
 from torchard.functional.memory.arena import arena
 from torchard.functional.memory.plan import MemoryPlan, plan_of
-from torchard.functional.memory.poison import poisoned
+from torchard.functional.memory.planned_code import poisoned
 from torchard.functional.programs.markers import item
 from torchard.functional.torch_internals import FakeTensorMode, fake_errors_unlogged
 

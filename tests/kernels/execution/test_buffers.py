@@ -14,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchard import fuse, trace
-from torchard.functional import torch_internals as internals
-from torchard.functional.memory import huge_pages
+from torchard.functional.memory import huge_pages, pool
 from torchard.functional.memory.pool import Pool
 from torchard.kernels.execution import buffers
 from torchard.kernels.execution.buffers import Buffers
@@ -210,7 +209,7 @@ def test_so_much_is_kept(monkeypatch: pytest.MonkeyPatch, asked: list[tuple[int,
 def test_without_torch_s_count_nothing_is_used_again(
     monkeypatch: pytest.MonkeyPatch, asked: list[tuple[int, int]]
 ) -> None:
-    monkeypatch.setattr(internals, "storage_uses", lambda storage: None)
+    monkeypatch.setattr(pool, "_use_count", pool._never)
     for number in range(3):
         taken()
         assert len(asked) == number + 1
@@ -224,5 +223,5 @@ def test_threads_never_share(asked: list[tuple[int, int]]) -> None:
             right.append(bool((mine == number).all()))
         return all(right)
 
-    with ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(work, range(4)))
+    with ThreadPoolExecutor(4) as workers:
+        assert all(workers.map(work, range(4)))
