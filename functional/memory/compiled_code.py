@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils.dlpack import from_dlpack
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.memory.arena import arena
+from torchard.functional.memory.lifetimes import KEEP_NOTHING
 from torchard.functional.memory.packing import Packing, Span, pack
-from torchard.functional.memory.planned_code import is_poisoned, poison
+from torchard.functional.memory.planned_code import Poison, is_poisoned, placed
 from torchard.functional.memory.pool import Pool, machine_memory
 from torchard.functional.programs.program import Bound
 from torchard.functional.torch_internals import empty_cpu
@@ -32,8 +32,6 @@ __all__ = ["PlannedCompiled", "allocate", "pool"]
 
 Tensors = Sequence[torch.Tensor]
 Take = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
-# Operators of these namespaces keep none of their operands when they have returned.
-_KNOWN = ("aten", "prims", "inductor", "torchard")
 
 
 class _Running(threading.local):
@@ -83,7 +81,7 @@ class PlannedCompiled:
             results, self.plans[key] = _observed(self.run, parts)
             return results
         if not plan.planned:
-            return _with(plan.replay(plan.places({})), self.run, parts)
+            return _with(plan.replay(plan.sizes), self.run, parts)
         with arena.lent(plan, {_CPU: plan.packing.size}) as block:
             places = block.made_for(plan, plan.places)
             return _with(plan.replay(places), self.run, parts)
@@ -127,25 +125,27 @@ class CompiledPlan:
         requests: what the code asks for, in order.
         planned: the positions of those that have a place in a block.
         spans: of these, from the allocation that makes each to the last one at which it is in use.
+        sizes: of all requests, in bytes.
     """
 
     requests: list[AllocationRequest]
     planned: list[int]
     spans: list[Span]
     packing: Packing = field(init=False)
+    sizes: list[int] = field(init=False)
     poisoned: bool = field(default_factory=is_poisoned)
 
     def __post_init__(self) -> None:
         self.packing = pack(self.spans)
+        self.sizes = [request.nbytes for request in self.requests]
 
     def places(self, block: Mapping[torch.device, torch.Tensor]) -> list[torch.Tensor | int]:
         """For each allocation its tensor in a block, or its bytes if it has no place there."""
-        places: list[torch.Tensor | int] = [request.nbytes for request in self.requests]
+        places: list[torch.Tensor | int] = [*self.sizes]
         with internals.no_modes(), torch.no_grad(), torch.inference_mode(False):
             for at, span, offset in zip(self.planned, self.spans, self.packing.offsets, strict=True):
-                shape, strides, dtype = self.requests[at]
-                memory = from_dlpack(block[_CPU][offset : offset + span.nbytes])
-                places[at] = memory.view(dtype).as_strided(shape, strides)
+                memory = block[_CPU][offset : offset + span.nbytes]
+                places[at] = placed(memory, *self.requests[at])
         return places
 
     def replay(self, places: Sequence[torch.Tensor | int]) -> Take:
@@ -172,25 +172,25 @@ class CompiledPlan:
 
 def _poisoning(take: Take, plan: CompiledPlan, places: Sequence[torch.Tensor | int]) -> Take:
     """The same, which overwrites each place before it is taken, and once nothing uses it."""
-    until: dict[int, list[torch.Tensor]] = {}
-    for at, span in zip(plan.planned, plan.spans, strict=True):
-        place = places[at]
-        assert isinstance(place, torch.Tensor)
-        memory = torch.empty(0, dtype=torch.uint8).set_(place.untyped_storage())
-        until.setdefault(span.end, []).append(memory)
-        poison(memory)
-    count = 0
+    dead = ((span.end, _bytes(places[at])) for at, span in zip(plan.planned, plan.spans, strict=True))
+    poison, count = Poison(dead), 0
+    poison.all()
 
     def poisoned(
         shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         nonlocal count
-        for memory in until.get(count - 1, ()):
-            poison(memory)
+        poison(count - 1)
         count += 1
         return take(shape, strides, dtype)
 
     return poisoned
+
+
+def _bytes(place: torch.Tensor | int) -> torch.Tensor:
+    """All bytes of the storage of a place."""
+    assert isinstance(place, torch.Tensor)
+    return torch.empty(0, dtype=torch.uint8).set_(place.untyped_storage())
 
 
 class _Observation:
@@ -221,7 +221,7 @@ class _Observation:
 
     def operands(self, operator: Any, tensors: Tensors) -> None:
         """Note the operands of an operator that may keep them."""
-        if operator.namespace not in _KNOWN:
+        if operator.namespace not in KEEP_NOTHING:
             self.kept.update(map(internals.storage_id, tensors))
 
     def plan(self) -> CompiledPlan:

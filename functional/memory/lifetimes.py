@@ -18,10 +18,10 @@ from torchard.functional.memory.destinations import ALLOCATIONS
 from torchard.functional.memory.tape import Step, Tape, part_of
 from torchard.functional.torch_internals.operators import COLLECTIVES, c10d
 
-__all__ = ["Buffer", "Lifetimes", "held"]
+__all__ = ["KEEP_NOTHING", "Buffer", "Lifetimes", "held"]
 
-# Operators of these namespaces keep none of their operands; a collective does until it is awaited.
-_KNOWN = ("aten", "prims", "torchard", COLLECTIVES)
+# Operators of these namespaces keep none of their operands.
+KEEP_NOTHING = ("aten", "prims", "torchard", "inductor")
 
 
 @dataclass(eq=False, slots=True)
@@ -129,7 +129,9 @@ class Lifetimes:
 
 
 def _is_known(function: Any) -> bool:
-    return function is part_of or getattr(function, "namespace", "") in _KNOWN
+    # A collective keeps its operands until it is awaited.
+    known = (*KEEP_NOTHING, COLLECTIVES)
+    return function is part_of or getattr(function, "namespace", "") in known
 
 
 def held(buffers: Sequence[Buffer], steps: int) -> list[int]:

@@ -8,7 +8,7 @@ variable, which is dropped after its last use.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +23,7 @@ from torchard.functional.memory.lifetimes import Buffer, Lifetimes
 from torchard.functional.memory.tape import Step, Tape, part_of
 from torchard.functional.torch_internals.operators import COLLECTIVES
 
-__all__ = ["PlannedCode", "is_poisoned", "poison", "poisoned"]
+__all__ = ["PlannedCode", "Poison", "is_poisoned", "placed", "poisoned"]
 
 
 @dataclass(eq=False)
@@ -76,9 +76,12 @@ class PlannedCode:
             values = self._constants(block)
         names.update({self.constants[key]: value for key, value in values.items()})
         if self.poisoned:
-            names["poison"] = _Poison(block, self.offsets)
+            names["poison"] = Poison(
+                (buffer.end, block[buffer.device][start : start + buffer.nbytes])
+                for buffer, start in self.offsets.items()
+            )
             for memory in () if self.before else block.values():
-                poison(memory)
+                memory.fill_(_POISON)
         return assembled(self.body, names, self.name)
 
     # -- constants ----------------------------------------------------------------------------------
@@ -105,15 +108,10 @@ class PlannedCode:
         return values
 
     def _placed(self, like: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-        """The tensor for an allocation, in a storage of its own.
-
-        torch takes tensors that share a storage for views of each other: `linalg.qr` then assumes that
-        its results overlap, and waiting for one collective waits for all. An exported tensor is in a new
-        storage of the same memory.
-        """
+        """The tensor for an allocation."""
         start = self.offsets[self.lifetimes.of(like)]
-        run = from_dlpack(block[start : start + like.untyped_storage().nbytes()])
-        return run.view(like.dtype).as_strided(like.shape, like.stride())
+        memory = block[start : start + like.untyped_storage().nbytes()]
+        return placed(memory, like.shape, like.stride(), like.dtype)
 
     def _is_allocation(self, step: Step) -> bool:
         return self.lifetimes.of(step.tensors[0]).maker is step
@@ -215,20 +213,38 @@ class PlannedCode:
         return text_of(value, self._text, self.names)
 
 
-class _Poison:
-    """Overwrites the buffers that nothing uses after a step."""
+def placed(
+    memory: torch.Tensor, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    """A tensor in bytes of a block, in a storage of its own.
 
-    def __init__(
-        self, block: Mapping[torch.device, torch.Tensor], offsets: Mapping[Buffer, int]
-    ) -> None:
+    torch takes tensors that share a storage for views of each other: `linalg.qr` then assumes that its
+    results overlap, and waiting for one collective waits for all. An exported tensor is in a new storage
+    of the same memory.
+    """
+    return from_dlpack(memory).view(dtype).as_strided(shape, strides)
+
+
+class Poison:
+    """Overwrites memory that nothing uses after a step.
+
+    Args:
+        dead: bytes, each with the last step that uses them.
+    """
+
+    def __init__(self, dead: Iterable[tuple[int, torch.Tensor]]) -> None:
         self.dead: dict[int, list[torch.Tensor]] = {}
-        for buffer, start in offsets.items():
-            memory = block[buffer.device][start : start + buffer.nbytes]
-            self.dead.setdefault(buffer.end, []).append(memory)
+        for at, memory in dead:
+            self.dead.setdefault(at, []).append(memory)
 
     def __call__(self, at: int) -> None:
         for memory in self.dead.get(at, ()):
-            poison(memory)
+            memory.fill_(_POISON)
+
+    def all(self) -> None:
+        """Overwrite all of it."""
+        for at in self.dead:
+            self(at)
 
 
 # Bytes of it are NaN in every floating dtype.
@@ -251,7 +267,3 @@ def poisoned() -> Iterator[None]:
     finally:
         _poisoned = before
 
-
-def poison(memory: torch.Tensor) -> None:
-    """Overwrite bytes."""
-    memory.fill_(_POISON)

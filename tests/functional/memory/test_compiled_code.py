@@ -6,7 +6,6 @@ count allocations.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from effort import examples
 from hypothesis import given, settings
+from planned import assert_right_in_threads, cloned, same
 from torch import Tensor
 
 from torchard import jit, nn, optim, repeat, tree
@@ -44,15 +44,6 @@ def pool(monkeypatch: pytest.MonkeyPatch) -> Pool:
 
 def planned(fn: Callable[..., Any], **options: Any) -> Any:
     return jit(fn, memory="planned", **options)
-
-
-def same(have: Any, want: Any) -> bool:
-    pairs = zip(tree.leaves(have), tree.leaves(want), strict=True)
-    return all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
-
-
-def cloned(values: Any) -> Any:
-    return tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, values)
 
 
 def mlp(layers: list[dict[str, Tensor]], x: Tensor) -> Tensor:
@@ -112,9 +103,7 @@ def test_random_programs(program: RandomProgram) -> None:
 @pytest.mark.usefixtures("poison")
 @pytest.mark.parametrize("loss", [mlp, rolled])
 @pytest.mark.parametrize("donated", [(), (0, 1)])
-def test_training(
-    loss: Callable[..., Tensor], donated: tuple[int, ...]
-) -> None:
+def test_training(loss: Callable[..., Tensor], donated: tuple[int, ...]) -> None:
     """Whole programs and those of regions: every step the bits of allocated memory."""
     step = training(loss)
     run, plain = planned(step, donate_argnums=donated), jit(step)
@@ -145,9 +134,10 @@ def test_gradients_outside(loss: Callable[..., Tensor]) -> None:
 
 @pytest.mark.usefixtures("poison")
 def test_inputs_of_other_strides() -> None:
-    run, plain = planned(lambda x: (x @ x).tanh().softmax(-1) @ x), jit(
-        lambda x: (x @ x).tanh().softmax(-1) @ x
-    )
+    def f(x: Tensor) -> Tensor:
+        return (x @ x).tanh().softmax(-1) @ x
+
+    run, plain = planned(f), jit(f)
     for x in (batch(1, ROWS), batch(2, ROWS).t(), batch(3, ROWS), batch(4, ROWS).t()):
         assert same(run(x), plain(x))
 
@@ -217,19 +207,7 @@ def test_threads() -> None:
         return ((x @ x).tanh() @ x).softmax(-1) @ x
 
     run, inputs = planned(f), [batch(i, ROWS) for i in range(4)]
-    wanted, wrong = [jit(f)(x) for x in inputs], []
-
-    def work(i: int) -> None:
-        for _ in range(50):
-            if not torch.equal(run(inputs[i]), wanted[i]):
-                wrong.append(i)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not wrong
+    assert_right_in_threads(run, inputs, [jit(f)(x) for x in inputs])
 
 
 # -- what is allocated ------------------------------------------------------------------------------

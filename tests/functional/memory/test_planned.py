@@ -6,7 +6,6 @@ Memory that is not in use is overwritten with NaN before it is used again, in ev
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from effort import examples
 from hypothesis import given, settings
+from planned import assert_right_in_threads, cloned, same
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.dlpack import from_dlpack
@@ -41,15 +41,6 @@ def planned(fn: Callable[..., Any], **options: Any) -> Any:
 
 def plain(fn: Callable[..., Any]) -> Any:
     return jit(fn, backend="eager")
-
-
-def same(have: Any, want: Any) -> bool:
-    pairs = zip(tree.leaves(have), tree.leaves(want), strict=True)
-    return all(torch.allclose(a, b, rtol=0, atol=0, equal_nan=True) for a, b in pairs)
-
-
-def cloned(values: Any) -> Any:
-    return tree.map(lambda x: x.clone() if isinstance(x, Tensor) else x, values)
 
 
 def gradients(program: Callable[..., Any]) -> Callable[..., Any]:
@@ -449,19 +440,7 @@ def test_threads() -> None:
     run = planned(lambda x: ((x * 2).tanh() @ x).sum())
     inputs = [torch.randn(64, 64, generator=torch.Generator().manual_seed(i)) for i in range(4)]
     wanted = [((x * 2).tanh() @ x).sum() for x in inputs]
-    wrong: list[int] = []
-
-    def work(i: int) -> None:
-        for _ in range(50):
-            if not torch.equal(run(inputs[i]), wanted[i]):
-                wrong.append(i)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not wrong
+    assert_right_in_threads(run, inputs, wanted)
 
 
 @pytest.mark.parametrize("fn", [lambda x: x + x.t(), lambda x: x * x[:1] + x.flip(0), lambda x: x + x[0]])
