@@ -142,7 +142,7 @@ class Compile(Rewrite):
             run = self._planned(module.graph, generated, program)
         else:
             run = self._compiled(module, generated, program)
-            run = PlannedCompiled(run) if self.planned else run
+            run = PlannedCompiled(run, run.donated) if self.planned else run
         return run if program.runtime is None else program.runtime.guard(program, run, module.graph)
 
     def _planned(self, graph: fx.Graph, generated: Bound, program: Program) -> Bound:
@@ -161,7 +161,9 @@ class Compile(Rewrite):
         assert isinstance(both, PlannedHalves)
         return both.with_backward(graph, generated).backward
 
-    def _compiled(self, module: fx.GraphModule, generated: Bound, program: Program) -> Bound:
+    def _compiled(
+        self, module: fx.GraphModule, generated: Bound, program: Program
+    ) -> _Compiled | _Regions:
         """The module, or its regions, compiled when they are first called."""
         progress = CompileProgress(program.name)
 
@@ -175,9 +177,12 @@ class Compile(Rewrite):
             return _Regions(compiled(outer, program.name), generated)
         insert_barriers(module.graph)
         module.recompile()
-        return _Compiled(
+        whole = _Compiled(
             module, generated, self.backend, progress, self.planned, program.collectives
         )
+        if self.planned and HALVES not in program.facts:
+            whole.donated = donated_parts(program, self.donate_argnums)
+        return whole
 
 
 def _flat_module(program: Program) -> fx.GraphModule | None:
@@ -193,6 +198,8 @@ def _flat_module(program: Program) -> fx.GraphModule | None:
 class _Regions:
     """A program of compiled regions."""
 
+    donated: Sequence[int] = ()
+
     def __init__(self, run: Bound, generated: Bound) -> None:
         self.run, self.generated = run, generated
 
@@ -204,7 +211,12 @@ class _Compiled:
     """A program that is compiled at its first call, and again for inputs of other strides.
 
     Whatever else the compiled code depends on is part of the signature of the call.
+
+    Attributes:
+        donated: the positions of inputs that the compiled code may write over.
     """
+
+    donated: Sequence[int] = ()
 
     def __init__(
         self,
@@ -254,5 +266,5 @@ class _Compiled:
             # Importing the compiler warns about torch.jit.
             warnings.simplefilter("ignore")
             return internals.compile_graph(
-                module, parts, self.backend, allocate if self.planned else None
+                module, parts, self.backend, allocate if self.planned else None, self.donated
             )

@@ -7,6 +7,7 @@ already there, at its place in a block.
 
 What is not dropped when a call ends (its results, and what they are views of), and what was given to an
 operator that may keep it, is allocated anew, in memory of earlier calls that nothing refers to (pool.py).
+Results of fused kernels that are the last to read a donated argument are written over it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core.ownership import is_owned
 from torchard.functional.memory.arena import arena
 from torchard.functional.memory.lifetimes import KEEP_NOTHING
 from torchard.functional.memory.packing import Packing, Span, pack
@@ -66,16 +68,19 @@ class PlannedCompiled:
     Args:
         run: the program, which may empty a list of inputs that it is given; its compiled code allocates
             by `allocate`.
+        donated: the positions of inputs that it may write over.
     """
 
-    def __init__(self, run: Bound) -> None:
+    def __init__(self, run: Bound, donated: Sequence[int] = ()) -> None:
         self.run = run
+        self.donated = donated
         self.plans: dict[Hashable, CompiledPlan] = {}
 
     def __call__(self, parts: Tensors) -> list[torch.Tensor]:
         if internals.has_modes():
             return self.run(parts)
         key = is_poisoned(), *[part.stride() for part in parts]
+        parts = self._given_up(parts) if self.donated else parts
         plan = self.plans.get(key)
         if plan is None:
             results, self.plans[key] = _observed(self.run, parts)
@@ -85,6 +90,17 @@ class PlannedCompiled:
         with arena.lent(plan, {_CPU: plan.packing.size}) as block:
             places = block.made_for(plan, plan.places)
             return _with(plan.replay(places), self.run, parts)
+
+    def _given_up(self, parts: Tensors) -> list[torch.Tensor]:
+        """The inputs, with a copy of each donated one whose memory something else holds."""
+        given = parts if isinstance(parts, list) else list(parts)
+        for i in self.donated:
+            if is_owned(given, i):
+                # The result may be this tensor, and must be no view of the one that was donated.
+                given[i] = internals.in_memory_of(given[i], given[i].shape, given[i].stride(), 0)
+            else:
+                given[i] = given[i].clone()
+        return given
 
 
 def _observed(run: Bound, parts: Tensors) -> tuple[list[torch.Tensor], CompiledPlan]:

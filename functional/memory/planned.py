@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Generic, TypeVar
 
@@ -11,6 +10,7 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.locks import Lock
+from torchard.functional.core.ownership import has_one_owner, is_owned
 from torchard.functional.memory.arena import arena
 from torchard.functional.memory.plan import (
     HalvesPlan,
@@ -69,7 +69,9 @@ class Planned:
 
     def plan(self, parts: Tensors) -> MemoryPlan | None:
         """The plan for inputs like these; None if the program cannot be planned."""
-        donates = bool(self.donated) and all(_is_owned(parts, i) for i in self.donated)
+        donates = bool(self.donated) and all(
+            parts[i].is_contiguous() and is_owned(parts, i) for i in self.donated
+        )
         given = self.donated if donates else ()
         return self._plans.get(
             parts, donates, lambda: plan_of(self.graph, parts, self.name, given)
@@ -152,7 +154,7 @@ class PlannedHalves:
             return self._alone(saved)
         for plan in self._plans.all() if isinstance(saved, list) else ():
             places = plan.residuals
-            if places and all(_has_one_owner(saved, i) for i in places.values()):
+            if places and all(has_one_owner(saved, i) for i in places.values()):
                 with arena.resumed(plan, {k: saved[i] for k, i in places.items()}) as block:
                     if block is not None:
                         run = block.made_for(plan.backward, plan.backward.bound)
@@ -166,35 +168,3 @@ def _are_plain(parts: Tensors) -> bool:
         return False
     plain = all(type(x) is torch.Tensor or type(x) is torch.nn.Parameter for x in parts)
     return plain and not any(x.is_meta or internals.is_legacy_batched(x) for x in parts)
-
-
-def _has_one_owner(parts: Tensors, i: int) -> bool:
-    """Whether nothing but a list holds a tensor."""
-    return sys.getrefcount(parts[i]) <= _OWNED
-
-
-def _is_owned(parts: Tensors, i: int) -> bool:
-    """Whether nothing but a list holds an input and its memory, all of which is the input's."""
-    if not _has_one_owner(parts, i):
-        return False
-    part = parts[i]
-    storage = part.untyped_storage()
-    return (
-        internals.storage_uses(storage) == _USES
-        and sys.getrefcount(storage) <= _HELD
-        and storage.resizable()  # else it is not torch's: an array's, a file's
-        and not storage.is_shared()
-        and storage.nbytes() == part.nbytes
-        and part.is_contiguous()
-    )
-
-
-def _counts() -> tuple[int, int, int]:
-    """The references to a tensor in a list, and those to its storage, torch's and Python's."""
-    parts = [torch.empty(1)]
-    storage = parts[0].untyped_storage()
-    uses = internals.storage_uses(storage)
-    return sys.getrefcount(parts[0]), -1 if uses is None else uses, sys.getrefcount(storage)
-
-
-_OWNED, _USES, _HELD = _counts()

@@ -13,9 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torchard.functional.torch_internals.accessors.required import needed
+from torchard.functional.torch_internals.donated_buffers import donating
 from torchard.functional.torch_internals.thread_state import one_at_a_time, thread_state_kept
 
 __all__ = ["compile_graph", "resolved"]
+
+Compiled = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 
 # How Inductor's code for a CPU calls what allocates a tensor (torch 2.13).
 _ALLOCATES = "empty_strided_cpu"
@@ -26,7 +29,8 @@ def compile_graph(
     inputs: Sequence[torch.Tensor],
     backend: str,
     allocate: Callable[..., torch.Tensor] | None = None,
-) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+    donated: Sequence[int] = (),
+) -> Compiled:
     """Compile a flat graph by a backend of torch.compile, to a function of one list of inputs.
 
     torch.compile itself would retrace the flat graph and check guards at every call; our own cache key
@@ -36,12 +40,13 @@ def compile_graph(
     Args:
         allocate: a function of shape, strides and dtype from which Inductor's code gets memory on a CPU.
             Where a version of torch writes other code, the code allocates by itself.
+        donated: the positions of inputs whose memory Inductor's code may write results to.
     """
     with one_at_a_time, thread_state_kept():
-        if allocate is None or backend != "inductor":
-            return _compiled(module, resolved(inputs), backend)
-        with _allocating_by(allocate):
-            return _compiled(module, resolved(inputs), backend)
+        if backend != "inductor":
+            return _by_backend(module, resolved(inputs), backend)
+        with _allocating_by(allocate) if allocate else contextlib.nullcontext():
+            return _by_inductor(module, resolved(inputs), donated)
 
 
 @contextlib.contextmanager
@@ -62,22 +67,27 @@ def _allocating_by(allocate: Callable[..., torch.Tensor]) -> Iterator[None]:
             setattr(made, _ALLOCATES, allocate)
 
 
-def _compiled(
-    module: fx.GraphModule, inputs: list[torch.Tensor], backend: str
-) -> Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]:
+def _by_backend(module: fx.GraphModule, inputs: list[torch.Tensor], backend: str) -> Compiled:
+    run = _backend(backend)(module, list(inputs))
+    return lambda args: run(*resolved(args))
+
+
+def _by_inductor(
+    module: fx.GraphModule, inputs: list[torch.Tensor], donated: Sequence[int]
+) -> Compiled:
     # Imported here: it takes seconds.
     with needed():
         from torch._dynamo.utils import GmWrapper
 
-    compile_with: Callable[..., Any] = _backend(backend)
-    if backend == "inductor":
-        with _of_static_shapes(inputs) as fakes:
-            boxed: Callable[[list[torch.Tensor]], Sequence[torch.Tensor]] = compile_with(
-                GmWrapper(module, lambda args: args), fakes
-            )
-        return lambda args: boxed(resolved(args))
-    run = compile_with(module, list(inputs))
-    return lambda args: run(*resolved(args))
+    compile_with = _backend("inductor")
+    takes_list = GmWrapper(module, lambda args: args)
+    with _of_static_shapes(inputs) as fakes:
+        if donated:
+            with donating(donated) as compile_inner:
+                boxed = compile_with(takes_list, fakes, inner_compile=compile_inner)
+        else:
+            boxed = compile_with(takes_list, fakes)
+    return lambda args: boxed(resolved(args))
 
 
 def _backend(name: str) -> Callable[..., Any]:
