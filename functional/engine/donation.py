@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import DonatedError
 from torchard.functional.core.placed import is_placed
 from torchard.functional.engine.cache_entry import is_under
@@ -41,20 +42,29 @@ def give_up(
         ValueError: a donated value is passed twice.
     """
     ids = [id(leaf) for leaf in leaves]
-    for i in donated:
-        if not isinstance(leaves[i], float) and ids.count(id(leaves[i])) > 1:
-            raise ValueError(
-                f"a donated value of shape {list(leaves[i].shape)} is passed twice in one call: pass a "
-                "clone, or leave its argument out of donate_argnums."
-            )
+    if len(set(ids)) < len(ids):
+        _check_distinct(leaves, donated, ids)
+    if internals.has_transforms() or internals.forward_ad_active():
+        return parts  # what is passed are values of a transform, which may be needed again
+    followed = torch.is_grad_enabled()
     for i in donated:
         leaf = leaves[i]
         if is_placed(leaf):
             leaf.__torchard_donate__()
-        elif type(leaf) in (torch.Tensor, torch.nn.Parameter) and not _followed(leaf):
-            parts[positions[i]] = leaf.detach()
+        elif _may_empty(leaf) and not (followed and leaf.requires_grad):
+            # Not detach(): what it returns is a view of the leaf, and may be what the program returns.
+            parts[positions[i]] = internals.in_memory_of(leaf, leaf.shape, leaf.stride(), 0)
             _empty(leaf)
     return parts
+
+
+def _check_distinct(leaves: Sequence[Any], donated: Sequence[int], ids: Sequence[int]) -> None:
+    for i in donated:
+        if not isinstance(leaves[i], float) and ids.count(ids[i]) > 1:
+            raise ValueError(
+                f"a donated value of shape {list(leaves[i].shape)} is passed twice in one call: pass a "
+                "clone, or leave its argument out of donate_argnums."
+            )
 
 
 def donated_parts(program: Program, numbers: Sequence[int]) -> list[int]:
@@ -70,9 +80,11 @@ def donated_parts(program: Program, numbers: Sequence[int]) -> list[int]:
     return parts
 
 
-def _followed(tensor: torch.Tensor) -> bool:
-    """Whether autograd needs the tensor itself."""
-    return tensor.requires_grad and torch.is_grad_enabled()
+def _may_empty(leaf: Any) -> bool:
+    """Whether a leaf is an ordinary tensor that torch lets us set."""
+    if type(leaf) is not torch.Tensor and type(leaf) is not torch.nn.Parameter:
+        return False
+    return not leaf.is_inference() or torch.is_inference_mode_enabled()
 
 
 def _empty(tensor: torch.Tensor) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.core.ownership import is_owned
+from torchard.functional.core.ownership import has_one_owner, is_owned
 from torchard.functional.memory.arena import arena
 from torchard.functional.memory.lifetimes import KEEP_NOTHING
 from torchard.functional.memory.packing import Packing, Span, pack
@@ -95,11 +95,8 @@ class PlannedCompiled:
         """The inputs, with a copy of each donated one whose memory something else holds."""
         given = parts if isinstance(parts, list) else list(parts)
         for i in self.donated:
-            if is_owned(given, i):
-                # The result may be this tensor, and must be no view of the one that was donated.
-                given[i] = internals.in_memory_of(given[i], given[i].shape, given[i].stride(), 0)
-            else:
-                given[i] = given[i].clone()
+            if not is_owned(given, i) and not (has_one_owner(given, i) and pool.lends(given[i])):
+                given[i] = given[i].detach().clone()
         return given
 
 

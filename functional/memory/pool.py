@@ -37,6 +37,7 @@ class Pool:
     def __init__(self, most: int) -> None:
         self.most = most
         self._by_size: dict[int, _SameSize] = {}
+        self._by_number: dict[int, _Block] = {}
         self._sizes: list[int] = []  # in order
         self._nbytes = 0
         self._time = 0
@@ -55,6 +56,11 @@ class Pool:
             block.used = self._time = self._time + 1
             return internals.in_memory_of(block.base(dtype), shape, strides, 0)
 
+    def lends(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has memory of the pool that no other has."""
+        block = self._by_number.get(internals.storage_id(tensor))
+        return block is not None and block.has_users(1)
+
     def after_fork(self) -> None:
         """Reset in the child of a fork: another thread of the parent may have held the lock."""
         self._lock = threading.Lock()
@@ -63,6 +69,7 @@ class Pool:
         """Drop all memory; storages in use are freed with their users."""
         with self._lock:
             self._by_size.clear()
+            self._by_number.clear()
             self._sizes.clear()
             self._nbytes = 0
 
@@ -84,6 +91,7 @@ class Pool:
                 insort(self._sizes, nbytes)
                 self._by_size[nbytes] = _SameSize()
             self._by_size[nbytes].blocks.append(block)
+            self._by_number[block.number] = block
         else:
             self._nbytes -= nbytes
         return block
@@ -92,7 +100,9 @@ class Pool:
         size, same = min(
             self._by_size.items(), key=lambda item: min(block.used for block in item[1].blocks)
         )
-        same.blocks.remove(min(same.blocks, key=lambda block: block.used))
+        block = min(same.blocks, key=lambda block: block.used)
+        same.blocks.remove(block)
+        del self._by_number[block.number]
         self._nbytes -= size
         if not same.blocks:
             del self._by_size[size]
@@ -137,6 +147,7 @@ class _Block:
 
     Attributes:
         used: when it was last taken.
+        number: of the storage.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -145,7 +156,7 @@ class _Block:
         with internals.no_modes(), torch.inference_mode(False):
             memory = in_huge_pages(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
         self._storage = memory.untyped_storage()
-        self._number = internals.storage_number(self._storage)
+        self.number = internals.storage_number(self._storage)
         self._bases: dict[torch.dtype, torch.Tensor] = {}
         self._count()
 
@@ -161,8 +172,12 @@ class _Block:
 
     def is_free(self) -> bool:
         """Whether nothing else refers to the storage. This cannot be known of other processes."""
+        return self.has_users(0)
+
+    def has_users(self, count: int) -> bool:
+        """Whether so many tensors refer to the storage, and no object of Python."""
         return (
-            _use_count(self._number) == self._own
+            _use_count(self.number) == self._own + count
             and getrefcount(self._storage) == self._own_by_python
             and self._storage.nbytes() == self.size
             and not self._storage.is_shared()
@@ -170,7 +185,7 @@ class _Block:
 
     def _count(self) -> None:
         """Note the references of the block itself, by torch and by Python."""
-        self._own, self._own_by_python = _use_count(self._number), getrefcount(self._storage)
+        self._own, self._own_by_python = _use_count(self.number), getrefcount(self._storage)
 
 
 def _never(number: int) -> float:
