@@ -47,14 +47,17 @@ def give_up(
     if internals.has_transforms() or internals.forward_ad_active():
         return parts  # what is passed are values of a transform, which may be needed again
     followed = torch.is_grad_enabled()
-    for i in donated:
-        leaf = leaves[i]
-        if is_placed(leaf):
-            leaf.__torchard_donate__()
-        elif _may_empty(leaf) and not (followed and leaf.requires_grad):
-            # Not detach(): what it returns is a view of the leaf, and may be what the program returns.
-            parts[positions[i]] = internals.in_memory_of(leaf, leaf.shape, leaf.stride(), 0)
-            _empty(leaf)
+    with torch.no_grad():
+        for i in donated:
+            leaf = leaves[i]
+            if is_placed(leaf):
+                leaf.__torchard_donate__()
+            elif _may_empty(leaf) and not (followed and leaf.requires_grad):
+                # Not detach(): that makes a view of the leaf, and may be what the program returns.
+                parts[positions[i]] = internals.in_memory_of(leaf, leaf.shape, leaf.stride(), 0)
+                # This tensor's hold on the storage is dropped only: other views of it stay valid.
+                leaf.set_()
+                leaf.__class__ = Donated
     return parts
 
 
@@ -85,10 +88,3 @@ def _may_empty(leaf: Any) -> bool:
     if type(leaf) is not torch.Tensor and type(leaf) is not torch.nn.Parameter:
         return False
     return not leaf.is_inference() or torch.is_inference_mode_enabled()
-
-
-def _empty(tensor: torch.Tensor) -> None:
-    # set_ drops this tensor's hold on the storage only: other views of it stay valid.
-    with torch.no_grad():
-        tensor.set_()  # type: ignore[call-overload]  # unannotated without a source
-    tensor.__class__ = Donated

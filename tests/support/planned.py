@@ -1,4 +1,4 @@
-"""What tests of planned memory share: comparisons bit by bit, copies, calls from several threads."""
+"""What tests of planned memory share: comparisons, copies, calls from threads, holders of memory."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 from torchard import tree
 
-__all__ = ["assert_right_in_threads", "cloned", "same"]
+__all__ = ["HOLDERS", "assert_right_in_threads", "cloned", "same", "tensor_of"]
 
 
 def same(have: Any, want: Any) -> bool:
@@ -40,3 +41,21 @@ def assert_right_in_threads(
     for thread in threads:
         thread.join(60)
     assert not wrong
+
+
+def tensor_of(value: Any) -> Tensor:
+    """A tensor of what one of HOLDERS returned."""
+    if isinstance(value, tuple):
+        return torch.empty(0).set_(*value)
+    return torch.as_tensor(value)
+
+
+HOLDERS: dict[str, Callable[[Tensor], Any]] = {
+    "itself": lambda x: x,
+    "a view": lambda x: x[:1],
+    "its data": lambda x: x.detach(),
+    "its storage": lambda x: (x.untyped_storage(), x.storage_offset(), x.shape, x.stride()),
+    "an array": lambda x: x.detach().numpy(),
+    "by dlpack": lambda x: from_dlpack(x.detach()),
+}
+"""What else may hold the memory of a tensor."""

@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from effort import examples
 from hypothesis import given, settings
-from planned import assert_right_in_threads, cloned, same
+from planned import HOLDERS, assert_right_in_threads, cloned, same, tensor_of
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
-from torch.utils.dlpack import from_dlpack
 
 from torchard import checkpoint, fuse, jit, policies, repeat, tree
 from torchard.functional.memory import arena as arena_module
@@ -274,23 +273,7 @@ def test_saved_tensor_hooks() -> None:
         assert same(outside(run, params, x), want)
 
 
-def tensor_of(value: Any) -> Tensor:
-    if isinstance(value, tuple):
-        return torch.empty(0).set_(*value)
-    return torch.as_tensor(value)
-
-
-SEEN: dict[str, Callable[[Tensor], Any]] = {
-    "itself": lambda x: x,
-    "a view": lambda x: x[:1],
-    "its data": lambda x: x.detach(),
-    "its storage": lambda x: (x.untyped_storage(), x.storage_offset(), x.shape, x.stride()),
-    "an array": lambda x: x.detach().numpy(),
-    "by dlpack": lambda x: from_dlpack(x.detach()),
-}
-
-
-@pytest.mark.parametrize("make", SEEN.values(), ids=SEEN)
+@pytest.mark.parametrize("make", HOLDERS.values(), ids=HOLDERS)
 def test_residuals_that_the_caller_reads(make: Callable[[Tensor], Any]) -> None:
     """What torch shows of a graph stays valid after its backward, and what shares its memory."""
     params, x = layers(3), torch.randn(8, 16)
@@ -345,7 +328,7 @@ def test_results_written_by_the_caller() -> None:
     assert same(run(x), plain(f)(x))
 
 
-@pytest.mark.parametrize("make", SEEN.values(), ids=SEEN)
+@pytest.mark.parametrize("make", HOLDERS.values(), ids=HOLDERS)
 def test_donated_arguments_that_others_hold(make: Callable[[Tensor], Any]) -> None:
     """An argument whose memory something else reads is not written over."""
     run, x = planned(lambda x: x * 2, donate_argnums=0), torch.arange(12.0).reshape(3, 4)

@@ -1,0 +1,246 @@
+"""Donation to compiled programs in planned memory: results are written over arguments, and nothing else.
+
+Inductor's code writes over an argument where a fused kernel is the last to read it. Memory that is not in
+use is overwritten with NaN before it is used again, in every test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import forked
+import pytest
+import torch
+from effort import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planned import HOLDERS, cloned, same, tensor_of
+from torch import Tensor
+
+from torchard import DonatedError, jit
+from torchard.functional.memory.planned_code import poisoned
+from torchard.testing.strategies import RandomProgram, programs
+
+
+@pytest.fixture(autouse=True)
+def poison() -> Iterator[None]:
+    with poisoned():
+        yield
+
+
+def donating(fn: Callable[..., Any], *numbers: int) -> Any:
+    return jit(fn, memory="planned", donate_argnums=numbers or 0)
+
+
+def update(w: Tensor, g: Tensor) -> Tensor:
+    return w - 0.5 * g * g
+
+
+def weight(*shape: int) -> Tensor:
+    return torch.arange(float(torch.Size(shape).numel())).reshape(shape).clone()  # no view of another
+
+
+# -- where results are ------------------------------------------------------------------------------
+
+
+def test_a_result_is_written_over_its_argument() -> None:
+    """In the same memory for ever, as a tensor of its own: no view of the argument."""
+    run, w, g = donating(update), weight(16, 16), torch.ones(16, 16)
+    place = w.data_ptr()
+    for _ in range(4):
+        want = update(w, g)
+        before, w = w, run(w, g)
+        assert torch.equal(w, want)
+        assert w.data_ptr() == place
+        assert not w._is_view()
+        with pytest.raises(DonatedError):
+            before.sum()
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.t(),
+    "channels last": lambda x: x.reshape(2, 2, 8, 8).contiguous(memory_format=torch.channels_last),
+    "a scalar": lambda x: x.sum(),
+    "of ones": lambda x: x[:1, :1].clone(),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_of_arguments(layout: str) -> None:
+    """What has no gaps is written over, in whatever order its elements are."""
+    run, w = donating(update), LAYOUTS[layout](weight(16, 16)).clone()
+    g = torch.ones_like(w)
+    for _ in range(3):
+        want, place = update(w, g), w.data_ptr()
+        w = run(w, g)
+        assert torch.equal(w, want) and w.stride() == want.stride()
+        assert w.data_ptr() == place
+
+
+def test_a_result_that_cannot_be_written_over_its_argument() -> None:
+    """A reduction of all of it, then a product: later results find memory of earlier ones."""
+
+    def f(w: Tensor, x: Tensor) -> Tensor:
+        return w @ x / w.sum()
+
+    run, w, x = donating(f), torch.eye(32) + 1, torch.eye(32) * 2
+    for _ in range(4):
+        want = f(w, x)
+        w = run(w, x)
+        torch.testing.assert_close(w, want)
+
+
+# -- what others hold -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_arguments_that_others_hold(holder: str, first: int) -> None:
+    """At the first call, which is compiled for it, or at a later one: a copy is written over."""
+    run, g = donating(update), torch.ones(4, 8)
+    for _ in range(first):
+        run(weight(4, 8), g)
+    for _ in range(2):
+        w = weight(4, 8)
+        held = HOLDERS[holder](w)
+        assert torch.equal(run(w, g), update(weight(4, 8), g))
+        if held is not w:  # which may not be used
+            rest = tensor_of(held)
+            assert torch.equal(rest, weight(4, 8)[: len(rest)])
+
+
+def test_arguments_in_one_memory() -> None:
+    """Two that are donated, one of which the other is a part of; one beside an argument that is not."""
+    both = donating(lambda a, b: (a * 2, b * 3), 0, 1)
+    one = donating(lambda a, b: (a * 2, a.sum() + b), 0)
+    for _ in range(2):
+        for run in (both, one):
+            plain = jit(run.fn)
+            for make in (lambda w: (w[:2], w[1:]), lambda w: (w[:2], w[2:]), lambda w: (w[2:], w[:2])):
+                assert same(run(*make(weight(4, 4))), plain(*make(weight(4, 4))))
+
+
+def test_memory_that_torch_does_not_own() -> None:
+    array = weight(4, 8).numpy()
+    run, g = donating(update), torch.ones(4, 8)
+    for _ in range(2):
+        assert torch.equal(run(torch.from_numpy(array), g), update(weight(4, 8), g))
+        assert torch.equal(torch.from_numpy(array), weight(4, 8))
+    shared = weight(4, 8).share_memory_()
+    other = torch.empty(0).set_(shared.untyped_storage(), 0, (4, 8))
+    del other
+    assert torch.equal(run(shared, g), update(weight(4, 8), g))
+
+
+def test_results_that_are_the_argument() -> None:
+    """The argument and views of it are returned beside what could be written over it."""
+    run = donating(lambda w, g: (w, w.view(-1), w[1:], w + g))
+    for _ in range(3):
+        results = run(weight(4, 8), torch.ones(4, 8))
+        w = weight(4, 8)
+        assert same(results, (w, w.view(-1), w[1:], w + 1))
+
+
+def test_results_of_an_earlier_call() -> None:
+    """What a call returned, and its views, is no argument's any more unless it is donated itself."""
+    run, g = donating(update), torch.ones(4, 8)
+    first = run(weight(4, 8), g)
+    kept, view = first.clone(), first[1:]
+    second = run(first, g)
+    assert torch.equal(view, kept[1:])
+    assert torch.equal(second, update(kept, g))
+
+
+@settings(max_examples=examples(ci=6, explore=100), deadline=None)
+@given(programs(), st.data())
+def test_random_programs(program: RandomProgram, data: st.DataObject) -> None:
+    """Any arguments donated, any of these held by views: the values, and what is held, are as they were."""
+    count = len(program.inputs)
+    numbers = data.draw(st.lists(st.integers(0, count - 1), min_size=1, unique=True), "donated")
+    held = data.draw(st.sets(st.sampled_from(numbers)), "held")
+    run, plain = donating(program, *numbers), jit(program)
+    for delta in (0, 1, 2):
+        inputs = cloned([x + delta if x.is_floating_point() else x for x in program.inputs])
+        views = [inputs[i].view(-1) for i in held]
+        kept, want = cloned(views), plain(*cloned(inputs))
+        others = [inputs[i] for i in range(count) if i not in numbers]
+        before = cloned(others)
+        assert same(run(*inputs), want)
+        assert same(views, kept) and same(others, before)
+
+
+# -- under transforms -------------------------------------------------------------------------------
+
+UNDER: dict[str, Callable[[Callable[..., Any], Tensor, Tensor], Any]] = {
+    "vmap": lambda f, w, g: torch.vmap(f)(w, g),
+    "grad": lambda f, w, g: torch.func.grad(lambda w: f(w, g).square().sum())(w),
+    "jvp": lambda f, w, g: torch.func.jvp(f, (w, g), (g, w)),
+    "jacrev": lambda f, w, g: torch.func.jacrev(f)(w, g),
+    "hessian": lambda f, w, g: torch.func.hessian(lambda w: f(w, g).square().sum())(w),
+}
+
+
+@pytest.mark.parametrize("transform", UNDER)
+@pytest.mark.parametrize("options", [{"backend": "eager"}, {"memory": "planned"}], ids=repr)
+def test_transforms_keep_what_is_donated(transform: str, options: dict[str, Any]) -> None:
+    """Values of a transform may be needed again, and are left as they are."""
+    run, w, g = jit(update, donate_argnums=0, **options), weight(2, 3), torch.ones(2, 3)
+    have = UNDER[transform](run, w, g)
+    torch.testing.assert_close(have, UNDER[transform](update, w, g))
+    assert torch.equal(w, weight(2, 3))
+
+
+@pytest.mark.parametrize("options", [{"backend": "eager"}, {"memory": "planned"}], ids=repr)
+def test_inference_tensors(options: dict[str, Any]) -> None:
+    """Torch writes to one in inference mode only; outside of it, it is left as it is."""
+    run, g = jit(update, donate_argnums=0, **options), torch.ones(4, 8)
+    for _ in range(2):
+        with torch.inference_mode():
+            w, inside = weight(4, 8), weight(4, 8)
+            result = run(inside, g)
+        assert torch.equal(result, update(weight(4, 8), g))
+        assert torch.equal(run(w, g), update(weight(4, 8), g))
+        assert torch.equal(w, weight(4, 8))
+        with pytest.raises(DonatedError):
+            inside.sum()
+
+
+# -- Inductor's caches ------------------------------------------------------------------------------
+
+
+def test_programs_that_differ_in_donation_share_no_code(tmp_path: Path) -> None:
+    """In one process, and in the next, which finds the code of the first on disk."""
+    code = """
+import torch
+import torch._inductor.config as config
+from torch._dynamo.utils import counters
+from torchard import jit
+
+config.cpp.vec_isa_ok = True  # to find out takes longer than the rest
+
+def f(a, b):
+    return a * 2 + 1, b - 3
+
+for numbers in ((), 0, 1, (0, 1), 0):
+    run = jit(f, donate_argnums=numbers, memory="planned")
+    given = (numbers,) if isinstance(numbers, int) else numbers
+    for _ in range(2):
+        a, b = torch.arange(8.0), torch.ones(8)
+        want, places = f(a, b), [(a, b)[i].data_ptr() for i in given]
+        results = run(a, b)
+        assert all(map(torch.equal, results, want))
+        assert 0 in given or torch.equal(a, torch.arange(8.0))
+        assert 1 in given or torch.equal(b, torch.ones(8))
+        assert {x.data_ptr() for x in results}.issuperset(places)
+print(*(counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("miss", "hit", "bypass")))
+"""
+    script = tmp_path / "donates.py"
+    script.write_text(code)
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    said = []
+    for _ in range(2):
+        with forked.Job([str(script)], tmp_path, 200, environment) as job:
+            said.append(job.stdout.read().splitlines()[-1])
+    assert said == ["4 1 0", "0 5 0"]
