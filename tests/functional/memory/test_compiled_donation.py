@@ -111,6 +111,19 @@ def test_arguments_that_others_hold(holder: str, first: int) -> None:
             assert torch.equal(rest, weight(4, 8)[: len(rest)])
 
 
+def test_results_from_the_pool_that_others_hold() -> None:
+    """They are in memory that the pool holds, too, and are written over unless a third one does."""
+    product, run, g = jit(lambda x: x @ x, memory="planned"), donating(update), torch.ones(32, 32)
+    product(weight(32, 32))
+    for held in (False, True, True, False):
+        w = product(weight(32, 32))
+        kept, place, view = w.clone(), w.data_ptr(), w[1:] if held else None
+        result = run(w, g)
+        assert torch.equal(result, update(kept, g))
+        assert (result.data_ptr() == place) is not held
+        assert view is None or torch.equal(view, kept[1:])
+
+
 def test_arguments_in_one_memory() -> None:
     """Two that are donated, one of which the other is a part of; one beside an argument that is not."""
     both = donating(lambda a, b: (a * 2, b * 3), 0, 1)
