@@ -20,7 +20,7 @@ def has_one_owner(parts: Tensors, i: int) -> bool:
 
 
 def is_owned(parts: Tensors, i: int) -> bool:
-    """Whether nothing but a list holds a tensor and its memory, each element of which is one of its own."""
+    """Whether nothing but a list holds a tensor and its memory, which its elements fill once each."""
     if not has_one_owner(parts, i):
         return False
     part = parts[i]

@@ -13,7 +13,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
 from torchard.functional.torch_internals.accessors.required import needed
@@ -29,19 +28,19 @@ def donating(positions: Sequence[int]) -> Iterator[Callable[..., Any]]:
     same graph without donation for an equal one.
     """
     with needed():
-        import torch._functorch.config
+        from torch._functorch import config
         from torch._guards import TracingContext
         from torch._inductor.compile_fx import compile_fx_inner
 
     def compile_inner(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
-        metadata = getattr(TracingContext.try_get(), "fw_metadata", None)
+        metadata: Any = getattr(TracingContext.try_get(), "fw_metadata", None)
         if hasattr(metadata, "bw_donated_idxs"):
             metadata.bw_donated_idxs = list(positions)
             _rename(graph, positions)
             options["is_backward"] = True
         return compile_fx_inner(graph, inputs, **options)
 
-    with torch._functorch.config.patch(enable_autograd_cache=False):
+    with config.patch(enable_autograd_cache=False):
         yield compile_inner
 
 

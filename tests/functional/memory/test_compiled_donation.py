@@ -169,7 +169,7 @@ def test_results_of_an_earlier_call() -> None:
 @settings(max_examples=examples(ci=6, explore=100), deadline=None)
 @given(programs(), st.data())
 def test_random_programs(program: RandomProgram, data: st.DataObject) -> None:
-    """Any arguments donated, any of these held by views: the values, and what is held, are as they were."""
+    """Any arguments donated, any of these held by views: values are right, and what is held stays."""
     count = len(program.inputs)
     numbers = data.draw(st.lists(st.integers(0, count - 1), min_size=1, unique=True), "donated")
     held = data.draw(st.sets(st.sampled_from(numbers)), "held")
