@@ -310,7 +310,7 @@ def ranks(rank: int, meeting: str, width: int, rounds: int) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     mesh, model = Mesh({"dp": 2}), mlp(width, 64, 8)
     step = trained("", model.loss, model.params, model.batch)
-    rows = [["two gloo ranks", "allocated", "planned", "ratio"]]
+    rows = [["two gloo ranks", "allocated", "planned", "ratio", "copied", "planned"]]
     for name, spec in (("data parallel", P()), ("fully sharded", P("dp"))):
         specs = tree.map(lambda x, s=spec: s if x.ndim else P(), step.values[:2])
         fn = shard(step.fn, mesh, in_specs=(*specs, P("dp")), out_specs=(*specs, P()))
@@ -324,7 +324,9 @@ def ranks(rank: int, meeting: str, width: int, rounds: int) -> None:
             rivals.append(Rival(memory, call, list))
         one, two = in_turns(rivals, rounds)
         timed = [f"{1e3 * each.median:.2f} ms" for each in (one, two)]
-        rows.append([f"{name}, width {width}", *timed, f"{one.times(two):.3f}"])
+        memory = jit(fn, backend="eager").lower(*state, batch).memory
+        copied = [f"{size / 1e3:.1f} kB" for size in (memory.copied, memory.planned_copied)]
+        rows.append([f"{name}, width {width}", *timed, f"{one.times(two):.3f}", *copied])
     if rank == 0:
         Path(f"{meeting}.table").write_text(aligned(rows))
     dist.destroy_process_group()

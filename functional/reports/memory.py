@@ -27,16 +27,28 @@ from torchard.functional.memory.plan import (
     plan_of_tape,
     tape_of,
 )
-from torchard.functional.memory.tape import Tape
+from torchard.functional.memory.tape import Step, Tape
 from torchard.functional.programs.program import Program, RankGraph
 from torchard.functional.programs.records import Record, Records
 from torchard.functional.remat.liveness import donated_inputs
 from torchard.functional.remat.loop_residuals import with_loop_residuals
 from torchard.functional.remat.split import split
 from torchard.functional.reports.text import value_text
+from torchard.functional.torch_internals.operators import aten, c10d
 
 __all__ = ["Holder", "Memory", "memory_of"]
 
+_COPIES: frozenset[Any] = frozenset(
+    {
+        aten.cat.default,
+        aten.cat.out,
+        aten.clone.default,
+        aten.contiguous.default,
+        aten.copy_.default,
+        aten.reshape.default,
+        c10d.all_reduce.default,  # which reduces a copy
+    }
+)
 # Of layers: whole parts of scopes, and indices in paths.
 _NUMBERS = re.compile(r"(?<=/)\d+(?=[/ ]|$)|(?<!args\[)(?<=\[)\d+(?=\])")
 
@@ -98,6 +110,8 @@ class Memory:
             its peak, and the block.
         block: the block for all other values.
         bound: the most bytes of these in use at once; no block is smaller.
+        copied: what is written by copies alone: of concatenations, and of operands of collectives.
+        planned_copied: the same in planned memory, where most are computed in their places.
         own: operations that cannot write into given memory, how often each runs, and their bytes.
 
     >>> import torch, torchard as ta
@@ -116,6 +130,8 @@ class Memory:
     planned: int
     block: int
     bound: int
+    copied: int
+    planned_copied: int
     own: dict[str, tuple[int, int]]
     plan: MemoryPlan
 
@@ -131,6 +147,8 @@ class Memory:
             f"{self.reserved:,} reserved by a caching allocator",
             f"{self.planned:,} in planned memory, whose block is {self.block:,} ({gap:.3f} of the bound)",
         ]
+        if self.copied or self.planned_copied:
+            lines.append(f"{self.copied:,} copied in a call, {self.planned_copied:,} in planned memory")
         names = [f"{n} × {name} ({size:,})" for name, (n, size) in self.own.items()]
         if names:
             lines.append(f"with memory of their own: {', '.join(names)}")
@@ -194,9 +212,24 @@ def _memory(program: Program, tape: Tape, plan: MemoryPlan, donated: Sequence[in
     packings = plan.packings.values()
     block, bound = sum(p.size for p in packings), sum(p.bound for p in packings)
     reserved = _reserved(lives, steps)
+    copied = _copied(tape), _copied(plan.tape)
     return Memory(
-        totals[at], Records(holders), reserved, beside + block, block, bound, own, plan
+        totals[at], Records(holders), reserved, beside + block, block, bound, *copied, own, plan
     )
+
+
+def _copied(tape: Tape) -> int:
+    """The bytes written by copies, that of an operand which is reduced in place included."""
+    return sum(_written_by(step) for step in tape.steps if step.function in _COPIES)
+
+
+def _written_by(copy: Step) -> int:
+    """The bytes that a copy writes: none if it may return its operand, and does."""
+    if copy.function is aten.copy_.default:
+        return int(copy.args[0].nbytes)
+    result = copy.kwargs["out"] if copy.function is aten.cat.out else copy.results[0]
+    read = set(map(internals.storage_id, copy.operands))
+    return 0 if internals.storage_id(result) in read else int(result.nbytes)
 
 
 def _lives(tape: Tape, donated: Sequence[int]) -> Lifetimes:
