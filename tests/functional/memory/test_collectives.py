@@ -15,6 +15,7 @@ from torchard import Mesh, MeshTensor, P, jit, place, shard
 from torchard.functional.memory.lifetimes import Lifetimes
 from torchard.functional.memory.plan import MemoryPlan
 from torchard.functional.memory.planned_code import poisoned
+from torchard.functional.reports.memory import Memory
 from torchard.functional.torch_internals.operators import aten, c10d
 
 PARAMS = [torch.arange(256.0).reshape(16, 16) % 3 - 1 for _ in range(4)]
@@ -31,10 +32,14 @@ def step(params: list[Tensor], x: Tensor) -> tuple[Any, Tensor]:
     return [p - g for p, g in zip(params, grads, strict=True)], value
 
 
-def plan(spec: P) -> MemoryPlan:
+def memory(spec: P) -> Memory:
     mesh, specs = Mesh({"dp": 4}, virtual=True), [spec] * 4
     sharded = shard(step, mesh, in_specs=(specs, P("dp")), out_specs=(specs, P()))
-    return jit(sharded, backend="eager", donate_argnums=0).lower(PARAMS, torch.ones(16, 16)).memory.plan
+    return jit(sharded, backend="eager", donate_argnums=0).lower(PARAMS, torch.ones(16, 16)).memory
+
+
+def plan(spec: P) -> MemoryPlan:
+    return memory(spec).plan
 
 
 @pytest.mark.parametrize("spec", [P(), P("dp")], ids=["data parallel", "fully sharded"])
@@ -63,6 +68,22 @@ def test_a_bucket_is_computed_where_it_is_sent_from() -> None:
     assert "aten.cat.default" not in names
     assert "_c10d_functional.all_reduce_.default" in names
     assert not any(step.function is aten.copy_.default for step in steps)
+
+
+def test_bytes_copied() -> None:
+    """A bucket of four gradients of 16 × 16 floats is concatenated; in planned memory, nothing is."""
+    assert (memory(P()).copied, memory(P()).planned_copied) == (4 * 16 * 16 * 4, 0)
+    assert (memory(P("dp")).copied, memory(P("dp")).planned_copied) == (0, 0)
+
+
+def test_bytes_copied_by_what_may_be_a_view() -> None:
+    """A reshape of a transposed operand copies, as `contiguous` does; of others they are views."""
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return x.reshape(8) + y.reshape(8) * y.contiguous().view(8) + x.t().contiguous().view(8).clone()
+
+    report = jit(f, backend="eager").lower(torch.ones(2, 4), torch.ones(4, 2).t()).memory
+    assert report.copied == (2 + 2) * 8 * 4  # y twice; x transposed, and that cloned
 
 
 @pytest.mark.parametrize("spec", [P(), P("dp")], ids=["data parallel", "fully sharded"])
