@@ -5,7 +5,7 @@
     python benchmarks/planned_memory.py --only blocks steps times resident ranks
 
 Every planned program is compared with the same program in allocated memory, bit for bit, before anything
-is measured. ``blocks`` needs no run, except for Inductor, whose peak is that of the profiler's memory
+is measured. ``blocks`` needs no run, except for Inductor: its peaks are those of the profiler's memory
 events within a call, arguments not counted.
 """
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import functools
+import gc
 import os
 import sys
 import tempfile
@@ -49,6 +50,8 @@ from torchard import (
     shard,
     tree,
 )
+from torchard.functional.memory.compiled_code import CompiledPlan
+from torchard.functional.memory.packing import Packing
 
 KB = 1024
 Loss = Callable[[Any, Tensor], Tensor]
@@ -189,25 +192,41 @@ def running(step: Step, **options: Any) -> Callable[[], Any]:
 def blocks(steps: list[Step], compiled: bool) -> str:
     """Peaks, blocks, and what allocators need."""
     head = ["program", "peak", "planned", "block", "bound", "block:bound", "caching", "in use"]
-    rows = [[*head, *(["Inductor", "its pools"] if compiled else [])]]
+    rows = [[*head, *(["Inductor", "its pools", "planned", "block:bound"] if compiled else [])]]
     for step in [*steps, *sharded(steps[0])]:
         memory = step.jitted(backend="eager").lower(*step.values).memory
         cells = [memory.peak, memory.planned, memory.block, memory.bound]
         row = [step.name, *map(mb, cells), f"{memory.block / memory.bound:.4f}", mb(memory.reserved)]
         row.append(f"{1 - memory.fragmentation:.2f}")
         if compiled and "ranks" not in step.name:
-            row += [mb(inductor_peak(step)), mb(inductor_peak(step, memory="planned"))]
+            row += inductor(step)
         rows.append([*row, *[""] * (len(rows[0]) - len(row))])
     return aligned(rows)
 
 
-def inductor_peak(step: Step, **options: Any) -> int:
-    from torchard.functional.memory.compiled_code import pool
+def inductor(step: Step) -> list[str]:
+    """What Inductor's code allocates: as it is, by Inductor's own planning, and in planned memory.
 
+    The last is what a steady call allocates, with the block beside it.
+    """
+    from torch._inductor import config
+
+    own, _ = steady_peak(step)
+    with config.patch(memory_planning=True):
+        pools, _ = steady_peak(step)
+    planned, plans = steady_peak(step, memory="planned")
+    block, bound = (sum(sizes) for sizes in zip(*[(p.size, p.bound) for p in plans], strict=True))
+    return [mb(own), mb(pools), mb(planned + block), f"{block / bound:.4f}"]
+
+
+def steady_peak(step: Step, **options: Any) -> tuple[int, list[Packing]]:
+    """The peak of what a later call of a compiled step allocates, and the packings made for it."""
+    before = {id(each) for each in gc.get_objects() if type(each) is CompiledPlan}
     call = running(step, **options)
-    call()
-    pool.release()
-    return allocated_within(call)[0]
+    for _ in range(4):  # until results find memory of earlier steps
+        call()
+    made = [each for each in gc.get_objects() if type(each) is CompiledPlan]
+    return allocated_within(call)[0], [each.packing for each in made if id(each) not in before]
 
 
 def sharded(step: Step) -> Iterator[Step]:

@@ -230,7 +230,10 @@ def gradients_of_loops_outside(rank: int, world: int) -> bool:
 
 @check
 def planned_memory(rank: int, world: int) -> bool:
-    """Steps in planned memory, data parallel and fully sharded: exact, gradients inside and outside."""
+    """Steps in planned memory, data parallel and fully sharded: exact, gradients inside and outside.
+
+    On two ranks the steps are compiled, too.
+    """
 
     def loss(params: list[torch.Tensor], x: torch.Tensor) -> torch.Tensor:
         for w in params:
@@ -244,18 +247,20 @@ def planned_memory(rank: int, world: int) -> bool:
     params = [(torch.arange(36.0).reshape(6, 6) * (i + 1)) % 3 - 1 for i in range(4)]
     x = torch.arange(world * 24.0).reshape(world * 4, 6) % 5 - 2
     mesh, want, right = Mesh({"dp": world}), step(params, x), []
+    backends = ["eager", *(["inductor"] if world == 2 else [])]
     with poisoned():
-        for spec in (P(), P("dp")):
+        for backend, spec in itertools.product(backends, (P(), P("dp"))):
             specs = [spec] * len(params)
             sharded = shard(step, mesh, in_specs=(specs, P("dp")), out_specs=(specs, P()))
-            run = jit(sharded, backend="eager", memory="planned", donate_argnums=0)
+            run = jit(sharded, backend=backend, memory="planned", donate_argnums=0)
             for _ in range(3):
                 new, value = run(place([p.clone() for p in params], mesh, specs), x)
                 right += map(torch.equal, map(seeds.whole, new), want[0])
                 right.append(torch.equal(seeds.whole(value), want[1]))
-            outside = shard(loss, mesh, in_specs=(specs, P("dp")))
-            grads = torch.func.grad(jit(outside, backend="eager", memory="planned"))(params, x)
-            right += map(torch.equal, map(seeds.whole, grads), torch.func.grad(loss)(params, x))
+            if backend == "eager":
+                outside = shard(loss, mesh, in_specs=(specs, P("dp")))
+                grads = torch.func.grad(jit(outside, backend=backend, memory="planned"))(params, x)
+                right += map(torch.equal, map(seeds.whole, grads), torch.func.grad(loss)(params, x))
     return all(right)
 
 
