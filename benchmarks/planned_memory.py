@@ -16,6 +16,7 @@ import datetime
 import functools
 import gc
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -278,8 +279,8 @@ def check(step: Step) -> None:
 
 def times(steps: list[Step], compiled: bool, rounds: int) -> str:
     """Steps in turns; the ratio is allocated to planned: above 1, planned memory is faster."""
-    rows = [["ms per step", "eager", "planned", "ratio"]]
-    rows[0] += ["Inductor", "planned", "ratio"] if compiled else []
+    rows = [["ms per step", "eager", "planned", "ratio (quartiles)"]]
+    rows[0] += ["Inductor", "planned", "ratio (quartiles)"] if compiled else []
     for step in steps:
         row = [step.name]
         for backend in ["eager", "inductor"][: 1 + compiled]:
@@ -288,7 +289,10 @@ def times(steps: list[Step], compiled: bool, rounds: int) -> str:
                 for memory in ("allocated", "planned")
             ]
             one, two = in_turns(rivals, rounds)
-            row += [f"{1e3 * each.median:.2f}" for each in (one, two)] + [f"{one.times(two):.3f}"]
+            ratios = [a / b for a, b in zip(one.seconds, two.seconds, strict=True)]
+            low, middle, high = statistics.quantiles(ratios, n=4)
+            row += [f"{1e3 * each.median:.2f}" for each in (one, two)]
+            row.append(f"{middle:.3f} ({low:.2f}-{high:.2f})")
         rows.append(row)
     return aligned(rows)
 
@@ -374,7 +378,7 @@ def main() -> None:
         note(per_step(steps, compiled))
     if "times" in options.only:
         more = [memory_bound(options.quick), matmul_bound(options.quick)]
-        note(times([*more, *steps], compiled, 7 if options.quick else 30))
+        note(times([*more, *steps], compiled, 7 if options.quick else 100))
     if "resident" in options.only:
         note(resident(100 if options.quick else 1000))
     if "ranks" in options.only:
