@@ -79,8 +79,8 @@ class PlannedCompiled:
     def __call__(self, parts: Tensors) -> list[torch.Tensor]:
         if internals.has_modes():
             return self.run(parts)
-        key = is_poisoned(), *[part.stride() for part in parts]
         parts = self._given_up(parts) if self.donated else parts
+        key = is_poisoned(), *[part.stride() for part in parts]
         plan = self.plans.get(key)
         if plan is None:
             results, self.plans[key] = _observed(self.run, parts)

@@ -1,4 +1,4 @@
-"""What tests of planned memory share: comparisons, copies, calls from threads, holders of memory."""
+"""What tests of planned memory share: models, comparisons, calls from threads, holders of memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,23 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from torchard import tree
+from torchard import checkpoint, jit, policies, repeat, tree
 
-__all__ = ["HOLDERS", "assert_right_in_threads", "cloned", "same", "tensor_of"]
+__all__ = [
+    "HOLDERS",
+    "assert_right_in_threads",
+    "block",
+    "cloned",
+    "layers",
+    "loop",
+    "plain",
+    "plain_stack",
+    "planned",
+    "same",
+    "stack",
+    "stacked",
+    "tensor_of",
+]
 
 
 def same(have: Any, want: Any) -> bool:
@@ -41,6 +55,45 @@ def assert_right_in_threads(
     for thread in threads:
         thread.join(60)
     assert not wrong
+
+
+def planned(fn: Callable[..., Any], **options: Any) -> Any:
+    return jit(fn, backend="eager", memory="planned", **options)
+
+
+def plain(fn: Callable[..., Any]) -> Any:
+    return jit(fn, backend="eager")
+
+
+def block(p: Any, x: Tensor) -> Tensor:
+    return x + torch.tanh(x @ p["a"]) @ p["b"]
+
+
+def stack(params: Any, x: Tensor) -> Tensor:
+    for p in params:
+        x = checkpoint(block, policy=policies.save_nothing)(p, x)
+    return x.square().mean()
+
+
+def plain_stack(params: Any, x: Tensor) -> Tensor:
+    for p in params:
+        x = block(p, x)
+    return x.square().mean()
+
+
+def loop(params: Any, x: Tensor) -> Tensor:
+    return repeat(block, params, x).square().mean()
+
+
+def layers(count: int, width: int = 16) -> list[dict[str, Tensor]]:
+    numbers = torch.Generator().manual_seed(0)
+    return [
+        {k: torch.randn(width, width, generator=numbers) / 8 for k in ("a", "b")} for _ in range(count)
+    ]
+
+
+def stacked(count: int) -> Any:
+    return tree.map(lambda *xs: torch.stack(xs), *layers(count))
 
 
 def tensor_of(value: Any) -> Tensor:
