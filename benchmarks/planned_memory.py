@@ -53,6 +53,7 @@ from torchard import (
 )
 from torchard.functional.memory.compiled_code import CompiledPlan
 from torchard.functional.memory.packing import Packing
+from torchard.functional.torch_internals import memory_planned_by_inductor
 
 KB = 1024
 Loss = Callable[[Any, Tensor], Tensor]
@@ -210,10 +211,8 @@ def inductor(step: Step) -> list[str]:
 
     The last is what a steady call allocates, with the block beside it.
     """
-    from torch._inductor import config
-
     own, _ = steady_peak(step)
-    with config.patch(memory_planning=True):
+    with memory_planned_by_inductor():
         pools, _ = steady_peak(step)
     planned, plans = steady_peak(step, memory="planned")
     block, bound = (sum(sizes) for sizes in zip(*[(p.size, p.bound) for p in plans], strict=True))

@@ -21,7 +21,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.core.ownership import has_one_owner, is_owned
 from torchard.functional.memory.arena import arena
 from torchard.functional.memory.lifetimes import KEEP_NOTHING
 from torchard.functional.memory.packing import Packing, Span, pack
@@ -95,9 +94,14 @@ class PlannedCompiled:
         """The inputs, with a copy of each donated one whose memory something else holds."""
         given = parts if isinstance(parts, list) else list(parts)
         for i in self.donated:
-            if not is_owned(given, i) and not (has_one_owner(given, i) and pool.lends(given[i])):
+            if not (internals.is_owned(given, i) or _is_of_the_pool(given, i)):
                 given[i] = given[i].detach().clone()
         return given
+
+
+def _is_of_the_pool(parts: Tensors, i: int) -> bool:
+    """Whether nothing but a list and the pool holds a tensor and its memory."""
+    return internals.has_one_owner(parts, i) and pool.lends(parts[i])
 
 
 def _observed(run: Bound, parts: Tensors) -> tuple[list[torch.Tensor], CompiledPlan]:

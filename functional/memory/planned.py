@@ -10,7 +10,6 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.locks import Lock
-from torchard.functional.core.ownership import has_one_owner, is_owned
 from torchard.functional.memory.arena import arena
 from torchard.functional.memory.plan import (
     HalvesPlan,
@@ -70,7 +69,7 @@ class Planned:
     def plan(self, parts: Tensors) -> MemoryPlan | None:
         """The plan for inputs like these; None if the program cannot be planned."""
         donates = bool(self.donated) and all(
-            parts[i].is_contiguous() and is_owned(parts, i) for i in self.donated
+            parts[i].is_contiguous() and internals.is_owned(parts, i) for i in self.donated
         )
         given = self.donated if donates else ()
         return self._plans.get(
@@ -154,7 +153,7 @@ class PlannedHalves:
             return self._alone(saved)
         for plan in self._plans.all() if isinstance(saved, list) else ():
             places = plan.residuals
-            if places and all(has_one_owner(saved, i) for i in places.values()):
+            if places and all(internals.has_one_owner(saved, i) for i in places.values()):
                 with arena.resumed(plan, {k: saved[i] for k, i in places.items()}) as block:
                     if block is not None:
                         run = block.made_for(plan.backward, plan.backward.bound)

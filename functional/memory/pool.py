@@ -82,18 +82,17 @@ class Pool:
 
     def _added(self, nbytes: int) -> _Block:
         """A new block, for which others are dropped if there are too many bytes."""
+        if nbytes > self.most:
+            return _Block(nbytes)  # not kept
         self._nbytes += nbytes
-        while self._nbytes > self.most and self._by_size:
+        while self._nbytes > self.most:
             self._drop_oldest()
         block = _Block(nbytes)
-        if nbytes <= self.most:
-            if nbytes not in self._by_size:
-                insort(self._sizes, nbytes)
-                self._by_size[nbytes] = _SameSize()
-            self._by_size[nbytes].blocks.append(block)
-            self._by_number[block.number] = block
-        else:
-            self._nbytes -= nbytes
+        if nbytes not in self._by_size:
+            insort(self._sizes, nbytes)
+            self._by_size[nbytes] = _SameSize()
+        self._by_size[nbytes].blocks.append(block)
+        self._by_number[block.number] = block
         return block
 
     def _drop_oldest(self) -> None:

@@ -228,8 +228,9 @@ def _written_by(copy: Step) -> int:
     if copy.function is aten.copy_.default:
         return int(copy.args[0].nbytes)
     result = copy.kwargs["out"] if copy.function is aten.cat.out else copy.results[0]
+    assert isinstance(result, torch.Tensor)
     read = set(map(internals.storage_id, copy.operands))
-    return 0 if internals.storage_id(result) in read else int(result.nbytes)
+    return 0 if internals.storage_id(result) in read else result.nbytes
 
 
 def _lives(tape: Tape, donated: Sequence[int]) -> Lifetimes:

@@ -3,9 +3,10 @@
 No other code uses one (`test_torch_privates.py`). Where a version of torch lacks one, the docstring says
 what is done instead; otherwise importing this package raises an error that names it. `thread_state.py`,
 `modes.py` and `functorch_levels.py` set up where a trace runs, `proxies.py` records it, `compilers.py`
-compiles it, and `accessors` reads private attributes of torch's objects. Also here: differences between
-versions (`operators.py`, `versions.py`), and between torch's treatment of fake and of real tensors
-(`zero_tangents.py`, `scalar_operands.py`, `composite_functions.py`).
+and `donated_buffers.py` compile it, `ownership.py` counts references, and `accessors` reads private
+attributes of torch's objects. Also here: differences between versions (`operators.py`, `versions.py`),
+and between torch's treatment of fake and of real tensors (`zero_tangents.py`, `scalar_operands.py`,
+`composite_functions.py`).
 """
 
 import torch
@@ -19,6 +20,7 @@ with needed():
         compilers,
         functorch_levels,
         modes,
+        ownership,
         proxies,
         thread_state,
     )
@@ -45,6 +47,7 @@ with needed():
     from torchard.functional.torch_internals.compilers import *  # noqa: F403
     from torchard.functional.torch_internals.functorch_levels import *  # noqa: F403
     from torchard.functional.torch_internals.modes import *  # noqa: F403
+    from torchard.functional.torch_internals.ownership import *  # noqa: F403
     from torchard.functional.torch_internals.proxies import *  # noqa: F403
     from torchard.functional.torch_internals.thread_state import *  # noqa: F403
 
@@ -61,5 +64,6 @@ __all__ += tensors.__all__
 __all__ += compilers.__all__
 __all__ += functorch_levels.__all__
 __all__ += modes.__all__
+__all__ += ownership.__all__
 __all__ += proxies.__all__
 __all__ += thread_state.__all__

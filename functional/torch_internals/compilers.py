@@ -83,7 +83,7 @@ def _by_inductor(
     takes_list = GmWrapper(module, lambda args: args)
     with _of_static_shapes(inputs) as fakes:
         if donated:
-            with donating(donated) as compile_inner:
+            with donating(donated, len(fakes)) as compile_inner:
                 boxed = compile_with(takes_list, fakes, inner_compile=compile_inner)
         else:
             boxed = compile_with(takes_list, fakes)

@@ -1,10 +1,10 @@
-"""Inputs of a graph whose memory Inductor may write results to.
+"""Inputs of a graph that Inductor's code may write over.
 
-Inductor has such inputs in the backwards of torch.compile, where they are the residuals ("donated
-buffers"): where a fused kernel is the last to read one, and writes a value of the same size at the same
-places, it writes over it. Nothing public asks for this in other graphs. A mutation in the graph itself
-(``copy_`` of the result) would keep kernels that read the old values from being fused with those that
-write the new ones.
+In the backwards of torch.compile Inductor has such inputs: the residuals, as "donated buffers". A fused
+kernel that is the last to read one, and writes a value of the same size in the same order, writes it
+there. Nothing public asks for this in other graphs. A mutation in the graph itself (``copy_`` of the
+result) is public, but keeps kernels that read the old values from being fused with those that write the
+new ones.
 """
 
 from __future__ import annotations
@@ -21,11 +21,16 @@ __all__ = ["donating"]
 
 
 @contextlib.contextmanager
-def donating(positions: Sequence[int]) -> Iterator[Callable[..., Any]]:
-    """A context in which to compile one graph with donated inputs, with the function that does (2.13).
+def donating(positions: Sequence[int], count: int) -> Iterator[Callable[..., Any]]:
+    """A context in which to compile one graph with donated inputs: gives the ``inner_compile`` for it.
 
     AOTAutograd's cache is off there: its keys leave out the names of inputs, so that it would take the
-    same graph without donation for an equal one.
+    same graph without donation for an equal one (torch 2.13). On a version of torch without donated
+    buffers nothing is written over.
+
+    Args:
+        positions: of the donated inputs.
+        count: the number of inputs. Where AOTAutograd adds or drops some, nothing is written over.
     """
     with needed():
         from torch._functorch import config
@@ -34,7 +39,7 @@ def donating(positions: Sequence[int]) -> Iterator[Callable[..., Any]]:
 
     def compile_inner(graph: fx.GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
         metadata: Any = getattr(TracingContext.try_get(), "fw_metadata", None)
-        if hasattr(metadata, "bw_donated_idxs"):
+        if hasattr(metadata, "bw_donated_idxs") and len(inputs) == count:
             metadata.bw_donated_idxs = list(positions)
             _rename(graph, positions)
             options["is_backward"] = True
@@ -48,6 +53,5 @@ def _rename(graph: fx.GraphModule, positions: Sequence[int]) -> None:
     """Name donated inputs by what they are: the key of Inductor's cache has the code of the graph."""
     places = graph.graph.find_nodes(op="placeholder")
     for i in positions:
-        places[i]._rename(f"donated_{i}")
-        places[i].target = places[i].name
+        places[i].name = places[i].target = f"donated_{i}"
     graph.recompile()

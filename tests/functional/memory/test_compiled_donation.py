@@ -166,7 +166,7 @@ def test_results_of_an_earlier_call() -> None:
     assert torch.equal(second, update(kept, g))
 
 
-@settings(max_examples=examples(ci=6, explore=100), deadline=None)
+@settings(max_examples=examples(ci=4, explore=100), deadline=None)
 @given(programs(), st.data())
 def test_random_programs(program: RandomProgram, data: st.DataObject) -> None:
     """Any arguments donated, any of these held by views: values are right, and what is held stays."""

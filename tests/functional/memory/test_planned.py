@@ -17,7 +17,7 @@ from planned import cloned, layers, loop, plain, planned, same, stack, stacked
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from torchard import fuse, jit, tree
+from torchard import fuse, tree
 from torchard.functional.memory.planned_code import poisoned
 from torchard.testing.strategies import RandomProgram, programs
 
@@ -114,25 +114,6 @@ def test_operands_that_are_also_read_transposed(fn: Callable[[Tensor], Tensor]) 
 
     x = torch.randn(4, 4)
     assert same(planned(f)(x), f(x))
-
-
-def test_compiled() -> None:
-    """Inductor's code: results that are held are not overwritten, and a call allocates nothing else."""
-
-    def f(x: Tensor) -> tuple[Tensor, Tensor]:
-        y = torch.tanh(x @ x)
-        return (y @ x).softmax(-1) @ y, y.sum()
-
-    run, xs = jit(f, memory="planned"), [torch.randn(32, 32) for _ in range(4)]
-    wanted = [jit(f)(x) for x in xs]
-    results = [run(x) for x in xs]
-    assert same(results, wanted)
-    assert same(results, cloned(results))
-    values = [x.clone().requires_grad_() for x in xs]
-    for x in values:
-        run(x)[1].backward()
-        want = torch.func.grad(lambda v: f(v)[1])(x.detach())
-        assert torch.allclose(x.grad, want, rtol=1e-5, atol=1e-5)
 
 
 IMAGE = torch.randn(2, 3, 6, 5, generator=torch.Generator().manual_seed(1))

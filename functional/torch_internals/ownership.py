@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from torchard.functional import torch_internals as internals
+from torchard.functional.torch_internals.accessors.tensors import storage_uses
 
 __all__ = ["has_one_owner", "is_owned"]
 
@@ -26,7 +26,7 @@ def is_owned(parts: Tensors, i: int) -> bool:
     part = parts[i]
     storage = part.untyped_storage()
     return (
-        internals.storage_uses(storage) == _USES
+        storage_uses(storage) == _USES
         and sys.getrefcount(storage) <= _HELD
         and storage.resizable()  # else it is not torch's: an array's, a file's
         and not storage.is_shared()
@@ -50,7 +50,7 @@ def _counts() -> tuple[int, int, int]:
     """The references to a tensor in a list, and those to its storage, torch's and Python's."""
     parts = [torch.empty(1)]
     storage = parts[0].untyped_storage()
-    uses = internals.storage_uses(storage)
+    uses = storage_uses(storage)
     return sys.getrefcount(parts[0]), -1 if uses is None else uses, sys.getrefcount(storage)
 
 
