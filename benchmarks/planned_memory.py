@@ -16,7 +16,6 @@ import datetime
 import functools
 import gc
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -288,10 +287,9 @@ def times(steps: list[Step], compiled: bool, rounds: int) -> str:
                 for memory in ("allocated", "planned")
             ]
             one, two = in_turns(rivals, rounds)
-            ratios = [a / b for a, b in zip(one.seconds, two.seconds, strict=True)]
-            low, middle, high = statistics.quantiles(ratios, n=4)
+            low, high = one.quartiles_of_times(two)
             row += [f"{1e3 * each.median:.2f}" for each in (one, two)]
-            row.append(f"{middle:.3f} ({low:.2f}-{high:.2f})")
+            row.append(f"{one.times(two):.3f} ({low:.2f}-{high:.2f})")
         rows.append(row)
     return aligned(rows)
 

@@ -37,7 +37,15 @@ class Timing:
 
         A disturbance that lasts longer than a round affects both, and cancels.
         """
-        return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
+        return statistics.median(self._ratios(other))
+
+    def quartiles_of_times(self, other: Timing) -> tuple[float, float]:
+        """The quartiles of these ratios."""
+        low, _, high = statistics.quantiles(self._ratios(other), n=4)
+        return low, high
+
+    def _ratios(self, other: Timing) -> list[float]:
+        return [a / b for a, b in zip(self.seconds, other.seconds, strict=True)]
 
 
 Clock = Callable[[], float]

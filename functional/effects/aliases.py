@@ -20,11 +20,10 @@ from torchard.functional.effects.scatters import (
     NodeInserter,
     ViewStep,
     covers_memory,
-    is_dense,
     strided_steps,
 )
 from torchard.functional.programs.tags import CUT, SOURCE, VAL
-from torchard.functional.programs.views import is_view
+from torchard.functional.programs.views import is_dense, is_view
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["Alias", "AliasTable"]

@@ -26,7 +26,6 @@ __all__ = [
     "NodeInserter",
     "ViewStep",
     "covers_memory",
-    "is_dense",
     "laid_out_as",
     "strided_steps",
     "written_back",
@@ -103,16 +102,6 @@ def laid_out_as(emit: NodeInserter, value: fx.Node, want: torch.Tensor) -> fx.No
     if not VAL.of(value).is_contiguous():
         value = emit(aten.clone.default, value, memory_format=torch.contiguous_format)
     return _permuted(emit, value, _inverse(order))
-
-
-def is_dense(val: torch.Tensor) -> bool:
-    """Whether there are no gaps between its elements."""
-    count = 1
-    for dim in reversed(_memory_order(val)):
-        if val.shape[dim] > 1 and val.stride(dim) != count:
-            return False
-        count *= val.shape[dim]
-    return True
 
 
 def _permuted(emit: NodeInserter, value: fx.Node, order: Sequence[int]) -> fx.Node:

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import fx
 
 from torchard.functional.programs.loops import handed_on
@@ -19,6 +20,7 @@ __all__ = [
     "depending_on",
     "forward_offloads",
     "handed_value",
+    "is_dense",
     "is_tuple",
     "is_view",
     "labels_of",
@@ -34,6 +36,18 @@ _UNMARKED = (aten._unsafe_view.default,)
 def is_view(node: fx.Node) -> bool:
     """Whether the node's value, or each item of a tuple, is a view of its operand: free to recompute."""
     return bool(getattr(node.target, "is_view", False)) or node.target in _UNMARKED
+
+
+def is_dense(val: torch.Tensor) -> bool:
+    """Whether some order of its dims makes a tensor contiguous: no gaps, no two elements in one place."""
+    if val.is_contiguous():
+        return True
+    count = 1
+    for stride, size in sorted(zip(val.stride(), val.shape, strict=True)):
+        if size > 1 and stride != count:
+            return False
+        count *= size
+    return True
 
 
 def is_tuple(node: fx.Node) -> bool:

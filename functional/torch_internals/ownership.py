@@ -20,7 +20,7 @@ def has_one_owner(parts: Tensors, i: int) -> bool:
 
 
 def is_owned(parts: Tensors, i: int) -> bool:
-    """Whether nothing but a list holds a tensor and its memory, which its elements fill once each."""
+    """Whether nothing but a list holds a tensor, and its memory, of as many bytes as its elements."""
     if not has_one_owner(parts, i):
         return False
     part = parts[i]
@@ -31,19 +31,7 @@ def is_owned(parts: Tensors, i: int) -> bool:
         and storage.resizable()  # else it is not torch's: an array's, a file's
         and not storage.is_shared()
         and storage.nbytes() == part.nbytes
-        and (part.is_contiguous() or _is_dense(part))
     )
-
-
-def _is_dense(part: torch.Tensor) -> bool:
-    """Whether some order of its dims makes a tensor contiguous."""
-    expected = 1
-    for stride, size in sorted(zip(part.stride(), part.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def _counts() -> tuple[int, int, int]:

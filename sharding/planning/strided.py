@@ -16,12 +16,12 @@ from torch import fx
 from torchard.functional.effects.scatters import (
     NodeInserter,
     ViewStep,
-    is_dense,
     strided_steps,
     written_back,
 )
 from torchard.functional.programs.graphs import substitute
 from torchard.functional.programs.tags import VAL
+from torchard.functional.programs.views import is_dense
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["unstride"]
