@@ -237,28 +237,27 @@ class Arena:
     def _left(self, program: int) -> None:
         """A program is gone; without programs nothing is kept.
 
-        Called by the garbage collector at any time: also while this thread, or another, has the lock.
+        Called by the garbage collector at any time: also while this thread, or another, has the lock, and
+        before what the program's last call left is freed. That keeps its memory itself, and no program
+        can take it back: the block is dropped all the same.
         """
         self._programs.discard(program)
         if not self._programs and self._lock.acquire(blocking=False):
             try:
-                self._drop_idle()
+                self._blocks = [block for block in self._blocks if block.lent]
             finally:
                 self._lock.release()
-
-    def _drop_idle(self) -> None:
-        self._blocks = [block for block in self._blocks if not block.is_free()]
 
     def release(self) -> None:
         """Free the blocks that are not in use."""
         with self._lock:
-            self._drop_idle()
+            self._blocks = [block for block in self._blocks if not block.is_free()]
 
     def reserved(self) -> dict[torch.device, int]:
         """The bytes of all blocks, by device."""
-        with self._lock:
-            devices = {device for block in self._blocks for device in block.memory}
-            return {device: sum(b.size(device) for b in self._blocks) for device in devices}
+        blocks = list(self._blocks)  # without the lock, which would keep `_left` from its work
+        devices = {device for block in blocks for device in block.memory}
+        return {device: sum(b.size(device) for b in blocks) for device in devices}
 
     def after_fork(self) -> None:
         """Reset in the child of a fork: calls of the parent, of this thread too, have blocks."""

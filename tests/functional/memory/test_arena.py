@@ -15,6 +15,10 @@ from torchard.functional.memory.arena import release, reserved
 CPU = torch.device("cpu")
 
 
+class Program:
+    """What an arena knows of a program: when it is gone."""
+
+
 def test_shapes_take_turns_in_one_block() -> None:
     release()
     run = planned(lambda x: ((x * 2).tanh() @ x).sum())
@@ -51,3 +55,14 @@ def test_memory_is_freed_with_the_last_program(monkeypatch: pytest.MonkeyPatch) 
     del run, value
     gc.collect()
     assert not own._blocks
+
+
+def test_programs_are_collected_before_what_they_left() -> None:
+    """The garbage collector tells of a program's end before it frees the tensors of the same cycle."""
+    own, program = arena_module.Arena(), Program()
+    with own.lent(program, {CPU: 256}) as block:
+        memory = block.memory[CPU].view(torch.float32)
+        (left,) = block.leave(program, [memory[:8].fill_(3)])
+    del block, memory, program
+    assert not own._blocks
+    assert left.tolist() == [3.0] * 8  # its storage keeps the memory
