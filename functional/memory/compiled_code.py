@@ -27,7 +27,6 @@ from torchard.functional.memory.packing import Packing, Span, pack
 from torchard.functional.memory.planned_code import Poison, is_poisoned, placed
 from torchard.functional.memory.pool import Pool, machine_memory
 from torchard.functional.programs.program import Bound
-from torchard.functional.programs.views import is_dense
 from torchard.functional.torch_internals import empty_cpu
 
 __all__ = ["PlannedCompiled", "allocate", "pool"]
@@ -95,14 +94,9 @@ class PlannedCompiled:
         """The inputs, with a copy of each donated one whose memory something else holds."""
         given = parts if isinstance(parts, list) else list(parts)
         for i in self.donated:
-            if not (_is_free(given, i) or _is_of_the_pool(given, i)):
+            if not (internals.is_owned(given, i) or _is_of_the_pool(given, i)):
                 given[i] = given[i].detach().clone()
         return given
-
-
-def _is_free(parts: Tensors, i: int) -> bool:
-    """Whether nothing but a list holds a tensor and its memory, each byte of which is of one element."""
-    return internals.is_owned(parts, i) and is_dense(parts[i])
 
 
 def _is_of_the_pool(parts: Tensors, i: int) -> bool:

@@ -227,8 +227,9 @@ def _written_by(copy: Step) -> int:
     """The bytes that a copy writes: none if it may return its operand, and does."""
     if copy.function is aten.copy_.default:
         return int(copy.args[0].nbytes)
-    result = copy.kwargs["out"] if copy.function is aten.cat.out else copy.results[0]
-    assert isinstance(result, torch.Tensor)
+    if copy.function is aten.cat.out:
+        return int(copy.kwargs["out"].nbytes)
+    (result,) = copy.tensors
     read = set(map(internals.storage_id, copy.operands))
     return 0 if internals.storage_id(result) in read else result.nbytes
 

@@ -86,6 +86,13 @@ def test_bytes_copied_by_what_may_be_a_view() -> None:
     assert report.copied == (2 + 2) * 8 * 4  # y twice; x transposed, and that cloned
 
 
+def test_bytes_copied_by_what_is_concatenated() -> None:
+    """Of operands that the program does not compute, in planned memory too."""
+    run = jit(lambda x, y: torch.cat([x, y]) * 2, backend="eager")
+    report = run.lower(torch.ones(4), torch.ones(4)).memory
+    assert (report.copied, report.planned_copied) == (8 * 4, 8 * 4)
+
+
 @pytest.mark.parametrize("spec", [P(), P("dp")], ids=["data parallel", "fully sharded"])
 def test_on_a_virtual_mesh(spec: P) -> None:
     mesh, specs = Mesh({"dp": 4}, virtual=True), [spec] * 4

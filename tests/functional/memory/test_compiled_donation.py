@@ -139,7 +139,7 @@ def test_arguments_in_one_memory() -> None:
 
 
 def test_elements_that_share_memory() -> None:
-    """A result has as many elements in places of their own, so it cannot be written there."""
+    """No result has their layout, so Inductor writes none there."""
     run, g = donating(update), torch.ones(2, 2)
     for _ in range(2):
         w = torch.empty(0).set_(weight(4).untyped_storage(), 0, (2, 2), (1, 1))  # of the size of four
