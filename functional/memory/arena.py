@@ -49,6 +49,13 @@ class Block:
         # What programs made of this memory, by program.
         self._made: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
+    def __enter__(self) -> Block:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """The call to which it was lent has ended."""
+        self.lent = False
+
     def is_free(self) -> bool:
         """Whether no call runs in it, and nothing that one left in it is referred to."""
         return not self.lent and self.leased() == 0
@@ -70,13 +77,11 @@ class Block:
         self._left = [_identity(value) for value in left]
         return left
 
-    def leased(self) -> int:
+    def leased(self) -> float:
         """The number of references to what a call left: tensors, and Python's to the storage."""
         if self._lease is None:
             return 0
-        uses = internals.storage_uses(self._lease)
-        if uses is None:
-            return 1
+        uses = internals.storage_uses(internals.storage_number(self._lease))
         own = _OWN if uses == 1 else _OWN_SHARED
         return uses - 1 + sys.getrefcount(self._lease) - own
 
@@ -94,8 +99,10 @@ class Block:
         self._lease = self._program = None
         self._left = []
 
-    def fits(self, sizes: Sizes) -> bool:
+    def fits(self, program: Any, sizes: Sizes) -> bool:
         """Whether a program of these sizes can run in it, after what runs in it now."""
+        if not self.streams and program in self._made:
+            return True  # as it did before
         ordered = _streams(sizes) == self.streams
         return ordered and all(self.size(device) >= size for device, size in sizes.items())
 
@@ -172,19 +179,23 @@ class Arena:
         self._lock = threading.Lock()
         self._programs: set[int] = set()
 
-    @contextmanager
-    def lent(self, program: Any, sizes: Sizes) -> Iterator[Block]:
-        """A block for a call of a program.
+    def lent(self, program: Any, sizes: Sizes) -> Block:
+        """A block for a call of a program, lent until its context is left.
 
         Args:
             sizes: the bytes that it needs, by device.
         """
-        block = self._take(program, sizes)
-        try:
-            yield block
-        finally:
-            with self._lock:
-                block.lent = False
+        with self._lock:
+            if id(program) not in self._programs:
+                self._programs.add(id(program))
+                weakref.finalize(program, self._left, id(program))
+            free = (block for block in self._blocks if block.is_free())
+            block = next((each for each in free if each.fits(program, sizes)), None)
+            block = block or self._added(sizes)
+            block.lent = True
+            if len(self._blocks) > _SURPLUS:
+                self._drop_surplus()
+        return block
 
     @contextmanager
     def resumed(self, program: Any, values: Mapping[int, torch.Tensor]) -> Iterator[Block | None]:
@@ -197,32 +208,19 @@ class Arena:
             block = next((each for each in idle if each.has_left(program, values)), None)
             if block is not None:
                 block.lent = True
-        try:
-            yield block
-        finally:
-            if block is not None:
+        if block is None:
+            yield None
+            return
+        with block:
+            try:
+                yield block
+            finally:
                 block.take_back()
-                with self._lock:
-                    block.lent = False
 
-    def _take(self, program: Any, sizes: Sizes) -> Block:
-        with self._lock:
-            if id(program) not in self._programs:
-                self._programs.add(id(program))
-                weakref.finalize(program, self._left, id(program))
-            free = [block for block in self._blocks if block.is_free()]
-            block = next((each for each in free if each.fits(sizes)), None)
-            for surplus in [each for each in free if each is not block][_SURPLUS:]:
-                self._blocks.remove(surplus)
-                free.remove(surplus)
-            if block is None:
-                block = self._grown(free, sizes)
-            block.lent = True
-            return block
-
-    def _grown(self, free: list[Block], sizes: Sizes) -> Block:
+    def _added(self, sizes: Sizes) -> Block:
         """A new block, in the place of one that is too small."""
         wanted, streams = dict(sizes), _streams(sizes)
+        free = [block for block in self._blocks if block.is_free()]
         small = next((each for each in free if each.streams.items() <= streams.items()), None)
         if small is not None:
             self._blocks.remove(small)
@@ -233,6 +231,10 @@ class Arena:
         block = Block(wanted)
         self._blocks.append(block)
         return block
+
+    def _drop_surplus(self) -> None:
+        for surplus in [block for block in self._blocks if block.is_free()][_SURPLUS:]:
+            self._blocks.remove(surplus)
 
     def _left(self, program: int) -> None:
         """A program is gone; without programs nothing is kept.

@@ -86,15 +86,15 @@ class PlannedCompiled:
             return results
         if not plan.planned:
             return _with(plan.replay(plan.sizes), self.run, parts)
-        with arena.lent(plan, {_CPU: plan.packing.size}) as block:
+        with arena.lent(plan, plan.block) as block:
             places = block.made_for(plan, plan.places)
             return _with(plan.replay(places), self.run, parts)
 
     def _given_up(self, parts: Tensors) -> list[torch.Tensor]:
         """The inputs, with a copy of each donated one whose memory something else holds."""
         given = parts if isinstance(parts, list) else list(parts)
-        for i in self.donated:
-            if not (internals.is_owned(given, i) or _is_of_the_pool(given, i)):
+        for i in internals.held_elsewhere(given, self.donated):
+            if not _is_of_the_pool(given, i):
                 given[i] = given[i].detach().clone()
         return given
 
@@ -143,6 +143,7 @@ class CompiledPlan:
         planned: the positions of those that have a place in a block.
         spans: of these, from the allocation that makes each to the last one at which it is in use.
         sizes: of all requests, in bytes.
+        block: the bytes that those with a place in it need, by device.
     """
 
     requests: list[AllocationRequest]
@@ -150,11 +151,13 @@ class CompiledPlan:
     spans: list[Span]
     packing: Packing = field(init=False)
     sizes: list[int] = field(init=False)
+    block: dict[torch.device, int] = field(init=False)
     poisoned: bool = field(default_factory=is_poisoned)
 
     def __post_init__(self) -> None:
         self.packing = pack(self.spans)
         self.sizes = [request.nbytes for request in self.requests]
+        self.block = {_CPU: self.packing.size}
 
     def places(self, block: Mapping[torch.device, torch.Tensor]) -> list[torch.Tensor | int]:
         """For each allocation its tensor in a block, or its bytes if it has no place there."""

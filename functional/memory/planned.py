@@ -68,8 +68,10 @@ class Planned:
 
     def plan(self, parts: Tensors) -> MemoryPlan | None:
         """The plan for inputs like these; None if the program cannot be planned."""
-        donates = bool(self.donated) and all(
-            parts[i].is_contiguous() and internals.is_owned(parts, i) for i in self.donated
+        donates = (
+            bool(self.donated)
+            and all(parts[i].is_contiguous() for i in self.donated)
+            and not internals.held_elsewhere(parts, self.donated)
         )
         given = self.donated if donates else ()
         return self._plans.get(

@@ -5,7 +5,6 @@ Compiled code allocates its results at every call. In the memory of earlier call
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import weakref
@@ -176,7 +175,7 @@ class _Block:
     def has_users(self, count: int) -> bool:
         """Whether so many tensors refer to the storage, and no object of Python."""
         return (
-            _use_count(self.number) == self._own + count
+            internals.storage_uses(self.number) == self._own + count
             and getrefcount(self._storage) == self._own_by_python
             and self._storage.nbytes() == self.size
             and not self._storage.is_shared()
@@ -184,15 +183,8 @@ class _Block:
 
     def _count(self) -> None:
         """Note the references of the block itself, by torch and by Python."""
-        self._own, self._own_by_python = _use_count(self.number), getrefcount(self._storage)
-
-
-def _never(number: int) -> float:
-    """The count of a storage's references if torch does not expose it: equal to none, so none is free."""
-    return math.nan
-
-
-_use_count = internals.use_count or _never
+        self._own = internals.storage_uses(self.number)
+        self._own_by_python = getrefcount(self._storage)
 
 
 def machine_memory() -> int:

@@ -2,44 +2,49 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from sys import getrefcount
 
 import torch
 
-from torchard.functional.torch_internals.accessors.tensors import storage_uses
+from torchard.functional.torch_internals.accessors.tensors import storage_number, storage_uses
 
-__all__ = ["has_one_owner", "is_owned"]
+__all__ = ["has_one_owner", "held_elsewhere"]
 
 Tensors = Sequence[torch.Tensor]
 
 
 def has_one_owner(parts: Tensors, i: int) -> bool:
     """Whether nothing but a list holds a tensor."""
-    return sys.getrefcount(parts[i]) <= _OWNED
+    return getrefcount(parts[i]) <= _OWNED
 
 
-def is_owned(parts: Tensors, i: int) -> bool:
-    """Whether nothing but a list holds a tensor, and its memory, of as many bytes as its elements."""
-    if not has_one_owner(parts, i):
-        return False
-    part = parts[i]
-    storage = part.untyped_storage()
-    return (
-        storage_uses(storage) == _USES
-        and sys.getrefcount(storage) <= _HELD
-        and storage.resizable()  # else it is not torch's: an array's, a file's
-        and not storage.is_shared()
-        and storage.nbytes() == part.nbytes
-    )
+def held_elsewhere(parts: Tensors, positions: Iterable[int]) -> list[int]:
+    """The positions of tensors that something but the list holds, or whose memory may have other uses.
+
+    Memory has none if torch owns it, and if it has as many bytes as the tensor's elements.
+    """
+    others = []
+    for i in positions:
+        storage = parts[i].untyped_storage()
+        if not (
+            getrefcount(parts[i]) <= _OWNED
+            and storage_uses(storage_number(storage)) == _USES
+            and getrefcount(storage) <= _HELD
+            and storage.nbytes() == parts[i].nbytes
+            and storage.resizable()  # else it is not torch's: an array's, a file's
+            and not storage.is_shared()
+        ):
+            others.append(i)
+    return others
 
 
-def _counts() -> tuple[int, int, int]:
+def _counts() -> tuple[int, float, int]:
     """The references to a tensor in a list, and those to its storage, torch's and Python's."""
     parts = [torch.empty(1)]
     storage = parts[0].untyped_storage()
-    uses = storage_uses(storage)
-    return sys.getrefcount(parts[0]), -1 if uses is None else uses, sys.getrefcount(storage)
+    uses = storage_uses(storage_number(storage))
+    return getrefcount(parts[0]), uses, getrefcount(storage)
 
 
 _OWNED, _USES, _HELD = _counts()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -19,7 +20,6 @@ __all__ = [
     "storage_id",
     "storage_number",
     "storage_uses",
-    "use_count",
     "valueless",
     "version",
 ]
@@ -70,16 +70,13 @@ def storage_number(storage: torch.UntypedStorage) -> int:
     return number
 
 
-def storage_uses(storage: torch.UntypedStorage) -> int | None:
-    """The reference count of a storage, this object included; None if torch does not expose it.
-
-    Without it, no memory is reused.
-    """
-    return None if use_count is None else int(use_count(storage._cdata))
+def _unknown(number: int) -> float:
+    """Equal to no count, so that no memory is taken to be free."""
+    return math.nan
 
 
-# The same, of a storage's number; None if torch does not expose it.
-use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
+# The reference count of the storage of a number, the object that the number is of included.
+storage_uses: Callable[[int], float] = getattr(torch._C, "_storage_Use_Count", _unknown)
 
 
 def _empty_cpu(

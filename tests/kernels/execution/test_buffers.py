@@ -14,8 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchard import fuse, trace
-from torchard.functional.memory import huge_pages, pool
+from torchard.functional import torch_internals as internals
+from torchard.functional.memory import huge_pages
 from torchard.functional.memory.pool import Pool
+from torchard.functional.torch_internals.accessors import tensors
 from torchard.kernels.execution import buffers
 from torchard.kernels.execution.buffers import Buffers
 from torchard.kernels.execution.compiled import compiled
@@ -209,7 +211,7 @@ def test_so_much_is_kept(monkeypatch: pytest.MonkeyPatch, asked: list[tuple[int,
 def test_without_torch_s_count_nothing_is_used_again(
     monkeypatch: pytest.MonkeyPatch, asked: list[tuple[int, int]]
 ) -> None:
-    monkeypatch.setattr(pool, "_use_count", pool._never)
+    monkeypatch.setattr(internals, "storage_uses", tensors._unknown)
     for number in range(3):
         taken()
         assert len(asked) == number + 1
