@@ -23,12 +23,14 @@ from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.compile_once import compiled_once
 from torchard.functional.execution.compile_progress import CompileProgress
 from torchard.functional.execution.failures import compiled_failed
+from torchard.functional.execution.region_donation import donated_operands
 from torchard.functional.execution.regions import by_regions
-from torchard.functional.memory.compiled_code import PlannedCompiled, allocate
+from torchard.functional.memory.compiled_code import PlannedCompiled, allocate, own
 from torchard.functional.memory.planned import Planned, PlannedHalves
 from torchard.functional.programs.program import Bound, Program, Rewrite
 from torchard.functional.programs.records import Record
 from torchard.functional.programs.tagging import strip
+from torchard.functional.programs.views import is_dense
 from torchard.functional.remat.barrier import insert_barriers
 from torchard.functional.remat.split import HALVES, Split
 
@@ -142,7 +144,7 @@ class Compile(Rewrite):
             run = self._planned(module.graph, generated, program)
         else:
             run = self._compiled(module, generated, program)
-            run = PlannedCompiled(run, run.donated) if self.planned else run
+            run = PlannedCompiled(run) if self.planned else run
         return run if program.runtime is None else program.runtime.guard(program, run, module.graph)
 
     def _planned(self, graph: fx.Graph, generated: Bound, program: Program) -> Bound:
@@ -172,16 +174,20 @@ class Compile(Rewrite):
             part = fx.GraphModule(torch.nn.Module(), graph)
             return _Compiled(part, compiled(graph, program.name), self.backend, progress, self.planned)
 
+        whole_step = self.planned and HALVES not in program.facts
+        donated = donated_parts(program, self.donate_argnums) if whole_step else []
         outer = by_regions(module.graph, region)
         if outer is not None:
+            for run, positions in donated_operands(outer, donated).items():
+                assert isinstance(run, _Compiled)
+                run.donated = positions
             return _Regions(compiled(outer, program.name), generated)
         insert_barriers(module.graph)
         module.recompile()
         whole = _Compiled(
             module, generated, self.backend, progress, self.planned, program.collectives
         )
-        if self.planned and HALVES not in program.facts:
-            whole.donated = donated_parts(program, self.donate_argnums)
+        whole.donated = donated
         return whole
 
 
@@ -197,8 +203,6 @@ def _flat_module(program: Program) -> fx.GraphModule | None:
 
 class _Regions:
     """A program of compiled regions."""
-
-    donated: Sequence[int] = ()
 
     def __init__(self, run: Bound, generated: Bound) -> None:
         self.run, self.generated = run, generated
@@ -235,18 +239,21 @@ class _Compiled:
         progress.total += 1
         self.planned = planned
         self.collectives = collectives
-        self.by_strides: dict[Any, Callable[..., Any]] = {}
+        # The compiled code, and the positions of inputs that it writes over.
+        self.by_strides: dict[Any, tuple[Callable[..., Any], list[int]]] = {}
         self.lock = Lock()
 
     def __call__(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if internals.has_modes():  # a tracer must see the operations
             return self.generated(parts)
         key = tuple([part.stride() for part in parts])
-        run = self.by_strides.get(key)
-        if run is None:
+        made = self.by_strides.get(key)
+        if made is None:
             with self.lock:
-                run = self.by_strides.get(key) or self.by_strides.setdefault(key, self._compile(parts))
+                made = self.by_strides.get(key) or self.by_strides.setdefault(key, self._compile(parts))
+        run, donated = made
         inputs = parts if isinstance(parts, list) else list(parts)
+        own(inputs, donated)
         try:
             if internals.profiler_enabled():
                 # Operations inside compiled code have no ranges of their own.
@@ -257,7 +264,7 @@ class _Compiled:
             compiled_failed(error, self.name, self.backend, self.collectives)
             raise
 
-    def _compile(self, parts: Sequence[torch.Tensor]) -> Callable[..., Any]:
+    def _compile(self, parts: Sequence[torch.Tensor]) -> tuple[Callable[..., Any], list[int]]:
         module = fx.GraphModule(self.module, self.module.graph)
         strip(module.graph)
         # Other backends keep nothing on disk that another process would find.
@@ -265,6 +272,7 @@ class _Compiled:
         with self.progress.part(), once, warnings.catch_warnings(), torch.no_grad():
             # Importing the compiler warns about torch.jit.
             warnings.simplefilter("ignore")
-            return internals.compile_graph(
-                module, parts, self.backend, allocate if self.planned else None, self.donated
-            )
+            # A copy of one that is not dense has other strides.
+            donated = [i for i in self.donated if is_dense(parts[i])]
+            take = allocate if self.planned else None
+            return internals.compile_graph(module, parts, self.backend, take, donated), donated

@@ -22,7 +22,7 @@ from torchard.functional.programs.tags import AHEAD, LOOP, TASK
 from torchard.functional.programs.views import is_view
 from torchard.functional.torch_internals.operators import COLLECTIVES
 
-__all__ = ["by_regions"]
+__all__ = ["Region", "Run", "by_regions"]
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 

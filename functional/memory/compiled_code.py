@@ -29,7 +29,7 @@ from torchard.functional.memory.pool import Pool, machine_memory
 from torchard.functional.programs.program import Bound
 from torchard.functional.torch_internals import empty_cpu
 
-__all__ = ["PlannedCompiled", "allocate", "pool"]
+__all__ = ["PlannedCompiled", "allocate", "own", "pool"]
 
 Tensors = Sequence[torch.Tensor]
 Take = Callable[[Sequence[int], Sequence[int], torch.dtype], torch.Tensor]
@@ -67,18 +67,15 @@ class PlannedCompiled:
     Args:
         run: the program, which may empty a list of inputs that it is given; its compiled code allocates
             by `allocate`.
-        donated: the positions of inputs that it may write over.
     """
 
-    def __init__(self, run: Bound, donated: Sequence[int] = ()) -> None:
+    def __init__(self, run: Bound) -> None:
         self.run = run
-        self.donated = donated
         self.plans: dict[Hashable, CompiledPlan] = {}
 
     def __call__(self, parts: Tensors) -> list[torch.Tensor]:
         if internals.has_modes():
             return self.run(parts)
-        parts = self._given_up(parts) if self.donated else parts
         key = is_poisoned(), *[part.stride() for part in parts]
         plan = self.plans.get(key)
         if plan is None:
@@ -90,18 +87,12 @@ class PlannedCompiled:
             places = block.made_for(plan, plan.places)
             return _with(plan.replay(places), self.run, parts)
 
-    def _given_up(self, parts: Tensors) -> list[torch.Tensor]:
-        """The inputs, with a copy of each donated one whose memory something else holds."""
-        given = parts if isinstance(parts, list) else list(parts)
-        for i in internals.held_elsewhere(given, self.donated):
-            if not _is_of_the_pool(given, i):
-                given[i] = given[i].detach().clone()
-        return given
 
-
-def _is_of_the_pool(parts: Tensors, i: int) -> bool:
-    """Whether nothing but a list and the pool holds a tensor and its memory."""
-    return internals.has_one_owner(parts, i) and pool.lends(parts[i])
+def own(parts: list[torch.Tensor], donated: Sequence[int]) -> None:
+    """Copy the donated inputs whose memory something else than the list holds; the pool may."""
+    for i in internals.held_elsewhere(parts, donated):
+        if not (internals.has_one_owner(parts, i) and pool.lends(parts[i])):
+            parts[i] = parts[i].detach().clone()
 
 
 def _observed(run: Bound, parts: Tensors) -> tuple[list[torch.Tensor], CompiledPlan]:

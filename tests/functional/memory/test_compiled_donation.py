@@ -139,10 +139,11 @@ def test_arguments_in_one_memory() -> None:
 
 
 def test_elements_that_share_memory() -> None:
-    """No result has their layout, so Inductor writes none there."""
+    """No result has their layout, and a copy has another: none is made, whatever holds them."""
     run, g = donating(update), torch.ones(2, 2)
-    for _ in range(2):
+    for held in (False, True, False):
         w = torch.empty(0).set_(weight(4).untyped_storage(), 0, (2, 2), (1, 1))  # of the size of four
+        _view = w[0] if held else None
         assert torch.equal(run(w, g), update(torch.tensor([[0.0, 1.0], [1.0, 2.0]]), g))
 
 
