@@ -88,6 +88,7 @@ def test_rows_that_others_hold(holder: str, first: int) -> None:
 READERS: dict[str, Callable[[Params, Params], Any]] = {
     "an argument": lambda old, new: old["layers"][0]["a"],
     "a view of one": lambda old, new: old["layers"][2]["b"].t(),
+    "a cosine of one": lambda old, new: (old["layers"][2]["a"] * new["head"].sum()).cos(),
     "a sum over the layers": lambda old, new: sum(p["a"].sum() for p in old["layers"]),
     "the difference": lambda old, new: (new["layers"][3]["a"] - old["layers"][3]["a"], old["head"] + 1),
 }
