@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 from torch import fx
 
 from torchard.functional.execution.loop_code import Lives
 from torchard.functional.execution.regions import Region, Run
 from torchard.functional.programs.loops import regrouped
-from torchard.functional.programs.markers import row
+from torchard.functional.programs.markers import listed, row
 from torchard.functional.programs.tags import LOOP
 
 __all__ = ["donated_operands"]
@@ -48,16 +49,20 @@ def _is_last(call: fx.Node, operand: fx.Node, given: set[fx.Node], lives: Lives)
     if LOOP.get(operand) is not LOOP.get(call):
         return False  # all iterations read it, or another loop does
     if operand.target is not row:
-        readers = list(operand.users)
-        return (
-            operand in given
-            and all(isinstance(reader.target, Region) for reader in readers)  # none makes a view
-            and max(map(lives.place.__getitem__, readers)) == lives.place[call]
-        )
+        return operand in given and max(_reads(operand, lives)) == lives.place[call]
     (values,) = operand.all_input_nodes
-    return (
-        list(operand.users) == [call]
-        and lives.takes_row(operand)
-        and given.issuperset(values.all_input_nodes)
-        and all(list(value.users) == [values] for value in values.all_input_nodes)
-    )
+    if list(operand.users) != [call] or not lives.takes_row(operand):
+        return False
+    inputs = values.all_input_nodes
+    reads = [sorted(_reads(value, lives)) for value in inputs]
+    alone = all(places[-1] == lives.place[call] not in places[:-1] for places in reads)
+    return alone and given.issuperset(inputs)
+
+
+def _reads(value: fx.Node, lives: Lives) -> Iterator[float]:
+    """The places where a value is read; an operation that is no region may make a view, read for ever."""
+    for user in value.users:
+        if user.target is listed:
+            yield max((lives.place[reader] for reader in user.users), default=0)
+        else:
+            yield lives.place[user] if isinstance(user.target, Region) else math.inf

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from planned import HOLDERS, cloned, layers, same, tensor_of
+from planned import HOLDERS, block, cloned, layers, same, tensor_of
 from torch import Tensor
 
 from torchard import jit, repeat, stack
+from torchard.functional.loops import equal_layers
 from torchard.functional.memory.planned_code import poisoned
 
 Params = dict[str, Any]
@@ -23,12 +24,25 @@ def poison() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def small_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal layers are found in small programs, too."""
+    monkeypatch.setattr(equal_layers, "LEAST", 1)
+    monkeypatch.setattr(equal_layers, "EACH", 1)
+
+
 def loss(params: Params, x: Tensor) -> Tensor:
-    x = repeat(lambda p, x: x + torch.tanh(x @ p["a"]) @ p["b"], stack(params["layers"]), x)
+    for p in params["layers"]:
+        x = block(p, x)
     return (x @ params["head"]).square().mean()
 
 
-def step(params: Params, x: Tensor) -> tuple[Params, Tensor]:
+def stacked_loss(params: Params, x: Tensor) -> Tensor:
+    x = repeat(block, stack(params["layers"]), x)
+    return (x @ params["head"]).square().mean()
+
+
+def step(params: Params, x: Tensor, loss: Callable[..., Tensor] = loss) -> tuple[Params, Tensor]:
     grads, value = torch.func.grad_and_value(loss)(params, x)
     return _less(params, grads), value
 
@@ -57,9 +71,14 @@ def donating(fn: Callable[..., Any]) -> Any:
 BATCH = torch.arange(128.0).reshape(8, 16) / 128
 
 
-def test_results_are_written_over_the_rows_that_a_loop_reads() -> None:
-    """And over what is read outside of loops: every parameter stays where it is."""
-    run, plain, params = donating(step), jit(step), weights()
+@pytest.mark.parametrize("loss", [loss, stacked_loss])
+def test_results_are_written_over_arguments(loss: Callable[..., Tensor]) -> None:
+    """Over the rows that a loop reads, or all after it: every parameter stays where it is."""
+
+    def update(params: Params, x: Tensor) -> tuple[Params, Tensor]:
+        return step(params, x, loss)
+
+    run, plain, params = donating(update), jit(update), weights()
     want, before = cloned(params), places(params)
     for _ in range(4):
         params, value = run(params, BATCH)
