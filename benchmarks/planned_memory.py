@@ -15,6 +15,7 @@ import argparse
 import datetime
 import functools
 import gc
+import math
 import os
 import sys
 import tempfile
@@ -276,22 +277,38 @@ def check(step: Step) -> None:
 
 
 def times(steps: list[Step], compiled: bool, rounds: int) -> str:
-    """Steps in turns; the ratio is allocated to planned: above 1, planned memory is faster."""
+    """Steps in turns; the ratio is allocated to planned: above 1, planned memory is faster.
+
+    A turn is a few steps of a training loop, so that most follow a step of the same program.
+    """
     rows = [["ms per step", "eager", "planned", "ratio (quartiles)"]]
     rows[0] += ["Inductor", "planned", "ratio (quartiles)"] if compiled else []
     for step in steps:
         row = [step.name]
         for backend in ["eager", "inductor"][: 1 + compiled]:
-            rivals = [
-                Rival(memory, running(step, backend=backend, memory=memory), list)
-                for memory in ("allocated", "planned")
-            ]
-            one, two = in_turns(rivals, rounds)
+            memories = "allocated", "planned"
+            calls = [running(step, backend=backend, memory=memory) for memory in memories]
+            count = _steps_per_turn(calls[0])
+            turns = [functools.partial(_repeated, call, count) for call in calls]
+            one, two = in_turns([Rival(m, t, list) for m, t in zip(memories, turns, strict=True)], rounds)
             low, high = one.quartiles_of_times(two)
-            row += [f"{1e3 * each.median:.2f}" for each in (one, two)]
+            row += [f"{1e3 * each.median / count:.2f}" for each in (one, two)]
             row.append(f"{one.times(two):.3f} ({low:.2f}-{high:.2f})")
         rows.append(row)
     return aligned(rows)
+
+
+def _steps_per_turn(call: Callable[[], Any]) -> int:
+    """How many steps take 50 ms."""
+    _repeated(call, 3)  # compiles
+    began = time.perf_counter()
+    _repeated(call, 3)
+    return math.ceil(0.05 / ((time.perf_counter() - began) / 3))
+
+
+def _repeated(call: Callable[[], Any], count: int) -> None:
+    for _ in range(count):
+        call()
 
 
 def resident(rounds: int) -> str:
