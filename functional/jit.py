@@ -253,7 +253,8 @@ class _Compiled:
                 made = self.by_strides.get(key) or self.by_strides.setdefault(key, self._compile(parts))
         run, donated = made
         inputs = parts if isinstance(parts, list) else list(parts)
-        own(inputs, donated)
+        if donated:
+            own(inputs, donated)
         try:
             if internals.profiler_enabled():
                 # Operations inside compiled code have no ranges of their own.

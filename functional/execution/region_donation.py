@@ -49,14 +49,20 @@ def _is_last(call: fx.Node, operand: fx.Node, given: set[fx.Node], lives: Lives)
     if LOOP.get(operand) is not LOOP.get(call):
         return False  # all iterations read it, or another loop does
     if operand.target is not row:
-        return operand in given and max(_reads(operand, lives)) == lives.place[call]
+        return operand in given and _is_read_last_at(operand, lives.place[call], lives)
     (values,) = operand.all_input_nodes
     if list(operand.users) != [call] or not lives.takes_row(operand):
         return False
-    inputs = values.all_input_nodes
-    reads = [sorted(_reads(value, lives)) for value in inputs]
-    alone = all(places[-1] == lives.place[call] not in places[:-1] for places in reads)
-    return alone and given.issuperset(inputs)
+    return all(
+        value in given and _is_read_last_at(value, lives.place[call], lives)
+        for value in values.all_input_nodes
+    )
+
+
+def _is_read_last_at(value: fx.Node, place: int, lives: Lives) -> bool:
+    """Whether a value is last read at a place, and once there."""
+    places = list(_reads(value, lives))
+    return max(places) == place and places.count(place) == 1
 
 
 def _reads(value: fx.Node, lives: Lives) -> Iterator[float]:

@@ -26,16 +26,17 @@ def held_elsewhere(parts: Tensors, positions: Iterable[int]) -> list[int]:
     """
     others = []
     for i in positions:
-        storage = parts[i].untyped_storage()
-        if not (
-            getrefcount(parts[i]) <= _OWNED
-            and storage_uses(storage_number(storage)) == _USES
-            and getrefcount(storage) <= _HELD
-            and storage.nbytes() == parts[i].nbytes
-            and storage.resizable()  # else it is not torch's: an array's, a file's
-            and not storage.is_shared()
-        ):
-            others.append(i)
+        if getrefcount(parts[i]) <= _OWNED:
+            storage = parts[i].untyped_storage()
+            if (
+                storage_uses(storage_number(storage)) == _USES
+                and getrefcount(storage) <= _HELD
+                and storage.nbytes() == parts[i].nbytes
+                and storage.resizable()  # else it is not torch's: an array's, a file's
+                and not storage.is_shared()
+            ):
+                continue
+        others.append(i)
     return others
 
 
