@@ -344,7 +344,8 @@ def ranks(rank: int, meeting: str, width: int, rounds: int) -> None:
     """Data parallel and fully sharded steps on two ranks, with merged collectives."""
     torch.set_num_threads(1)
     store = dist.FileStore(meeting, 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    patience = datetime.timedelta(minutes=2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=patience)
     mesh, model = Mesh({"dp": 2}), mlp(width, 64, 8)
     step = trained("", model.loss, model.params, model.batch)
     rows = [["two gloo ranks", "allocated", "planned", "ratio", "copied", "planned"]]
