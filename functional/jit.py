@@ -60,7 +60,7 @@ def jit(
             memory that is reserved once (functional/memory). Results are always in memory of their own;
             those of a step that donates its arguments take theirs. Values are the same bit for bit, but
             for products within a merged collective, which may round otherwise if not aligned. Inductor's
-            code, on a CPU, is observed in its first call; then its intermediates have places, too.
+            code, on a CPU, is observed in its second call; then its intermediates have places, too.
 
     Returns:
         A function that computes what ``fn`` does, with ``.lower`` and ``.lower_joint``. Tensors and

@@ -3,7 +3,8 @@
 The code that Inductor writes is straight-line, of fixed shapes: every call makes the same allocations in
 the same order, and drops them at the same places. So one call of a program is observed, and the
 allocations of all its regions packed as those of a tape are. In later calls what the code asks for is
-already there, at its place in a block.
+already there, at its place in a block. The second call is observed: in the first one the code is
+compiled, and a compiler may hold values for longer than the code does.
 
 What is not dropped when a call ends (its results, and what they are views of), and what was given to an
 operator that may keep it, is allocated anew, in memory of earlier calls that nothing refers to (pool.py).
@@ -62,7 +63,7 @@ def _with(take: Take, run: Bound, parts: Tensors) -> list[torch.Tensor]:
 
 
 class PlannedCompiled:
-    """A compiled program whose intermediates are in planned memory, from its second call on.
+    """A compiled program whose intermediates are in planned memory, from its third call on.
 
     Args:
         run: the program, which may empty a list of inputs that it is given; its compiled code allocates
@@ -71,7 +72,7 @@ class PlannedCompiled:
 
     def __init__(self, run: Bound) -> None:
         self.run = run
-        self.plans: dict[Hashable, CompiledPlan] = {}
+        self.plans: dict[Hashable, CompiledPlan | None] = {}
 
     def __call__(self, parts: Tensors) -> list[torch.Tensor]:
         if internals.has_modes():
@@ -79,7 +80,9 @@ class PlannedCompiled:
         key = is_poisoned(), *[part.stride() for part in parts]
         plan = self.plans.get(key)
         if plan is None:
-            results, self.plans[key] = _observed(self.run, parts)
+            compiles = key not in self.plans
+            results, observed = _observed(self.run, parts)
+            self.plans[key] = None if compiles else observed
             return results
         if not plan.planned:
             return _with(plan.replay(plan.sizes), self.run, parts)
