@@ -256,7 +256,7 @@ def test_a_steady_step_allocates_nothing_large(
 
 
 def test_a_compiler_may_hold_values(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Operands of regions, in a reference cycle for example: they have places in the block all the same."""
+    """Operands of regions, in a reference cycle for example: they have places in the block."""
     held: list[list[Tensor]] = []
     compile_graph = internals.compile_graph
 
