@@ -22,9 +22,10 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core.spans import Span
 from torchard.functional.memory.arena import arena
 from torchard.functional.memory.lifetimes import KEEP_NOTHING
-from torchard.functional.memory.packing import Packing, Span, pack
+from torchard.functional.memory.packing import Packing, pack
 from torchard.functional.memory.planned_code import Poison, is_poisoned, placed
 from torchard.functional.memory.pool import Pool, machine_memory
 from torchard.functional.programs.program import Bound

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core.spans import Span, bytes_at
 from torchard.functional.memory.destinations import ALLOCATIONS
 from torchard.functional.memory.tape import Step, Tape, part_of
 from torchard.functional.torch_internals.operators import COLLECTIVES, c10d
@@ -44,6 +45,11 @@ class Buffer:
     value: torch.Tensor
     kept: bool = False
     inside: Buffer | None = None
+
+    @property
+    def span(self) -> Span:
+        """When it is in use, and its bytes."""
+        return Span(self.begin, self.end, self.nbytes)
 
     @property
     def is_allocated(self) -> bool:
@@ -136,12 +142,4 @@ def _is_known(function: Any) -> bool:
 
 def held(buffers: Sequence[Buffer], steps: int) -> list[int]:
     """The bytes in use at each step."""
-    change = [0] * (steps + 2)
-    for buffer in buffers:
-        change[max(buffer.begin, 0)] += buffer.nbytes
-        change[buffer.end + 1] -= buffer.nbytes
-    totals, total = [], 0
-    for delta in change[: max(steps, 1)]:
-        total += delta
-        totals.append(total)
-    return totals
+    return bytes_at((buffer.span for buffer in buffers), steps)

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-__all__ = ["ALIGNMENT", "Packing", "Span", "pack"]
+from torchard.functional.core.spans import Span, bytes_at
+
+__all__ = ["ALIGNMENT", "Packing", "pack"]
 
 ALIGNMENT = 64
 """Bytes: a cache line, and what vector instructions load at once."""
@@ -32,14 +34,6 @@ _CLOSE, _SMALL = 1000, 500
 # How many comparisons of buffers the searches may take together, some two seconds; their number, and the
 # most moves of each.
 _COMPARISONS, _STARTS, _MOVES = 250_000_000, 5, 200
-
-
-class Span(NamedTuple):
-    """The bytes that are in use from one time to another, both included."""
-
-    begin: int
-    end: int
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -63,12 +57,13 @@ def pack(spans: Sequence[Span], alignment: int = ALIGNMENT) -> Packing:
     Args:
         alignment: offsets are its multiples, in bytes.
 
-    >>> from torchard.functional.memory.packing import Span, pack
+    >>> from torchard.functional.core.spans import Span
+    >>> from torchard.functional.memory.packing import pack
     >>> pack([Span(0, 1, 64), Span(1, 2, 128), Span(2, 3, 64)])
     Packing(offsets=(128, 0, 128), size=192, bound=192)
     """
     rounded = [span._replace(nbytes=-(-span.nbytes // alignment) * alignment) for span in spans]
-    bound = _most_at_once(rounded)
+    bound = max(bytes_at(rounded, max((span.end for span in rounded), default=0) + 1))
     rounded = [span._replace(nbytes=span.nbytes + _apart(span.nbytes)) for span in rounded]
     order = sorted(range(len(rounded)), key=lambda i: (-rounded[i].nbytes, i))
     large = [i for i in order if rounded[i].nbytes * _SMALL >= bound]
@@ -98,17 +93,6 @@ _ORDERS: Sequence[Callable[[Span], tuple[int, ...]]] = (
     lambda span: (span.begin, -span.nbytes),
     lambda span: (-span.end, -span.nbytes),
 )
-
-
-def _most_at_once(spans: Sequence[Span]) -> int:
-    changes = sorted(
-        change for s in spans for change in ((s.begin, 1, s.nbytes), (s.end, 2, -s.nbytes))
-    )
-    most = now = 0
-    for _, _, delta in changes:
-        now += delta
-        most = max(most, now)
-    return most
 
 
 def _searched(spans: Sequence[Span], some: Sequence[int], bound: int) -> list[int]:

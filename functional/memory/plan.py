@@ -12,7 +12,7 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.memory.destinations import with_destinations
 from torchard.functional.memory.lifetimes import Buffer, Lifetimes
-from torchard.functional.memory.packing import Packing, Span, pack
+from torchard.functional.memory.packing import Packing, pack
 from torchard.functional.memory.planned_code import PlannedCode, is_poisoned
 from torchard.functional.memory.results import with_results_apart
 from torchard.functional.memory.reuse import with_reuse
@@ -184,8 +184,7 @@ def _packed(tape: Tape) -> tuple[Lifetimes, dict[torch.device, Packing], dict[Bu
     for buffer in lifetimes.planned():
         by_device.setdefault(buffer.device, []).append(buffer)
     packings = {
-        device: pack([Span(b.begin, b.end, b.nbytes) for b in own])
-        for device, own in by_device.items()
+        device: pack([buffer.span for buffer in own]) for device, own in by_device.items()
     }
     offsets = {
         buffer: offset

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from torchard.functional.core.spans import Span, bytes_at
 from torchard.functional.programs.graphs import bytes_of
 from torchard.functional.programs.loops import loops_together, reads_alone, regrouped
 from torchard.functional.programs.markers import again, enter, item, row, rows, total
@@ -71,17 +72,12 @@ class Liveness:
     def held(self, without: Iterable[fx.Node] = ()) -> list[int]:
         """Bytes alive at each operation, including its result, without those of some nodes."""
         skipped = set(without)
-        change = [0] * (len(self.events) + 2)
-        for storage, begin in self.made.items():
-            if storage.node in skipped:
-                continue
-            change[max(begin, 0)] += self.size[storage]
-            change[self.last[storage] + 1] -= self.size[storage]
-        held, total = [], 0
-        for delta in change[: max(len(self.events), 1)]:
-            total += delta
-            held.append(total)
-        return held
+        spans = (
+            Span(begin, self.last[storage], self.size[storage])
+            for storage, begin in self.made.items()
+            if storage.node not in skipped
+        )
+        return bytes_at(spans, len(self.events))
 
     @property
     def peak(self) -> int:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from torchard import jit, nn, optim, repeat, tree
 from torchard.functional import torch_internals as internals
+from torchard.functional.core.spans import Span
 from torchard.functional.memory import compiled_code
 from torchard.functional.memory.arena import reserved
 from torchard.functional.memory.compiled_code import AllocationRequest, CompiledPlan
-from torchard.functional.memory.packing import Span
 from torchard.functional.memory.planned_code import poisoned
 from torchard.functional.memory.pool import Pool
 from torchard.testing.strategies import RandomProgram, programs

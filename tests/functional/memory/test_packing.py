@@ -8,7 +8,8 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchard.functional.memory.packing import Packing, Span, pack
+from torchard.functional.core.spans import Span
+from torchard.functional.memory.packing import Packing, pack
 
 spans = st.lists(
     st.builds(
