@@ -253,7 +253,7 @@ def planned_memory(rank: int, world: int) -> bool:
             specs = [spec] * len(params)
             sharded = shard(step, mesh, in_specs=(specs, P("dp")), out_specs=(specs, P()))
             run = jit(sharded, backend=backend, memory="planned", donate_argnums=0)
-            for _ in range(3):
+            for _ in range(4):
                 new, value = run(place([p.clone() for p in params], mesh, specs), x)
                 right += map(torch.equal, map(seeds.whole, new), want[0])
                 right.append(torch.equal(seeds.whole(value), want[1]))
