@@ -17,7 +17,7 @@ from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 from sybil.sybil import SybilCollection
 
-pytest_plugins = ["torchard.testing.pytest_plugin"]
+pytest_plugins = ["torchard.testing.pytest_plugin", "hang_limits"]
 
 SEED = 20_111_112
 ROOT = Path(__file__).resolve().parent

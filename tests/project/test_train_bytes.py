@@ -6,18 +6,18 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import forked
 import pytest
 from paths import EXAMPLES
 
-SMALL = ["--steps", "8", "--batch", "64", "--hidden", "32", "--validate", "128", "--sample", "16"]
-# Of everything, starting two ranks included. A job that hung would take longer than this.
+# Seconds in which nothing gets on: then the job hangs, and is ended.
 PATIENCE = 120
-
-pytestmark = pytest.mark.timeout(2 * PATIENCE)
+# Seconds that a rank waits for the others: longer, or, where one of them hangs, as short as may be.
+LONG, SHORT = 2 * PATIENCE, 15
+SIZES = ["--steps", "8", "--batch", "64", "--hidden", "32", "--validate", "128", "--sample", "16"]
+SMALL = [*SIZES, "--timeout", str(LONG)]
 
 
 def script(out: Path, *options: str, ranks: int) -> list[str]:
@@ -39,7 +39,6 @@ def typed(out: Path, *options: str, ranks: int = 2) -> subprocess.CompletedProce
         stderr=subprocess.STDOUT,
         cwd=out,
         text=True,
-        timeout=PATIENCE,
         check=False,
     )
 
@@ -56,12 +55,10 @@ def read_until(job: forked.Job, sign: str) -> str:
     return seen
 
 
-def ends_soon(job: forked.Job) -> str:
-    """The rest of what the job prints; it must not need long for that."""
-    began = time.monotonic()
+def to_the_end(job: forked.Job) -> str:
+    """The rest of what the job prints."""
     text = job.stdout.read()
     job.wait()
-    assert time.monotonic() - began < 15, text
     return text
 
 
@@ -130,7 +127,7 @@ def goes_on_to_the_same_bits(out: Path, *options: str) -> None:
         ),
         (
             "stop",
-            r"no answer from rank 1 \(process \d+\) within 5 s: rank 0 was in step 4 of 8, waiting for "
+            r"no answer from rank 1 \(process \d+\) within 15 s: rank 0 was in step 4 of 8, waiting for "
             r"all_\w+ over tp, \w+ward",
         ),
         ("raise", r"ValueError \(rank 1, step 4 of 8, _fail.py:\d+\): asked to fail"),
@@ -139,11 +136,11 @@ def goes_on_to_the_same_bits(out: Path, *options: str) -> None:
 )
 def test_one_rank_fails(tmp_path: Path, how: str, message: str) -> None:
     # Only the rank that hangs may need the transport's timeout.
-    seconds = "5" if how == "stop" else str(2 * PATIENCE)
+    seconds = str(SHORT if how == "stop" else LONG)
     kept = ["--save", str(tmp_path / "kept"), "--save-every", "2"]
     options = ["--mesh", "tp=2", "--fail", how, "--fail-at", "3", "--timeout", seconds, *kept]
     with started(tmp_path, *options, ranks=2) as job:
-        text = read_until(job, "train_bytes: ") + ends_soon(job)
+        text = read_until(job, "train_bytes: ") + to_the_end(job)
     assert job.wait() > 0
     assert re.search(message, last_words(text, tmp_path)), text
     if how != "replan":
@@ -155,7 +152,7 @@ def test_interrupted(tmp_path: Path, options: str, ranks: int) -> None:
     with started(tmp_path, *options.split(), "--steps", "100000", ranks=ranks) as job:
         text = read_until(job, "bytes/s")
         job.send_signal(signal.SIGINT)
-        text += ends_soon(job)
+        text += to_the_end(job)
     assert job.wait() == 128 + signal.SIGINT
     assert re.search(r"interrupted in step \d+ of 100000; stopped", last_words(text, tmp_path))
 

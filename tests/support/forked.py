@@ -23,6 +23,7 @@ from typing import Any
 
 from namespaces import Host
 from paths import SUPPORT
+from progress import Watch, computed
 
 __all__ = ["Job", "run", "survivors", "told"]
 
@@ -43,7 +44,10 @@ class Job:
     """A running script, as by ``python script arguments...`` in a folder that only it uses.
 
     What it started is known by that folder. All of it is killed at the end of the block, or when it
-    takes more than these seconds: then `late` is set, and `stdout` ends.
+    hangs: then `late` says so, and `stdout` ends.
+
+    Args:
+        seconds: how long it may compute next to nothing.
 
     Attributes:
         stdin: what it reads.
@@ -59,7 +63,7 @@ class Job:
         stderr: Path | None = None,
         host: Host | None = None,
     ) -> None:
-        self.args, self.folder, self.late = args, folder, False
+        self.args, self.folder, self.late = args, folder, ""
         if stderr:
             stderr.touch()
         reading, out = _server.Pipe(duplex=False)
@@ -72,14 +76,16 @@ class Job:
         self.stdin = os.fdopen(os.dup(writing.fileno()), "w", encoding="utf-8")
         for end in (reading, out, given, writing):
             end.close()  # or there would be no end of what is printed
-        self._clock = threading.Timer(seconds, self._too_long)
-        self._clock.start()
+        self._ended = threading.Event()
+        self._watching = threading.Thread(target=self._watch, args=(seconds,), daemon=True)
+        self._watching.start()
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._clock.cancel()
+        self._ended.set()
+        self._watching.join()
         self._kill()
         self.stdout.close()
         self.stdin.close()
@@ -96,12 +102,16 @@ class Job:
     def wait(self) -> int:
         """The exit code; what is printed has been read."""
         self._process.join()
-        assert not self.late, f"{self.args} took too long"
+        assert not self.late, f"{self.args} {self.late}"
         return self._process.exitcode  # type: ignore[no-any-return]
 
-    def _too_long(self) -> None:
-        self.late = True
-        self._kill()
+    def _watch(self, seconds: float) -> None:
+        """What computes for ever is for the limit of the test to end."""
+        watch = Watch(seconds, lambda: computed(self._process.pid), busy=float("inf"))
+        while not self._ended.wait(seconds / 20):
+            if said := watch.hangs():
+                self.late = said
+                return self._kill()
 
     def _kill(self) -> None:
         for pid in [self._process.pid, *survivors(self.folder)]:
@@ -115,8 +125,9 @@ def run(
     """Run a script to its end."""
     with Job(args, folder, seconds, stderr=stderr) as job:
         text = job.stdout.read()
+        said = stderr.read_text() if stderr else None
+        assert not job.late, f"{args} {job.late}\n{text}\n{said}"
         code = job.wait()
-    said = stderr.read_text() if stderr else None
     return subprocess.CompletedProcess(args, code, text, said)
 
 

@@ -14,15 +14,13 @@ from filelock import FileLock
 __all__ = ["once"]
 
 
-def once(
-    factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any], patience: float
-) -> Any:
-    """The JSON that ``make`` gives, of a folder of its own; seconds to wait for who makes it."""
+def once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], Any]) -> Any:
+    """The JSON that ``make`` gives, of a folder of its own; who makes it has a limit, who waits none."""
     folder = factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # the workers' common one
     found = folder / f"{name}.json"
-    with FileLock(f"{found}.lock", timeout=patience):
+    with FileLock(f"{found}.lock"):
         if not found.exists():
             own = folder / name
             own.mkdir()

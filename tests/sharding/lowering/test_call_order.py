@@ -24,7 +24,6 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         lambda folder: forked.told(
             "call_orders.py", world, folder, rounds, folder=folder, seconds=PATIENCE
         ),
-        2 * PATIENCE,
     )
     return found
 

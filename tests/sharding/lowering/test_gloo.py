@@ -12,7 +12,8 @@ import transformer
 from once import once
 
 Results = list[dict[str, Any]]
-TIMEOUT = 240
+# Seconds in which nothing gets on, of all ranks: then they wait for one another without end.
+PATIENCE = 240
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["2 ranks", "3 ranks"])
@@ -23,9 +24,8 @@ def ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         tmp_path_factory,
         f"gloo-{world}",
         lambda folder: forked.told(
-            "gloo.py", world, folder / "store", folder=folder, seconds=TIMEOUT
+            "gloo.py", world, folder / "store", folder=folder, seconds=PATIENCE
         ),
-        2 * TIMEOUT,
     )
     return found
 
@@ -192,8 +192,7 @@ def test_placed_replicas_that_differ(ranks: Results) -> None:
 
 def test_a_rank_that_gathers_alone(ranks: Results) -> None:
     found = every(ranks, "one_rank_gathers_alone")
-    assert found[0][0].startswith("ExchangeError: rank 1 did not report that it called full()")
-    assert found[0][1] < 20
+    assert found[0].startswith("ExchangeError: rank 1 did not report that it called full()")
 
 
 def test_closed_over_replicas_that_differ(ranks: Results) -> None:
@@ -240,11 +239,10 @@ def test_policies_that_differ(ranks: Results) -> None:
 
 def test_a_rank_that_retraces_alone(ranks: Results) -> None:
     found = every(ranks, "one_rank_retraces_alone")
-    said, seconds = found[0]
+    said = found[0]
     assert said.startswith("PlanMismatch: rank 0 planned")
-    assert "waited" in said and "rank 1 did not report the plan within 1.5 s" in said
-    assert seconds < 20
-    assert [other[0] for other in found[1:]] == ["no error"] * (len(ranks) - 1)
+    assert "waited" in said and "rank 1 did not report the plan within 3 s" in said
+    assert found[1:] == ["no error"] * (len(ranks) - 1)
 
 
 @pytest.mark.parametrize(
@@ -274,10 +272,10 @@ def test_a_rank_that_cannot_store_its_part(ranks: Results) -> None:
 def test_a_rank_that_dies_while_it_stores(ranks: Results) -> None:
     found = every(ranks, "storage_one_rank_dies")
     assert found.pop(1)[0].startswith("KeyboardInterrupt")
-    for said, seconds, left in found:
+    for said, left in found:
         assert said.startswith("StorageError: rank 1 did not report that it is done with writing")
-        assert "within 1 s. Either it died" in said and "timeout" in said
-        assert seconds < 20 and left == []
+        assert "within 4 s. Either it died" in said and "timeout" in said
+        assert left == []
 
 
 def test_ranks_that_store_different_trees(ranks: Results) -> None:
