@@ -12,7 +12,7 @@ JOBS  ?= 2
 # torchrun with two gloo ranks; when one fails, only the ranks' own message is printed.
 TORCHRUN := $(BIN)/python examples/_torchrun.py --nproc-per-node 2
 
-.PHONY: help venv test explore laws mutants oracle proofs coverage kernels sweep newest matrix lint types docs demo bench images clean
+.PHONY: help venv test explore laws mutants oracle proofs coverage races kernels sweep newest matrix lint types docs demo bench images clean
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -61,6 +61,9 @@ coverage: $(STAMP) ## run all tests with lines and branches counted, and write t
 
 proofs: $(STAMP) ## prove the plans of recipes and models, Llama 3 405B on 4,096 ranks among them (some minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/proofs.py --out tests/results/proofs.md $(ARGS)
+
+races: $(STAMP) ## two jobs save to one path a thousand times, every second time one is killed (two minutes)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/racing_saves.py --out tests/results/saves.md $(ARGS)
 
 kernels: $(STAMP) ## compare every kernel of the library with its references, in all dtypes and transforms
 	$(BIN)/python -m pytest -n $(JOBS) --all-cases tests/kernels/library/test_kernels.py $(ARGS)

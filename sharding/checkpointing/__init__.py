@@ -7,8 +7,8 @@ runs. Resharding on load needs nothing else: a reader copies the overlaps of its
 DCP's own ``save`` gathers plans by collectives of the default group, and waits for a lost rank as
 long as that group does. Here nothing needs to be gathered: the tree, which all ranks have, determines
 which rank writes which shard. Ranks confirm to each other through the store, with a timeout, that the
-trees are equal, that their files are written, and that the index is. Files are written to
-``PATH.unfinished``; the first rank writes the index and renames the directory, so a path is a complete
-checkpoint or does not exist. `index.py` unpickles DCP's plain values only, and refuses files outside
-the directory; `items.py` verifies checksums.
+trees are equal, that their files are written, and that the index is. Files are written to a directory
+beside the path, which each save has for itself (`unfinished.py`); the first rank writes the index and
+renames the directory, so a path is a complete checkpoint of one save or does not exist. `index.py`
+unpickles DCP's plain values only, and refuses files outside the directory; `items.py` verifies checksums.
 """

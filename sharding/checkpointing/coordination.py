@@ -16,7 +16,10 @@ from torchard.sharding.values.store_allgather import ExchangeError, OutOfStep, e
 __all__ = ["check_same", "common_mesh", "owned", "run_on_all_ranks"]
 
 
-_SLOWER = "Either it died, or its disk is slower than that: then pass a larger timeout."
+_SLOWER = (
+    "Either it died, does not make this call, or it or its disk is slower than that: then pass a larger "
+    "timeout."
+)
 
 
 def common_mesh(values: Sequence[Any]) -> Mesh | None:
@@ -65,7 +68,9 @@ def run_on_all_ranks(
     return [value for _, value in reports]
 
 
-def check_same(mesh: Mesh | None, leaves: Sequence[CheckpointLeaf], digests: Sequence[str]) -> None:
+def check_same(
+    mesh: Mesh | None, leaves: Sequence[CheckpointLeaf], digests: Sequence[str], timeout: float
+) -> None:
     """Check that all ranks save the same tree.
 
     Raises:
@@ -73,7 +78,7 @@ def check_same(mesh: Mesh | None, leaves: Sequence[CheckpointLeaf], digests: Seq
     """
     if mesh is None or len(set(digests)) == 1:
         return
-    trees = exchange(mesh, "the tree it saves", [str(leaf) for leaf in leaves])
+    trees = exchange(mesh, "the tree it saves", [str(leaf) for leaf in leaves], timeout)
     other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
     ours, theirs = ([x for x in trees[a] if x not in trees[b]] for a, b in ((0, other), (other, 0)))
     raise StorageError(

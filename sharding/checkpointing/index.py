@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchard.functional import torch_internals as internals
 from torchard.sharding.checkpointing.checkpoint_leaves import StorageError
+from torchard.sharding.checkpointing.unfinished import leftovers
 
 __all__ = ["INDEX", "Index", "ItemLocation", "check_disjoint", "file_of", "read_index"]
 
@@ -100,19 +101,17 @@ class _Unpickler(pickle.Unpickler):
         )
 
 
-def read_index(path: Path, unfinished: Path) -> Index:
+def read_index(path: Path) -> Index:
     """The index of a checkpoint, read as untrusted data.
-
-    Args:
-        unfinished: the directory that a save to that path writes to until it is complete.
 
     Raises:
         StorageError: there is no index; or it is damaged, or names objects that do not belong in one.
     """
     if not path.is_dir():
+        unfinished = leftovers(path)
         also = (
-            f"; {unfinished} was left by a save that did not complete, and cannot be loaded"
-            if unfinished.exists()
+            f"; {unfinished[0]} is of a save that is not complete, and cannot be loaded"
+            if unfinished
             else ""
         )
         raise StorageError(f"there is no checkpoint at {path}{also}. Pass the directory of a save.")
@@ -144,7 +143,6 @@ def file_of(path: Path, name: str) -> Path:
 
     Raises:
         StorageError: it is outside, or is not a regular file.
-        FileNotFoundError: it does not exist.
     """
     pure = PurePosixPath(name)
     outside = pure.is_absolute() or ".." in pure.parts or "\\" in name or "\0" in name
@@ -170,11 +168,15 @@ def check_disjoint(key: str, saved: TensorStorageMetadata, path: Path) -> None:
     for d, size in enumerate(saved.size):
         ends = {(at[d], at[d] + n[d]) for at, n in boxes}
         if any(start < 0 or stop > size for start, stop in ends):
-            _damaged(str(path / INDEX), f"a box of {key!r} is not within its shape {list(saved.size)}")
+            _damaged(
+                str(path / INDEX), f"a box of {key!r} is not within its shape {list(saved.size)}"
+            )
         cuts.append({n: i for i, n in enumerate(sorted({n for pair in ends for n in pair}))})
     pieces = [max(len(cut) - 1, 1) for cut in cuts]
     if np.prod(pieces, dtype=float) > _PIECES:
-        _damaged(str(path / INDEX), f"the boxes of {key!r} divide it into more than {_PIECES:,} cells")
+        _damaged(
+            str(path / INDEX), f"the boxes of {key!r} divide it into more than {_PIECES:,} cells"
+        )
     times = np.zeros(pieces, dtype=np.int32)
     for at, sizes in boxes:
         times[
@@ -185,7 +187,9 @@ def check_disjoint(key: str, saved: TensorStorageMetadata, path: Path) -> None:
 
 
 def _damaged(where: str, why: str) -> NoReturn:
-    raise StorageError(f"{where} is damaged, or is not an index of DCP: {why}. Use another checkpoint.")
+    raise StorageError(
+        f"{where} is damaged, or is not an index of DCP: {why}. Use another checkpoint."
+    )
 
 
 def _fields(value: Any, kind: str, where: str) -> Mapping[str, Any]:
@@ -229,7 +233,9 @@ def _box(value: Any, ndim: int, where: str) -> ChunkStorageMetadata:
     known = _fields(value, "ChunkStorageMetadata", where)
     offsets, sizes = _size(known.get("offsets"), where), _size(known.get("sizes"), where)
     if not len(offsets) == len(sizes) == ndim:
-        _damaged(where, f"a tensor of {ndim} dims has a box at {list(offsets)} of sizes {list(sizes)}")
+        _damaged(
+            where, f"a tensor of {ndim} dims has a box at {list(offsets)} of sizes {list(sizes)}"
+        )
     return ChunkStorageMetadata(offsets, sizes)
 
 

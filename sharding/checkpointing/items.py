@@ -172,13 +172,24 @@ def read_items(path: Path, index: Index, planner: Reads) -> bool:
             )
         by_file.setdefault(place.file, []).append((item, place))
     for name, items in by_file.items():
-        with open(file_of(path, name), "rb") as file:
+        with _opened(path, name, items[0][0]) as file:
             for item, place in items:
                 what = f"{_name(item)} of {path}"
                 if checksums is not None:
                     checksums.check(file, place, what)
                 _read(reader, file, item, place, planner, what)
     return checksums is not None
+
+
+def _opened(path: Path, name: str, item: ReadItem) -> io.BufferedReader:
+    """A file of items, the first of which is named in messages."""
+    try:
+        return open(file_of(path, name), "rb")
+    except FileNotFoundError as error:
+        raise StorageError(
+            f"{path} lacks the file {name}, in which its index has {_name(item)}: the file was deleted, "
+            "or not copied with the others. Copy it there again, or use another checkpoint."
+        ) from error
 
 
 def _name(item: ReadItem) -> str:

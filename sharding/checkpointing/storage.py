@@ -8,10 +8,10 @@ on disk.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import os
-import shutil
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -41,6 +41,7 @@ from torchard.sharding.checkpointing.coordination import (
 from torchard.sharding.checkpointing.dcp_chunks import Reads, Writes, entry
 from torchard.sharding.checkpointing.index import check_disjoint, read_index
 from torchard.sharding.checkpointing.items import Checksums, packed, read_items, unpacked
+from torchard.sharding.checkpointing.unfinished import check_absent, publish, reserved
 from torchard.sharding.lowering.plan_consistency import agree_on_values
 from torchard.sharding.values.axis_rules import AxisRules, resolved
 from torchard.sharding.values.mesh import Mesh
@@ -63,7 +64,8 @@ def save(
 ) -> None:
     """Write a tree as a `torch.distributed.checkpoint`. Every rank must call it.
 
-    On return the whole checkpoint is on disk. A leaf's key is its path joined by dots, as in DCP: ``w.0``
+    On return the whole checkpoint is on disk. If two jobs save to one path at the same time, one of them
+    raises, and the checkpoint is the other's. A leaf's key is its path joined by dots, as in DCP: ``w.0``
     and ``w.1`` for ``{"w": [a, b]}``; fields of named tuples go by name. (DCP stores a list without
     tensors as one value; for such lists the keys differ.) Checksums are in a separate file, which DCP
     ignores.
@@ -73,11 +75,11 @@ def save(
         tree: a tree of MeshTensors, tensors (one value each, the same on every rank), and int, float,
             bool, complex, str and None.
         check_replicated: compare the plain tensors over ranks by checksum.
-        timeout: seconds to wait for the slowest rank to have written its part.
+        timeout: seconds to wait for the slowest rank: to call, to write its part, and for the index.
 
     Raises:
-        StorageError: the path exists, leaves cannot be stored (names them), ranks passed different
-            trees, or a rank failed. All ranks raise it; the path never has an incomplete checkpoint.
+        StorageError: the path exists (or another job was faster), leaves cannot be stored (names them),
+            ranks passed different trees, or a rank failed. All ranks raise it; the path never has an incomplete checkpoint.
         ReplicaMismatch: ranks passed different tensors.
 
     >>> import torch, torchard as ta
@@ -90,24 +92,30 @@ def save(
     target, (leaves, _) = Path(path).absolute(), leaves_of(tree, "tree")
     mesh = common_mesh([leaf.value for leaf in leaves])
     rank = 0 if mesh is None or mesh.coords is None else mesh.rank_of(mesh.coords)
-    plan = f"planning to save {target}"
-    digests = run_on_all_ranks(mesh, plan, lambda: _prepared(target, leaves, rank))
-    check_same(mesh, leaves, digests)
-    if mesh is not None and check_replicated:
-        agree_on_values(mesh, "save", {leaf.label: leaf.value for leaf in leaves})
-    writer, part = FileSystemWriter(_unfinished(target)), f"writing its part of {target}"
-    try:
+    with contextlib.ExitStack() as stack:
+
+        def prepared() -> list[str]:
+            digest = _checked(leaves)
+            return [digest, _reserved(target, stack) if rank == 0 else ""]
+
+        plan = f"planning to save {target}"
+        digests, names = zip(*run_on_all_ranks(mesh, plan, prepared, timeout), strict=True)
+        check_same(mesh, leaves, digests, timeout)
+        if mesh is not None and check_replicated:
+            agree_on_values(mesh, "save", {leaf.label: leaf.value for leaf in leaves}, timeout)
+        folder, part = target.with_name(names[0]), f"writing its part of {target}"
+        writer = FileSystemWriter(folder)
         written = run_on_all_ranks(
             mesh, part, lambda: _write(writer, owned(leaves, mesh), rank), timeout
         )
-        index = f"writing the index of {target}"
-        run_on_all_ranks(
-            mesh, index, lambda: _finish(writer, leaves, written, target, rank), timeout
-        )
-    except StorageError:
-        if rank == 0:
-            shutil.rmtree(_unfinished(target), ignore_errors=True)
-        raise
+
+        def finish() -> None:
+            """On the first rank, complete the checkpoint."""
+            if rank == 0:
+                _write_index(writer, leaves, written)
+                publish(folder, target)
+
+        run_on_all_ranks(mesh, f"writing the index of {target}", finish, timeout)
 
 
 @checked
@@ -164,28 +172,24 @@ def load(
     common = common_mesh([leaf.value for leaf in results])
     objects: dict[str, Any] = {}
     what = f"loading {source}"
-    checked = run_on_all_ranks(common, what, lambda: _read(source, results, partial, objects), timeout)
+    checked = run_on_all_ranks(
+        common, what, lambda: _read(source, results, partial, objects), timeout
+    )
     if not all(checked):
         warnings.warn(_UNCHECKED.format(source), StorageWarning, stacklevel=3)
     return structure.unflatten([objects.get(leaf.key, leaf.value) for leaf in results])
 
 
-def _unfinished(path: Path) -> Path:
-    return path.with_name(f"{path.name}.unfinished")
-
-
-def _prepared(target: Path, leaves: Sequence[CheckpointLeaf], rank: int) -> str:
+def _checked(leaves: Sequence[CheckpointLeaf]) -> str:
     """Check that the leaves can be stored; return a digest that must be equal on all ranks."""
     check_storable(leaves)
-    if rank == 0:
-        if os.path.lexists(target):
-            raise StorageError(
-                f"{target} exists already; save to a new path (with the step in its name, say), or "
-                "remove it first."
-            )
-        # Left by a save that did not complete.
-        shutil.rmtree(_unfinished(target), ignore_errors=True)
     return hashlib.sha256("\n".join(map(str, leaves)).encode()).hexdigest()
+
+
+def _reserved(target: Path, stack: contextlib.ExitStack) -> str:
+    """The name of a new directory for this save alone, which is removed at the end of the stack."""
+    check_absent(target)
+    return stack.enter_context(reserved(target)).name
 
 
 def _write(writer: FileSystemWriter, leaves: Iterable[CheckpointLeaf], rank: int) -> str:
@@ -198,25 +202,21 @@ def _write(writer: FileSystemWriter, leaves: Iterable[CheckpointLeaf], rank: int
     return packed(list(writer.write_data(plan, planner).wait()), Path(writer.path))
 
 
-def _finish(
-    writer: FileSystemWriter,
-    leaves: Sequence[CheckpointLeaf],
-    written: Sequence[str],
-    target: Path,
-    rank: int,
+def _write_index(
+    writer: FileSystemWriter, leaves: Sequence[CheckpointLeaf], written: Sequence[str]
 ) -> None:
-    """On the first rank, write the index, which completes the checkpoint, and rename the directory."""
-    if rank == 0:
-        results, checksums = zip(*map(unpacked, written), strict=True)
-        entries = {leaf.key: entry(leaf.value) for leaf in leaves}
-        writer.finish(Metadata(entries, {leaf.key: leaf.path for leaf in leaves}), list(results))
-        Checksums.write(_unfinished(target), itertools.chain(*checksums))
-        os.rename(_unfinished(target), target)
+    """Write the index, which completes the checkpoint, and the checksums."""
+    results, checksums = zip(*map(unpacked, written), strict=True)
+    entries = {leaf.key: entry(leaf.value) for leaf in leaves}
+    writer.finish(Metadata(entries, {leaf.key: leaf.path for leaf in leaves}), list(results))
+    Checksums.write(Path(writer.path), itertools.chain(*checksums))
 
 
-def _read(path: Path, leaves: Sequence[CheckpointLeaf], partial: bool, objects: dict[str, Any]) -> bool:
+def _read(
+    path: Path, leaves: Sequence[CheckpointLeaf], partial: bool, objects: dict[str, Any]
+) -> bool:
     """Fill the tensors among the leaves, and a dict of the others; return whether all were checked."""
-    planner, index = Reads(), read_index(path, _unfinished(path))
+    planner, index = Reads(), read_index(path)
     compare(leaves, index.entries, path, partial)
     for leaf in leaves:
         saved = index.entries[leaf.key]

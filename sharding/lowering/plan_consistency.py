@@ -127,18 +127,21 @@ def _compare_sums(
             )
 
 
-def agree_on_values(mesh: Mesh, verb: str, values: dict[str, Any]) -> None:
+def agree_on_values(
+    mesh: Mesh, verb: str, values: dict[str, Any], timeout: float | None = None
+) -> None:
     """Check that all ranks hold the same tensors under the same names.
 
     Raises:
         ReplicaMismatch: a tensor differs between ranks; names the first.
-        ExchangeError: a rank did not arrive within ``mesh.timeout`` seconds.
+        ExchangeError: a rank did not arrive within ``timeout`` seconds, by default ``mesh.timeout``.
     """
     if mesh.virtual or mesh.size == 1:
         return
     rank = dist.get_rank()
     mine = {p: checksum(v) for p, v in values.items() if _is_whole(v)}
-    for other, theirs in enumerate(exchange(mesh, f"what it passed to {verb}", mine)):
+    sums = exchange(mesh, f"what it passed to {verb}", mine, timeout)
+    for other, theirs in enumerate(sums):
         _compare_sums(verb, verb, rank, mine, other, theirs)
 
 

@@ -108,7 +108,7 @@ def goes_on_to_the_same_bits(out: Path, *options: str) -> None:
     """Resumed from what it would have left if it had been killed after step 5."""
     kept = out / "kept"
     want = {path.name: path.read_bytes() for path in (kept / "step-8").glob("*.distcp")}
-    (kept / "step-8").rename(kept / "step-8.unfinished")
+    (kept / "step-8").rename(kept / "step-8.0123abcd-0123456789abcdef.unfinished")
     done = run(out, *options, "--resume", str(kept))
     assert done.returncode == 0 and re.search(r"Mesh\(.*\): *62%.* 5/8", done.stdout), done.stdout
     have = {path.name: path.read_bytes() for path in (kept / "step-8").glob("*.distcp")}

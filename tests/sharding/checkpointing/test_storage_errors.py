@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
+import forked
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from effort import examples
 from torch import Tensor
 
 from torchard import Mesh, P, ShapeDtype, SpecError, StorageError, jit, load, place, save, shard
 from torchard.sharding.checkpointing import dcp_chunks as boxes
+from torchard.sharding.checkpointing import unfinished
 
 HERE = Mesh({"dp": 2, "tp": 3}, virtual=True)
 OTHER = Mesh({"x": 4}, virtual=True)
@@ -92,7 +97,9 @@ def test_leaves_that_cannot_be_stored(tmp_path: pathlib.Path) -> None:
     raises("tree['a'] is a object; ... tree['b'] is a set; ", save, path, {"a": object(), "b": {1}})
     raises("tree[0] is float32 [4, 3] without values to store (meta", save, path, [X.to("meta")])
     mine = X.as_subclass(type("Mine", (Tensor,), {}))
-    raises("tree[0] is a Mine; pass a plain tensor (from_dtensor(x) for a DTensor", save, path, [mine])
+    raises(
+        "tree[0] is a Mine; pass a plain tensor (from_dtensor(x) for a DTensor", save, path, [mine]
+    )
     raises("without values to store (cpu, torch.sparse_coo)", save, path, [X.to_sparse()])
     raises("tree['a']['b'] and tree['a.b'] would both be", save, path, {"a.b": 1, "a": {"b": 2}})
     donated = place(X, HERE, P("dp"))
@@ -129,25 +136,60 @@ def test_a_save_that_fails_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_save_that_was_killed_is_no_checkpoint(
+def test_a_save_that_is_interrupted_leaves_nothing(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever it ends, no path appears; and the next save starts from nothing."""
-    path = tmp_path / "saved"
-
-    def killed(*_: Any) -> None:
+    def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", killed)
+        patch.setattr(os, "rename", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            save(path, {"w": X})
-    (tmp_path / "saved.unfinished" / "__7_0.distcp").write_bytes(b"of a larger run")
-    raises("no checkpoint at ... saved; ... saved.unfinished was left by a save", load, path, X)
-    save(path, {"w": X + 1})
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["saved"]
-    assert sorted(p.name for p in path.iterdir()) == [".checksums", ".metadata", "__0_0.distcp"]
+            save(tmp_path / "saved", {"w": X})
+    assert not list(tmp_path.iterdir())
+
+
+def test_directories_of_other_saves(tmp_path: pathlib.Path) -> None:
+    """One that another save has locked stays, and so does one of another machine; the rest is removed."""
+    path = tmp_path / "saved"
+    with contextlib.ExitStack() as stack:
+        running = stack.enter_context(unfinished.reserved(path))
+        raises("no checkpoint at ... saved; ... is of a save that is not complete", load, path, X)
+        killed = tmp_path / f"{running.name[:15]}{'0123456789abcdef'}.unfinished"
+        elsewhere = tmp_path / "saved.01234567-0123456789abcdef.unfinished"
+        others = [tmp_path / name for name in ("saved.2.unfinished", f"x{killed.name}")]
+        for folder in (killed, elsewhere, *others):
+            folder.mkdir()
+            (folder / "__0_0.distcp").write_bytes(b"of a larger run")
+        save(path, {"w": X + 1})
+        assert {*tmp_path.iterdir()} == {path, running, elsewhere, *others}
+        assert sorted(p.name for p in path.iterdir()) == [".checksums", ".metadata", "__0_0.distcp"]
+        raises("saved exists already", unfinished.publish, running, path)
+    assert not running.exists()
     assert torch.equal(load(path, {"w": X})["w"], X + 1)
+
+
+def test_without_locks_nothing_is_removed(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On disks and systems that have none."""
+    for absent in (
+        mock.Mock(flock=mock.Mock(side_effect=OSError(37, "No locks")), LOCK_EX=2, LOCK_NB=4),
+        None,
+    ):
+        monkeypatch.setattr(unfinished, "fcntl", absent)
+        path = tmp_path / f"saved-{absent is None}"
+        with unfinished.reserved(path) as running:
+            save(path, {"w": X})
+            assert running.exists()
+        assert [p.name for p in tmp_path.glob(f"{path.name}*")] == [path.name]
+
+
+def test_two_jobs_that_save_to_one_path(tmp_path: pathlib.Path) -> None:
+    """At the same moment, and one of them is killed in every second round."""
+    args = ("racing_saves.py", "--rounds", examples(ci=12, explore=300))
+    found = forked.told(*args, folder=tmp_path, seconds=120)
+    assert all(what.endswith(("whole, of job 1", "whole, of job 2")) for what in found), found
 
 
 def test_a_damaged_checkpoint(saved: pathlib.Path) -> None:
@@ -156,7 +198,11 @@ def test_a_damaged_checkpoint(saved: pathlib.Path) -> None:
     file.write_bytes(whole[: len(whole) // 2])
     raises("saved: its bytes in __0_0.distcp are not those that were", load, saved, LIKE)
     file.unlink()
-    raises("loading ... saved failed with FileNotFoundError", load, saved, LIKE)
+    raises(
+        "saved lacks the file __0_0.distcp, in which its index has 'w' at offsets [0, 0]: the file was "
+        "deleted, or not copied with the others. Copy it there again, or use another checkpoint",
+        *(load, saved, LIKE),
+    )
 
 
 def test_a_checkpoint_without_some_shards(saved: pathlib.Path) -> None:
