@@ -10,6 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import _job
+
 from torchard.functional.torch_internals import TorchDispatchMode
 
 __all__ = ["misbehaving", "options"]
@@ -21,6 +23,8 @@ def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fail", choices=("raise", "kill", "stop", "pause", "replan"), help=quiet)
     parser.add_argument("--fail-rank", type=int, default=1, help=quiet)
     parser.add_argument("--fail-at", type=int, default=5, help=quiet)
+    # Only in the first attempts; torchrun --max-restarts starts more of them.
+    parser.add_argument("--fail-attempts", type=int, default=1, help=quiet)
     # The number of collectives of the step in which the rank still takes part.
     parser.add_argument("--fail-after", type=int, default=0, help=quiet)
 
@@ -29,7 +33,8 @@ def misbehaving(
     options: argparse.Namespace, rank: int, number: int
 ) -> contextlib.AbstractContextManager[Any]:
     """A context for a step: the rank fails at its start, or inside it, if the options say so."""
-    if (rank, number) != (options.fail_rank, options.fail_at):
+    here = (rank, number) == (options.fail_rank, options.fail_at)
+    if not here or _job.attempt() >= options.fail_attempts:
         return contextlib.nullcontext()
     failures = {
         "raise": _raise,

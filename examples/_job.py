@@ -29,7 +29,7 @@ signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import torch.distributed as dist  # noqa: E402
 
-__all__ = ["Job", "job"]
+__all__ = ["Job", "attempt", "job"]
 
 # Texts of torch.distributed's errors when a peer has ended or does not answer in time.
 LOST = ("connection closed", "connection reset", "broken pipe", "gloo", "timed out", "timeout")
@@ -65,16 +65,20 @@ class Job:
         """Connect to the other ranks; without torchrun, do nothing."""
         if "RANK" not in os.environ:
             return
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        serves = self.leads and not by_agent
-        store = dist.TCPStore(host, port, self.size, serves, self.timeout, wait_for_workers=False)
+        store = self._connected(self.leads and not by_agent)
         # A second connection: the first may be blocked when the message has to be printed.
-        self._store = dist.TCPStore(host, port, is_master=False, timeout=self.timeout)
+        self._store = self._connected(False)
         self._store.set(f"job/process/{self.rank}", f"{socket.gethostname()} {os.getpid()}")
         dist.init_process_group(
             "gloo", store=store, rank=self.rank, world_size=self.size, timeout=self.timeout
         )
+
+    def _connected(self, serves: bool) -> dist.Store:
+        """The store. Under --max-restarts it outlives the ranks, so each attempt has keys of its own."""
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(host, port, self.size, serves, self.timeout, wait_for_workers=False)
+        return dist.PrefixStore(f"attempt_{attempt()}", store)
 
     # -- ending -----------------------------------------------------------------------------------
 
@@ -206,6 +210,11 @@ class Job:
         """Whether this rank is the one that prints the message."""
         store = self._store
         return store is None or bool(self._asked(lambda: store.add("job/spoken", 1) == 1, True))
+
+
+def attempt() -> int:
+    """How often torchrun has restarted the job."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _named(processes: dict[int, int]) -> str:

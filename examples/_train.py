@@ -180,7 +180,7 @@ def sharded(task: Task, recipe: Recipe, mesh: Mesh, here: _job.Job) -> tuple[Par
     params, state, first = resumed(task.options, params, state)
     batches = (place(batch, mesh, recipe.batch) for batch in task.batches(first))
 
-    example = place(next(task.batches(first)), mesh, recipe.batch)
+    example = place(next(task.batches()), mesh, recipe.batch)
     program = run.lower(params, state, example)
     plan = program.collectives
     here.awaited = f"its part of a step's collectives ({counted(plan)})"
@@ -230,12 +230,18 @@ def is_kept(options: argparse.Namespace, number: int) -> bool:
 
 
 def resumed(options: argparse.Namespace, params: Params, state: Any) -> tuple[Params, Any, int]:
-    """The values and the step to start from: those given, or the last checkpoint's, from any mesh."""
+    """The values and the step to start from: those given, or the last checkpoint's, from any mesh.
+
+    If checkpoints are also saved there, the job may be the first attempt, which finds none, or one that was
+    started again after its last step.
+    """
     if options.resume is None:
         return params, state, 0
     checkpoints = {int(path.name[5:]): path for path in options.resume.glob("step-*[0-9]")}
-    last = max(checkpoints, default=0)
-    if not last or last >= options.steps:
+    last, restarts = max(checkpoints, default=0), options.resume == options.save
+    if not last and restarts:
+        return params, state, 0
+    if not last or last > options.steps - (not restarts):
         problem = f"is of step {last}, and --steps is {options.steps}" if last else "does not exist"
         raise ValueError(
             f"the last checkpoint in {options.resume} {problem}: there is nothing to resume"
@@ -307,8 +313,9 @@ def report(
     path = task.options.out / f"loss-{stem(task.options)}.png"
     draw(path, {str(mesh): sharded_curve, "one device": alone}, held_out)
     after = f"after {task.options.steps} steps"
+    last = compared(sharded_curve.losses[-1], alone.losses[-1]) if sharded_curve.losses else "done before"
     print(
-        f"\nloss {after}: {compared(sharded_curve.losses[-1], alone.losses[-1])}\n"
+        f"\nloss {after}: {last}\n"
         f"on held-out text: {compared(held_out, held_out_alone)}\ncurves: {path}",
         flush=True,
     )

@@ -79,7 +79,8 @@ def save(
 
     Raises:
         StorageError: the path exists (or another job was faster), leaves cannot be stored (names them),
-            ranks passed different trees, or a rank failed. All ranks raise it; the path never has an incomplete checkpoint.
+            ranks passed different trees, or a rank failed. All ranks raise it; the path never has an
+            incomplete checkpoint.
         ReplicaMismatch: ranks passed different tensors.
 
     >>> import torch, torchard as ta

@@ -1,9 +1,9 @@
 """Directories that saves write to until their checkpoint is complete: each save has its own.
 
 A directory belongs to a save for as long as the process that created it has it locked; the operating
-system unlocks it when that process ends, even by SIGKILL. So an unlocked directory was left by a save that
-did not complete, and the next save to its path removes it. On some network disks a machine does not see
-the locks of another: the directory's name has a number of the machine, and no other one removes it.
+system unlocks it when that process ends, even by SIGKILL. So an unlocked directory was left by a save
+that did not complete, and the next save to its path removes it. On some network disks a machine does not
+see the locks of another: the directory's name has a number of the machine, and no other one removes it.
 """
 
 from __future__ import annotations

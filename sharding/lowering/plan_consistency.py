@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.programs.program import Program
+from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tags import LAYOUT, STEP, VAL
 from torchard.sharding.lowering.call_order import PlanMismatch
+from torchard.sharding.planning.constraints import SpecHint
 from torchard.sharding.rules.registry import results
 from torchard.sharding.values.mesh import Mesh
+from torchard.sharding.values.placement import MeshPlacement
 from torchard.sharding.values.store_allgather import ExchangeError, OutOfStep, exchange
 
 __all__ = ["PlanMismatch", "ReplicaMismatch", "agreed", "signature_of"]
@@ -69,7 +71,9 @@ def agreed(
     all_plans = _exchanged(mesh, mine)
     digests = [theirs["plan"] for theirs in all_plans]
     if len(set(digests)) > 1:
-        raise PlanMismatch(_difference(mesh, [theirs["call"] for theirs in all_plans], digests, lines))
+        raise PlanMismatch(
+            _difference(mesh, [theirs["call"] for theirs in all_plans], digests, lines)
+        )
     rank = dist.get_rank()
     for other, theirs in enumerate(all_plans):
         _compare_sums(program.name, "shard", rank, mine["sums"], other, theirs["sums"])
@@ -118,13 +122,28 @@ def _difference(mesh: Mesh, calls: list[str], digests: list[str], lines: list[st
 def _compare_sums(
     name: str, verb: str, rank: int, mine: dict[str, str], other: int, theirs: dict[str, str]
 ) -> None:
-    for path, value in mine.items():
-        if theirs.get(path, value) != value:
+    for path in {**mine, **theirs}:
+        value, found = mine.get(path), theirs.get(path)
+        if value is None or found is None:
+            one, without = (rank, other) if found is None else (other, rank)
             raise ReplicaMismatch(
-                f"{path} of {name} is replicated, but rank {rank} and rank {other} passed different "
-                "values. Make it from the same key or seed on every rank, pass rank-local data with "
+                f"{path} of {name} is replicated, but rank {one} passed it, and rank {without} did not. "
+                "Pass the same tree on every rank."
+            )
+        if found != value:
+            raise ReplicaMismatch(
+                f"{path} of {name} is replicated, but {_unequal(rank, value, other, found)}. Make it "
+                "from the same key or seed on every rank, pass rank-local data with "
                 f"MeshTensor.from_local, or, to skip the check, {verb}(..., check_replicated=False)."
             )
+
+
+def _unequal(rank: int, mine: str, other: int, theirs: str) -> str:
+    """How two tensors differ, by their descriptions: in kind, or in values."""
+    ours, found = mine.rpartition(" ")[0], theirs.rpartition(" ")[0]
+    if ours == found:
+        return f"rank {rank} and rank {other} passed different values"
+    return f"rank {rank} passed {ours}, and rank {other} passed {found}"
 
 
 def agree_on_values(
@@ -139,7 +158,7 @@ def agree_on_values(
     if mesh.virtual or mesh.size == 1:
         return
     rank = dist.get_rank()
-    mine = {p: checksum(v) for p, v in values.items() if _is_whole(v)}
+    mine = {p: described(v) for p, v in values.items() if _is_whole(v)}
     sums = exchange(mesh, f"what it passed to {verb}", mine, timeout)
     for other, theirs in enumerate(sums):
         _compare_sums(verb, verb, rank, mine, other, theirs)
@@ -155,7 +174,7 @@ def plan_lines(program: Program) -> list[str]:
     lines = []
     for node in program.graph.nodes:
         target = getattr(node.target, "__name__", str(node.target))
-        shapes = [f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for v in results(node)]
+        shapes = [_kind(v) for v in results(node)]
         step, layout = STEP.get(node), LAYOUT.get(node)
         kind = "" if step is None else f" by {step.kind} over {step.axes}"
         call = f"{target}{node.args}" if node.op == "call_function" else node.op
@@ -165,13 +184,21 @@ def plan_lines(program: Program) -> list[str]:
 
 
 def signature_of(program: Program) -> str:
-    """The paths, dtypes and shapes of a program's first inputs, as text."""
+    """The paths, dtypes, shapes and specs of a program's first inputs, as text."""
     vals = [VAL.of(n) for n in program.placeholders]
     texts = [
-        f"{leaf.path}: {str(v.dtype).removeprefix('torch.')}{list(v.shape)}"
+        f"{leaf.path}: {_kind(v)}{_spec_of(leaf)}"
         for leaf, v in zip(program.inputs, vals, strict=True)
     ]
     return ", ".join(texts[:6]) + (", …" if len(texts) > 6 else "")
+
+
+def _spec_of(leaf: Leaf) -> str:
+    """`` as P('dp')`` for an input that is placed, or has a spec; nothing for another one."""
+    hint = leaf.hint(SpecHint)
+    if isinstance(leaf.tag, MeshPlacement):
+        return f" as {leaf.tag.spec}"
+    return "" if hint is None else f" as {hint.spec}"
 
 
 def _common_values(program: Program, parts: Sequence[torch.Tensor]) -> dict[str, str]:
@@ -182,8 +209,17 @@ def _common_values(program: Program, parts: Sequence[torch.Tensor]) -> dict[str,
     sums = {}
     for leaf, part in zip(program.inputs, parts, strict=True):
         if leaf.tag is None and leaf.role in ("primal", "closure", "constant"):
-            sums[leaf.path] = checksum(part)
+            sums[leaf.path] = described(part)
     return sums
+
+
+def described(value: torch.Tensor) -> str:
+    """A tensor's kind and a digest of its bytes: ``float32[2, 3] 0a1b…``."""
+    return f"{_kind(value)} {checksum(value)}"
+
+
+def _kind(value: torch.Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 def checksum(value: torch.Tensor) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked, written
@@ -139,11 +140,8 @@ class MeshTensor(Operators):
             )
         for i, (part, want) in enumerate(zip(parts, held.shapes, strict=True)):
             if tuple(part.shape) != want:
-                raise PlacementError(
-                    f"shard {i} has shape {list(part.shape)}, but spec {spec} of a value of shape "
-                    f"{list(shape)} on {mesh} gives it {list(want)} (uneven dims split as "
-                    "torch.chunk does)."
-                )
+                who = f"shard {i}" if mesh.virtual else f"the shard of rank {dist.get_rank()}"
+                raise PlacementError(_misfit(who, part.shape, spec, shape, mesh, want))
         return cls(held, parts)
 
     # -- attributes -------------------------------------------------------------------------------
@@ -279,19 +277,45 @@ class MeshTensor(Operators):
         torch.autograd.backward(self, gradient, **options)  # type: ignore[arg-type]
 
 
+def _misfit(
+    who: str, have: Sequence[int], spec: P, shape: Sequence[int], mesh: Mesh, want: Sequence[int]
+) -> str:
+    """The message for a shard that does not have the shape that its spec gives it."""
+    return (
+        f"{who} has shape {list(have)}, but spec {spec} of a value of shape {list(shape)} on {mesh} "
+        f"gives it {list(want)} (uneven dims split as torch.chunk does)."
+    )
+
+
 def _whole_shape(part: torch.Tensor, mesh: Mesh, spec: P) -> tuple[int, ...]:
-    """The global shape, from the sizes of the shards of all ranks."""
+    """The global shape, from the shards of all ranks; every rank raises the same error if one misfits."""
+    assert mesh.device_mesh is not None
     axes = layout_of(spec, part.shape, mesh)  # only the axes of each dim are used, not sizes
-    known = exchange(mesh, f"the shape of its shard with spec {spec}", list(part.shape))
+    mine = [str(part.dtype).removeprefix("torch."), *part.shape]
+    known = exchange(mesh, f"the shape of its shard with spec {spec}", mine)
+    ranks = mesh.device_mesh.mesh.flatten().tolist()
+    (dtype, *first), kinds = known[0], [(found[0], len(found) - 1) for found in known]
+    for rank, kind in zip(ranks, kinds, strict=True):
+        if kind != kinds[0]:
+            raise PlacementError(
+                f"the shard of rank {rank} is {kind[0]} with {kind[1]} dims, that of rank {ranks[0]} "
+                f"is {dtype} with {len(first)}: pass shards of one dtype and as many dims on every rank."
+            )
     shape = []
-    for d, n in enumerate(part.shape):
+    for d, n in enumerate(first):
         split = [a for sub in axes.dims[d] for a in sub.axes]
-        sizes = {
-            tuple(at[a] for a in split): known[mesh.rank_of(at)][d]
+        sizes = [
+            known[mesh.rank_of(at)][d + 1]
             for at in mesh.all_coords()
-            if all(at[a] == mesh.coords[a] for a in mesh.axes if a not in split)  # type: ignore[index]
-        }
-        shape.append(sum(sizes.values()) if split else n)
+            if not any(at[a] for a in mesh.axes if a not in split)
+        ]
+        shape.append(sum(sizes) if split else n)
+    layout = layout_of(spec, shape, mesh)
+    for at, rank, found in zip(mesh.all_coords(), ranks, known, strict=True):
+        want = layout.local_shape(at, mesh.shape)
+        if tuple(found[1:]) != tuple(want):
+            who = f"the shard of rank {rank}"
+            raise PlacementError(_misfit(who, found[1:], spec, shape, mesh, want))
     return tuple(shape)
 
 
@@ -314,7 +338,9 @@ def _flatten(value: MeshTensor) -> tuple[tuple[torch.Tensor, ...], MeshPlacement
     return value.parts, value._held
 
 
-def _unflatten(held: MeshPlacement | _Whole, parts: Sequence[torch.Tensor]) -> MeshTensor | torch.Tensor:
+def _unflatten(
+    held: MeshPlacement | _Whole, parts: Sequence[torch.Tensor]
+) -> MeshTensor | torch.Tensor:
     return parts[0] if isinstance(held, _Whole) else MeshTensor(held, parts)
 
 

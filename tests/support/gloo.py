@@ -453,6 +453,24 @@ def from_local_without_a_shape(rank: int, world: int) -> list[int]:
 
 
 @check
+def from_local_of_shards_that_do_not_fit(rank: int, world: int) -> list[str]:
+    """The last rank's shard is too long, has another size in a dim that is not split, or another kind."""
+    mesh, last = Mesh({"tp": world}), rank == world - 1
+    parts = [
+        torch.ones(4 if last else 3, 2),
+        torch.ones(3, 3 if last else 2),
+        torch.ones(3, 2, dtype=torch.float64 if last else torch.float32),
+        torch.ones(3, 2, 1)[..., 0 if not last else slice(None)],
+    ]
+    said = [message(lambda part=part: MeshTensor.from_local(part, mesh, P("tp"))) for part in parts]  # type: ignore[misc]
+    given = torch.ones(4 if rank == 1 else 3, 2)
+    return [
+        *said,
+        message(lambda: MeshTensor.from_local(given, mesh, P("tp"), shape=(3 * world, 2))),
+    ]
+
+
+@check
 def dtensor_and_back(rank: int, world: int) -> bool:
     mesh, x = Mesh({"tp": world}), torch.arange(21.0).reshape(7, 3)
     good = True
@@ -655,6 +673,27 @@ def calls_that_differ(rank: int, world: int) -> str:
 def placed_replicas_that_differ(rank: int, world: int) -> str:
     mesh = Mesh({"tp": world})
     return message(lambda: place({"w": torch.ones(4) * rank}, mesh, P("tp")))
+
+
+@check
+def placed_replicas_of_other_kinds(rank: int, world: int) -> list[str]:
+    """Of the same bytes but another shape or dtype, and a tree with one leaf more."""
+    mesh, zeros = Mesh({"tp": world}), torch.zeros(2, 3)
+    trees = [
+        {"w": zeros.t() if rank else zeros},
+        {"w": zeros.int() if rank else zeros},
+        {"w": zeros} | ({"more": zeros} if rank else {}),
+    ]
+    return [message(lambda tree=tree: place(tree, mesh, P())) for tree in trees]  # type: ignore[misc]
+
+
+@check
+def specs_that_differ(rank: int, world: int) -> list[str]:
+    mesh, x = Mesh({"tp": world}), torch.arange(6.0)
+    placed = place(x, mesh, P("tp") if rank else P())
+    hinted = shard(lambda x: x * 2, mesh, in_specs=(P("tp") if rank else P(),), out_specs=P())
+    run = shard(lambda x: x * 2, mesh, out_specs=P())
+    return [message(lambda: run(placed)), message(lambda: hinted(x))]
 
 
 @check

@@ -119,7 +119,9 @@ def test_holds(ranks: Results, name: str) -> None:
 def test_dtensors_without_a_counterpart(ranks: Results) -> None:
     for other, strided, flat in every(ranks, "dtensor_without_a_counterpart"):
         assert other.startswith("PlacementError: the DTensor is on") and "not on Mesh(tp=" in other
-        assert strided.startswith("PlacementError") and "no counterpart in a spec; redistr" in strided
+        assert (
+            strided.startswith("PlacementError") and "no counterpart in a spec; redistr" in strided
+        )
         assert "in a way that a DTensor cannot express; redistribute it to plain axis names" in flat
 
 
@@ -149,6 +151,20 @@ def test_from_local_learns_the_shape(ranks: Results) -> None:
     n = len(ranks)
     total = sum(r * 2 * (4 if r < n - 1 else 3) for r in range(n))
     assert every(ranks, "from_local_without_a_shape") == [[4 * n - 1, 2, total]] * n
+
+
+def test_shards_that_do_not_fit(ranks: Results) -> None:
+    """All ranks name the one shard that does not fit; with shape= only the rank that has it looks."""
+    last = len(ranks) - 1
+    for rank, said in enumerate(every(ranks, "from_local_of_shards_that_do_not_fit")):
+        assert all(text.startswith("PlacementError: the shard of rank") for text in said[:4]), said
+        long, other, dtype, dims, given = said
+        assert "has shape [3, 2], but spec P('tp') of a value of shape" in long
+        assert f"rank {last} has shape [3, 3], but" in other and "gives it [3, 2]" in other
+        assert f"rank {last} is float64 with 2 dims, that of rank 0 is float32 with 2" in dtype
+        assert f"rank {last} is float32 with 3 dims" in dims
+        want = "PlacementError: the shard of rank 1 has shape [4, 2], but"
+        assert given.startswith(want if rank == 1 else "no error"), given
 
 
 def test_global_norm_counts_each_value_once(ranks: Results) -> None:
@@ -188,6 +204,25 @@ def test_placed_replicas_that_differ(ranks: Results) -> None:
     for said in every(ranks, "placed_replicas_that_differ"):
         assert said.startswith("ReplicaMismatch: values['w'] of place")
         assert "place(..., check_replicated=False)" in said
+
+
+def test_placed_replicas_of_other_kinds(ranks: Results) -> None:
+    for rank, (shape, dtype, tree) in enumerate(every(ranks, "placed_replicas_of_other_kinds")):
+        assert all(text.startswith("ReplicaMismatch: values[") for text in (shape, dtype, tree))
+        kinds = ("float32[3, 2]", "float32[2, 3]") if rank else ("float32[2, 3]", "float32[3, 2]")
+        assert (
+            f"rank {rank} passed {kinds[0]}, and rank {0 if rank else 1} passed {kinds[1]}."
+            in shape
+        ), shape
+        assert "int32[2, 3]" in dtype and "float32[2, 3]" in dtype
+        assert "values['more']" in tree
+
+
+def test_plans_of_other_specs(ranks: Results) -> None:
+    for said in every(ranks, "specs_that_differ"):
+        for text in said:
+            assert text.startswith("PlanMismatch: rank"), text
+            assert "float32[6] as P()" in text and "float32[6] as P('tp'" in text, text
 
 
 def test_a_rank_that_gathers_alone(ranks: Results) -> None:
