@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["TensorSpec", "contiguous"]
+__all__ = ["TensorSpec", "contiguous", "holds"]
 
 
 @dataclass(frozen=True)
@@ -37,3 +37,19 @@ def contiguous(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
         stride.append(step)
         step *= max(size, 1)
     return TensorSpec(tuple(shape), tuple(reversed(stride)), dtype, torch.device(device))
+
+
+def holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether a real floating dtype represents every number of another one.
+
+    It compares limits, since torch promotes no float8 to another dtype.
+    """
+    if wide == narrow or not (wide.is_floating_point and narrow.is_floating_point):
+        return wide == narrow
+    large, small = torch.finfo(wide), torch.finfo(narrow)
+    return (
+        wide.itemsize > narrow.itemsize
+        and large.max >= small.max
+        and large.eps <= small.eps
+        and large.smallest_normal <= small.smallest_normal
+    )

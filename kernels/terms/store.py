@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchard.functional.core.tensor_spec import holds
 from torchard.kernels.terms.access import Access, contiguous
 from torchard.kernels.terms.loop_nest import Canonical, Nest, NotStrided
 from torchard.kernels.terms.terms import (
@@ -246,7 +247,7 @@ class Store:
             return self.constant(known, value.shape, dtype)
         if value.term.op == "cast":
             ((source, _),) = value.term.operands
-            if source.dtype == dtype and _holds(value.dtype, dtype):
+            if source.dtype == dtype and holds(value.dtype, dtype):
                 inner = through(value)
                 if inner is not None:
                     return inner
@@ -345,15 +346,6 @@ def _power(base: Number, exponent: float) -> float:
 def _distributes(exponents: Sequence[float], outer: float) -> bool:
     """Whether a power of a product of powers is the product of their powers, for every sign."""
     return outer == int(outer) or (len(exponents) == 1 and exponents[0] % 2 != 0)
-
-
-def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether a dtype represents every number of a narrower one."""
-    return (
-        wide.is_floating_point
-        and narrow.is_floating_point
-        and torch.promote_types(wide, narrow) == wide
-    )
 
 
 def _place(operand: Operand) -> tuple[Any, ...]:

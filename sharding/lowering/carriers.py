@@ -29,6 +29,7 @@ _AS_BITS = {
     torch.float8_e5m2: torch.uint8,
     torch.float8_e4m3fnuz: torch.uint8,
     torch.float8_e5m2fnuz: torch.uint8,
+    torch.float8_e8m0fnu: torch.uint8,
 }
 _WIDER = {torch.bool: torch.uint8, torch.int16: torch.int32, torch.uint16: torch.int32}
 # Sums of bools may exceed 255; the upper half of uint32 compares wrongly as int32.

@@ -8,6 +8,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core.tensor_spec import holds
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten, prims
 from torchard.sharding.rules.registry import Call, OpRule, find, register_rule
@@ -56,12 +57,7 @@ def _linear_cast(call: Call) -> str:
     """A cast is linear unless it narrows, so that pending sums are added in the wider dtype."""
     before = VAL.of(call.operands[0]).dtype
     after = VAL.of(call.node).dtype
-    widens = before == after or (
-        before.is_floating_point
-        and after.is_floating_point
-        and torch.promote_types(before, after) == after
-    )
-    return f"{_body(call)} | linear 0" if widens else _body(call)
+    return f"{_body(call)} | linear 0" if holds(after, before) else _body(call)
 
 
 def _linear_fill(call: Call) -> str:

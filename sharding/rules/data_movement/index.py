@@ -42,7 +42,7 @@ def _masked(local: Local, mask: Any, value: Any, end: int, rank: int) -> Any:
     """``value``, of ``rank`` dims, where the mask is set, else zero; the mask's dims end at ``end``."""
     for _ in range(rank - end):
         mask = local.call(aten.unsqueeze.default, mask, -1)
-    return local.call(aten.where.ScalarOther, mask, value, 0)
+    return local.call(aten.where.ScalarOther, mask, value, False)  # False adds nothing in any dtype
 
 
 def _emit_embedding(call: Call, local: Local) -> Any:
@@ -115,7 +115,7 @@ def _emit_gather(call: Call, local: Local) -> Any:
         return local.call(call.target, *local.args, **local.kwargs)
     mask, ids = _owned(local, local.args[2], own, size, refuse=True)
     values = local.call(aten.gather.default, local.args[0], dim, ids)
-    return local.call(aten.where.ScalarOther, mask, values, 0)
+    return local.call(aten.where.ScalarOther, mask, values, False)
 
 
 register_rule(aten.gather.default, text=_gather, emit=_emit_gather)

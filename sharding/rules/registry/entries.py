@@ -98,7 +98,26 @@ def _instantiate(entry: OpRule, call: Call) -> Rule | None:
     if text is None:
         return None
     rule = instantiate(text, call.ins, call.outs) if isinstance(text, str) else text
+    if any(r.dtype in _NOT_ADDED for r in results(call.node)):
+        rule = _without_sums(rule)
     return replace(rule, linear=tuple(g for g in rule.linear if not _counts_bools(call, g)))
+
+
+# Dtypes that torch moves and casts, but does not add.
+_NOT_ADDED = frozenset(
+    {
+        *(torch.uint16, torch.uint32, torch.uint64),
+        *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+        torch.float8_e8m0fnu,
+    }
+)
+
+
+def _without_sums(rule: Rule) -> Rule:
+    """The rule without partial sums: a table of float8 is gathered where its rows are looked up."""
+    summed = {f for f, op in rule.combine if op == "sum"}
+    combine = tuple((f, op) for f, op in rule.combine if f not in summed)
+    return replace(rule, whole=rule.whole | summed, combine=combine, linear=())
 
 
 def _counts_bools(call: Call, group: frozenset[int]) -> bool:
