@@ -3,7 +3,8 @@
 Creation and filling no longer depend on a tensor that only lends its shape: ``zeros_like`` of a sharded
 value must not move it. Strided regions of memory become views (``strided.py``), rows and slices of one
 value are grouped (``cuts.py``), sums are rewritten so that they are reduced once (``sums.py``) or from
-the end, equal views are merged (so that a reshard of their base is shared), and dead code is eliminated.
+the end, equal views are merged (so that a reshard of their base is shared), operands of a concatenation
+without elements are left out, and dead code is eliminated.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.planning.cuts import gather_cuts
 from torchard.sharding.planning.strided import unstride
 from torchard.sharding.planning.sums import fold_sums
-from torchard.sharding.rules import lookup
+from torchard.sharding.rules import Call, lookup
 from torchard.sharding.rules.compute.scan import fold_flips
 
 __all__ = ["prepare"]
@@ -36,6 +37,8 @@ def prepare(graph: fx.Graph) -> fx.Graph:
     for node in list(graph.nodes):
         if _is_empty_cut(node):
             fill_with(node, 0)
+        elif node.target is aten.cat.default:
+            _drop_empty_operands(node)
     fold_sums(graph)
     gather_cuts(graph)
     fold_flips(graph)
@@ -70,6 +73,27 @@ def _is_empty_cut(node: fx.Node) -> bool:
         return 0 in VAL.of(node).shape
     source = node.args[0] if node.target is aten.slice_backward.default else None
     return isinstance(source, fx.Node) and 0 in VAL.of(source).shape
+
+
+def _drop_empty_operands(node: fx.Node) -> None:
+    """Leave out operands of a concatenation that have no elements.
+
+    One of shape [0] may stand beside operands of any rank, without being split as they are.
+    """
+    whole, dim = VAL.of(node), Call.of(node).arg(1, "dim", 0)
+    if not whole.numel():
+        fill_with(node, 0)
+        return
+    given: Any = node.args[0]
+    filled = [x for x in given if VAL.of(x).numel()]
+    if len(filled) < len(given):
+        insert = Inserter(node)
+        cast = [x if VAL.of(x).dtype == whole.dtype else _cast(insert, x, whole.dtype) for x in filled]
+        substitute(node, insert(aten.cat.default, cast, dim))
+
+
+def _cast(insert: Inserter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    return insert(aten._to_copy.default, node, dtype=dtype)
 
 
 def _share_views(graph: fx.Graph) -> None:
