@@ -6,33 +6,50 @@ import torch
 
 from torchard.functional import torch_internals as internals
 
-__all__ = ["Rows", "Total", "row_of", "taken"]
+__all__ = ["Rows", "Total", "new_buffer", "row_of", "taken"]
+
+
+def new_buffer(value: torch.Tensor, count: int) -> torch.Tensor:
+    """Memory for as many values of one shape, none of which is written yet."""
+    return value.new_empty((count, *value.shape))
 
 
 class Rows:
-    """Values of all iterations, stacked: written into one buffer as they are computed."""
+    """Values of all iterations, stacked: written into one buffer as they are computed.
 
-    __slots__ = ("buffer", "count", "values")
+    A value whose write a transform or autograd would have to see is held, and stacked at the end.
+    """
+
+    __slots__ = ("buffer", "count", "values", "written")
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.buffer: torch.Tensor | None = None
+        self.written: set[int] = set()
         self.values: dict[int, torch.Tensor] = {}
 
     def put(self, i: int, value: torch.Tensor) -> None:
         """Add the value of the iteration of row i."""
-        if internals.has_transforms() or value.requires_grad:  # buffers are written in place
+        if _is_seen(value):
             self.values[i] = value
             return
         if self.buffer is None:
-            self.buffer = value.new_empty((self.count, *value.shape))
+            self.buffer = new_buffer(value, self.count)
         self.buffer[i] = value
+        self.written.add(i)
 
     def get(self) -> torch.Tensor:
         """All rows."""
-        if self.buffer is not None:
+        if self.buffer is not None and len(self.written) == self.count:
             return self.buffer
-        return torch.stack([self.values[i] for i in range(self.count)])
+        return torch.stack([self._row(i) for i in range(self.count)])
+
+    def _row(self, i: int) -> torch.Tensor:
+        """A row, which an iteration has given."""
+        if i in self.values:
+            return self.values[i]
+        assert self.buffer is not None and i in self.written, f"row {i} was not written"
+        return self.buffer[i]
 
 
 class Total:
@@ -48,7 +65,7 @@ class Total:
         """Add a value."""
         if self.total is None:
             self.total = value
-        elif self.written and not internals.has_transforms() and not value.requires_grad:
+        elif self.written and not _is_seen(value):
             self.total.add_(value)
         else:
             self.total, self.written = self.total + value, True
@@ -57,6 +74,14 @@ class Total:
         """The sum."""
         assert self.total is not None  # a loop has an iteration
         return self.total
+
+
+def _is_seen(value: torch.Tensor) -> bool:
+    """Whether what is done with a value is recorded, so that it must not be written elsewhere.
+
+    Within a step of autograd no value is, not even a leaf that requires a gradient.
+    """
+    return internals.has_transforms() or (torch.is_grad_enabled() and value.requires_grad)
 
 
 def taken(values: list[torch.Tensor | None], i: int) -> torch.Tensor:

@@ -165,6 +165,9 @@ class _LoopLines:
     ) -> None:
         self.loop, self.nodes, self.lives, self.text, self.call = loop, nodes, lives, text, call
         self.phases = phases_of(nodes)
+        # The last carry of another loop may still be held, under the name of what entered there.
+        others = {n: f"of_{lives.variables[n]}" for n in _of_other_loops(loop, nodes)}
+        self.variables = {**lives.variables, **others}
         # Values that one iteration computes for another, or in another's place, have names of their own.
         self.ahead = {node: f"next_{lives.variables[node]}" for node in self.phases.ahead}
         late = (*self.phases.late, *self.phases.pending)
@@ -220,7 +223,7 @@ class _LoopLines:
 
     def _issue(self) -> Iterator[Line]:
         """What is issued ahead, for the iteration of row i."""
-        names = {**self.lives.variables, **self.ahead}
+        names = {**self.variables, **self.ahead}
         early = {node: f"{self._early(node)}[i] = {names[node]}" for node in self.phases.early}
         yield from self._block(self.phases.ahead, names, early, kept=False)
 
@@ -234,13 +237,13 @@ class _LoopLines:
 
     def _await(self) -> Iterator[Line]:
         """What is awaited late, for the iteration of row i."""
-        names = {**self.lives.variables, **self.late}
+        names = {**self.variables, **self.late}
         for node in self.phases.pending:
             yield f"{names[node]} = taken({self._pending(node)}, i)", None
         yield from self._block(self.phases.late, names, {})
 
     def _iteration(self) -> Iterator[Line]:
-        loop, phases, variables = self.loop, self.phases, self.lives.variables
+        loop, phases, variables = self.loop, self.phases, self.variables
         step = -1 if loop.reverse else 1
         pending = {node: f"{self._pending(node)}[i] = {variables[node]}" for node in phases.pending}
         for node in phases.early:
@@ -297,6 +300,12 @@ class _LoopLines:
             values = ", ".join(names[carried(node)[0]] for node in handed)
             yield f"{entered}, = {values},", None
         yield from deleted(list(dict.fromkeys(names[n] for n in last.get(None, ()))))
+
+
+def _of_other_loops(loop: Loop, nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The values of other loops that these operations read."""
+    operands = (operand for node in nodes for operand in node.all_input_nodes)
+    return {operand for operand in operands if LOOP.get(operand) not in (None, loop)}
 
 
 def _collecting(user: fx.Node) -> str:

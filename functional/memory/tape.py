@@ -123,9 +123,13 @@ class Recorder:
 
     def row_of(self, stacked: torch.Tensor, i: int) -> torch.Tensor:
         """A row of stacked values."""
-        label = self.steps[-1].label if self.steps else NOWHERE
-        row: torch.Tensor = self.call(aten.select.int, label, stacked, 0, i)
+        row: torch.Tensor = self.call(aten.select.int, self.here, stacked, 0, i)
         return row
+
+    @property
+    def here(self) -> Label:
+        """The label of the last call."""
+        return self.steps[-1].label if self.steps else NOWHERE
 
     def write(self, function: Any, label: Label, *args: Any, **kwargs: Any) -> None:
         """Record the call of a function that writes to an argument, which is all it does."""
@@ -145,10 +149,11 @@ class _RecordedRows(Rows):
         self.recorder = recorder
 
     def put(self, i: int, value: torch.Tensor) -> None:
-        call, label = self.recorder.call, self.recorder.steps[-1].label
+        call, label = self.recorder.call, self.recorder.here
         if self.buffer is None:
             self.buffer = call(aten.new_empty.default, label, value, [self.count, *value.shape])
         call(aten.copy_.default, label, call(aten.select.int, label, self.buffer, 0, i), value)
+        self.written.add(i)
 
 
 class _RecordedTotal(Total):
@@ -165,7 +170,7 @@ class _RecordedTotal(Total):
             self.total = value
             return
         add = aten.add_.Tensor if self.written else aten.add.Tensor
-        self.total = self.recorder.call(add, self.recorder.steps[-1].label, self.total, value)
+        self.total = self.recorder.call(add, self.recorder.here, self.total, value)
         self.written = True
 
 

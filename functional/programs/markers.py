@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 __all__ = [
+    "COLLECTORS",
     "Iteration",
     "Loop",
     "again",
@@ -128,6 +129,8 @@ def is_marker(node: fx.Node) -> bool:
 
 
 _MARKERS = (enter, again, listed, row, leave, rows, item, total)
+# What reads values of all iterations, or of the last one, after a loop.
+COLLECTORS = (leave, rows, total)
 
 
 def tells_apart(patterns: Iterable[Any] | None) -> bool:

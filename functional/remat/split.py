@@ -16,10 +16,10 @@ from typing import Any, Literal
 from torch import fx
 
 from torchard.functional.programs.loops import handed_on, is_apart
-from torchard.functional.programs.markers import item
+from torchard.functional.programs.markers import COLLECTORS, item
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tagging import inherit
-from torchard.functional.programs.tags import RECOMPUTE, RESIDUAL
+from torchard.functional.programs.tags import LOOP, RECOMPUTE, RESIDUAL
 from torchard.functional.programs.views import forward_offloads, is_tuple, is_view, needed_by
 
 __all__ = ["HALVES", "JointCut", "Saved", "Split", "halves_of", "spans_of", "split"]
@@ -98,9 +98,21 @@ class JointCut:
         for node in self.program.graph.nodes:
             if any(source in self.tainted for source in node.all_input_nodes):
                 self.tainted.add(node)
+        self._collect()
         for node in self.outputs:
             if node in self.tainted:
                 raise ValueError(f"output {node} depends on a cotangent, so no forward can compute it")
+
+    def _collect(self) -> None:
+        """Add to the forward what collects values of its loops: no iteration is left to the backward."""
+        collectors = [n for n in self.program.calls if n.target in COLLECTORS and not is_apart(n)]
+        before = -1
+        while before < len(self.forward):
+            before = len(self.forward)
+            loops = {LOOP.of(node) for node in self.forward if LOOP.on(node)}
+            for node in collectors:
+                if node not in self.tainted and any(LOOP.get(n) in loops for n in node.all_input_nodes):
+                    self.forward |= needed_by([node])
 
     def saveable(self, node: fx.Node) -> bool:
         """Whether the forward computes the value and saving it is better than recomputing it."""
