@@ -29,6 +29,7 @@ from torchard.functional.layer_equality import (
     thread_state,
     unchanged,
 )
+from torchard.functional.modules.rows import LayerTables
 from torchard.functional.programs.tags import VAL
 from torchard.functional.repeat import apply_layers, trace_shapes
 from torchard.functional.tracing.pytree_interop import register_torch_nodes
@@ -49,6 +50,9 @@ class Applied(Protocol):
 
     def is_equal(self, number: int, name: tuple[str, str], first: Any, other: Any) -> bool:
         """Whether an attribute of a layer and that of the first, which are read now, are equal."""
+
+    def check_layer(self, number: int) -> None:
+        """Check that a layer has the modules that it had, and no hooks."""
 
     def apply(self, tensors: Mapping[str, Tensor], args: Any, kwargs: Any) -> Any:
         """One layer's result."""
@@ -116,8 +120,10 @@ class LayerCalls:
         rows: Mapping[str, Tensor],
         keyed: Keyed,
         within: Callable[[], Any],
+        tables: LayerTables,
     ) -> None:
         self.layers, self.rows, self.keyed, self.within = layers, rows, keyed, within
+        self.tables = tables
         self.upcoming = 0
         self.leaves: list[Any] = []
         self.structure: Any = None
@@ -137,6 +143,7 @@ class LayerCalls:
             self._begin(leaves, structure)
         else:
             self._check_call(number, leaves, structure)
+        self._check_tables(number)
         self.upcoming = (number + 1) % self.layers.count
         if not self.upcoming:
             return self._applied()
@@ -149,6 +156,9 @@ class LayerCalls:
         """Check that the loop did not stop before the last layer."""
         if self.upcoming:
             raise self._error(f"the forward calls {self.upcoming} of {self.layers.count} layers")
+        for number in range(self.layers.count):
+            if (replaced := self.tables.replaced(number)) is not None:
+                raise self._error(f"the forward replaces {replaced!r} of layer {number}")
 
     def check_forgotten(self) -> None:
         """Check that nobody keeps what a layer handed on."""
@@ -157,6 +167,15 @@ class LayerCalls:
         kept = next((handed for ref in self.handed if (handed := ref()) is not None), None)
         if kept is not None:
             raise _used_between(kept, "is returned by the module, or kept by it")
+
+    def _check_tables(self, number: int) -> None:
+        """Check that a layer is as it was when the module was functionalized, but for its attributes."""
+        self.layers.check_layer(number)
+        replaced = self.tables.replaced(number)
+        if replaced is not None:
+            raise self._error(f"the parameter or buffer {replaced!r} of layer {number} is replaced")
+        if self.tables.versions() != self.versions:
+            raise self._error(f"a parameter or buffer of a layer is written to before layer {number}")
 
     def _error(self, what: str) -> LoopError:
         return LoopError(
@@ -172,6 +191,7 @@ class LayerCalls:
         self.leaves, self.structure, self.carried, self.turn = leaves, structure, {}, object()
         self.start, self.state = self.keyed.first + self.keyed.drawn, thread_state()
         self.before = [contents(leaf) for leaf in leaves]
+        self.versions = self.tables.versions()
         self.attributes = [self._attributes(layer) for layer in self.layers.layers]
         for number, attributes in enumerate(self.attributes):
             for name, (other, _) in attributes.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -46,9 +47,23 @@ def alike(one: Any, other: Any) -> bool:
         return repr(one) == repr(other)  # tells zeros apart, and NaNs not
     if isinstance(one, (list, tuple)):
         return len(one) == len(other) and all(map(alike, one, other))
+    if isinstance(one, functools.partial):
+        return all(map(alike, _of_partial(one), _of_partial(other)))
+    if isinstance(one, FunctionType):
+        return one.__code__ is other.__code__ and all(map(alike, _of_function(one), _of_function(other)))
     if isinstance(one, dict):
         return list(one) == list(other) and all(alike(v, other[k]) for k, v in one.items())
     return isinstance(one, _PLAIN) and bool(one == other)
+
+
+def _of_partial(partial: functools.partial[Any]) -> tuple[Any, ...]:
+    return partial.func, partial.args, partial.keywords, vars(partial)
+
+
+def _of_function(function: FunctionType) -> tuple[Any, ...]:
+    """What functions of one code may differ in. (Their globals are those of the module with the code.)"""
+    closed = [cell.cell_contents for cell in function.__closure__ or ()]
+    return closed, function.__defaults__, function.__kwdefaults__, vars(function)
 
 
 def structure_of(layer: nn.Module) -> dict[str, Any]:
@@ -136,10 +151,11 @@ class Differing:
     def __refuse(self, *_: Any, **__: Any) -> Any:
         values = self.__dict__["values"]
         shown = ", ".join(map(repr, values[:4])) + ", ..." * (len(values) > 4)
+        why = f"differs between layers ({shown})" if len(values) > 1 else "refers to layers of the list"
         raise LoopError(
             f"functionalize(stacked=...): the forward of {self.__dict__['path']} reads its attribute "
-            f"{self.__dict__['name']!r}, which differs between layers ({shown}); stacked layers differ "
-            "in parameters and buffers only. Leave the list out of stacked."
+            f"{self.__dict__['name']!r}, which {why}; stacked layers differ in parameters and buffers "
+            "only. Leave the list out of stacked."
         )
 
     @property  # type: ignore[misc]  # isinstance sees the type that all values have, if it is a simple one

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from torchard.functional.core.scope_frames import Frame, path_of
 from torchard.functional.dropout import Keyed
 from torchard.functional.effects.batch_norm_modules import traceable_forward
 from torchard.functional.module_layers import check_untied, stacked_layers
+from torchard.functional.modules.state import Contents, replaced_value, undone
 from torchard.functional.programs.tags import NAME, SCOPE
 from torchard.functional.trace import name
 from torchard.functional.tracing.pytree_interop import register_torch_nodes
@@ -111,7 +112,7 @@ class Functional:
     """
 
     # Slots hide the copy from guards, which would otherwise guard every attribute in it.
-    __slots__ = ("__dict__", "_lock", "_names", "_ties", "_training", "module", "stacks")
+    __slots__ = ("__dict__", "_lock", "_names", "_ties", "_trained", "_training", "module", "stacks")
 
     def __init__(self, module: nn.Module, stacked: str | Sequence[str] = ()) -> None:
         self.__name__ = type(module).__name__
@@ -122,7 +123,9 @@ class Functional:
         self._ties = _ties(module)
         check_untied(self._ties, self.stacks)
         self._names = self.names_of(k for k, _ in module.named_parameters())
-        self._training = {k for k, _ in module.named_buffers() if _is_training(module, k)}
+        self._trained = set(self.names_of(k for k, p in module.named_parameters() if p.requires_grad))
+        trained = (k for k, _ in module.named_buffers() if _is_training(module, k))
+        self._training = set(self.names_of(trained))
         self._lock = Lock()
         for path, part in self.module.named_modules():
             part.forward = _scoped(path, Frame(path, module=True), part, traceable_forward(part))
@@ -154,10 +157,14 @@ class Functional:
         with contextlib.ExitStack() as inside:
             inside.enter_context(self._lock)
             keyed = inside.enter_context(Keyed(key))
-            inside.enter_context(_attributes_kept(self.module))
-            for layers, tensors in zip(self.stacks, rows, strict=True):
-                inside.enter_context(layers.running(tensors, keyed, self._within))
-            out = torch.func.functional_call(self.module, values, args, kwargs, tie_weights=False)
+            contents = inside.enter_context(undone(self.module))
+            with contextlib.ExitStack() as running:
+                for layers, tensors in zip(self.stacks, rows, strict=True):
+                    running.enter_context(layers.running(tensors, keyed, lambda: self._lock))
+                out = torch.func.functional_call(self.module, values, args, kwargs, tie_weights=False)
+            _check_contents(self.__name__, contents)
+            if buffers is not None and (new := contents.new_buffers()):
+                raise _created(new)
         register_torch_nodes(out)
         # functional_call stores in `values` the tensors that the module assigned in place of those given.
         after = {k: values.get(k, given[k]) for k in given}
@@ -171,12 +178,34 @@ class Functional:
                 raise _updated(k)
         return out
 
+    def split(self, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """Split parameters into those that the module trains, and those that it has frozen.
 
-    @contextlib.contextmanager
-    def _within(self) -> Iterator[None]:
-        """A context in which a part of the module runs by itself."""
-        with self._lock, _attributes_kept(self.module):
-            yield
+        A gradient has every parameter that is differentiated, whatever its ``requires_grad`` was in the
+        module: differentiate with respect to ``trained``, and call ``fn({**trained, **frozen}, ...)``.
+
+        Args:
+            params: a dict with the names that `functionalize` returned; values of any kind, so specs too.
+
+        Returns:
+            ``trained`` and ``frozen``, by the ``requires_grad`` that the module's parameters had when it
+            was functionalized.
+
+        Raises:
+            KeyError: the names of ``params`` are not those of the module.
+
+        >>> import torch, torchard as ta
+        >>> model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+        >>> _ = model[0].requires_grad_(False)
+        >>> fn, params = ta.functionalize(model)
+        >>> trained, frozen = fn.split(params)
+        >>> loss = lambda trained, x: fn({**trained, **frozen}, x).sum()
+        >>> list(torch.func.grad(loss)(trained, torch.ones(2, 3)))
+        ['1.weight', '1.bias']
+        """
+        _check_names("params", params, self._names)
+        trained = {k: value for k, value in params.items() if k in self._trained}
+        return trained, {k: value for k, value in params.items() if k not in self._trained}
 
     def stack(self, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Parameters or buffers of the module by their names, those of stacked layers stacked.
@@ -238,32 +267,47 @@ def _ties(module: nn.Module) -> dict[str, str]:
     }
 
 
-@contextlib.contextmanager
-def _attributes_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the plain attributes and buffers of all submodules after a call."""
-    parts = list(module.modules())
-    tables = [table for part in parts for table in (vars(part), internals.buffer_table(part))]
-    before = [dict(table) for table in tables]
-    try:
-        yield
-    finally:
-        for table, attributes in zip(tables, before, strict=True):
-            table.clear()
-            table.update(attributes)
+def _check_attributes(path: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Refuse a forward that keeps state in a plain attribute."""
+    key = replaced_value(before, after)
+    if key is not None:
+        raise PurityError(
+            f"module {path!r} changes its attribute {key!r} in forward: a pure function cannot keep "
+            "it. If only the first call sets it (a flag, a cache), run the module once before "
+            "functionalize. If every call does, make it a buffer, "
+            f"self.register_buffer({key!r}, ...), and pass buffers=."
+        )
 
 
-def _check_state(path: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Refuse a forward that keeps state: it replaced a tensor or number in a plain attribute."""
-    kinds = (Tensor, int, float)
-    for key, old in before.items():
-        new = after.get(key)
-        if new is old or not (isinstance(old, kinds) and isinstance(new, kinds)):
-            continue
-        if isinstance(old, Tensor) or isinstance(new, Tensor) or new != old:
+def _check_contents(name: str, contents: Contents) -> None:
+    """Refuse a forward that keeps state in a container, or that installs hooks at every call."""
+    for now, before in contents.changed():
+        key = replaced_value(before, now) if isinstance(now, dict) else None
+        if key is not None:
             raise PurityError(
-                f"module {path!r} changes its attribute {key!r} in forward: a pure function cannot keep "
-                f"it. Make it a buffer, self.register_buffer({key!r}, ...), and pass buffers=."
+                f"the forward of {name} changes {key!r} in a dict or an object that it holds: a pure "
+                "function cannot keep it. If only the first call sets it, run the module once before "
+                "functionalize. If every call does, make it a buffer, and pass buffers=."
             )
+    if contents.hooks_alone():
+        raise _hooked(name)
+
+
+def _hooked(name: str) -> PurityError:
+    """The error of hooks that a call installed or removed, leaving no other trace in the module."""
+    return PurityError(
+        f"the forward of {name} installs or removes hooks, and nothing in the module says that it did: a "
+        "pure function cannot keep them, and the next call would not be as the module's. Run the module "
+        "once before functionalize, or install hooks there."
+    )
+
+
+def _created(names: Sequence[str]) -> PurityError:
+    """The error of buffers that a call with ``buffers`` made."""
+    return PurityError(
+        f"the forward creates {', '.join(map(repr, names))}: a call with buffers= returns those that the "
+        "module had when it was functionalized. Run the module once before functionalize."
+    )
 
 
 def _parted(path: str, first: str) -> PurityError:
@@ -343,7 +387,7 @@ def _scoped(
     def run(*args: Any, **kwargs: Any) -> Any:
         before = dict(vars(module))
         out = within(*args, **kwargs)
-        _check_state(path or type(module).__name__, before, vars(module))
+        _check_attributes(path or type(module).__name__, before, vars(module))
         return out
 
     def within(*args: Any, **kwargs: Any) -> Any:

@@ -25,8 +25,11 @@ from torchard.functional.layer_equality import (
     alike,
     attributes_of,
     check_hooks,
+    contents,
     structure_of,
 )
+from torchard.functional.modules.rows import LayerTables, Table, holding, tables_of
+from torchard.functional.modules.state import Contents, undone
 
 __all__ = ["StackedLayers", "check_untied", "stacked_layers"]
 
@@ -81,10 +84,14 @@ class StackedLayers:
         self.differing: dict[tuple[str, str], list[Any]] = {}
         for i, other in enumerate(layers):
             self._compare(first, other, i)
+        self._refuse_references(module, layers)
         self._calls: LayerCalls | None = None
         self.layers = layers
         self._installed: list[dict[tuple[str, str], Any]] = []
         self._layer: nn.Module = first
+        self._buffers = [name for name, _ in first.named_buffers()]
+        self._tables: list[Table] = []
+        self._modules: list[list[nn.Module]] = []
         self._forward: Callable[..., Any] = first.forward
 
     # -- names ------------------------------------------------------------------------------------
@@ -138,6 +145,15 @@ class StackedLayers:
             if not alike(*values):
                 self.differing.setdefault(name, [values[0]]).append(values[1])
 
+    def _refuse_references(self, module: nn.Module, layers: Sequence[nn.Module]) -> None:
+        """Refuse to read attributes by which a layer would reach the layers, itself among them."""
+        steps = self.path.split(".")
+        around = (module.get_submodule(".".join(steps[:i])) for i in range(len(steps) + 1))
+        reached = {id(m) for m in (*around, *(part for layer in layers for part in layer.modules()))}
+        for name, value in attributes_of(layers[0]).items():
+            if any(id(x) in reached for x in contents(value) or ()):
+                self.differing.setdefault(name, [value])
+
     # -- standing in ------------------------------------------------------------------------------
 
     def install(self, module: nn.Module, forward: Callable[[str, nn.Module], Any]) -> None:
@@ -155,6 +171,8 @@ class StackedLayers:
                 if owner == name:
                     vars(part)[key] = Differing(self.row(name).rstrip("."), key, values)
         self._forward = self._layer.forward
+        self._tables = tables_of(self._layer)
+        self._modules = [[*layer.modules()] for layer in self.layers]
         self._installed = list(map(attributes_of, self.layers))
         for i, layer in enumerate(self.layers):
             layer.forward = functools.partial(self._call, i)
@@ -182,9 +200,10 @@ class StackedLayers:
             keyed: the mode of the module's dropouts.
             within: makes a context in which a layer runs, for whoever runs it later.
         """
-        self._calls = LayerCalls(self, rows, keyed, within)
+        tables = LayerTables(self.layers, rows)
+        self._calls = LayerCalls(self, rows, keyed, within, tables)
         try:
-            with Between():
+            with Between(), tables.readable():
                 yield
             self._calls.check_complete()
             # The frames of the forward are gone: what still refers to a placeholder is in the result.
@@ -199,13 +218,14 @@ class StackedLayers:
             LoopError: it updates a buffer or writes an attribute.
         """
         calls, self._calls = self._calls, None
-        buffers = [name for name, _ in self._layer.named_buffers()]
+        buffers = [name for name in self._buffers if name in tensors]
         given = {**tensors, **{name: tensors[name].clone() for name in buffers}}
         versions = {name: internals.version(given[name]) for name in buffers}
-        before = [(part, dict(vars(part))) for part in self._layer.modules()]
         values = dict(given)
         try:
-            out = torch.func.functional_call(self._layer, values, args, kwargs, tie_weights=False)
+            with holding(self._tables), undone(self._layer) as contents:
+                out = torch.func.functional_call(self._layer, values, args, kwargs, tie_weights=False)
+                written = _written(contents)
         finally:
             self._calls = calls
         for name, version in versions.items():
@@ -214,15 +234,39 @@ class StackedLayers:
                     f"functionalize(stacked={self.path!r}): a layer updates its buffer {name!r}; stacked "
                     "layers have buffers that are only read. Leave the list out of stacked."
                 )
-        for part, attributes in before:
-            for key, value in vars(part).items():
-                if not alike(value, attributes.get(key, _NONE)):
-                    raise LoopError(
-                        f"functionalize(stacked={self.path!r}): the forward of a layer writes its "
-                        f"attribute {key!r}, which only one of all layers would have. Return the value, "
-                        "or leave the list out of stacked."
-                    )
+        if written is not None:
+            raise LoopError(
+                f"functionalize(stacked={self.path!r}): the forward of a layer writes {written}, which "
+                "only one of all layers would have. Return the value, or leave the list out of stacked."
+            )
         return out
+
+    def check_layer(self, number: int) -> None:
+        """Check that a layer has the modules that it had, and no hooks.
+
+        Raises:
+            LoopError: it has not.
+        """
+        layer = self.layers[number]
+        check_hooks(layer, self.path)
+        if [*layer.modules()] != self._modules[number]:
+            raise LoopError(
+                f"functionalize(stacked={self.path!r}): the forward exchanges a module of "
+                f"{self.path}.{number}; stacked layers differ in parameters and buffers only. Leave the "
+                "list out of stacked."
+            )
+
+
+def _written(contents: Contents) -> str | None:
+    """What a layer's forward changed in the layer, for messages; None if nothing."""
+    attributes = {id(vars(part)) for part in contents.module.modules()}
+    for now, before in contents.changed():
+        if id(now) not in attributes:
+            return f"to a {type(now).__name__} that it holds"
+        for key in (*now, *before):
+            if not alike(now.get(key, _NONE), before.get(key, _NONE)):
+                return f"its attribute {key!r}"
+    return None
 
 
 def _listed(module: nn.Module, path: str) -> list[nn.Module]:

@@ -30,9 +30,12 @@ def register_torch_nodes(value: Any) -> None:
     """
     for leaf in tree.leaves(value):
         node = torch_pytree.SUPPORTED_NODES.get(type(leaf))
-        if node is not None:
+        if node is None:
+            continue
+        # The leaves were listed before the first of its class was registered.
+        if any(each is leaf for each in tree.leaves(leaf)):
             _register(type(leaf), node)
-            register_torch_nodes(leaf)
+        register_torch_nodes(leaf)
 
 
 def _register(cls: type, node: Any) -> None:

@@ -11,18 +11,20 @@ from torch import Tensor, nn
 from torchard.functional.torch_internals.accessors.required import require
 
 __all__ = [
+    "HOOK_KEYS",
     "HOOK_TABLES",
     "NOT_READ_BY_MODULES",
     "READ_BY_MODULES",
     "buffer_table",
     "check_batch_norm_input",
     "child_table",
+    "tensor_tables",
 ]
 
 # Where a module keeps its hooks.
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
-require(nn.Module(), "_buffers", "_modules", *HOOK_TABLES)
+require(nn.Module(), "_parameters", "_buffers", "_modules", *HOOK_TABLES)
 require(nn.BatchNorm1d, "_check_input_dim")
 
 # Attributes of every module: those that no call reads, and those that `nn.Module` itself reads in a call.
@@ -40,12 +42,21 @@ READ_BY_MODULES = frozenset(
         *("_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_is_full_backward_hook"),
     )
 )
+# Every table of hooks, and what is noted about them.
+HOOK_KEYS = (READ_BY_MODULES | NOT_READ_BY_MODULES) - {
+    *("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"),
+}
 
 
 # A module's own buffers, mutable; `named_buffers` leaves out those that are None.
 buffer_table: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 # A module's own children, mutable; `named_children` leaves out duplicates.
 child_table: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+
+
+def tensor_tables(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """A module's own tables of parameters and of buffers, mutable, by the attributes that hold them."""
+    return {name: vars(module)[name] for name in ("_parameters", "_buffers")}
 
 
 def check_batch_norm_input(module: Any, input: Tensor) -> None:
