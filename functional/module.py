@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -14,14 +13,21 @@ from torch import Tensor, nn
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.arguments import checked
-from torchard.functional.core.errors import PurityError
 from torchard.functional.core.locks import Lock
 from torchard.functional.core.placed import is_placed
 from torchard.functional.core.scope_frames import Frame, path_of
 from torchard.functional.dropout import Keyed
 from torchard.functional.effects.batch_norm_modules import traceable_forward
 from torchard.functional.module_layers import check_untied, stacked_layers
-from torchard.functional.modules.state import Contents, replaced_value, undone
+from torchard.functional.modules.checks import (
+    check_attributes,
+    check_contents,
+    created,
+    parted,
+    updated,
+)
+from torchard.functional.modules.copying import hollow, owner_of, plain_tensors, ties
+from torchard.functional.modules.state import undone
 from torchard.functional.programs.tags import NAME, SCOPE
 from torchard.functional.trace import name
 from torchard.functional.tracing.pytree_interop import register_torch_nodes
@@ -118,9 +124,9 @@ class Functional:
         self.__name__ = type(module).__name__
         self.stacks = stacked_layers(module, stacked)
         self.buffers = self.stack({k: b.detach() for k, b in module.named_buffers()})
-        self.constants = _plain_tensors(module)
-        self.module = _hollow(module, self.constants)
-        self._ties = _ties(module)
+        self.constants = plain_tensors(module)
+        self.module = hollow(module, self.constants)
+        self._ties = ties(module)
         check_untied(self._ties, self.stacks)
         self._names = self.names_of(k for k, _ in module.named_parameters())
         self._trained = set(self.names_of(k for k, p in module.named_parameters() if p.requires_grad))
@@ -162,20 +168,20 @@ class Functional:
                 for layers, tensors in zip(self.stacks, rows, strict=True):
                     running.enter_context(layers.running(tensors, keyed, lambda: self._lock))
                 out = torch.func.functional_call(self.module, values, args, kwargs, tie_weights=False)
-            _check_contents(self.__name__, contents)
+            check_contents(self.__name__, contents)
             if buffers is not None and (new := contents.new_buffers()):
-                raise _created(new)
+                raise created(new)
         register_torch_nodes(out)
         # functional_call stores in `values` the tensors that the module assigned in place of those given.
         after = {k: values.get(k, given[k]) for k in given}
         for k, first in self._ties.items():
             if values[k] is not values[first]:
-                raise _parted(k, first)
+                raise parted(k, first)
         if buffers is not None:
             return out, after
         for k, value in after.items():
             if value is not given[k] or internals.version(value) != versions[k]:
-                raise _updated(k)
+                raise updated(k)
         return out
 
     def split(self, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -230,101 +236,8 @@ class Functional:
         return list(dict.fromkeys(names))
 
 
-def _hollow(module: nn.Module, constants: list[Tensor]) -> nn.Module:
-    """A copy of the module with its parameters and buffers on the meta device, tied as they are."""
-    memo: dict[int, Any] = {id(t): t for t in constants}
-    for tensor in (*module.parameters(), *module.buffers()):
-        hollow: Tensor = torch.empty_like(tensor, device="meta", requires_grad=False)
-        if isinstance(tensor, nn.Parameter):
-            hollow = nn.Parameter(hollow, tensor.requires_grad)
-        memo[id(tensor)] = hollow
-    return copy.deepcopy(module, memo)
-
-
-def _plain_tensors(module: nn.Module) -> list[Tensor]:
-    """The tensors in plain attributes of modules. The copy shares them, so that a trace finds them."""
-    registered = {id(t) for t in (*module.parameters(), *module.buffers())}
-    held = [v for part in module.modules() for v in vars(part).values() if isinstance(v, Tensor)]
-    return [t for t in held if id(t) not in registered]
-
-
-def _ties(module: nn.Module) -> dict[str, str]:
-    """The first name of each tied parameter and buffer, by its other names."""
-    first: dict[int, str] = {}
-    named = (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    )
-    for path, tensor in named:
-        first.setdefault(id(tensor), path)
-    ties = {path: first[id(tensor)] for path, tensor in named if first[id(tensor)] != path}
-    # A module under two paths has its tensors once.
-    return {
-        path: one
-        for path, one in ties.items()
-        if module.get_submodule(_owner(path)) is not module.get_submodule(_owner(one))
-        or path.rpartition(".")[2] != one.rpartition(".")[2]
-    }
-
-
-def _check_attributes(path: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Refuse a forward that keeps state in a plain attribute."""
-    key = replaced_value(before, after)
-    if key is not None:
-        raise PurityError(
-            f"module {path!r} changes its attribute {key!r} in forward: a pure function cannot keep "
-            "it. If only the first call sets it (a flag, a cache), run the module once before "
-            "functionalize. If every call does, make it a buffer, "
-            f"self.register_buffer({key!r}, ...), and pass buffers=."
-        )
-
-
-def _check_contents(name: str, contents: Contents) -> None:
-    """Refuse a forward that keeps state in a container, or that installs hooks at every call."""
-    for now, before in contents.changed():
-        key = replaced_value(before, now) if isinstance(now, dict) else None
-        if key is not None:
-            raise PurityError(
-                f"the forward of {name} changes {key!r} in a dict or an object that it holds: a pure "
-                "function cannot keep it. If only the first call sets it, run the module once before "
-                "functionalize. If every call does, make it a buffer, and pass buffers=."
-            )
-    if contents.hooks_alone():
-        raise _hooked(name)
-
-
-def _hooked(name: str) -> PurityError:
-    """The error of hooks that a call installed or removed, leaving no other trace in the module."""
-    return PurityError(
-        f"the forward of {name} installs or removes hooks, and nothing in the module says that it did: a "
-        "pure function cannot keep them, and the next call would not be as the module's. Run the module "
-        "once before functionalize, or install hooks there."
-    )
-
-
-def _created(names: Sequence[str]) -> PurityError:
-    """The error of buffers that a call with ``buffers`` made."""
-    return PurityError(
-        f"the forward creates {', '.join(map(repr, names))}: a call with buffers= returns those that the "
-        "module had when it was functionalized. Run the module once before functionalize."
-    )
-
-
-def _parted(path: str, first: str) -> PurityError:
-    """The error of tied buffers of which a forward replaced one."""
-    return PurityError(
-        f"module {_owner(path)!r} or {_owner(first)!r} replaces a buffer that they share ({first!r}, "
-        f"{path!r}) by another tensor, and would share it no longer: write to it in place, as in "
-        f"self.{path.rpartition('.')[2]}.copy_(new)."
-    )
-
-
 def _is_training(module: nn.Module, path: str) -> bool:
-    return module.get_submodule(_owner(path)).training
-
-
-def _owner(path: str) -> str:
-    return path.rpartition(".")[0]
+    return module.get_submodule(owner_of(path)).training
 
 
 def _tensors(what: str, given: Any, wanted: Any) -> Mapping[str, Tensor]:
@@ -359,15 +272,6 @@ def _check_names(what: str, given: Mapping[str, Any], wanted: Any) -> None:
         )
 
 
-def _updated(path: str) -> PurityError:
-    """The error of a buffer update in a call without ``buffers``."""
-    return PurityError(
-        f"module {_owner(path)!r} updates its buffer {path!r}: a pure function returns new values. "
-        "Pass buffers=fn.buffers and continue with those that are returned, as in "
-        "out, buffers = fn(params, ..., buffers=buffers), or functionalize(module.eval())."
-    )
-
-
 # -- scopes and boundaries --------------------------------------------------------------------------
 
 
@@ -387,7 +291,7 @@ def _scoped(
     def run(*args: Any, **kwargs: Any) -> Any:
         before = dict(vars(module))
         out = within(*args, **kwargs)
-        _check_attributes(path or type(module).__name__, before, vars(module))
+        check_attributes(path or type(module).__name__, before, vars(module))
         return out
 
     def within(*args: Any, **kwargs: Any) -> Any:

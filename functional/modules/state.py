@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from torchard.functional import torch_internals as internals
 
-__all__ = ["Contents", "replaced_value", "undone"]
+__all__ = ["Contents", "containers", "replaced_value", "undone"]
 
 # What a module refers to and does not hold, or what a call does not change.
 _OUTSIDE = (
@@ -41,7 +41,7 @@ class Contents:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.kept = [(container, _copy(container)) for container in _containers(module)]
+        self.kept = [(container, _copy(container)) for container in containers(module)]
         self._hooks = {
             id(vars(part)[key])
             for part in module.modules()
@@ -96,7 +96,7 @@ def replaced_value(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Any:
     return None
 
 
-def _containers(module: nn.Module) -> Iterator[Any]:
+def containers(module: nn.Module) -> Iterator[Any]:
     """Everything mutable that a module holds, each once."""
     seen: set[int] = set()
     left: list[Any] = [module]

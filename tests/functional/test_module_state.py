@@ -340,3 +340,41 @@ def test_layers_with_other_functions_are_refused(name: str) -> None:
     fn, params = functionalize(Stack(OTHERS[name]), stacked="layers")
     with pytest.raises(ValueError, match="reads its attribute 'activation', which differs"):
         fn(params, X)
+
+
+# -- copies -----------------------------------------------------------------------------------------
+
+
+class ClosingOver(nn.Module):
+    """A hook and a function that close over the module itself, as a class's own hooks do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.scale = nn.Parameter(torch.rand(3))
+        by = lambda out: out * self.scale  # noqa: E731
+        self.linear.register_forward_hook(lambda module, args, out: by(out))
+        self.last = lambda x: self.linear(x) + self.scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(x)
+
+
+def test_functions_close_over_the_copy() -> None:
+    torch.manual_seed(0)
+    module = ClosingOver()
+    fn, params = functionalize(module)
+    module(X).sum().backward()
+    want = {k: p.grad for k, p in module.named_parameters()}
+    loss = lambda p, x: fn(p, x).sum()  # noqa: E731
+    for run in (torch.func.grad(loss), jit(torch.func.grad(loss), backend="eager")):
+        torch.testing.assert_close(run(params, X), want)
+
+
+def test_lazy_modules_run_once_first() -> None:
+    module = nn.Sequential(nn.LazyLinear(2))
+    with pytest.raises(ValueError, match=r"'0\.weight' gets its shape in the first call.*Run the module"):
+        functionalize(module)
+    module(X)
+    fn, params = functionalize(module)
+    torch.testing.assert_close(fn(params, X), module(X))

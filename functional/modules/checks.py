@@ -1,0 +1,73 @@
+"""Refusals of what a forward changes in its module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchard.functional.core.errors import PurityError
+from torchard.functional.modules.copying import owner_of
+from torchard.functional.modules.state import Contents, replaced_value
+
+__all__ = ["check_attributes", "check_contents", "created", "parted", "updated"]
+
+
+def check_attributes(path: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    """Refuse a forward that keeps state in a plain attribute."""
+    key = replaced_value(before, after)
+    if key is not None:
+        raise PurityError(
+            f"module {path!r} changes its attribute {key!r} in forward: a pure function cannot keep "
+            "it. If only the first call sets it (a flag, a cache), run the module once before "
+            "functionalize. If every call does, make it a buffer, "
+            f"self.register_buffer({key!r}, ...), and pass buffers=."
+        )
+
+
+def check_contents(name: str, contents: Contents) -> None:
+    """Refuse a forward that keeps state in a container, or that installs hooks at every call."""
+    for now, before in contents.changed():
+        key = replaced_value(before, now) if isinstance(now, dict) else None
+        if key is not None:
+            raise PurityError(
+                f"the forward of {name} changes {key!r} in a dict or an object that it holds: a pure "
+                "function cannot keep it. If only the first call sets it, run the module once before "
+                "functionalize. If every call does, make it a buffer, and pass buffers=."
+            )
+    if contents.hooks_alone():
+        raise _hooked(name)
+
+
+def _hooked(name: str) -> PurityError:
+    """The error of hooks that a call installed or removed, leaving no other trace in the module."""
+    return PurityError(
+        f"the forward of {name} installs or removes hooks, and nothing in the module says that it did: a "
+        "pure function cannot keep them, and the next call would not be as the module's. Run the module "
+        "once before functionalize, or install hooks there."
+    )
+
+
+def created(names: Sequence[str]) -> PurityError:
+    """The error of buffers that a call with ``buffers`` made."""
+    return PurityError(
+        f"the forward creates {', '.join(map(repr, names))}: a call with buffers= returns those that the "
+        "module had when it was functionalized. Run the module once before functionalize."
+    )
+
+
+def parted(path: str, first: str) -> PurityError:
+    """The error of tied buffers of which a forward replaced one."""
+    return PurityError(
+        f"module {owner_of(path)!r} or {owner_of(first)!r} replaces a buffer that they share ({first!r}, "
+        f"{path!r}) by another tensor, and would share it no longer: write to it in place, as in "
+        f"self.{path.rpartition('.')[2]}.copy_(new)."
+    )
+
+
+def updated(path: str) -> PurityError:
+    """The error of a buffer update in a call without ``buffers``."""
+    return PurityError(
+        f"module {owner_of(path)!r} updates its buffer {path!r}: a pure function returns new values. "
+        "Pass buffers=fn.buffers and continue with those that are returned, as in "
+        "out, buffers = fn(params, ..., buffers=buffers), or functionalize(module.eval())."
+    )
