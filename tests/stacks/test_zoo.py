@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from zoo import CHECKS, FAMILIES, Case  # noqa: E402
+from zoo import CHECKS, FAMILIES, Case
 
 SAMPLE = [
     ("GPT-2", "hidden states"),
