@@ -315,7 +315,8 @@ def _body(step: _Step, layer: Frame, rows: Any, x: Any, rest: Sequence[Any]) -> 
 def trace_shapes(fn: Callable[..., Any], *args: Any) -> Program:
     """The program of a call with arguments of these shapes and dtypes, whatever they are."""
     args = tree.map(_shape_of, args)
-    return trace_call(fn, read(args, {}), paths_of(args, {}), grad_mode=torch.is_grad_enabled())
+    arguments, grad_mode = read(args, {}), torch.is_grad_enabled()
+    return trace_call(fn, arguments, paths_of(args, {}), grad_mode=grad_mode, called=False)
 
 
 def _shape_of(leaf: Any) -> Any:

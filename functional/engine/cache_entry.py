@@ -15,6 +15,7 @@ from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.engine.lowered_function import LoweredFunction
 from torchard.functional.guards.environment import Environment
 from torchard.functional.programs.program import Free, Leaf, Program, Rewrite
+from torchard.functional.tracing.autograd_state import autograd_of
 from torchard.functional.tracing.signature import Arguments
 from torchard.functional.tracing.strided_inputs import strided_inputs
 from torchard.functional.tracing.trace_state import Closure
@@ -43,6 +44,7 @@ class CacheEntry:
         self._inlined: LoweredFunction | None = None
         self.out_tree = base.out_tree
         self.lifted: tuple[Closure, ...] = base.closures
+        self.reads_autograd = any(closure.autograd is not None for closure in base.closures)
         self.strided = strided_inputs(base)
         self.environment = environment_of(fn, arguments)
         # The closed-over values, and the state of the environment when they were read.
@@ -85,6 +87,8 @@ class CacheEntry:
             if all(map(environment.reaches, values)):
                 self.last_read = environment.state, values
         elif [*map(_kind, values)] != self.kinds:
+            return None
+        if self.reads_autograd and not all(map(_requires_as_before, values, self.lifted)):
             return None
         return values
 
@@ -144,6 +148,12 @@ def _value(closure: Closure, fn: Callable[..., Any]) -> Any:
         return closure.now(fn)
     except _MISSING:
         return _NOWHERE
+
+
+def _requires_as_before(value: Any, closure: Closure) -> bool:
+    if closure.autograd is None:
+        return True
+    return autograd_of(value) == closure.autograd
 
 
 def _fits(value: Any, closure: Closure) -> bool:

@@ -27,6 +27,7 @@ from torchard.functional.programs.program import Program, Rewrite
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.reports.lowered import Lowered
+from torchard.functional.tracing.autograd_state import autograd_of
 from torchard.functional.tracing.signature import Arguments, paths_of, read
 from torchard.functional.tracing.strided_inputs import check_memory, pass_on
 from torchard.functional.tracing.trace_call import trace_call
@@ -104,6 +105,7 @@ class Transformed(Wrapper):
         self._history: deque[tuple[Hashable, list[str]]] = deque(maxlen=_RETRACES)
         self._traces = 0
         self._reads_grad_mode = False
+        self._reads_autograd = False
 
     def __repr__(self) -> str:
         return f"Transformed({self.__name__}, {list(self.rewrites)})"
@@ -232,7 +234,12 @@ class Transformed(Wrapper):
                 old.let_go()
 
     def _key(self, arguments: Arguments) -> Hashable:
-        return (arguments.key, torch.is_grad_enabled()) if self._reads_grad_mode else arguments.key
+        if not (self._reads_grad_mode or self._reads_autograd):
+            return arguments.key
+        state: tuple[Any, ...] = ()
+        if self._reads_autograd:
+            state = tuple(map(autograd_of, arguments.values))
+        return arguments.key, torch.is_grad_enabled(), state
 
     def _traced(self, arguments: Arguments, paths: list[str]) -> tuple[CacheEntry, list[Any]]:
         """A new entry for these arguments, and the closed-over values."""
@@ -241,6 +248,7 @@ class Transformed(Wrapper):
             self._reads_grad_mode = environment_of(self.fn, arguments).reads_grad_mode
         grad_mode = torch.is_grad_enabled() or not self._reads_grad_mode
         program = trace_call(self.fn, arguments, paths, grad_mode=grad_mode)
+        self._reads_autograd |= program.reads_autograd
         for change in self.rewrites:
             if isinstance(change, ValueRewrite):
                 opaque = is_opaque(program)

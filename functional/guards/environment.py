@@ -20,6 +20,8 @@ from torchard.functional.guards.reachable import contents, is_value, kind_of, re
 __all__ = ["Environment"]
 
 _contents = attrgetter("cell_contents")
+# What tells code that torch's grad mode is off: itself, or by whether values require gradients.
+_GRAD_MODE = frozenset(("is_grad_enabled", "requires_grad", "is_leaf", "grad_fn"))
 
 
 class Environment:
@@ -36,7 +38,7 @@ class Environment:
         walk = reachable(roots)
         self.structure = walk.structure
         self.guardable = walk.guardable
-        self.reads_grad_mode = "is_grad_enabled" in walk.met.names
+        self.reads_grad_mode = not _GRAD_MODE.isdisjoint(walk.met.names)
         # Kept alive: their ids are in the structure.
         self._kept = [value for value in walk.kept if not is_value(value)]
         self._reached = {id(value) for value in walk.kept if is_value(value)}

@@ -378,6 +378,7 @@ class Program:
         retrace: the function itself, to be run again for derivatives where the graph does not
             determine them (gradients switched off inside, autograd.Function).
         forgets_turns: whether plain autograd on fakes is wrong in ``retrace`` (effects/mutation.py).
+        reads_autograd: whether it depends on which inputs require gradients (tracing/autograd_state.py).
 
     >>> import torch, torchard as ta
     >>> from torchard.transforms import Program
@@ -407,6 +408,7 @@ class Program:
     constants: tuple[torch.Tensor, ...] = ()
     retrace: Callable[[list[torch.Tensor]], list[torch.Tensor]] | None = None
     forgets_turns: bool = False
+    reads_autograd: bool = False
 
     # -- reading ------------------------------------------------------------------------------
 

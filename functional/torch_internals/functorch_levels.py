@@ -37,6 +37,7 @@ __all__ = [
     "level_kinds",
     "mapped_at_top",
     "needs_grad_at_top",
+    "wrapped_in",
 ]
 
 require(torch._C, "_are_functorch_transforms_active", "_len_torch_function_stack")
@@ -74,6 +75,15 @@ def base_tensor(tensor: torch.Tensor) -> torch.Tensor:
     while functorch_c.is_functorch_wrapped_tensor(tensor):
         tensor = functorch_c.get_unwrapped(tensor)
     return tensor
+
+
+def wrapped_in(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that functorch levels wrap in this one, outermost first."""
+    inside = []
+    while functorch_c.is_functorch_wrapped_tensor(tensor):
+        tensor = functorch_c.get_unwrapped(tensor)
+        inside.append(tensor)
+    return inside
 
 
 def batch_dims(tensor: torch.Tensor) -> list[tuple[int, int]]:

@@ -34,6 +34,7 @@ class Recording:
         without_grad: whether the graph alone does not determine its derivatives.
         forgets_turns: see `mutation.forgets_turns`.
         primals: for each output that is a gradient taken inside, the input it belongs to; else None.
+        reads_autograd: whether it depends on which inputs require gradients in the call.
     """
 
     graph: fx.Graph
@@ -43,6 +44,7 @@ class Recording:
     without_grad: bool
     forgets_turns: bool
     primals: list[fx.Node | None]
+    reads_autograd: bool = False
 
 
 def record(
@@ -51,21 +53,25 @@ def record(
     *,
     gradients: Sequence[bool] = (),
     grad_mode: bool = True,
+    given: Sequence[Any] | None = None,
 ) -> Recording:
     """Record the graph of fn on fake tensors of these specs; its outputs are in fn's order.
 
     Args:
         gradients: inputs that require grad inside (for derivatives taken by plain autograd).
         grad_mode: torch's grad mode inside fn. If off, no derivative of the tracing is right.
+        given: the values of the inputs in the call, if it is known.
 
     Raises:
         PurityError: fn branches on a tensor's value.
     """
-    levels = internals.level_kinds()
+    levels, grad_of_call = internals.level_kinds(), torch.is_grad_enabled()
     internals.bound_fake_cache()
     with internals.clean_thread_state(grad_mode):
         fakes = internals.FakeTensorMode(allow_non_fake_inputs=True)
-        state = TraceState(fakes, levels, grad_mode=grad_mode)
+        state = TraceState(
+            fakes, levels, grad_mode=grad_mode, given=given, grad_of_call=grad_of_call
+        )
         inputs = _fake_inputs(fakes, specs, gradients)
         tracing = internals.proxying(state.tracer, fakes, inputs, state.below_forward_ad)
         with entered(state), tracing:
@@ -84,6 +90,7 @@ def record(
         state.without_grad,
         forgets,
         primals_of(state, nodes),
+        state.reads_autograd,
     )
     _lift_attributes(recording, state)
     return recording

@@ -19,6 +19,7 @@ from torchard.functional.torch_internals.accessors import pytree as torch_pytree
 from torchard.functional.torch_internals.composite_functions import COMPOSED
 from torchard.functional.tracing import inner_gradients
 from torchard.functional.tracing import registered_derivatives as registered
+from torchard.functional.tracing.autograd_state import answer, question
 from torchard.functional.tracing.trace_state import TraceState
 
 __all__ = ["TensorLifting", "is_weak"]
@@ -26,7 +27,6 @@ __all__ = ["TensorLifting", "is_weak"]
 # Attributes that do not depend on a tensor's values.
 _METADATA = {
     *("shape", "dtype", "device", "ndim", "layout", "names", "itemsize", "nbytes"),
-    *("requires_grad", "is_leaf", "grad_fn", "grad", internals.VERSION),
     *("is_cuda", "is_meta", "is_mps", "is_xpu", "is_sparse", "is_quantized", "is_nested"),
 }
 
@@ -42,6 +42,8 @@ class TensorLifting(TorchFunctionMode):
         kwargs = kwargs or {}
         if _reads_metadata(func):
             return func(*args, **kwargs)
+        if (name := question(func)) is not None:
+            return answer(self.state, name, func, args, kwargs)
         try:
             return self._call(func, args, kwargs)
         except Exception as error:
@@ -97,6 +99,7 @@ class TensorLifting(TorchFunctionMode):
     def _cut(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func.__name__ == "detach_":
             self.state.without_grad = True  # it leaves no node: derivatives run the function again
+            self.state.given = None
             if _only_mapped(args[0]):  # torch raises, and there is no gradient to stop
                 return args[0]
         self.state.cutting = True

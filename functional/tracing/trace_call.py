@@ -24,22 +24,29 @@ __all__ = ["OutTree", "autocast_state", "trace_call"]
 
 
 def trace_call(
-    fn: Callable[..., Any], arguments: Arguments, paths: Sequence[str], *, grad_mode: bool = True
+    fn: Callable[..., Any],
+    arguments: Arguments,
+    paths: Sequence[str],
+    *,
+    grad_mode: bool = True,
+    called: bool = True,
 ) -> Program:
     """The Program of one call with these arguments.
 
     Args:
         grad_mode: torch's grad mode inside fn.
+        called: whether the arguments are those of a call, so that their autograd state is that of fn's.
     """
     flat_fn = _FlatFunction(fn, arguments)
     specs = specs_of_arguments(arguments)
     names = [paths[i] for i in arguments.traced]
-    recording = purify(record(flat_fn, specs, grad_mode=grad_mode), names)
+    given = [arguments.leaves[i] for i in arguments.traced]
+    recorded = record(flat_fn, specs, grad_mode=grad_mode, given=given if called else None)
+    recording = purify(recorded, names)
     lifted = [closure for closure in recording.closures if not closure.made]
     constants = [closure for closure in recording.closures if closure.made]
     for closure in lifted:
         closure.reader = reader_of(fn, closure.value)
-    given = [arguments.leaves[i] for i in arguments.traced]
     for node, spec in zip(recording.graph.find_nodes(op="placeholder"), specs, strict=False):
         if spec.weak:
             WEAK.set(node, True)
@@ -59,6 +66,7 @@ def trace_call(
         constants=tuple(closure.value for closure in constants),
         retrace=flat_fn.retrace(lifted) if recording.without_grad else None,
         forgets_turns=recording.forgets_turns,
+        reads_autograd=recording.reads_autograd,
     )
 
 

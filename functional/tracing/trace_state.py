@@ -49,6 +49,7 @@ __all__ = [
     "entered",
     "in_frames",
     "scope",
+    "tracing",
 ]
 
 
@@ -62,6 +63,7 @@ class Closure:
         made: whether the function makes it (``torch.tensor([1, 2])``), so that it can never change.
         node: its placeholder.
         reader: reads it from the function's environment; None if it was not found there.
+        autograd: its autograd state, if the function depends on it (autograd_state.py).
     """
 
     value: Any
@@ -70,6 +72,7 @@ class Closure:
     tag: Any = None
     made: bool = False
     reader: Callable[[Any], Any] | None = None
+    autograd: Any = None
 
     def now(self, fn: Any) -> Any:
         """The value that the function closes over now, under the same path."""
@@ -111,6 +114,12 @@ class TraceState:
     constants: set[int] = field(default_factory=set)
     # Applied to the operands of a nested transform before its autograd Function.
     align_operands: Callable[[list[torch.Tensor]], list[torch.Tensor]] = list
+    # For autograd_state.py: the arguments of the call and its grad mode, if known; nodes recorded with
+    # gradients switched off; whether the function depends on its arguments' autograd state.
+    given: Sequence[Any] | None = None
+    grad_of_call: bool = True
+    ungraded: set[fx.Node] = field(default_factory=set)
+    reads_autograd: bool = False
 
     def __post_init__(self) -> None:
         self.tracer = _Tracer(self)
@@ -125,6 +134,8 @@ class TraceState:
         if self.cutting:
             CUT.set(node, True)
         put(node, tags)
+        if not torch.is_grad_enabled():
+            self.ungraded.add(node)
         if (self.grad_mode and not torch.is_grad_enabled()) or without_gradient(node):
             self.without_grad = True
         self.turned |= turns_in_place(node.target)
@@ -286,6 +297,11 @@ class _Tracer(internals.PythonKeyTracer):
 
 
 _states = threading.local()
+
+
+def tracing() -> list[TraceState]:
+    """The traces of ours that are running in this thread, outermost first."""
+    return getattr(_states, "stack", [])
 
 
 def active() -> TraceState | None:
