@@ -22,6 +22,7 @@ from torchard.functional.engine.transformed import Transformed
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.compile_once import compiled_once
 from torchard.functional.execution.compile_progress import CompileProgress
+from torchard.functional.execution.compiler_repairs import REPAIRS
 from torchard.functional.execution.failures import compiled_failed
 from torchard.functional.execution.region_donation import donated_operands
 from torchard.functional.execution.regions import by_regions
@@ -276,4 +277,5 @@ class _Compiled:
             # A copy of one that is not dense has other strides.
             donated = [i for i in self.donated if is_dense(parts[i])]
             take = allocate if self.planned else None
-            return internals.compile_graph(module, parts, self.backend, take, donated), donated
+            run = internals.compile_graph(module, parts, self.backend, REPAIRS, take, donated)
+            return run, donated

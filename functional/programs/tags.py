@@ -23,6 +23,7 @@ __all__ = [
     "ORIGIN",
     "PEERS",
     "PHASE",
+    "REALIZE",
     "RECOMPUTE",
     "RESIDUAL",
     "RUNNING",
@@ -51,6 +52,13 @@ VAL: Tag[Any] = declare(
 )
 for _name in ("from_node", "original_aten", "seq_nr", "stack_trace", "tensor_meta"):
     declare(_name, "torch's own; reserved", written_by=TORCH, read_by=TORCH)
+
+REALIZE: Tag[bool] = declare(
+    "inductor_realize_to_strides",
+    "torch's own: Inductor stores the value, and does not compute it again where it is read",
+    written_by="execution/compiler_repairs",
+    read_by=TORCH,
+)
 
 # -- where a node was made -------------------------------------------------------------------------
 

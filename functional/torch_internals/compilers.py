@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,13 +13,14 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from torchard.functional.torch_internals.accessors.required import needed
+from torchard.functional.torch_internals.accessors.required import needed, require
 from torchard.functional.torch_internals.donated_buffers import donating
 from torchard.functional.torch_internals.thread_state import one_at_a_time, thread_state_kept
 
 __all__ = ["compile_graph", "resolved"]
 
 Compiled = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
+Passes = Sequence[Callable[[fx.Graph], None]]
 
 # How Inductor's code for a CPU calls what allocates a tensor (torch 2.13).
 _ALLOCATES = "empty_strided_cpu"
@@ -28,6 +30,7 @@ def compile_graph(
     module: fx.GraphModule,
     inputs: Sequence[torch.Tensor],
     backend: str,
+    repairs: Passes,
     allocate: Callable[..., torch.Tensor] | None = None,
     donated: Sequence[int] = (),
 ) -> Compiled:
@@ -38,6 +41,7 @@ def compile_graph(
     list they are in, which it does for graphs in a GmWrapper.
 
     Args:
+        repairs: passes over the graph that Inductor lowers.
         allocate: a function of shape, strides and dtype from which Inductor's code gets memory on a CPU.
             Where a version of torch writes other code, the code allocates by itself.
         donated: the positions of inputs whose memory Inductor's code may write results to.
@@ -45,7 +49,8 @@ def compile_graph(
     with one_at_a_time, thread_state_kept():
         if backend != "inductor":
             return _by_backend(module, resolved(inputs), backend)
-        with _allocating_by(allocate) if allocate else contextlib.nullcontext():
+        placing = _allocating_by(allocate) if allocate else contextlib.nullcontext()
+        with placing, _repaired(repairs):
             return _by_inductor(module, resolved(inputs), donated)
 
 
@@ -65,6 +70,34 @@ def _allocating_by(allocate: Callable[..., torch.Tensor]) -> Iterator[None]:
     for made in modules[before:]:
         if hasattr(made, _ALLOCATES):
             setattr(made, _ALLOCATES, allocate)
+
+
+@contextlib.contextmanager
+def _repaired(repairs: Passes) -> Iterator[None]:
+    """A context in which Inductor runs passes after its own and before it makes writes in place.
+
+    Its caches of compiled code, also that of AOTAutograd, have the files of the passes in their keys.
+    """
+    with needed():
+        from torch._inductor import config
+        from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+
+        require(config, "post_grad_custom_post_pass")
+
+    class Repairs(CustomGraphPass):  # type: ignore[misc]
+        def __call__(self, graph: fx.Graph) -> None:
+            for repair in repairs:
+                repair(graph)
+
+        def uuid(self) -> Any:
+            files = {sys.modules[repair.__module__].__file__ for repair in repairs}
+            return get_hash_for_files(tuple(sorted(files)))
+
+    given: Any = config.post_grad_custom_post_pass
+    users = given if isinstance(given, (list, tuple)) else [given] if given else []
+    passes = [*users, Repairs()] if users else Repairs()
+    with config.patch(post_grad_custom_post_pass=passes):
+        yield
 
 
 def _by_backend(module: fx.GraphModule, inputs: list[torch.Tensor], backend: str) -> Compiled:

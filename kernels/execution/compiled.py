@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.execution.compiler_repairs import REPAIRS
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import strip
 from torchard.functional.programs.tags import VAL
@@ -72,7 +73,7 @@ def _compiled(program: Program, tensors: Tensors) -> Callable[[list[torch.Tensor
     strip(module.graph)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")  # importing the compiler warns about torch.jit
-        return internals.compile_graph(module, tensors, "inductor")
+        return internals.compile_graph(module, tensors, "inductor", REPAIRS)
 
 
 def writing(program: Program, added: Sequence[bool]) -> Program:

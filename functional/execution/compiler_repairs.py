@@ -1,0 +1,95 @@
+"""Passes that keep faults of Inductor's from changing what a program computes.
+
+They run on the graph that Inductor lowers, after its decompositions and patterns and before it makes
+operations write in place. Each works around one fault, observed on torch 2.13:
+
+| pass | fault |
+|---|---|
+| `copy_before_writes` | A functional write (`index_put`, `select_scatter`, ...) into a value that nothing else reads becomes one in place, also where several elements of the value are one place in memory (`expand`, `unfold`): all of them change. |
+| `compute_once` | A pointwise value is computed again in each kernel that reads it, by vector code in one and by scalar code in another, which round differently; in half precision also before it is rounded. A comparison of the value with its own maximum is then false everywhere, and a gradient is zero or NaN. |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.execution.exact_routes import read_twice
+from torchard.functional.programs.tags import REALIZE, VAL
+from torchard.functional.torch_internals.operators import aten
+
+__all__ = ["REPAIRS", "compute_once", "copy_before_writes"]
+
+# What Inductor turns into writes in place: of these and of what it writes by way of them.
+_WRITES = {
+    aten.index_put.default,
+    aten._unsafe_index_put.default,
+    aten.select_scatter.default,
+    aten.slice_scatter.default,
+    aten.diagonal_scatter.default,
+    aten.as_strided_scatter.default,
+    aten.scatter.src,
+    aten.scatter.value,
+    aten.scatter.reduce,
+    aten.scatter.value_reduce,
+    aten.scatter_add.default,
+    aten.scatter_reduce.two,
+    aten.index_add.default,
+    aten.index_copy.default,
+    aten.index_fill.int_Scalar,
+    aten.index_fill.int_Tensor,
+    aten.index_reduce.default,
+    aten.masked_scatter.default,
+    aten.put.default,
+}
+
+
+def copy_before_writes(graph: fx.Graph) -> None:
+    """Copy values of several elements in one place of memory before something is written into them."""
+    for node in list(graph.nodes):
+        if node.target not in _WRITES:
+            continue
+        written = node.args[0]
+        if not isinstance(written, fx.Node) or not _may_overlap(written):
+            continue
+        with graph.inserting_before(node):
+            whole = graph.call_function(
+                aten.clone.default, (written,), {"memory_format": torch.contiguous_format}
+            )
+        VAL.set(whole, VAL.of(written).contiguous())
+        node.replace_input_with(written, whole)
+
+
+def _may_overlap(node: fx.Node) -> bool:
+    """Whether two elements may be one place: as the value is, or as Inductor may lay it out."""
+    value = VAL.get(node)
+    if not isinstance(value, torch.Tensor) or _overlaps(value):
+        return True
+    while getattr(node.target, "is_view", False) or node.target is aten._unsafe_view.default:
+        base: Any = node.args[0]
+        if VAL.of(base).numel() < VAL.of(node).numel():
+            return True
+        node = base
+    return False
+
+
+def _overlaps(value: torch.Tensor) -> bool:
+    """Whether strides, from the smallest on, do not step over what smaller ones reach."""
+    reach = 0
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
+
+
+def compute_once(graph: fx.Graph) -> None:
+    """Have values that are compared exactly with what was made of them stored, and read from memory."""
+    for node in read_twice(graph):
+        REALIZE.set(node, True)
+
+
+REPAIRS = (copy_before_writes, compute_once)

@@ -1,0 +1,126 @@
+"""Values of a graph that an exact comparison reads by two routes.
+
+`x == x.amax()` is true somewhere, `(x.amax() - x).sqrt()` is a number, and `x.argmax()` finds the place of
+the largest, as long as both routes, the direct one and that through `amax`, begin at one rounding of x.
+From a comparison back, this follows the operations that round in one way only (or not at all) to values
+that may be rounded in several ways.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional.programs.tags import VAL
+
+__all__ = ["read_twice"]
+
+# Which routes lead from a value to a node: each is named by the last operation that moved elements, and
+# is None if elements stayed where they are.
+Routes = dict[fx.Node, frozenset[fx.Node | None]]
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Correctly rounded by the standard of floating-point arithmetic, or not rounded, element by element.
+_SAME_PLACE = _names(
+    "add sub rsub mul div neg abs sqrt square maximum minimum fmax fmin clamp clamp_min clamp_max relu "
+    "where masked_fill clone alias detach lift_fresh_copy _to_copy convert_element_type copy hardtanh "
+    "threshold floor ceil round trunc frac sign fmod remainder nextafter copysign fill nan_to_num "
+    "leaky_relu real imag complex view_as_real view_as_complex conj conj_physical"
+)
+# Results are elements of operands, or tell where these are.
+_MOVED = _names(
+    "view _unsafe_view reshape unsqueeze squeeze expand permute transpose t slice select diagonal flip roll "
+    "rot90 repeat unfold as_strided split split_with_sizes unbind cat stack constant_pad_nd pad index "
+    "index_select gather take take_along_dim _unsafe_index _unsafe_masked_index index_put _unsafe_index_put "
+    "select_scatter slice_scatter diagonal_scatter as_strided_scatter scatter masked_scatter index_copy "
+    "scatter_reduce index_reduce amax amin aminmax max min argmax argmin sort argsort topk kthvalue median "
+    "nanmedian mode cummax cummin max_pool1d max_pool2d max_pool3d max_pool2d_with_indices "
+    "max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d "
+    "_low_memory_max_pool_with_offsets tril triu diag diag_embed movedim swapaxes embedding "
+    "broadcast_in_dim squeeze_multiple force_stride_order segment_reduce unique_dim masked_select"
+)
+# Results change by a jump, or are no numbers, where operands change by a rounding.
+_JUMPS = _names(
+    "eq ne lt le gt ge sign sgn heaviside floor ceil round trunc frac fmod remainder floor_divide div "
+    "argmax argmin sort argsort topk max min kthvalue median nanmedian mode cummax cummin searchsorted "
+    "bucketize sqrt rsqrt log log2 log10 log1p acos asin acosh atanh pow reciprocal logical_not logical_and "
+    "logical_or logical_xor isin equal hypot erfinv logit lgamma digamma nonzero unique_dim histc "
+    "masked_select signbit"
+)
+_INFINITE = (float("inf"), -float("inf"))
+
+
+def read_twice(graph: fx.Graph) -> list[fx.Node]:
+    """The values that some comparison, or the results of the graph, read by more than one route."""
+    routes: dict[fx.Node, Routes] = {}
+    found: dict[fx.Node, None] = {}
+    for node in graph.nodes:
+        joined = _joined(node, routes)
+        if node.op == "output" or _jumps(node):
+            found.update({value: None for value, ways in joined.items() if len(ways) > 1})
+        routes[node] = _onward(node, joined)
+    return list(found)
+
+
+def _joined(node: fx.Node, routes: dict[fx.Node, Routes]) -> Routes:
+    """The routes to all operands of a node."""
+    first, *others = [routes[operand] for operand in node.all_input_nodes] or [{}]
+    if not others:
+        return first
+    joined = dict(first)
+    for other in others:
+        for value, ways in other.items():
+            joined[value] = joined[value] | ways if value in joined else ways
+    return joined
+
+
+def _onward(node: fx.Node, joined: Routes) -> Routes:
+    """The routes to a node, by those to its operands."""
+    name = _name(node)
+    if not node.all_input_nodes:
+        return {}
+    if name == "getitem":
+        return joined
+    if name in _SAME_PLACE:
+        return joined if _rounds(node) else {}
+    if name in _MOVED or _is_largest(node):
+        here = frozenset((node,))
+        return {value: here if len(ways) == 1 else ways | here for value, ways in joined.items()}
+    return {node: frozenset((None,))} if _rounds(node) else {}
+
+
+def _name(node: fx.Node) -> str:
+    """The name of an operation, without its namespace and overload."""
+    if node.target is operator.getitem:
+        return "getitem"
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return ""
+    return str(node.target).split(".")[1]
+
+
+def _jumps(node: fx.Node) -> bool:
+    """Whether an operation makes two roundings of a value into quite different results."""
+    if _name(node) in ("_to_copy", "convert_element_type"):
+        return not _rounds(node)
+    return _name(node) in _JUMPS
+
+
+def _is_largest(node: fx.Node) -> bool:
+    """Whether it is a norm that is the largest or smallest element."""
+    return _name(node) in ("linalg_vector_norm", "norm") and any(
+        a in _INFINITE for a in node.args if isinstance(a, float)
+    )
+
+
+def _rounds(node: fx.Node) -> bool:
+    """Whether a value has floats; also if nothing is known of it."""
+    value: Any = VAL.get(node)
+    values = value if isinstance(value, (tuple, list)) else [value]
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    return not tensors or any(v.is_floating_point() or v.is_complex() for v in tensors)
