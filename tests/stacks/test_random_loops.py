@@ -11,7 +11,7 @@ from random_stacks import FAILED, WRONG, draw, judge
 
 from torchard.functional.loops import equal_layers
 
-COUNT = examples(ci=16, explore=5000)
+COUNT = examples(ci=8, explore=5000)
 FIRST = 2_000_000
 
 

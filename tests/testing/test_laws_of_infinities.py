@@ -127,7 +127,7 @@ LAWS: dict[str, Law] = {
 }
 
 
-@pytest.mark.sampled(80)
+@pytest.mark.sampled(160)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MASKED)
 @pytest.mark.parametrize("law", LAWS)

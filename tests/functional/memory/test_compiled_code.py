@@ -102,8 +102,7 @@ def test_random_programs(program: RandomProgram) -> None:
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("loss", [mlp, rolled])
-@pytest.mark.parametrize("donated", [(), (0, 1)])
+@pytest.mark.parametrize(("loss", "donated"), [(mlp, (0, 1)), (rolled, ())])
 def test_training(loss: Callable[..., Tensor], donated: tuple[int, ...]) -> None:
     """Whole programs and those of regions: every step the bits of allocated memory."""
     step = training(loss)

@@ -54,6 +54,7 @@ def same(have: torch.Tensor, want: torch.Tensor) -> bool:
     return have.dtype == want.dtype and torch.allclose(have, want, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("target", OPERATORS, ids=called)
 def test_values(target: Any) -> None:
     for sample in samples(target):

@@ -78,7 +78,7 @@ def test_budgets_from_everything_to_the_least(monkeypatch: pytest.MonkeyPatch) -
     least = step_of(fraction=0.0).lower(PARAMS, BATCH).peak
     want = grad(gpt)(PARAMS, BATCH)
     found, parts = [], set()
-    for tenth in range(0, 11, 2):
+    for tenth in (0, 4, 6, 10):
         bound = least + tenth * (everything - least) // 10
         step = step_of(bytes=bound)
         program = step.lower(PARAMS, BATCH)
@@ -93,7 +93,7 @@ def test_budgets_from_everything_to_the_least(monkeypatch: pytest.MonkeyPatch) -
     assert costs[-1] == 0 < costs[0]
     assert parts == {1, 2}
     monkeypatch.setattr(limits, "LEAST", 10**9)
-    for cost, bound in found[1:5]:
+    for cost, bound in found[1:3]:
         unrolled = step_of(bytes=bound).lower(PARAMS, BATCH)
         assert not has_loops(unrolled)
         assert cost <= 1.15 * recomputed(unrolled)
@@ -125,6 +125,7 @@ def test_a_bound_that_only_single_layers_can_meet(monkeypatch: pytest.MonkeyPatc
     assert peak(bytes=lower) == (lower, False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bound", [0.2, 0.6])
 def test_on_a_mesh(bound: float) -> None:
     mesh = Mesh({"dp": 2}, virtual=True)

@@ -66,7 +66,7 @@ def tolerance(fn: Callable[..., Any], args: Sequence[Tensor]) -> float:
     return 1e-5 if any(getattr(v, "dtype", None) == torch.float32 for v in values) else 1e-9
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", NAMES)
 def test_dims_of_size_zero_and_one(name: str) -> None:
     @settings(max_examples=examples(ci=2, explore=80), database=None, phases=(Phase.generate,))

@@ -116,7 +116,7 @@ INSIDE: dict[str, dict[str, int]] = {
 }
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(48)
 @pytest.mark.filterwarnings("ignore::torchard.IdleAxisWarning")
 @pytest.mark.parametrize("derived", ["value and grad inside", "grad outside", "jvp"])
 @pytest.mark.parametrize(

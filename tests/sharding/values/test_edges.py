@@ -174,6 +174,7 @@ def splits(args: tuple[torch.Tensor, ...], mesh: Mesh) -> Iterator[tuple[P, ...]
     yield tuple(P(*[None] * (x.ndim - 1), axes) if x.ndim else P() for x in args)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "mesh"), list(itertools.product(CASES, MESHES)), ids=lambda v: str(v).removeprefix("Mesh")
 )
