@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from torchard.functional.modules.state import containers
 
@@ -34,7 +35,7 @@ def hollow(module: nn.Module, constants: list[Tensor]) -> nn.Module:
 
 def _check_initialized(module: nn.Module) -> None:
     tensors = (*module.named_parameters(), *module.named_buffers())
-    lazy = next((k for k, t in tensors if isinstance(t, nn.parameter.UninitializedTensorMixin)), None)
+    lazy = next((k for k, t in tensors if is_lazy(t)), None)
     if lazy is not None:
         raise ValueError(
             f"functionalize: {lazy!r} gets its shape in the first call of its lazy module. Run the "

@@ -7,7 +7,7 @@ reads costs nothing.
 
 from __future__ import annotations
 
-from collections.abc import ItemsView, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -53,10 +53,10 @@ class _Rows(dict[str, Any]):
         except KeyError:
             return default
 
-    def values(self) -> ValuesView[Any]:
+    def values(self) -> Any:
         return {key: self[key] for key in self}.values()
 
-    def items(self) -> ItemsView[str, Any]:
+    def items(self) -> Any:
         return {key: self[key] for key in self}.items()
 
     def replaced(self) -> str | None:

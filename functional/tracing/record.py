@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -196,24 +195,12 @@ def _branching(error: BaseException) -> PurityError:
     where = source.of_error(error) or source.of_here() or "a line that could not be found"
     op = getattr(error, "func", None)
     operation = f" (by {op})" if op is not None else ""
-    if _in_format(error):
-        return PurityError(
-            f"{where} puts a tensor of a trace in a text (an f-string), which needs its "
-            f"value{operation}. Leave the text out, or make it outside the transform. Where a gradient "
-            "is taken inside, as in jit(torch.func.grad(f)), torch.func.grad(jit(f)) takes a text "
-            "without a format."
-        )
     return PurityError(
         f"{where} needs the value of a tensor while the function is traced{operation}: branching, "
         "item(), bool(), float() and shapes that depend on values cannot be traced. Use "
         "torch.where for a branch, pass the number as an int, bool or string argument (these are "
         "static), or compute it outside the transform."
     )
-
-
-def _in_format(error: BaseException) -> bool:
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(frame.f_code is torch.Tensor.__format__.__code__ for frame, _ in frames)
 
 
 def _output_node(state: TraceState, output: torch.Tensor) -> fx.Node:

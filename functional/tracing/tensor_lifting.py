@@ -136,8 +136,24 @@ def _assign(into: torch.Tensor, index: Any, value: Any) -> None:
         into[index] = value
 
 
+def _text(tensor: torch.Tensor, spec: str) -> str:
+    """What an f-string shows of a tensor: its kind, as it has no value yet. No format is for that."""
+    if spec:
+        raise PurityError(
+            f"{source.of_here()} puts the value of a tensor in a text (an f-string with {spec!r}) while "
+            "the function is traced, where tensors have none. Leave the text out, make it outside of the "
+            "transform, or leave out the format: the text then shows dtype and shape."
+        )
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
 # Composite operations that read values without need, and replacements to trace.
-_WITHOUT_READING: dict[Any, Any] = {F.one_hot: _one_hot, torch.Tensor.__setitem__: _assign, **COMPOSED}
+_WITHOUT_READING: dict[Any, Any] = {
+    F.one_hot: _one_hot,
+    torch.Tensor.__setitem__: _assign,
+    torch.Tensor.__format__: _text,
+    **COMPOSED,
+}
 
 
 _PLAIN_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)

@@ -1,0 +1,68 @@
+"""What torch refuses inside of its transforms: f-strings of tensors, and old autograd Functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+
+from torchard import Mesh, PurityError, checkpoint, jit, shard
+
+X = torch.arange(1.0, 4.0)
+
+
+class Twice(torch.autograd.Function):
+    """Without setup_context."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * 2
+
+
+def applied(x: Tensor) -> Tensor:
+    return Twice.apply(x).square().sum()
+
+
+def printed(x: Tensor) -> Tensor:
+    assert f"{(x > 0).sum()} of {x}, {x.mean()!s}" and format(x.sum())
+    return x.square().sum()
+
+
+def rounded(x: Tensor) -> Tensor:
+    assert f"{x.mean():.2f}"
+    return x.square().sum()
+
+
+STACKS: dict[str, Callable[[Any], Any]] = {
+    "jit of grad": lambda f: jit(grad(f), backend="eager"),
+    "grad of jit": lambda f: grad(jit(f, backend="eager")),
+    "grad of checkpoint": lambda f: grad(checkpoint(f)),
+    "shard of grad": lambda f: shard(grad(f), Mesh({"dp": 2}, virtual=True)),
+    "shard of vmap of grad": lambda f: shard(
+        lambda x: vmap(grad(f))(x[None])[0], Mesh({"dp": 2}, virtual=True)
+    ),
+    "grad of shard": lambda f: grad(shard(f, Mesh({"dp": 2}, virtual=True))),
+}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_texts_of_tensors(stack: str) -> None:
+    """Without a format they show dtype and shape; with one they are refused, with the line."""
+    have = STACKS[stack](printed)(X)
+    assert (have.full() if hasattr(have, "full") else have).tolist() == (2 * X).tolist()
+    with pytest.raises(PurityError, match=r"test_refused_inside\.py:\d+ in rounded puts .*'\.2f'"):
+        STACKS[stack](rounded)(X)
+
+
+def test_functions_without_setup_context_say_what_works() -> None:
+    with pytest.raises(PurityError, match=r"without setup_context.*torch\.func\.grad\(jit\(f\)\)"):
+        jit(grad(applied), backend="eager")(X)
+    assert grad(jit(applied, backend="eager"))(X).tolist() == (8 * X).tolist()
