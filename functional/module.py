@@ -16,6 +16,7 @@ from torchard.functional.core.arguments import checked
 from torchard.functional.core.locks import Lock
 from torchard.functional.core.placed import is_placed
 from torchard.functional.core.scope_frames import Frame, path_of
+from torchard.functional.core.wrapper import ModuleCopy
 from torchard.functional.dropout import Keyed
 from torchard.functional.effects.batch_norm_modules import traceable_forward
 from torchard.functional.module_layers import check_untied, stacked_layers
@@ -76,7 +77,7 @@ def functionalize(
     return fn, fn.stack({k: p.detach() for k, p in module.named_parameters()})
 
 
-class Functional:
+class Functional(ModuleCopy):
     """A pure function ``fn(params, *args, key=None, buffers=None, **kwargs)`` made by `functionalize`.
 
     Every submodule computes in the scope of its path, so that traces, plans and messages name it:
@@ -117,7 +118,7 @@ class Functional:
     tensor([0.1000, 0.4000])
     """
 
-    # Slots hide the copy from guards, which would otherwise guard every attribute in it.
+    # Slots hide the copy from guards, which walk it as a `ModuleCopy`, not attribute by attribute.
     __slots__ = ("__dict__", "_lock", "_names", "_ties", "_trained", "_training", "module", "stacks")
 
     def __init__(self, module: nn.Module, stacked: str | Sequence[str] = ()) -> None:

@@ -59,7 +59,7 @@ def is_installed(code: CodeType) -> bool:
 
 def is_installed_module(module: ModuleType) -> bool:
     """The same for a module; one without a file is builtin, unless it is the main module."""
-    path = getattr(module, "__file__", None)
+    path = vars(module).get("__file__")
     if module.__name__.partition(".")[0] in ("torch", "torchard"):
         return True
     if path is None:

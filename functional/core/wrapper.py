@@ -1,11 +1,13 @@
-"""The base class of what transforms return."""
+"""The base classes of what transforms return, and of functions made of modules."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Wrapper"]
+from torch import nn
+
+__all__ = ["ModuleCopy", "Wrapper"]
 
 
 class Wrapper:
@@ -18,3 +20,14 @@ class Wrapper:
 
     fn: Callable[..., Any]
     rewrites: tuple[Any, ...] = ()
+
+
+class ModuleCopy:
+    """A callable with a private copy of a module, whose code a trace depends on.
+
+    Attributes:
+        module: the copy.
+    """
+
+    __slots__ = ()
+    module: nn.Module

@@ -12,16 +12,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, eq, is_
+from operator import attrgetter, eq, is_, methodcaller
 from typing import Any
 
-from torchard.functional.guards.reachable import contents, is_value, kind_of, reachable
+from torchard.functional.guards.changes import Reads
+from torchard.functional.guards.reachable import reachable
+from torchard.functional.guards.slots import contents, is_value, kind_of
 
 __all__ = ["Environment"]
 
 _contents = attrgetter("cell_contents")
 # What tells code that torch's grad mode is off: itself, or by whether values require gradients.
 _GRAD_MODE = frozenset(("is_grad_enabled", "requires_grad", "is_leaf", "grad_fn"))
+_call = methodcaller("__call__")
 
 
 class Environment:
@@ -32,12 +35,14 @@ class Environment:
         guardable: whether all of it can be compared: not an iterator, which reading would change, nor an
             array of objects, nor more objects than are guarded.
         reads_grad_mode: whether its code may read torch's grad mode.
+        reads: what was read, to say what changed; None once nobody needs it.
     """
 
     def __init__(self, roots: Sequence[Any]) -> None:
         walk = reachable(roots)
         self.structure = walk.structure
-        self.guardable = walk.guardable
+        self.guardable = not walk.unguardable
+        self.reads: Reads | None = Reads(walk.reads, walk.unguardable)
         self.reads_grad_mode = not _GRAD_MODE.isdisjoint(walk.met.names)
         # Kept alive: their ids are in the structure.
         self._kept = [value for value in walk.kept if not is_value(value)]
@@ -46,6 +51,9 @@ class Environment:
         self._empty, self._sets, self._arrays = slots.empty, slots.sets, slots.arrays
         self._cells, self._picks, self._keyed = slots.cells, slots.picks, slots.keyed
         self._values, self._sized = slots.values, slots.sized
+        self._gets, self._typed, self._absent = slots.gets, slots.typed, slots.absent
+        self._readers = [read for read, _ in slots.facts]
+        self._facts = [fact for _, fact in slots.facts]
         self._now = self._read()
         self._keys = [*chain.from_iterable(self._keyed)]
         self._sizes = [*map(len, self._sized)]
@@ -55,6 +63,8 @@ class Environment:
         read = [*map(_contents, self._cells)]
         for pick, owner in self._picks:
             read += pick(owner)
+        read += map(_call, self._gets)
+        read += map(type, self._typed)
         read += chain.from_iterable(self._values)
         return read
 
@@ -76,6 +86,11 @@ class Environment:
         try:
             if any(self._empty):
                 return False
+            if self._readers and [*map(_call, self._readers)] != self._facts:
+                return False
+            for keys, names in self._absent:
+                if not keys.isdisjoint(names):
+                    return False
             if self._sized and [*map(len, self._sized)] != self._sizes:
                 return False
             if self._keyed and [*chain.from_iterable(self._keyed)] != self._keys:
@@ -96,7 +111,7 @@ class Environment:
     def _same_contents(self) -> bool:
         if self._sets and not all(map(eq, *zip(*self._sets, strict=True))):
             return False
-        return all(contents(now) == then for now, then in self._arrays)
+        return not self._arrays or all(contents(now) == then for now, then in self._arrays)
 
     def agrees(self, other: Environment) -> bool:
         """Whether a trace of one environment is valid in the other."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import array
 import enum
 import functools
-import hashlib
+import inspect
 import io
 import types
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -18,18 +18,29 @@ import torch
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
-from torchard.functional.core.placed import is_placed
-from torchard.functional.core.tensor_spec import TensorSpec
-from torchard.functional.core.wrapper import Wrapper
+from torchard.functional.core.wrapper import ModuleCopy, Wrapper
+from torchard.functional.guards.indirect import (
+    INDIRECT,
+    imported,
+    is_proxy,
+    library_names,
+    setting_names,
+    special,
+)
+from torchard.functional.guards.kinds import is_of_library, is_opaque, is_read, slots_of
 from torchard.functional.guards.referenced_names import (
     Code,
     code_of,
+    constructors_of,
     functions_of_class,
     is_library_class,
+    is_standard_container,
     is_users_class,
 )
+from torchard.functional.guards.slots import Slots, contents, is_value, kind_of
+from torchard.functional.guards.written_names import WRITTEN_TYPES
 
-__all__ = ["SETTINGS", "Slots", "Walk", "contents", "is_value", "kind_of", "reachable"]
+__all__ = ["SETTINGS", "Walk", "reachable"]
 
 # Types that are compared by value.
 SETTINGS = (
@@ -39,63 +50,7 @@ SETTINGS = (
 
 # How many objects are guarded at most: what reaches more is traced at every call.
 _OBJECTS = 100_000
-# Arrays up to this size are compared with a copy, larger ones with a digest.
-_ARRAY_BYTES = 1 << 16
-
 _of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
-
-
-def is_value(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) or is_placed(value)
-
-
-def contents(values: Any) -> bytes:
-    """The bytes of an array or a buffer; of a large one, their digest."""
-    held: bytes = values.tobytes() if isinstance(values, np.ndarray) else bytes(values)
-    return held if len(held) <= _ARRAY_BYTES else hashlib.blake2b(held).digest()
-
-
-def kind_of(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        strided = value.layout is torch.strided
-        return "tensor", type(value), TensorSpec.of(value) if strided else (value.shape, value.layout)
-    return "placed", value.__torchard_placed__()[:4] if is_placed(value) else None
-
-
-class Slots:
-    """The slots that hold objects, by how they are read."""
-
-    def __init__(self) -> None:
-        self.empty: list[Any] = []
-        self.cells: list[types.CellType] = []
-        self.picks: list[tuple[Callable[[Any], tuple[Any, ...]], Any]] = []
-        self.keyed: list[Any] = []
-        self.values: list[Any] = []
-        self.sized: list[Any] = []
-        self.sets: list[tuple[Any, Any]] = []
-        self.arrays: list[tuple[Any, bytes]] = []
-
-    def pick(self, owner: Any, names: Sequence[str], by: Callable[..., Any]) -> None:
-        """Add some entries or attributes of an object."""
-        if names:
-            # A getter of one name would not return a tuple.
-            self.picks.append((by(*names, names[0]), owner))
-
-    def whole(self, mapping: dict[Any, Any]) -> None:
-        """Add all entries of a dict."""
-        if mapping:
-            self.keyed.append(mapping)
-            self.values.append(dict.values(mapping))
-        else:
-            self.empty.append(mapping)
-
-    def sequence(self, values: Any) -> None:
-        """Add all items of a list."""
-        if values:
-            self.sized.append(values)
-            self.values.append(values)
-        else:
-            self.empty.append(values)
 
 
 def reachable(roots: Sequence[Any]) -> Walk:
@@ -115,6 +70,11 @@ class Walk:
     Args:
         code: names in the functions that are reached; attributes of the user's objects that are not
             among them are skipped.
+
+    Attributes:
+        met: the names that were found, which another pass must go by.
+        reads: the object that was read (its number), what of it, and the token of what was there.
+        unguardable: the numbers of objects that cannot be compared.
     """
 
     def __init__(self, code: Code) -> None:
@@ -123,33 +83,64 @@ class Walk:
         self.slots = Slots()
         self.structure: list[Any] = []
         self.kept: list[Any] = []
-        self.guardable = True
+        self.reads: list[tuple[int, str, Any]] = []
+        self.unguardable: list[int] = []
         self._numbers: dict[int, int] = {}
+        self._parts: set[int] = set()
+        self._words: set[str] = set()
 
     def run(self, roots: Sequence[Any]) -> None:
         """Visit everything reachable from the roots."""
         self.structure.append(tuple(map(self.token, roots)))
         for value in self.kept:  # grows during the loop
             if len(self.structure) > _OBJECTS:
-                self.guardable = False
+                self.unguardable.append(len(self.structure) - 1)
                 break
             self.structure.append(self._visit(value))
+        self._methods_of_tensors()
+        if self.code.indirect:
+            self.meet(frozenset(self._words))
+        self.slots.finish()
 
-    def token(self, value: Any) -> Any:
+    def _methods_of_tensors(self) -> None:
+        """Methods that the code may call, and users replace."""
+        held, names = vars(torch.Tensor), self.code.names & _METHODS
+        known = sorted(names & held.keys())
+        self.slots.name(held, known, names.difference(known))
+        self.structure.append(tuple((key, id(held[key])) for key in known))
+
+    def token(self, value: Any, label: str = "") -> Any:
         """A value's token in the structure: a setting itself, or the number of an object."""
+        token: Any
         if isinstance(value, SETTINGS) and not isinstance(value, enum.Enum):
-            return type(value), value
-        number = self._numbers.get(id(value))
-        if number is None:
-            number = self._numbers[id(value)] = len(self.kept)
-            self.kept.append(value)
-        return number
+            token = type(value), value
+            if type(value) is str and value.isidentifier():
+                self._words.add(value)
+        else:
+            token = self._numbers.get(id(value))
+            if token is None:
+                token = self._numbers[id(value)] = len(self.kept)
+                self.kept.append(value)
+        self.reads.append((len(self.structure) - 1, label, token))
+        if isinstance(value, type) and label != " type" and is_users_class(value):
+            made = tuple(self.token(fn, f".{key}") for key, fn in constructors_of(value))
+            return token, made
+        return token
+
+    def meet(self, names: frozenset[str]) -> None:
+        """Add names that are read as if they were in the code."""
+        self.met |= Code(names)
 
     def _visit(self, value: Any) -> Any:
+        if is_proxy(value):
+            return "proxy", self.token(value.__repr__.__self__)
         if is_value(value):
             return kind_of(value)
         if isinstance(value, Wrapper):
             return self._transformed(value)
+        found = special(self, value)
+        if found is not None:
+            return found
         for kinds, visit in _VISITS:
             if isinstance(value, kinds):
                 return visit(self, value)
@@ -158,83 +149,123 @@ class Walk:
     # -- functions ----------------------------------------------------------------------------
 
     def _function(self, fn: types.FunctionType) -> Any:
-        mine = source.is_user(fn.__code__) and not source.is_installed(fn.__code__)
+        mine = is_read(fn)
+        if not mine and is_of_library(fn):
+            return "opaque", id(fn)
         self.slots.picks.append((_of_function, fn))
         if fn.__kwdefaults__:
             self.slots.whole(fn.__kwdefaults__)
-        cells = tuple(map(self._cell, fn.__closure__ or ()))
-        defaults = self._tokens(fn.__defaults__ or ())
-        defaults += self._tokens(fn.__kwdefaults__ or ())
-        defaults += self._tokens((fn.__kwdefaults__ or {}).values())
-        wrapped = getattr(fn, "__wrapped__", None)
         code = code_of(fn.__code__)
+        cells = tuple(
+            self._cell(cell, key, code)
+            for key, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+        )
+        defaults = self._tokens(fn.__defaults__ or (), "default ")
+        defaults += self._tokens(fn.__kwdefaults__ or (), "keyword ")
+        defaults += self._tokens((fn.__kwdefaults__ or {}).values(), "default ")
         if not mine:
-            return "function", fn.__code__, cells, defaults, self.token(wrapped)
+            wrapped = self.token(getattr(fn, "__wrapped__", None))
+            return "function", fn.__code__, cells, defaults, wrapped
         self.met |= code
-        return "function", fn.__code__, cells, defaults, self._globals(fn.__globals__, code)
+        read = self._globals(fn, code), imported(self, fn.__globals__, code.imports)
+        own = self._attributes(fn) if vars(fn) else ()
+        return "function", fn.__code__, cells, defaults, read, own
 
-    def _cell(self, cell: types.CellType) -> Any:
+    def _cell(self, cell: types.CellType, key: str, code: Code) -> Any:
         try:
             value = cell.cell_contents
         except ValueError:  # not assigned yet
             return "empty"
+        if key in code.written and type(value) in WRITTEN_TYPES:
+            return self._written(lambda: cell.cell_contents)
         self.slots.cells.append(cell)
-        return self.token(value)
+        return self.token(value, f"the closure variable {key}")
 
-    def _globals(self, names: dict[str, Any], code: Code) -> Any:
+    def _written(self, read: Callable[[], Any]) -> Any:
+        """What is written and never read: its type alone matters."""
+        self.slots.facts.append((lambda: type(read()) in WRITTEN_TYPES, True))
+        return "written"
+
+    def _globals(self, fn: types.FunctionType, code: Code) -> Any:
         """The global values that a function names; of a dict that it only indexes, the items."""
-        known = [key for key in sorted(code.globals) if key in names]
-        self.slots.pick(names, known, itemgetter)
+        names, wanted = fn.__globals__, code.globals
+        if self.code.finds_globals:
+            wanted = wanted | self.code.names
+        known, built_in = [], [key for key in sorted(wanted) if key not in names]
         tokens = []
-        for key in known:
+        for key in sorted(key for key in wanted if key in names):
             value, items = names[key], code.items.get(key)
+            if key in code.written and type(value) in WRITTEN_TYPES:
+                tokens.append((key, self._written(functools.partial(names.get, key))))
+                continue
+            known.append(key)
             if type(value) is dict and items is not None and id(value) not in self._numbers:
-                tokens.append((key, self._entries(value, items)))
+                tokens.append((key, self._entries(value, items, f"the global {key}")))
             else:
-                tokens.append((key, self.token(value)))
-        return tuple(tokens)
+                tokens.append((key, self.token(value, f"the global {key}")))
+        self.slots.name(names, known, built_in)
+        return tuple(tokens), self._builtins(fn.__builtins__, built_in)
 
-    def _entries(self, mapping: Mapping[Any, Any], keys: Any) -> Any:
+    def _builtins(self, held: dict[str, Any], names: Sequence[str]) -> Any:
+        known = [key for key in names if key in held]
+        self.slots.name(held, known)
+        return tuple(self.token(held[key], f"the builtin {key}") for key in known)
+
+    def _entries(self, mapping: Mapping[Any, Any], keys: Any, path: str) -> Any:
         present = sorted((key for key in keys if key in mapping), key=repr)
+        missing = frozenset(keys) - frozenset(present)
         self.slots.pick(mapping, present, itemgetter)
-        return tuple((key, self.token(mapping[key])) for key in present)
+        if missing:
+            self.slots.absent.append((mapping.keys(), missing))
+        return tuple((key, self.token(mapping[key], f"{path}[{key!r}]")) for key in present)
 
     def _transformed(self, value: Wrapper) -> Any:
         return "transformed", type(value), self.token(value.fn), value.rewrites
 
     def _method(self, method: types.MethodType) -> Any:
-        return "method", self.token(method.__func__), self.token(method.__self__)
+        return "method", self.token(method.__func__), self.token(method.__self__, "self")
 
     def _partial(self, partial: functools.partial[Any]) -> Any:
         keywords = partial.keywords
         self.slots.whole(keywords)
-        tokens = self._tokens((partial.func, *partial.args, *keywords.values()))
+        tokens = self._tokens((partial.func, *partial.args, *keywords.values()), "partial ")
         return "partial", tokens, tuple(keywords)
 
     # -- containers ---------------------------------------------------------------------------
 
-    def _tokens(self, values: Any) -> tuple[Any, ...]:
-        return tuple(map(self.token, values))
+    def _tokens(self, values: Any, label: str = "") -> tuple[Any, ...]:
+        return tuple(self.token(value, f"{label}[{i}]") for i, value in enumerate(values))
 
     def _dict(self, mapping: dict[Any, Any]) -> Any:
         self.slots.whole(mapping)
-        items = tuple((self.token(key), self.token(value)) for key, value in dict.items(mapping))
-        return "dict", type(mapping), items, self._attributes(mapping)
+        items = tuple(
+            (self.token(key, "key "), self.token(value, f"[{key!r}]"))
+            for key, value in dict.items(mapping)
+        )
+        if isinstance(mapping, defaultdict):
+            items += (self.token(mapping.default_factory, ".default_factory"),)
+        return "dict", type(mapping), items, self._of_subclass(mapping)
 
     def _sequence(self, values: Any) -> Any:
         if not isinstance(values, tuple):
             self.slots.sequence(values)
-        return "sequence", type(values), self._tokens(values), self._attributes(values)
+        return "sequence", type(values), self._tokens(values), self._of_subclass(values)
+
+    def _of_subclass(self, values: Any) -> Any:
+        if type(values).__module__ in ("builtins", "collections"):
+            return ()
+        return self.token(type(values), " type"), self._attributes(values)
 
     def _set(self, values: Any) -> Any:
         copy = frozenset(values)
         if not isinstance(values, frozenset):
             self.slots.sets.append((values, copy))
-        return "set", type(values), copy
+        items = [value for value in values if not isinstance(value, SETTINGS)]
+        return "set", type(values), copy, self._tokens(items)
 
     def _array(self, values: Any) -> Any:
         if isinstance(values, np.ndarray) and values.dtype.hasobject:
-            self.guardable = False
+            self.unguardable.append(len(self.structure) - 1)
             return "array", id(values)
         held = contents(values)
         self.slots.arrays.append((values, held))
@@ -245,39 +276,64 @@ class Walk:
 
     def _module(self, module: types.ModuleType) -> Any:
         if source.is_installed_module(module):
-            return "opaque", id(module)
+            return "module", id(module), library_names(self, module)
         held = vars(module)
-        known = sorted(key for key in self.code.names if key in held)
-        self.slots.pick(held, known, itemgetter)
-        return "module", id(module), tuple((key, self.token(held[key])) for key in known)
+        known = sorted(key for key in self.code.names | {"__getattr__"} if key in held)
+        self.slots.name(held, known, self.code.names.difference(known))
+        tokens = tuple((key, self.token(held[key], f".{key}")) for key in known)
+        return "module", id(module), tokens, self.token(type(module), " type")
 
     def _iterator(self, value: Any) -> Any:
-        self.guardable = self.guardable and isinstance(value, io.IOBase)
+        if not isinstance(value, io.IOBase):
+            self.unguardable.append(len(self.structure) - 1)
         return "iterator", id(value)
+
+    def _copy(self, holder: ModuleCopy) -> Any:
+        """A private copy of a module: its code, and the named attributes of its parts."""
+        self._parts.update(map(id, holder.module.modules()))
+        return "copy", self.token(holder.module, ""), self._attributes(holder)
+
+    def _part(self, part: torch.nn.Module) -> Any:
+        """A part of a private copy, whose tables of parameters, parts and hooks nothing changes."""
+        held = vars(part)
+        wanted = [key for key in held if key not in _TABLES and self._names(part, held, key)]
+        self.slots.pick(held, wanted, itemgetter)
+        own = self._tokens(part.children())
+        forward = getattr(held.get("forward"), "__wrapped__", None)
+        if getattr(forward, "__func__", None) is not type(part).forward:
+            own += (self.token(forward, ".forward"),)
+        named = tuple((key, self.token(held[key], f".{key}")) for key in sorted(wanted))
+        hooks = self._tokens(held[key] for key in internals.HOOK_TABLES if held[key])
+        return "part", self.token(type(part), " type"), own, named, hooks
 
     def _object(self, value: Any) -> Any:
         """The named attributes of an instance and of its class."""
-        if _is_opaque(type(value)) or not (hasattr(value, "__dict__") or _slots_of(type(value))):
+        if type(value).__module__.startswith("torch.backends"):
+            return "settings", id(value), setting_names(self, value, lambda key: True)
+        if is_opaque(type(value)) or not (hasattr(value, "__dict__") or slots_of(type(value))):
             return "opaque", id(value)
-        return "object", self.token(type(value)), self._attributes(value)
+        if id(value) in self._parts:
+            return self._part(value)
+        self.slots.typed.append(value)
+        member = id(value) if isinstance(value, enum.Enum) else None
+        return "object", member, self.token(type(value), " type"), self._attributes(value)
 
     def _attributes(self, value: Any) -> Any:
-        if type(value).__module__ in ("builtins", "collections"):
-            return ()
         held = getattr(value, "__dict__", None)
-        slots = _slots_of(type(value))
+        slots = slots_of(type(value))
         tokens: list[Any] = []
         if isinstance(held, dict):
-            wanted = [key for key in held if self._names(value, key)]
+            wanted = [key for key in held if self._names(value, held, key)]
             self.slots.keyed.append(held)
             self.slots.pick(held, wanted, itemgetter)
-            tokens += [(key, self.token(held[key])) for key in sorted(wanted, key=str)]
+            tokens += [(key, self.token(held[key], f".{key}")) for key in sorted(wanted, key=str)]
         present = [key for key in slots if hasattr(value, key)]
         self.slots.pick(value, present, attrgetter)
-        tokens += [(key, self.token(getattr(value, key))) for key in present]
+        tokens += [(key, self.token(getattr(value, key), f".{key}")) for key in present]
         return tuple(tokens)
 
-    def _names(self, value: Any, key: Any) -> bool:
+    def _names(self, value: Any, held: dict[Any, Any], key: Any) -> bool:
+        """Whether the code may read an attribute."""
         if isinstance(value, torch.nn.Module):
             if key in internals.NOT_READ_BY_MODULES:
                 return False
@@ -285,11 +341,12 @@ class Walk:
                 return True
         if self.code.reflects or key in self.code.names:
             return True
-        cls: Any = type(value)
-        return is_library_class(cls)
+        if key in self.code.written and type(held[key]) not in WRITTEN_TYPES:
+            return True
+        return is_library_class(type(value)) or is_standard_container(type(value))
 
     def _class(self, cls: type) -> Any:
-        """The named data and functions of a class of the user's."""
+        """The named data and functions of a class of the user's, and of its metaclass."""
         tokens: list[Any] = []
         for base in cls.__mro__:
             if is_users_class(base):
@@ -297,14 +354,41 @@ class Walk:
                 held = vars(base)
                 self.slots.keyed.append(held)
                 self.slots.pick(held, [key for key, _ in named], itemgetter)
-                tokens += [(key, self.token(item)) for key, item in named]
+                tokens += [(key, self.token(item, f".{key}")) for key, item in named]
+                if "__match_args__" in self.code.names:
+                    self.meet(frozenset(held.get("__match_args__", ())))
+        if "__subclasses__" in self.code.names:
+            self.slots.facts.append((cls.__subclasses__, cls.__subclasses__()))
+            tokens += self._tokens(cls.__subclasses__())
+        if is_users_class(type(cls)):
+            tokens.append(self.token(type(cls), " type"))
+        if issubclass(cls, torch.nn.Module):
+            tokens += self._tokens(internals.GLOBAL_HOOK_TABLES)
+            tokens.append(self._library_forward(cls))
         return "class", id(cls), tuple(tokens)
 
+    def _library_forward(self, cls: type[torch.nn.Module]) -> Any:
+        """What the forward of a library's module calls: functions that users replace."""
+        owner = next(base for base in cls.__mro__ if "forward" in vars(base))
+        self.slots.name(vars(owner), ["forward"])
+        forward = inspect.unwrap(cls.forward)
+        if not isinstance(forward, types.FunctionType) or is_read(forward):
+            return self.token(forward, ".forward")
+        code = code_of(forward.__code__)
+        self.met |= code
+        return forward.__code__, self._globals(forward, code)
+
+
+_METHODS = frozenset(dir(torch.Tensor))
+# The tables of a module that a private copy does not change, and its forward, wrapped by the copy.
+_TABLES = (internals.READ_BY_MODULES - {"training"}) | {"forward"}
 
 _VISITS: tuple[tuple[Any, Callable[[Walk, Any], Any]], ...] = (
     (types.FunctionType, Walk._function),
     (types.MethodType, Walk._method),
     (functools.partial, Walk._partial),
+    *INDIRECT,
+    (ModuleCopy, Walk._copy),
     (dict, Walk._dict),
     ((list, tuple, deque), Walk._sequence),
     ((set, frozenset), Walk._set),
@@ -313,21 +397,3 @@ _VISITS: tuple[tuple[Any, Callable[[Walk, Any], Any]], ...] = (
     (type, Walk._class),
     (Iterator, Walk._iterator),
 )
-
-
-def _is_opaque(cls: type) -> bool:
-    """Whether instances are compared by identity: torch's, this library's, enums and files."""
-    if issubclass(cls, torch.nn.Module):
-        return False
-    return cls.__module__.partition(".")[0] in ("torch", "torchard") or issubclass(
-        cls, (enum.Enum, io.IOBase)
-    )
-
-
-def _slots_of(cls: type) -> tuple[str, ...]:
-    names: list[str] = []
-    for base in cls.__mro__:
-        if is_users_class(base):
-            slots = base.__dict__.get("__slots__", ())
-            names += (slots,) if isinstance(slots, str) else tuple(slots)
-    return tuple(name for name in names if not name.startswith("__"))

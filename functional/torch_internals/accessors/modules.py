@@ -7,10 +7,12 @@ from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules import module
 
 from torchard.functional.torch_internals.accessors.required import require
 
 __all__ = [
+    "GLOBAL_HOOK_TABLES",
     "HOOK_KEYS",
     "HOOK_TABLES",
     "NOT_READ_BY_MODULES",
@@ -23,6 +25,14 @@ __all__ = [
 
 # Where a module keeps its hooks.
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+# The hooks of all modules.
+GLOBAL_HOOK_TABLES = (
+    module._global_forward_hooks,
+    module._global_forward_pre_hooks,
+    module._global_backward_hooks,
+    module._global_backward_pre_hooks,
+)
 
 require(nn.Module(), "_parameters", "_buffers", "_modules", *HOOK_TABLES)
 require(nn.BatchNorm1d, "_check_input_dim")
@@ -54,11 +64,11 @@ buffer_table: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buf
 child_table: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
 
 
-def tensor_tables(module: nn.Module) -> dict[str, dict[str, Any]]:
+def tensor_tables(layer: nn.Module) -> dict[str, dict[str, Any]]:
     """A module's own tables of parameters and of buffers, mutable, by the attributes that hold them."""
-    return {name: vars(module)[name] for name in ("_parameters", "_buffers")}
+    return {name: vars(layer)[name] for name in ("_parameters", "_buffers")}
 
 
-def check_batch_norm_input(module: Any, input: Tensor) -> None:
+def check_batch_norm_input(layer: Any, input: Tensor) -> None:
     """Raise the ValueError of a batch norm whose input has too few or too many dims."""
-    module._check_input_dim(input)
+    layer._check_input_dim(input)
