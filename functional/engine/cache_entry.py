@@ -78,6 +78,7 @@ class CacheEntry:
             environment = environment_of(fn, arguments)
             if not self.environment.agrees(environment):
                 return None
+            environment.take_reads()
             self.environment = environment
         state, values = self.last_read
         if state is not environment.state:

@@ -21,6 +21,7 @@ from torchard.functional.derivatives.value_rewrite import ValueRewrite, interpre
 from torchard.functional.engine.autograd_functions import call
 from torchard.functional.engine.cache_entry import CacheEntry, environment_of, is_under
 from torchard.functional.engine.donation import give_up
+from torchard.functional.engine.retraces import Trace, retraced
 from torchard.functional.loops.call import is_opaque
 from torchard.functional.loops.rolled import rolled, straight_line
 from torchard.functional.programs.program import Program, Rewrite
@@ -61,7 +62,8 @@ class Transformed(Wrapper):
         PurityError, StaticArgumentError: see `trace`.
 
     Warns:
-        RetraceWarning: the function is traced for the eighth time; names the leaf that keeps changing.
+        RetraceWarning: the function is traced for the eighth time; names the argument, global, closure
+            variable or attribute that keeps changing.
 
     >>> import torch, torchard as ta
     >>> from torchard.transforms import Transformed
@@ -102,7 +104,7 @@ class Transformed(Wrapper):
         # The entry called last, nearly always the next one as well: it need not be moved in the cache.
         self._newest: CacheEntry | None = None
         self._lock = Lock()
-        self._history: deque[tuple[Hashable, list[str]]] = deque(maxlen=_RETRACES)
+        self._history: deque[Trace] = deque(maxlen=_RETRACES)
         self._traces = 0
         self._reads_grad_mode = False
         self._reads_autograd = False
@@ -243,7 +245,6 @@ class Transformed(Wrapper):
 
     def _traced(self, arguments: Arguments, paths: list[str]) -> tuple[CacheEntry, list[Any]]:
         """A new entry for these arguments, and the closed-over values."""
-        self._count(arguments, paths)
         if not self._reads_grad_mode:
             self._reads_grad_mode = environment_of(self.fn, arguments).reads_grad_mode
         grad_mode = torch.is_grad_enabled() or not self._reads_grad_mode
@@ -259,19 +260,22 @@ class Transformed(Wrapper):
         for rewrite in rewrites:
             program = _annotated(program, rewrite)
         entry = CacheEntry(self.fn, program, rewrites, arguments, paths)
+        self._count(Trace.of(entry, arguments.key, paths))
         values = [closure.value for closure in program.closures]
         for closure in program.closures:
             closure.let_go()
         return entry, values
 
-    def _count(self, arguments: Arguments, paths: list[str]) -> None:
+    def _count(self, trace: Trace) -> None:
         """Count a trace, and warn of too many."""
         with self._lock:
             self._traces += 1
-            self._history.append((arguments.key, paths))
+            if self._traces <= _RETRACES:
+                self._history.append(trace)
             too_many = self._traces == _RETRACES
         if too_many:
-            warnings.warn(_retraced(self.__name__, list(self._history)), RetraceWarning, 4)
+            warnings.warn(retraced(self.__name__, list(self._history)), RetraceWarning, 4)
+            self._history.clear()
 
 
 def _annotated(program: Program, rewrite: Rewrite) -> Program:
@@ -322,27 +326,6 @@ def _floating(program: Program, starts: Sequence[str] | None = None) -> tuple[bo
     )
 
 
-def _retraced(name: str, history: list[tuple[Any, list[str]]]) -> str:
-    """The text of a RetraceWarning, with the leaf that took the most values in the last traces."""
-    _, paths = history[-1]
-    alike = [key for key, known in history if known == paths]
-    changes = []
-    for i, path in enumerate(paths):
-        values = list(dict.fromkeys(_leaf_text(key[i + 1]) for key in alike))
-        changes.append((len(values), path, values))
-    head = f"{name} was traced {len(history)} times: "
-    if not changes or max(changes)[0] < 2:
-        return head + (
-            "its argument trees, closures or torch's settings (autocast, default dtype) differ. Call it "
-            "with arguments of one structure, under the same settings."
-        )
-    count, path, values = max(changes, key=lambda change: change[0])
-    return head + (
-        f"{path} took {count} different values ({', '.join(values[:4])}...), and each is a new "
-        "trace. Pass a changing number as a float or a tensor, and pad changing shapes."
-    )
-
-
 def _name_of(fn: Any) -> str:
     """The name of a function, also of one that a partial, or torch.func.grad of a partial, calls."""
     while True:
@@ -353,16 +336,6 @@ def _name_of(fn: Any) -> str:
             fn = wrapped
         else:
             return str(getattr(fn, "__name__", type(fn).__name__))
-
-
-def _leaf_text(part: Any) -> str:
-    if isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], type):
-        return repr(part[1])
-    if isinstance(part, tuple) and len(part) == 4 and isinstance(part[0], torch.Size):
-        return f"{part[1]}{list(part[0])}".removeprefix("torch.")
-    if isinstance(part, tuple) and part[0] is slice:
-        return str(slice(*part[1:]))
-    return str(part)
 
 
 def _lifted(state: TraceState, arguments: Arguments, closures: Sequence[Any]) -> list[torch.Tensor]:

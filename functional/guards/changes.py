@@ -27,7 +27,9 @@ class Reads:
         while owner >= 0 and not label.startswith("the "):
             owner, at = origins[owner]
             label = at + label
-        return label or "the function"
+        if not label.startswith("the "):
+            return f"the attribute {label.removeprefix('.')}" if label else "the function"
+        return label
 
     def cannot_be_compared(self) -> str | None:
         """The path to the first object that cannot be compared."""

@@ -35,14 +35,13 @@ class Environment:
         guardable: whether all of it can be compared: not an iterator, which reading would change, nor an
             array of objects, nor more objects than are guarded.
         reads_grad_mode: whether its code may read torch's grad mode.
-        reads: what was read, to say what changed; None once nobody needs it.
     """
 
     def __init__(self, roots: Sequence[Any]) -> None:
         walk = reachable(roots)
         self.structure = walk.structure
         self.guardable = not walk.unguardable
-        self.reads: Reads | None = Reads(walk.reads, walk.unguardable)
+        self._reads = Reads(walk.reads, walk.unguardable)
         self.reads_grad_mode = not _GRAD_MODE.isdisjoint(walk.met.names)
         # Kept alive: their ids are in the structure.
         self._kept = [value for value in walk.kept if not is_value(value)]
@@ -67,6 +66,11 @@ class Environment:
         read += map(type, self._typed)
         read += chain.from_iterable(self._values)
         return read
+
+    def take_reads(self) -> Reads:
+        """What was read, which is then forgotten."""
+        reads, self._reads = self._reads, Reads((), ())
+        return reads
 
     def let_go(self) -> None:
         """Drop the tensors in slots, and keep their ids and kinds for later checks."""
