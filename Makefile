@@ -12,7 +12,7 @@ JOBS  ?= 2
 # torchrun with two gloo ranks; when one fails, only the ranks' own message is printed.
 TORCHRUN := $(BIN)/python examples/_torchrun.py --nproc-per-node 2
 
-.PHONY: help venv test explore laws mutants oracle proofs coverage races kernels sweep newest matrix lint types docs demo bench images clean zoo
+.PHONY: help venv test explore laws mutants oracle proofs coverage races kernels sweep inductor newest matrix lint types docs demo bench images clean zoo
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -73,6 +73,9 @@ sweep: $(STAMP) ## run torch's own sample calls of every operator sharded (half 
 
 zoo: $(STAMP) ## gradients of 38 families of HuggingFace models under every transform (ten minutes; ARGS="--only bert")
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/zoo.py --out tests/results/zoo.md $(ARGS)
+
+inductor: $(STAMP) ## compare Inductor with eager: random programs and torch's own samples (an hour; ARGS="--only op_db")
+	OMP_NUM_THREADS=1 $(BIN)/python tests/support/inductor_sweep.py $(ARGS)
 
 newest: $(STAMP) ## run some of the tests on the newest supported torch (installs gigabytes)
 	$(BIN)/python tests/support/matrix.py --only newest --part -- -n $(JOBS) --dist loadfile $(ARGS)

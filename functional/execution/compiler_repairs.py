@@ -3,11 +3,14 @@
 They run on the graph that Inductor lowers, after its decompositions and patterns and before it makes
 operations write in place. Each works around one fault, observed on torch 2.13:
 
-| pass | fault |
-|---|---|
-| `copy_before_writes` | A functional write (`index_put`, `select_scatter`, ...) into a value that nothing else reads becomes one in place, also where several elements of the value are one place in memory (`expand`, `unfold`): all of them change. |
-| `compute_once` | A pointwise value is computed again in each kernel that reads it, by vector code in one and by scalar code in another, which round differently; in half precision also before it is rounded. A comparison of the value with its own maximum is then false everywhere, and a gradient is zero or NaN. |
-"""  # noqa: E501
+`copy_before_writes`: a functional write (`index_put`, `select_scatter`, ...) into a value that nothing
+else reads becomes one in place, also where several elements of the value are one place in memory
+(`expand`, `unfold`), so that all of them change.
+
+`compute_once`: a pointwise value is computed again in each kernel that reads it, by vector code in one and
+by scalar code in another, which round differently; in half precision also without rounding. A comparison
+of the value with its own maximum may then be false everywhere, and a gradient zero or NaN.
+"""
 
 from __future__ import annotations
 
@@ -87,9 +90,15 @@ def _overlaps(value: torch.Tensor) -> bool:
 
 
 def compute_once(graph: fx.Graph) -> None:
-    """Have values that are compared exactly with what was made of them stored, and read from memory."""
-    for node in read_twice(graph):
-        REALIZE.set(node, True)
+    """Have values that are compared exactly with what was made of them stored, and read from memory.
+
+    A value that is computed by several nodes is taken from the first, also where a checkpoint would
+    recompute it.
+    """
+    for value, *others in read_twice(graph):
+        REALIZE.set(value, True)
+        for other in others:
+            other.replace_all_uses_with(value)
 
 
 REPAIRS = (copy_before_writes, compute_once)

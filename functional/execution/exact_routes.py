@@ -1,14 +1,14 @@
 """Values of a graph that an exact comparison reads by two routes.
 
-`x == x.amax()` is true somewhere, `(x.amax() - x).sqrt()` is a number, and `x.argmax()` finds the place of
-the largest, as long as both routes, the direct one and that through `amax`, begin at one rounding of x.
-From a comparison back, this follows the operations that round in one way only (or not at all) to values
-that may be rounded in several ways.
+`x == x.amax()` is true somewhere, and `(x.amax() - x).sqrt()` is a number, as long as both routes, the
+direct one and that through `amax`, begin at one rounding of x. Routes go through operations that round in one
+way only, or not at all, and begin at values that may be rounded in several ways.
 """
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -28,52 +28,81 @@ def _names(text: str) -> frozenset[str]:
 
 # Correctly rounded by the standard of floating-point arithmetic, or not rounded, element by element.
 _SAME_PLACE = _names(
-    "add sub rsub mul div neg abs sqrt square maximum minimum fmax fmin clamp clamp_min clamp_max relu "
-    "where masked_fill clone alias detach lift_fresh_copy _to_copy convert_element_type copy hardtanh "
-    "threshold floor ceil round trunc frac sign fmod remainder nextafter copysign fill nan_to_num "
-    "leaky_relu real imag complex view_as_real view_as_complex conj conj_physical"
+    "add sub rsub mul div neg abs sqrt square maximum minimum fmax fmin clamp clamp_min "
+    "clamp_max relu where masked_fill clone alias detach lift_fresh_copy _to_copy "
+    "convert_element_type copy hardtanh threshold floor ceil round trunc frac sign fmod "
+    "remainder nextafter copysign fill nan_to_num leaky_relu real imag complex view_as_real "
+    "view_as_complex conj conj_physical"
 )
 # Results are elements of operands, or tell where these are.
 _MOVED = _names(
-    "view _unsafe_view reshape unsqueeze squeeze expand permute transpose t slice select diagonal flip roll "
-    "rot90 repeat unfold as_strided split split_with_sizes unbind cat stack constant_pad_nd pad index "
-    "index_select gather take take_along_dim _unsafe_index _unsafe_masked_index index_put _unsafe_index_put "
-    "select_scatter slice_scatter diagonal_scatter as_strided_scatter scatter masked_scatter index_copy "
-    "scatter_reduce index_reduce amax amin aminmax max min argmax argmin sort argsort topk kthvalue median "
+    "view _unsafe_view reshape unsqueeze squeeze expand permute transpose t slice select "
+    "diagonal flip roll rot90 repeat unfold as_strided split split_with_sizes unbind cat "
+    "stack constant_pad_nd pad index index_select gather take take_along_dim _unsafe_index "
+    "_unsafe_masked_index index_put _unsafe_index_put select_scatter slice_scatter "
+    "diagonal_scatter as_strided_scatter scatter masked_scatter index_copy scatter_reduce "
+    "index_reduce amax amin aminmax max min argmax argmin sort argsort topk kthvalue median "
     "nanmedian mode cummax cummin max_pool1d max_pool2d max_pool3d max_pool2d_with_indices "
     "max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d "
     "_low_memory_max_pool_with_offsets tril triu diag diag_embed movedim swapaxes embedding "
-    "broadcast_in_dim squeeze_multiple force_stride_order segment_reduce unique_dim masked_select"
+    "broadcast_in_dim squeeze_multiple force_stride_order segment_reduce unique_dim "
+    "masked_select"
 )
 # Results change by a jump, or are no numbers, where operands change by a rounding.
 _JUMPS = _names(
-    "eq ne lt le gt ge sign sgn heaviside floor ceil round trunc frac fmod remainder floor_divide div "
-    "argmax argmin sort argsort topk max min kthvalue median nanmedian mode cummax cummin searchsorted "
-    "bucketize sqrt rsqrt log log2 log10 log1p acos asin acosh atanh pow reciprocal logical_not logical_and "
-    "logical_or logical_xor isin equal hypot erfinv logit lgamma digamma nonzero unique_dim histc "
-    "masked_select signbit"
+    "eq ne lt le gt ge sign sgn heaviside floor ceil round trunc frac fmod remainder "
+    "floor_divide div argmax argmin sort argsort topk max min kthvalue median nanmedian mode "
+    "cummax cummin searchsorted bucketize sqrt rsqrt log log2 log10 log1p acos asin acosh "
+    "atanh pow reciprocal logical_not logical_and logical_or logical_xor isin equal hypot "
+    "erfinv logit lgamma digamma nonzero unique_dim histc masked_select signbit"
 )
 _INFINITE = (float("inf"), -float("inf"))
 
 
-def read_twice(graph: fx.Graph) -> list[fx.Node]:
-    """The values that some comparison, or the results of the graph, read by more than one route."""
+def read_twice(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The values that some comparison, or the results of the graph, read by more than one route.
+
+    Each with all nodes that compute it, in the order of the graph: to a compiler that recomputes, and
+    under checkpoints, one value has several.
+    """
+    alike = _alike(graph)
     routes: dict[fx.Node, Routes] = {}
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         joined = _joined(node, routes)
         if node.op == "output" or _jumps(node):
             found.update({value: None for value, ways in joined.items() if len(ways) > 1})
-        routes[node] = _onward(node, joined)
-    return list(found)
+        routes[node] = {alike[value]: ways for value, ways in _onward(node, joined).items()}
+    return [[node for node in graph.nodes if alike[node] is value] for value in found]
+
+
+def _alike(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
+    """For each node the first one that computes the same value."""
+    first: dict[Any, fx.Node] = {}
+    alike: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if _name(node) == "barrier":
+            alike[node] = alike[node.args[0]]
+            continue
+        alike[node] = first.setdefault(_computed(node, alike), node) if _is_pure(node) else node
+    return alike
+
+
+def _computed(node: fx.Node, alike: dict[fx.Node, fx.Node]) -> Hashable:
+    """What a node computes, by the nodes that compute its operands."""
+    return repr((str(node.target), fx.map_arg((node.args, node.kwargs), alike.__getitem__)))
+
+
+def _is_pure(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and not (
+        node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
+    )
 
 
 def _joined(node: fx.Node, routes: dict[fx.Node, Routes]) -> Routes:
     """The routes to all operands of a node."""
     first, *others = [routes[operand] for operand in node.all_input_nodes] or [{}]
-    if not others:
-        return first
-    joined = dict(first)
+    joined = dict(first) if others else first
     for other in others:
         for value, ways in other.items():
             joined[value] = joined[value] | ways if value in joined else ways
@@ -85,7 +114,7 @@ def _onward(node: fx.Node, joined: Routes) -> Routes:
     name = _name(node)
     if not node.all_input_nodes:
         return {}
-    if name == "getitem":
+    if name in ("getitem", "barrier"):
         return joined
     if name in _SAME_PLACE:
         return joined if _rounds(node) else {}

@@ -107,9 +107,9 @@ def _dtype(entry: Any) -> torch.dtype:
     return next((d for d in wide if d in taken), None) or max(taken, key=order)
 
 
-def cases(entry: Any) -> Iterator[Case]:
-    """Every sample of an entry, with gradients where it has them."""
-    dtype = _dtype(entry)
+def cases(entry: Any, dtype: torch.dtype | None = None) -> Iterator[Case]:
+    """Every sample of an entry, with gradients where it has them; in its widest dtype by default."""
+    dtype = dtype or _dtype(entry)
     follow = entry.supports_autograd and (dtype.is_floating_point or dtype.is_complex)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # samples of sparse, deprecated and beta operations

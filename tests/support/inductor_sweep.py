@@ -1,0 +1,197 @@
+"""Inductor against eager: programs that are hard for a compiler, random programs, and torch's own samples.
+
+``make inductor`` runs all of them under `jit` with its default backend, with gradients where there are
+any, in several dtypes, and writes to ``tests/results`` how many there were, and what was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import compiler_programs
+import effect_programs
+import op_db
+import torch
+from compiler_programs import Trial, compared, differs
+from paths import RESULTS
+from refusals import refuses
+
+from torchard.functional import jit
+from torchard.functional.core import tree
+from torchard.testing.strategies import random_program
+
+BATCH = 60
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64)
+
+# Where torch's own results are not determined, or its gradients are not those of the forward.
+UNDETERMINED = op_db.UNDETERMINED | {"svd_lowrank", "pca_lowrank", "nn.functional.multi_head_attention"}
+
+
+def sources(count: int, seed: int) -> dict[str, Callable[[], Iterable[Trial]]]:
+    """All trials by kind, some of each."""
+    kinds: dict[str, Callable[[], Iterable[Trial]]] = {
+        "writes into overlapping values": compiler_programs.expanded_writes,
+        **{
+            f"exact comparisons, {dtype}": lambda dtype=dtype: compiler_programs.comparisons(dtype, seed)
+            for dtype in (torch.float32, torch.bfloat16, torch.float64)
+        },
+        "random programs": lambda: random_programs(range(seed, seed + count)),
+        "programs with effects": lambda: programs_with_effects(range(seed, seed + count)),
+    }
+    for dtype in DTYPES:
+        kinds[f"op_db, {dtype}"] = lambda dtype=dtype: samples(dtype, max(1, count // 100), seed)
+    return kinds
+
+
+def random_programs(seeds: Iterable[int]) -> Iterator[Trial]:
+    """Programs of torchard.testing, in float32."""
+    for number in seeds:
+        program = random_program(number, steps=5)
+        tensors = [_single(x) for x in program.inputs]
+        yield Trial(f"random_program({number}, steps=5)", _all_of(program), tensors)
+
+
+def programs_with_effects(seeds: Iterable[int]) -> Iterator[Trial]:
+    """Programs that write in place and through views, in float32."""
+    for number in seeds:
+        program, x = effect_programs.program(number)
+        yield Trial(f"effect_programs.program({number})", _loss_and_gradient(program), [_single(x)])
+
+
+def samples(dtype: torch.dtype, limit: int, seed: int) -> Iterator[Trial]:
+    """Sample calls of torch's operators, some of each entry, with gradients."""
+    for entry in op_db.entries():
+        if dtype not in entry.supported_dtypes("cpu") or entry.name in UNDETERMINED:
+            continue
+        try:
+            found = list(islice(op_db.cases(entry, dtype), 60))
+        except Exception:  # e.g. samples for another device
+            continue
+        for case in Random(seed).sample(found, min(limit, len(found))):
+            yield Trial(f"{case} {dtype}", _sampled(case), case.tensors)
+
+
+def _single(x: torch.Tensor) -> torch.Tensor:
+    return x.float() if x.dtype == torch.float64 else x
+
+
+def _all_of(fn: Callable[..., Any]) -> Callable[..., list[torch.Tensor]]:
+    """A program's results and, of its floating inputs, gradients."""
+
+    def results(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        return [x for x in tree.leaves(fn(*inputs)) if isinstance(x, torch.Tensor)]
+
+    return _differentiated(results, lambda x: x.is_floating_point())
+
+
+def _sampled(case: op_db.Case) -> Callable[..., list[torch.Tensor]]:
+    wanted = iter(case.wanted)
+    follow = {id(x) for x in case.tensors if next(wanted)}
+    return _differentiated(case, lambda x: id(x) in follow) if case.differentiable else case
+
+
+def _differentiated(
+    fn: Callable[..., list[torch.Tensor]], follows: Callable[[torch.Tensor], bool]
+) -> Callable[..., list[torch.Tensor]]:
+    which: list[int] = []
+
+    def both(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        at = which or [i for i, x in enumerate(inputs) if follows(x)]
+        which[:] = at
+
+        def floating(*followed: torch.Tensor) -> Any:
+            given = list(inputs)
+            for i, x in zip(at, followed, strict=True):
+                given[i] = x
+            out = fn(*given)
+            real = [x for x in out if x.is_floating_point() or x.is_complex()]
+            return real, [x for x in out if not (x.is_floating_point() or x.is_complex())]
+
+        if not at:
+            return fn(*inputs)
+        real, pull, rest = torch.func.vjp(floating, *(inputs[i] for i in at), has_aux=True)
+        return [*real, *rest, *pull([torch.ones_like(x) for x in real])]
+
+    return both
+
+
+def _loss_and_gradient(program: effect_programs.Program) -> Callable[..., list[torch.Tensor]]:
+    def both(x: torch.Tensor) -> list[torch.Tensor]:
+        return [program(x), torch.func.grad(program)(x)]
+
+    return both
+
+
+# -- the sweep ----------------------------------------------------------------------------------------
+
+
+def runs(trial: Trial) -> str:
+    """Whether torch runs it, twice alike, and torchard traces it: if not, why."""
+    try:
+        if differs(trial, trial(), trial()):
+            return "eager's results are not determined"
+    except Exception:
+        return "eager does not run it"
+    try:
+        have = jit(trial.fn, backend="eager")(*trial.tensors)
+        return "wrong without a compiler: " + trial.name if differs(trial, have, trial()) else ""
+    except Exception as error:
+        kind = "refused" if refuses(error) else "an error without a compiler: " + trial.name
+        return f"{kind}, {type(error).__name__}" if kind == "refused" else kind
+
+
+def sweep(trials: Iterable[Trial], counts: Counter[str]) -> Iterator[tuple[Trial, str]]:
+    """Trials that Inductor gets wrong, in batches that are compiled together."""
+    batch: list[Trial] = []
+    for trial in trials:
+        problem = runs(trial)
+        counts[problem or "compared"] += 1
+        batch += [] if problem else [trial]
+        if len(batch) == BATCH:
+            yield from compared(batch, jit)
+            batch = []
+    yield from compared(batch, jit)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="kinds whose name has this")
+    parser.add_argument("--count", type=int, default=400, help="random programs of each kind")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    started, lines, wrong = time.time(), [], 0
+    for kind, trials in sources(options.count, options.seed).items():
+        if options.only not in kind:
+            continue
+        counts: Counter[str] = Counter()
+        found = list(sweep(trials(), counts))
+        wrong += len(found)
+        lines += [f"{kind}: {counts.pop('compared', 0)} compared, {len(found)} wrong"]
+        lines += [f"  {number} not compared: {why}" for why, number in counts.most_common()]
+        lines += [f"  WRONG {trial.name}\n    {problem}" for trial, problem in found]
+        print("\n".join(lines[-1 - len(counts) - len(found) :]), flush=True)
+    head = f"{datetime.date.today()}, torch {torch.__version__}, Python {platform.python_version()}; "
+    text = "\n".join([f"{head}{time.time() - started:.0f} s", *lines]) + "\n"
+    default = RESULTS / f"inductor-torch-{torch.__version__.split('+')[0]}.txt"
+    out = options.out or (None if options.only else default)
+    if out is not None:
+        out.write_text(text)
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
