@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from torchard.functional.execution.exact_routes import read_twice
-from torchard.functional.programs.tags import REALIZE, VAL
+from torchard.functional.programs.tags import INDUCTOR_REALIZE_TO_STRIDES, VAL
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["REPAIRS", "compute_once", "copy_before_writes"]
@@ -96,7 +96,7 @@ def compute_once(graph: fx.Graph) -> None:
     recompute it.
     """
     for value, *others in read_twice(graph):
-        REALIZE.set(value, True)
+        INDUCTOR_REALIZE_TO_STRIDES.set(value, True)
         for other in others:
             other.replace_all_uses_with(value)
 

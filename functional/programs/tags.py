@@ -14,6 +14,7 @@ __all__ = [
     "COLLECTIVE",
     "CUT",
     "FRAMES",
+    "INDUCTOR_REALIZE_TO_STRIDES",
     "ITERATION",
     "KERNEL",
     "LAYOUT",
@@ -23,7 +24,6 @@ __all__ = [
     "ORIGIN",
     "PEERS",
     "PHASE",
-    "REALIZE",
     "RECOMPUTE",
     "RESIDUAL",
     "RUNNING",
@@ -53,7 +53,7 @@ VAL: Tag[Any] = declare(
 for _name in ("from_node", "original_aten", "seq_nr", "stack_trace", "tensor_meta"):
     declare(_name, "torch's own; reserved", written_by=TORCH, read_by=TORCH)
 
-REALIZE: Tag[bool] = declare(
+INDUCTOR_REALIZE_TO_STRIDES: Tag[bool] = declare(
     "inductor_realize_to_strides",
     "torch's own: Inductor stores the value, and does not compute it again where it is read",
     written_by="execution/compiler_repairs",

@@ -1,4 +1,4 @@
-"""Inductor against eager: programs that are hard for a compiler, random programs, and torch's own samples.
+"""Inductor against eager: programs that are hard for a compiler, random ones, and torch's own samples.
 
 ``make inductor`` runs all of them under `jit` with its default backend, with gradients where there are
 any, in several dtypes, and writes to ``tests/results`` how many there were, and what was wrong.
@@ -14,16 +14,16 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import compiler_programs
 import effect_programs
 import op_db
 import torch
-from compiler_programs import Trial, compared, differs
+from compiler_programs import Trial, compared, comparisons, differs, expanded_writes
 from paths import RESULTS
 from refusals import refuses
 
@@ -32,6 +32,7 @@ from torchard.functional.core import tree
 from torchard.testing.strategies import random_program
 
 BATCH = 60
+COMPARED = (torch.float32, torch.bfloat16, torch.float64)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64)
 
 # Where torch's own results are not determined, or its gradients are not those of the forward.
@@ -40,17 +41,15 @@ UNDETERMINED = op_db.UNDETERMINED | {"svd_lowrank", "pca_lowrank", "nn.functiona
 
 def sources(count: int, seed: int) -> dict[str, Callable[[], Iterable[Trial]]]:
     """All trials by kind, some of each."""
+    every = max(1, 400 // count)
     kinds: dict[str, Callable[[], Iterable[Trial]]] = {
-        "writes into overlapping values": compiler_programs.expanded_writes,
-        **{
-            f"exact comparisons, {dtype}": lambda dtype=dtype: compiler_programs.comparisons(dtype, seed)
-            for dtype in (torch.float32, torch.bfloat16, torch.float64)
-        },
+        "writes into overlapping values": expanded_writes,
+        **{f"exact comparisons, {d}": partial(comparisons, d, seed, every) for d in COMPARED},
         "random programs": lambda: random_programs(range(seed, seed + count)),
         "programs with effects": lambda: programs_with_effects(range(seed, seed + count)),
     }
     for dtype in DTYPES:
-        kinds[f"op_db, {dtype}"] = lambda dtype=dtype: samples(dtype, max(1, count // 100), seed)
+        kinds[f"op_db, {dtype}"] = partial(samples, dtype, max(1, count // 100), seed)
     return kinds
 
 
@@ -156,12 +155,23 @@ def sweep(trials: Iterable[Trial], counts: Counter[str]) -> Iterator[tuple[Trial
     batch: list[Trial] = []
     for trial in trials:
         problem = runs(trial)
-        counts[problem or "compared"] += 1
-        batch += [] if problem else [trial]
+        if problem:
+            counts[problem] += 1
+            continue
+        batch.append(trial)
         if len(batch) == BATCH:
-            yield from compared(batch, jit)
+            yield from _shown(batch, counts)
             batch = []
-    yield from compared(batch, jit)
+    yield from _shown(batch, counts)
+
+
+def _shown(batch: list[Trial], counts: Counter[str]) -> Iterator[tuple[Trial, str]]:
+    """What is wrong in a batch, printed as it is found, and counted."""
+    for trial, problem in compared(batch, jit):
+        print(f"WRONG {trial.name}\n    {problem}", flush=True)
+        yield trial, problem
+    counts["compared"] += len(batch)
+    print(f"  {counts['compared']} compared", flush=True)
 
 
 def main() -> int:

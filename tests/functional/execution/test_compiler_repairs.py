@@ -14,7 +14,7 @@ from torch import fx
 
 from torchard.functional import checkpoint, jit, trace
 from torchard.functional.execution.compiler_repairs import compute_once, copy_before_writes
-from torchard.functional.programs.tags import REALIZE
+from torchard.functional.programs.tags import INDUCTOR_REALIZE_TO_STRIDES
 
 aten = torch.ops.aten
 WRITES = expanded_writes()
@@ -83,7 +83,7 @@ def repaired(fn: Callable[..., Any], x: torch.Tensor) -> fx.Graph:
 
 def stored(fn: Callable[..., Any]) -> list[str]:
     graph = repaired(fn, torch.randn(3, 4))
-    return [node.name for node in graph.nodes if REALIZE.get(node)]
+    return [node.name for node in graph.nodes if INDUCTOR_REALIZE_TO_STRIDES.get(node)]
 
 
 def test_only_what_is_compared_is_stored() -> None:
@@ -96,7 +96,8 @@ def test_only_what_is_compared_is_stored() -> None:
 
 def test_only_what_overlaps_is_copied() -> None:
     def copies(fn: Callable[..., Any]) -> int:
-        return len(repaired(fn, torch.randn(3, 4)).find_nodes(op="call_function", target=aten.clone.default))
+        graph = repaired(fn, torch.randn(3, 4))
+        return len(graph.find_nodes(op="call_function", target=aten.clone.default))
 
     index = torch.tensor([0, 1])
     assert copies(lambda x: x.sin().index_fill(0, index, 1.0)) == 0
