@@ -7,9 +7,9 @@ operations write in place. Each works around one fault, observed on torch 2.13:
 else reads becomes one in place, also where several elements of the value are one place in memory
 (`expand`, `unfold`), so that all of them change.
 
-`compute_once`: a pointwise value is computed again in each kernel that reads it, by vector code in one and
-by scalar code in another, which round differently; in half precision also without rounding. A comparison
-of the value with its own maximum may then be false everywhere, and a gradient zero or NaN.
+`compute_once`: a pointwise value is computed again in each kernel that reads it, by vector code in one
+and by scalar code in another, which round differently; in half precision also without rounding. A
+comparison of the value with its own maximum may then be false everywhere, and a gradient zero or NaN.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Values of a graph that an exact comparison reads by two routes.
 
 `x == x.amax()` is true somewhere, and `(x.amax() - x).sqrt()` is a number, as long as both routes, the
-direct one and that through `amax`, begin at one rounding of x. Routes go through operations that round in one
-way only, or not at all, and begin at values that may be rounded in several ways.
+direct one and that through `amax`, begin at one rounding of x. Routes go through operations that round in
+one way only, or not at all, and begin at values that may be rounded in several ways.
 """
 
 from __future__ import annotations
