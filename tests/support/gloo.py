@@ -689,10 +689,11 @@ def placed_replicas_of_other_kinds(rank: int, world: int) -> list[str]:
 
 @check
 def specs_that_differ(rank: int, world: int) -> list[str]:
-    mesh, x = Mesh({"tp": world}), torch.arange(6.0)
-    placed = place(x, mesh, P("tp") if rank else P())
-    hinted = shard(lambda x: x * 2, mesh, in_specs=(P("tp") if rank else P(),), out_specs=P())
-    run = shard(lambda x: x * 2, mesh, out_specs=P())
+    mesh, x = Mesh({"tp": world}), torch.arange(36.0).reshape(6, 6)
+    spec = P(None, "tp") if rank else P("tp")
+    placed = place(x, mesh, spec)
+    run = shard(lambda x: x.exp().sum(), mesh)
+    hinted = shard(lambda x: x.exp().sum(), mesh, in_specs=(spec,))
     return [message(lambda: run(placed)), message(lambda: hinted(x))]
 
 

@@ -173,6 +173,18 @@ def storage_one_rank_dies(path: pathlib.Path, rank: int, world: int) -> list[Any
     return [said, os.listdir(path.parent)]
 
 
+def storage_one_rank_does_not_call(path: pathlib.Path, rank: int, world: int) -> list[Any]:
+    """The first thing that the others wait for is bounded, too."""
+    mesh, began = Mesh({"tp": world}), time.monotonic()
+    values = tree(mesh)
+    said = message(lambda: rank == 1 or save(path, values, timeout=1.0), path)
+    seconds = time.monotonic() - began
+    if rank == 1:
+        next(exchange_module._turns)  # it catches up with the turn that it left out
+    dist.barrier()
+    return [said, seconds, os.listdir(path.parent)]
+
+
 def storage_trees_that_differ(path: pathlib.Path, rank: int, world: int) -> list[str]:
     x = place(torch.zeros(4), Mesh({"tp": world}), P("tp"))
     trees: list[Any] = [
@@ -198,6 +210,6 @@ CHECKS = {
     for check in (
         *(storage_from_mesh_to_mesh, storage_without_a_mesh, storage_writes_everything_once),
         *(storage_and_plain_dcp, storage_one_rank_fails, storage_one_rank_cannot_read),
-        *(storage_one_rank_dies, storage_trees_that_differ),
+        *(storage_one_rank_does_not_call, storage_one_rank_dies, storage_trees_that_differ),
     )
 }

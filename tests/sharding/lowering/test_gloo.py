@@ -222,7 +222,7 @@ def test_plans_of_other_specs(ranks: Results) -> None:
     for said in every(ranks, "specs_that_differ"):
         for text in said:
             assert text.startswith("PlanMismatch: rank"), text
-            assert "float32[6] as P()" in text and "float32[6] as P('tp'" in text, text
+            assert "float32[6, 6] as P('tp'" in text and "float32[6, 6] as P(None" in text, text
 
 
 def test_a_rank_that_gathers_alone(ranks: Results) -> None:
@@ -311,6 +311,15 @@ def test_a_rank_that_dies_while_it_stores(ranks: Results) -> None:
         assert said.startswith("StorageError: rank 1 did not report that it is done with writing")
         assert "within 4 s. Either it died" in said and "timeout" in said
         assert left == []
+
+
+def test_a_rank_that_does_not_store(ranks: Results) -> None:
+    found = every(ranks, "storage_one_rank_does_not_call")
+    assert found.pop(1)[0] == "no error"
+    for said, seconds, left in found:
+        assert said.startswith("StorageError: rank 1 did not report that it is done with planning to")
+        assert "within 1 s. Either it died, does not make this call" in said
+        assert seconds < 20 and left == []
 
 
 def test_ranks_that_store_different_trees(ranks: Results) -> None:
