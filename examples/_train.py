@@ -232,8 +232,8 @@ def is_kept(options: argparse.Namespace, number: int) -> bool:
 def resumed(options: argparse.Namespace, params: Params, state: Any) -> tuple[Params, Any, int]:
     """The values and the step to start from: those given, or the last checkpoint's, from any mesh.
 
-    If checkpoints are also saved there, the job may be the first attempt, which finds none, or one that was
-    started again after its last step.
+    If checkpoints are also saved there, the job may be the first attempt, which finds none, or one that
+    was started again after its last step.
     """
     if options.resume is None:
         return params, state, 0

@@ -56,9 +56,9 @@ class PlanMismatch(RuntimeError):
     torchard.PlanMismatch: rank 0 planned norm(args[0]: float32[8] as P('dp')), rank 1 planned
         norm(args[0]: float32[8] as P('dp')): the programs differ, so their collectives would not match.
         At the first difference rank 0 has sum_default = sum.default(mul_tensor,): float32[] as
-        P()+sum(dp), rank 1 has max_default = max.default(mul_tensor,): float32[] as P()+max(dp). Every rank must call the same
-        function with arguments of the same shapes, dtypes, specs and static values, and the same
-        checkpoint policies.
+        P()+sum(dp), rank 1 has max_default = max.default(mul_tensor,): float32[] as P()+max(dp). Every
+        rank must call the same function with arguments of the same shapes, dtypes, specs and static
+        values, and the same checkpoint policies.
     """
 
 
