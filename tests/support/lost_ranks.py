@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from progress import Own, Watch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchard import (
@@ -39,9 +40,9 @@ from torchard import (
 from torchard.sharding.lowering import direct_sends
 
 # Seconds that a process group waits for a rank that is silent.
-TIMEOUT = 2.0
-# Seconds for all jobs together.
-PATIENCE = 40.0
+TIMEOUT = 8.0
+# Seconds in which no job gets on: then those that have not ended never will.
+PATIENCE = 60.0
 
 Params = dict[str, torch.Tensor]
 AXES = {"one": 1, "tp": 2}
@@ -66,7 +67,7 @@ class Ends(TorchDispatchMode):
 
 
 def told(run: Callable[[], Any]) -> dict[str, Any]:
-    """What a call raises, and after how many seconds."""
+    """What a call raises, and after how many seconds at least."""
     began = time.monotonic()
     try:
         run()
@@ -285,8 +286,16 @@ def forked(run: Callable[[], None]) -> int:
         os._exit(0)
 
 
-def too_long(*_: Any) -> None:
-    raise TimeoutError
+def end_if_nothing_gets_on() -> None:
+    """Raise TimeoutError, later: processes that are stopped, or wait for those, compute nothing."""
+    watch = Watch(PATIENCE, Own(), busy=math.inf)
+
+    def look(*_: Any) -> None:
+        if watch.hangs():
+            raise TimeoutError
+
+    signal.signal(signal.SIGALRM, look)
+    signal.setitimer(signal.ITIMER_REAL, PATIENCE / 10, PATIENCE / 10)
 
 
 def main(folder: str) -> None:
@@ -297,8 +306,7 @@ def main(folder: str) -> None:
         for rank in range(math.prod(MORE.get(name, AXES).values())):
             pids.append(forked(functools.partial(rank_of, name, rank, folder, out)))
         os.close(out)
-    signal.signal(signal.SIGALRM, too_long)
-    signal.alarm(int(PATIENCE))
+    end_if_nothing_gets_on()
     found: dict[str, Any] = {}
     with contextlib.suppress(TimeoutError):
         for name, end in reading.items():

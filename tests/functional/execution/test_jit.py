@@ -230,7 +230,7 @@ if __name__ == "__main__":
     barrier, queue = spawn.Barrier(2), spawn.Queue()
     processes = [spawn.Process(target=run, args=(barrier, queue)) for _ in range(2)]
     [process.start() for process in processes]
-    print(sorted(queue.get(timeout=180) for _ in processes))
+    print(sorted(queue.get() for _ in processes))
     [process.join() for process in processes]
 """
     assert last_lines(code, tmp_path, runs=1) == ["[(0, 1, 0), (1, 0, 0)]"]
