@@ -40,6 +40,7 @@ def results_of(fn: Any, inputs: Any) -> Any:
     return fn(*inputs)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("entry", ENTRIES, ids=name_of)
 def test_samples(entry: Any) -> None:
     for case in islice(cases(entry), SAMPLES):

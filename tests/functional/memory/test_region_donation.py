@@ -87,6 +87,7 @@ def test_results_are_written_over_arguments(loss: Callable[..., Tensor]) -> None
         assert places(params) == before
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", [0, 3])
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_rows_that_others_hold(holder: str, first: int) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import train_gpt
 from _live import LiveBytes
-from effort import examples
+from effort import cases, examples
 from random_loops import random_layers, random_loop
 from torch.func import grad
 
@@ -125,8 +125,7 @@ def test_a_bound_that_only_single_layers_can_meet(monkeypatch: pytest.MonkeyPatc
     assert peak(bytes=lower) == (lower, False)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("bound", [0.2, 0.6])
+@pytest.mark.parametrize("bound", cases([0.2], [0.6]))
 def test_on_a_mesh(bound: float) -> None:
     mesh = Mesh({"dp": 2}, virtual=True)
     loss = checkpoint(gpt, policy=policies.budget(fraction=bound))

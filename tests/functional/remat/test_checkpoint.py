@@ -258,6 +258,7 @@ def test_first_derivatives(policy: str) -> None:
     check(FIRST, policy, 1e-12, each=2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_over_a_mesh(policy: str) -> None:
     check(SHARDED, policy, 1e-12, each=2)

@@ -55,6 +55,7 @@ def counted(program: Program, kind: str) -> Counter[tuple[str, str]]:
     return Counter((c.scope, c.phase) for c in mine)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("policy", [policies.save_nothing, policies.save_dots], ids=str)
 def test_every_order_is_the_same(recipe: str, policy: Any) -> None:

@@ -95,6 +95,7 @@ ALL = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ALL)
 def test_a_step_holds_what_its_program_says(policy: str) -> None:
     made = checkpoint(LOSS, policy=ALL[policy], where="block/*")

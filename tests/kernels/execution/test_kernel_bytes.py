@@ -108,6 +108,7 @@ def described(fn: Any, *args: Any) -> tuple[list[tuple[str, float]], tuple[int, 
     return kernels, (len(trace(fn)(*args).calls), len(program.calls))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", EXPECTED)
 def test_chains_become_kernels_that_move_as_few_bytes_as_can_be(name: str) -> None:
     import fusion

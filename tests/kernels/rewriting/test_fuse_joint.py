@@ -38,6 +38,7 @@ def kernels(fn: Callable[..., Any], *args: Any) -> list[str]:
     return [str(use) for use in fuse(fn).lower(*args).kernels]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("chunk", [1, 3 * V, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_one_kernel_gives_both(

@@ -36,7 +36,7 @@ def step_of(loss: Any, microbatches: int, axes: dict[str, int], schedule: str = 
     return jit(step, backend="aot_eager")
 
 
-@pytest.mark.sampled(48)
+@pytest.mark.sampled(72)
 @pytest.mark.filterwarnings("ignore::torchard.IdleAxisWarning")
 @pytest.mark.parametrize("axes", [{}, {"dp": 2}, {"tp": 2}], ids=["alone", "dp", "tp"])
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -137,6 +137,7 @@ def sent(step: Any, *args: Any) -> Counter[tuple[str, tuple[int, ...]]]:
     return Counter((c.kind, c.shape) for c in step.lower(*args).collectives)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [4, 5, 8])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_activations_cross_and_nothing_else(schedule: str, count: int) -> None:

@@ -106,6 +106,7 @@ def summed(program: Program) -> Counter[Any]:
     return total
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("plan", PLANS)
 def test_moves_what_the_unrolled_program_moves(plan: str) -> None:
     program, gradients = case(plan, stacked=True)

@@ -100,6 +100,7 @@ PAIRS = [(name, dtype) for name in SPECIAL for dtype in FLOATS]
 SOME = [(name, FLOATS[i % len(FLOATS)]) for i, name in enumerate(SPECIAL)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "dtype"), cases(SOME, [pair for pair in PAIRS if pair not in SOME]), ids=str
 )
