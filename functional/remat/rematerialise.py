@@ -90,7 +90,8 @@ def passes_of(program: Program) -> dict[fx.Node, int]:
     """The pass of each node: 0 for the forward, 1 for gradients taken inside, 2 for the cotangents'.
 
     Nodes that no output needs are in the pass of the cotangents, except offloads. An item of a tuple is
-    in the pass of the tuple.
+    in the pass of the tuple. What the carries of a loop depend on is in the pass of the carries, as where
+    a block takes a gradient: no pass over all iterations can come before it.
     """
     outputs = [
         value
@@ -108,7 +109,20 @@ def passes_of(program: Program) -> dict[fx.Node, int]:
             continue
         late = joint and node not in forward
         passes[node] = 2 if late else int(PHASE.get(node) == "backward")
+    _within_iterations(program, passes)
     return passes
+
+
+def _within_iterations(program: Program, passes: dict[fx.Node, int]) -> None:
+    """Put what an iteration computes for an earlier pass into that pass."""
+    for node in reversed(program.calls):
+        if (loop := LOOP.get(node)) is not None:
+            for operand in node.all_input_nodes:
+                if LOOP.get(operand) is loop:
+                    passes[operand] = min(passes[operand], passes[node])
+    for node in program.calls:
+        if LOOP.on(node) and node.target is operator.getitem:
+            passes[node] = passes[node.all_input_nodes[0]]
 
 
 def _separate_passes(graph: fx.Graph, passes: dict[fx.Node, int]) -> Iterable[Loop]:
@@ -220,6 +234,7 @@ class _Versions:
             with self.graph.inserting_before(reader):
                 new = self.graph.node_copy(node, swap)
             tag_version(new, node, depth)
+        _after_operands(new)
         if (loop := LOOP.get(node)) is not None:
             LOOP.set(new, self.loops.setdefault((loop, depth, now), replace(loop)))
         self.passes[new] = now
@@ -250,6 +265,13 @@ class _Versions:
         """Tag a value with the reason why the backward reads the original."""
         root = storage_of(node)
         WHY.setdefault(root, why_kept(segments_of(root), reader))
+
+
+def _after_operands(node: fx.Node) -> None:
+    """Move a node behind its operands: an iteration hands on what stands behind the first reader."""
+    last = max(node.all_input_nodes, default=node)
+    if node < last:
+        last.append(node)
 
 
 def decide(node: fx.Node, policy: Policy) -> Decision:

@@ -237,7 +237,7 @@ class TraceState:
         if known is not None:
             return known[1]
         error = internals.ended(value) if isinstance(value, torch.Tensor) else None
-        if error is not None:
+        if error is not None and not _stood_in_around(self, value):
             raise error
         closure, fake = self._operand(value)
         self.closures[id(value)] = closure, fake
@@ -308,6 +308,11 @@ def active() -> TraceState | None:
     """The innermost trace of ours that is running in this thread."""
     stack = getattr(_states, "stack", None)
     return stack[-1] if stack else None
+
+
+def _stood_in_around(state: TraceState, value: Any) -> bool:
+    """Whether a trace around this one runs its function again with another tensor in place of this."""
+    return any(id(value) in each.closures for each in _states.stack if each is not state)
 
 
 lifts(lambda: state.lift if (state := active()) is not None else None)
