@@ -191,8 +191,8 @@ class KernelError(ValueError):
 class RetraceWarning(UserWarning):
     """A function was traced for the eighth time.
 
-    The message names what keeps changing: an argument, or a global, closure variable or attribute that the
-    function reads.
+    The message names what keeps changing: an argument, or a global, closure variable or attribute that
+    the function reads.
 
     >>> import torch, torchard as ta, warnings
     >>> f = ta.jit(lambda x, step: x * step, backend="eager")

@@ -80,8 +80,8 @@ def _change(before: Trace, after: Trace) -> str:
         )
     if after.lost:
         return (
-            "it uses a tensor that was made anew, or whose place outside of the function is unknown. Pass "
-            "the tensor as an argument."
+            "it uses a tensor that was made anew, or whose place outside of the function is unknown. "
+            "Pass the tensor as an argument."
         )
     return "its signatures are more than its cache_size. Pass changing numbers as floats or tensors."
 
