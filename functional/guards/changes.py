@@ -23,7 +23,7 @@ class Reads:
 
     def path(self, owner: int, label: str = "") -> str:
         """The path to something that was read: ``the closure variable config.scale``."""
-        origins = {token: (of, at) for of, at, token in reversed(self.entries)}
+        origins = {n: (of, at) for of, at, n in reversed(self.entries) if isinstance(n, int)}
         while owner >= 0 and not label.startswith("the "):
             owner, at = origins[owner]
             label = at + label
