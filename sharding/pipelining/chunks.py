@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from torchard.functional.core.errors import PipelineError
+from torchard.functional.core.nearest import nearest
 from torchard.functional.programs.flops import flops, is_product
 from torchard.functional.programs.tags import ORIGIN, PHASE, SCOPE, SOURCE, VAL
 from torchard.functional.reports.work import bytes_touched
@@ -276,7 +277,7 @@ def _check_direction(chunk_of: dict[fx.Node, int], name: str) -> None:
 
 def _no_match(pattern: str, flowing: Sequence[fx.Node], name: str) -> PipelineError:
     scopes = sorted({scope for node in flowing if (scope := SCOPE.get(node))})
-    shown = ", ".join(map(repr, scopes[:8])) + (", ..." if len(scopes) > 8 else "")
+    shown = ", ".join(map(repr, nearest(pattern, scopes))) + (", ..." if len(scopes) > 8 else "")
     remedy = f"its scopes are {shown}" if scopes else "label its layers by torchard.scope"
     return PipelineError(f"pipeline({name}, stages=...): {pattern!r} matches no scope; {remedy}.")
 

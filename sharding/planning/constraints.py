@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from torchard.functional.core.nearest import nearest
 from torchard.functional.programs.graphs import add_call
 from torchard.functional.programs.tags import NAME, SCOPE, SOURCE, VAL
 from torchard.sharding.layouts.layout import Layout
@@ -75,7 +76,8 @@ def constrain_named(graph: fx.Graph, constraints: Sequence[tuple[str, P]]) -> No
         matching = [n for n in graph.nodes if NAME.on(n) and matches(n, pattern)]
         if not matching:
             names = sorted({_label(n) for n in graph.nodes if NAME.on(n)})
-            hint = f"the labels are {', '.join(names)}" if names else "label one with name(x, ...)"
+            near = ", ".join(nearest(pattern, names))
+            hint = f"of {len(names)} labels the nearest are {near}" if names else "label one with name(x, ...)"
             raise SpecError(f"constrain_at[{pattern!r}] matches no labelled value; {hint}.")
         for node in matching:
             with graph.inserting_after(node):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
 from torchard.functional.core.arguments import checked
+from torchard.functional.core.nearest import nearest
 from torchard.functional.programs.program import Program
 from torchard.sharding.styles.layers import Layer, layers_of, with_units
 from torchard.sharding.styles.styles import Placing, Style
@@ -117,7 +117,7 @@ def _matched(pattern: str, layers: Mapping[str, Layer]) -> list[Layer]:
     paths = [path for path in layers if path] if pattern else [""]
     matched = [layers[path] for path in paths if fnmatch.fnmatchcase(path, pattern)]
     if not matched:
-        near = difflib.get_close_matches(pattern, paths, n=3, cutoff=0.5) or paths[:8]
+        near = nearest(pattern, paths, 3)
         raise SpecError(
             f"it matches no module; there are {len(paths)}, such as {', '.join(near) or 'none'}."
         )
