@@ -76,8 +76,8 @@ def constrain_named(graph: fx.Graph, constraints: Sequence[tuple[str, P]]) -> No
         matching = [n for n in graph.nodes if NAME.on(n) and matches(n, pattern)]
         if not matching:
             names = sorted({_label(n) for n in graph.nodes if NAME.on(n)})
-            near = ", ".join(nearest(pattern, names))
-            hint = f"of {len(names)} labels the nearest are {near}" if names else "label one with name(x, ...)"
+            near = f"of {len(names)} labels the nearest are {', '.join(nearest(pattern, names))}"
+            hint = near if names else "label one with name(x, ...)"
             raise SpecError(f"constrain_at[{pattern!r}] matches no labelled value; {hint}.")
         for node in matching:
             with graph.inserting_after(node):
