@@ -16,14 +16,14 @@ import types
 import weakref
 from collections.abc import Callable
 from importlib.util import resolve_name
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 
-if TYPE_CHECKING:
-    from torchard.functional.guards.reachable import Walk
-
 __all__ = ["INDIRECT", "imported", "is_proxy", "library_names", "setting_names", "special"]
+
+# The walk of `reachable.py`, which imports this file.
+Walk: TypeAlias = Any
 
 _NOTHING = object()
 
