@@ -7,6 +7,7 @@ argument and the value, and shows how a valid value is written.
 from __future__ import annotations
 
 import collections.abc
+import difflib
 import functools
 import inspect
 import math
@@ -14,14 +15,14 @@ import numbers
 import os
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from torchard.functional.core.placed import is_placed
 
-__all__ = ["AtLeast", "CheckedInside", "Like", "check_fields", "checked", "written"]
+__all__ = ["AtLeast", "CheckedInside", "Like", "check_fields", "checked", "nearest", "written"]
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
@@ -321,3 +322,12 @@ def _wanted_inside(origin: Any, inner: tuple[Any, ...]) -> str:
     if origin is tuple and inner[-1:] != (Ellipsis,):
         return f"a pair ({', '.join(map(_wanted, inner))})"
     return f"a list or tuple (each item {_wanted(inner[0])})"
+
+
+def nearest(name: str, names: Sequence[str], count: int = 8) -> list[str]:
+    """The names that are most like a given one, nearest first.
+
+    >>> nearest("h.0.mpl", ["h.0.attn", "h.0.mlp", "head"], 2)
+    ['h.0.mlp', 'h.0.attn']
+    """
+    return difflib.get_close_matches(name, names, n=count, cutoff=0.0)

@@ -11,11 +11,11 @@ import torch
 from torchard.functional.engine.cache_entry import CacheEntry
 from torchard.functional.guards.changes import Reads, change_between
 
-__all__ = ["Trace", "retraced"]
+__all__ = ["TraceRecord", "retraced"]
 
 
 @dataclass(frozen=True)
-class Trace:
+class TraceRecord:
     """One trace of a function.
 
     Attributes:
@@ -31,13 +31,13 @@ class Trace:
     lost: bool
 
     @staticmethod
-    def of(entry: CacheEntry, key: Hashable, paths: list[str]) -> Trace:
+    def of(entry: CacheEntry, key: Hashable, paths: list[str]) -> TraceRecord:
         """The record of an entry that was just traced."""
         lost = any(closure.reader is None for closure in entry.lifted)
-        return Trace(key, paths, entry.environment.take_reads(), lost)
+        return TraceRecord(key, paths, entry.environment.take_reads(), lost)
 
 
-def retraced(name: str, history: Sequence[Trace]) -> str:
+def retraced(name: str, history: Sequence[TraceRecord]) -> str:
     """The text of a RetraceWarning."""
     reason = _state(history) or _argument(history) or _OTHER
     return f"{name} was traced {len(history)} times: {reason}"
@@ -49,9 +49,9 @@ _OTHER = (
 )
 
 
-def _state(history: Sequence[Trace]) -> str | None:
+def _state(history: Sequence[TraceRecord]) -> str | None:
     """What a function reads changed, if most of the traces had arguments that had been traced before."""
-    last: dict[Any, Trace] = {}
+    last: dict[Any, TraceRecord] = {}
     changes: list[str] = []
     again = 0
     for trace in history:
@@ -65,7 +65,7 @@ def _state(history: Sequence[Trace]) -> str | None:
     return max(changes, key=changes.count)
 
 
-def _change(before: Trace, after: Trace) -> str:
+def _change(before: TraceRecord, after: TraceRecord) -> str:
     held = after.reads.cannot_be_compared()
     if held is not None:
         return (
@@ -86,7 +86,7 @@ def _change(before: Trace, after: Trace) -> str:
     return "its signatures are more than its cache_size. Pass changing numbers as floats or tensors."
 
 
-def _argument(history: Sequence[Trace]) -> str | None:
+def _argument(history: Sequence[TraceRecord]) -> str | None:
     """The leaf that took the most values."""
     paths = history[-1].paths
     alike = [trace.key for trace in history if trace.paths == paths]

@@ -21,7 +21,7 @@ from torchard.functional.derivatives.value_rewrite import ValueRewrite, interpre
 from torchard.functional.engine.autograd_functions import call
 from torchard.functional.engine.cache_entry import CacheEntry, environment_of, is_under
 from torchard.functional.engine.donation import give_up
-from torchard.functional.engine.retraces import Trace, retraced
+from torchard.functional.engine.retraces import TraceRecord, retraced
 from torchard.functional.loops.call import is_opaque
 from torchard.functional.loops.rolled import rolled, straight_line
 from torchard.functional.programs.program import Program, Rewrite
@@ -104,7 +104,7 @@ class Transformed(Wrapper):
         # The entry called last, nearly always the next one as well: it need not be moved in the cache.
         self._newest: CacheEntry | None = None
         self._lock = Lock()
-        self._history: deque[Trace] = deque(maxlen=_RETRACES)
+        self._history: deque[TraceRecord] = deque(maxlen=_RETRACES)
         self._traces = 0
         self._reads_grad_mode = False
         self._reads_autograd = False
@@ -260,13 +260,13 @@ class Transformed(Wrapper):
         for rewrite in rewrites:
             program = _annotated(program, rewrite)
         entry = CacheEntry(self.fn, program, rewrites, arguments, paths)
-        self._count(Trace.of(entry, arguments.key, paths))
+        self._count(TraceRecord.of(entry, arguments.key, paths))
         values = [closure.value for closure in program.closures]
         for closure in program.closures:
             closure.let_go()
         return entry, values
 
-    def _count(self, trace: Trace) -> None:
+    def _count(self, trace: TraceRecord) -> None:
         """Count a trace, and warn of too many."""
         with self._lock:
             self._traces += 1

@@ -6,5 +6,6 @@ cached. `environment.py` guards the rest: settings, structure and functions, whi
 It goes by the names in code objects (`referenced_names.py`), without those that are only written
 (`written_names.py`); what is read through the library's functions and objects is in `indirect.py`. A
 cached trace is used while every slot (`slots.py`: a cell, entry or attribute) holds the same object,
-which is one pass in C, or else while everything reachable compares equal. `changes.py` says what does not.
+which is one pass in C, or else while everything reachable compares equal. `changes.py` names what
+does not.
 """

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from torchard.functional.core.arguments import nearest
 from torchard.functional.core.errors import PipelineError
-from torchard.functional.core.nearest import nearest
 from torchard.functional.programs.flops import flops, is_product
 from torchard.functional.programs.tags import ORIGIN, PHASE, SCOPE, SOURCE, VAL
 from torchard.functional.reports.work import bytes_touched

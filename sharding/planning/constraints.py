@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from torchard.functional.core.nearest import nearest
+from torchard.functional.core.arguments import nearest
 from torchard.functional.programs.graphs import add_call
 from torchard.functional.programs.tags import NAME, SCOPE, SOURCE, VAL
 from torchard.sharding.layouts.layout import Layout

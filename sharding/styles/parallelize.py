@@ -6,8 +6,7 @@ import fnmatch
 from collections.abc import Mapping
 from typing import Any
 
-from torchard.functional.core.arguments import checked
-from torchard.functional.core.nearest import nearest
+from torchard.functional.core.arguments import checked, nearest
 from torchard.functional.programs.program import Program
 from torchard.sharding.styles.layers import Layer, layers_of, with_units
 from torchard.sharding.styles.styles import Placing, Style
