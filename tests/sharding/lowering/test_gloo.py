@@ -316,10 +316,10 @@ def test_a_rank_that_dies_while_it_stores(ranks: Results) -> None:
 def test_a_rank_that_does_not_store(ranks: Results) -> None:
     found = every(ranks, "storage_one_rank_does_not_call")
     assert found.pop(1)[0] == "no error"
-    for said, seconds, left in found:
+    for said, left in found:
         assert said.startswith("StorageError: rank 1 did not report that it is done with planning to")
-        assert "within 1 s. Either it died, does not make this call" in said
-        assert seconds < 20 and left == []
+        assert "within 4 s. Either it died, does not make this call" in said
+        assert left == []
 
 
 def test_ranks_that_store_different_trees(ranks: Results) -> None:
