@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import itertools
 import json
+import os
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -120,7 +121,8 @@ def thread_name() -> str:
 
 
 def _key(turn: int, rank: int) -> str:
-    return f"torchard/{turn}/{rank}"
+    """A key of this attempt: torchrun's store outlives the ranks that it restarts, and so do their keys."""
+    return f"torchard/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{turn}/{rank}"
 
 
 def _read(store: Any, turn: int, rank: int, seconds: float, what: str) -> str:
