@@ -121,7 +121,7 @@ def thread_name() -> str:
 
 
 def _key(turn: int, rank: int) -> str:
-    """A key of this attempt: torchrun's store outlives the ranks that it restarts, and so do their keys."""
+    """A key of this attempt, as torchrun's store, with all keys, outlives the ranks that it restarts."""
     return f"torchard/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{turn}/{rank}"
 
 
