@@ -16,7 +16,7 @@ from paths import RESULTS, ROOT
 ROOMS = ("functional", "sharding", "kernels", "src/torchard/testing")
 # What may change before coverage has to be measured again: files that are new or gone, and statements
 # of files that have grown or shrunk, as parts of all of them.
-FILES, STATEMENTS = 0.2, 0.3
+FILES, STATEMENTS = 0.25, 0.35
 ROW = re.compile(r"^\| `(\S+\.py)` \| ([\d,]+) \|", re.M)
 
 
