@@ -9,9 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.core.scope_frames import Frame
 from torchard.functional.core.tensor_spec import TensorSpec, contiguous
 from torchard.functional.programs.program import Program
+from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import FRAMES, VAL
 from torchard.functional.torch_internals.operators import aten
 
@@ -127,8 +129,42 @@ def as_body(program: Program) -> Program:
             node.target = aten.reshape.default
         if node.target in (aten.reshape.default, aten.expand.default):
             node.args = (node.args[0], list(VAL.of(node).shape))
+    _resolve(program)
     inputs = tuple(
         replace(leaf, role="closure") if leaf.role == "constant" else leaf
         for leaf in program.inputs
     )
     return replace(program, inputs=inputs, constants=())
+
+
+def _resolve(program: Program) -> None:
+    """Return values, not lazy conjugates: what is handed on is read as what entered was."""
+    output = program.graph.output_node()
+    with internals.no_function_modes():  # which would ask a stand-in
+        resolved = {x: _resolved(program.graph, x) for x in program.results if _is_lazy(x)}
+    output.args = (tuple(resolved.get(x, x) for x in program.results),)
+
+
+def _is_lazy(node: fx.Node) -> bool:
+    val = VAL.of(node)
+    return bool(val.is_conj() or val.is_neg())
+
+
+def _resolved(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The value computed; a clone would be dropped as one of a value that nothing writes to."""
+    lazily, computed = aten._neg_view.default, aten.neg.default
+    if VAL.of(node).is_conj():
+        lazily, computed = aten._conj.default, aten.conj_physical.default
+    made = node
+    with graph.inserting_before(graph.output_node()):
+        for target in (lazily, computed):
+            made = _call(graph, target, made)
+    return made
+
+
+def _call(graph: fx.Graph, target: Any, operand: fx.Node) -> fx.Node:
+    made, val = graph.call_function(target, (operand,)), VAL.of(operand)
+    inherit(made, operand, "value")
+    with internals.no_modes(), val.fake_mode:
+        VAL.set(made, target(val))
+    return made

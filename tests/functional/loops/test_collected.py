@@ -134,3 +134,68 @@ def test_a_row_that_was_not_written_is_not_returned() -> None:
     rows.put(2, torch.ones(2))
     with pytest.raises(AssertionError, match="row 1 was not written"):
         rows.get()
+
+
+def _conjugate(z: Tensor, w: Tensor) -> Tensor:
+    return repeat(lambda p, c: (c * p).conj(), w, z).imag
+
+
+def _negative(z: Tensor, w: Tensor) -> Tensor:
+    return repeat(lambda p, c: (c, (c * p).conj().imag), w, z, collect=True)[1]
+
+
+@pytest.mark.parametrize("loop", [_conjugate, _negative])
+@pytest.mark.parametrize("way", ["jit", "planned"])
+def test_lazy_conjugates_are_handed_on_as_values(loop: Any, way: str) -> None:
+    z, w = torch.complex(*_inputs()[:1] * 2), _inputs()[1]
+
+    def gradient(z: Tensor, w: Tensor) -> Tensor:
+        return torch.func.grad(lambda z: loop(z, w).square().sum())(z)
+
+    for fn in (loop, gradient):
+        have = WAYS[way](fn)(z, w)
+        torch.testing.assert_close(have.full() if hasattr(have, "full") else have, fn(z, w))
+
+
+def _twice_differentiated(body: Any) -> Any:
+    """By `grad` of `grad` around the transformed loop."""
+
+    def of(transform: Any) -> Any:
+        run = transform(lambda x, w: repeat(body, w, x))
+        inner = torch.func.grad(lambda x, w: run(x, w).sin().sum())
+        return lambda x, w: (torch.func.grad(lambda x: inner(x, w).sum())(x),)
+
+    return of
+
+
+BODIES = [
+    lambda p, c: c * 2,
+    lambda p, c: c * p,
+    lambda p, c: c.flip(0),
+    lambda p, c: c + p,
+    lambda p, c: c.sin(),
+    lambda p, c: c - torch.func.grad(lambda c: (c * p).sin().sum())(c),
+]
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("way", ["jit", "checkpoint"])
+def test_second_derivatives_around_a_loop(body: Any, way: str) -> None:
+    """Of linear bodies too, whose gradients read nothing but the shapes of what they were computed of."""
+    x, w = _inputs()
+    of = _twice_differentiated(body)
+    _assert_same(of(WAYS[way])(x, w), of(lambda f: f)(x, w))
+
+
+@pytest.mark.parametrize("body", BODIES[::3])
+@pytest.mark.parametrize("way", ["jit", "shard"])
+def test_hessian_products_inside_of_transforms(body: Any, way: str) -> None:
+    x, w = _inputs()
+
+    def product(x: Tensor, w: Tensor) -> tuple[Tensor]:
+        collected = lambda x: repeat(lambda p, c: (body(p, c), c.amax(1)), w, x, collect=True)  # noqa: E731
+        gradient = torch.func.grad(lambda x: sum(y.sin().sum() for y in collected(x)))
+        return (torch.func.jvp(gradient, (x,), (x,))[1],)
+
+    run = checkpoint(product)
+    _assert_same(WAYS[way](run)(x, w), product(x, w))
