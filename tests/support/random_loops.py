@@ -49,6 +49,8 @@ UNARY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "constant": lambda x: x + torch.arange(3, dtype=x.dtype),
     "without": lambda x: x + _without(x),
     "checked": lambda x: checkpoint(lambda y: torch.tanh(y).sin())(x),
+    "linear": lambda x: x * 2 - 1,
+    "pulled": lambda x: x - torch.func.grad(lambda y: y.sin().sum())(x) / 2,
     "cut": lambda x: torch.cat([x[:1] * 2, x[1:]]),
 }
 BINARY: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -159,7 +161,7 @@ def _drawn(
         new = [values[-1], *x[1:]] if carries == 1 else [values[-1], x[0] + values[-1] / 2]
         carried = tuple(new[k] for k in order)
         return (
-            (carried, {"last": values[-1], "sum": values[-1].sum()})
+            (carried, {"last": values[-1], "sum": values[-1].sum(), "entered": x[0]})
             if extra["collect"]
             else carried
         )
