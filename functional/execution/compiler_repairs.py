@@ -96,7 +96,8 @@ def compute_once(graph: fx.Graph) -> None:
     recompute it.
     """
     for value, *others in read_twice(graph):
-        INDUCTOR_REALIZE_TO_STRIDES.set(value, True)
+        if not INDUCTOR_REALIZE_TO_STRIDES.get(value):  # torch may have set it
+            INDUCTOR_REALIZE_TO_STRIDES.set(value, True)
         for other in others:
             other.replace_all_uses_with(value)
 

@@ -57,7 +57,7 @@ INDUCTOR_REALIZE_TO_STRIDES: Tag[bool] = declare(
     "inductor_realize_to_strides",
     "torch's own: Inductor stores the value, and does not compute it again where it is read",
     written_by="execution/compiler_repairs",
-    read_by=TORCH,
+    read_by="execution/compiler_repairs",
 )
 
 # -- where a node was made -------------------------------------------------------------------------

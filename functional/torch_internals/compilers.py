@@ -84,13 +84,13 @@ def _repaired(repairs: Passes) -> Iterator[None]:
 
         require(config, "post_grad_custom_post_pass")
 
-    class Repairs(CustomGraphPass):  # type: ignore[misc]
+    class Repairs(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
             for repair in repairs:
                 repair(graph)
 
         def uuid(self) -> Any:
-            files = {sys.modules[repair.__module__].__file__ for repair in repairs}
+            files = {str(sys.modules[repair.__module__].__file__) for repair in repairs}
             return get_hash_for_files(tuple(sorted(files)))
 
     given: Any = config.post_grad_custom_post_pass
