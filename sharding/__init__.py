@@ -41,6 +41,7 @@ from torchard.sharding.styles.styles import (
 from torchard.sharding.values.constrain import constrain
 from torchard.sharding.values.mesh import Mesh, MeshError
 from torchard.sharding.values.place import MeshTensor, PlacementError
+from torchard.sharding.values.placed_trees import full
 from torchard.sharding.values.spec import P, SpecError
 from torchard.sharding.values.store_allgather import ExchangeError
 
@@ -74,6 +75,7 @@ __all__ = [
     "clip_by_global_norm",
     "constrain",
     "from_dtensor",
+    "full",
     "global_norm",
     "initialize",
     "load",

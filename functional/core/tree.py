@@ -44,11 +44,15 @@ __all__ = [
 ]
 
 
-def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
+IsLeaf = Callable[[Any], bool] | None
+
+
+def flatten(tree: Any, *, is_leaf: IsLeaf = None) -> tuple[list[Any], optree.PyTreeSpec]:
     """Split a tree into its leaves and its structure.
 
     Args:
         tree: a pytree; None is a leaf.
+        is_leaf: a predicate on nodes; those for which it holds are leaves.
 
     Returns:
         The leaves and the structure; ``unflatten(structure, leaves)`` is the tree again.
@@ -60,7 +64,7 @@ def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
     >>> tree.unflatten(structure, leaves)
     {'w': [1, 2], 'b': None}
     """
-    return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    return optree.tree_flatten(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
 
 
 def unflatten(structure: optree.PyTreeSpec, leaves: Iterable[Any]) -> Any:
@@ -80,11 +84,12 @@ def unflatten(structure: optree.PyTreeSpec, leaves: Iterable[Any]) -> Any:
     return optree.tree_unflatten(structure, leaves)
 
 
-def leaves(tree: Any) -> list[Any]:
+def leaves(tree: Any, *, is_leaf: IsLeaf = None) -> list[Any]:
     """The leaves of a tree, in the order of `flatten`.
 
     Args:
         tree: a pytree; None is a leaf.
+        is_leaf: a predicate on nodes; those for which it holds are leaves.
 
     Returns:
         A list.
@@ -93,14 +98,15 @@ def leaves(tree: Any) -> list[Any]:
     >>> tree.leaves({"w": [1, 2], "b": None})
     [None, 1, 2]
     """
-    return optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)
+    return optree.tree_leaves(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
 
 
-def structure(tree: Any) -> optree.PyTreeSpec:
+def structure(tree: Any, *, is_leaf: IsLeaf = None) -> optree.PyTreeSpec:
     """The structure of a tree, without its leaves: hashable and comparable.
 
     Args:
         tree: a pytree; None is a leaf.
+        is_leaf: a predicate on nodes; those for which it holds are leaves.
 
     Returns:
         An ``optree.PyTreeSpec``.
@@ -109,16 +115,17 @@ def structure(tree: Any) -> optree.PyTreeSpec:
     >>> tree.structure({"w": [1, 2]}) == tree.structure({"w": [3, 4]})
     True
     """
-    return optree.tree_structure(tree, none_is_leaf=True, namespace=NAMESPACE)
+    return optree.tree_structure(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
 
 
-def map(fn: Callable[..., Any], tree: Any, *rests: Any) -> Any:
+def map(fn: Callable[..., Any], tree: Any, *rests: Any, is_leaf: IsLeaf = None) -> Any:
     """Apply a function to corresponding leaves.
 
     Args:
         fn: takes one leaf of ``tree``, then what the other trees have at its place.
         tree: a pytree, whose structure the result has.
         rests: further trees; ``tree`` must be a prefix of each, so ``fn`` may be given a subtree of them.
+        is_leaf: a predicate on nodes; those for which it holds are leaves.
 
     Returns:
         The tree of results.
@@ -138,17 +145,22 @@ def map(fn: Callable[..., Any], tree: Any, *rests: Any) -> Any:
     """
     lift = lift_in_trace()
     if lift is not None:
-        tree, rests = _whole(lift, tree), tuple(_whole(lift, rest) for rest in rests)
+        tree, rests = lifted(lift, tree), tuple(lifted(lift, rest) for rest in rests)
     try:
-        return optree.tree_map(fn, tree, *rests, none_is_leaf=True, namespace=NAMESPACE)
+        return optree.tree_map(
+            fn, tree, *rests, is_leaf=is_leaf, none_is_leaf=True, namespace=NAMESPACE
+        )
     except ValueError as error:
         for number, rest in enumerate(rests, 1):
-            for problem in optree.prefix_errors(tree, rest, none_is_leaf=True, namespace=NAMESPACE):
+            for problem in optree.prefix_errors(
+                tree, rest, is_leaf, none_is_leaf=True, namespace=NAMESPACE
+            ):
                 raise problem(f"tree 0, mapped with tree {number}, at tree") from error
         raise
 
 
-def _whole(lift: Lift, tree: Any) -> Any:
+def lifted(lift: Lift, tree: Any) -> Any:
+    """The tree with its placed values replaced by operands of the trace in progress."""
     return optree.tree_map(
         lambda leaf: lift(leaf) if is_placed(leaf) else leaf,
         tree,
@@ -159,7 +171,13 @@ def _whole(lift: Lift, tree: Any) -> Any:
 
 
 def broadcast(
-    prefix: Any, full: Any, name: str = "prefix", what: str = "the tree", leaf: str = "value"
+    prefix: Any,
+    full: Any,
+    name: str = "prefix",
+    what: str = "the tree",
+    leaf: str = "value",
+    *,
+    is_leaf: IsLeaf = None,
 ) -> list[Any]:
     """Repeat each leaf of a prefix tree for every leaf of the full tree below it.
 
@@ -169,6 +187,7 @@ def broadcast(
         name: what the message calls ``prefix``.
         what: what the message calls ``full``.
         leaf: what the message calls a leaf of ``prefix``.
+        is_leaf: a predicate on nodes; those for which it holds are leaves.
 
     Returns:
         A list, in the order of ``leaves(full)``.
@@ -182,7 +201,7 @@ def broadcast(
     """
     try:
         spread: list[Any] = optree.broadcast_prefix(
-            prefix, full, none_is_leaf=True, namespace=NAMESPACE
+            prefix, full, is_leaf, none_is_leaf=True, namespace=NAMESPACE
         )
     except ValueError as error:
         raise ValueError(_misfit(prefix, full, name, what, leaf)) from error
@@ -230,12 +249,13 @@ def _described(node: Any) -> str:
     return f"a {type(node).__name__}"
 
 
-def paths(tree: Any, root: str = "") -> list[str]:
+def paths(tree: Any, root: str = "", *, is_leaf: IsLeaf = None) -> list[str]:
     """The path of each leaf, as a Python expression.
 
     Args:
         tree: a pytree; None is a leaf.
         root: what the paths begin with.
+        is_leaf: a predicate on nodes; those for which it holds are leaves.
 
     Returns:
         A list of paths, in the order of `leaves`.
@@ -244,7 +264,7 @@ def paths(tree: Any, root: str = "") -> list[str]:
     >>> tree.paths({"w": [1, 2], "b": None}, "params")
     ["params['b']", "params['w'][0]", "params['w'][1]"]
     """
-    accessors = optree.tree_accessors(tree, none_is_leaf=True, namespace=NAMESPACE)
+    accessors = optree.tree_accessors(tree, is_leaf, none_is_leaf=True, namespace=NAMESPACE)
     return [accessor.codify(root) for accessor in accessors]
 
 
@@ -269,11 +289,14 @@ register(_Nothing, lambda node: ((), None), lambda static, children: _NOTHING)
 
 
 def _is_floating(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    known = isinstance(leaf, torch.Tensor) or is_placed(leaf)
+    return known and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
 
 
 @checked
-def partition(tree: Any, choose: Callable[[Any], Any] = _is_floating) -> tuple[Any, Any]:
+def partition(
+    tree: Any, choose: Callable[[Any], Any] = _is_floating, *, is_leaf: IsLeaf = None
+) -> tuple[Any, Any]:
     """Split a tree in two by a predicate on leaves; `combine` is the inverse.
 
     By default the first part has the floating and complex tensors, those that can be differentiated. In
@@ -282,6 +305,7 @@ def partition(tree: Any, choose: Callable[[Any], Any] = _is_floating) -> tuple[A
     Args:
         tree: a pytree.
         choose: a predicate on leaves.
+        is_leaf: a predicate on nodes; those for which it holds are leaves.
 
     Returns:
         The tree with the leaves for which the predicate holds, and the tree with the others.
@@ -297,7 +321,7 @@ def partition(tree: Any, choose: Callable[[Any], Any] = _is_floating) -> tuple[A
     >>> torch.func.grad(lambda t: tree.combine(t, rest)["w"] ** rest["layers"])(trained)
     {'w': tensor(12.), 'layers': ...}
     """
-    all_leaves, shape = flatten(tree)
+    all_leaves, shape = flatten(tree, is_leaf=is_leaf)
     flags = [bool(choose(leaf)) for leaf in all_leaves]
 
     def part(chosen: bool) -> Any:
@@ -337,7 +361,7 @@ def combine(*parts: Any) -> Any:
     return optree.tree_map(
         first,
         *parts,
-        is_leaf=lambda x: x is _NOTHING,
+        is_leaf=lambda x: x is _NOTHING or is_placed(x),
         none_is_leaf=True,
         namespace=NAMESPACE,
     )
