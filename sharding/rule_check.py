@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.effects.unused_results import declare_pure
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.programs.graphs import with_operands
 from torchard.functional.programs.tagging import inherit
@@ -114,6 +115,8 @@ def register_rule(
             known.discard(kind)
             raise
 
+    for target in targets:
+        declare_pure(target)
     registry.register_rule(*targets, text=text, emit=emit, alias=alias, check=check)
 
 
