@@ -29,6 +29,7 @@ __all__ = [
     "before_reading",
     "below_forward_ad",
     "below_vmap",
+    "ending_vmap",
     "forward_ad_active",
     "gradient_level",
     "has_transforms",
@@ -36,6 +37,7 @@ __all__ = [
     "is_wrapped",
     "level_kinds",
     "mapped_at_top",
+    "mapped_over",
     "needs_grad_at_top",
     "wrapped_in",
 ]
@@ -103,6 +105,19 @@ def mapped_at_top(values: Sequence[Any]) -> bool:
         return False
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return any(functorch_c.maybe_get_level(tensor) == top.level() for tensor in tensors)
+
+
+def mapped_over(tensor: torch.Tensor) -> tuple[torch.Tensor, int] | None:
+    """What the innermost level maps, if it is a vmap that maps this tensor: a tensor, over which dim."""
+    if not mapped_at_top([tensor]):
+        return None
+    return functorch_c.get_unwrapped(tensor), functorch_c.maybe_get_bdim(tensor)
+
+
+def ending_vmap(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the innermost level is a vmap that maps none of these, as the results of one that ends."""
+    top = functorch_c.peek_interpreter_stack()
+    return top is not None and top.key() == VMAP and not mapped_at_top(tensors)
 
 
 def needs_grad_at_top(tensor: torch.Tensor) -> bool:

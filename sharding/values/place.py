@@ -14,6 +14,7 @@ from torchard.functional.core.errors import DonatedError
 from torchard.functional.core.placed import Facts
 from torchard.functional.tracing.trace_state import active
 from torchard.sharding.layouts.layout import Layout
+from torchard.sharding.values.mapped import Flattened, Reading, rebuilt
 from torchard.sharding.values.mesh import Mesh, PlacementError
 from torchard.sharding.values.operators import Operators
 from torchard.sharding.values.placement import METHODS, MeshPlacement
@@ -60,10 +61,12 @@ class MeshTensor(Operators):
     (True, False)
     """
 
-    __slots__ = ("_dead", "_facts", "_held", "parts")
+    __slots__ = ("_dead", "_facts", "_reading", "parts")
 
-    def __init__(self, held: MeshPlacement, parts: Sequence[torch.Tensor]) -> None:
-        self._held = held
+    def __init__(
+        self, held: MeshPlacement, parts: Sequence[torch.Tensor], reading: Reading | None = None
+    ) -> None:
+        self._reading = Reading(held, held) if reading is None else reading
         self.parts = tuple(parts)
         self._facts: Facts | None = None
         self._dead = False
@@ -157,24 +160,27 @@ class MeshTensor(Operators):
             self._facts = self._check()
         return self._facts
 
+    @property
+    def _held(self) -> MeshPlacement:
+        return self._reading.now or self._reading.base
+
     def _check(self) -> Facts:
-        held, first = self._held, self.parts[0]
-        extra = first.ndim - len(held.dims) - held.lead
-        if extra < 0 or any(
-            tuple(p.shape)[p.ndim - len(held.dims) :] != shape
-            for p, shape in zip(self.parts, held.shapes, strict=True)
+        held, first = self._reading.now, self.parts[0]
+        if held is None or any(
+            tuple(p.shape) != shape for p, shape in zip(self.parts, held.shapes, strict=True)
         ):
-            raise PlacementError(
-                f"a MeshTensor on {held.mesh} with spec {held.spec} holds shards of "
-                f"shapes {[list(p.shape) for p in self.parts]}, not {[list(s) for s in held.shapes]}. "
-                "vmap cannot map over a MeshTensor directly: write shard(vmap(f)), which maps over the "
-                "global value, or pass it with in_dims=None."
-            )
-        for _ in range(extra):
-            held = held.batched()
-        lead = first.shape[: held.lead]
-        shape = torch.Size((*lead, *Layout(held.dims).shape))
-        return Facts(shape, first.dtype, first.device, held, self.parts)
+            raise PlacementError(self._unreadable())
+        return Facts(torch.Size(Layout(held.dims).shape), first.dtype, first.device, held, self.parts)
+
+    def _unreadable(self) -> str:
+        held = self._held
+        return (
+            f"a MeshTensor on {held.mesh} with spec {held.spec} holds shards of shapes "
+            f"{[list(p.shape) for p in self.parts]}, not {[list(s) for s in held.shapes]}: a function "
+            "of torch, such as torch.func.jacrev or a tree_map, replaced its shards by values that "
+            "cannot be put together. Transform the function that takes global values: shard(jacrev(f)), "
+            "shard(vmap(f)), tree.map."
+        )
 
     def __torchard_placed__(self) -> Facts:
         return self._read()
@@ -329,19 +335,22 @@ class _Whole:
 _WHOLE = _Whole()
 
 
-def _flatten(value: MeshTensor) -> tuple[tuple[torch.Tensor, ...], MeshPlacement | _Whole]:
+def _flatten(value: MeshTensor) -> tuple[tuple[torch.Tensor, ...], Flattened | _Whole]:
     state = active()
     if state is not None:
         return (state.lift(value),), _WHOLE
     if value._dead:
         value._read()  # raises
-    return value.parts, value._held
+    return value.parts, Flattened(value._reading, value.parts)
 
 
 def _unflatten(
-    held: MeshPlacement | _Whole, parts: Sequence[torch.Tensor]
+    flattened: Flattened | _Whole, parts: Sequence[torch.Tensor]
 ) -> MeshTensor | torch.Tensor:
-    return parts[0] if isinstance(held, _Whole) else MeshTensor(held, parts)
+    if isinstance(flattened, _Whole):
+        return parts[0]
+    reading, shards = rebuilt(flattened, list(parts))
+    return MeshTensor(reading.base, shards, reading)
 
 
 tree.register(MeshTensor, _flatten, _unflatten)
