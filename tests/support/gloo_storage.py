@@ -7,7 +7,6 @@ import os
 import pathlib
 import shutil
 import tempfile
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
