@@ -24,10 +24,11 @@ from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.planning.cuts import gather_cuts
 from torchard.sharding.planning.strided import unstride
 from torchard.sharding.planning.sums import fold_sums
-from torchard.sharding.rules import Call, lookup
+from torchard.sharding.rules import lookup
 from torchard.sharding.rules.compute.scan import fold_flips
 
 __all__ = ["prepare"]
+
 
 def prepare(graph: fx.Graph) -> fx.Graph:
     """Canonicalise a graph in place, and return it."""
@@ -80,11 +81,12 @@ def _drop_empty_operands(node: fx.Node) -> None:
 
     One of shape [0] may stand beside operands of any rank, without being split as they are.
     """
-    whole, dim = VAL.of(node), Call.of(node).arg(1, "dim", 0)
+    whole = VAL.of(node)
     if not whole.numel():
         fill_with(node, 0)
         return
     given: Any = node.args[0]
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
     filled = [x for x in given if VAL.of(x).numel()]
     if len(filled) < len(given):
         insert = Inserter(node)
