@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchard.functional.engine.cache_entry import CacheEntry
-from torchard.functional.guards.changes import Reads, change_between
+from torchard.functional.guards.changes import ReadRecord, change_between
 
 __all__ = ["TraceRecord", "retraced"]
 
@@ -27,7 +27,7 @@ class TraceRecord:
 
     key: Any
     paths: list[str]
-    reads: Reads
+    reads: ReadRecord
     lost: bool
 
     @staticmethod

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Reads", "change_between"]
+__all__ = ["ReadRecord", "change_between"]
 
 
 @dataclass(frozen=True)
-class Reads:
+class ReadRecord:
     """What a walk read: the number of an object, what of it, and the token of what was there.
 
     Attributes:
@@ -36,7 +36,7 @@ class Reads:
         return self.path(self.unguardable[0]) if self.unguardable else None
 
 
-def change_between(before: Reads, after: Reads) -> str | None:
+def change_between(before: ReadRecord, after: ReadRecord) -> str | None:
     """The first thing that was read and is not what it was; None if there is none."""
     for old, new in zip(before.entries, after.entries, strict=False):
         if old != new:
@@ -48,7 +48,7 @@ def change_between(before: Reads, after: Reads) -> str | None:
     return None
 
 
-def _change(before: Reads, after: Reads, old: Any, new: Any) -> str:
+def _change(before: ReadRecord, after: ReadRecord, old: Any, new: Any) -> str:
     if old[:2] == new[:2]:
         return after.path(*new[:2]) + _values(old[2], new[2])
     longer, entry = (after, new) if new[0] <= old[0] else (before, old)

@@ -15,7 +15,7 @@ from itertools import chain
 from operator import attrgetter, eq, is_, methodcaller
 from typing import Any
 
-from torchard.functional.guards.changes import Reads
+from torchard.functional.guards.changes import ReadRecord
 from torchard.functional.guards.reachable import reachable
 from torchard.functional.guards.slots import contents, is_value, kind_of
 
@@ -41,7 +41,7 @@ class Environment:
         walk = reachable(roots)
         self.structure = walk.structure
         self.guardable = not walk.unguardable
-        self._reads = Reads(walk.reads, walk.unguardable)
+        self._reads = ReadRecord(walk.reads, walk.unguardable)
         self.reads_grad_mode = not _GRAD_MODE.isdisjoint(walk.met.names)
         # Kept alive: their ids are in the structure.
         self._kept = [value for value in walk.kept if not is_value(value)]
@@ -67,9 +67,9 @@ class Environment:
         read += chain.from_iterable(self._values)
         return read
 
-    def take_reads(self) -> Reads:
+    def take_reads(self) -> ReadRecord:
         """What was read, which is then forgotten."""
-        reads, self._reads = self._reads, Reads((), ())
+        reads, self._reads = self._reads, ReadRecord((), ())
         return reads
 
     def let_go(self) -> None:
