@@ -22,7 +22,6 @@ from torchard.functional.core import tree
 from torchard.functional.core.errors import PurityError
 from torchard.functional.core.placed import is_placed
 from torchard.functional.engine.transformed import Transformed
-from torchard.functional.tracing.signature import Arguments
 from torchard.functional.tracing.trace_state import active
 from torchard.sharding.values.mesh import MeshError, PlacementError
 
@@ -96,7 +95,7 @@ def _loose(value: Any) -> Any:
 class _Operation(Transformed):
     """The transform that runs one operation, sharded on the mesh of its operands."""
 
-    def _count(self, arguments: Arguments, paths: list[str]) -> None:
+    def _count(self, trace: Any) -> None:
         """Do not warn: many shapes and indices are usual for single operations."""
         self._traces += 1
 
