@@ -124,10 +124,6 @@ _INSTEAD = {
         "takes a gradient by torch.autograd with respect to an argument, for which autograd records "
         "nothing during a trace. Use torch.func.grad (or vjp, jacrev) inside or around this function"
     ),
-    "unsupported format string passed to": (
-        "formats a tensor, which has no value while the function is traced. Return the tensor, and "
-        "format it outside of the transform"
-    ),
     "support saved tensor hooks": (
         "sets saved-tensor hooks inside torch.func.grad, which torch does not support. Use "
         "torchard.checkpoint, which works under every transform"
