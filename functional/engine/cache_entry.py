@@ -154,7 +154,7 @@ def _value(closure: Closure, fn: Callable[..., Any]) -> Any:
 def _requires_as_before(value: Any, closure: Closure) -> bool:
     if closure.autograd is None:
         return True
-    return autograd_of(value) == closure.autograd
+    return bool(autograd_of(value) == closure.autograd)
 
 
 def _fits(value: Any, closure: Closure) -> bool:

@@ -193,7 +193,11 @@ def _cached(walk: Walk, cached: Any) -> Any:
 
 
 _GETTERS = (operator.attrgetter, operator.itemgetter, operator.methodcaller)
-_VIEWS = (types.MappingProxyType, *(type(view) for view in ({}.keys(), {}.values(), {}.items())))
+_NO_ITEMS: dict[Any, Any] = {}
+_VIEWS = (
+    types.MappingProxyType,
+    *(type(_NO_ITEMS.keys()), type(_NO_ITEMS.values()), type(_NO_ITEMS.items())),
+)
 
 INDIRECT: tuple[tuple[Any, Callable[[Walk, Any], Any]], ...] = (
     (contextvars.ContextVar, _context_variable),

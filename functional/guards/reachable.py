@@ -51,6 +51,7 @@ SETTINGS = (
 # How many objects are guarded at most: what reaches more is traced at every call.
 _OBJECTS = 100_000
 _of_function = attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_builtins_of: Callable[[Any], dict[str, Any]] = attrgetter("__builtins__")
 
 
 def reachable(roots: Sequence[Any]) -> Walk:
@@ -204,7 +205,7 @@ class Walk:
             else:
                 tokens.append((key, self.token(value, f"the global {key}")))
         self.slots.name(names, known, built_in)
-        return tuple(tokens), self._builtins(fn.__builtins__, built_in)
+        return tuple(tokens), self._builtins(_builtins_of(fn), built_in)
 
     def _builtins(self, held: dict[str, Any], names: Sequence[str]) -> Any:
         known = [key for key in names if key in held]
@@ -343,7 +344,8 @@ class Walk:
             return True
         if key in self.code.written and type(held[key]) not in WRITTEN_TYPES:
             return True
-        return is_library_class(type(value)) or is_standard_container(type(value))
+        kind: Any = type(value)
+        return is_library_class(kind) or is_standard_container(kind)
 
     def _class(self, cls: type) -> Any:
         """The named data and functions of a class of the user's, and of its metaclass."""

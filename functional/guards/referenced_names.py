@@ -176,12 +176,16 @@ def functions_of_class(cls: type, code: Code) -> list[tuple[str, Any]]:
             key not in _NOT_OPERATORS or not code.names.isdisjoint(_RUN_BY.get(key, ()))
         )
         if key in code.names or code.reflects or key == "forward" or operator:
-            function = _function_in(item)
+            function, kind = _function_in(item), _kind(item)
             if operator and _by_dataclass(function):
                 continue
-            if function is not None or is_users_class(type(item)) or not hasattr(type(item), "__get__"):
+            if function is not None or is_users_class(kind) or not hasattr(kind, "__get__"):
                 held.append((key, item if function is None else function))
     return held
+
+
+def _kind(item: Any) -> Any:
+    return type(item)
 
 
 def _by_dataclass(function: Any) -> bool:

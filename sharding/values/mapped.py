@@ -20,10 +20,10 @@ from torchard.sharding.layouts.layout import Dim, Sub
 from torchard.sharding.values.mesh import PlacementError
 from torchard.sharding.values.placement import METHODS, MeshPlacement
 
-__all__ = ["Flattened", "Reading", "rebuilt"]
+__all__ = ["Flattened", "ShardReading", "rebuilt"]
 
 
-class Reading:
+class ShardReading:
     """How the dims of a value's shards are read.
 
     Attributes:
@@ -45,7 +45,7 @@ class Flattened:
 
     __slots__ = ("reading", "shards")
 
-    def __init__(self, reading: Reading, shards: Sequence[Any]) -> None:
+    def __init__(self, reading: ShardReading, shards: Sequence[Any]) -> None:
         self.reading = reading
         self.shards = [weakref.ref(x) for x in shards if isinstance(x, torch.Tensor)]
 
@@ -67,7 +67,7 @@ class Flattened:
         return alive if len(alive) == count else []
 
 
-def rebuilt(flattened: Flattened, parts: Sequence[Any]) -> tuple[Reading, Sequence[Any]]:
+def rebuilt(flattened: Flattened, parts: Sequence[Any]) -> tuple[ShardReading, Sequence[Any]]:
     """The reading of a placed value with these parts, and its shards.
 
     Raises:
@@ -87,7 +87,7 @@ def rebuilt(flattened: Flattened, parts: Sequence[Any]) -> tuple[Reading, Sequen
     if added is not None and reading.now is not None:
         dims = [*reading.now.dims]
         dims.insert(added, (Sub(shapes[0][added]),))
-        return Reading(reading.base, replace(reading.now, dims=tuple(dims)), True), parts
+        return ShardReading(reading.base, replace(reading.now, dims=tuple(dims)), True), parts
     if before and shapes == [tuple(x.shape) for x in before] and not _turned(before, parts):
         return reading, parts
     return _by_shapes(reading, shapes), parts
@@ -107,10 +107,10 @@ def _entered_dim(before: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) 
     return dims.pop() if len(dims) == 1 else None
 
 
-def _entered(reading: Reading, dim: int, shapes: list[tuple[int, ...]]) -> Reading:
+def _entered(reading: ShardReading, dim: int, shapes: list[tuple[int, ...]]) -> ShardReading:
     held = reading.now
     if held is None:
-        return Reading(reading.base, reading.base if _fits(reading.base, shapes) else None)
+        return ShardReading(reading.base, reading.base if _fits(reading.base, shapes) else None)
     if any(sub.axes for sub in held.dims[dim]):
         raise PlacementError(
             f"vmap cannot map over a MeshTensor along dim {dim}, which is split ({held.spec} on "
@@ -125,7 +125,7 @@ def _entered(reading: Reading, dim: int, shapes: list[tuple[int, ...]]) -> Readi
             f"{inner.mesh}): torch.func would vary the shards of all ranks at once. Write "
             "shard(jacrev(f)) or shard(jacfwd(f)), which take the Jacobian of the global function."
         )
-    return Reading(inner, inner)
+    return ShardReading(inner, inner)
 
 
 def _added_dim(before: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> int | None:
@@ -162,21 +162,21 @@ def _turned(before: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> bo
     )
 
 
-def _by_shapes(reading: Reading, shapes: list[tuple[int, ...]]) -> Reading:
+def _by_shapes(reading: ShardReading, shapes: list[tuple[int, ...]]) -> ShardReading:
     """The dims of the placement, and unsplit ones: behind them in a Jacobian, or before them."""
     base = reading.base
     rank = len(base.dims)
     if _fits(base, shapes):
-        return Reading(base, base)
+        return ShardReading(base, base)
     last = _fits(base, [shape[:rank] for shape in shapes])
     first = _fits(base, [shape[len(shape) - rank :] for shape in shapes]) and not reading.by_vmap
     alike = len({shape[rank:] for shape in shapes}) == 1
     if last and alike and not (first and base.axes):
-        return Reading(base, replace(base, dims=(*base.dims, *_unsplit(shapes[0][rank:]))))
+        return ShardReading(base, replace(base, dims=(*base.dims, *_unsplit(shapes[0][rank:]))))
     leads = {shape[: len(shape) - rank] for shape in shapes}
     if first and not last and len(leads) == 1:
-        return Reading(base, replace(base, dims=(*_unsplit(leads.pop()), *base.dims)))
-    return Reading(base, None)
+        return ShardReading(base, replace(base, dims=(*_unsplit(leads.pop()), *base.dims)))
+    return ShardReading(base, None)
 
 
 def _fits(held: MeshPlacement, shapes: Sequence[tuple[int, ...]]) -> bool:
@@ -187,7 +187,7 @@ def _unsplit(sizes: Sequence[int]) -> tuple[Dim, ...]:
     return tuple((Sub(size),) for size in sizes)
 
 
-def _jacobian(base: MeshPlacement, rows: Sequence[Any]) -> tuple[Reading, Sequence[Any]]:
+def _jacobian(base: MeshPlacement, rows: Sequence[Any]) -> tuple[ShardReading, Sequence[Any]]:
     """The Jacobian of a placed result with respect to a placed argument: for each of its shards, one.
 
     It is split as the result is or, if that is not split, as the argument.
@@ -198,7 +198,7 @@ def _jacobian(base: MeshPlacement, rows: Sequence[Any]) -> tuple[Reading, Sequen
         return block._reading, block.parts
     full = [METHODS.full(block) for block in blocks]
     rest = full[0].shape[len(base.dims) :]
-    return Reading(base, replace(base, dims=(*base.dims, *_unsplit(rest)))), full
+    return ShardReading(base, replace(base, dims=(*base.dims, *_unsplit(rest)))), full
 
 
 def _of_row(row: Any, shape: tuple[int, ...]) -> Any:

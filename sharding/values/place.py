@@ -14,7 +14,7 @@ from torchard.functional.core.errors import DonatedError
 from torchard.functional.core.placed import Facts
 from torchard.functional.tracing.trace_state import active
 from torchard.sharding.layouts.layout import Layout
-from torchard.sharding.values.mapped import Flattened, Reading, rebuilt
+from torchard.sharding.values.mapped import Flattened, ShardReading, rebuilt
 from torchard.sharding.values.mesh import Mesh, PlacementError
 from torchard.sharding.values.operators import Operators
 from torchard.sharding.values.placement import METHODS, MeshPlacement
@@ -64,9 +64,9 @@ class MeshTensor(Operators):
     __slots__ = ("_dead", "_facts", "_reading", "parts")
 
     def __init__(
-        self, held: MeshPlacement, parts: Sequence[torch.Tensor], reading: Reading | None = None
+        self, held: MeshPlacement, parts: Sequence[torch.Tensor], reading: ShardReading | None = None
     ) -> None:
-        self._reading = Reading(held, held) if reading is None else reading
+        self._reading = ShardReading(held, held) if reading is None else reading
         self.parts = tuple(parts)
         self._facts: Facts | None = None
         self._dead = False
