@@ -126,13 +126,11 @@ def _scatter(call: Call) -> str | None:
     if not call.ins[0] or len(call.ins[0]) != len(call.ins[1]):
         return None  # an empty index may have any rank
     names, picked, whole, dim = _gather_names(call, 1)
-    added = call.target is aten.scatter_add.default
-    whole = whole if added else [*whole, picked[dim]]
+    whole = [*whole, picked[dim]]
     ins = [spell(names)] + [spell(picked)] * (len(call.ins) - 1)
     if len(call.ins) == 3 and call.ins[2] != call.ins[1]:
         return None
     clauses = f" | run {names[dim]}" + (" | linear 0 2" if len(ins) == 3 else "")
-    clauses += f" | run {picked[dim]}" if added else ""
     return f"{', '.join(ins)} -> {spell(names)}{clauses}" + "".join(f" | whole {w}" for w in whole)
 
 
@@ -164,11 +162,9 @@ def _emit_scatter(call: Call, local: Local) -> Any:
     """Writes to other ranks' rows add zero or, where they would replace values, go to a spare slot."""
     dim = call.arg(1) % len(call.ins[0])
     own, size = local.result_range(dim), call.outs[0][dim]
-    table, _, ids, *rest = local.args
-    if call.target in _SUMMING:
-        table = _counted_once(call, local, table)
     if len(own) == size:
-        return local.call(call.target, table, dim, ids, *rest, **local.kwargs)
+        return local.call(call.target, *local.args, **local.kwargs)
+    table, _, ids, *rest = local.args
     if call.target in _SUMMING:
         mask, ids = _owned(local, ids, own, size, refuse=False)
         rest[0] = _masked(local, mask, rest[0], *_ids_in(call, dim))
@@ -261,10 +257,7 @@ register_rule(aten.index.Tensor, text=_index, emit=_emit_index)
 
 
 def _index_put(call: Call) -> str | None:
-    """The transpose of ``x[..., i, j, ...]``: writes are masked.
-
-    The dims of the indices are whole, unless what is written adds up: its partial sums do too.
-    """
+    """The transpose of ``x[..., i, j, ...]``: writes are masked, the dims of the indices are whole."""
     indices = call.arg(1)
     used = [d for d, i in enumerate(indices) if isinstance(i, fx.Node)]
     if any(VAL.of(indices[d]).dtype == torch.bool for d in used):
@@ -277,9 +270,8 @@ def _index_put(call: Call) -> str | None:
     names, picked = letters(len(table)), [f"k{i}" for i in range(len(ids))]
     ins = [spell(names), *[spell(picked)] * len(used)]
     ins.append(spell(names[: used[0]] + picked + names[used[-1] + 1 :]))
-    clauses = "".join(f" | run {names[d]}" for d in used)
-    kind = "run" if call.arg(3, "accumulate", False) else "whole"
-    clauses += "".join(f" | {kind} {n}" for n in picked)
+    clauses = "".join(f" | whole {n}" for n in picked)
+    clauses += "".join(f" | run {names[d]}" for d in used)
     return f"{', '.join(ins)} -> {spell(names)}{clauses} | linear 0 {len(ins) - 1}"
 
 
@@ -304,26 +296,9 @@ def _emit_index_put(call: Call, local: Local) -> Any:
     return out
 
 
-def _counted_once(call: Call, local: Local, table: Any) -> Any:
-    """The table at the first coordinate of the written values' partial sums, zeros at all others."""
-    starts = [local.operand_range(1, d).start for d in range(len(call.ins[1]))]
-    if not any(starts[d] for d in _summed_dims(call)):
-        return table
-    return local.call(aten.zeros_like.default, table)
-
-
-def _summed_dims(call: Call) -> list[int]:
-    """The dims of the index along which what is written may be partial sums of the result."""
-    if call.target is aten.scatter_add.default:
-        names, picked, *_ = _gather_names(call, 1)
-        return [d for d, name in enumerate(picked) if name not in names]
-    return list(range(len(call.ins[1])))
-
-
 def _emit_summing_put(call: Call, local: Local) -> Any:
     table, indices, values, accumulate = local.args
     indices, rank = list(indices), len(call.ins[-1])
-    table = _counted_once(call, local, table)
     used = [d for d, ids in enumerate(indices) if ids is not None]
     for d in used:
         own, size = local.result_range(d), call.outs[0][d]
@@ -338,13 +313,13 @@ register_rule(aten.index_put.default, text=_index_put, emit=_emit_index_put)
 
 
 def _index_add(call: Call) -> str | None:
-    """The transpose of index_select: writes are masked, and add up."""
+    """The transpose of index_select: writes are masked, the dim of the index is whole."""
     if not call.ins[0] or len(call.ins[1]) != 1:
         return None
     names = letters(len(call.ins[0]))
     dim = call.arg(1) % len(names)
     source = [*names[:dim], "k", *names[dim + 1 :]]
-    clauses = f" | run {names[dim]} | run k | linear 0 2"
+    clauses = f" | whole k | run {names[dim]} | linear 0 2"
     return f"{spell(names)}, k, {spell(source)} -> {spell(names)}{clauses}"
 
 
