@@ -43,6 +43,7 @@ class MeshTensor(Operators):
         shape: the global shape.
         spec: how it is split; axes of size one are left out.
         parts: the shards of this process.
+        reading: how `torch.func` left their dims; by default, as ``held`` says.
 
     >>> import torch, torchard as ta
     >>> mesh = ta.Mesh({"dp": 2}, virtual=True)

@@ -222,6 +222,7 @@ CASES: dict[str, Case] = {
 ELSEWHERE = {
     *("Activations", "Pairwise", "SequenceParallel", "Style"),  # Colwise's parameters
     *("Functional", "MeshTensor", "P"),  # made by the constructors above, or of what test_errors.py tests
+    "full",  # any tree
     "initialize",
     "Task",  # of which PipelineSchedule checks its lists
 }

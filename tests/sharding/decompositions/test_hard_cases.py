@@ -284,6 +284,7 @@ CASES = {
             for front in (0, WIDTH)
         ),
         received=True,
+        more=(0, lambda size: -(-ROWS * 2 * WIDTH // size)),  # its part of the weights, in two pieces
     ),
     "pooling, batch": Case(lambda a: F.max_pool1d(a, 2), (x(6, 4, 10),), (P("tp"),), 0),
     "merge of a split dim": Case(lambda a: a.reshape(-1), (TABLE,), (P("tp"),), 0),
