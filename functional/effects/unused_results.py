@@ -34,8 +34,11 @@ def check_used(graph: fx.Graph) -> None:
     Raises:
         PurityError: names the operator and the line.
     """
-    for node in graph.nodes:
-        if node.op == "call_function" and _may_have_effects(node.target) and not _is_used(node):
+    calls = [n for n in graph.nodes if n.op == "call_function" and _may_have_effects(n.target)]
+    # A batch may be several calls of one line, of which some are for a result that is not wanted.
+    used = {(node.target, SOURCE.get(node)) for node in calls if _is_used(node)}
+    for node in calls:
+        if (node.target, SOURCE.get(node)) not in used:
             raise PurityError(
                 f"{SOURCE.get(node)} calls {node.target} and uses no result of it: whatever it does "
                 "besides (printing, counting) would be left out, since programs have results only. "

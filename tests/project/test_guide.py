@@ -86,7 +86,9 @@ def test_pages_with_cells_are_run_by_jupyter(page: Path) -> None:
 
 def test_the_script_for_several_processes_runs(tmp_path: Path) -> None:
     text = (DOCS / "hosts.md").read_text()
-    [(script, expected)] = re.findall(r"```python\n(.*?)```.*?```text\n(.*?)```", text, re.DOTALL)
+    found = re.search(r"```python\n(.*?)```.*?```text\n(.*?)```", text, re.DOTALL)
+    assert found is not None
+    script, expected = found.groups()
     (tmp_path / "train.py").write_text(script)
     args = [str(EXAMPLES / "_torchrun.py"), "--nproc-per-node", "2", str(tmp_path / "train.py")]
     done = forked.run(args, tmp_path, seconds=60, stderr=tmp_path / "stderr")
