@@ -12,7 +12,7 @@ from types import CodeType, FrameType, ModuleType
 import optree
 import torch
 
-__all__ = ["is_installed", "is_installed_module", "is_user", "of_error", "of_here"]
+__all__ = ["calls_after_user", "is_installed", "is_installed_module", "is_user", "of_error", "of_here"]
 
 
 def _library_folders() -> tuple[str, ...]:
@@ -88,3 +88,11 @@ def of_error(error: BaseException) -> str | None:
         if is_user(frame.f_code):
             line_text = _written(frame.f_code, line)
     return line_text
+
+
+def calls_after_user(error: BaseException, name: str) -> bool:
+    """Whether the innermost line of the user's code called a function of this name, which raised."""
+    called = False
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        called = not is_user(frame.f_code) and (called or frame.f_code.co_name == name)
+    return called

@@ -165,6 +165,8 @@ def _run(state: TraceState, fn: Callable[..., Any], inputs: list[torch.Tensor]) 
         raise _branching(error) from error
     except Exception as error:
         text = str(error)
+        if "does not require grad" in text and source.calls_after_user(error, "_autograd_grad"):
+            raise _pulled_outside(error) from error
         if any(part in text for part in _READS_A_VALUE):
             raise _branching(error) from error
         if "derivative for" in text and "is not implemented" in text:
@@ -178,6 +180,14 @@ def _run(state: TraceState, fn: Callable[..., Any], inputs: list[torch.Tensor]) 
                 raise PurityError(f"{where} {instead}.") from error
         note_line(error)
         raise
+
+
+def _pulled_outside(error: BaseException) -> PurityError:
+    return PurityError(
+        f"{source.of_error(error) or 'an unknown line'} calls the function that torch.func.vjp returned "
+        "outside of the function that is traced here (the block of repeat, for example), which does not "
+        "record it. Take the vjp inside as well: repeat(lambda p, v: vjp(f, x)[1](v)[0], ...)."
+    )
 
 
 def _leaked(node: fx.Node) -> UnexpectedTracerError:

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.func import grad, vmap
+from torch.func import grad, vjp, vmap
 
-from torchard import Mesh, PurityError, checkpoint, jit, shard
+from torchard import Mesh, PurityError, checkpoint, jit, repeat, shard
 
 X = torch.arange(1.0, 4.0)
 
@@ -66,3 +66,35 @@ def test_functions_without_setup_context_say_what_works() -> None:
     with pytest.raises(PurityError, match=r"without setup_context.*torch\.func\.grad\(jit\(f\)\)"):
         jit(grad(applied), backend="eager")(X)
     assert grad(jit(applied, backend="eager"))(X).tolist() == (8 * X).tolist()
+
+
+def pulled_outside(w: Tensor, x: Tensor) -> Tensor:
+    _, pull = vjp(lambda z: torch.tanh(z * w + x), x)
+    return repeat(lambda _, v: pull(v)[0], torch.zeros(3), x)
+
+
+def pulled_inside(w: Tensor, x: Tensor) -> Tensor:
+    def block(_: Tensor, v: Tensor) -> Any:
+        return vjp(lambda z: torch.tanh(z * w + x), x)[1](v)[0]
+
+    return repeat(block, torch.zeros(3), x)
+
+
+PULLED: dict[str, Callable[[Any], Any]] = {
+    "jit": lambda f: jit(f, backend="eager"),
+    "checkpoint": checkpoint,
+    "shard": lambda f: shard(f, Mesh({"dp": 1}, virtual=True)),
+    "grad of jit": lambda f: grad(lambda w, x: jit(f, backend="eager")(w, x).sum()),
+    "jit of grad": lambda f: jit(grad(lambda w, x: f(w, x).sum()), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("stack", PULLED)
+def test_a_vjp_taken_outside_of_a_block_says_to_take_it_inside(stack: str) -> None:
+    w = X / 4
+    plain = pulled_outside if "grad" not in stack else grad(lambda w, x: pulled_inside(w, x).sum())
+    have = PULLED[stack](pulled_inside)(w, X)
+    torch.testing.assert_close(have.full() if hasattr(have, "full") else have, plain(w, X))
+    line = r"test_refused_inside\.py:\d+ in <lambda> calls the function that torch\.func\.vjp returned"
+    with pytest.raises(PurityError, match=line + ".*outside.*Take the vjp inside"):
+        PULLED[stack](pulled_outside)(w, X)
