@@ -23,6 +23,7 @@ from torchard.functional.programs.flops import is_product
 from torchard.functional.programs.graphs import output_node
 from torchard.functional.programs.tagging import forget, inherit
 from torchard.functional.programs.tags import LAYOUT, NAME, SHAPE, SOURCE, STEP, VAL
+from torchard.functional.programs.views import is_view
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.collective_ops import AllGather, AllReduce, LocalSlice
 from torchard.sharding.layouts.layout import Dim, Layout
@@ -304,12 +305,23 @@ class _Loops:
         for end in ends:
             heavy = next((node for node in self.computed_for([end]) if is_product(node)), None)
             if heavy is not None:
-                source = self._begins(end.all_input_nodes[0])
-                raise AccumulateError(
-                    f"{SOURCE.get(source) or 'an unknown line'}: {source.target} takes a sum over the "
-                    "whole batch, which the rest of the batch's work waits for, so microbatches cannot "
-                    f"be computed one after another (it depends on {heavy.target} at "
-                    f"{SOURCE.get(heavy) or 'an unknown line'}). Statistics of the batch, as in batch "
-                    "normalization, need the whole batch: use statistics of each example, as in layer or "
-                    "group normalization, fixed ones (eval mode), or checkpoint in place of accumulate."
-                )
+                raise AccumulateError(_waits(self._begins(end.all_input_nodes[0]), heavy))
+
+
+def _waits(source: fx.Node, heavy: fx.Node) -> str:
+    """Why a loop over microbatches would have to be run twice, and what to do."""
+    at, of = (SOURCE.get(node) or "an unknown line" for node in (source, heavy))
+    after = f"microbatches cannot be computed one after another (it depends on {heavy.target} at {of})"
+    if is_view(source):
+        return (
+            f"{at}: {source.target} takes single examples out of the batch, so {after}. torch.vmap "
+            "computes examples apart where it has no rule for an operation, such as the gradient "
+            "of index_select: use table[ids] or embedding in its place, or checkpoint in place of "
+            "accumulate."
+        )
+    return (
+        f"{at}: {source.target} takes a sum over the whole batch, which the rest of the batch's work "
+        f"waits for, so {after}. Statistics of the batch, as in batch normalization, need the whole "
+        "batch: use statistics of each example, as in layer or group normalization, fixed ones (eval "
+        "mode), or checkpoint in place of accumulate."
+    )

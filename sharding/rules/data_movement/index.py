@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
+from torchard.sharding.rules.data_movement.counting import counted, indexed
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
 
 
@@ -64,7 +64,27 @@ register_rule(
 def _embedding_backward(call: Call) -> str | None:
     if call.arg(4, "scale_grad_by_freq", False):
         return None
-    return "... d, ... -> v d | index v | run v | linear 0"
+    return _rows_per_example(call) or "... d, ... -> v d | index v | run v | linear 0"
+
+
+def _rows_per_example(call: Call) -> str | None:
+    """vmap's gradients of a table, one below the other: each example's ids point at rows of its own."""
+    ids = call.node.args[1]
+    if not isinstance(ids, fx.Node) or ids.target is not aten.add.Tensor or ids.kwargs:
+        return None
+    for first in ids.all_input_nodes:
+        counts, shape = tuple(VAL.of(first).shape), call.ins[1]
+        dim = counts.index(max(counts)) if counts else None
+        if dim is None or counts[dim] < 2 or len(counts) != len(shape) or counts[dim] != shape[dim]:
+            continue
+        rows, extra = divmod(call.outs[0][0], counts[dim])
+        if not extra and counted(first, rows) == dim:
+            names = [f"k{d}" for d in range(len(shape))]
+            each = f"({names[dim]} v)"
+            return (
+                f"{spell(names)} d, {spell(names)} -> {each} d | run {names[dim]} | whole v | linear 0"
+            )
+    return None
 
 
 def _emit_embedding_backward(call: Call, local: Local) -> Any:
@@ -212,22 +232,13 @@ register_rule(aten.index_select.default, text=_index_select, emit=_emit_index_se
 
 def _index(call: Call) -> str | None:
     """``x[..., i, j, ...]``: a masked lookup along every indexed dim that is split."""
-    indices = call.arg(1)
-    used = [d for d, i in enumerate(indices) if isinstance(i, fx.Node)]
-    if any(VAL.of(i).dtype == torch.bool for i in indices if isinstance(i, fx.Node)):
+    dims = indexed(call)
+    if dims is None:
         return None
-    names = letters(len(call.ins[0]))
-    rank = len(torch.broadcast_shapes(*call.ins[1:]))
-    if any(s != torch.Size(torch.broadcast_shapes(*call.ins[1:])) for s in map(torch.Size, call.ins[1:])):
-        return None
-    picked = [f"k{i}" for i in range(rank)]
-    rest = [n for d, n in enumerate(names) if d not in used]
-    adjacent = used == list(range(used[0], used[0] + len(used)))
-    at = used[0] if adjacent else 0
-    out = rest[:at] + picked + rest[at:]
-    ins = ", ".join([spell(names)] + [spell(picked)] * len(used))
-    clauses = "".join(f" | reduce {names[d]} sum | run {names[d]}" for d in used)
-    return f"{ins} -> {spell(out)} | linear 0{clauses}"
+    ins = ", ".join([spell(dims.table), *dims.indices])
+    clauses = "".join(f" | reduce {name} sum" for name in dims.looked_up)
+    clauses += "".join(f" | run {dims.table[d]}" for d in dims.used)
+    return f"{ins} -> {spell(dims.around(dims.table, dims.picked))} | linear 0{clauses}"
 
 
 def _emit_index(call: Call, local: Local) -> Any:
@@ -246,10 +257,10 @@ def _emit_index(call: Call, local: Local) -> Any:
         indices[d] = shifted
         masks.append(mask)
     values = local.call(call.target, table, indices)
-    adjacent = used == list(range(used[0], used[0] + len(used)))
-    after = (used[0] if adjacent else 0) + len(call.ins[1])
+    dims = indexed(call)
+    assert dims is not None
     for mask in masks:
-        values = _masked(local, mask, values, after, len(call.outs[0]))
+        values = _masked(local, mask, values, dims.at + len(dims.picked), len(call.outs[0]))
     return values
 
 
@@ -257,22 +268,14 @@ register_rule(aten.index.Tensor, text=_index, emit=_emit_index)
 
 
 def _index_put(call: Call) -> str | None:
-    """The transpose of ``x[..., i, j, ...]``: writes are masked, the dims of the indices are whole."""
-    indices = call.arg(1)
-    used = [d for d, i in enumerate(indices) if isinstance(i, fx.Node)]
-    if any(VAL.of(indices[d]).dtype == torch.bool for d in used):
+    """The transpose of ``x[..., i, j, ...]``: writes are masked; the indices' own dims are whole."""
+    dims = indexed(call)
+    if dims is None or call.ins[-1] != tuple(dims.around(call.ins[0], dims.sizes)):
         return None
-    if used != list(range(used[0], used[0] + len(used))) or len(set(call.ins[1:-1])) > 1:
-        return None
-    table, ids, values = call.ins[0], call.ins[1], call.ins[-1]
-    if values != (*table[: used[0]], *ids, *table[used[-1] + 1 :]):
-        return None
-    names, picked = letters(len(table)), [f"k{i}" for i in range(len(ids))]
-    ins = [spell(names), *[spell(picked)] * len(used)]
-    ins.append(spell(names[: used[0]] + picked + names[used[-1] + 1 :]))
-    clauses = "".join(f" | whole {n}" for n in picked)
-    clauses += "".join(f" | run {names[d]}" for d in used)
-    return f"{', '.join(ins)} -> {spell(names)}{clauses} | linear 0 {len(ins) - 1}"
+    ins = [spell(dims.table), *dims.indices, spell(dims.around(dims.table, dims.picked))]
+    clauses = "".join(f" | run {dims.table[d]}" for d in dims.used)
+    clauses += "".join(f" | whole {dims.picked[i]}" for i in dims.own)
+    return f"{', '.join(ins)} -> {spell(dims.table)}{clauses} | linear 0 {len(ins) - 1}"
 
 
 def _emit_index_put(call: Call, local: Local) -> Any:
@@ -299,13 +302,14 @@ def _emit_index_put(call: Call, local: Local) -> Any:
 def _emit_summing_put(call: Call, local: Local) -> Any:
     table, indices, values, accumulate = local.args
     indices, rank = list(indices), len(call.ins[-1])
-    used = [d for d, ids in enumerate(indices) if ids is not None]
-    for d in used:
+    dims = indexed(call)
+    assert dims is not None
+    for d in dims.used:
         own, size = local.result_range(d), call.outs[0][d]
         if len(own) < size:
             ids = _from_the_end(local, indices[d], size)
             mask, indices[d] = _owned(local, ids, own, size, refuse=False)
-            values = _masked(local, mask, values, used[0] + len(call.ins[1]), rank)
+            values = _masked(local, mask, values, dims.at + len(dims.picked), rank)
     return local.call(call.target, table, indices, values, accumulate)
 
 
