@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.func import grad, vmap
+from torch.func import grad, jvp, vmap
 
 from torchard import PurityError, checkpoint, jit, shard
 from torchard.sharding import Mesh, P
@@ -116,3 +116,41 @@ def test_memory_of_an_inner_trace_is_its_own(how: str) -> None:
 def test_arguments_of_an_inner_trace_are_not_written(how: str) -> None:
     with pytest.raises(PurityError, match=r"changes args\[0\] in place"):
         NESTED[how](lambda x, y: x[:, :2].mul_(y[0]).sum())(X, Y)
+
+
+SQUARE = torch.arange(9.0, dtype=torch.float64).view(3, 3) / 7
+SCALE = torch.tensor(0.7, dtype=torch.float64)
+PARTS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "chunk": lambda a: a.chunk(2, 0),
+    "split": lambda a: a.split([2, 1], 1),
+    "unbind": lambda a: a.unbind(0),
+    "tensor_split": lambda a: a.tensor_split(2, 1),
+    "hsplit": lambda a: a.hsplit(3),
+    "vsplit": lambda a: a.vsplit(3),
+    "iteration": list,
+}
+ROUND: dict[str, Callable[[Any], Any]] = {
+    "grad": lambda f: grad(lambda w: f(w, SQUARE).sum())(SCALE),
+    "second": lambda f: grad(grad(lambda w: f(w, SQUARE).sum()))(SCALE),
+    "jvp": lambda f: jvp(lambda w: f(w, SQUARE), (SCALE,), (SCALE,))[1],
+    "vmap": lambda f: vmap(f, (None, 0))(SCALE, torch.stack([SQUARE, -SQUARE])),
+    "vmap of grad": lambda f: vmap(grad(lambda w, x: f(w, x).sum()), (0, None))(SCALE * Y[0], SQUARE),
+}
+INSIDE: dict[str, Callable[[Any], Any]] = {
+    "jit": lambda f: jit(f, backend="eager"),
+    "checkpoint": checkpoint,
+    "shard": lambda f: shard(f, Mesh({"x": 3}, virtual=True), in_specs=(P(), P("x")), out_specs=P()),
+}
+
+
+@pytest.mark.parametrize("inside", INSIDE)
+@pytest.mark.parametrize("name", PARTS)
+def test_a_write_into_one_of_several_views(name: str, inside: str) -> None:
+    def fn(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        a = x.clone()
+        PARTS[name](a)[0].mul_(2)
+        PARTS[name](a)[1].exp_()
+        return (a * w).sin()
+
+    for around in ROUND.values():
+        torch.testing.assert_close(around(INSIDE[inside](fn)), around(fn), rtol=1e-12, atol=1e-12)
