@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 
 from torchard import AccumulateError, Mesh, P, accumulate, place, shard
+from torchard.testing import prove
 
 MESH = Mesh({"dp": 2}, virtual=True)
 _GENERATOR = torch.Generator().manual_seed(0)
@@ -63,8 +64,10 @@ def test_clipped_gradients_of_examples(name: str, tied: bool) -> None:
     else:
         torch.testing.assert_close(in_turn(TABLE, IDS, X), want)
     ids, x = (place(value, MESH, P("dp")) for value in (IDS, X))
-    found: Any = shard(fn, MESH)(place(TABLE, MESH, P()), ids, x)
+    run = shard(fn, MESH)
+    found: Any = run(place(TABLE, MESH, P()), ids, x)
     torch.testing.assert_close(found.full(), want)
+    prove(run.lower(place(TABLE, MESH, P()), ids, x))
 
 
 PICKED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -93,4 +96,6 @@ def test_elements_picked_in_each_row(name: str) -> None:
     placed = place(WEIGHT, MESH, P()), place(X, MESH, P("dp")), place(IDS, MESH, P("dp"))
     for found, expected in zip(run(*placed), want, strict=True):
         torch.testing.assert_close(found.full(), expected)
-    assert "all_gather" not in str(run.lower(*placed).collectives)
+    lowered = run.lower(*placed)
+    assert "all_gather" not in str(lowered.collectives)
+    prove(lowered)

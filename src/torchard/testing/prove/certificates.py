@@ -23,7 +23,9 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.programs.graphs import with_operands
 from torchard.functional.programs.tags import VAL
+from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.factors import Rule
+from torchard.sharding.rules.data_movement.counting import counted
 from torchard.sharding.rules.registry import Call, lookup
 from torchard.testing.prove.operations import Claim
 
@@ -166,7 +168,20 @@ class _Trial:
         most = min((n for n in self.sizes if n > 1), default=1) if self.draw != "zero" else 1
         if dtype == torch.bool:
             least, most = 0, 2
-        return torch.randint(least, most + least, shape, generator=self.generator).to(dtype)
+        drawn = torch.randint(least, most + least, shape, generator=self.generator).to(dtype)
+        return self._counting(k, drawn)
+
+    def _counting(self, k: int, drawn: torch.Tensor) -> torch.Tensor:
+        """Indices that count along a dim do so in any sizes; ids of each example's rows stay in them."""
+        ins, rows = self.rule.ins[k], self.rule.outs[0][0] if self.rule.outs[0] else ()
+        looks_up = self.call.target in (aten.index.Tensor, aten.index_put.default) and k > 0
+        dim, stride = counted(self.call.operands[k]) if looks_up else None, 1
+        if self.call.target is aten.embedding_dense_backward.default and len(rows) == 2:
+            dim, stride = ins.index(rows[:1]), self.sizes[rows[1]]
+        elif dim is None or not ins[dim] or not _has(self.rule.ins[0], ins[dim][0]):
+            return drawn
+        steps = torch.arange(drawn.shape[dim]).view([-1 if d == dim else 1 for d in range(drawn.ndim)])
+        return (drawn % stride + steps * stride).to(drawn.dtype)
 
     def run(self, operands: Values) -> Values:
         """The results for some operands, with arguments that fit these shapes."""
