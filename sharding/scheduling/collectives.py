@@ -226,4 +226,6 @@ def table(records: Sequence[Collective]) -> str:
     ]
     lines.insert(1, "  ".join("-" * w for w in widths))
     count, total = sum(r.times for r in records), sum(r.bytes * r.times for r in records)
-    return "\n".join([*lines, f"{count} collectives, {total:,} bytes per rank"])
+    # A rank sends only what its own stage does, so no rank sends all of a pipeline's.
+    summed = ", summed over stages" if any(r.kind == "send" for r in records) else ""
+    return "\n".join([*lines, f"{count} collectives, {total:,} bytes per rank{summed}"])
