@@ -44,6 +44,8 @@ def shard(
             at each leaf; None takes the specs of placed arguments.
         out_specs: a pytree prefix of the result; None leaves a spec to propagation.
         constrain_at: specs for named values, by a pattern over ``scope/name``; see `scope` and `name`.
+            A pattern that may select some layers of a `repeat`, such as ``"block/3/*"``, unrolls the
+            loop, with an `UnrolledLoopWarning`.
         rules: a mapping from names of dims, in these specs and in `constrain` inside, to axes.
         reduce_dtype: the dtype in which narrower floats are summed over ranks; None sums in their own.
         schedule: how far ahead parameters are gathered, and how gradients are merged; see `Schedule`.

@@ -27,6 +27,7 @@ from torchard.sharding.planning.constraints import (
     constraint_rank,
     insert_constraint,
     matches,
+    warn_of_unrolling,
     where_of,
 )
 from torchard.sharding.planning.decision import BATCH, DERIVED, PARAMETER, Given
@@ -78,6 +79,9 @@ class Shard(Rewrite):
     @property
     def inlines_loops(self) -> bool:
         return not self.constraints  # which select values by scopes that enclose the loop, too
+
+    def before_unrolling(self, program: Program) -> None:
+        warn_of_unrolling([pattern for pattern, _ in self.constraints], self.warned)
 
     def _key(self) -> tuple[Any, ...]:
         specs = tuple(None if s is None else id(s) for s in (self.in_specs, self.out_specs))

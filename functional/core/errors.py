@@ -20,6 +20,7 @@ __all__ = [
     "StaticArgumentError",
     "TorchVersionWarning",
     "UnexpectedTracerError",
+    "UnrolledLoopWarning",
 ]
 
 
@@ -222,6 +223,26 @@ class TorchVersionWarning(UserWarning):
     >>> print(caught[0].message)
     torchard is tested with torch 2.11 to 2.15, and this is torch 1.13.1: it may fail where
     torch's internals have changed. Install a version in that range.
+    """
+
+
+class UnrolledLoopWarning(UserWarning):
+    """A pattern of ``constrain_at`` may select some layers of a loop, which is therefore unrolled.
+
+    >>> import torch, torchard as ta, warnings
+    >>> def layers(ws, x):
+    ...     return ta.repeat(lambda w, x: ta.name(x @ w, "out"), ws, x)
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> run = ta.shard(layers, mesh, constrain_at={"block/1/out": ta.P("tp")})
+    >>> with warnings.catch_warnings(record=True) as caught:
+    ...     warnings.simplefilter("always")
+    ...     _ = run.lower(torch.ones(3, 2, 2), torch.ones(4, 2))
+    >>> caught[0].category is ta.UnrolledLoopWarning
+    True
+    >>> print(caught[0].message)
+    constrain_at['block/1/out'] may tell the layers of a loop apart, so the loop is unrolled:
+    each layer is planned and compiled by itself. If all layers may have this spec, write
+    'block/*/out'; otherwise keep the pattern and ignore this warning.
     """
 
 

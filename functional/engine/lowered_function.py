@@ -30,7 +30,7 @@ from torchard.functional.programs.program import (
     finishing,
 )
 from torchard.functional.programs.tags import KERNEL, VAL
-from torchard.functional.programs.unrolled import unrolled
+from torchard.functional.programs.unrolled import has_loops, unrolled
 from torchard.functional.programs.views import needed_by
 from torchard.functional.remat.loop_residuals import with_loop_residuals
 from torchard.functional.remat.split import spans_of, split
@@ -56,12 +56,20 @@ def lower(program: Program, rewrites: Sequence[Rewrite]) -> Program:
     stack = _in_order(program, rewrites)
     program = replace(_rolled(program, stack), stack=stack)
     for rewrite in stack:
-        program = rewrite(program if rewrite.reads_loops else unrolled(program))
+        program = rewrite(_readable(program, rewrite))
     program = finished(_without_dead_code(program), finishing(stack))
     outputs = tuple(
         replace(leaf, tag=None) if isinstance(leaf.tag, Free) else leaf for leaf in program.outputs
     )
     return replace(program, outputs=outputs, stack=())
+
+
+def _readable(program: Program, rewrite: Rewrite) -> Program:
+    """The program, without loops if the rewrite does not read them."""
+    if rewrite.reads_loops or not has_loops(program):
+        return program
+    rewrite.before_unrolling(program)
+    return unrolled(program)
 
 
 def _rolled(program: Program, stack: Sequence[Rewrite]) -> Program:

@@ -224,6 +224,9 @@ class Rewrite(ABC):
     def __call__(self, program: Program) -> Program:
         """The rewritten program. A rewrite that places values also places the outputs that are FREE."""
 
+    def before_unrolling(self, program: Program) -> None:  # noqa: B027
+        """Called with a program whose loops are unrolled because this rewrite does not read them."""
+
     def inline(self, program: Program) -> Program:
         """The rewritten program for replay inside an outer trace: still global and unplaced."""
         return self(program)

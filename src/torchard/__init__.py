@@ -23,6 +23,7 @@ from torchard.functional.core.errors import (
     StaticArgumentError,
     TorchVersionWarning,
     UnexpectedTracerError,
+    UnrolledLoopWarning,
 )
 from torchard.functional.jit import jit
 from torchard.functional.module import Functional, functionalize
@@ -134,6 +135,7 @@ __all__ = [
     "Task",
     "TorchVersionWarning",
     "UnexpectedTracerError",
+    "UnrolledLoopWarning",
     "__version__",
     "accumulate",
     "all_gather",

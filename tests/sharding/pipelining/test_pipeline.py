@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -13,6 +14,7 @@ from microbatched import BATCH, DERIVED
 from pipelined import MODELS, Model, model, placed_specs, whole
 
 from torchard import Mesh, P, checkpoint, fuse, jit, pipeline, place, shard
+from torchard.functional.programs.records import Records
 from torchard.sharding.pipelining.schedules import SCHEDULES
 
 F64 = torch.float64
@@ -150,6 +152,17 @@ def test_activations_cross_and_nothing_else(schedule: str, count: int) -> None:
         params = place(case.args[0], mesh, placed_specs(case.args[0], 2))
         assert sent(step, params, *case.args[1:]) == {("send", (40 // count, 4)): 2 * count}
     assert sent(step, *case.args) == {("send", (40 // count, 4)): 2 * crossings * count}
+
+
+def test_the_total_says_that_it_is_over_stages() -> None:
+    """No rank sends what all stages send; without stages, every rank does."""
+    case = model("mlp")
+    records = on(case, 2, 4, "1f1b")(torch.func.grad(case.loss)).lower(*case.args).collectives
+    total = sum(c.bytes for c in records)
+    summed = f"{len(records)} collectives, {total:,} bytes per rank, summed over stages"
+    assert str(records).splitlines()[-1] == summed
+    alone = Records([replace(c, kind="all_gather") for c in records])
+    assert str(alone).endswith("bytes per rank")
 
 
 def test_a_tied_embedding_is_sent_once_and_its_gradient_is() -> None:

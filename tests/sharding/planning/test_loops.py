@@ -17,6 +17,7 @@ from torchard import (
     Mesh,
     P,
     Schedule,
+    UnrolledLoopWarning,
     checkpoint,
     fuse,
     name,
@@ -203,10 +204,11 @@ def test_kernels_are_matched_once() -> None:
 
 
 def test_a_pattern_that_tells_layers_apart() -> None:
-    """It unrolls the loop."""
+    """It unrolls the loop, and says so once."""
     mesh = Mesh({"tp": 2}, virtual=True)
     run = shard(rolled, mesh, constrain_at={"block/1/stream": P(None, "tp")})
-    program = run.lower(STACKED, BATCH)
+    with pytest.warns(UnrolledLoopWarning, match=r"\['block/1/stream'\].* write 'block/\*/stream'"):
+        program = run.lower(STACKED, BATCH)
     assert not has_loops(program)
     torch.testing.assert_close(run(STACKED, BATCH), listed(PARAMS, BATCH))
     together = shard(rolled, mesh, constrain_at={"block/*/stream": P(None, "tp")})
