@@ -10,11 +10,11 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import PurityError
 from torchard.functional.programs.tags import SOURCE
-from torchard.functional.torch_internals.operators import aten
+from torchard.functional.torch_internals.operators import COLLECTIVES, aten
 
 __all__ = ["check_used", "declare_pure"]
 
-_LIBRARIES = frozenset(("aten", "prims", "torchard", "_c10d_functional", "c10d_functional"))
+_LIBRARIES = frozenset(("aten", "prims", "torchard", COLLECTIVES, "c10d_functional"))
 # What autograd and vmap put around a result by themselves.
 _SAME = (
     *(aten.detach.default, aten.alias.default, operator.getitem, aten.stack.default, aten.cat.default),

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.programs.tags import VAL
 
 __all__ = ["read_twice"]
@@ -21,6 +22,7 @@ __all__ = ["read_twice"]
 # Which routes lead from a value to a node: each is named by the last operation that moved elements, and
 # is None if elements stayed where they are.
 Routes = dict[fx.Node, frozenset[fx.Node | None]]
+
 
 def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -94,8 +96,8 @@ def _computed(node: fx.Node, alike: dict[fx.Node, fx.Node]) -> Hashable:
 
 
 def _is_pure(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and not (
-        node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
+    return isinstance(node.target, internals.OpOverload) and not (
+        internals.schema(node.target).is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
     )
 
 
@@ -128,7 +130,7 @@ def _name(node: fx.Node) -> str:
     """The name of an operation, without its namespace and overload."""
     if node.target is operator.getitem:
         return "getitem"
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, internals.OpOverload):
         return ""
     return str(node.target).split(".")[1]
 

@@ -205,5 +205,5 @@ INDIRECT: tuple[tuple[Any, Callable[[Walk, Any], Any]], ...] = (
     ((*_GETTERS, *_VIEWS), referents),
     ((types.BuiltinMethodType, types.MethodWrapperType), _bound),
     (logging.Logger, _logger),
-    (functools._lru_cache_wrapper, _cached),
+    (type(functools.lru_cache(len)), _cached),
 )

@@ -153,7 +153,8 @@ CUT: Tag[bool] = declare(
     "cut",
     "the user's own detach, or a view of what was detached: no gradient passes",
     written_by="effects/scatters, tracing/trace_state",
-    read_by="effects/aliases, effects/grad_dependent_ops, effects/writes, reports/text, tracing/purify",
+    read_by="effects/aliases, effects/grad_dependent_ops, effects/writes, reports/text, "
+    "tracing/autograd_state, tracing/purify",
     follows="call",
 )
 STRIDED: Tag[tuple[tuple[str, bool], ...]] = declare(
