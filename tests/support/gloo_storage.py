@@ -193,6 +193,7 @@ def storage_trees_that_differ(path: pathlib.Path, rank: int, world: int) -> list
         [x, place(torch.zeros(4), Mesh({"tp": world}, virtual=True), P("tp"))],
     ]
     said = [message(lambda tree=tree: save(path, tree), path) for tree in trees]
+    dist.barrier()  # the first rank has removed the directory that it had reserved
     return [*said, str(os.listdir(path.parent))]
 
 
