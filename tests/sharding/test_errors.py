@@ -341,7 +341,7 @@ def test_what_a_value_without_dims_or_of_all_ranks_has_not() -> None:
 def test_a_donated_value_in_a_tree() -> None:
     x = place(X, MESH, P("tp"))
     jit(shard(double, MESH), backend="eager", donate_argnums=0)(x)
-    for use in (ta.tree.leaves, lambda tree: ta.tree.map(lambda v: v, tree)):
+    for use in (ta.full, lambda tree: ta.tree.map(lambda v: 2 * v, tree)):
         with pytest.raises(ta.DonatedError, match="donated"):
             use({"x": x})
 
