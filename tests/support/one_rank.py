@@ -31,7 +31,7 @@ from torchard import Mesh, Schedule  # noqa: E402
 
 
 def main(world: int, layers: int, width: int, *prefetch: int) -> None:
-    def alone(mesh: Mesh, what: str, mine: Any, **_: Any) -> list[Any]:
+    def alone(mesh: Mesh, what: str, mine: Any, *_: Any, **__: Any) -> list[Any]:
         return [mine] * world
 
     torch.set_num_threads(1)
