@@ -26,8 +26,11 @@ def check_attributes(path: str, before: Mapping[str, Any], after: Mapping[str, A
 
 def check_contents(name: str, contents: Contents) -> None:
     """Refuse a forward that keeps state in a container, or that installs hooks at every call."""
+    # Attributes of modules are checked around each forward, since a hook before it may compute one.
+    attributes = {id(vars(part)) for part in contents.module.modules()}
     for now, before in contents.changed():
-        key = replaced_value(before, now) if isinstance(now, dict) else None
+        held = isinstance(now, dict) and id(now) not in attributes
+        key = replaced_value(before, now) if held else None
         if key is not None:
             raise PurityError(
                 f"the forward of {name} changes {key!r} in a dict or an object that it holds: a pure "
