@@ -327,6 +327,7 @@ def _wanted_inside(origin: Any, inner: tuple[Any, ...]) -> str:
 def nearest(name: str, names: Sequence[str], count: int = 8) -> list[str]:
     """The names that are most like a given one, nearest first.
 
+    >>> from torchard.functional.core.arguments import nearest
     >>> nearest("h.0.mpl", ["h.0.attn", "h.0.mlp", "head"], 2)
     ['h.0.mlp', 'h.0.attn']
     """
