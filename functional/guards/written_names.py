@@ -74,11 +74,14 @@ class _Uses:
 
 def written_names(codes: Iterable[types.CodeType]) -> frozenset[str]:
     """The globals, closure variables and attributes that are written and never read in these codes."""
-    uses = [_Run(code).run() for code in codes]
-    named = [(name, use) for use in uses for name, _ in use.names]
-    return frozenset(name for use in uses for name in use.only_written()) - {
-        name for name, use in named if name not in use.only_written()
-    }
+    written: set[str] = set()
+    read: set[str] = set()
+    for code in codes:
+        uses = _Run(code).run()
+        here = uses.only_written()
+        written |= here
+        read |= {name for name, _ in uses.names} - here
+    return frozenset(written - read)
 
 
 class _Run:
