@@ -13,6 +13,7 @@ from zoo import CHECKS, FAMILIES, Case
 SAMPLE = [
     ("GPT-2", "hidden states"),
     ("BLOOM", "checkpoint"),
+    ("Mixtral", "fully sharded"),
     ("Gemma", "stacked"),
     ("ALBERT", "dp × tp"),
     ("ALBERT", "hidden states"),

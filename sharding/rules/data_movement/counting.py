@@ -33,18 +33,19 @@ def counted(node: fx.Node, stride: int = 1) -> int | None:
     """The dim along which a value is 0, stride, 2 * stride, ..., the same along all others; or None."""
     if node.target in (aten.arange.default, aten.arange.start, aten.arange.start_step):
         return 0 if _steps(node) == (0, stride) else None
-    if node.op != "call_function" or len(node.all_input_nodes) != 1:
+    if (
+        node.target is not aten.expand.default
+        and node.target not in _RESHAPED
+        and not STEP.on(node)
+    ):
         return None
     (source,) = node.all_input_nodes
-    before, after = _shape(source), _shape(node)
-    if node.target is aten.expand.default:
-        dim = counted(source, stride)
-        return None if dim is None else dim + len(after) - len(before)
-    if node.target not in _RESHAPED and not STEP.on(node):
-        return None
-    dim = counted(source, stride)
+    dim, before, after = counted(source, stride), _shape(source), _shape(node)
     if dim is None or before == after:
         return dim
+    if node.target is aten.expand.default:
+        place = dim + len(after) - len(before)
+        return place if after[place] == before[dim] else None
     return after.index(before[dim]) if prod(before) == before[dim] > 1 else None
 
 
