@@ -49,5 +49,8 @@ def _text(value: Any) -> str:
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_text, value))}]"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception:  # an object may be half made: the call's own error is what is told
+        text = f"<{type(value).__qualname__}>"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -29,32 +29,32 @@ def _library_folders() -> tuple[str, ...]:
 _FOLDERS = _library_folders()
 # Code typed at a prompt has no file: Python's (numbered from 3.13 on), IPython's, doctest's.
 _TYPED = ("<stdin", "<python-input", "<ipython", "<string", "<doctest")
+_PATHS = {key: os.path.abspath(path) + os.sep for key, path in sysconfig.get_paths().items()}
+_STANDARD = (_PATHS["stdlib"], _PATHS["platstdlib"])
+_PACKAGES = (_PATHS["purelib"], _PATHS["platlib"])
 _is_user: dict[CodeType, bool] = {}
 
 
 def is_user(code: CodeType) -> bool:
-    """Whether code is neither torch's, nor this library's, nor generated."""
+    """Whether code is neither Python's, nor torch's, nor this library's, nor generated."""
     known = _is_user.get(code)
     if known is None:
         name = code.co_filename
         generated = name.startswith("<") and not name.startswith(_TYPED)
-        standard = os.sep + "contextlib.py" in name or os.sep + "functools.py" in name
-        known = not (generated or standard or os.path.abspath(name).startswith(_FOLDERS))
+        path = os.path.abspath(name)
+        known = not (generated or path.startswith(_FOLDERS) or _is_standard(path))
         _is_user[code] = known
     return known
 
 
-# The standard library and installed packages.
-_INSTALLED = tuple(
-    os.path.abspath(path) + os.sep
-    for key, path in sysconfig.get_paths().items()
-    if key in ("stdlib", "platstdlib", "purelib", "platlib")
-)
+def _is_standard(path: str) -> bool:
+    """Whether a file is in the standard library, whose folder may have that of packages in it."""
+    return path.startswith(_STANDARD) and f"-packages{os.sep}" not in path
 
 
 def is_installed(code: CodeType) -> bool:
     """Whether code is in the standard library or an installed package, which users do not edit."""
-    return os.path.abspath(code.co_filename).startswith(_INSTALLED)
+    return os.path.abspath(code.co_filename).startswith(_STANDARD + _PACKAGES)
 
 
 def is_installed_module(module: ModuleType) -> bool:
@@ -64,7 +64,7 @@ def is_installed_module(module: ModuleType) -> bool:
         return True
     if path is None:
         return module.__name__ in sys.builtin_module_names
-    return bool(os.path.abspath(path).startswith(_INSTALLED))
+    return bool(os.path.abspath(path).startswith(_STANDARD + _PACKAGES))
 
 
 def _written(code: CodeType, line: int) -> str:

@@ -53,6 +53,30 @@ class _Rows(dict[str, Any]):
         except KeyError:
             return default
 
+    def __iter__(self) -> Iterator[str]:  # with one of its own, dict() and ** read by keys as well
+        return super().__iter__()
+
+    def __or__(self, other: Any) -> Any:
+        return dict(self) | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | dict(self)
+
+    def copy(self) -> dict[str, Any]:
+        return dict(self)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def pop(self, key: str, *default: Any) -> Any:
+        if key not in self:
+            return super().pop(key, *default)
+        value = self[key]
+        del self[key]
+        return value
+
     def values(self) -> Any:
         return {key: self[key] for key in self}.values()
 

@@ -27,7 +27,7 @@ from torchard.functional.effects.mutation import storage_key, written_nodes
 from torchard.functional.programs.tags import CUT, VAL
 from torchard.functional.tracing.trace_state import TraceState, tracing
 
-__all__ = ["answer", "autograd_of", "question"]
+__all__ = ["answer", "autograd_of", "copies_apart", "question"]
 
 # Whether a value requires gradients; None where the trace cannot tell.
 Verdict = bool | None
@@ -78,6 +78,14 @@ def answer(state: TraceState, name: str, func: Any, args: Any, kwargs: Any) -> A
     if _is_the_same_here(name, verdict, node) or (name == "requires_grad_" and _turned_on(args, kwargs)):
         return func(*args, **kwargs)
     raise _refusal(name)
+
+
+def copies_apart(state: TraceState, tensor: torch.Tensor) -> bool:
+    """Whether torch copies a value with its object: of leaves, which gradients do not pass through."""
+    if _known_inside(state, tensor):
+        return False
+    node = _node(state, tensor)
+    return _required(state, node) is False or (_is_placeholder(node) and _given(state, node).leaf)
 
 
 def _is_the_same_here(name: str, verdict: Verdict, node: fx.Node | None) -> bool:

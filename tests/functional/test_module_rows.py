@@ -79,6 +79,15 @@ def exchanged(net: Any, layers: Any, x: Tensor) -> Tensor:
     return net.loop(x) + functional_call(layers[1].linear, {"weight": table["linear.bias"].diag()}, x)
 
 
+def dicts(net: Any, layers: Any, x: Tensor) -> Tensor:
+    """The tables themselves, by what dicts have."""
+    table = layers[1].linear._parameters
+    copies = [dict(table), {**table}, table | {}, {} | table, table.copy()]
+    copies[0].update(table)
+    rows = [each["weight"] for each in copies] + [table.setdefault("weight", None)]
+    return net.loop(x) * torch.stack(rows).square().sum((1, 2)).cos().sum()
+
+
 READS: dict[str, Any] = {
     "matmul": lambda net, layers, x: net.loop(x) @ weight(layers[0]),
     "first": lambda net, layers, x: net.loop(F.linear(x, weight(layers[-1]), layers[0].linear.bias)),
@@ -103,6 +112,7 @@ READS: dict[str, Any] = {
     "between layers": between,
     "two rounds": twice,
     "called with others": exchanged,
+    "as dicts": dicts,
     "no loop": lambda net, layers, x: x @ weight(layers[1]),
 }  # fmt: skip
 
