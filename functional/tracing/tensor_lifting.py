@@ -20,7 +20,7 @@ from torchard.functional.torch_internals.composite_functions import COMPOSED
 from torchard.functional.tracing import inner_gradients
 from torchard.functional.tracing import registered_derivatives as registered
 from torchard.functional.tracing.autograd_state import answer, question
-from torchard.functional.tracing.tensor_copies import check_copies
+from torchard.functional.tracing.tensor_memory import is_deep_copy
 from torchard.functional.tracing.trace_state import TraceState
 
 __all__ = ["TensorLifting", "is_weak"]
@@ -55,12 +55,12 @@ class TensorLifting(TorchFunctionMode):
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         if internals.forward_ad_active():
             self.state.inner_levels = internals.level_kinds()
-        is_copy = check_copies(self.state, func, args)
+        copied = is_deep_copy(self.state, func, args)
         args, kwargs = self._natives(args), self._natives(kwargs)
         if self.state.turned and func in _PLAIN_GRADIENTS and forgets_turns(self.state.tracer.graph):
             _check_levels(args[0] if args else kwargs.get("outputs", kwargs.get("tensors")))
         args, kwargs, weak = _weaken(args, kwargs)
-        if is_copy:
+        if copied:
             return self._cut(torch.Tensor.detach, args[:1], {}).clone()
         if _is_detach(func):
             return self._cut(func, args, kwargs)

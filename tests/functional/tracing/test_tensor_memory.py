@@ -1,4 +1,4 @@
-"""copy, deepcopy and pickle of values in a traced function: as in the plain call, or refused by line."""
+"""Copies, pickles and pointers of values of a trace: as in the plain call, or refused by line."""
 
 from __future__ import annotations
 
@@ -86,6 +86,8 @@ REFUSED: dict[str, Function] = {
     "copy": lambda x: copy.copy(x * 2),
     "pickle": lambda x: x * len(pickle.dumps(x)),
     "save": saved,
+    "export": lambda x: torch.from_dlpack(x * 2),
+    "address": lambda x: x * (x.data_ptr() == (x * 2).data_ptr()),
     "views": views,
     "inside": grad(lambda x: (copy.deepcopy(x) * x).sum()),
     "mapped": vmap(lambda x: copy.deepcopy(x) * 2),
@@ -94,8 +96,8 @@ REFUSED: dict[str, Function] = {
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", REFUSED)
-def test_other_copies_are_refused_by_line(name: str, transform: str) -> None:
-    with pytest.raises(PurityError, match=r"^test_tensor_copies\.py:\d+ in "):
+def test_what_needs_memory_is_refused_by_line(name: str, transform: str) -> None:
+    with pytest.raises(PurityError, match=r"^test_tensor_memory\.py:\d+ in "):
         TRANSFORMS[transform](REFUSED[name])(X)
 
 

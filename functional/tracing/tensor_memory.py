@@ -1,0 +1,51 @@
+"""What reads a tensor's memory: copies of its object, pickles, pointers. A value of a trace has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core import user_lines as source
+from torchard.functional.core.errors import PurityError
+from torchard.functional.tracing.autograd_state import copies_apart
+from torchard.functional.tracing.trace_state import TraceState
+
+__all__ = ["is_deep_copy"]
+
+# The place of the storages that one call of deepcopy has copied, in its memo of objects by their ids.
+_COPIED = "torchard: storages"
+_Refusal = tuple[str, str]  # what the user's line does, and the remedy
+_REFUSED: dict[Any, _Refusal] = {
+    torch.Tensor.__reduce_ex__: ("copies or pickles", "x.detach() is another tensor with its memory"),
+    torch.Tensor.__dlpack__: ("exports", "Pass the tensor itself, or export it outside of the transform"),
+    torch.Tensor.data_ptr: ("reads the address of", "Compare tensors by `is`"),
+}
+_NO_LEAF = ("makes a deep copy of", "x.clone() is a copy that gradients pass through")
+_VIEWS = ("makes one deep copy of several views of", "Copy them one by one by x.clone()")
+
+
+def is_deep_copy(state: TraceState, func: Any, args: Any) -> bool:
+    """Whether a function of torch is a deep copy of a value, which may be recorded as a clone.
+
+    Raises:
+        PurityError: torch refuses it, or it reads memory otherwise; names the line.
+    """
+    if func in _REFUSED:
+        raise _refusal(*_REFUSED[func])
+    if func is not torch.Tensor.__deepcopy__:
+        return False
+    tensor, memo = args
+    if not copies_apart(state, tensor):
+        raise _refusal(*_NO_LEAF)
+    copied = memo.setdefault(_COPIED, {})
+    storage = internals.storage_id(internals.base_tensor(tensor))
+    if copied.setdefault(storage, id(tensor)) != id(tensor):
+        raise _refusal(*_VIEWS)
+    return True
+
+
+def _refusal(does: str, remedy: str) -> PurityError:
+    where = source.of_here() or "a line that could not be found"
+    return PurityError(f"{where} {does} a value of a traced function, which has no memory yet. {remedy}.")
