@@ -8,10 +8,10 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.programs.graphs import Inserter, substitute
-from torchard.functional.programs.tags import VAL
+from torchard.functional.programs.tags import STEP, VAL
 from torchard.functional.torch_internals.operators import aten
 
-__all__ = ["fill_with", "release_constants"]
+__all__ = ["fill_with", "is_zero", "release_constants"]
 
 _CONSTANTS: dict[Any, float | int | None] = {
     aten.zeros_like.default: 0,
@@ -29,6 +29,7 @@ _CONSTANTS: dict[Any, float | int | None] = {
 
 # Operations that fill with a tensor's value: only the shape of the filled tensor is needed.
 _COPIES = (aten.fill.Tensor, aten.copy.default)
+_ZEROS = (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)
 
 
 def release_constants(nodes: Iterable[fx.Node]) -> list[fx.Node]:
@@ -60,6 +61,15 @@ def fill_with(node: fx.Node, value: Any) -> fx.Node:
     full = Inserter(node)(aten.full.default, list(val.shape), value, same="value", **kind)
     substitute(node, full)
     return full
+
+
+def is_zero(node: fx.Node) -> bool:
+    """Whether a value is zero everywhere by how it is created, wherever ranks hold it."""
+    while node.target in (aten.clone.default, aten.expand.default) or STEP.on(node):
+        node = node.all_input_nodes[0]
+    if node.target is aten.full.default:
+        return isinstance(node.args[1], (int, float)) and node.args[1] == 0
+    return node.target in _ZEROS
 
 
 def _spread(node: fx.Node) -> fx.Node:

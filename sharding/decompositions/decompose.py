@@ -19,6 +19,7 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import PurityError
 from torchard.functional.core.tensor_spec import TensorSpec
+from torchard.functional.programs.constants import is_zero
 from torchard.functional.programs.graphs import output_values, with_operands
 from torchard.functional.programs.kernel_call import Fused
 from torchard.functional.programs.tagging import Tag, forget, inherit, put, stand_for
@@ -27,6 +28,7 @@ from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.purify import purify
 from torchard.functional.tracing.record import record
 from torchard.sharding.decompositions import (  # noqa: F401  (their entries)
+    added_rows,
     batch_norm,
     images,
     pools,
@@ -129,7 +131,10 @@ def _is_itself(graph: fx.Graph, node: fx.Node) -> bool:
 
 
 def same_call(one: fx.Node, other: fx.Node) -> bool:
-    """Whether two calls are of one operation, with operands of the same shapes and equal settings."""
+    """Whether two calls are of one operation, with equal settings and operands of the same shapes.
+
+    What is zero has a rule of its own, as the table of a sum of rows.
+    """
     return one.target is other.target and _settings(one) == _settings(other)
 
 
@@ -138,7 +143,7 @@ def _settings(node: fx.Node) -> list[Any]:
 
 
 def _shape(node: fx.Node) -> Any:
-    return getattr(VAL.of(node), "shape", None), "of an operand"
+    return getattr(VAL.of(node), "shape", None), "of an operand", is_zero(node)
 
 
 _NUMBERS = itertools.count()

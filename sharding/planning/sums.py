@@ -11,6 +11,7 @@ from collections.abc import Hashable
 
 from torch import fx
 
+from torchard.functional.programs.constants import is_zero
 from torchard.functional.programs.graphs import Inserter, substitute
 from torchard.functional.programs.tags import NAME, VAL
 from torchard.functional.torch_internals.operators import aten
@@ -51,19 +52,11 @@ def _without_zero(node: fx.Node) -> fx.Node | None:
     one, other = node.args
     terms = [(one, other)] if node.target is aten.sub.Tensor else [(one, other), (other, one)]
     for term, zero in terms:
-        if isinstance(term, fx.Node) and isinstance(zero, fx.Node) and _is_zero(zero):
+        if isinstance(term, fx.Node) and isinstance(zero, fx.Node) and is_zero(zero):
             have, want = VAL.of(term), VAL.of(node)
             if have.shape == want.shape and have.dtype == want.dtype and term.op != "placeholder":
                 return term
     return None
-
-
-def _is_zero(node: fx.Node) -> bool:
-    while node.target in (aten.clone.default, aten.expand.default):
-        node = node.all_input_nodes[0]
-    if node.target is aten.full.default:
-        return isinstance(node.args[1], (int, float)) and node.args[1] == 0
-    return node.target in (aten.zeros.default, aten.zeros_like.default)
 
 
 def _pad_once(graph: fx.Graph, node: fx.Node) -> None:

@@ -15,7 +15,7 @@ from torch import fx
 from torchard.functional.execution.codegen import compiled
 from torchard.sharding.layouts.factors import Rule
 from torchard.sharding.layouts.layout import Layout
-from torchard.sharding.layouts.options import Option, build
+from torchard.sharding.layouts.options import Option, build, options
 from torchard.sharding.lowering.lower import Lowering
 from torchard.sharding.lowering.simulated_transport import SimulatedTransport
 from torchard.sharding.lowering.windows import attach_windows
@@ -54,6 +54,10 @@ def one_op(target: Any, sample: Sample) -> OneOp:
 
     args = tuple(enter(a) for a in sample.args)
     kwargs = {k: enter(v) for k, v in sample.kwargs.items()}
+    if sample.zero:
+        zeros = graph.call_function(torch.ops.aten.zeros_like.default, args[:1])
+        zeros.meta["val"] = sample.args[0]
+        args = (zeros, *args[1:])
     node = graph.call_function(target, args, kwargs)
     val = target(*sample.args, **sample.kwargs)
     node.meta["val"] = tuple(val) if isinstance(val, (list, tuple)) else val
@@ -74,6 +78,9 @@ def run_option(op: OneOp, option: Option, mesh: Mesh) -> list[torch.Tensor]:
     """The call run as the option says, its results made whole by the collectives it implies."""
     placeholders = [n for n in op.graph.nodes if n.op == "placeholder"]
     decision = LayoutDecision(option={op.node: option}, raw={op.node: option.outs})
+    for node, want in zip(Call.of(op.node).operands, option.ins, strict=True):
+        if node.op == "call_function":
+            _create(decision, node, want, mesh)
     decision.home.update(zip(placeholders, option.ins, strict=True))
     outs = list(op.graph.output_node().args[0])
     decision.home.update(zip(outs, option.outs, strict=True))
@@ -88,6 +95,13 @@ def run_option(op: OneOp, option: Option, mesh: Mesh) -> list[torch.Tensor]:
         for part in contributions(value, layout, mesh)
     ]
     return compiled(local)(parts)
+
+
+def _create(decision: LayoutDecision, node: fx.Node, want: Layout, mesh: Mesh) -> None:
+    """Have an operand created in a layout."""
+    found = options(rule_of(Call.of(node)), [want], [want], mesh.sizes)
+    decision.option[node] = next(o for o in found if o.outs == (want,))
+    decision.raw[node], decision.home[node] = (want,), want
 
 
 MESHES = [Mesh(axes, virtual=True) for axes in ({"a": 2}, {"a": 3}, {"a": 2, "b": 3})]

@@ -10,7 +10,7 @@ import torch
 from batched_samples import BATCHED
 from block_samples import BLOCKS
 from pointwise_samples import pointwise_samples
-from sample_calls import F64, S, Sample, bools, holes, ids, x
+from sample_calls import F64, S, Sample, bools, holes, ids, onto_zeros, x
 
 from torchard.functional.programs.markers import again, enter, item, leave, listed, row, rows, total
 
@@ -236,6 +236,8 @@ SAMPLES: dict[Any, list[Sample]] = {
         S(x(5, 4), 0, ids(5, 0), x(0)),
         S(x(5, 4), 0, ids(5, 7, 4), x(7, 4)),
         S(x(5, 4), 1, ids(4, 5, 3), x(5, 3)),
+        onto_zeros(x(5, 4), 0, ids(5, 7, 4), x(7, 4)),
+        onto_zeros(x(5, 4), -1, ids(4, 3, 6), x(3, 6)),
     ],
     aten.index_select.default: [
         S(x(5, 4), 0, ids(5, 7)),
@@ -243,7 +245,8 @@ SAMPLES: dict[Any, list[Sample]] = {
         S(x(5, 4), 1, ids(4)),
     ],
     aten.index_add.default: [S(x(5, 4), 0, ids(5, 7), x(7, 4)), S(x(5, 4), -1, ids(4, 3), x(5, 3)),
-                             S(x(5), 0, ids(5, 7), x(7), alpha=2)],
+                             S(x(5), 0, ids(5, 7), x(7), alpha=2),
+                             onto_zeros(x(5, 4), 1, ids(4, 6), x(5, 6), alpha=2)],
     aten.index.Tensor: [
         S(x(5, 4), [ids(5, 7)]),
         S(x(5, 4), [ids(5, 3) - 5]),
@@ -262,6 +265,11 @@ SAMPLES: dict[Any, list[Sample]] = {
         S(x(5, 4), [ids(5, 7)], x(4), True),
         S(x(5, 4), [ids(5, 6), ids(4, 6)], x(6), True),
         S(x(5, 4, 3), [None, ids(4, 2, 5), ids(3, 2, 5) - 3], x(5, 2, 5), True),
+        onto_zeros(x(5, 4), [ids(5, 7)], x(7, 4), True),
+        onto_zeros(x(5, 4), [ids(5, 7)], x(4), True),
+        onto_zeros(x(5, 4), [ids(5, 6), ids(4, 6)], x(6), True),
+        onto_zeros(x(5, 4, 3), [ids(5, 2, 4), None, ids(3, 2, 1) - 3], x(2, 4, 4), True),
+        onto_zeros(x(5, 4, 3), [None, ids(4, 2, 5), ids(3, 2, 5) - 3], x(5, 2, 5), True),
     ],
     aten._scaled_dot_product_flash_attention_for_cpu.default: [attention(**o) for o in ATTENTION],
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: [

@@ -12,12 +12,18 @@ F64 = torch.float64
 
 @dataclass
 class Sample:
-    """One call. ``values`` is False where results are not determined (``empty``)."""
+    """One call.
+
+    Attributes:
+        values: False where results are not determined (``empty``).
+        zero: whether the program creates the first operand, as zeros.
+    """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     values: bool = True
     tolerance: float = 0.0
+    zero: bool = False
 
 
 def S(*args: Any, values: bool = True, tolerance: float = 0.0, **kwargs: Any) -> Sample:
@@ -25,6 +31,12 @@ def S(*args: Any, values: bool = True, tolerance: float = 0.0, **kwargs: Any) ->
 
 
 _numbers = torch.Generator().manual_seed(0)
+
+
+def onto_zeros(*args: Any, **kwargs: Any) -> Sample:
+    """A call whose first operand the program creates."""
+    table, *rest = args
+    return Sample((torch.zeros_like(table), *rest), kwargs, zero=True)
 
 
 def x(*shape: int, low: int = -4, high: int = 5, dtype: torch.dtype = F64) -> torch.Tensor:

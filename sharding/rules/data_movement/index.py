@@ -1,7 +1,8 @@
 """Lookups (embedding, gather, index) and their transposes (scatter, index_put, index_add).
 
 Each rank looks up the rows of a split table that it owns, with zeros for all others; the results are
-partial sums. Writes to rows that a rank does not own are masked or sent to a spare slot.
+partial sums. Writes to rows that a rank does not own are masked or sent to a spare slot. Where rows
+are added to zeros, as in gradients of lookups, the ids may be split too: the results are partial sums.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from torchard.functional.programs.constants import is_zero
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.data_movement.counting import counted, indexed
@@ -141,16 +143,37 @@ def _emit_gather(call: Call, local: Local) -> Any:
 register_rule(aten.gather.default, text=_gather, emit=_emit_gather)
 
 
+def _adds_to_zeros(call: Call) -> bool:
+    """Whether the results of parts of the written values add up to the result."""
+    adds = call.target in _SUMMING or bool(call.arg(3, "accumulate", False))
+    return adds and is_zero(call.operands[0])
+
+
+def _added(call: Call, values: int, parts: str) -> str:
+    """The clauses of what is written to a table: linear in the values, and whose own dims are whole.
+
+    Args:
+        values: the position of the operand that is written.
+        parts: the names of the written values' own dims.
+    """
+    if _adds_to_zeros(call):
+        return f" | linear {values}"
+    return f" | linear 0 {values}" + "".join(f" | whole {name}" for name in parts.split())
+
+
 def _scatter(call: Call) -> str | None:
-    """scatter, scatter_add: the dim written along may be split in the table, not in the index."""
+    """scatter, scatter_add: the dim written along may be split in the table, not in the index.
+
+    Sums of zeros and what is written may be split along both.
+    """
     if not call.ins[0] or len(call.ins[0]) != len(call.ins[1]):
         return None  # an empty index may have any rank
     names, picked, whole, dim = _gather_names(call, 1)
-    whole = [*whole, picked[dim]]
     ins = [spell(names)] + [spell(picked)] * (len(call.ins) - 1)
     if len(call.ins) == 3 and call.ins[2] != call.ins[1]:
         return None
-    clauses = f" | run {names[dim]}" + (" | linear 0 2" if len(ins) == 3 else "")
+    added = _added(call, 2, picked[dim]) if len(ins) == 3 else f" | whole {picked[dim]}"
+    clauses = f" | run {names[dim]}{added}"
     return f"{', '.join(ins)} -> {spell(names)}{clauses}" + "".join(f" | whole {w}" for w in whole)
 
 
@@ -268,14 +291,17 @@ register_rule(aten.index.Tensor, text=_index, emit=_emit_index)
 
 
 def _index_put(call: Call) -> str | None:
-    """The transpose of ``x[..., i, j, ...]``: writes are masked; the indices' own dims are whole."""
+    """The transpose of ``x[..., i, j, ...]``: writes are masked.
+
+    The dims that are the indices' own are whole, unless zeros and what is written are added up.
+    """
     dims = indexed(call)
     if dims is None or call.ins[-1] != tuple(dims.around(call.ins[0], dims.sizes)):
         return None
     ins = [spell(dims.table), *dims.indices, spell(dims.around(dims.table, dims.picked))]
     clauses = "".join(f" | run {dims.table[d]}" for d in dims.used)
-    clauses += "".join(f" | whole {dims.picked[i]}" for i in dims.own)
-    return f"{', '.join(ins)} -> {spell(dims.table)}{clauses} | linear 0 {len(ins) - 1}"
+    clauses += _added(call, len(ins) - 1, spell([dims.picked[i] for i in dims.own]))
+    return f"{', '.join(ins)} -> {spell(dims.table)}{clauses}"
 
 
 def _emit_index_put(call: Call, local: Local) -> Any:
@@ -317,13 +343,13 @@ register_rule(aten.index_put.default, text=_index_put, emit=_emit_index_put)
 
 
 def _index_add(call: Call) -> str | None:
-    """The transpose of index_select: writes are masked, the dim of the index is whole."""
+    """The transpose of index_select: writes are masked, and added up if the table is zero."""
     if not call.ins[0] or len(call.ins[1]) != 1:
         return None
     names = letters(len(call.ins[0]))
     dim = call.arg(1) % len(names)
     source = [*names[:dim], "k", *names[dim + 1 :]]
-    clauses = f" | whole k | run {names[dim]} | linear 0 2"
+    clauses = f" | run {names[dim]}{_added(call, 2, 'k')}"
     return f"{spell(names)}, k, {spell(source)} -> {spell(names)}{clauses}"
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.programs.constants import is_zero
 from torchard.functional.programs.graphs import with_operands
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
@@ -47,6 +48,8 @@ _ALONG = ("start", "end", "length", "split_size", "split_sizes", "index")
 _DRAWS = ("any", "definite", "zero")
 # Whatever is in memory: there is nothing to be wrong.
 _UNDETERMINED = (torch.ops.aten.empty_like.default,)
+# What adds rows to a table: to a table of zeros, in parts as well.
+_SUMMING = (aten.index_put.default, aten.index_add.default, aten.scatter_add.default)
 _KNOWN: dict[Any, str] = {}
 
 
@@ -155,6 +158,8 @@ class _Trial:
 
     def _random(self, k: int) -> torch.Tensor:
         dtype, shape = VAL.of(self.call.operands[k]).dtype, self.shapes[k]
+        if k == 0 and self.call.target in _SUMMING and is_zero(self.call.operands[k]):
+            return torch.zeros(shape, dtype=_double(dtype))
         if dtype.is_floating_point or dtype.is_complex:
             real = torch.randn(shape, generator=self.generator, dtype=torch.float64)
             if self.draw == "definite":
