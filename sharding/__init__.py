@@ -43,7 +43,7 @@ from torchard.sharding.values.mesh import Mesh, MeshError
 from torchard.sharding.values.place import MeshTensor, PlacementError
 from torchard.sharding.values.placed_trees import full
 from torchard.sharding.values.spec import P, SpecError
-from torchard.sharding.values.store_allgather import ExchangeError
+from torchard.sharding.values.store_allgather import ExchangeError, RankFailed
 
 __all__ = [
     "Activations",
@@ -58,6 +58,7 @@ __all__ = [
     "PipelineSchedule",
     "PlacementError",
     "PlanMismatch",
+    "RankFailed",
     "ReplicaMismatch",
     "Rowwise",
     "Schedule",

@@ -16,6 +16,7 @@ from torchard.functional.programs.program import FREE, Leaf, Program, Rewrite
 from torchard.functional.programs.tags import NAME, VAL
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.lowering.lower_manual import attach_moves
+from torchard.sharding.lowering.plan_consistency import tell_failure
 from torchard.sharding.lowering.runtime import runtime_of
 from torchard.sharding.lowering.windows import attach_windows
 from torchard.sharding.pipelining.homes import Home, home_of, locate, send_values
@@ -67,9 +68,8 @@ class Shard(Rewrite):
     ) -> None:
         self.mesh, self.in_specs, self.out_specs = mesh, in_specs, out_specs
         self.reduce_dtype, self.schedule = reduce_dtype, schedule or Schedule()
-        self.warned: set[str] = set()
-        self.constraints, self.check_replicated = constraints, check_replicated
-        self.fn, self.rules = fn, rules
+        self.check_replicated, self.warned = check_replicated, set[str]()
+        self.constraints, self.fn, self.rules = constraints, fn, rules
 
     @property
     def reads_loops(self) -> bool:
@@ -109,6 +109,10 @@ class Shard(Rewrite):
     def wants(self, node: fx.Node) -> bool:
         """Whether ``constrain_at`` constrains a value."""
         return NAME.on(node) and any(matches(node, pattern) for pattern, _ in self.constraints)
+
+    def failed(self, error: Exception) -> None:
+        """Tell the other ranks of an error before the plan runs."""
+        tell_failure(self.mesh, error)
 
     # -- the user's specs, leaf by leaf --------------------------------------------------------
 
@@ -344,8 +348,7 @@ class Shard(Rewrite):
         for leaf, value, layout in zip(program.outputs, program.results, layouts, strict=True):
             if leaf.tag is FREE:
                 held = MeshPlacement.of(self.mesh, layout)
-                plain = not layout.dims
-                hint = leaf.hint(SpecHint)
+                plain, hint = not layout.dims, leaf.hint(SpecHint)
                 if not plain and hint is not None and hint.spec.is_replicated:
                     # The new value of an argument that was placed as P() stays a MeshTensor.
                     source = source_of(value)

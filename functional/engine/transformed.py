@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -16,6 +16,7 @@ import torch
 
 from torchard.functional.core.errors import RetraceWarning
 from torchard.functional.core.locks import Lock
+from torchard.functional.core.placed import is_placed
 from torchard.functional.core.wrapper import Wrapper
 from torchard.functional.derivatives.value_rewrite import ValueRewrite, interpreted
 from torchard.functional.engine.autograd_functions import call
@@ -125,21 +126,35 @@ class Transformed(Wrapper):
         if torch.compiler.is_dynamo_compiling():
             return _at_boundary(self, args, kwargs)
         arguments = read(args, kwargs)
+        state = active()
+        if state is not None:
+            return self._replayed(state, arguments, args, kwargs)
+        try:
+            entry, closures = self._entry(arguments, args, kwargs)
+            if entry.strided:
+                check_memory(entry.strided, arguments.values, closures)
+            parts = entry.parts(arguments, closures)
+            if entry.donated:
+                parts = give_up(arguments.leaves, entry.donated, parts, entry.positions)
+            tensors, leaves = call(entry.lowered, parts)
+        except Exception as error:
+            for rewrite in _all_of(self.rewrites, arguments.leaves):
+                rewrite.failed(error)
+            raise
+        return entry.result(tensors, leaves, False)
+
+    def _replayed(
+        self, state: TraceState, arguments: Arguments, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What a call gives inside of a trace, which has the program's operations then."""
         entry, closures = self._entry(arguments, args, kwargs)
         if entry.strided:
             check_memory(entry.strided, arguments.values, closures)
-        state = active()
-        if state is not None:
-            operands = _lifted(state, arguments, closures)
-            pass_on(entry.strided, operands, state)
-            with called():
-                tensors, leaves = call(entry.inlined, state.align_operands(operands))
-            return entry.result(tensors, leaves, True)
-        parts = entry.parts(arguments, closures)
-        if entry.donated:
-            parts = give_up(arguments.leaves, entry.donated, parts, entry.positions)
-        tensors, leaves = call(entry.lowered, parts)
-        return entry.result(tensors, leaves, False)
+        operands = _lifted(state, arguments, closures)
+        pass_on(entry.strided, operands, state)
+        with called():
+            tensors, leaves = call(entry.inlined, state.align_operands(operands))
+        return entry.result(tensors, leaves, True)
 
     def lower(self, *args: Any, **kwargs: Any) -> Lowered:
         """The rewritten program for these arguments, which is not run.
@@ -283,6 +298,16 @@ def _annotated(program: Program, rewrite: Rewrite) -> Program:
     seen = rolled(program)
     annotated = rewrite.annotate(seen if rewrite.reads_loops else unrolled(seen))
     return annotated if seen is program else replace(annotated, graph=program.graph)
+
+
+def _all_of(rewrites: Sequence[AnyRewrite], leaves: Sequence[Any]) -> Iterator[Rewrite]:
+    """The rewrites of a call: those of its stack, and those that they and placed arguments ask for."""
+    for rewrite in rewrites:
+        if isinstance(rewrite, Rewrite):
+            yield from (rewrite, *rewrite.asks)
+    for leaf in leaves:
+        if is_placed(leaf):
+            yield leaf.__torchard_placed__().placement.rewrite()
 
 
 def _named(transformed: Transformed) -> bool:

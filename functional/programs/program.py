@@ -227,6 +227,12 @@ class Rewrite(ABC):
     def before_unrolling(self, program: Program) -> None:  # noqa: B027
         """Called with a program whose loops are unrolled because this rewrite does not read them."""
 
+    def failed(self, error: Exception) -> None:  # noqa: B027
+        """Called with the error of a call, which may have come before the program was run.
+
+        Where a program runs in several processes, the others may wait for this one.
+        """
+
     def inline(self, program: Program) -> Program:
         """The rewritten program for replay inside an outer trace: still global and unplaced."""
         return self(program)

@@ -8,14 +8,20 @@ communication, so every rank can raise the same error and continue.
 In round k a rank sends its call to the rank 2**k further on in its group (a dissemination barrier:
 Hensgen, Finkel and Manber 1988): after log2(n) rounds every rank has heard of a call that differs.
 Messages go over gloo between hosts, whatever the backend of the plan's collectives, so no device waits.
+
+A rank with a new plan waits for the others in the store instead (plan_consistency.py): they may fail
+before they have one, and a receive that has begun cannot be given up. If one of them turns out to wait in
+a comparison, it joins that: then both hear of the difference.
 """
 
 from __future__ import annotations
 
 import datetime
 import functools
+import math
 import threading
 import zlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,9 +36,10 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import SOURCE, STAGE
 from torchard.sharding.layouts.tags import OVER
 from torchard.sharding.values.mesh import Mesh
-from torchard.sharding.values.store_allgather import thread_name
+from torchard.sharding.values.notes import waits_of, watch
+from torchard.sharding.values.store_allgather import RankFailed, skip_turn, thread_name
 
-__all__ = ["CallOrder", "PlanMismatch", "one_call_at_a_time"]
+__all__ = ["CallOrder", "PlanMismatch", "join_as_failed", "one_call_at_a_time"]
 
 # The bytes of a message that describes a call; longer texts are truncated.
 _LENGTH = 512
@@ -66,7 +73,8 @@ class PlanCall(NamedTuple):
     """The description of a call, which must be equal on all ranks of a group.
 
     Attributes:
-        number: the plan's number, in the order in which ranks agreed on plans; 0 for a new plan.
+        number: the plan's number, in the order in which ranks agreed on plans; 0 for a new plan, -1 for
+            an error in the place of one.
         failures: the number of calls that failed in this group after ranks had agreed to make them.
         thread: the name of the thread. Two threads may run in different orders on different ranks;
             nothing else distinguishes their calls of one plan.
@@ -98,7 +106,7 @@ class Circle:
 
     def __init__(self, backend: Any, ranks: tuple[int, ...], peers: tuple[int, ...]) -> None:
         self.backend, self.ranks, self.peers = backend, ranks, peers
-        self.failures = 0
+        self.failures = self.begun = 0
         # A tag: the ranks of the group and, in the remaining bits, the round.
         tag = zlib.crc32(repr(ranks).encode()) & 0x7FFFFFE0
         rounds = (len(ranks) - 1).bit_length()
@@ -108,6 +116,7 @@ class Circle:
     def begin(self, call: bytes) -> None:
         """Post the receives of all rounds, so that no sender waits for one."""
         self._mine, self._other = call, _NONE
+        self.begun += 1
         for round_ in self.rounds:
             round_.listen()
 
@@ -118,10 +127,9 @@ class Circle:
     def receive(self, number: int, patience: datetime.timedelta) -> None:
         """Receive in one round, and keep a call that differs: the sender's, or one that it received."""
         rank, mine, other = self.rounds[number].receive(patience)
-        if mine != self._mine:
-            self._other = (rank + 1).to_bytes(8, "little") + mine
-        elif other != _NONE:
-            self._other = other
+        for heard in ((rank + 1).to_bytes(8, "little") + mine, other):
+            if heard != _NONE and heard[8:] != self._mine and _number(heard) < _number(self._other):
+                self._other = heard
 
     def end(self, patience: datetime.timedelta) -> None:
         """Wait until all sends have completed."""
@@ -133,6 +141,11 @@ class Circle:
         """A rank that makes a different call, and that call; None if there is none."""
         rank = int.from_bytes(self._other[:8], "little")
         return (rank - 1, PlanCall.decoded(self._other[8:])) if rank else None
+
+
+def _number(heard: bytes) -> float:
+    """The number of a plan in a message: errors and new plans are told before others."""
+    return PlanCall.decoded(heard[8:]).number if heard != _NONE else math.inf
 
 
 class _Round:
@@ -206,28 +219,22 @@ class CallOrder:
 
         Raises:
             PlanMismatch: ranks make different calls. All ranks of a group raise it; nothing was sent.
+            RankFailed: a rank raised an error before it came to its call.
             CollectiveError: a rank has exited, or does not arrive in time.
         """
         mine = {circle: self._call(circle) for circle in self._circles}
-        patience = self.mesh.patience
-        if not self.number:  # others may still be planning, for up to the mesh's timeout
-            patience = max(patience, datetime.timedelta(seconds=self.mesh.timeout))
         try:
-            for at, call in mine.items():
-                at.begin(call.encoded())
-            for number in range(max((len(circle.rounds) for circle in mine), default=0)):
-                circles = [circle for circle in mine if number < len(circle.rounds)]
-                for at in circles:
-                    at.send(number)
-                for at in circles:
-                    at.receive(number, patience)
-            for at in mine:
-                at.end(patience)
-        except RuntimeError as error:
-            failed(error, self._circles[at], self.name)
-        for circle, call in mine.items():
-            if circle.other is not None:
-                raise PlanMismatch(_different(dist.get_rank(), call, *circle.other))
+            _meet(mine, self.mesh.patience)
+        except _Lost as lost:
+            failed(lost.error, self._circles[lost.circle], self.name)
+
+    def join(self, missing: Sequence[int]) -> None:
+        """Compare this call, of a new plan, with those in which missing ranks wait for this one, if any.
+
+        Raises:
+            PlanMismatch, RankFailed: see `compare`.
+        """
+        _join(self.mesh, missing, self._call)
 
     def failed(self) -> None:
         """Record that the call that was compared has failed on this rank."""
@@ -236,6 +243,74 @@ class CallOrder:
 
     def _call(self, circle: Circle) -> PlanCall:
         return PlanCall(self.number, circle.failures, thread_name(), self._text)
+
+
+class _Lost(Exception):
+    """A rank of a circle did not arrive."""
+
+    def __init__(self, circle: Circle, error: RuntimeError) -> None:
+        super().__init__(str(error))
+        self.circle, self.error = circle, error
+
+
+def _meet(mine: dict[Circle, PlanCall], patience: datetime.timedelta) -> None:
+    """Compare calls in some circles, all of whose ranks take part."""
+    watch.begin(tuple((circle.ranks, circle.begun + 1) for circle in mine))
+    try:
+        _exchange_calls(mine, patience)
+    finally:
+        watch.end()
+    for circle, call in mine.items():
+        if circle.other is not None:
+            _raise(dist.get_rank(), call, *circle.other)
+
+
+def _exchange_calls(mine: dict[Circle, PlanCall], patience: datetime.timedelta) -> None:
+    try:
+        for at, call in mine.items():
+            at.begin(call.encoded())
+        for number in range(max((len(circle.rounds) for circle in mine), default=0)):
+            circles = [circle for circle in mine if number < len(circle.rounds)]
+            for at in circles:
+                at.send(number)
+            for at in circles:
+                at.receive(number, patience)
+        for at in mine:
+            at.end(patience)
+    except RuntimeError as error:
+        raise _Lost(at, error) from None
+
+
+def _join(mesh: Mesh, others: Sequence[int], call: Callable[[Circle], PlanCall]) -> bool:
+    """Take part in comparisons in which others wait for this rank; return whether there was one."""
+    found = False
+    for rank in others:
+        for ranks, begun in waits_of(rank):
+            if mesh.host_group is None or dist.get_rank() not in ranks:
+                continue
+            circle = _circle(mesh.host_group, ranks)
+            if begun == circle.begun + 1:  # or it has met this rank since
+                found = True
+                _meet({circle: call(circle)}, mesh.patience)
+    return found
+
+
+def join_as_failed(mesh: Mesh, others: Sequence[int], text: str) -> bool:
+    """Tell ranks that wait for this one's call of an error; return whether there were any."""
+    try:
+        return _join(mesh, others, lambda at: PlanCall(-1, at.failures, thread_name(), text))
+    except (PlanMismatch, RankFailed):
+        return True
+
+
+def _raise(rank: int, mine: PlanCall, other: int, theirs: PlanCall) -> None:
+    if theirs.number >= 0:
+        raise PlanMismatch(_different(rank, mine, other, theirs))
+    if mine.number > 0:
+        skip_turn()
+    raise RankFailed(
+        f"{theirs.text}, while rank {rank} waited for it to make the same call: {mine}. Nothing was sent."
+    )
 
 
 def _different(rank: int, mine: PlanCall, other: int, theirs: PlanCall) -> str:

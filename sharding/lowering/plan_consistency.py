@@ -7,8 +7,10 @@ with a timeout; so a rank that alone retraced is an error, not a hang.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,14 +20,23 @@ import torch.distributed as dist
 from torchard.functional import torch_internals as internals
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tags import LAYOUT, STEP, VAL
-from torchard.sharding.lowering.call_order import PlanMismatch
+from torchard.sharding.lowering.call_order import CallOrder, PlanMismatch, join_as_failed
 from torchard.sharding.planning.constraints import SpecHint
 from torchard.sharding.rules.registry import results
 from torchard.sharding.values.mesh import Mesh
+from torchard.sharding.values.notes import LONG, error_text
 from torchard.sharding.values.placement import MeshPlacement
-from torchard.sharding.values.store_allgather import ExchangeError, OutOfStep, exchange
+from torchard.sharding.values.store_allgather import (
+    ExchangeError,
+    OutOfStep,
+    RankFailed,
+    exchange,
+    missing_in,
+    next_turn,
+    report_failure,
+)
 
-__all__ = ["PlanMismatch", "ReplicaMismatch", "agreed", "signature_of"]
+__all__ = ["PlanMismatch", "ReplicaMismatch", "agreed", "know", "signature_of", "tell_failure"]
 
 
 class ReplicaMismatch(ValueError):
@@ -46,18 +57,20 @@ class ReplicaMismatch(ValueError):
 
 
 def agreed(
-    mesh: Mesh, program: Program, check_replicated: bool, parts: Sequence[torch.Tensor]
+    order: CallOrder, program: Program, check_replicated: bool, parts: Sequence[torch.Tensor]
 ) -> int:
     """Check that all ranks have the same plan and equal replicated values.
 
     Args:
-        parts: the arguments of the first call.
+        order: the first call, which ranks that call another plan are told of.
+        parts: its arguments.
 
     Returns:
         The number of the plan: the same on all ranks, and unique among the plans of each.
 
     Raises:
         PlanMismatch: a rank has a different plan, or made none.
+        RankFailed: a rank raised an error while it traced or planned.
         ReplicaMismatch: ranks passed different values.
     """
     global _last_number
@@ -68,7 +81,8 @@ def agreed(
         "number": _last_number + 1,
         "sums": _common_values(program, parts) if check_replicated else {},
     }
-    all_plans = _exchanged(mesh, mine)
+    mesh = order.mesh
+    all_plans = _exchanged(order, mine)
     digests = [theirs["plan"] for theirs in all_plans]
     if len(set(digests)) > 1:
         raise PlanMismatch(
@@ -89,11 +103,15 @@ _NOTHING_NEW = (
 _last_number = 0
 
 
-def _exchanged(mesh: Mesh, mine: dict[str, Any]) -> list[dict[str, Any]]:
+def _exchanged(order: CallOrder, mine: dict[str, Any]) -> list[dict[str, Any]]:
     """The plans of all ranks."""
+    turn = next_turn()
     try:
-        return exchange(mesh, "the plan", mine, remedy=_NOTHING_NEW)
+        return exchange(order.mesh, "the plan", mine, remedy=_NOTHING_NEW, meanwhile=order.join)
     except OutOfStep:
+        raise
+    except RankFailed as error:
+        _tell_those_that_wait(order.mesh, turn, str(error))
         raise
     except ExchangeError as error:
         raise PlanMismatch(
@@ -227,3 +245,45 @@ def checksum(value: torch.Tensor) -> str:
     with internals.no_modes():
         data = value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
     return hashlib.blake2b(data.tobytes(), digest_size=12).hexdigest()
+
+
+# -- errors before there is a plan ---------------------------------------------------------------------
+
+
+def tell_failure(mesh: Mesh, error: Exception) -> None:
+    """Tell the other ranks of an error before this rank's program runs: they wait for its plan or call.
+
+    An error that they know of is not told again.
+    """
+    if mesh.virtual or mesh.size == 1 or is_known(error):
+        return
+    know(error)
+    text = error_text(error)
+    with contextlib.suppress(RuntimeError):  # the store does not answer; the error itself is raised
+        turn = report_failure(mesh, text)
+        _tell_those_that_wait(mesh, turn, f"rank {dist.get_rank()} raised {text}")
+
+
+_KNOWN = "__torchard_known__"
+
+
+def know(error: BaseException) -> None:
+    """Note that other ranks know of an error, or need not."""
+    vars(error)[_KNOWN] = True
+
+
+def is_known(error: BaseException) -> bool:
+    """Whether other ranks know of an error."""
+    return _KNOWN in vars(error)
+
+
+def _tell_those_that_wait(mesh: Mesh, turn: int, text: str) -> None:
+    """Tell ranks that do not come to an exchange, as they wait for this one in a call of an earlier plan.
+
+    That they do is known once they have waited for a while.
+    """
+    end = time.monotonic() + 2.5 * LONG
+    while (missing := missing_in(mesh, turn)) and time.monotonic() < end:
+        if join_as_failed(mesh, missing, text):
+            return
+        time.sleep(0.1)

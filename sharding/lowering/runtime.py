@@ -7,7 +7,7 @@ into one graph; ``Distributed`` lowers this rank's own over the mesh's process g
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.lowering.call_order import CallOrder, one_call_at_a_time
 from torchard.sharding.lowering.lower import Lowering
 from torchard.sharding.lowering.peephole import dense_rows, fold_views, reduce_in_place
-from torchard.sharding.lowering.plan_consistency import agreed, signature_of
+from torchard.sharding.lowering.plan_consistency import agreed, know, signature_of
 from torchard.sharding.lowering.process_group_transport import ProcessGroupTransport
 from torchard.sharding.lowering.simulated_transport import SimulatedTransport
 from torchard.sharding.lowering.work import mesh_work
@@ -145,16 +145,25 @@ class Distributed(_OnMesh):
             with one_call_at_a_time as within:
                 if within:
                     return bound(parts)
-                order.compare()
-                if not order.number:
-                    order.number = agreed(self.mesh, program, self.check_replicated, parts)
+                _all_call(order, lambda: agreed(order, program, self.check_replicated, parts))
                 try:
                     return bound(parts)
-                except BaseException:
+                except BaseException as error:
+                    know(error)
                     order.failed()
                     raise
 
         return run
+
+
+def _all_call(order: CallOrder, agree: Callable[[], int]) -> None:
+    """Check that all ranks make this call, of a plan that they agree on first."""
+    try:
+        order.number = order.number or agree()
+        order.compare()
+    except Exception as error:
+        know(error)
+        raise
 
 
 def _homes(program: Program) -> list[tuple[tuple[str, int], ...]]:

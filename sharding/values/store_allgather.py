@@ -1,13 +1,15 @@
-"""An all_gather of small JSON values through the process group's store, with a timeout."""
+"""An all_gather of small JSON values through the process group's store, with a timeout.
+
+Ranks wait by asking the store again and again. So one that fails before it has anything to send can
+report the error in its place, and the others raise at once.
+"""
 
 from __future__ import annotations
 
-import datetime
-import itertools
 import json
-import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -15,8 +17,19 @@ import torch.distributed as dist
 from torchard.functional.torch_internals.accessors.process_groups import default_store
 from torchard.functional.torch_internals.store import StoreError, ask
 from torchard.sharding.values.mesh import Mesh
+from torchard.sharding.values.notes import end_of, key_of, note_end
 
-__all__ = ["ExchangeError", "OutOfStep", "exchange", "thread_name"]
+__all__ = [
+    "ExchangeError",
+    "OutOfStep",
+    "RankFailed",
+    "exchange",
+    "missing_in",
+    "next_turn",
+    "report_failure",
+    "skip_turn",
+    "thread_name",
+]
 
 
 class ExchangeError(RuntimeError):
@@ -41,15 +54,54 @@ class OutOfStep(ExchangeError):
     """Ranks make different calls, or make the same calls from different threads."""
 
 
-_turns = itertools.count()
+class RankFailed(ExchangeError):
+    """Another rank raised an error before it came to where this one waits for it.
+
+    >>> # torchrun --nproc-per-node 2
+    >>> import torch, torch.distributed as dist, torchard as ta
+    >>> dist.init_process_group("gloo")
+    >>> mesh = ta.Mesh({"dp": 2})
+    >>> def fn(x):
+    ...     if dist.get_rank() == 1:
+    ...         raise ValueError("no such token")
+    ...     return x.sum()
+    >>> ta.shard(fn, mesh)(torch.ones(4))                                # on rank 0
+    Traceback (most recent call last):
+        ...
+    torchard.RankFailed: rank 1 raised ValueError: no such token (...:3 in fn), while rank 0 waited
+        for the plan. Nothing of this call was sent.
+    """
+
+
+class _Turns:
+    """The numbers of exchanges: the same on all ranks, as all make the same ones."""
+
+    def __init__(self) -> None:
+        self.next = 0
+
+    def __next__(self) -> int:
+        self.next += 1
+        return self.next - 1
+
+
+_turns = _Turns()
 _WAIT_LONGER = (
     "It has ended, or is busy for longer than that: then pass a larger timeout to Mesh (by default it is "
     "the process group's)."
 )
+# Seconds between two questions whether all have reported, and after which it is asked who has not.
+_SOON, _SELDOM, _LOOK = 0.001, 0.1, 0.5
+# In place of a value's description: the report is of an error.
+_FAILED = "failed"
 
 
 def exchange(
-    mesh: Mesh, what: str, mine: Any, timeout: float | None = None, remedy: str = _WAIT_LONGER
+    mesh: Mesh,
+    what: str,
+    mine: Any,
+    timeout: float | None = None,
+    remedy: str = _WAIT_LONGER,
+    meanwhile: Callable[[Sequence[int]], None] | None = None,
 ) -> list[Any]:
     """The JSON values of all ranks of the mesh, in the mesh's order of ranks.
 
@@ -61,44 +113,112 @@ def exchange(
         mine: this rank's value.
         timeout: seconds; by default ``mesh.timeout``.
         remedy: what to do about a rank that sent nothing, for messages.
+        meanwhile: called now and then with the ranks that are waited for. If it raises, this exchange did
+            not take place.
 
     Raises:
         ExchangeError: a rank sent nothing within the timeout, or the store does not answer; names the
             rank and ``what``.
+        RankFailed: a rank raised an error instead.
         OutOfStep: a rank is at a different exchange, or at this one in a different thread.
     """
-    assert mesh.device_mesh is not None
-    store, turn = default_store(), next(_turns)
+    note_end()
+    turn, own = next(_turns), dist.get_rank()
     seconds = mesh.timeout if timeout is None else timeout
-    own = dist.get_rank()
+    board = _Board(turn, seconds, what)
     text = json.dumps([what, thread_name(), mine])
-    _answer(store, lambda: store.set(_key(turn, own), text), seconds, what)
-    ranks: list[int] = mesh.device_mesh.mesh.flatten().tolist()
-    values = []
-    for rank in ranks:
-        try:
-            received = text if rank == own else _read(store, turn, rank, seconds, what)
-        except _Late as late:
-            raise ExchangeError(f"{late} {remedy}") from late.__cause__
-        values.append(_checked_value(received, rank, what))
-    # A rank that has reached this turn has read all values of the last one.
-    _answer(store, lambda: store.delete_key(_key(turn - 1, own)), seconds, what)
+    board.write(own, text)
+    ranks = _ranks(mesh)
+    board.wait([rank for rank in ranks if rank != own], remedy, meanwhile)
+    values = [
+        _checked_value(text if rank == own else board.read(rank), rank, what) for rank in ranks
+    ]
+    board.clean(own)
     return values
 
 
-def _answer(store: Any, question: Callable[[], Any], seconds: float, what: str) -> Any:
-    try:
-        return ask(store, question, seconds, what)
-    except StoreError as error:
-        raise ExchangeError(str(error)) from None
+def _ranks(mesh: Mesh) -> list[int]:
+    assert mesh.device_mesh is not None
+    ranks: list[int] = mesh.device_mesh.mesh.flatten().tolist()
+    return ranks
 
 
-class _Late(RuntimeError):
-    """A rank sent nothing in time."""
+class _Board:
+    """The reports of one turn."""
+
+    def __init__(self, turn: int, seconds: float, what: str) -> None:
+        self.store, self.turn, self.seconds, self.what = default_store(), turn, seconds, what
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        try:
+            return ask(self.store, question, self.seconds, self.what)
+        except StoreError as error:
+            raise ExchangeError(str(error)) from None
+
+    def write(self, rank: int, text: str) -> None:
+        self._ask(lambda: self.store.set(key_of(f"{self.turn}", rank), text))
+
+    def has(self, *ranks: int) -> bool:
+        """Whether all these ranks have reported."""
+        keys = [key_of(f"{self.turn}", rank) for rank in ranks]
+        return not keys or bool(self._ask(lambda: self.store.check(keys)))
+
+    def read(self, rank: int) -> str:
+        return str(self._ask(lambda: self.store.get(key_of(f"{self.turn}", rank))).decode())
+
+    def clean(self, rank: int) -> None:
+        """Delete the last turn's report: a rank that is at this turn has read it."""
+        self._ask(lambda: self.store.delete_key(key_of(f"{self.turn - 1}", rank)))
+
+    def take_back(self, rank: int) -> None:
+        """Delete this rank's report; the turn was not taken."""
+        self._ask(lambda: self.store.delete_key(key_of(f"{self.turn}", rank)))
+        _turns.next -= 1
+
+    def wait(
+        self, ranks: Sequence[int], remedy: str, meanwhile: Callable[[Sequence[int]], None] | None
+    ) -> None:
+        """Wait until all these ranks have reported, or one an error."""
+        end = time.monotonic() + self.seconds
+        look, pause = time.monotonic() + _LOOK, _SOON
+        while not self.has(*ranks):
+            now = time.monotonic()
+            if now >= min(look, end):
+                self._look(ranks, remedy if now >= end else None, meanwhile)
+                look = now + _LOOK
+            time.sleep(pause)
+            pause = min(1.5 * pause, _SELDOM)
+
+    def _look(
+        self,
+        ranks: Sequence[int],
+        remedy: str | None,
+        meanwhile: Callable[[Sequence[int]], None] | None,
+    ) -> None:
+        """See which ranks are missing, and why; it is too late for them if there is a remedy."""
+        missing = [rank for rank in ranks if not self.has(rank)]
+        try:
+            if meanwhile is not None:
+                meanwhile(missing)
+        except RankFailed:
+            raise
+        except Exception:
+            self.take_back(dist.get_rank())
+            raise
+        for rank in ranks:
+            if rank not in missing:
+                _check_failure(self.read(rank), rank, self.what)
+            elif (error := self._ask(lambda rank=rank: end_of(rank))) is not None:
+                raise RankFailed(f"rank {rank} has ended with {error}. It did not report {self.what}.")
+        if remedy is not None and missing:
+            raise ExchangeError(
+                f"rank {missing[0]} did not report {self.what} within {self.seconds:g} s. {remedy}"
+            )
 
 
 def _checked_value(text: str, rank: int, what: str) -> Any:
     """The value in a rank's message, which must be about the same exchange and from the same thread."""
+    _check_failure(text, rank, what)
     about, thread, value = json.loads(text)
     if about != what:
         raise OutOfStep(
@@ -114,28 +234,44 @@ def _checked_value(text: str, rank: int, what: str) -> Any:
     return value
 
 
+# -- failures ------------------------------------------------------------------------------------------
+
+
+def _check_failure(text: str, rank: int, what: str) -> None:
+    about, _, value = json.loads(text)
+    if about == _FAILED:
+        raise RankFailed(
+            f"rank {rank} raised {value}, while rank {dist.get_rank()} waited for {what}. Nothing of "
+            "this call was sent."
+        )
+
+
+def report_failure(mesh: Mesh, text: str) -> int:
+    """Report an error in place of this rank's next value; return the number of the exchange."""
+    turn = next(_turns)
+    _Board(turn, mesh.timeout, "an error").write(
+        dist.get_rank(), json.dumps([_FAILED, thread_name(), text])
+    )
+    return turn
+
+
+def next_turn() -> int:
+    """The number of the next exchange."""
+    return _turns.next
+
+
+def missing_in(mesh: Mesh, turn: int) -> list[int]:
+    """The ranks that have not come to an exchange, which this one has ended."""
+    board = _Board(turn, mesh.timeout, "an error")
+    return [rank for rank in _ranks(mesh) if rank != dist.get_rank() and not board.has(rank)]
+
+
+def skip_turn() -> None:
+    """Leave out an exchange in which a rank has reported an error, of which this one knows already."""
+    next(_turns)
+
+
 def thread_name() -> str:
     """The name of the running thread, without numbers for threads that Python did not start."""
     name = threading.current_thread().name
     return "Dummy" if name.startswith("Dummy-") else name.replace("\n", " ")[:80]
-
-
-def _key(turn: int, rank: int) -> str:
-    """A key of this attempt, as torchrun's store, with all keys, outlives the ranks that it restarts."""
-    return f"torchard/attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{turn}/{rank}"
-
-
-def _read(store: Any, turn: int, rank: int, seconds: float, what: str) -> str:
-    key = _key(turn, rank)
-
-    def receive() -> bytes:
-        store.wait([key], datetime.timedelta(seconds=seconds))
-        received: bytes = store.get(key)
-        return received
-
-    try:
-        return str(_answer(store, receive, seconds, what).decode())
-    except ExchangeError:
-        raise
-    except (RuntimeError, dist.DistError) as error:
-        raise _Late(f"rank {rank} did not report {what} within {seconds:g} s.") from error
