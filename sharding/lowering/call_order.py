@@ -195,6 +195,7 @@ class CallOrder:
 
     Attributes:
         number: the number of the plan, once ranks have agreed on it; 0 before.
+        text: the plan, for messages.
     """
 
     def __init__(self, mesh: Mesh, program: Program, local: fx.Graph, signature: str) -> None:
@@ -207,7 +208,7 @@ class CallOrder:
                 self._circles.setdefault(_circle(mesh.host_group, tuple(sorted(members))), label)
         sources = (SOURCE.get(node) for node in program.graph.nodes)
         source = next((f" of {source}" for source in sources if source), "")
-        self._text = f"{self.name}({signature}){source}"
+        self.text = f"{self.name}({signature}){source}"
 
     @property
     def needed(self) -> bool:
@@ -242,7 +243,7 @@ class CallOrder:
             circle.failures += 1
 
     def _call(self, circle: Circle) -> PlanCall:
-        return PlanCall(self.number, circle.failures, thread_name(), self._text)
+        return PlanCall(self.number, circle.failures, thread_name(), self.text)
 
 
 class _Lost(Exception):

@@ -103,11 +103,35 @@ _NOTHING_NEW = (
 _last_number = 0
 
 
-def _exchanged(order: CallOrder, mine: dict[str, Any]) -> list[dict[str, Any]]:
+def agree_on_groups(order: CallOrder, groups: list[str]) -> None:
+    """Wait until all ranks are about to make the groups of a new plan.
+
+    Raises:
+        PlanMismatch, RankFailed: as for `agreed`.
+    """
+    try:
+        mine = {"call": order.text, "groups": groups}
+        if any(theirs["groups"] != groups for theirs in _exchanged(order, mine, _GROUPS)):
+            raise PlanMismatch(
+                f"rank {dist.get_rank()} planned {order.text}, which needs the groups of ranks "
+                f"{', '.join(groups)}; another rank's plan needs others. Every rank must call the same "
+                "function with arguments of the same shapes, dtypes, specs and static values."
+            )
+    except Exception as error:
+        know(error)
+        raise
+
+
+_GROUPS = "the groups of ranks that its plan needs"
+
+
+def _exchanged(
+    order: CallOrder, mine: dict[str, Any], what: str = "the plan"
+) -> list[dict[str, Any]]:
     """The plans of all ranks."""
     turn = next_turn()
     try:
-        return exchange(order.mesh, "the plan", mine, remedy=_NOTHING_NEW, meanwhile=order.join)
+        return exchange(order.mesh, what, mine, remedy=_NOTHING_NEW, meanwhile=order.join)
     except OutOfStep:
         raise
     except RankFailed as error:

@@ -24,7 +24,12 @@ from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.lowering.call_order import CallOrder, one_call_at_a_time
 from torchard.sharding.lowering.lower import Lowering
 from torchard.sharding.lowering.peephole import dense_rows, fold_views, reduce_in_place
-from torchard.sharding.lowering.plan_consistency import agreed, know, signature_of
+from torchard.sharding.lowering.plan_consistency import (
+    agree_on_groups,
+    agreed,
+    know,
+    signature_of,
+)
 from torchard.sharding.lowering.process_group_transport import ProcessGroupTransport
 from torchard.sharding.lowering.simulated_transport import SimulatedTransport
 from torchard.sharding.lowering.work import mesh_work
@@ -120,7 +125,7 @@ class Distributed(_OnMesh):
 
     def _graph(self, program: Program, direct: bool = False) -> fx.Graph:
         assert self.mesh.coords is not None
-        _connect(program.graph, self.mesh)
+        _connect(program, self.mesh)
         transport = self.mesh.transport or ProcessGroupTransport(direct)
         return _local(Lowering(program.graph, self.mesh, [self.mesh.coords], transport))
 
@@ -171,16 +176,35 @@ def _homes(program: Program) -> list[tuple[tuple[str, int], ...]]:
     return sorted({x.home for node in program.graph.nodes for x in _layouts(node) if x.home})
 
 
-def _connect(graph: fx.Graph, mesh: Mesh) -> None:
-    """Make the groups of ranks that send to each other: all ranks make all of them, in one order."""
-    steps = (STEP.of(node).collective for node in graph.nodes if STEP.on(node))
-    pairs = {
-        (op.axes[0], min(op.source, op.to), max(op.source, op.to))
-        for op in steps
-        if isinstance(op, Send) and op.source is not None and op.to is not None
-    }
-    for axis, one, other in sorted(pairs):
-        mesh.pair(axis, one, other)
+def _connect(program: Program, mesh: Mesh) -> None:
+    """Make the groups that a plan needs beside those of single axes: all ranks make all, in one order.
+
+    They agree on it first, as a rank that waits for others to make a group hears of nothing.
+    """
+    steps = (STEP.of(node).collective for node in program.graph.nodes if STEP.on(node))
+    needed: set[tuple[Any, ...]] = set()
+    for op in steps:
+        if isinstance(op, Send) and op.source is not None and op.to is not None:
+            needed.add((op.axes[0], min(op.source, op.to), max(op.source, op.to)))
+        elif len(op.axes) > 1:
+            needed.add(op.axes)
+    made = _made.setdefault(mesh, set())
+    new = sorted(needed - made, key=repr)
+    if new and mesh.size > 1:
+        order = CallOrder(mesh, program, fx.Graph(), signature_of(program))
+        agree_on_groups(order, list(map(str, new)))
+    for key in new:
+        _group(mesh, key)
+    made.update(new)
+
+
+# The groups that each mesh has.
+_made: dict[Mesh, set[tuple[Any, ...]]] = {}
+
+
+def _group(mesh: Mesh, key: tuple[Any, ...]) -> Any:
+    """The group of two coordinates along an axis, or that along several axes."""
+    return mesh.group(key) if isinstance(key[1], str) else mesh.pair(*key)
 
 
 def _layouts(node: fx.Node) -> tuple[Layout, ...]:

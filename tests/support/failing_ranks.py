@@ -1,0 +1,133 @@
+"""Ranks of which one fails, or differs, before its program runs: what all say, and whether they go on.
+
+    python failing_ranks.py FOLDER
+
+prints, for each rank, each call's seconds and message, as JSON. The process group waits for minutes.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+warnings.simplefilter("error")
+# torch imports its own TorchScript modules, and says so.
+warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarning)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from forked_ranks import forked_ranks  # noqa: E402
+
+from torchard import Mesh, P, SpecError, jit, pipeline, place, psum, repeat, shard, shard_map  # noqa: E402
+from torchard.sharding.values import notes  # noqa: E402
+
+WORLD = 4
+Call = Callable[[], Any]
+
+
+def calls(mesh: Mesh, rank: int) -> dict[str, Call]:
+    """Calls in which rank 1 does otherwise than the others."""
+    odd = rank == 1
+    x = place(torch.arange(16.0).reshape(8, 2), mesh, P("dp", "tp"))
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        if odd:
+            raise ValueError("no such token")
+        return x.sum()
+
+    def fails_late(x: torch.Tensor) -> torch.Tensor:
+        time.sleep(1.5 * odd)
+        return fails(x)
+
+    known = shard(lambda x: x.sum(), mesh)
+    assert float(known(x)) == 120.0
+    cached = shard(lambda x: (x * 2).sum(), mesh)
+    cached(x)
+
+    def places() -> Any:
+        return shard(fails, mesh)(x) if odd else place(torch.ones(3), mesh, P())
+
+    def staged(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return fails((x @ w).sin() @ w)
+
+    def joint(x: torch.Tensor) -> torch.Tensor:
+        return fails(x.reshape(-1))
+
+    w = torch.eye(2)
+
+    def body(_: Any, c: torch.Tensor) -> torch.Tensor:
+        return c + fails(c)
+
+    return {
+        "shard": lambda: shard(fails, mesh)(x),
+        "late": lambda: shard(fails_late, mesh)(x),
+        "grad": lambda: torch.func.grad(shard(fails, mesh))(x),
+        "inside": lambda: shard(torch.func.grad(fails), mesh)(x),
+        "jit": lambda: jit(fails, backend="eager")(x),
+        "nested": lambda: jit(lambda x: shard(fails, mesh)(x) * 2, backend="eager")(x),
+        "pipeline": lambda: pipeline(staged, mesh, "dp", microbatches=2, batch=(None, 0))(w, x.full()),
+        "shard_map": lambda: shard_map(lambda x: psum(fails(x), "dp"), mesh, P("dp"), P())(x.full()),
+        "joint axes": lambda: shard(joint, mesh, out_specs=P())(place(x.full(), mesh, P(("tp", "dp")))),
+        "loop": lambda: shard(lambda x: repeat(body, torch.zeros(2), x), mesh)(x),
+        "eager": lambda: x.reshape(3, 3) if odd else x + x,
+        "a spec": lambda: shard(known.fn, mesh, out_specs=P("no") if odd else P())(x),
+        "others place": places,
+        "others have a plan": lambda: shard(fails, mesh)(x) if odd else known(x),
+        "only one communicates": lambda: shard(lambda x: x.sum() if odd else x * 3, mesh)(x),
+        "only one is new": lambda: (shard(lambda x: x.sum() * 5, mesh) if odd else cached)(x),
+        "only one is not new": lambda: (cached if odd else shard(lambda x: x.sum() * 6, mesh))(x),
+        "another plan": lambda: (cached if odd else known)(x),
+        "all": lambda: shard(lambda x: x.reshape(3, 3), mesh)(x),
+    }  # fmt: skip
+
+
+def said(call: Call) -> tuple[float, str]:
+    """How long a call takes, and its error."""
+    began = time.monotonic()
+    try:
+        call()
+    except Exception as error:
+        return time.monotonic() - began, f"{type(error).__name__}: {error}"
+    return time.monotonic() - began, "no error"
+
+
+def found_by(rank: int, folder: str) -> dict[str, Any]:
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=WORLD,
+        timeout=datetime.timedelta(minutes=10),
+    )
+    mesh = Mesh({"dp": 2, "tp": 2})
+    x = place(torch.arange(16.0).reshape(8, 2), mesh, P("dp", "tp"))
+    known = shard(lambda x: x.sum(), mesh)
+    found: dict[str, Any] = {}
+    for name, call in calls(mesh, rank).items():
+        print(f"rank {rank}: {name}", file=sys.stderr, flush=True)  # if it hangs: where
+        fresh = shard(lambda x, name=name: (x + len(name)).sum(), mesh)
+        after = [float(run(x)) for run in (known, fresh)] if found else []
+        assert after in ([], [120.0, 120.0 + 16 * len(name)]), after
+        found[name] = said(call)
+    if rank == 1:  # as when an error ends the process
+        sys.last_value = SpecError("not this one")
+        notes._note_end()
+    else:
+        found["ended"] = said(lambda: shard(lambda x: x.sum() * 7, mesh)(x))
+    return found
+
+
+def main(folder: str) -> None:
+    # Forked: to load torch again takes each rank longer than all calls.
+    with forked_ranks(WORLD) as ranks:
+        print(json.dumps(list(ranks.map(functools.partial(found_by, folder=folder), range(WORLD)))))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
