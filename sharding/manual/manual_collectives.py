@@ -341,12 +341,14 @@ def _construct(kind: type[Move], arguments: tuple[Any, ...]) -> Move:
 
 
 def _define(kind: type[Move]) -> None:
-    """Define the operator of a kind of move, which has no kernel: it is lowered before it runs."""
+    """Define the operator of a kind of move, which is lowered before it runs."""
 
     def fake(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         return x.new_empty(_construct(kind, arguments).shape(tuple(x.shape)))
 
     _library.define(f"{kind.op}(Tensor x, str[] manual, {kind.schema}) -> Tensor")
+    for device in ("CPU", "CUDA"):  # traces ask for results of constants, which are unknown
+        _library.impl(kind.op, lambda x, *arguments: fake(x.to("meta"), *arguments), device)
     torch.library.register_fake(f"torchard::{kind.op}", fake, lib=_library)
 
 
@@ -354,14 +356,11 @@ for _kind in _KINDS:
     _define(_kind)
 
 _library.define("axis_index(str[] manual, str[] axes, *, Device device) -> Tensor")
-
-
-def _fake_index(manual: list[str], axes: list[str], *, device: torch.device) -> torch.Tensor:
-    return torch.empty((), dtype=torch.int64, device=device)
-
-
-torch.library.register_fake("torchard::axis_index", _fake_index, lib=_library)
-
+torch.library.register_fake(
+    "torchard::axis_index",
+    lambda manual, axes, *, device: torch.empty((), dtype=torch.int64, device=device),
+    lib=_library,
+)
 _BY_TARGET = {getattr(torch.ops.torchard, kind.op).default: kind for kind in _KINDS}
 _INDEX: Any = torch.ops.torchard.axis_index.default
 

@@ -315,3 +315,26 @@ def test_an_axis_of_one() -> None:
     run = shard_map(fn, mesh, (P(), P("x", "y")), P())
     close(grad(run)(w, x), grad(loss)(w, x))
     assert [c.axes for c in run.lower(w, x).collectives] == [("x", "y")]
+
+
+OF_CONSTANTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "returned": lambda c: c,
+    "pvary": lambda c: psum(pvary(c, "x"), "x"),
+    "all_gather": lambda c: all_gather(c, "x", invariant=True).sum(),
+    "ppermute": lambda c: psum(ppermute(c, "x", [(0, 1), (1, 0)]), "x"),
+    "times a shard's index": lambda c: psum(c * axis_index("x"), "x") * 2,
+}
+
+
+@pytest.mark.parametrize("shape", [(), (1,)], ids=str)
+@pytest.mark.parametrize("name", OF_CONSTANTS)
+def test_constants(name: str, shape: tuple[int, ...]) -> None:
+    """Of one element, which traces know the value of."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return OF_CONSTANTS[name](torch.tensor([3.0] if shape else 3.0))
+
+    mapped, x = shard_map(fn, X2, P("x"), P()), torch.ones(4)
+    want = torch.full(shape if name != "all_gather" else (), 3.0 if name == "returned" else 6.0)
+    assert torch.equal(mapped(x), want)
+    assert torch.equal(grad(lambda x: (mapped(x) * x).sum())(x), want.expand(4))
