@@ -6,6 +6,7 @@ report the error in its place, and the others raise at once.
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
@@ -208,7 +209,7 @@ class _Board:
         for rank in ranks:
             if rank not in missing:
                 _check_failure(self.read(rank), rank, self.what)
-            elif (error := self._ask(lambda rank=rank: end_of(rank))) is not None:
+            elif (error := self._ask(functools.partial(end_of, rank))) is not None:
                 raise RankFailed(f"rank {rank} has ended with {error}. It did not report {self.what}.")
         if remedy is not None and missing:
             raise ExchangeError(
