@@ -12,7 +12,15 @@ from types import CodeType, FrameType, ModuleType
 import optree
 import torch
 
-__all__ = ["calls_after_user", "is_installed", "is_installed_module", "is_user", "of_error", "of_here"]
+__all__ = [
+    "asked_by_user",
+    "calls_after_user",
+    "is_installed",
+    "is_installed_module",
+    "is_user",
+    "of_error",
+    "of_here",
+]
 
 
 def _library_folders() -> tuple[str, ...]:
@@ -79,6 +87,18 @@ def of_here() -> str | None:
             return _written(frame.f_code, frame.f_lineno)
         frame = frame.f_back
     return None
+
+
+def asked_by_user(*between: str) -> bool:
+    """Whether the user's code called what calls this, but for calls of functions in files between them.
+
+    Args:
+        between: how the names of the files end.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.endswith(between):
+        frame = frame.f_back
+    return frame is not None and is_user(frame.f_code)
 
 
 def of_error(error: BaseException) -> str | None:

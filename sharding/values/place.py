@@ -12,6 +12,7 @@ from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked, written
 from torchard.functional.core.errors import DonatedError
 from torchard.functional.core.placed import Facts
+from torchard.functional.core.user_lines import asked_by_user
 from torchard.functional.tracing.trace_state import active
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.values.mapped import Flattened, ShardReading, rebuilt
@@ -342,7 +343,17 @@ def _flatten(value: MeshTensor) -> tuple[tuple[torch.Tensor, ...], Flattened | _
         return (state.lift(value),), _WHOLE
     if value._dead:
         value._read()  # raises
+    if asked_by_user(*_TREES):
+        raise PlacementError(
+            f"{value!r} was taken apart: torch.utils._pytree and optree look into placed values, since "
+            "torch's transforms differentiate their parts. Use torchard.tree, to which a placed value is "
+            "one leaf; full(tree) gathers it, and x.parts has this process's tensors."
+        )
     return value.parts, Flattened(value._reading, value.parts)
+
+
+# Files of functions of trees.
+_TREES = ("utils/_pytree.py", "core/tree_nodes.py", "optree/ops.py")
 
 
 def _unflatten(

@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import pytest
 import torch
+import torch.utils._pytree as torch_pytree
 
-from torchard import Mesh, P, full, place, shard, tree
+from torchard import Mesh, P, PlacementError, full, place, shard, tree
 
 MESH = Mesh({"tp": 2}, virtual=True)
 FULL = {"w": torch.arange(8.0).view(4, 2), "n": torch.arange(4), "b": [torch.ones(2), None]}
@@ -62,3 +64,23 @@ def test_full_gathers_a_tree() -> None:
     assert tree.structure(gathered) == tree.structure(FULL)
     for one, other in zip(tree.leaves(gathered), tree.leaves(FULL), strict=True):
         assert one is other is None or torch.equal(one, other)
+
+
+OTHER_TREES: dict[str, Callable[[Any], Any]] = {
+    "torch": lambda t: torch_pytree.tree_map(_scaled, t),
+    "torch's leaves": torch_pytree.tree_leaves,
+    "optree": lambda t: optree.tree_map(_scaled, t, namespace=tree.NAMESPACE),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", OTHER_TREES)
+def test_other_trees_look_into_no_placed_value(name: str) -> None:
+    with pytest.raises(PlacementError, match=r"was taken apart: .* Use torchard\.tree"):
+        OTHER_TREES[name]({"w": PLACED["w"]})
+    if name == "torch":  # in a trace it is one tensor
+        have = shard(OTHER_TREES[name], MESH)({"w": PLACED["w"]})
+        torch.testing.assert_close(full(have)["w"], _scaled(FULL["w"]))
+    found = torch.func.grad(lambda t: shard(lambda t: t["w"].square().sum(), MESH)(t))(
+        {"w": PLACED["w"]}
+    )
+    torch.testing.assert_close(full(found)["w"], 2 * FULL["w"])
