@@ -120,7 +120,8 @@ def test_equals_the_module(name: str, train: bool) -> None:
             torch.testing.assert_close(value, want[name_], rtol=1e-12, atol=1e-12)
     _, pushed = jvp(loss(stacked), (rows, X), (rows, X))
     torch.testing.assert_close(pushed, jvp(loss(fn), (params, X), (params, X))[1])
-    equal(jit(loss(stacked), backend="eager"), loss(stacked), rows, X)
+    orders = ["second"] if train else ["value", "jvp"]
+    equal(jit(loss(stacked), backend="eager"), loss(stacked), rows, X, orders=orders)
 
 
 @pytest.mark.parametrize("name", MODELS)

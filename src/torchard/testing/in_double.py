@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
-from torchard.functional.torch_internals.accessors import pytree
 from torchard.functional.tracing.purify import call_pure
 from torchard.testing.roundings import Rounding, is_float, rounded_number
 
@@ -44,14 +44,14 @@ class InDouble(fx.Interpreter):
     def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         """The value of a call with these arguments."""
         try:
-            wide = pytree.tree_map(_double_dtype, (args, kwargs))
+            wide: Any = map_aggregate((args, kwargs), _double_dtype)
             return call_pure(node, *wide)
         except (RuntimeError, TypeError):
             # Defined for its own precision alone (a view as another dtype, say).
             narrow = fx.map_arg(
                 (node.args, node.kwargs), lambda n: _as_narrow(self.env[n], VAL.get(n))
             )
-            return pytree.tree_map(as_double, call_pure(node, *narrow))
+            return map_aggregate(call_pure(node, *narrow), as_double)
 
 
 class Perturbed(InDouble):
@@ -75,7 +75,7 @@ class Perturbed(InDouble):
         if rounding is None:
             return super().call(node, args, kwargs)
         if rounding.literals is not None:
-            args, kwargs = pytree.tree_map(_literal_in(rounding.literals), (args, kwargs))
+            args, kwargs = map_aggregate((args, kwargs), _literal_in(rounding.literals))
         args, kwargs = self._perturbed((args, kwargs), rounding.inside)
         return self._perturbed(super().call(node, args, kwargs), rounding.of_result)
 
@@ -90,7 +90,7 @@ class Perturbed(InDouble):
             moved = x + x * (error * noise).to(x.device)
             return torch.where(x.isfinite(), moved, x)  # infinities are not rounded
 
-        return pytree.tree_map(perturb, values)
+        return map_aggregate(values, perturb)
 
 
 def as_double(value: Any) -> Any:
