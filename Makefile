@@ -36,8 +36,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 # The tests of a file share a process, so that its fixtures (such as jobs of several ranks) are set up once.
+# In order of collection the last ones are many small ones, and no process waits long for the other.
 test: $(STAMP) ## run all tests, in JOBS processes
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 explore: $(STAMP) ## run tests with many more examples per property (ARGS=tests/functional/effects/test_writes.py)
 	$(BIN)/python -m pytest -n $(JOBS) --hypothesis-profile=explore --timeout 3600 $(ARGS)

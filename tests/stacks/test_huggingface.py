@@ -170,6 +170,7 @@ def crossed(program: Any, phase: str, kind: str, axis: str) -> list[int]:
     return [torch.Size(c.shape).numel() for c in found]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("on", MESHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_one_device(name: str, on: str) -> None:
@@ -224,7 +225,7 @@ def sharded_gradient(name: str, on: str, fn: Any, params: Any) -> tuple[Any, Any
     return run, place(params, mesh, specs), ids
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("on", MESHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_plans_of_stacked_layers_are_those_of_lists(name: str, on: str) -> None:

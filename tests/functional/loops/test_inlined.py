@@ -74,6 +74,7 @@ def looping(program: Program) -> bool:
     return any(LOOP.on(node) for node in program.calls)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("inner", INNER)
 def test_loops_stay_and_values_are_right(inner: str, outer: str) -> None:
@@ -126,6 +127,7 @@ def nested_loops(p: Any, x: torch.Tensor) -> torch.Tensor:
     return x.square().sum()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("where", ["out/*", "*/mlp"])
 @pytest.mark.parametrize("outside", [False, True])
 def test_segments_of_loops_in_loops(where: str, outside: bool) -> None:

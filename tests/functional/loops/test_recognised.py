@@ -183,6 +183,7 @@ def test_the_unrolled_loop_is_the_program(loss: Any, kind: str) -> None:
     assert not has_loops(again)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss", PROGRAMS, ids=lambda f: f.__name__)
 def test_values(loss: Any, kind: str) -> None:

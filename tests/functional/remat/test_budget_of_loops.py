@@ -78,7 +78,7 @@ def test_budgets_from_everything_to_the_least(monkeypatch: pytest.MonkeyPatch) -
     least = step_of(fraction=0.0).lower(PARAMS, BATCH).peak
     want = grad(gpt)(PARAMS, BATCH)
     found, parts = [], set()
-    for tenth in (0, 4, 6, 10):
+    for tenth in (0, 4, 10):
         bound = least + tenth * (everything - least) // 10
         step = step_of(bytes=bound)
         program = step.lower(PARAMS, BATCH)
@@ -93,10 +93,10 @@ def test_budgets_from_everything_to_the_least(monkeypatch: pytest.MonkeyPatch) -
     assert costs[-1] == 0 < costs[0]
     assert parts == {1, 2}
     monkeypatch.setattr(limits, "LEAST", 10**9)
-    for cost, bound in found[1:3]:
-        unrolled = step_of(bytes=bound).lower(PARAMS, BATCH)
-        assert not has_loops(unrolled)
-        assert cost <= 1.15 * recomputed(unrolled)
+    cost, bound = found[1]
+    unrolled = step_of(bytes=bound).lower(PARAMS, BATCH)
+    assert not has_loops(unrolled)
+    assert cost <= 1.15 * recomputed(unrolled)
 
 
 def test_a_bound_that_only_single_layers_can_meet(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import work
+from effort import cases
 from seeds import whole
 
 from torchard import Mesh, P, nn, place, random, shard
@@ -346,7 +347,7 @@ def beyond_share(
     return ""
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", cases([2, 3], [4]))
 @pytest.mark.parametrize("name", CASES)
 def test_hard_case(name: str, size: int) -> None:
     case = CASES[name]

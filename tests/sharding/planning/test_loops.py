@@ -117,6 +117,7 @@ def test_moves_what_the_unrolled_program_moves(plan: str) -> None:
     torch.testing.assert_close(whole(gradients), WANTED_STACKED, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_plan_is_proved(plan: str) -> None:
     program, _ = case(plan, stacked=True)
@@ -165,7 +166,7 @@ def test_gathers_each_layer_by_one_call_and_again_for_its_gradient() -> None:
     assert f"× {SIZE.layers}" in str(program.collectives)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("plan", ["tp", "fsdp"])
 @pytest.mark.parametrize(
     "policy",
