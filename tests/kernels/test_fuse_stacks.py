@@ -171,9 +171,9 @@ CASES: dict[str, Callable[[Setting], tuple[Any, Any]]] = {
 
 @pytest.mark.parametrize("how", HOWS)
 def test_equals_the_plain_function(how: str) -> None:
-    """The library in a third of the stacks, each of the others in an eighth; in `make explore`, in all."""
+    """The library in a third of the stacks, each of the others in a sixth; in `make explore`, in all."""
     setting, number = Setting(how), list(HOWS).index(how)
-    every = examples(ci=8 if number else 3, explore=1)
+    every = examples(ci=6 if number else 3, explore=1)
     for case, run in itertools.islice(CASES.items(), number % every, None, every):
         try:
             compare(*run(setting))

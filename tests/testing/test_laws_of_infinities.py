@@ -127,7 +127,7 @@ LAWS: dict[str, Law] = {
 }
 
 
-@pytest.mark.sampled(160)
+@pytest.mark.sampled(240)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MASKED)
 @pytest.mark.parametrize("law", LAWS)
@@ -138,7 +138,7 @@ def test_what_is_right_passes(
     LAWS[law](right, right, rows(dtype), monkeypatch)
 
 
-@pytest.mark.sampled(80)
+@pytest.mark.sampled(120)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("name", MASKED)

@@ -226,9 +226,9 @@ def run(barrier, queue):
     queue.put(tuple(counters["inductor"][f"fxgraph_cache_{kind}"] for kind in kinds))
 
 if __name__ == "__main__":
-    spawn = mp.get_context("spawn")
-    barrier, queue = spawn.Barrier(2), spawn.Queue()
-    processes = [spawn.Process(target=run, args=(barrier, queue)) for _ in range(2)]
+    fork = mp.get_context("fork")  # what is loaded has not computed yet
+    barrier, queue = fork.Barrier(2), fork.Queue()
+    processes = [fork.Process(target=run, args=(barrier, queue)) for _ in range(2)]
     [process.start() for process in processes]
     print(sorted(queue.get() for _ in processes))
     [process.join() for process in processes]

@@ -340,7 +340,7 @@ def test_found_in_every_spelling(spelling: str, dtype: torch.dtype) -> None:
     assert found(kernel, fn, args) == {kernel: count}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spelling", SPELLINGS)
 def test_found_with_its_gradient(spelling: str, dtype: torch.dtype) -> None:
