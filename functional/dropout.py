@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from torchard.functional import random
+from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import PurityError
 
@@ -45,7 +46,7 @@ class Keyed(TorchFunctionMode):
         self.drawn = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = internals.unpatched(func), kwargs or {}
         if func in _DROPOUTS:
             return self._dropout(func, *args, **kwargs)
         if func is F.scaled_dot_product_attention:

@@ -91,6 +91,7 @@ class Between(TorchFunctionMode):
     """Refuses operations on what a layer hands on, also where a trace would see to them first."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = internals.unpatched(func)
         if any(issubclass(kind, _Handed) for kind in types):
             return _Handed.__torch_function__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))

@@ -6,12 +6,20 @@ Modes can be entered publicly, but no public interface lists the active ones or 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.overrides import (
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+    handle_torch_function,
+)
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -33,11 +41,13 @@ __all__ = [
     "has_modes",
     "no_function_modes",
     "no_modes",
+    "unpatched",
 ]
 
 require(torch._C, "_len_torch_function_stack", "_len_torch_dispatch_stack", "DisableTorchFunction")
 require(torch._C, "_dispatch_tls_is_dispatch_key_excluded", "DispatchKey")
 require(torch._C.DispatchKey, "Python")
+require(torch._C, "TensorBase")
 require(torch._C, "_is_any_autocast_enabled", "_DisableAutocast")
 
 
@@ -87,6 +97,50 @@ def no_function_modes() -> Iterator[None]:
     """A context to read a tensor's metadata without calling any TorchFunctionMode."""
     with torch._C.DisableTorchFunction():
         yield
+
+
+def unpatched(func: Any) -> Any:
+    """The function of torch that calls the caller's ``__torch_function__`` with func.
+
+    torch passes what it finds under the function's name. If a user has replaced that by a function that
+    calls the original, the original's call would be taken for one of the replacement, which would be
+    applied twice.
+    """
+    if type(func) in _OF_C or id(func) in _TORCHS:
+        return func
+    caller = sys._getframe(2)
+    dispatching = caller.f_back if caller.f_code is handle_torch_function.__code__ else None
+    if dispatching is not None and getattr(func, "__code__", None) is dispatching.f_code:
+        return func
+    place = next(((o, k) for o in _OWNERS for k, value in vars(o).items() if value is func), None)
+    return func if place is None else _original(*place, dispatching) or func
+
+
+# Functions of C code: builtin functions, methods, and reads and writes of attributes.
+_OF_C = tuple(map(type, (torch.add, torch.Tensor.add, torch.Tensor.shape.__get__, object.__init__)))
+_OWNERS: tuple[Any, ...] = (torch.nn.functional, torch.functional, torch.Tensor)
+
+
+def _original(owner: Any, name: str, dispatching: FrameType | None) -> Any:
+    """The function that torch has under a name where a user's is now."""
+    known = _NAMED[owner].get(name)
+    if known is None and dispatching is None and owner is torch.Tensor:
+        return getattr(torch._C.TensorBase, name, None)
+    if known is None and dispatching is not None and dispatching.f_code.co_name == name:
+        # It was replaced before this module was imported.
+        return FunctionType(dispatching.f_code, dispatching.f_globals)
+    return known
+
+
+def _named(owner: Any) -> dict[str, Any]:
+    """The functions of torch's in a module or class, by their names."""
+    functions = {k: value for k, value in vars(owner).items() if isinstance(value, FunctionType)}
+    folder = os.path.dirname(torch.__file__)
+    return {k: v for k, v in functions.items() if v.__code__.co_filename.startswith(folder)}
+
+
+_NAMED = {owner: _named(owner) for owner in _OWNERS}
+_TORCHS = {id(function) for named in _NAMED.values() for function in named.values()}
 
 
 class Watching(TorchDispatchMode):

@@ -40,7 +40,7 @@ class TensorLifting(TorchFunctionMode):
         self.state = state
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = internals.unpatched(func), kwargs or {}
         if _reads_metadata(func):
             return func(*args, **kwargs)
         if (name := question(func)) is not None:

@@ -157,7 +157,7 @@ class ManualRegion(TorchFunctionMode):
             _regions.current, self.state.align_operands = before, align
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        func, kwargs = internals.unpatched(func), kwargs or {}
         tensors = list(_tensors((args, kwargs)))
         if len(tensors) < 2 or func in _NOT_MIXING:
             return func(*args, **kwargs)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from torchard.functional import torch_internals as internals
 from torchard.sharding.values.eager import IN_PLACE, run
 from torchard.sharding.values.mesh import PlacementError
 
@@ -27,7 +28,7 @@ class Operators:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return run(func, args, kwargs or {})
+        return run(internals.unpatched(func), args, kwargs or {})
 
     if TYPE_CHECKING:  # set below: a real __getattr__ would slow down every other attribute
 
@@ -111,7 +112,7 @@ _ATTRIBUTES = {"T", "mT", "H", "mH", "real", "imag"}
 _NOT_METHODS = {
     *("register_hook", "share_memory_", "pin_memory", "storage", "untyped_storage", "data_ptr"),
 }
-_MOVING = {torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda}
+_MOVING = {"to", "cpu", "cuda"}
 
 
 def _attribute(name: str) -> property:
@@ -138,14 +139,13 @@ def _absent(name: str) -> property:
 
 def _method(name: str) -> Callable[..., Any]:
     """The method of tensors with this name, for placed values."""
-    func = getattr(torch.Tensor, name)
 
     def call(self: Operators, *args: Any, **kwargs: Any) -> Any:
-        if func in _MOVING:
+        if name in _MOVING:
             _check_device(self, args, kwargs)
-        return run(func, (self, *args), kwargs)
+        return run(getattr(torch.Tensor, name), (self, *args), kwargs)
 
-    call.__name__, call.__doc__ = name, func.__doc__
+    call.__name__, call.__doc__ = name, getattr(torch.Tensor, name).__doc__
     return call
 
 
@@ -161,12 +161,11 @@ def _check_device(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Non
 
 def _operator(name: str) -> Any:
     """The operator of tensors with this name, for placed values, tensors and numbers."""
-    func = getattr(torch.Tensor, name)
 
     def apply(self: Operators, *others: Any) -> Any:
         if not all(isinstance(x, (Number, torch.Tensor, Operators)) for x in others):
             return NotImplemented
-        return run(func, (self, *others), {})
+        return run(getattr(torch.Tensor, name), (self, *others), {})
 
     apply.__name__ = name
     return apply

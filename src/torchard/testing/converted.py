@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.overrides import TorchFunctionMode
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.core import tree
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.failed_calls import note_call
@@ -79,6 +80,7 @@ class _Noting(TorchFunctionMode):
     """Notes which call of torch raised an error, and on what."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        func = internals.unpatched(func)
         try:
             return func(*args, **(kwargs or {}))
         except Exception as error:
