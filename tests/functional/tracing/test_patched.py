@@ -56,6 +56,7 @@ PLACES: dict[str, tuple[Any, str, Callable[[Tensor], Tensor]]] = {
     "through a module": (F, "relu", torch.nn.ReLU()),
 }
 
+
 class Module(torch.nn.Module):
     def __init__(self, f: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
