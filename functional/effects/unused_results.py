@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import fx
@@ -10,17 +10,19 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import PurityError
 from torchard.functional.programs.tags import SOURCE
-from torchard.functional.torch_internals.operators import COLLECTIVES, aten
+from torchard.functional.programs.views import needed_by
+from torchard.functional.torch_internals.operators import COLLECTIVES
 
-__all__ = ["check_used", "declare_pure"]
+__all__ = ["check_used", "declare_pure", "effects_in", "may_have_effects", "runs_body"]
 
 _LIBRARIES = frozenset(("aten", "prims", "torchard", COLLECTIVES, "c10d_functional"))
-# What autograd and vmap put around a result by themselves.
-_SAME = (
-    *(aten.detach.default, aten.alias.default, operator.getitem, aten.stack.default, aten.cat.default),
-    *(aten.unsqueeze.default, aten.view.default, aten.permute.default, aten.expand.default),
-)
 _pure: set[Any] = set()
+# Kinds of targets that run a body, and the operations of it that what is read of a node depends on.
+_LOOPS: dict[type, Callable[[fx.Node], set[fx.Node]]] = {}
+
+# An operator and the line that calls it. A batch may be several calls of one line, of which some are for
+# a result that is not wanted; a derivative may call it again.
+Effect = tuple[Any, str | None]
 
 
 def declare_pure(op: Any) -> None:
@@ -28,31 +30,45 @@ def declare_pure(op: Any) -> None:
     _pure.add(op)
 
 
-def check_used(graph: fx.Graph) -> None:
-    """Refuse a user's operator whose result nobody uses: it would be dropped with its effect.
+def runs_body(kind: type, needed: Callable[[fx.Node], set[fx.Node]]) -> None:
+    """Note that targets of a kind run a body, and how to find what a node needs of it."""
+    _LOOPS[kind] = needed
+
+
+def effects_in(graph: fx.Graph) -> list[Effect]:
+    """The calls of users' operators in a graph and in its loops' bodies."""
+    return list(dict.fromkeys(_effects(graph.nodes)))
+
+
+def check_used(effects: list[Effect], graph: fx.Graph) -> None:
+    """Refuse users' operators that a graph was recorded with and, purified, does not need any more.
 
     Raises:
         PurityError: names the operator and the line.
     """
-    calls = [n for n in graph.nodes if n.op == "call_function" and _may_have_effects(n.target)]
-    # A batch may be several calls of one line, of which some are for a result that is not wanted.
-    used = {(node.target, SOURCE.get(node)) for node in calls if _is_used(node)}
-    for node in calls:
-        if (node.target, SOURCE.get(node)) not in used:
+    needed = set(_effects(needed_by([graph.output_node()]))) if effects else set()
+    for target, source in effects:
+        if (target, source) not in needed:
             raise PurityError(
-                f"{SOURCE.get(node)} calls {node.target} and uses no result of it: whatever it does "
+                f"{source} calls {target}, and no result depends on what it returns: whatever it does "
                 "besides (printing, counting) would be left out, since programs have results only. "
-                "Return its result or compute with it, or call it outside of the transform. An operator "
-                "without effects need not be called there; one with a rule (register_rule) may be."
+                "Return its result or compute a result with it, or call it outside of the transform. An "
+                "operator without effects need not be called there; one with a rule (register_rule) "
+                "may be."
             )
 
 
-def _may_have_effects(target: Any) -> bool:
-    schema = internals.schema_or_none(target)
-    if schema is None or schema.is_mutable or target in _pure:
+def _effects(nodes: Iterable[fx.Node]) -> Iterator[Effect]:
+    for node in nodes:
+        if type(node.target) in _LOOPS:
+            yield from _effects(_LOOPS[type(node.target)](node))
+        elif node.op == "call_function" and may_have_effects(node.target):
+            yield node.target, SOURCE.get(node)
+
+
+def may_have_effects(target: Any) -> bool:
+    """Whether a target is an operator of a user's that nothing says to have no effects."""
+    if getattr(target, "namespace", "aten") in _LIBRARIES or target in _pure:
         return False
-    return getattr(target, "namespace", "aten") not in _LIBRARIES
-
-
-def _is_used(node: fx.Node) -> bool:
-    return any(user.target not in _SAME or _is_used(user) for user in node.users)
+    schema = internals.schema_or_none(target)
+    return schema is not None and not schema.is_mutable

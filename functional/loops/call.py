@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -12,9 +13,11 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.scope_frames import Frame
 from torchard.functional.core.tensor_spec import TensorSpec, contiguous
+from torchard.functional.effects.unused_results import runs_body
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import inherit
 from torchard.functional.programs.tags import FRAMES, VAL
+from torchard.functional.programs.views import needed_by
 from torchard.functional.torch_internals.operators import aten
 
 __all__ = ["Gives", "LoopCall", "Takes", "as_body", "in_bodies", "is_opaque", "loop_calls"]
@@ -168,3 +171,22 @@ def _call(graph: fx.Graph, target: Any, operand: fx.Node) -> fx.Node:
     with internals.no_modes(), val.fake_mode:
         VAL.set(made, target(val))
     return made
+
+
+def _needed_in_body(loop: fx.Node) -> set[fx.Node]:
+    """The operations of a loop's body that what is read of the loop's results depends on."""
+    call: LoopCall = loop.target  # type: ignore[assignment]  # as runs_body is told
+    read = {user.args[1] for user in loop.users if user.target is operator.getitem}
+    inputs = call.body.graph.find_nodes(op="placeholder")
+    carries = dict(
+        zip((inputs[i] for i in call.inputs("carry")), call.outputs("carry"), strict=True)
+    )
+    while True:
+        needed = needed_by(call.body.results[i] for i in range(len(call.gives)) if i in read)
+        handed_on = {number for node, number in carries.items() if node in needed}
+        if handed_on <= read:
+            return needed
+        read |= handed_on
+
+
+runs_body(LoopCall, _needed_in_body)

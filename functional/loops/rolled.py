@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +21,7 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.scope_frames import path_of
 from torchard.functional.core.tensor_spec import TensorSpec
+from torchard.functional.effects.unused_results import may_have_effects
 from torchard.functional.loops.call import LoopCall, loop_calls
 from torchard.functional.programs.graphs import frozen
 from torchard.functional.programs.markers import Loop, again, enter, leave, row, rows, total
@@ -93,6 +95,7 @@ class _Body:
         self.env: dict[fx.Node, fx.Node] = {}
         self.origins: dict[int, int] = {}
         self.first: fx.Node | None = None
+        self.effects: Counter[Hashable] = Counter()
         self.fakes: Any = VAL.of(next(iter(parent.old.nodes))).fake_mode
 
     def run(self) -> list[fx.Node]:
@@ -121,7 +124,8 @@ class _Body:
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.env.__getitem__)
         operands: list[fx.Node] = []
         fx.map_arg((args, kwargs), operands.append)
-        return self._made(node, node.target, args, kwargs, any(map(LOOP.on, operands)))
+        inside = may_have_effects(node.target) or any(map(LOOP.on, operands))
+        return self._made(node, node.target, args, kwargs, inside)
 
     def _made(
         self, node: fx.Node, target: Any, args: Any, kwargs: Any = None, inside: bool = False
@@ -129,7 +133,10 @@ class _Body:
         """The node that computes this already, or a new one."""
         if RECOMPUTE.get(node):
             return self._add(node, target, args, kwargs, inside)
-        key = target, frozen(args), frozen(kwargs or {}), inside and self.loop.count
+        key: Hashable = (target, frozen(args), frozen(kwargs or {}), inside and self.loop.count)
+        if may_have_effects(target):  # each call counts; a derivative has those of its forward
+            self.effects[key] += 1
+            key = key, self.effects[key]
         found = self.parent.known.get(key)
         if found is None:
             found = self.parent.known[key] = self._add(node, target, args, kwargs, inside)

@@ -12,7 +12,7 @@ import torch
 from torchard.functional.core import tree
 from torchard.functional.core.errors import PurityError
 from torchard.functional.core.placed import is_placed
-from torchard.functional.effects.unused_results import check_used
+from torchard.functional.effects.unused_results import check_used, effects_in
 from torchard.functional.guards.closures import reader_of
 from torchard.functional.programs.program import FREE, Leaf, Program
 from torchard.functional.programs.tags import WEAK
@@ -43,8 +43,9 @@ def trace_call(
     names = [paths[i] for i in arguments.traced]
     given = [arguments.leaves[i] for i in arguments.traced]
     recorded = record(flat_fn, specs, grad_mode=grad_mode, given=given if called else None)
-    check_used(recorded.graph)
+    effects = effects_in(recorded.graph)
     recording = purify(recorded, names)
+    check_used(effects, recording.graph)
     lifted = [closure for closure in recording.closures if not closure.made]
     constants = [closure for closure in recording.closures if closure.made]
     for closure in lifted:
