@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from torchard.functional.modules.checks import (
     updated,
 )
 from torchard.functional.modules.copying import hollow, owner_of, plain_tensors, ties
+from torchard.functional.modules.registered import Registered, Tensors
 from torchard.functional.modules.state import undone
 from torchard.functional.programs.tags import NAME, SCOPE
 from torchard.functional.trace import name
@@ -119,7 +120,10 @@ class Functional(ModuleCopy):
     """
 
     # Slots hide the copy from guards, which walk it as a `ModuleCopy`, not attribute by attribute.
-    __slots__ = ("__dict__", "_lock", "_names", "_ties", "_trained", "_training", "module", "stacks")
+    __slots__ = (
+        *("__dict__", "_lock", "_names", "_tensors", "_ties", "_trained", "_training"),
+        *("module", "stacks"),
+    )
 
     def __init__(self, module: nn.Module, stacked: str | Sequence[str] = ()) -> None:
         self.__name__ = type(module).__name__
@@ -134,6 +138,7 @@ class Functional(ModuleCopy):
         trained = (k for k, _ in module.named_buffers() if _is_training(module, k))
         self._training = set(self.names_of(trained))
         self._lock = Lock()
+        self._tensors = Tensors(module, self.module, self._ties)
         for path, part in self.module.named_modules():
             part.forward = _scoped(path, Frame(path, module=True), part, traceable_forward(part))
         for layers in self.stacks:
@@ -160,6 +165,7 @@ class Functional(ModuleCopy):
         values = {**params, **given}
         values |= {k: values[first] for k, first in self._ties.items()}
         rows = [layers.take(values) for layers in self.stacks]
+        registered = Registered(self._tensors, values)
         # All threads share one copy, which holds the parameters of one thread at a time.
         with contextlib.ExitStack() as inside:
             inside.enter_context(self._lock)
@@ -167,7 +173,10 @@ class Functional(ModuleCopy):
             contents = inside.enter_context(undone(self.module))
             with contextlib.ExitStack() as running:
                 for layers, tensors in zip(self.stacks, rows, strict=True):
-                    running.enter_context(layers.running(tensors, keyed, lambda: self._lock))
+                    within = functools.partial(_entered, self._lock, registered)
+                    running.enter_context(layers.running(tensors, keyed, within))
+                running.enter_context(registered)
+                running.enter_context(internals.as_parameters(params.values()))
                 out = torch.func.functional_call(self.module, values, args, kwargs, tie_weights=False)
             check_contents(self.__name__, contents)
             if buffers is not None and (new := contents.new_buffers()):
@@ -235,6 +244,15 @@ class Functional(ModuleCopy):
             places = [(name, layers.place(name)) for name in names]
             names = [layers.row(place[1]) if place else name for name, place in places]
         return list(dict.fromkeys(names))
+
+
+@contextlib.contextmanager
+def _entered(*contexts: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    """A context with all of these."""
+    with contextlib.ExitStack() as inside:
+        for context in contexts:
+            inside.enter_context(context)
+        yield
 
 
 def _is_training(module: nn.Module, path: str) -> bool:

@@ -90,6 +90,7 @@ class StackedLayers:
         self._installed: list[dict[tuple[str, str], Any]] = []
         self._layer: nn.Module = first
         self._buffers = [name for name, _ in first.named_buffers()]
+        self._parameters = [name for name, _ in first.named_parameters()]
         self._tables: list[Table] = []
         self._modules: list[list[nn.Module]] = []
         self._forward: Callable[..., Any] = first.forward
@@ -223,7 +224,8 @@ class StackedLayers:
         versions = {name: internals.version(given[name]) for name in buffers}
         values = dict(given)
         try:
-            with holding(self._tables), undone(self._layer) as contents:
+            parameters = internals.as_parameters(given[name] for name in self._parameters)
+            with holding(self._tables), undone(self._layer) as contents, parameters:
                 out = torch.func.functional_call(self._layer, values, args, kwargs, tie_weights=False)
                 written = _written(contents)
         finally:

@@ -18,6 +18,7 @@ __all__ = [
     "is_installed",
     "is_installed_module",
     "is_user",
+    "of_code",
     "of_error",
     "of_here",
 ]
@@ -77,6 +78,11 @@ def is_installed_module(module: ModuleType) -> bool:
 
 def _written(code: CodeType, line: int) -> str:
     return f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}"
+
+
+def of_code(code: CodeType) -> str:
+    """The line at which a function is written."""
+    return _written(code, code.co_firstlineno)
 
 
 def of_here() -> str | None:

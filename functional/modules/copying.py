@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from torchard.functional.modules.rebinding import Rebinding
 from torchard.functional.modules.state import containers
 
 __all__ = ["hollow", "owner_of", "plain_tensors", "ties"]
@@ -26,10 +25,10 @@ def hollow(module: nn.Module, constants: list[Tensor]) -> nn.Module:
             empty = nn.Parameter(empty, tensor.requires_grad)
         memo[id(tensor)] = empty
     copied = copy.deepcopy(module, memo)
-    parts = {id(part): memo[id(part)] for part in module.modules()}
+    rebinding = Rebinding(module, memo)
     for container in containers(copied):
         if isinstance(container, dict):
-            container.update({k: _rebound(v, parts) for k, v in container.items() if _is_closure(v)})
+            container.update({k: rebinding.of(v) for k, v in container.items()})
     return copied
 
 
@@ -41,37 +40,6 @@ def _check_initialized(module: nn.Module) -> None:
             f"functionalize: {lazy!r} gets its shape in the first call of its lazy module. Run the "
             "module once before functionalize."
         )
-
-
-def _is_closure(value: Any) -> bool:
-    return isinstance(value, FunctionType) and bool(value.__closure__)
-
-
-def _rebound(function: FunctionType, parts: Mapping[int, nn.Module]) -> FunctionType:
-    """A function (a hook) that closes over the copies of the modules that it closed over.
-
-    `copy.deepcopy` copies bound methods, and takes functions as they are.
-    """
-    cells = function.__closure__ or ()
-    found = [_cell(cell, parts) for cell in cells]
-    if all(a is b for a, b in zip(cells, found, strict=True)):
-        return function
-    code, named = function.__code__, function.__globals__
-    rebound = FunctionType(code, named, function.__name__, function.__defaults__, tuple(found))
-    rebound.__kwdefaults__ = function.__kwdefaults__
-    vars(rebound).update(vars(function))
-    return rebound
-
-
-def _cell(cell: CellType, parts: Mapping[int, nn.Module]) -> CellType:
-    try:
-        value = cell.cell_contents
-    except ValueError:  # empty: nothing has been assigned yet
-        return cell
-    if _is_closure(value):
-        rebound = _rebound(value, parts)
-        return cell if rebound is value else CellType(rebound)
-    return CellType(parts[id(value)]) if id(value) in parts else cell
 
 
 def plain_tensors(module: nn.Module) -> list[Tensor]:

@@ -25,12 +25,15 @@ class _Rows(dict[str, Any]):
     Attributes:
         stacks: the stacks, by the table's keys.
         number: the row.
+        parameters: whether the table is that of parameters.
         made: the rows that were handed out, by the table's keys.
     """
 
-    def __init__(self, table: Mapping[str, Any], stacks: Mapping[str, Tensor], number: int) -> None:
+    def __init__(
+        self, table: Mapping[str, Any], stacks: Mapping[str, Tensor], number: int, parameters: bool
+    ) -> None:
         super().__init__(table)
-        self.stacks, self.number = stacks, number
+        self.stacks, self.number, self.parameters = stacks, number, parameters
         self.made: dict[str, list[Tensor]] = {}
         self._before = dict(table)
 
@@ -40,6 +43,8 @@ class _Rows(dict[str, Any]):
             return held
         with torch.enable_grad():  # as a parameter, it requires grad wherever it is read
             row = self.stacks[key][self.number]
+        if self.parameters:
+            internals.mark_parameter(row)
         self.made.setdefault(key, []).append(row)
         return row
 
@@ -147,4 +152,4 @@ def _rows(
         prefix = f"{path}." if path else ""
         for name, table in internals.tensor_tables(part).items():
             of_part = {key: stacks[prefix + key] for key in table if prefix + key in stacks}
-            yield vars(part), name, _Rows(table, of_part, number)
+            yield vars(part), name, _Rows(table, of_part, number, name == internals.PARAMETERS)

@@ -14,6 +14,7 @@ import operator
 import os
 import sys
 from collections.abc import Sequence
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -102,13 +103,18 @@ def _turned_on(args: Any, kwargs: Any) -> bool:
 def _asking() -> str | None:
     """Who reads: the "user"'s code, code of torch's that leaves out "hooks" of the user's, or neither."""
     frame = sys._getframe(3)  # what called the mode
-    while frame.f_back is not None and frame.f_code.co_filename.endswith(_BETWEEN):
+    while frame.f_back is not None and _is_between(frame.f_code):
         frame = frame.f_back
     code = frame.f_code
     for file, function in _FOR_HOOKS:
         if code.co_filename.endswith(file) and function in (None, code.co_name):
             return "hooks"
     return "user" if source.is_user(code) else None
+
+
+def _is_between(code: CodeType) -> bool:
+    """Whether code hands a question of others on: a mode's, or a method of tensors."""
+    return code.co_name == "__torch_function__" or code.co_filename.endswith(_BETWEEN)
 
 
 def _refusal(name: str) -> PurityError:

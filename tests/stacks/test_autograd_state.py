@@ -10,11 +10,37 @@ from effort import examples
 from torch.autograd.graph import register_multi_grad_hook
 from torch.func import grad, vmap
 
-from torchard import Mesh, MeshTensor, P, PurityError, checkpoint, fuse, jit, repeat, shard
+from torchard import (
+    Mesh,
+    MeshTensor,
+    P,
+    PurityError,
+    checkpoint,
+    functionalize,
+    fuse,
+    jit,
+    repeat,
+    shard,
+)
 
 MESH = Mesh({"dp": 3}, virtual=True)
 SPECS = (P(), P("dp"))
 F = Callable[..., torch.Tensor]
+
+
+class _Calling(torch.nn.Module):
+    def __init__(self, f: F) -> None:
+        super().__init__()
+        self.f = lambda *args: f(*args)
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return self.f(*args)
+
+
+def _in_a_module(f: F) -> F:
+    fn, _ = functionalize(_Calling(f))
+    return jit(lambda w, x: fn({}, w, x), backend="eager")
+
 
 STACKS: dict[str, Callable[[F], F]] = {
     "jit": lambda f: jit(f, backend="eager"),
@@ -24,6 +50,7 @@ STACKS: dict[str, Callable[[F], F]] = {
     "shard of jit": lambda f: shard(jit(f, backend="eager"), MESH, in_specs=SPECS),
     "checkpoint inside": lambda f: jit(lambda w, x: checkpoint(f)(w, x), backend="eager"),
     "function inside": lambda f: jit(lambda w, x: f(w, x), backend="eager"),
+    "module": _in_a_module,
 }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
@@ -16,13 +17,18 @@ __all__ = [
     "HOOK_KEYS",
     "HOOK_TABLES",
     "NOT_READ_BY_MODULES",
+    "PARAMETERS",
     "READ_BY_MODULES",
+    "as_parameters",
     "buffer_table",
     "check_batch_norm_input",
     "child_table",
+    "mark_parameter",
     "tensor_tables",
 ]
 
+# Where a module keeps its parameters.
+PARAMETERS = "_parameters"
 # Where a module keeps its hooks.
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -66,7 +72,25 @@ child_table: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_m
 
 def tensor_tables(layer: nn.Module) -> dict[str, dict[str, Any]]:
     """A module's own tables of parameters and of buffers, mutable, by the attributes that hold them."""
-    return {name: vars(layer)[name] for name in ("_parameters", "_buffers")}
+    return {name: vars(layer)[name] for name in (PARAMETERS, "_buffers")}
+
+
+def mark_parameter(tensor: Any) -> None:
+    """Make a tensor an instance of `nn.Parameter`, as torch does for custom tensors."""
+    tensor._is_param = True
+
+
+@contextmanager
+def as_parameters(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """A context in which tensors are instances of `nn.Parameter`, which `get_parameter` asks for."""
+    marked = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
+    for tensor in marked:
+        mark_parameter(tensor)
+    try:
+        yield
+    finally:
+        for tensor in marked:
+            vars(tensor).pop("_is_param", None)
 
 
 def check_batch_norm_input(layer: Any, input: Tensor) -> None:
