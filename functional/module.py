@@ -157,7 +157,10 @@ class Functional(ModuleCopy):
     ) -> Any:
         params = _tensors("params", params, self._names)
         if buffers is None:
-            given = {k: b.clone() if k in self._training else b for k, b in self.buffers.items()}
+            # A write is refused when the call has ended. In a trace nothing has been written until then,
+            # and buffers that are only read need no copy.
+            read_only = set() if active() is None else self.buffers.keys() - self._training
+            given = {k: b if k in read_only else b.clone() for k, b in self.buffers.items()}
         else:
             buffers = _tensors("buffers", buffers, self.buffers)
             given = {k: buffers[k].clone() for k in self.buffers}

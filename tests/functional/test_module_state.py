@@ -378,3 +378,31 @@ def test_lazy_modules_run_once_first() -> None:
     module(X)
     fn, params = functionalize(module)
     torch.testing.assert_close(fn(params, X), module(X))
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(3))
+        self.norm = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm.running_mean.mul_(0.5)
+        self.calls += 1
+        return self.norm(x) + self.calls
+
+
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("around", [lambda f: f, lambda f: jit(f, backend="eager"), torch.func.grad])
+def test_a_refused_update_changes_no_buffer(around: Any, train: bool) -> None:
+    module = Counting().train(train)
+    fn, params = functionalize(module)
+    before = copy.deepcopy(fn.buffers)
+    for _ in range(2):
+        with pytest.raises(PurityError, match="calls|running_mean|in place"):
+            around(lambda x: fn(params, x).sum())(X)
+        torch.testing.assert_close(fn.buffers, before)
+        torch.testing.assert_close(dict(module.named_buffers()), before)
+    _, after = fn(params, X, buffers=fn.buffers)
+    assert after["calls"].tolist() == [1, 1, 1]
+    torch.testing.assert_close(fn.buffers, before)
