@@ -22,6 +22,7 @@ from torchard.functional.core.errors import LoopError
 from torchard.functional.core.scope_frames import Frame
 from torchard.functional.dropout import Keyed
 from torchard.functional.layer_equality import (
+    ABSENT,
     Differing,
     alike,
     attributes_of,
@@ -195,8 +196,9 @@ class LayerCalls:
         self.versions = self.tables.versions()
         self.attributes = [self._attributes(layer) for layer in self.layers.layers]
         for number, attributes in enumerate(self.attributes):
-            for name, (other, _) in attributes.items():
-                first, _ = self.attributes[0].get(name, (None, None))
+            for name in dict.fromkeys((*self.attributes[0], *attributes)):
+                first, _ = self.attributes[0].get(name, _ABSENT)
+                other, _ = attributes.get(name, _ABSENT)
                 if not (_is_differing(first) or self.layers.is_equal(number, name, first, other)):
                     what = f"the attribute {name[1]!r} of layer {number}"
                     raise self._error(f"{what} is {other!r}, and that of layer 0 {first!r}")
@@ -319,7 +321,7 @@ class _Kind:
     draws: int
 
 
-_ABSENT = (None, None)
+_ABSENT = (ABSENT, None)
 
 
 def _is_differing(value: Any) -> bool:

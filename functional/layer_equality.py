@@ -17,6 +17,7 @@ from torchard.functional.core.errors import LoopError
 from torchard.functional.tracing.trace_call import autocast_state
 
 __all__ = [
+    "ABSENT",
     "Differing",
     "alike",
     "attributes_of",
@@ -36,13 +37,14 @@ _OWN = {*internals.READ_BY_MODULES, *internals.NOT_READ_BY_MODULES, "forward"} -
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Whether two values are the same to whatever reads them; unknown objects are if they are one."""
+    """Whether two values are the same to whatever reads them.
+
+    Unknown objects are if they are one. So are tensors: equal ones may be written to later.
+    """
     if one is other:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and bool(torch.equal(one, other))
     if isinstance(one, (float, complex)):
         return repr(one) == repr(other)  # tells zeros apart, and NaNs not
     if isinstance(one, (list, tuple)):
@@ -174,3 +176,13 @@ class Differing:
 
     def __repr__(self) -> str:
         return f"<{self.__dict__['name']} of each layer>"
+
+
+class _Absent:
+    """Represents an attribute that is not there."""
+
+    def __repr__(self) -> str:
+        return "none"
+
+
+ABSENT = _Absent()

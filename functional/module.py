@@ -140,7 +140,7 @@ class Functional(ModuleCopy):
         self._lock = Lock()
         self._tensors = Tensors(module, self.module, self._ties)
         for path, part in self.module.named_modules():
-            part.forward = _scoped(path, Frame(path, module=True), part, traceable_forward(part))
+            part.forward = _scoped(path, Frame(path, module=True), part, vars(part).get("forward"))
         for layers in self.stacks:
             layers.install(self.module, _iterated)
 
@@ -299,17 +299,24 @@ def _check_names(what: str, given: Mapping[str, Any], wanted: Any) -> None:
 
 def _iterated(path: str, part: nn.Module) -> Callable[..., Any]:
     """The forward of a part of stacked layers."""
-    own: Any = part.forward  # scoped by the path of the first layer
-    return _scoped(path, Frame(path, module=True, iterated=True), part, own.__wrapped__)
+    scoped: Any = part.forward  # by the path of the first layer
+    return _scoped(path, Frame(path, module=True, iterated=True), part, scoped.replaced)
 
 
 def _scoped(
-    path: str, frame: Frame, module: nn.Module, forward: Callable[..., Any]
+    path: str, frame: Frame, module: nn.Module, own: Callable[..., Any] | None
 ) -> Callable[..., Any]:
-    """A module's forward in the module's scope, with labels on its first tensor argument and result."""
+    """A module's forward in the module's scope, with labels on its first tensor argument and result.
+
+    Args:
+        own: the module's own forward, in place of its class's, which may be replaced later.
+    """
     named = any(True for _ in module.parameters())
 
-    @functools.wraps(forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (own or traceable_forward(module))(*args, **kwargs)
+
+    @functools.wraps(own or traceable_forward(module))
     def run(*args: Any, **kwargs: Any) -> Any:
         before = dict(vars(module))
         out = within(*args, **kwargs)
@@ -326,6 +333,7 @@ def _scoped(
             out = forward(*args, **kwargs)
             return _named_result(state, out) if named else out
 
+    run.replaced = own  # type: ignore[attr-defined]  # for `_iterated`
     return run
 
 

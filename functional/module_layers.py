@@ -21,12 +21,14 @@ from torchard.functional.core.scope_frames import Frame
 from torchard.functional.dropout import Keyed
 from torchard.functional.layer_calls import Between, LayerCalls
 from torchard.functional.layer_equality import (
+    ABSENT,
     Differing,
     alike,
     attributes_of,
     check_hooks,
     contents,
     structure_of,
+    unchanged,
 )
 from torchard.functional.modules.rows import LayerTables, Table, holding, tables_of
 from torchard.functional.modules.state import Contents, undone
@@ -88,6 +90,7 @@ class StackedLayers:
         self._calls: LayerCalls | None = None
         self.layers = layers
         self._installed: list[dict[tuple[str, str], Any]] = []
+        self._forwards: list[list[Any]] = []
         self._layer: nn.Module = first
         self._buffers = [name for name, _ in first.named_buffers()]
         self._parameters = [name for name, _ in first.named_parameters()]
@@ -142,7 +145,7 @@ class StackedLayers:
             )
         ours, theirs = attributes_of(first), attributes_of(other)
         for name in dict.fromkeys((*ours, *theirs)):
-            values = ours.get(name, _NONE), theirs.get(name, _NONE)
+            values = ours.get(name, ABSENT), theirs.get(name, ABSENT)
             if not alike(*values):
                 self.differing.setdefault(name, [values[0]]).append(values[1])
 
@@ -174,16 +177,17 @@ class StackedLayers:
         self._forward = self._layer.forward
         self._tables = tables_of(self._layer)
         self._modules = [[*layer.modules()] for layer in self.layers]
-        self._installed = list(map(attributes_of, self.layers))
+        self._installed = [_with_contents(attributes_of(layer)) for layer in self.layers]
         for i, layer in enumerate(self.layers):
             layer.forward = functools.partial(self._call, i)
+        self._forwards = [_forwards(layer) for layer in self.layers]
 
     def is_equal(self, number: int, name: tuple[str, str], first: Any, other: Any) -> bool:
         """Whether an attribute of a layer and that of the first, which are read now, are equal."""
-        known = (self._installed[i].get(name, _NONE) for i in (0, number))
-        if all(a is b for a, b in zip(known, (first, other), strict=True)):
+        known = [self._installed[i].get(name) for i in (0, number)]
+        if all(unchanged(*pair) for pair in zip(known, map(contents, (first, other)), strict=True)):
             return True  # compared before
-        return first is other or (not isinstance(first, Tensor) and alike(first, other))
+        return alike(first, other)
 
     def _call(self, number: int, *args: Any, **kwargs: Any) -> Any:
         if self._calls is None:  # the block itself
@@ -244,19 +248,31 @@ class StackedLayers:
         return out
 
     def check_layer(self, number: int) -> None:
-        """Check that a layer has the modules that it had, and no hooks.
+        """Check that a layer has the modules and forwards that it had, and no hooks.
 
         Raises:
             LoopError: it has not.
         """
         layer = self.layers[number]
         check_hooks(layer, self.path)
-        if [*layer.modules()] != self._modules[number]:
+        exchanged = [*layer.modules()] != self._modules[number]
+        forwards = zip(_forwards(layer), self._forwards[number], strict=False)
+        if exchanged or not all(now is before for now, before in forwards):
+            what = "a module" if exchanged else "the forward of a module"
             raise LoopError(
-                f"functionalize(stacked={self.path!r}): the forward exchanges a module of "
-                f"{self.path}.{number}; stacked layers differ in parameters and buffers only. Leave the "
+                f"functionalize(stacked={self.path!r}): {what} of {self.path}.{number} is another than "
+                "when the layers were stacked; they differ in parameters and buffers only. Leave the "
                 "list out of stacked."
             )
+
+
+def _forwards(layer: nn.Module) -> list[Any]:
+    """The forwards of a layer's modules."""
+    return [vars(part).get("forward") for part in layer.modules()]
+
+
+def _with_contents(attributes: Mapping[tuple[str, str], Any]) -> dict[tuple[str, str], Any]:
+    return {name: contents(value) for name, value in attributes.items()}
 
 
 def _written(contents: Contents) -> str | None:
@@ -266,7 +282,7 @@ def _written(contents: Contents) -> str | None:
         if id(now) not in attributes:
             return f"to a {type(now).__name__} that it holds"
         for key in (*now, *before):
-            if not alike(now.get(key, _NONE), before.get(key, _NONE)):
+            if not alike(now.get(key, ABSENT), before.get(key, ABSENT)):
                 return f"its attribute {key!r}"
     return None
 
@@ -304,13 +320,3 @@ def _said(structure: Mapping[str, Any], key: str) -> str:
     dtype, shape, requires = known
     kind = f"{dtype}{shape}".removeprefix("torch.")
     return f"{kind}{' with' if requires else ' without'} gradients at {key.strip()!r}"
-
-
-class _Nothing:
-    """Stands for an attribute that is not there."""
-
-    def __repr__(self) -> str:
-        return "none"
-
-
-_NONE = _Nothing()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ __all__ = ["traceable_forward"]
 
 
 def traceable_forward(part: nn.Module) -> Callable[..., Any]:
-    """The module's forward, or a traceable one for two kinds that torch's own cannot be traced for.
+    """The forward of a module's class, or a traceable one for two that torch's own cannot be traced for.
 
     With ``momentum=None`` torch reads the number of batches as a Python float. `SyncBatchNorm` calls
     collectives itself, but a function of global arrays has the whole batch already.
@@ -24,7 +25,14 @@ def traceable_forward(part: nn.Module) -> Callable[..., Any]:
     averages = forward is nn.BatchNorm1d.forward and getattr(part, "momentum", 0.0) is None
     if averages or forward is nn.SyncBatchNorm.forward:
         return lambda input: _batch_norm(part, input)
-    return part.forward
+    bound: Callable[..., Any] = _bound(type(part), "forward", part)
+    return bound
+
+
+def _bound(cls: type, name: str, instance: Any) -> Any:
+    """What a class has under a name, bound to an instance that may hide it."""
+    held = inspect.getattr_static(cls, name)
+    return held.__get__(instance, cls) if hasattr(held, "__get__") else held
 
 
 def _batch_norm(part: Any, input: Tensor) -> Tensor:

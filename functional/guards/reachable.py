@@ -295,12 +295,17 @@ class Walk:
         return "copy", self.token(holder.module, ""), self._attributes(holder)
 
     def _part(self, part: torch.nn.Module) -> Any:
-        """A part of a private copy, whose tables of parameters, parts and hooks nothing changes."""
+        """A part of a private copy, whose tables of parameters nothing changes."""
         held = vars(part)
         wanted = [key for key in held if key not in _TABLES and self._names(part, held, key)]
-        self.slots.pick(held, wanted, itemgetter)
+        self.slots.sized.append(held)
+        self.slots.pick(held, [*wanted, *held.keys() & {"forward"}], itemgetter)
+        self.slots.whole(internals.child_table(part))
+        for key in internals.HOOK_TABLES:
+            self.slots.whole(held[key])
         own = self._tokens(part.children())
-        forward = getattr(held.get("forward"), "__wrapped__", None)
+        forward = held.get("forward")
+        forward = getattr(forward, "__wrapped__", forward)
         if getattr(forward, "__func__", None) is not type(part).forward:
             own += (self.token(forward, ".forward"),)
         named = tuple((key, self.token(held[key], f".{key}")) for key in sorted(wanted))
@@ -382,7 +387,7 @@ class Walk:
 
 
 _METHODS = frozenset(dir(torch.Tensor))
-# The tables of a module that a private copy does not change, and its forward, wrapped by the copy.
+# The tables of a module, and its forward, which a private copy wraps.
 _TABLES = (internals.READ_BY_MODULES - {"training"}) | {"forward"}
 
 _VISITS: tuple[tuple[Any, Callable[[Walk, Any], Any]], ...] = (
