@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
 from torch import fx
@@ -15,6 +15,7 @@ from torchard.functional.loops.call import in_bodies
 from torchard.functional.programs.markers import tells_apart
 from torchard.functional.programs.program import Program, Rewrite
 from torchard.functional.programs.tags import NAME
+from torchard.functional.programs.unrolled import warn_of_unrolling
 from torchard.functional.remat.policies import save_nothing
 from torchard.functional.remat.policy import Policy, as_policy
 from torchard.functional.remat.recompute import RECOMPUTE
@@ -51,7 +52,8 @@ def checkpoint(
         fn: a pure function of pytrees.
         policy: one of `torchard.policies`, or a function of ``(op, shapes, scope, name)``.
         where: the scopes of which every entry becomes a segment, in place of all of ``fn``: a pattern
-            (``"block/*"``), a predicate on the path of a scope, or a list of these.
+            (``"block/*"``), a predicate on the path of a scope, or a list of these. One that may tell
+            the layers of a loop apart unrolls the loop, with an `UnrolledLoopWarning`.
 
     Returns:
         A function that computes what ``fn`` does, with ``.lower`` and ``.lower_joint``.
@@ -101,6 +103,7 @@ class Checkpoint(Rewrite):
 
     policy: Policy
     where: tuple[ScopePattern, ...] | None = None
+    warned: set[str] = field(default_factory=set, compare=False, repr=False)
 
     # Before kernels are fused: none may span the boundary of a segment.
     stage = -1
@@ -117,6 +120,10 @@ class Checkpoint(Rewrite):
     @property
     def inlines_loops(self) -> bool:
         return self.reads_loops
+
+    def before_unrolling(self, program: Program) -> None:
+        named = {f"checkpoint(where={pattern!r})": pattern for pattern in self.where or ()}
+        warn_of_unrolling(named, "be segments", self.warned)
 
     def annotate(self, program: Program) -> Program:
         """Check that the scopes and labels that the user named exist."""

@@ -15,6 +15,7 @@ from torchard.functional.loops.call import in_bodies
 from torchard.functional.programs.markers import tells_apart
 from torchard.functional.programs.program import Program, Rewrite
 from torchard.functional.programs.tags import SCOPE
+from torchard.functional.programs.unrolled import warn_of_unrolling
 from torchard.functional.remat.segments import Where, chooser, scopes_in
 from torchard.functional.trace import trace
 from torchard.kernels import library  # noqa: F401  (registers its kernels)
@@ -194,6 +195,7 @@ class Fuse(Rewrite):
     compiler: str = "inductor"
     where: tuple[Any, ...] | None = None
     asked: bool = field(default=False)
+    warned: set[str] = field(default_factory=set, compare=False, repr=False)
 
     # Operations are fused before they are split over a mesh, whatever the order of the transforms.
     stage = 0
@@ -206,6 +208,10 @@ class Fuse(Rewrite):
     @property
     def inlines_loops(self) -> bool:
         return self.reads_loops
+
+    def before_unrolling(self, program: Program) -> None:
+        named = {f"fuse(where={pattern!r})": pattern for pattern in self.where or ()}
+        warn_of_unrolling(named, "be searched", self.warned)
 
     def annotate(self, program: Program) -> Program:
         """Check that the scopes and the pattern that were asked for occur."""
@@ -227,7 +233,7 @@ class Fuse(Rewrite):
 
     def inline(self, program: Program) -> Program:
         """Inside another trace: tag the nodes, which are fused when that trace is lowered."""
-        inlined = Fuse(self.kernels, self.compiler, self.where, True)
+        inlined = replace(self, asked=True)
 
         def tagged(part: Program, _: object) -> Program:
             part = part.copy()

@@ -14,6 +14,7 @@ from torchard.functional.programs.graphs import output_values
 from torchard.functional.programs.markers import tells_apart
 from torchard.functional.programs.program import FREE, Leaf, Program, Rewrite
 from torchard.functional.programs.tags import NAME, VAL
+from torchard.functional.programs.unrolled import warn_of_unrolling
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.lowering.lower_manual import attach_moves
 from torchard.sharding.lowering.plan_consistency import tell_failure
@@ -28,7 +29,6 @@ from torchard.sharding.planning.constraints import (
     constraint_rank,
     insert_constraint,
     matches,
-    warn_of_unrolling,
     where_of,
 )
 from torchard.sharding.planning.decision import BATCH, DERIVED, PARAMETER, Given
@@ -81,7 +81,8 @@ class Shard(Rewrite):
         return not self.constraints  # which select values by scopes that enclose the loop, too
 
     def before_unrolling(self, program: Program) -> None:
-        warn_of_unrolling([pattern for pattern, _ in self.constraints], self.warned)
+        named = {f"constrain_at[{pattern!r}]": pattern for pattern, _ in self.constraints}
+        warn_of_unrolling(named, "have this spec", self.warned)
 
     def _key(self) -> tuple[Any, ...]:
         specs = tuple(None if s is None else id(s) for s in (self.in_specs, self.out_specs))

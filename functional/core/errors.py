@@ -227,7 +227,7 @@ class TorchVersionWarning(UserWarning):
 
 
 class UnrolledLoopWarning(UserWarning):
-    """A pattern of ``constrain_at`` may select some layers of a loop, which is therefore unrolled.
+    """A pattern over scopes may select some layers of a loop, which is therefore unrolled.
 
     >>> import torch, torchard as ta, warnings
     >>> def layers(ws, x):

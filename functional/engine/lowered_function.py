@@ -16,7 +16,7 @@ import torch
 from torchard.functional.core.locks import Lock
 from torchard.functional.derivatives.autodiff import batched, joint, pullback, pushforward
 from torchard.functional.execution.binding import bind
-from torchard.functional.loops.call import is_opaque
+from torchard.functional.loops.call import is_opaque, loop_calls
 from torchard.functional.loops.recognised import recognised
 from torchard.functional.loops.rolled import rolled, straight_line
 from torchard.functional.programs.markers import is_marker
@@ -181,7 +181,10 @@ class LoweredFunction:
         if not self.inline:
             return lower(program, self.rewrites)
         for rewrite in self.rewrites:
-            program = rewrite.inline(program if rewrite.inlines_loops else straight_line(program))
+            if not rewrite.inlines_loops and loop_calls(program.graph):
+                rewrite.before_unrolling(program)
+                program = straight_line(program)
+            program = rewrite.inline(program)
         return program
 
     def _bound(

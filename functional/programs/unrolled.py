@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 from torch import fx
 
+from torchard.functional.core.errors import UnrolledLoopWarning
 from torchard.functional.core.scope_frames import Frame, in_iteration, path_of
 from torchard.functional.programs.loops import carried, is_apart, issued_ahead, regrouped
 from torchard.functional.programs.markers import (
@@ -21,6 +24,7 @@ from torchard.functional.programs.markers import (
     listed,
     row,
     rows,
+    tells_apart,
     total,
 )
 from torchard.functional.programs.program import Program
@@ -37,7 +41,7 @@ from torchard.functional.programs.tags import (
 )
 from torchard.functional.torch_internals.operators import aten
 
-__all__ = ["has_loops", "unrolled"]
+__all__ = ["has_loops", "unrolled", "warn_of_unrolling"]
 
 
 def has_loops(program: Program) -> bool:
@@ -207,3 +211,25 @@ class _Unrolled:
         made = self.new.call_function(target, args)
         inherit(made, node, "value")
         return made
+
+
+def warn_of_unrolling(named: Mapping[str, Any], what: str, already: set[str]) -> None:
+    """Warn once about each pattern that may tell iterations of a loop apart.
+
+    Args:
+        named: patterns over scopes, by how the user wrote them.
+        what: what a pattern makes layers do.
+        already: what has been warned about.
+    """
+    for which, pattern in named.items():
+        if tells_apart([pattern]) and which not in already:
+            already.add(which)
+            text = pattern if isinstance(pattern, str) else "block/*"
+            together = re.sub(r"\[[^]]*\]?|\d+|\?", "*", text)
+            warnings.warn(
+                f"{which} may tell the layers of a loop apart, so the loop is unrolled: each layer is "
+                f"planned and compiled by itself. If all layers may {what}, write "
+                f"{together!r}; otherwise keep the pattern and ignore this warning.",
+                UnrolledLoopWarning,
+                stacklevel=2,
+            )

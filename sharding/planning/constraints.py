@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import re
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,9 +10,7 @@ import torch
 from torch import fx
 
 from torchard.functional.core.arguments import nearest
-from torchard.functional.core.errors import UnrolledLoopWarning
 from torchard.functional.programs.graphs import add_call
-from torchard.functional.programs.markers import tells_apart
 from torchard.functional.programs.tags import NAME, SCOPE, SOURCE, VAL
 from torchard.sharding.layouts.layout import Layout
 from torchard.sharding.layouts.tags import SOFT
@@ -30,7 +26,6 @@ __all__ = [
     "constraint_layouts",
     "constraint_rank",
     "insert_constraint",
-    "warn_of_unrolling",
     "where_of",
 ]
 
@@ -87,26 +82,6 @@ def constrain_named(graph: fx.Graph, constraints: Sequence[tuple[str, P]]) -> No
         for node in matching:
             with graph.inserting_after(node):
                 insert_constraint(node, SpecHint(spec), f"constrain_at[{pattern!r}]", soft=False)
-
-
-def warn_of_unrolling(patterns: Sequence[str], already: set[str]) -> None:
-    """Warn once about each pattern that may tell iterations of a loop apart.
-
-    Args:
-        already: what has been warned about.
-    """
-    for pattern in patterns:
-        which = f"constrain_at[{pattern!r}]"
-        if tells_apart([pattern]) and which not in already:
-            already.add(which)
-            together = re.sub(r"\[[^]]*\]?|\d+|\?", "*", pattern)
-            warnings.warn(
-                f"{which} may tell the layers of a loop apart, so the loop is unrolled: each layer is "
-                "planned and compiled by itself. If all layers may have this spec, write "
-                f"{together!r}; otherwise keep the pattern and ignore this warning.",
-                UnrolledLoopWarning,
-                stacklevel=2,
-            )
 
 
 def constraint_rank(node: fx.Node, inputs: Mapping[fx.Node, tuple[Layout, int] | int]) -> int:
