@@ -28,7 +28,7 @@ from torchard.functional.modules.checks import (
     updated,
 )
 from torchard.functional.modules.copying import hollow, owner_of, plain_tensors, ties
-from torchard.functional.modules.registered import Registered, Tensors
+from torchard.functional.modules.registered import OwnTensors, Registered
 from torchard.functional.modules.state import undone
 from torchard.functional.programs.tags import NAME, SCOPE
 from torchard.functional.trace import name
@@ -138,7 +138,7 @@ class Functional(ModuleCopy):
         trained = (k for k, _ in module.named_buffers() if _is_training(module, k))
         self._training = set(self.names_of(trained))
         self._lock = Lock()
-        self._tensors = Tensors(module, self.module, self._ties)
+        self._tensors = OwnTensors(module, self.module, self._ties)
         for path, part in self.module.named_modules():
             part.forward = _scoped(path, Frame(path, module=True), part, vars(part).get("forward"))
         for layers in self.stacks:

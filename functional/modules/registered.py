@@ -17,10 +17,10 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import LoopError
 
-__all__ = ["Registered", "Tensors"]
+__all__ = ["OwnTensors", "Registered"]
 
 
-class Tensors:
+class OwnTensors:
     """The parameters and buffers of a module and of its copy, with the names that they have first.
 
     Args:
@@ -55,7 +55,7 @@ class Registered(TorchFunctionMode):
         LoopError: the tensor is of a stacked layer.
     """
 
-    def __init__(self, tensors: Tensors, values: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: OwnTensors, values: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.names, self.values = tensors.names(), values
 

@@ -9,7 +9,14 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType, FunctionType
+from types import (
+    BuiltinFunctionType,
+    FrameType,
+    FunctionType,
+    MethodDescriptorType,
+    MethodWrapperType,
+    WrapperDescriptorType,
+)
 from typing import Any
 
 import torch
@@ -117,7 +124,7 @@ def unpatched(func: Any) -> Any:
 
 
 # Functions of C code: builtin functions, methods, and reads and writes of attributes.
-_OF_C = tuple(map(type, (torch.add, torch.Tensor.add, torch.Tensor.shape.__get__, object.__init__)))
+_OF_C = (BuiltinFunctionType, MethodDescriptorType, MethodWrapperType, WrapperDescriptorType)
 _OWNERS: tuple[Any, ...] = (torch.nn.functional, torch.functional, torch.Tensor)
 
 
