@@ -22,8 +22,9 @@ from torchard.functional.engine.transformed import Transformed
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.compile_once import compiled_once
 from torchard.functional.execution.compile_progress import CompileProgress
-from torchard.functional.execution.compiler_repairs import REPAIRS
+from torchard.functional.execution.compiler_repairs import REPAIRS, has_half_precision
 from torchard.functional.execution.failures import compiled_failed
+from torchard.functional.execution.faulty_lowerings import call_torch
 from torchard.functional.execution.region_donation import donated_operands
 from torchard.functional.execution.regions import by_regions
 from torchard.functional.memory.compiled_code import PlannedCompiled, allocate, own
@@ -33,6 +34,7 @@ from torchard.functional.programs.records import Record
 from torchard.functional.programs.tagging import strip
 from torchard.functional.programs.views import is_dense
 from torchard.functional.remat.barrier import insert_barriers
+from torchard.functional.remat.compared import keep_compared
 from torchard.functional.remat.split import HALVES, Split
 
 __all__ = ["Compile", "jit"]
@@ -122,6 +124,10 @@ class Compile(Rewrite):
 
     def __call__(self, program: Program) -> Program:
         return replace(program, compiler=self)
+
+    def finish(self, program: Program) -> Program:
+        """The program without recomputation whose result would be compared with what was kept of it."""
+        return program if self.backend == "eager" else keep_compared(program)
 
     def inline(self, program: Program) -> Program:
         """The program as it is: inside another trace, the outermost transform decides how it runs."""
@@ -269,6 +275,9 @@ class _Compiled:
     def _compile(self, parts: Sequence[torch.Tensor]) -> tuple[Callable[..., Any], list[int]]:
         module = fx.GraphModule(self.module, self.module.graph)
         strip(module.graph)
+        if self.backend == "inductor":
+            call_torch(module.graph)
+            module.recompile()
         # Other backends keep nothing on disk that another process would find.
         once = compiled_once(module, parts) if self.backend == "inductor" else nullcontext()
         with self.progress.part(), once, warnings.catch_warnings(), torch.no_grad():
@@ -277,5 +286,8 @@ class _Compiled:
             # A copy of one that is not dense has other strides.
             donated = [i for i in self.donated if is_dense(parts[i])]
             take = allocate if self.planned else None
-            run = internals.compile_graph(module, parts, self.backend, REPAIRS, take, donated)
+            halves = has_half_precision(module.graph, parts)
+            run = internals.compile_graph(
+                module, parts, self.backend, REPAIRS, take, donated, halves
+            )
             return run, donated

@@ -1,29 +1,34 @@
 """Passes that keep faults of Inductor's from changing what a program computes.
 
 They run on the graph that Inductor lowers, after its decompositions and patterns and before it makes
-operations write in place. Each works around one fault, observed on torch 2.13:
+operations write in place. Operations that it computes wrongly are in `faulty_lowerings.py`. Each works around one fault, observed on torch 2.13:
 
 `copy_before_writes`: a functional write (`index_put`, `select_scatter`, ...) into a value that nothing
 else reads becomes one in place, also where several elements of the value are one place in memory
 (`expand`, `unfold`), so that all of them change.
 
 `compute_once`: a pointwise value is computed again in each kernel that reads it, by vector code in one
-and by scalar code in another, which round differently; in half precision also without rounding. A
-comparison of the value with its own maximum may then be false everywhere, and a gradient zero or NaN.
+and by scalar code in another, which round differently. A comparison of the value with its own maximum may
+then be false everywhere, and a gradient zero or NaN.
+
+In half precision kernels compute in float32 and round only what they store. No pass can mend that: where
+`has_half_precision`, Inductor is told to round whatever eager rounds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
+from torchard.functional.core import tree
 from torchard.functional.execution.exact_routes import read_twice
 from torchard.functional.programs.tags import INDUCTOR_REALIZE_TO_STRIDES, VAL
 from torchard.functional.torch_internals.operators import aten
 
-__all__ = ["REPAIRS", "compute_once", "copy_before_writes"]
+__all__ = ["REPAIRS", "compute_once", "copy_before_writes", "has_half_precision"]
 
 # What Inductor turns into writes in place: of these and of what it writes by way of them.
 _WRITES = {
@@ -100,6 +105,13 @@ def compute_once(graph: fx.Graph) -> None:
             INDUCTOR_REALIZE_TO_STRIDES.set(value, True)
         for other in others:
             other.replace_all_uses_with(value)
+
+
+def has_half_precision(graph: fx.Graph, inputs: Iterable[torch.Tensor]) -> bool:
+    """Whether some value of a graph, or an input, is a float of 16 or of 8 bits."""
+    values = [VAL.get(node) for node in graph.nodes]
+    tensors = [*inputs, *(x for x in tree.leaves(values) if isinstance(x, torch.Tensor))]
+    return any(x.is_floating_point() and x.itemsize < 4 for x in tensors)
 
 
 REPAIRS = (copy_before_writes, compute_once)

@@ -8,7 +8,7 @@ one way only, or not at all, and begin at values that may be rounded in several 
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import torch
@@ -17,11 +17,13 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.programs.tags import VAL
 
-__all__ = ["read_twice"]
+__all__ = ["read_from_two_nodes", "read_twice"]
 
-# Which routes lead from a value to a node: each is named by the last operation that moved elements, and
-# is None if elements stayed where they are.
-Routes = dict[fx.Node, frozenset[fx.Node | None]]
+# A route to a node: the last operation that moved elements (None if they stayed where they are), and the
+# node that computed the value, which may be one of several.
+Route = tuple[fx.Node | None, fx.Node]
+# The routes that lead from a value to a node.
+Routes = dict[fx.Node, frozenset[Route]]
 
 
 def _names(text: str) -> frozenset[str]:
@@ -48,7 +50,8 @@ _MOVED = _names(
     "max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d fractional_max_pool2d "
     "_low_memory_max_pool_with_offsets tril triu diag diag_embed movedim swapaxes embedding "
     "broadcast_in_dim squeeze_multiple force_stride_order segment_reduce unique_dim "
-    "masked_select"
+    "masked_select all_reduce all_gather_into_tensor all_to_all_single broadcast "
+    "reduce_scatter_tensor wait_tensor offload reload"
 )
 # Results change by a jump, or are no numbers, where operands change by a rounding.
 _JUMPS = _names(
@@ -68,14 +71,44 @@ def read_twice(graph: fx.Graph) -> list[list[fx.Node]]:
     under checkpoints, one value has several.
     """
     alike = _alike(graph)
+    found = dict.fromkeys(
+        value
+        for node, joined in _joined_routes(graph, alike)
+        if node.op == "output" or _jumps(node)
+        for value, ways in joined.items()
+        if _are_two(ways)
+    )
+    return [[node for node in graph.nodes if alike[node] is value] for value in found]
+
+
+def read_from_two_nodes(graph: fx.Graph) -> list[list[fx.Node]]:
+    """The values of `read_twice` for which some comparison reads what several nodes computed.
+
+    Each with these nodes, in the order of the graph. Results are not compared here.
+    """
+    alike = _alike(graph)
+    found: dict[fx.Node, set[fx.Node]] = {}
+    for node, joined in _joined_routes(graph, alike):
+        for value, ways in joined.items() if _jumps(node) else ():
+            made_by = {start for _, start in ways}
+            if len(made_by) > 1 and _are_two(ways):
+                found.setdefault(value, set()).update(made_by)
+    return [[node for node in graph.nodes if node in made_by] for made_by in found.values()]
+
+
+def _are_two(ways: frozenset[Route]) -> bool:
+    return len({moved for moved, _ in ways}) > 1
+
+
+def _joined_routes(
+    graph: fx.Graph, alike: dict[fx.Node, fx.Node]
+) -> Iterator[tuple[fx.Node, Routes]]:
+    """Each node with the routes to its operands."""
     routes: dict[fx.Node, Routes] = {}
-    found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         joined = _joined(node, routes)
-        if node.op == "output" or _jumps(node):
-            found.update({value: None for value, ways in joined.items() if len(ways) > 1})
+        yield node, joined
         routes[node] = {alike[value]: ways for value, ways in _onward(node, joined).items()}
-    return [[node for node in graph.nodes if alike[node] is value] for value in found]
 
 
 def _alike(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
@@ -121,9 +154,14 @@ def _onward(node: fx.Node, joined: Routes) -> Routes:
     if name in _SAME_PLACE:
         return joined if _rounds(node) else {}
     if name in _MOVED or _is_largest(node):
-        here = frozenset((node,))
-        return {value: here if len(ways) == 1 else ways | here for value, ways in joined.items()}
-    return {node: frozenset((None,))} if _rounds(node) else {}
+        return {value: _moved(node, ways) for value, ways in joined.items()}
+    return {node: frozenset([(None, node)])} if _rounds(node) else {}
+
+
+def _moved(node: fx.Node, ways: frozenset[Route]) -> frozenset[Route]:
+    """Routes after an operation that moves elements: what was one route remains one."""
+    here = frozenset((node, start) for _, start in ways)
+    return ways | here if _are_two(ways) else here
 
 
 def _name(node: fx.Node) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ def compile_graph(
     repairs: Passes,
     allocate: Callable[..., torch.Tensor] | None = None,
     donated: Sequence[int] = (),
+    rounding: bool = False,
 ) -> Compiled:
     """Compile a flat graph by a backend of torch.compile, to a function of one list of inputs.
 
@@ -45,12 +47,14 @@ def compile_graph(
         allocate: a function of shape, strides and dtype from which Inductor's code gets memory on a CPU.
             Where a version of torch writes other code, the code allocates by itself.
         donated: the positions of inputs whose memory Inductor's code may write results to.
+        rounding: whether Inductor's kernels round to half precision wherever eager does. Without, they
+            round what they store, and `x.bfloat16().float()` is `x` within a kernel (torch 2.13).
     """
     with one_at_a_time, thread_state_kept():
         if backend != "inductor":
             return _by_backend(module, resolved(inputs), backend)
         placing = _allocating_by(allocate) if allocate else contextlib.nullcontext()
-        with placing, _repaired(repairs):
+        with placing, _repaired(repairs, rounding):
             return _by_inductor(module, resolved(inputs), donated)
 
 
@@ -73,16 +77,17 @@ def _allocating_by(allocate: Callable[..., torch.Tensor]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _repaired(repairs: Passes) -> Iterator[None]:
+def _repaired(repairs: Passes, rounding: bool) -> Iterator[None]:
     """A context in which Inductor runs passes after its own and before it makes writes in place.
 
-    Its caches of compiled code, also that of AOTAutograd, have the files of the passes in their keys.
+    Its caches of compiled code, also that of AOTAutograd, have the files of the passes, and those beside them, in their keys.
     """
     with needed():
         from torch._inductor import config
         from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
         require(config, "post_grad_custom_post_pass")
+        require(config, "emulate_precision_casts")
 
     class Repairs(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
@@ -90,13 +95,15 @@ def _repaired(repairs: Passes) -> Iterator[None]:
                 repair(graph)
 
         def uuid(self) -> Any:
-            files = {str(sys.modules[repair.__module__].__file__) for repair in repairs}
-            return get_hash_for_files(tuple(sorted(files)))
+            files = [Path(str(sys.modules[repair.__module__].__file__)) for repair in repairs]
+            beside = {str(near) for file in files for near in file.parent.glob("*.py")}
+            return get_hash_for_files(tuple(sorted(beside)))
 
     given: Any = config.post_grad_custom_post_pass
     users = given if isinstance(given, (list, tuple)) else [given] if given else []
     passes = [*users, Repairs()] if users else Repairs()
-    with config.patch(post_grad_custom_post_pass=passes):
+    exact = rounding or config.emulate_precision_casts
+    with config.patch(post_grad_custom_post_pass=passes, emulate_precision_casts=exact):
         yield
 
 

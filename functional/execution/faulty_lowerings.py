@@ -1,0 +1,79 @@
+"""Operations that Inductor computes wrongly, or not at all, and that torch's own kernels compute instead.
+
+Inductor calls an operator that it does not know. So each operation named here, where its arguments are
+those of a fault, becomes a call of an operator of ours with the same schema, which calls torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.programs.tags import VAL
+from torchard.functional.torch_internals.operators import aten
+
+__all__ = ["call_torch"]
+
+LIBRARY = torch.library.Library("torchard", "FRAGMENT")
+Arguments = dict[str, Any]
+
+
+def _takes_part_windows(given: Arguments) -> bool:
+    """Windows that reach beyond the padding are divided by their full size."""
+    return bool(given.get("ceil_mode"))
+
+
+def _scales_unevenly(given: Arguments) -> bool:
+    """Rows are distributed by sizes, also where a scale was given that is not their quotient."""
+    sizes = zip(given["output_size"], given["input_size"][2:], strict=True)
+    scales = [given.get(name) for name in ("scales_d", "scales_h", "scales_w", "scales")]
+    given_scales = {scale for scale in scales if scale is not None}
+    return any(out % size or given_scales - {out / size} for out, size in sizes)
+
+
+def _takes_one(given: Arguments) -> bool:
+    """The place of an element cannot be a size of the graph."""
+    return VAL.of(given["index"]).dim() == 0
+
+
+# By operation, whether its arguments are those of a fault (torch 2.13).
+_FAULTY: dict[Any, Callable[[Arguments], bool]] = {
+    aten.avg_pool2d_backward.default: _takes_part_windows,
+    aten.avg_pool3d_backward.default: _takes_part_windows,
+    aten.upsample_nearest2d_backward.default: _scales_unevenly,
+    aten.take.default: _takes_one,
+}
+
+
+def call_torch(graph: fx.Graph) -> None:
+    """Have torch compute what Inductor would not, in place; before Inductor decomposes operations."""
+    for node in graph.nodes:
+        faulty = _FAULTY.get(node.target)
+        if faulty is not None and faulty(_arguments(node)):
+            node.target = _opaque(node.target)
+
+
+def _arguments(node: fx.Node) -> Arguments:
+    names = [argument.name for argument in internals.schema(node.target).arguments]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+@cache
+def _opaque(op: Any) -> Any:
+    """An operator that calls another one, and of which a compiler knows nothing."""
+    schema = internals.schema(op)
+    name = "_".join(["torch", schema.name.removeprefix("aten::"), schema.overload_name]).rstrip("_")
+    signature = str(schema).split("(", 1)[1]
+    LIBRARY.define(f"{name}({signature}", tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, op, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"torchard::{name}", op, lib=LIBRARY)
+    return getattr(torch.ops.torchard, name).default
+
+
+for _op in _FAULTY:  # so that code from Inductor's cache finds them
+    _opaque(_op)
