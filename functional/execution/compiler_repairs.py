@@ -1,7 +1,8 @@
 """Passes that keep faults of Inductor's from changing what a program computes.
 
 They run on the graph that Inductor lowers, after its decompositions and patterns and before it makes
-operations write in place. Operations that it computes wrongly are in `faulty_lowerings.py`. Each works around one fault, observed on torch 2.13:
+operations write in place. Each works around one fault, observed on torch 2.13; `faulty_lowerings.py` has
+the single operations that it computes wrongly.
 
 `copy_before_writes`: a functional write (`index_put`, `select_scatter`, ...) into a value that nothing
 else reads becomes one in place, also where several elements of the value are one place in memory

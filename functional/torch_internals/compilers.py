@@ -80,7 +80,8 @@ def _allocating_by(allocate: Callable[..., torch.Tensor]) -> Iterator[None]:
 def _repaired(repairs: Passes, rounding: bool) -> Iterator[None]:
     """A context in which Inductor runs passes after its own and before it makes writes in place.
 
-    Its caches of compiled code, also that of AOTAutograd, have the files of the passes, and those beside them, in their keys.
+    Its caches of compiled code, also that of AOTAutograd, have the files in the folders of the passes in
+    their keys.
     """
     with needed():
         from torch._inductor import config

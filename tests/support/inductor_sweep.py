@@ -1,14 +1,15 @@
 """Inductor against eager: programs that are hard for a compiler, random ones, and torch's own samples.
 
 ``make inductor`` runs all of them under `jit` with its default backend, with gradients where there are
-any, in several dtypes, and writes to ``tests/results`` how many there were, and what was wrong.
+any, in several dtypes, and writes ``tests/results/inductor.md``: a row for each kind of program, as soon
+as it is known. ``ARGS="--only op_db"`` runs some kinds, and writes their rows alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
-import platform
+import re
 import sys
 import time
 import warnings
@@ -16,14 +17,15 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import effect_programs
 import op_db
 import torch
+from compiler_faults import FAULTS, unrepaired
 from compiler_programs import Trial, compared, comparisons, differs, expanded_writes
+from matrix import commit
 from paths import RESULTS
 from refusals import refuses
 
@@ -32,6 +34,9 @@ from torchard.functional.core import tree
 from torchard.testing.strategies import random_program
 
 BATCH = 60
+SEEN = "compared"
+# What `compared` says of an error, in place of values.
+RAISED = re.compile(r"\w+: ")
 COMPARED = (torch.float32, torch.bfloat16, torch.float64)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64)
 
@@ -170,8 +175,79 @@ def _shown(batch: list[Trial], counts: Counter[str]) -> Iterator[tuple[Trial, st
     for trial, problem in compared(batch, jit):
         print(f"WRONG {trial.name}\n    {problem}", flush=True)
         yield trial, problem
-    counts["compared"] += len(batch)
-    print(f"  {counts['compared']} compared", flush=True)
+    counts[SEEN] += len(batch)
+    print(f"  {counts[SEEN]} compared", flush=True)
+
+
+# -- the table ----------------------------------------------------------------------------------------
+
+TABLE = RESULTS / "inductor.md"
+HEAD = """# Inductor beside eager
+
+`make inductor`: values and gradients under `jit` with its default backend beside plain torch's. A result
+may differ by what roundings of its operations explain (torchard.testing). Each row was written by one run,
+at the commit it names. "Not comparable": plain torch does not run the sample, or not twice alike.
+
+| programs | torch | date | commit | compared | wrong | raised | refused | not comparable | minutes |
+|---|---|---|---|---:|---:|---:|---:|---:|---:|
+"""
+FOUND = """
+## Faults of the compiler
+
+Each is there without what torchard does about it, where the last column says so (torch {version}).
+
+| fault | what is done | without it |
+|---|---|---|
+"""
+
+
+def row(kind: str, counts: Counter[str], found: list[tuple[Trial, str]], minutes: float) -> str:
+    """The row of one kind of programs."""
+    raised = sum(RAISED.match(problem) is not None for _, problem in found)
+    refused = sum(n for why, n in counts.items() if why.startswith("refused"))
+    others = counts.total() - counts[SEEN] - refused
+    numbers = (counts[SEEN], len(found) - raised, raised, refused, others)
+    version, today = torch.__version__, datetime.date.today()
+    shown = " | ".join(f"{n:,}" for n in numbers)
+    return f"| {kind} | {version} | {today} | {commit()} | {shown} | {minutes:.0f} |"
+
+
+def with_row(text: str, new: str) -> str:
+    """The table with this row in its place, or in the place of the last one of its kind."""
+    rows = {name_of_row(line): line for line in text.removeprefix(HEAD).splitlines() if "|" in line}
+    rows[name_of_row(new)] = new
+    return HEAD + "".join(f"{line}\n" for line in rows.values())
+
+
+def name_of_row(line: str) -> str:
+    """The first cell of a row."""
+    return line.split("|")[1].strip()
+
+
+def faults() -> Iterator[str]:
+    """A row for each fault: what is done, and whether torch has it still."""
+    for fault in FAULTS:
+        print(f"fault: {fault.what}", flush=True)
+        assert not fault.wrong(), fault.what
+        with unrepaired():
+            without = fault.wrong()
+        yield f"| {fault.what} | {fault.remedy} | {'wrong' if without else 'right'} |\n"
+
+
+def write(kinds: dict[str, Callable[[], Iterable[Trial]]]) -> int:
+    """Run these kinds, and write the row of each; how many programs are wrong."""
+    wrong = 0
+    for kind, trials in kinds.items():
+        print(kind, flush=True)
+        started, counts = time.time(), Counter[str]()
+        found = list(sweep(trials(), counts))
+        wrong += len(found)
+        old, _, rest = TABLE.read_text().partition("\n## ") if TABLE.exists() else (HEAD, "", "")
+        text = with_row(old, row(kind, counts, found, (time.time() - started) / 60))
+        TABLE.write_text(text + (f"\n## {rest}" if rest else ""))
+        for why, number in counts.most_common():
+            print(f"    {number} {why}", flush=True)
+    return wrong
 
 
 def main() -> int:
@@ -179,27 +255,14 @@ def main() -> int:
     parser.add_argument("--only", default="", help="kinds whose name has this")
     parser.add_argument("--count", type=int, default=400, help="random programs of each kind")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    started, lines, wrong = time.time(), [], 0
-    for kind, trials in sources(options.count, options.seed).items():
-        if options.only not in kind:
-            continue
-        counts: Counter[str] = Counter()
-        found = list(sweep(trials(), counts))
-        wrong += len(found)
-        lines += [f"{kind}: {counts.pop('compared', 0)} compared, {len(found)} wrong"]
-        lines += [f"  {number} not compared: {why}" for why, number in counts.most_common()]
-        lines += [f"  WRONG {trial.name}\n    {problem}" for trial, problem in found]
-        print("\n".join(lines[-1 - len(counts) - len(found) :]), flush=True)
-    head = f"{datetime.date.today()}, torch {torch.__version__}, Python {platform.python_version()}; "
-    text = "\n".join([f"{head}{time.time() - started:.0f} s", *lines]) + "\n"
-    default = RESULTS / f"inductor-torch-{torch.__version__.split('+')[0]}.txt"
-    out = options.out or (None if options.only else default)
-    if out is not None:
-        out.write_text(text)
+    kinds = sources(options.count, options.seed)
+    wrong = write({kind: trials for kind, trials in kinds.items() if options.only in kind})
+    if options.only in "faults":
+        old = TABLE.read_text().partition("\n## ")[0]
+        TABLE.write_text(old + FOUND.format(version=torch.__version__) + "".join(faults()))
     return int(wrong > 0)
 
 

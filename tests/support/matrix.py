@@ -150,11 +150,11 @@ def tested(version: str, python: Path, arguments: list[str]) -> Verdict:
             "import torchard; from torchard.functional.torch_internals import operators; "
             "print(', '.join(operators.missing()))",
         ),
-        commit=_commit(),
+        commit=commit(),
     )
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit that is tested, ``+`` behind it if files have been changed since."""
     command = ["git", "describe", "--always", "--dirty=+"]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()

@@ -1,0 +1,149 @@
+"""Faults of Inductor's, each with programs that show it, and what torchard does about it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+from compiler_programs import Trial, compared
+
+from torchard.functional import checkpoint, jit
+
+__all__ = ["FAULTS", "Fault", "unrepaired"]
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: what Inductor does, what is done about it, and calls in some of which it shows.
+
+    Attributes:
+        fn: a function that is compiled wrongly.
+        transform: of it, by which it is compiled.
+        exactly: whether results are compared bit for bit: roundings are what is wrong.
+    """
+
+    what: str
+    remedy: str
+    fn: Callable[..., Tensor]
+    calls: tuple[tuple[Tensor, ...], ...]
+    transform: Callable[[Any], Any] = jit
+    exactly: bool = False
+
+    def wrong(self) -> list[str]:
+        """What is wrong of these calls now, a line for each."""
+        run = self.transform(self.fn)
+        if self.exactly:
+            return ["" for call in self.calls if not torch.equal(run(*call), self.fn(*call))]
+        trials = [Trial(self.what, lambda *x: [self.fn(*x)], list(call)) for call in self.calls]
+        return [problem for trial in trials for _, problem in compared([trial], lambda _: _each(run))]
+
+
+def _each(run: Callable[..., Tensor]) -> Callable[[list[list[Tensor]]], list[list[Tensor]]]:
+    return lambda calls: [[run(*call)] for call in calls]
+
+
+@contextlib.contextmanager
+def unrepaired() -> Iterator[None]:
+    """A context in which `jit` hands programs to Inductor as they are."""
+    module = importlib.import_module("torchard.functional.jit")
+    nothing: dict[str, Any] = {
+        "REPAIRS": (),
+        "has_half_precision": lambda graph, inputs: False,
+        "keep_compared": lambda program: program,
+        "call_torch": lambda graph: None,
+    }
+    with mock.patch.multiple(module, **nothing):
+        yield
+
+
+def _keeps_maxima(op: str, shapes: Any, scope: str, name: str | None) -> bool:
+    return op == "aten.amax"
+
+
+def _random(*shape: int, count: int = 1, dtype: torch.dtype = torch.float32) -> Any:
+    seeds = (torch.Generator().manual_seed(seed) for seed in range(count))
+    return tuple((torch.randn(shape, generator=seed).to(dtype),) for seed in seeds)
+
+
+def _maxima(x: Tensor) -> Tensor:
+    y = F.gelu(x)
+    return (y * y.amax(-1, keepdim=True)).sum() + torch.maximum(y, y.amax(0, keepdim=True)).sum()
+
+
+def _gradient(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.func.grad(lambda *args: fn(*args).sin().sum())
+
+
+FAULTS = [
+    Fault(
+        "writes into an expanded value change all elements that are one place in memory",
+        "such values are copied first",
+        lambda z: z.sin().expand(4, 5).index_add(0, torch.tensor([0, 2, 1]), torch.ones(3, 5)),
+        _random(1, 5),
+    ),
+    Fault(
+        "two copies of one value, rounded otherwise, are compared: gradients of maxima are 0 or NaN",
+        "values that are read by two routes are stored, and read from memory",
+        torch.func.grad(_maxima),
+        _random(2, 3, count=20),
+    ),
+    Fault(
+        "the same between the forward and a backward that recomputes the value, but not its maximum",
+        "the checkpoint keeps the value, too",
+        torch.func.grad(_maxima),
+        _random(5, 7, count=20),
+        lambda _: torch.func.grad(jit(checkpoint(_maxima, policy=_keeps_maxima))),
+    ),
+    Fault(
+        "bfloat16 and float16 values are compared before they are rounded",
+        "Inductor is told to round wherever eager does (`emulate_precision_casts`)",
+        torch.func.grad(_maxima),
+        _random(2, 19, count=3, dtype=torch.bfloat16),
+    ),
+    Fault(
+        "`x.bfloat16().float()` is x",
+        "the same",
+        lambda x: x.bfloat16().float() - x,
+        _random(64),
+        exactly=True,
+    ),
+    Fault(
+        "what a compensated sum in bfloat16 has lost is 0",
+        "the same",
+        lambda x: x - ((x.roll(1, 0) + x) - x.roll(1, 0)),
+        _random(64, dtype=torch.bfloat16),
+        exactly=True,
+    ),
+    Fault(
+        "gradients of average pools with `ceil_mode`: windows at the end count as if they were full",
+        "torch's own kernel is called",
+        _gradient(lambda x: F.avg_pool2d(x, 3, stride=2, padding=1, ceil_mode=True)),
+        _random(1, 2, 6, 8),
+    ),
+    Fault(
+        "the same in three dimensions",
+        "torch's own kernel is called",
+        _gradient(lambda x: F.avg_pool3d(x, (4, 5, 6), (2, 3, 2), padding=2, ceil_mode=True)),
+        _random(1, 1, 6, 5, 6),
+    ),
+    Fault(
+        "gradients of nearest-neighbour upsampling by a factor: elements are assigned by sizes",
+        "torch's own kernel is called",
+        _gradient(lambda x: F.interpolate(x, scale_factor=1.7, mode="nearest")),
+        _random(2, 3, 4, 4),
+    ),
+    Fault(
+        "`take` by an index without dims: an error within the compiler",
+        "torch's own kernel is called",
+        lambda x: x.take(torch.tensor(2)),
+        _random(4),
+    ),
+]
