@@ -218,8 +218,13 @@ class _Regions:
         return self.generated(parts) if internals.has_modes() else self.run(parts)
 
 
+def _settings() -> tuple[bool, str]:
+    """torch's settings that compilers read, and that a trace does not depend on."""
+    return torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
+
+
 class _Compiled:
-    """A program that is compiled at its first call, and again for inputs of other strides.
+    """A program that is compiled at its first call, and again for inputs of other strides or settings.
 
     Whatever else the compiled code depends on is part of the signature of the call.
 
@@ -247,17 +252,17 @@ class _Compiled:
         self.planned = planned
         self.collectives = collectives
         # The compiled code, and the positions of inputs that it writes over.
-        self.by_strides: dict[Any, tuple[Callable[..., Any], list[int]]] = {}
+        self.by_key: dict[Any, tuple[Callable[..., Any], list[int]]] = {}
         self.lock = Lock()
 
     def __call__(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if internals.has_modes():  # a tracer must see the operations
             return self.generated(parts)
-        key = tuple([part.stride() for part in parts])
-        made = self.by_strides.get(key)
+        key = (*_settings(), *[part.stride() for part in parts])
+        made = self.by_key.get(key)
         if made is None:
             with self.lock:
-                made = self.by_strides.get(key) or self.by_strides.setdefault(key, self._compile(parts))
+                made = self.by_key.get(key) or self.by_key.setdefault(key, self._compile(parts))
         run, donated = made
         inputs = parts if isinstance(parts, list) else list(parts)
         if donated:

@@ -185,8 +185,8 @@ TABLE = RESULTS / "inductor.md"
 HEAD = """# Inductor beside eager
 
 `make inductor`: values and gradients under `jit` with its default backend beside plain torch's. A result
-may differ by what roundings of its operations explain (torchard.testing). Each row was written by one run,
-at the commit it names. "Not comparable": plain torch does not run the sample, or not twice alike.
+may differ by what roundings of its operations explain (torchard.testing). Each row was written by one
+run, at the commit it names. "Not comparable": plain torch does not run the sample, or not twice alike.
 
 | programs | torch | date | commit | compared | wrong | raised | refused | not comparable | minutes |
 |---|---|---|---|---:|---:|---:|---:|---:|---:|
