@@ -26,6 +26,7 @@ from torch import fx
 
 from torchard.functional.core import tree
 from torchard.functional.execution.exact_routes import read_twice
+from torchard.functional.execution.faulty_lowerings import call_torch
 from torchard.functional.programs.tags import INDUCTOR_REALIZE_TO_STRIDES, VAL
 from torchard.functional.torch_internals.operators import aten
 
@@ -115,4 +116,5 @@ def has_half_precision(graph: fx.Graph, inputs: Iterable[torch.Tensor]) -> bool:
     return any(x.is_floating_point() and x.itemsize < 4 for x in tensors)
 
 
-REPAIRS = (copy_before_writes, compute_once)
+# Of what is traced, `call_torch` is called before: here it sees what Inductor decomposes operations to.
+REPAIRS = (call_torch, copy_before_writes, compute_once)

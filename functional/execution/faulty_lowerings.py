@@ -41,17 +41,32 @@ def _takes_one(given: Arguments) -> bool:
     return VAL.of(given["index"]).dim() == 0
 
 
+def _writes_complex(given: Arguments) -> bool:
+    """The write in place into a view of complex numbers may come after reads of the written value."""
+    value = VAL.get(given["self"])
+    return isinstance(value, torch.Tensor) and value.is_complex()
+
+
 # By operation, whether its arguments are those of a fault (torch 2.13).
 _FAULTY: dict[Any, Callable[[Arguments], bool]] = {
     aten.avg_pool2d_backward.default: _takes_part_windows,
     aten.avg_pool3d_backward.default: _takes_part_windows,
     aten.upsample_nearest2d_backward.default: _scales_unevenly,
     aten.take.default: _takes_one,
+    **dict.fromkeys(
+        (
+            aten.diagonal_scatter.default,
+            aten.select_scatter.default,
+            aten.slice_scatter.default,
+            aten.as_strided_scatter.default,
+        ),
+        _writes_complex,
+    ),
 }
 
 
 def call_torch(graph: fx.Graph) -> None:
-    """Have torch compute what Inductor would not, in place; before Inductor decomposes operations."""
+    """Have torch compute what Inductor would not, in place."""
     for node in graph.nodes:
         faulty = _FAULTY.get(node.target)
         if faulty is not None and faulty(_arguments(node)):
