@@ -26,13 +26,13 @@ WRITES = expanded_writes()
 # gradient.
 def test_writes_into_overlapping_values() -> None:
     trials = [trial for trial in WRITES if not trial.name.startswith("scatter_reduce")]
-    assert not first_wrong(trials[::30], jit)
+    assert not first_wrong(trials[::45], jit)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_values_compared_with_what_was_made_of_them(dtype: torch.dtype) -> None:
-    trials = [trial for trial in comparisons(dtype, seed=3, every=100) if _runs(trial)]
-    assert len(trials) > 3
+    trials = [trial for trial in comparisons(dtype, seed=3, every=150) if _runs(trial)]
+    assert len(trials) > 1
     assert not first_wrong(trials, jit)
 
 
