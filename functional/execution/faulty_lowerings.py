@@ -20,15 +20,15 @@ from torchard.functional.torch_internals.operators import aten
 __all__ = ["call_torch"]
 
 LIBRARY = torch.library.Library("torchard", "FRAGMENT")
-Arguments = dict[str, Any]
+Passed = dict[str, Any]
 
 
-def _takes_part_windows(given: Arguments) -> bool:
+def _takes_part_windows(given: Passed) -> bool:
     """Windows that reach beyond the padding are divided by their full size."""
     return bool(given.get("ceil_mode"))
 
 
-def _scales_unevenly(given: Arguments) -> bool:
+def _scales_unevenly(given: Passed) -> bool:
     """Rows are distributed by sizes, also where a scale was given that is not their quotient."""
     sizes = zip(given["output_size"], given["input_size"][2:], strict=True)
     scales = [given.get(name) for name in ("scales_d", "scales_h", "scales_w", "scales")]
@@ -36,23 +36,30 @@ def _scales_unevenly(given: Arguments) -> bool:
     return any(out % size or given_scales - {out / size} for out, size in sizes)
 
 
-def _takes_one(given: Arguments) -> bool:
+def _takes_one(given: Passed) -> bool:
     """The place of an element cannot be a size of the graph."""
     return VAL.of(given["index"]).dim() == 0
 
 
-def _writes_complex(given: Arguments) -> bool:
+def _has_no_dims(given: Passed) -> bool:
+    value = VAL.get(given["self"])
+    return isinstance(value, torch.Tensor) and value.dim() == 0
+
+
+def _writes_complex(given: Passed) -> bool:
     """The write in place into a view of complex numbers may come after reads of the written value."""
     value = VAL.get(given["self"])
     return isinstance(value, torch.Tensor) and value.is_complex()
 
 
 # By operation, whether its arguments are those of a fault (torch 2.13).
-_FAULTY: dict[Any, Callable[[Arguments], bool]] = {
+_FAULTY: dict[Any, Callable[[Passed], bool]] = {
     aten.avg_pool2d_backward.default: _takes_part_windows,
     aten.avg_pool3d_backward.default: _takes_part_windows,
     aten.upsample_nearest2d_backward.default: _scales_unevenly,
     aten.take.default: _takes_one,
+    # An IndexError in bfloat16.
+    aten.scatter.value: _has_no_dims,
     **dict.fromkeys(
         (
             aten.diagonal_scatter.default,
@@ -73,7 +80,7 @@ def call_torch(graph: fx.Graph) -> None:
             node.target = _opaque(node.target)
 
 
-def _arguments(node: fx.Node) -> Arguments:
+def _arguments(node: fx.Node) -> Passed:
     names = [argument.name for argument in internals.schema(node.target).arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
