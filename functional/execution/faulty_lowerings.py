@@ -38,7 +38,7 @@ def _scales_unevenly(given: Passed) -> bool:
 
 def _takes_one(given: Passed) -> bool:
     """The place of an element cannot be a size of the graph."""
-    return VAL.of(given["index"]).dim() == 0
+    return bool(VAL.of(given["index"]).dim() == 0)
 
 
 def _has_no_dims(given: Passed) -> bool:
@@ -81,7 +81,8 @@ def call_torch(graph: fx.Graph) -> None:
 
 
 def _arguments(node: fx.Node) -> Passed:
-    names = [argument.name for argument in internals.schema(node.target).arguments]
+    target: Any = node.target
+    names = [argument.name for argument in internals.schema(target).arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 
