@@ -17,6 +17,7 @@ import torch
 from torchard.functional.core.errors import RetraceWarning
 from torchard.functional.core.locks import Lock
 from torchard.functional.core.placed import is_placed
+from torchard.functional.core.stand_ins import stand_ins
 from torchard.functional.core.wrapper import Wrapper
 from torchard.functional.derivatives.value_rewrite import ValueRewrite, interpreted
 from torchard.functional.engine.autograd_functions import call
@@ -231,7 +232,7 @@ class Transformed(Wrapper):
                 self._inspected.pop(key, None)
         elif self._entries.get(key) is not entry:
             self._keep(self._inspected, key, entry)
-        return entry, closures
+        return entry, stand_ins(closures)
 
     def _keep(
         self, cache: OrderedDict[Hashable, CacheEntry], key: Hashable, entry: CacheEntry

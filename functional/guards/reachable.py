@@ -37,7 +37,7 @@ from torchard.functional.guards.referenced_names import (
     is_standard_container,
     is_users_class,
 )
-from torchard.functional.guards.slots import Slots, contents, is_value, kind_of
+from torchard.functional.guards.slots import Slots, contents, entries_of, is_value, kind_of
 from torchard.functional.guards.written_names import WRITTEN_TYPES
 
 __all__ = ["SETTINGS", "Walk", "reachable"]
@@ -241,7 +241,7 @@ class Walk:
         self.slots.whole(mapping)
         items = tuple(
             (self.token(key, "key "), self.token(value, f"[{key!r}]"))
-            for key, value in dict.items(mapping)
+            for key, value in entries_of(mapping)
         )
         if isinstance(mapping, defaultdict):
             items += (self.token(mapping.default_factory, ".default_factory"),)

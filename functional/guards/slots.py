@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import types
-from collections.abc import Callable, Iterable, KeysView, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, ItemsView, Iterable, KeysView, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torchard.functional.core.placed import is_placed
 from torchard.functional.core.tensor_spec import TensorSpec
 
-__all__ = ["Slots", "contents", "is_value", "kind_of"]
+__all__ = ["Slots", "contents", "entries_of", "is_value", "kind_of"]
 
 # Arrays up to this size are compared with a copy, larger ones with a digest.
 _ARRAY_BYTES = 1 << 16
@@ -22,6 +23,16 @@ _ARRAY_BYTES = 1 << 16
 
 def is_value(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or is_placed(value)
+
+
+def entries_of(mapping: dict[Any, Any]) -> ItemsView[Any, Any]:
+    """The items of a dict, in order."""
+    return _base(mapping).items(mapping)
+
+
+def _base(mapping: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """Whose methods give what a dict holds; an OrderedDict has an order beside that of a dict."""
+    return OrderedDict if isinstance(mapping, OrderedDict) else dict
 
 
 def contents(values: Any) -> bytes:
@@ -87,7 +98,7 @@ class Slots:
         """Add all entries of a dict."""
         if mapping:
             self.keyed.append(mapping)
-            self.values.append(dict.values(mapping))
+            self.values.append(_base(mapping).values(mapping))
         else:
             self.empty.append(mapping)
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import PurityError
 
-__all__ = ["Rebinding"]
+__all__ = ["Rebinding", "memory_of"]
 
 
 class Rebinding:
@@ -31,7 +32,7 @@ class Rebinding:
         self._parts = {id(part): copies[id(part)] for part in module.modules()}
         named = [*module.named_parameters(), *module.named_buffers()]
         self._registered = {id(tensor) for _, tensor in named}
-        self._memory = {_memory(tensor): path for path, tensor in named if _memory(tensor)}
+        self._memory = {memory_of(tensor): path for path, tensor in named if memory_of(tensor)}
         self._functions: dict[int, FunctionType] = {}
 
     def of(self, value: Any) -> Any:
@@ -75,7 +76,7 @@ class Rebinding:
 
     def _check(self, function: FunctionType, tensor: Tensor) -> None:
         """Refuse a tensor that is no parameter, and would change with one."""
-        path = self._memory.get(_memory(tensor))
+        path = self._memory.get(memory_of(tensor))
         if path is not None and id(tensor) not in self._registered:
             code = function.__code__
             raise PurityError(
@@ -97,7 +98,7 @@ def _is_filled(cell: CellType) -> bool:
     return True
 
 
-def _memory(tensor: Tensor) -> int:
-    """Where a tensor's memory is; 0 if it has none."""
+def memory_of(tensor: Tensor) -> int:
+    """The number of a tensor's memory; 0 for one that is no ordinary tensor."""
     plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return tensor.untyped_storage().data_ptr() if plain else 0
+    return internals.storage_id(tensor) if plain else 0

@@ -15,6 +15,7 @@ from torchard.functional.core import tree
 from torchard.functional.core.arguments import check_fields
 from torchard.functional.core.errors import StaticArgumentError
 from torchard.functional.core.placed import is_placed
+from torchard.functional.core.stand_ins import stand_ins
 from torchard.functional.core.tensor_spec import TensorSpec, contiguous
 from torchard.functional.tracing.tensor_lifting import is_weak
 
@@ -85,6 +86,7 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     leaves, structure = optree.tree_flatten(
         call, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
     )
+    leaves = stand_ins(leaves)
     key: list[Any] = [structure]
     traced: list[int] = []
     placed = False

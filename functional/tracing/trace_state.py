@@ -21,6 +21,7 @@ from torchard.functional.core.arguments import checked
 from torchard.functional.core.errors import PurityError
 from torchard.functional.core.placed import lifts
 from torchard.functional.core.scope_frames import Frame, path_of
+from torchard.functional.core.stand_ins import stand_in
 from torchard.functional.core.tensor_spec import TensorSpec, contiguous
 from torchard.functional.effects.grad_dependent_ops import without_gradient
 from torchard.functional.effects.mutation import turns_in_place
@@ -233,6 +234,9 @@ class TraceState:
 
     def lift(self, value: Any) -> torch.Tensor:
         """The operand that stands for a foreign tensor or placed object."""
+        value = stand_in(value)
+        if isinstance(value, torch.Tensor) and self.native(value):
+            return value
         known = self.closures.get(id(value))
         if known is not None:
             return known[1]

@@ -199,3 +199,46 @@ def test_a_stacked_layers_parameter_is_refused() -> None:
     fn, params = ta.functionalize(model, stacked="layers")
     with pytest.raises(LoopError, match=r"test_module_references.py:\d+ .* 'layers.1.weight'"):
         fn(params, torch.ones(2, 3))
+
+
+def total(w: Tensor) -> Tensor:
+    return w.sin().sum()
+
+
+# Hooks that give the parameter of another module to a transform.
+IN_TRANSFORMS: dict[str, Callable[[Tensor], Callable[..., Any]]] = {
+    "checkpoint": lambda w: lambda *args: args[-1] * ta.checkpoint(total)(w),
+    "checkpoint's closure": lambda w: lambda *args: ta.checkpoint(lambda y: y * total(w))(args[-1]),
+    "jit": lambda w: lambda *args: args[-1] * ta.jit(total, backend="eager")(w),
+    "jit's closure": lambda w: lambda *args: ta.jit(lambda y: y * total(w), backend="eager")(args[-1]),
+    "repeat": lambda w: lambda *args: ta.repeat(lambda p, y: y * total(p), w, args[-1]),
+    "repeat's closure": lambda w: lambda *args: ta.repeat(
+        lambda _, y: y * total(w), torch.ones(2), args[-1]
+    ),
+}
+OUT_OF_SIGHT: dict[str, Callable[[Tensor], Callable[..., Any]]] = {
+    "grad": lambda w: lambda *args: args[-1] * torch.func.grad(total)(w).sum(),
+    "vmap": lambda w: lambda *args: args[-1] * torch.func.vmap(total)(w).sum(),
+    "another object": lambda w: lambda *args: args[-1] * total(w.as_subclass(nn.Parameter)),
+}
+
+
+def hooked(hooks: dict[str, Callable[[Tensor], Callable[..., Any]]], name: str) -> nn.Module:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    module[1].register_forward_hook(hooks[name](module[0].weight))
+    return module
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("name", IN_TRANSFORMS)
+def test_transforms_in_a_call_have_its_parameters(name: str, stack: str) -> None:
+    check(hooked(IN_TRANSFORMS, name), stack, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("name", OUT_OF_SIGHT)
+def test_what_torch_wraps_before_it_is_seen_is_refused(name: str) -> None:
+    fn, params = ta.functionalize(hooked(OUT_OF_SIGHT, name))
+    new = {k: torch.ones_like(p) for k, p in params.items()}
+    with pytest.raises(PurityError, match=r"^test_module_references\.py:\d+ in .*'0\.weight'"):
+        fn(new, torch.ones(2, 3))

@@ -126,14 +126,16 @@ def odd_containers() -> Case:
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         x = x.sin() if "sin" in chosen else x.cos()
-        return x * sum(kept) * (len(ordered) + 1) * len(holder["shape"]) * float(array.sum())
+        x = x * next(iter(ordered.values())) * (len(ordered) + 1)
+        return x * sum(kept) * len(holder["shape"]) * float(array.sum())
 
     return (
         fn,
         [
             lambda: kept.appendleft(2.0),
             lambda: chosen.symmetric_difference_update({"sin"}),
-            lambda: ordered.update({f"k{len(ordered)}": 1.0}),
+            lambda: ordered.update({f"k{len(ordered)}": 2.0}),
+            lambda: ordered.move_to_end(next(iter(ordered))),
             lambda: holder.__setitem__("shape", (1,) * (len(holder["shape"]) + 1)),
             lambda: array.__iadd__(1),
         ],

@@ -1,0 +1,34 @@
+"""Values that stand in for others while a call runs, where arguments and closures are read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+__all__ = ["stand_in", "stand_ins", "standing_in"]
+
+_finds: ContextVar[tuple[Callable[[Any], Any], ...]] = ContextVar("stand-ins", default=())
+
+
+@contextlib.contextmanager
+def standing_in(find: Callable[[Any], Any]) -> Iterator[None]:
+    """A context in which values are what a function finds for them."""
+    token = _finds.set((*_finds.get(), find))
+    try:
+        yield
+    finally:
+        _finds.reset(token)
+
+
+def stand_in(value: Any) -> Any:
+    """What stands in for a value now."""
+    for find in reversed(_finds.get()):
+        value = find(value)
+    return value
+
+
+def stand_ins(values: Sequence[Any]) -> list[Any]:
+    """What stands in for values now."""
+    return [stand_in(value) for value in values] if _finds.get() else list(values)
