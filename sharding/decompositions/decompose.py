@@ -139,7 +139,7 @@ def same_call(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _settings(node: fx.Node) -> list[Any]:
-    return [_shape(a) if isinstance(a, fx.Node) else a for a in node.args]
+    return [fx.map_arg(a, _shape) for a in node.args]
 
 
 def _shape(node: fx.Node) -> Any:

@@ -235,6 +235,10 @@ class Layout:
                 return i
         return None
 
+    def axes_of(self, dim: int) -> tuple[str, ...]:
+        """The axes that split a dim, outermost first."""
+        return tuple(axis for sub in self.dims[dim] for axis in sub.axes)
+
     def local_subs(self, coords: Coords, sizes: Mapping[str, int]) -> tuple[tuple[int, ...], ...]:
         """The local size of every sub-dim, 0 where the value is not."""
         here = self.is_at(coords)

@@ -136,6 +136,13 @@ class _Local:
         layout: Layout = LAYOUT.of(self._call.operands[operand])
         return layout.local_range(dim, self._coords, self._low.mesh.shape)
 
+    def result_axes(self, dim: int) -> tuple[str, ...]:
+        return result_layouts(self._call.node)[0].axes_of(dim)
+
+    def operand_axes(self, operand: int, dim: int) -> tuple[str, ...]:
+        layout: Layout = LAYOUT.of(self._call.operands[operand])
+        return layout.axes_of(dim)
+
 
 def result_layouts(node: fx.Node) -> tuple[Layout, ...]:
     """The layouts of a node's tensors."""

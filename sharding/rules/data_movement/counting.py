@@ -2,7 +2,7 @@
 
 ``x[arange(n)[:, None], ids]`` reads row i for its row i: the indexed dim and that of the index are
 one, and can be split together. vmap writes lookups with batched tables so, and per-example gradients of
-tables as their transposes.
+tables as their transposes. A rank counts the rows that it has, which need not be adjacent.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from torchard.functional.programs.tags import STEP, VAL
 from torchard.functional.torch_internals.operators import aten
-from torchard.sharding.rules.registry import Call, letters, spell
+from torchard.sharding.rules.registry import Call, Local, letters, spell
 
-__all__ = ["Indexed", "counted", "indexed"]
+__all__ = ["Indexed", "counted", "counting_dim", "indexed", "local_count"]
 
 _T = TypeVar("_T")
 
@@ -57,6 +57,27 @@ def _steps(node: fx.Node) -> tuple[object, object]:
     if node.target is aten.arange.default:
         return 0, 1
     return node.args[0], node.args[2] if len(node.args) > 2 else node.kwargs.get("step", 1)
+
+
+def counting_dim(call: Call, local: Local, operand: int, axes: Sequence[str]) -> int | None:
+    """The dim of an index that counts a dim which these axes split; None for indices that look up.
+
+    An axis splits one factor, so the same axes are on both only if the rule made one factor of both. The
+    index itself may be an input here: one that a forward computed.
+    """
+    dims = range(len(call.ins[operand]))
+    return next((d for d in dims if axes and local.operand_axes(operand, d) == tuple(axes)), None)
+
+
+def local_count(call: Call, local: Local, operand: int, dim: int, stride: int = 1) -> Any:
+    """What an index that counts by ``stride`` along a dim is for a rank's rows alone."""
+    val, shape = VAL.of(call.operands[operand]), local.operand_shape(operand)
+    stop = shape[dim] * stride
+    count = local.call(
+        aten.arange.start_step, 0, stop, stride, dtype=val.dtype, device=val.device
+    )
+    beside = [n if d == dim else 1 for d, n in enumerate(shape)]
+    return local.call(aten.expand.default, local.call(aten.view.default, count, beside), shape)
 
 
 @dataclass(frozen=True)

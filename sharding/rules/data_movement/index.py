@@ -14,7 +14,12 @@ from torch import fx
 from torchard.functional.programs.constants import is_zero
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
-from torchard.sharding.rules.data_movement.counting import counted, indexed
+from torchard.sharding.rules.data_movement.counting import (
+    counted,
+    counting_dim,
+    indexed,
+    local_count,
+)
 from torchard.sharding.rules.registry import Call, Local, letters, register_rule, spell
 
 
@@ -74,6 +79,8 @@ def _rows_per_example(call: Call) -> str | None:
     ids = call.node.args[1]
     if not isinstance(ids, fx.Node) or ids.target is not aten.add.Tensor or ids.kwargs:
         return None
+    if call.arg(3) >= 0:  # a row that is not of all examples
+        return None
     for first in ids.all_input_nodes:
         counts, shape = tuple(VAL.of(first).shape), call.ins[1]
         dim = counts.index(max(counts)) if counts else None
@@ -83,13 +90,14 @@ def _rows_per_example(call: Call) -> str | None:
         if not extra and counted(first, rows) == dim:
             names = [f"k{d}" for d in range(len(shape))]
             each = f"({names[dim]} v)"
-            return (
-                f"{spell(names)} d, {spell(names)} -> {each} d | run {names[dim]} | whole v | linear 0"
-            )
+            return f"{spell(names)} d, {spell(names)} -> {each} d | whole v | linear 0"
     return None
 
 
 def _emit_embedding_backward(call: Call, local: Local) -> Any:
+    dim = counting_dim(call, local, 1, local.result_axes(0))
+    if dim is not None:
+        return _emit_rows_per_example(call, local, dim)
     own, size = local.result_range(0), call.outs[0][0]
     if len(own) == size:
         return local.call(call.target, *local.args, **local.kwargs)
@@ -99,6 +107,15 @@ def _emit_embedding_backward(call: Call, local: Local) -> Any:
     pad = call.arg(3)
     pad = pad - own.start if pad in own else -1
     return local.call(call.target, grad, ids, len(own), pad, False)
+
+
+def _emit_rows_per_example(call: Call, local: Local, dim: int) -> Any:
+    """The ids count examples along ``dim``: they are those of the rank's examples."""
+    grad, ids = local.args[0], local.args[1]
+    rows = call.outs[0][0] // call.ins[1][dim]
+    within = local.call(aten.remainder.Scalar, ids, rows)
+    ids = local.call(aten.add.Tensor, within, local_count(call, local, 1, dim, rows))
+    return local.call(call.target, grad, ids, local.shape()[0], -1, False)
 
 
 register_rule(
@@ -260,18 +277,32 @@ def _index(call: Call) -> str | None:
         return None
     ins = ", ".join([spell(dims.table), *dims.indices])
     clauses = "".join(f" | reduce {name} sum" for name in dims.looked_up)
-    clauses += "".join(f" | run {dims.table[d]}" for d in dims.used)
+    clauses += "".join(f" | run {name}" for name in dims.looked_up)
     return f"{ins} -> {spell(dims.around(dims.table, dims.picked))} | linear 0{clauses}"
+
+
+def _counts_alone(call: Call, local: Local, indices: list[Any], axes: Any) -> list[int]:
+    """Make indices that count a split dim count the rank's rows; returns the split dims that are looked up.
+
+    Args:
+        axes: the axes that split a dim of the table.
+    """
+    rest = []
+    used = [d for d, index in enumerate(indices) if index is not None]
+    for operand, d in enumerate(used, start=1):
+        dim = counting_dim(call, local, operand, axes(d))
+        if dim is not None:
+            indices[d] = local_count(call, local, operand, dim)
+        elif axes(d):
+            rest.append(d)
+    return rest
 
 
 def _emit_index(call: Call, local: Local) -> Any:
     table, indices = local.args[0], list(local.args[1])
-    used = [d for d, i in enumerate(indices) if i is not None]
     masks = []
-    for d in used:
+    for d in _counts_alone(call, local, indices, lambda d: local.operand_axes(0, d)):
         own, size = local.operand_range(0, d), call.ins[0][d]
-        if len(own) == size:
-            continue
         ids = _from_the_end(local, indices[d], size)
         mask, shifted = _owned(local, ids, own, size, refuse=True)
         if own.start == 0:  # an id that is still negative is out of bounds: it must not count again
@@ -299,7 +330,7 @@ def _index_put(call: Call) -> str | None:
     if dims is None or call.ins[-1] != tuple(dims.around(call.ins[0], dims.sizes)):
         return None
     ins = [spell(dims.table), *dims.indices, spell(dims.around(dims.table, dims.picked))]
-    clauses = "".join(f" | run {dims.table[d]}" for d in dims.used)
+    clauses = "".join(f" | run {name}" for name in dims.looked_up)
     clauses += _added(call, len(ins) - 1, spell([dims.picked[i] for i in dims.own]))
     return f"{', '.join(ins)} -> {spell(dims.table)}{clauses}"
 
@@ -311,11 +342,9 @@ def _emit_index_put(call: Call, local: Local) -> Any:
         return _emit_summing_put(call, local)
     indices, shape = list(indices), local.shape()
     split = []
-    for d, ids in enumerate(indices):
-        own, size = (local.result_range(d), call.outs[0][d]) if ids is not None else (range(0), 0)
-        if len(own) == size:
-            continue
-        indices[d] = _sent_away(local, _from_the_end(local, ids, size), own, size)
+    for d in _counts_alone(call, local, indices, local.result_axes):
+        own, size = local.result_range(d), call.outs[0][d]
+        indices[d] = _sent_away(local, _from_the_end(local, indices[d], size), own, size)
         table = _spare_slot(local, table, shape, d)
         shape[d] += 1
         split.append((d, len(own)))
@@ -330,12 +359,11 @@ def _emit_summing_put(call: Call, local: Local) -> Any:
     indices, rank = list(indices), len(call.ins[-1])
     dims = indexed(call)
     assert dims is not None
-    for d in dims.used:
+    for d in _counts_alone(call, local, indices, local.result_axes):
         own, size = local.result_range(d), call.outs[0][d]
-        if len(own) < size:
-            ids = _from_the_end(local, indices[d], size)
-            mask, indices[d] = _owned(local, ids, own, size, refuse=False)
-            values = _masked(local, mask, values, dims.at + len(dims.picked), rank)
+        ids = _from_the_end(local, indices[d], size)
+        mask, indices[d] = _owned(local, ids, own, size, refuse=False)
+        values = _masked(local, mask, values, dims.at + len(dims.picked), rank)
     return local.call(call.target, table, indices, values, accumulate)
 
 

@@ -101,3 +101,9 @@ class Local(Protocol):
 
     def operand_range(self, operand: int, dim: int) -> range:
         """The global indices that this coordinate owns of a dim of an operand."""
+
+    def result_axes(self, dim: int) -> tuple[str, ...]:
+        """The mesh axes that split a dim of the first result."""
+
+    def operand_axes(self, operand: int, dim: int) -> tuple[str, ...]:
+        """The mesh axes that split a dim of an operand."""
