@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.programs.constants import is_zero
-from torchard.functional.programs.tags import VAL
+from torchard.functional.programs.tags import ORIGIN, PHASE, VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.rules.data_movement.counting import (
     counted,
@@ -79,8 +79,8 @@ def _rows_per_example(call: Call) -> str | None:
     ids = call.node.args[1]
     if not isinstance(ids, fx.Node) or ids.target is not aten.add.Tensor or ids.kwargs:
         return None
-    if call.arg(3) >= 0:  # a row that is not of all examples
-        return None
+    if PHASE.get(ids) != "backward" or ORIGIN.get(ids) != ORIGIN.get(call.node):
+        return None  # not vmap's: nothing says that its ids stay within the rows of their example
     for first in ids.all_input_nodes:
         counts, shape = tuple(VAL.of(first).shape), call.ins[1]
         dim = counts.index(max(counts)) if counts else None
