@@ -23,21 +23,19 @@ __all__ = ["Indexed", "counted", "counting_dim", "indexed", "local_count"]
 
 _T = TypeVar("_T")
 
-_RESHAPED = (
+_MOVED = (
     *(aten.view.default, aten._unsafe_view.default, aten.reshape.default),
-    *(aten.unsqueeze.default, aten.alias.default, aten.clone.default),
+    *(aten.unsqueeze.default, aten.alias.default, aten.clone.default, aten.expand.default),
 )
+
+_INTEGERS = (torch.int32, torch.int64)
 
 
 def counted(node: fx.Node, stride: int = 1) -> int | None:
     """The dim along which a value is 0, stride, 2 * stride, ..., the same along all others; or None."""
     if node.target in (aten.arange.default, aten.arange.start, aten.arange.start_step):
         return 0 if _steps(node) == (0, stride) else None
-    if (
-        node.target is not aten.expand.default
-        and node.target not in _RESHAPED
-        and not STEP.on(node)
-    ):
+    if node.target not in _MOVED and not STEP.on(node) and not _casts_integers(node):
         return None
     (source,) = node.all_input_nodes
     dim, before, after = counted(source, stride), _shape(source), _shape(node)
@@ -47,6 +45,13 @@ def counted(node: fx.Node, stride: int = 1) -> int | None:
         place = dim + len(after) - len(before)
         return place if after[place] == before[dim] else None
     return after.index(before[dim]) if prod(before) == before[dim] > 1 else None
+
+
+def _casts_integers(node: fx.Node) -> bool:
+    """Whether a node is a cast between integers that count far enough, or a copy to another device."""
+    if node.target is not aten._to_copy.default:
+        return False
+    return all(VAL.of(n).dtype in _INTEGERS for n in (node, *node.all_input_nodes))
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
