@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked, written
 from torchard.functional.core.errors import DonatedError
-from torchard.functional.core.placed import Facts
+from torchard.functional.core.placed import Facts, is_placed
 from torchard.functional.core.user_lines import asked_by_user
 from torchard.functional.tracing.trace_state import active
 from torchard.sharding.layouts.layout import Layout
@@ -356,11 +356,22 @@ def _flatten(value: MeshTensor) -> tuple[tuple[torch.Tensor, ...], Flattened | _
 _TREES = ("utils/_pytree.py", "core/tree_nodes.py", "optree/ops.py")
 
 
+def _is_tree(value: Any) -> bool:
+    """Whether a value is several values, such as the Jacobians of a shard with respect to parameters."""
+    found = tree.leaves(value, is_leaf=is_placed)
+    values = all(isinstance(x, torch.Tensor) or is_placed(x) for x in found)
+    return values and not any(x is value for x in found)
+
+
 def _unflatten(
-    flattened: Flattened | _Whole, parts: Sequence[torch.Tensor]
-) -> MeshTensor | torch.Tensor:
+    flattened: Flattened | _Whole, parts: Sequence[Any]
+) -> Any:
     if isinstance(flattened, _Whole):
         return parts[0]
+    if parts and all(map(_is_tree, parts)):
+        return tree.map(
+            lambda *values: _unflatten(flattened, values), *parts, is_leaf=is_placed
+        )
     reading, shards = rebuilt(flattened, list(parts))
     return MeshTensor(reading.base, shards, reading)
 
