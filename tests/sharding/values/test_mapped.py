@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.func import hessian, jacfwd, jacrev, vmap
 
-from torchard import Mesh, MeshTensor, P, place, shard
+from torchard import Mesh, MeshTensor, P, full, place, shard, tree
 from torchard.sharding.values.mesh import PlacementError
 
 MESH = Mesh({"dp": 2}, virtual=True)
@@ -79,3 +81,38 @@ def test_a_batch_of_as_many_as_a_shard_has(out_dim: int) -> None:
 def test_vmap_over_a_split_dim_is_refused() -> None:
     with pytest.raises(PlacementError, match=r"along dim 0, which is split.*shard\(vmap\(f\)\)"):
         vmap(shard(torch.sin, MESH))(place(_x(4, 6), MESH, P("dp")))
+
+
+def _layer(params: dict[str, Any], x: torch.Tensor) -> torch.Tensor:
+    bias, out = params["rest"]
+    return torch.tanh(x @ params["w"].T + bias) @ out.T
+
+
+TREES: dict[str, Callable[..., Any]] = {
+    "one": _layer,
+    "a dict": lambda params, x: {"y": _layer(params, x), "n": [params["w"].square().sum(0)]},
+    "a number": lambda params, x: _layer(params, x).square().sum(),
+}
+PARAMS = {"w": _x(5, 3), "rest": (_x(5), _x(2, 5))}
+PARAM_SPECS = (P(), {"w": P("dp"), "rest": P()}, {"w": P(None, "dp"), "rest": (P(), P(None, "dp"))})
+
+
+JACOBIANS = [*itertools.product([jacfwd, jacrev], TREES), (hessian, "a number")]
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("jacobian, name", JACOBIANS)
+@pytest.mark.parametrize("placed", [False, True], ids=["plain", "placed"])
+@pytest.mark.parametrize("argnums", [0, (0, 1)], ids=str)
+@pytest.mark.parametrize("params", PARAM_SPECS, ids=str)
+@pytest.mark.parametrize("spec", [P(), P("dp")], ids=str)
+def test_jacobians_of_and_with_respect_to_trees(
+    jacobian: Any, name: str, placed: bool, argnums: Any, params: Any, spec: P
+) -> None:
+    fn, x = TREES[name], _x(8, 3)
+    run = shard(fn, MESH) if placed else shard(fn, MESH, in_specs=(params, spec))
+    args = (place(PARAMS, MESH, params), place(x, MESH, spec)) if placed else (PARAMS, x)
+    found, want = full(jacobian(run, argnums=argnums)(*args)), jacobian(fn, argnums=argnums)(PARAMS, x)
+    assert tree.structure(found) == tree.structure(want)
+    for have, expected in zip(tree.leaves(found), tree.leaves(want), strict=True):
+        torch.testing.assert_close(have, expected)
