@@ -7,6 +7,8 @@ are added to zeros, as in gradients of lookups, the ids may be split too: the re
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import fx
@@ -281,11 +283,22 @@ def _index(call: Call) -> str | None:
     return f"{ins} -> {spell(dims.around(dims.table, dims.picked))} | linear 0{clauses}"
 
 
-def _counts_alone(call: Call, local: Local, indices: list[Any], axes: Any) -> list[int]:
-    """Make indices that count a split dim count the rank's rows; returns the split dims that are looked up.
+def _looked_up(
+    call: Call,
+    local: Local,
+    indices: list[Any],
+    axes: Callable[[int], Sequence[str]],
+    owned: Callable[[int], range],
+) -> list[tuple[int, range]]:
+    """Let indices that count a split dim count the rank's rows alone; the other split dims remain.
 
     Args:
+        indices: the local indices, which are changed.
         axes: the axes that split a dim of the table.
+        owned: the global indices that the rank owns of a dim.
+
+    Returns:
+        The dims of which the rank has a part and in which rows are looked up, each with what is owned.
     """
     rest = []
     used = [d for d, index in enumerate(indices) if index is not None]
@@ -293,16 +306,17 @@ def _counts_alone(call: Call, local: Local, indices: list[Any], axes: Any) -> li
         dim = counting_dim(call, local, operand, axes(d))
         if dim is not None:
             indices[d] = local_count(call, local, operand, dim)
-        elif axes(d):
-            rest.append(d)
+        elif len(own := owned(d)) < call.ins[0][d]:
+            rest.append((d, own))
     return rest
 
 
 def _emit_index(call: Call, local: Local) -> Any:
     table, indices = local.args[0], list(local.args[1])
     masks = []
-    for d in _counts_alone(call, local, indices, lambda d: local.operand_axes(0, d)):
-        own, size = local.operand_range(0, d), call.ins[0][d]
+    axes, owned = partial(local.operand_axes, 0), partial(local.operand_range, 0)
+    for d, own in _looked_up(call, local, indices, axes, owned):
+        size = call.ins[0][d]
         ids = _from_the_end(local, indices[d], size)
         mask, shifted = _owned(local, ids, own, size, refuse=True)
         if own.start == 0:  # an id that is still negative is out of bounds: it must not count again
@@ -342,8 +356,8 @@ def _emit_index_put(call: Call, local: Local) -> Any:
         return _emit_summing_put(call, local)
     indices, shape = list(indices), local.shape()
     split = []
-    for d in _counts_alone(call, local, indices, local.result_axes):
-        own, size = local.result_range(d), call.outs[0][d]
+    for d, own in _looked_up(call, local, indices, local.result_axes, local.result_range):
+        size = call.outs[0][d]
         indices[d] = _sent_away(local, _from_the_end(local, indices[d], size), own, size)
         table = _spare_slot(local, table, shape, d)
         shape[d] += 1
@@ -359,8 +373,8 @@ def _emit_summing_put(call: Call, local: Local) -> Any:
     indices, rank = list(indices), len(call.ins[-1])
     dims = indexed(call)
     assert dims is not None
-    for d in _counts_alone(call, local, indices, local.result_axes):
-        own, size = local.result_range(d), call.outs[0][d]
+    for d, own in _looked_up(call, local, indices, local.result_axes, local.result_range):
+        size = call.outs[0][d]
         ids = _from_the_end(local, indices[d], size)
         mask, indices[d] = _owned(local, ids, own, size, refuse=False)
         values = _masked(local, mask, values, dims.at + len(dims.picked), rank)
