@@ -80,8 +80,7 @@ ORIGIN: Tag[int] = declare(
     "origin",
     "the number, within its trace, of the forward operation that it is or is part of the backward of",
     written_by="loops/rolled, programs/unrolled, tracing/trace_state",
-    read_by="loops/equal_layers, loops/rolled, pipelining/chunks, planning/cuts, "
-    "programs/unrolled, tracing/trace_state",
+    read_by="many",
     follows="place",
 )
 FRAMES: Tag[tuple[Frame, ...]] = declare(
