@@ -47,9 +47,9 @@ def pipeline(
         mesh: the mesh; its other axes split values within a stage, as `shard` plans.
         axis: the axis whose coordinates are stages.
         stages: patterns of `torchard.scope`, one for each stage (or chunk); or one pattern, such as
-            ``"block/*"``, each match of which is a layer that is on one stage; by default the forward is
-            cut between any two operations. With one pattern, or none, the costliest stage is as cheap as
-            it can be, by FLOPs and bytes.
+            ``"block/*"`` or ``"layers.*"``, each outermost match of which is a layer that is on one
+            stage, with all scopes inside of it; by default the forward is cut between any two operations.
+            With one pattern, or none, the costliest stage is as cheap as it can be, by FLOPs and bytes.
         microbatches: the number of slices of the batch.
         batch: which dim of which arguments is the batch, as for `accumulate`.
         schedule: "gpipe", "1f1b", "interleaved" (two chunks of layers on each rank), "zb-h1", "zb-v"

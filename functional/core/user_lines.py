@@ -95,16 +95,18 @@ def of_here() -> str | None:
     return None
 
 
-def asked_by_user(*between: str) -> bool:
+def asked_by_user(*between: str, installed: bool = True) -> bool:
     """Whether the user's code called what calls this, but for calls of functions in files between them.
 
     Args:
         between: how the names of the files end.
+        installed: whether code of installed packages is the user's, too.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.endswith(between):
         frame = frame.f_back
-    return frame is not None and is_user(frame.f_code)
+    asking = frame is not None and is_user(frame.f_code)
+    return asking and (installed or not is_installed(frame.f_code))
 
 
 def of_error(error: BaseException) -> str | None:

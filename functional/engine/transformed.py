@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import RetraceWarning
 from torchard.functional.core.locks import Lock
 from torchard.functional.core.placed import is_placed
@@ -257,7 +258,7 @@ class Transformed(Wrapper):
         state: tuple[Any, ...] = ()
         if self._reads_autograd:
             state = tuple(map(autograd_of, arguments.values))
-        return arguments.key, torch.is_grad_enabled(), state
+        return arguments.key, torch.is_grad_enabled(), internals.in_inference_mode(), state
 
     def _traced(self, arguments: Arguments, paths: list[str]) -> tuple[CacheEntry, list[Any]]:
         """A new entry for these arguments, and the closed-over values."""

@@ -22,8 +22,11 @@ from torchard.functional.guards.slots import contents, is_value, kind_of
 __all__ = ["Environment"]
 
 _contents = attrgetter("cell_contents")
-# What tells code that torch's grad mode is off: itself, or by whether values require gradients.
-_GRAD_MODE = frozenset(("is_grad_enabled", "requires_grad", "is_leaf", "grad_fn"))
+# What tells code that torch's grad mode is off: itself, or by whether values require gradients; or that
+# inference mode is on.
+_GRAD_MODE = frozenset(
+    ("is_grad_enabled", "requires_grad", "is_leaf", "grad_fn", "is_inference_mode_enabled")
+)
 _call = methodcaller("__call__")
 
 
@@ -34,7 +37,7 @@ class Environment:
         structure: equal for environments with the same trace.
         guardable: whether all of it can be compared: not an iterator, which reading would change, nor an
             array of objects, nor more objects than are guarded.
-        reads_grad_mode: whether its code may read torch's grad mode.
+        reads_grad_mode: whether its code may read torch's grad mode or inference mode.
     """
 
     def __init__(self, roots: Sequence[Any]) -> None:

@@ -20,6 +20,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from torchard.functional import torch_internals as internals
+
 __all__ = ["INDIRECT", "imported", "is_proxy", "library_names", "setting_names", "special"]
 
 # The walk of `reachable.py`, which imports this file.
@@ -37,7 +39,6 @@ _SETTINGS = {
         torch.get_deterministic_debug_mode,
         torch.are_deterministic_algorithms_enabled,
         torch.is_deterministic_algorithms_warn_only_enabled,
-        torch.is_inference_mode_enabled,
         torch.is_anomaly_enabled,
         torch.is_anomaly_check_nan_enabled,
         torch.is_warn_always_enabled,
@@ -49,6 +50,9 @@ _SETTINGS = {
         os.getcwd,
     )
 }
+# During a trace, torch has another function of this name.
+for _read in (torch.is_inference_mode_enabled, internals.inference_mode_told):
+    _SETTINGS[id(_read)] = internals.in_inference_mode
 # Functions whose results depend on an object.
 _READERS = {id(os.getenv): os.environ, id(os.path.expandvars): os.environ}
 # Names in code that reads a logger's level.

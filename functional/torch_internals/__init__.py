@@ -2,9 +2,9 @@
 
 No other code uses one (`test_torch_privates.py`). Where a version of torch lacks one, the docstring says
 what is done instead; otherwise importing this package raises an error that names it. `thread_state.py`,
-`modes.py` and `functorch_levels.py` set up where a trace runs, `proxies.py` records it, `compilers.py`
-and `donated_buffers.py` compile it, `ownership.py` counts references, and `accessors` reads private
-attributes of torch's objects. Also here: differences between versions (`operators.py`, `versions.py`),
+`modes.py` and `functorch_levels.py` set up where a trace runs, `told_modes.py` says what the user's code
+is told there, `proxies.py` records it, `compilers.py` and `donated_buffers.py` compile it, `ownership.py`
+counts references, and `accessors` reads private attributes of torch's objects. Also here: differences between versions (`operators.py`, `versions.py`),
 and between torch's treatment of fake and of real tensors (`zero_tangents.py`, `scalar_operands.py`,
 `composite_functions.py`).
 """
@@ -23,6 +23,7 @@ with needed():
         ownership,
         proxies,
         thread_state,
+        told_modes,
     )
     from torchard.functional.torch_internals.accessors import (
         autograd,
@@ -50,6 +51,7 @@ with needed():
     from torchard.functional.torch_internals.ownership import *  # noqa: F403
     from torchard.functional.torch_internals.proxies import *  # noqa: F403
     from torchard.functional.torch_internals.thread_state import *  # noqa: F403
+    from torchard.functional.torch_internals.told_modes import *  # noqa: F403
 
 __all__: list[str] = []
 __all__ += autograd.__all__
@@ -67,3 +69,4 @@ __all__ += modes.__all__
 __all__ += ownership.__all__
 __all__ += proxies.__all__
 __all__ += thread_state.__all__
+__all__ += told_modes.__all__

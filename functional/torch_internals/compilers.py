@@ -16,7 +16,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torchard.functional.torch_internals.accessors.required import needed, require
 from torchard.functional.torch_internals.donated_buffers import donating
-from torchard.functional.torch_internals.thread_state import one_at_a_time, thread_state_kept
+from torchard.functional.torch_internals.thread_state import thread_state_kept
+from torchard.functional.torch_internals.told_modes import one_at_a_time
 
 __all__ = ["compile_graph", "resolved"]
 

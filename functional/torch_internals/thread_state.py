@@ -25,10 +25,10 @@ from torch.utils._python_dispatch import (
     _pop_mode as _pop_dispatch_mode,
 )
 
-from torchard.functional.core.locks import Lock
 from torchard.functional.torch_internals import functorch_levels
 from torchard.functional.torch_internals.accessors.required import require
 from torchard.functional.torch_internals.modes import only_default_device
+from torchard.functional.torch_internals.told_modes import told_of_the_call
 
 __all__ = ["clean_thread_state"]
 
@@ -37,27 +37,12 @@ require(torch._C, "_PreserveDispatchKeyGuard", "_set_grad_enabled")
 require(torch._C, "_is_fwd_grad_enabled", "_set_fwd_grad_enabled")
 require(functorch_c, "get_dynamic_layer_stack_depth", "pop_dynamic_layer_stack_and_undo_to_depth")
 require(forward_ad, "_set_fwd_grad_enabled")
-require(torch.compiler, "_is_compiling_flag")
 require(
     torch._C._autograd,
     *("_saved_tensors_hooks_get_disabled_error_message", "_saved_tensors_hooks_disable"),
     *("_saved_tensors_hooks_enable", "_top_saved_tensors_default_hooks"),
     *("_push_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks"),
 )
-
-# The compiling flag is process-wide, so two traces at once must not restore each other's value; and
-# torch's compilers are not re-entrant.
-one_at_a_time = Lock()
-
-
-def _after_fork() -> None:
-    """In the child of a fork: no trace is in progress, unless a trace forked it."""
-    if not one_at_a_time.is_held():
-        torch.compiler._is_compiling_flag = False
-
-
-os.register_at_fork(after_in_child=_after_fork)
-
 
 @contextlib.contextmanager
 def clean_thread_state(gradients: bool = True) -> Iterator[None]:
@@ -71,27 +56,15 @@ def clean_thread_state(gradients: bool = True) -> Iterator[None]:
         stack.enter_context(temporarily_clear_interpreter_stack())
         stack.enter_context(_disable_current_modes())
         stack.enter_context(only_default_device())
+        stack.enter_context(told_of_the_call())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.set_grad_enabled(gradients))
         stack.enter_context(forward_ad._set_fwd_grad_enabled(True))
-        stack.enter_context(_compiling_flag())
         stack.enter_context(functorch_levels.nested_forward_ad())
         stack.enter_context(_no_saved_tensor_hooks())
         # Again, inside the contexts above: they must exit from the state in which they were entered.
         stack.enter_context(thread_state_kept())
         yield
-
-
-@contextlib.contextmanager
-def _compiling_flag() -> Iterator[None]:
-    """Set the flag of torch.compiler, as torch.export does: libraries then take traceable branches."""
-    with one_at_a_time:
-        before = torch.compiler._is_compiling_flag
-        torch.compiler._is_compiling_flag = True
-        try:
-            yield
-        finally:
-            torch.compiler._is_compiling_flag = before
 
 
 @contextlib.contextmanager

@@ -52,7 +52,7 @@ def question(func: Any) -> str | None:
     """The name of the autograd state that a function of torch reads or changes; None if it does not."""
     name = getattr(func, "__name__", "")
     if name not in ("__get__", "__set__"):
-        return name if name == "requires_grad_" or name in _HOOKS else None
+        return name if name in ("requires_grad_", "is_inference", *_HOOKS) else None
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     if name == "__set__":
         return "requires_grad_" if attribute == "requires_grad" else None
@@ -91,7 +91,7 @@ def copies_apart(state: TraceState, tensor: torch.Tensor) -> bool:
 
 def _is_the_same_here(name: str, verdict: Verdict, node: fx.Node | None) -> bool:
     """Whether the trace's answer for a value is that of the plain call."""
-    if name == internals.VERSION or (name == "grad" and _is_placeholder(node)):
+    if name in (internals.VERSION, "is_inference") or (name == "grad" and _is_placeholder(node)):
         return node is None
     return verdict is False
 

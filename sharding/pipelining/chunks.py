@@ -17,8 +17,9 @@ from torch import fx
 
 from torchard.functional.core.arguments import nearest
 from torchard.functional.core.errors import PipelineError
+from torchard.functional.core.scope_frames import path_of
 from torchard.functional.programs.flops import flops, is_product
-from torchard.functional.programs.tags import ORIGIN, PHASE, SCOPE, SOURCE, VAL
+from torchard.functional.programs.tags import FRAMES, ORIGIN, PHASE, SCOPE, SOURCE, VAL
 from torchard.functional.reports.work import bytes_touched
 from torchard.sharding.layouts.tags import CHUNK
 from torchard.sharding.pipelining.homes import Home
@@ -36,8 +37,8 @@ def assign_chunks(graph: fx.Graph, stages: Stages, homes: Sequence[Home], name: 
     """Tag the operations of a graph with their chunks.
 
     Args:
-        stages: patterns of scopes, one for each chunk; or one pattern, each match of which is a unit
-            that is not cut; or None, to cut between any two operations.
+        stages: patterns of scopes, one for each chunk; or one pattern, each outermost match of which is
+            a unit that is not cut; or None, to cut between any two operations.
         homes: the home of each chunk, in the order of the forward.
         name: the name of the function, for messages.
 
@@ -103,7 +104,7 @@ def _units(
     numbers: dict[str, int] = {}
     matched: dict[fx.Node, int] = {}
     for node in flowing:
-        scope = _matched(SCOPE.get(node, ""), pattern)
+        scope = _matched(node, pattern)
         if scope is not None:
             matched[node] = numbers.setdefault(scope, len(numbers))
     if not numbers:
@@ -118,12 +119,12 @@ def _by_patterns(
 ) -> dict[fx.Node, int]:
     matched: dict[fx.Node, int] = {}
     for node in flowing:
-        scope = SCOPE.get(node, "")
-        found = [i for i, pattern in enumerate(patterns) if _matched(scope, pattern) is not None]
+        found = [i for i, pattern in enumerate(patterns) if _matched(node, pattern) is not None]
         if len(found) > 1:
             raise PipelineError(
                 f"pipeline({name}): stages {patterns[found[0]]!r} and {patterns[found[1]]!r} both match "
-                f"the scope {scope!r} at {SOURCE.get(node)}; one pattern may match each scope."
+                f"the scope {SCOPE.get(node, '')!r} at {SOURCE.get(node)}; one pattern may match each "
+                "scope."
             )
         if found:
             matched[node] = found[0]
@@ -133,10 +134,18 @@ def _by_patterns(
     return _with_neighbours(flowing, matched)
 
 
-def _matched(scope: str, pattern: str) -> str | None:
-    """The beginning of a scope that a pattern matches; None if it matches none."""
-    beginnings = itertools.accumulate(scope.split("/"), "{}/{}".format)
-    return next((text for text in beginnings if fnmatch.fnmatchcase(text, pattern)), None)
+def _matched(node: fx.Node, pattern: str) -> str | None:
+    """The outermost scope around an operation that a pattern matches; None if it matches none.
+
+    The path of a module has those of the modules around it in it: ``layers.0.norm`` is in ``layers.0``.
+    """
+    frames = FRAMES.get(node, ())
+    paths = [path_of(frames[:i]) for i in range(1, len(frames) + 1)]
+    for path in (*paths, SCOPE.get(node, "")):
+        for beginning in itertools.accumulate(path.split("/"), "{}/{}".format):
+            if fnmatch.fnmatchcase(beginning, pattern):
+                return beginning
+    return None
 
 
 def _with_neighbours(

@@ -186,4 +186,4 @@ def test_a_lock_is_of_its_process() -> None:
         with lock:
             pass
     assert not lock.is_held()
-    assert not internals.thread_state.one_at_a_time.is_held()
+    assert not internals.told_modes.one_at_a_time.is_held()
