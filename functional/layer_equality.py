@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import LoopError
 from torchard.functional.tracing.trace_call import autocast_state
 
@@ -77,18 +78,41 @@ def structure_of(layer: nn.Module) -> dict[str, Any]:
     }
 
 
-def check_hooks(layer: nn.Module, path: str) -> None:
+def check_hooks(layer: nn.Module, path: str, number: int) -> None:
     """Refuse hooks, which would see one layer of all.
+
+    Args:
+        path: the path of the list.
+        number: of the layer in the list.
 
     Raises:
         LoopError: a module of the layer has one.
     """
     for name, part in layer.named_modules():
-        if any(vars(part).get(hooks) for hooks in internals.HOOK_TABLES):
+        hook = _hook_of(part)
+        if hook is not None:
             raise LoopError(
-                f"functionalize(stacked={path!r}): {'.'.join(filter(None, (f'{path}.*', name)))} has "
-                "hooks, which stacked layers may not have. Leave the list out of stacked."
+                f"functionalize(stacked={path!r}): {'.'.join(filter(None, (f'{path}.{number}', name)))} "
+                f"has the {hook}, which would see one layer of all. Remove it (the handle that registered "
+                "it has .remove()), return what it collects from the forward, or leave the list out of "
+                "stacked. transformers installs hooks at the first call with output_hidden_states or "
+                "output_attentions: build the model anew, and call it without these."
             )
+
+
+def _hook_of(part: nn.Module) -> str | None:
+    """The kind, line and name of a module's first hook; None if it has none."""
+    for table in internals.HOOK_TABLES:
+        for hook in (vars(part).get(table) or {}).values():
+            kind = table.strip("_").removesuffix("s").replace("_", " ")
+            return f"{kind} {_text_of(hook)}"
+    return None
+
+
+def _text_of(function: Any) -> str:
+    inner = function.func if isinstance(function, functools.partial) else function
+    code = getattr(getattr(inner, "__func__", inner), "__code__", None)
+    return type(inner).__name__ if code is None else f"at {source.of_code(code)}"
 
 
 def attributes_of(layer: nn.Module) -> dict[tuple[str, str], Any]:

@@ -78,8 +78,8 @@ class StackedLayers:
     def __init__(self, module: nn.Module, path: str) -> None:
         layers = _listed(module, path)
         first = layers[0]
-        for layer in layers:
-            check_hooks(layer, path)
+        for i, layer in enumerate(layers):
+            check_hooks(layer, path, i)
         self.path, self.count, self.name = path, len(layers), type(first).__name__
         self.tensors = [name for name, _ in (*first.named_parameters(), *first.named_buffers())]
         self.frame = Frame(self.row("").rstrip("."), module=True, iterated=True)
@@ -254,7 +254,7 @@ class StackedLayers:
             LoopError: it has not.
         """
         layer = self.layers[number]
-        check_hooks(layer, self.path)
+        check_hooks(layer, self.path, number)
         exchanged = [*layer.modules()] != self._modules[number]
         forwards = zip(_forwards(layer), self._forwards[number], strict=False)
         if exchanged or not all(now is before for now, before in forwards):

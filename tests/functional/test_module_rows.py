@@ -236,7 +236,7 @@ REFUSED: dict[str, tuple[Any, type[nn.Module], str]] = {
     "a buffer replaced after": (replacing_after, Layer, "replaces 'scale' of layer 1"),
     "a module replaced": (replacing_a_module, Layer, r"a module of layers\.1 is another"),
     "weights given": (giving_weights, Layer, "'weight' of layer 0 is replaced"),
-    "hooks on layers": (hooking, Layer, r"layers\.\*\.linear has hooks"),
+    "hooks on layers": (hooking, Layer, r"layers\.1\.linear has the forward hook at .*_rows.py:"),
     "hooks in layers": (first_of_all, Hooking, "forward of a layer writes to a"),
     "a list of all": (first_of_all, Noting, "forward of a layer writes to a list that it holds"),
 }

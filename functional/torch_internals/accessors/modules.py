@@ -29,6 +29,8 @@ __all__ = [
 
 # Where a module keeps its parameters.
 PARAMETERS = "_parameters"
+# What makes a custom tensor an instance of nn.Parameter; where torch has none, it is an attribute more.
+_IS_PARAMETER = "_is_param"
 # Where a module keeps its hooks.
 HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -77,7 +79,7 @@ def tensor_tables(layer: nn.Module) -> dict[str, dict[str, Any]]:
 
 def mark_parameter(tensor: Any) -> None:
     """Make a tensor an instance of `nn.Parameter`, as torch does for custom tensors."""
-    tensor._is_param = True
+    setattr(tensor, _IS_PARAMETER, True)
 
 
 @contextmanager
@@ -90,7 +92,7 @@ def as_parameters(tensors: Iterable[Tensor]) -> Iterator[None]:
         yield
     finally:
         for tensor in marked:
-            vars(tensor).pop("_is_param", None)
+            vars(tensor).pop(_IS_PARAMETER, None)
 
 
 def check_batch_norm_input(layer: Any, input: Tensor) -> None:
