@@ -93,9 +93,9 @@ def check_hooks(layer: nn.Module, path: str, number: int) -> None:
         if hook is not None:
             raise LoopError(
                 f"functionalize(stacked={path!r}): {'.'.join(filter(None, (f'{path}.{number}', name)))} "
-                f"has the {hook}, which would see one layer of all. Remove it (the handle that registered "
-                "it has .remove()), return what it collects from the forward, or leave the list out of "
-                "stacked. transformers installs hooks at the first call with output_hidden_states or "
+                f"has the {hook}, which would see one layer of all. Remove it (its handle has "
+                ".remove()), return what it collects from the forward, or leave the list out of stacked. "
+                "transformers installs hooks at the first call with output_hidden_states or "
                 "output_attentions: build the model anew, and call it without these."
             )
 

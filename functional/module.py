@@ -58,6 +58,8 @@ def functionalize(
         ``fn`` and ``params``. ``fn(params, *args)`` is ``module(*args)``; see `Functional`. ``params`` is
         a dict of the module's parameters by dotted path, detached, sharing memory with it. Tied
         parameters appear once, under their first name, and their gradient is the sum over the uses.
+        A forward that reads ``requires_grad`` of its parameters reads that of the call: of the tensors
+        that are passed, which those of ``params`` do not require, and all that are differentiated do.
 
     Raises:
         LoopError: ``stacked`` names no list, or its modules differ in their structure; when called, if
@@ -100,7 +102,8 @@ class Functional(ModuleCopy):
     arguments of these names is given them by position.
 
     Attributes:
-        buffers: the module's buffers by dotted path; a call without ``buffers=`` uses them as constants.
+        buffers: the module's buffers by dotted path, which share its memory (stacked ones are copies); a
+            call without ``buffers=`` uses them as constants.
         module: the copy of the module; its parameters and buffers are on the meta device.
         stacks: its lists of stacked layers.
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core.errors import PurityError
 from torchard.functional.programs.tags import VAL
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "overlap",
     "storage_key",
     "turns_in_place",
+    "writes_only",
     "written_arguments",
     "written_nodes",
 ]
@@ -30,6 +32,14 @@ def written_arguments(target: Any) -> list[str]:
     if schema is None or not schema.is_mutable:
         return []
     return [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def writes_only(where: str | None, target: Any) -> PurityError:
+    """The refusal of an operation that writes and has no pure form."""
+    return PurityError(
+        f"{where or 'an unknown line'} writes in place by {target}, which has no out-of-place form: use "
+        "an operation that returns a new tensor."
+    )
 
 
 def written_nodes(node: fx.Node) -> list[fx.Node]:

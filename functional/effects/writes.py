@@ -23,6 +23,7 @@ from torchard.functional.effects.mutation import (
     functional_twin,
     overlap,
     storage_key,
+    writes_only,
     written_arguments,
     written_nodes,
 )
@@ -113,10 +114,7 @@ class _Functionalization:
         twin = functional_twin(target)
         turns = torch.Tag.inplace_view in target.tags
         if twin is None or (turns and not twin.is_view):
-            raise PurityError(
-                f"{SOURCE.get(node)} writes in place by {node.target}, which has no out-of-place form: "
-                "use an operation that returns a new tensor."
-            )
+            raise writes_only(SOURCE.get(node), target)
         if turns:  # no element is written: the tensor has other dims, or no gradient, from now on
             step = ViewStep(twin, node.args[1:], tuple(node.kwargs.items()), CUT.on(node))
             parent = self.table.by_node[node.all_input_nodes[0]]

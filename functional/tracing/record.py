@@ -113,7 +113,14 @@ def _fake_inputs(
 _READS_A_VALUE = (
     *("get value out of a tracing tensor", "its data is not allocated yet"),
     ".numpy() is not supported for tensor subclasses",
+    # under levels of torch.func
+    *("Tensor that doesn't have storage", "on a tensor with unallocated storage"),
+    *("calling .item() on a Tensor", "attempting to use a Tensor in some data-dependent control flow"),
 )
+# Operators by which Python code reads a value; any other one reads it for itself. What torch counts
+# among operators with results of unknown shape, because of the shape of what it keeps for its backward.
+_OF_BRANCHES = ("aten::_local_scalar_dense", "aten::item", "aten::equal", "aten::allclose")
+_KEEPS_UNKNOWN_SHAPES = ("aten::_ctc_loss",)
 _DRAWN = (
     "draws random numbers from a torch.Generator: its state would not advance when the trace is run "
     "again. Pass a key and use torchard.random, or draw outside and pass the tensor"
@@ -204,6 +211,12 @@ def _leaked(node: fx.Node) -> UnexpectedTracerError:
 def _branching(error: BaseException) -> PurityError:
     where = source.of_error(error) or source.of_here() or "a line that could not be found"
     op = getattr(error, "func", None)
+    if _reads_for_itself(error):
+        return PurityError(
+            f"{where} calls {op}, which reads the values of tensors that it is given (lengths, targets): "
+            "it cannot be traced. Call it outside of the transform, on what the function returns, or "
+            "write it with operations that do not depend on values."
+        )
     operation = f" (by {op})" if op is not None else ""
     return PurityError(
         f"{where} needs the value of a tensor while the function is traced{operation}: branching, "
@@ -211,6 +224,15 @@ def _branching(error: BaseException) -> PurityError:
         "torch.where for a branch, pass the number as an int, bool or string argument (these are "
         "static), or compute it outside the transform."
     )
+
+
+def _reads_for_itself(error: BaseException) -> bool:
+    """Whether an operator reads values, rather than the Python code around it."""
+    if isinstance(error, internals.DataDependentOutputException):
+        return internals.qualified_name(error.func) not in _OF_BRANCHES
+    if isinstance(error, internals.DynamicOutputShapeException):
+        return internals.qualified_name(error.func).partition(".")[0] in _KEEPS_UNKNOWN_SHAPES
+    return False
 
 
 def _output_node(state: TraceState, output: torch.Tensor) -> fx.Node:

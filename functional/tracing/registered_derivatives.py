@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import DerivativeError
 from torchard.functional.core.tensor_spec import TensorSpec
+from torchard.functional.effects.mutation import functional_twin, writes_only
 from torchard.functional.torch_internals.accessors import pytree
 from torchard.functional.torch_internals.operators import COLLECTIVES
 
@@ -60,8 +61,13 @@ def call(
     Args:
         where: the line that calls it.
         mode: makes the mode that the call runs in; the registered derivative runs in it too.
+
+    Raises:
+        PurityError: it writes to an argument, and has no pure form.
     """
     op = internals.overload(op, args, kwargs)
+    if internals.is_mutable(op) and functional_twin(op) is None:
+        raise writes_only(where, op)  # here, as torch fails on it, under levels, for another reason
     formula = _formula(op, args, kwargs) if _is_differentiated(args, kwargs) else None
     if formula is None:
         return op(*args, **kwargs)

@@ -36,6 +36,7 @@ __all__ = ["spread"]
 
 # The weight of the labels that torch's kernel returns beside the loss takes the labels alone.
 _APART = (aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+_BAGS = (aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 _SMALL = 1024  # elements below which an operation on a pending sum may run once per microbatch
 
 
@@ -146,7 +147,7 @@ class _Spread:
         return (
             f"{SOURCE.get(node) or 'an unknown line'}: {node.target} of {shapes} cannot be computed one "
             f"microbatch at a time: it needs the whole batch, which is dim {' or '.join(map(str, dims))} "
-            "here. Compute it outside of accumulate, or split another dim (batch=...)."
+            f"here. Compute it outside of accumulate{_instead(node)}."
         )
 
     # -- values in the layouts that their users want ----------------------------------------------
@@ -196,6 +197,22 @@ class _Spread:
         computed = add_call(node, node.target, *args, graph=self.new, same="call", **kwargs)
         LAYOUT.set(computed, layout)
         return computed
+
+
+def _instead(node: fx.Node) -> str:
+    """What can be done about an operation that is not computed one microbatch at a time."""
+    if node.target in _BAGS:
+        return ", or use F.embedding, and sum or average over the dim of the bag"
+    space = getattr(node.target, "namespace", "aten")
+    if space not in ("aten", "prims", "torchard"):
+        return (
+            f", or state which of its dims are independent: register_rule(torch.ops.{node.target}, text="
+            "'n ... -> n ...') for one that computes each row by itself"
+        )
+    return (
+        ", split a dim of the arguments that it treats one by one (batch=...), or use checkpoint, which "
+        "saves memory without slices"
+    )
 
 
 def _whole(node: fx.Node) -> Layout:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.func import grad, vjp, vmap
 
@@ -66,6 +68,62 @@ def test_functions_without_setup_context_say_what_works() -> None:
     with pytest.raises(PurityError, match=r"without setup_context.*torch\.func\.grad\(jit\(f\)\)"):
         jit(grad(applied), backend="eager")(X)
     assert grad(jit(applied, backend="eager"))(X).tolist() == (8 * X).tolist()
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda x: x.sum().item(),
+    "tolist": lambda x: x.tolist()[0],
+    "numpy": lambda x: x.detach().numpy()[0],
+    "array": lambda x: np.asarray(x.detach())[0],
+    "float": lambda x: float(x.sum()),
+    "bool": lambda x: bool(x.sum() > 0),
+}
+AROUND: dict[str, Callable[[Any], Any]] = {
+    **STACKS,
+    "jit": lambda f: jit(f, backend="eager"),
+    "jit of vmap": lambda f: lambda x: jit(vmap(f), backend="eager")(x[None]),
+    "jit of vmap of grad": lambda f: lambda x: jit(vmap(grad(f)), backend="eager")(x[None]),
+    "vmap of jit": lambda f: lambda x: vmap(jit(f, backend="eager"))(x[None]),
+}
+
+
+@pytest.mark.parametrize("stack", AROUND)
+@pytest.mark.parametrize("read", READS)
+def test_a_value_that_is_read_is_refused_by_line(read: str, stack: str) -> None:
+    def reads(x: Tensor) -> Tensor:
+        return x.sum() * READS[read](x)
+
+    line = r"test_refused_inside\.py:\d+ in <lambda> needs the value of a tensor"
+    with pytest.raises(PurityError, match=line):
+        AROUND[stack](reads)(X)
+
+
+@torch.library.custom_op("test_refused_inside::double_", mutates_args={"x"})
+def double_(x: Tensor) -> None:
+    x.mul_(2)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_an_operator_that_writes_is_refused_as_what_it_is(stack: str) -> None:
+    def writes(x: Tensor) -> Tensor:
+        y = x * 2
+        double_(y)
+        return y.sum()
+
+    with pytest.raises(PurityError, match=r"\.py:\d+ in writes writes in place by test_.*double_"):
+        STACKS[stack](writes)(X)
+
+
+@pytest.mark.parametrize("lengths", [(4,), torch.tensor([4])], ids=["tuple", "tensor"])
+@pytest.mark.parametrize("stack", STACKS)
+def test_an_operator_that_reads_values_is_named(stack: str, lengths: Any) -> None:
+    def loss(x: Tensor) -> Tensor:
+        scores = torch.log_softmax(x.expand(4, 1, 3), -1)
+        targets = torch.tensor([[1, 2]])
+        return F.ctc_loss(scores, targets, lengths, (2,) if type(lengths) is tuple else lengths - 2)
+
+    with pytest.raises(PurityError, match=r"\.py:\d+ in loss calls aten\._ctc_loss.* reads the values"):
+        STACKS[stack](loss)(X)
 
 
 def pulled_outside(w: Tensor, x: Tensor) -> Tensor:

@@ -152,10 +152,28 @@ def batch_norm(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return F.batch_norm(x @ w, None, None, training=True).square().mean()
 
 
+@torch.library.custom_op("test_accumulate::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    return x / 2
+
+
+halved.register_fake(torch.empty_like)
+
 REFUSED: dict[str, tuple[Callable[..., Any], int, Any, str]] = {
     "batch norm": (batch_norm, 2, (None, 0), r"in batch_norm: .* whole batch.*layer or group norm"),
     "contrastive": (lambda w, x: (x @ w @ x.T).logsumexp(1).sum(), 2, (None, 0), "needs the whole batch"),
-    "sort": (lambda w, x: (x @ w).sort(0).values.sum(), 2, (None, 0), "aten.sort.*dim 0 here"),
+    "sort": (
+        *(lambda w, x: (x @ w).sort(0).values.sum(), 2, (None, 0)),
+        r"aten.sort.*dim 0 here\. Compute it outside .* use checkpoint",
+    ),
+    "bags": (
+        *(lambda w, x: F.embedding_bag(x.long(), w).sum(), 2, (None, 0)),
+        r"use F\.embedding, and sum or average",
+    ),
+    "an operator": (
+        *(lambda w, x: halved(x @ w).sum(), 2, (None, 0)),
+        r"register_rule\(torch\.ops\.test_accumulate\.halved\.default, text='n",
+    ),
     "no multiple": (lambda w, x: (x @ w).sum(), 5, (None, 0), r"dim 0 of args\[1\].*steps=4 or 6"),
     "no such dim": (lambda w, x: (x @ w).sum(), 2, (None, 2), r"args\[1\] has shape .* no dim 2"),
     "no batch": (lambda w, x: (x @ w).sum(), 2, (None, None), "no argument has a batch"),
