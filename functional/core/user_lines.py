@@ -105,8 +105,9 @@ def asked_by_user(*between: str, installed: bool = True) -> bool:
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.endswith(between):
         frame = frame.f_back
-    asking = frame is not None and is_user(frame.f_code)
-    return asking and (installed or not is_installed(frame.f_code))
+    if frame is None or not is_user(frame.f_code):
+        return False
+    return installed or not is_installed(frame.f_code)
 
 
 def of_error(error: BaseException) -> str | None:
