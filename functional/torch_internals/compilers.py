@@ -18,6 +18,7 @@ from torchard.functional.torch_internals.accessors.required import needed, requi
 from torchard.functional.torch_internals.donated_buffers import donating
 from torchard.functional.torch_internals.thread_state import thread_state_kept
 from torchard.functional.torch_internals.told_modes import one_at_a_time
+from torchard.functional.torch_internals.written_buffers import reads_after_writes
 
 __all__ = ["compile_graph", "resolved"]
 
@@ -81,8 +82,8 @@ def _allocating_by(allocate: Callable[..., torch.Tensor]) -> Iterator[None]:
 def _repaired(repairs: Passes, rounding: bool) -> Iterator[None]:
     """A context in which Inductor runs passes after its own and before it makes writes in place.
 
-    Its caches of compiled code, also that of AOTAutograd, have the files in the folders of the passes in
-    their keys.
+    Its caches of compiled code, also that of AOTAutograd, have the files in the folders of the passes,
+    and what is changed in Inductor itself, in their keys.
     """
     with needed():
         from torch._inductor import config
@@ -99,13 +100,17 @@ def _repaired(repairs: Passes, rounding: bool) -> Iterator[None]:
         def uuid(self) -> Any:
             files = [Path(str(sys.modules[repair.__module__].__file__)) for repair in repairs]
             beside = {str(near) for file in files for near in file.parent.glob("*.py")}
-            return get_hash_for_files(tuple(sorted(beside)))
+            changed = str(sys.modules[reads_after_writes.__module__].__file__)
+            return get_hash_for_files((*sorted(beside), changed))
 
     given: Any = config.post_grad_custom_post_pass
     users = given if isinstance(given, (list, tuple)) else [given] if given else []
     passes = [*users, Repairs()] if users else Repairs()
     exact = rounding or config.emulate_precision_casts
-    with config.patch(post_grad_custom_post_pass=passes, emulate_precision_casts=exact):
+    with (
+        reads_after_writes(),
+        config.patch(post_grad_custom_post_pass=passes, emulate_precision_casts=exact),
+    ):
         yield
 
 

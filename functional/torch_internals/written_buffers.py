@@ -1,0 +1,47 @@
+"""Reads of buffers that Inductor's code writes in place, kept behind the writes.
+
+Inductor's scheduler has a name for a buffer before each write and one after it, and a node that reads
+what was written depends on the later name. Where it changes the loops of a node, to fuse it with others,
+it takes the node's reads anew from its code, which knows the first name alone: the node then depends on
+no write, and may be ordered before it, to save memory (torch 2.13: gradients of `x.max(0)[0]` that lack
+elements, if rows are summed in the same kernel).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torchard.functional.torch_internals.accessors.required import needed, require
+
+__all__ = ["reads_after_writes"]
+
+
+@contextlib.contextmanager
+def reads_after_writes() -> Iterator[None]:
+    """A context in which Inductor's scheduler keeps what a node depends on when its loops change."""
+    with needed():
+        from torch._inductor.dependencies import StarDep, WeakDep
+        from torch._inductor.scheduler import SchedulerNode
+
+        require(SchedulerNode, "_compute_attrs", "set_read_writes", "update_mutated_names")
+
+    take_anew: Any = SchedulerNode._compute_attrs
+
+    def keep(node: Any, *args: Any, **options: Any) -> None:
+        before = getattr(node, "read_writes", None)
+        take_anew(node, *args, **options)
+        if before is None:
+            return
+        anew = node.read_writes
+        for read in before.reads:
+            anew = anew.with_read(read) if isinstance(read, (StarDep, WeakDep)) else anew
+        node.set_read_writes(anew.rename(node.mutation_renames))
+
+    # One thread compiles at a time; to what torch.compile compiles meanwhile it does the same good.
+    SchedulerNode._compute_attrs = keep  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        SchedulerNode._compute_attrs = take_anew  # type: ignore[method-assign]
