@@ -47,8 +47,10 @@ class Fault:
     def is_right(self, value: Any, call: Sequence[Tensor]) -> bool:
         """Whether a value is that of a call of the plain function."""
         trial = Trial(self.what, lambda *x: _listed(self.fn(*x)), list(call))
-        if self.exactly or value is None:
-            return value is not None and torch.equal(value, self.fn(*call))
+        if value is None:
+            return False
+        if self.exactly:
+            return all(map(torch.equal, _listed(value), trial()))
         return not differs(trial, _listed(value), trial())
 
 
@@ -68,13 +70,15 @@ def _listed(out: Any) -> list[Tensor]:
 def unrepaired() -> Iterator[None]:
     """A context in which `jit` hands programs to Inductor as they are."""
     module = importlib.import_module("torchard.functional.jit")
+    compilers = importlib.import_module("torchard.functional.torch_internals.compilers")
     nothing: dict[str, Any] = {
         "REPAIRS": (),
         "has_half_precision": lambda graph, inputs: False,
         "keep_compared": lambda program: program,
         "call_torch": lambda graph: None,
     }
-    with mock.patch.multiple(module, **nothing):
+    as_it_is = mock.patch.object(compilers, "reads_after_writes", contextlib.nullcontext)
+    with mock.patch.multiple(module, **nothing), as_it_is:
         yield
 
 
@@ -90,6 +94,16 @@ def _random(*shape: int, count: int = 1, dtype: torch.dtype = torch.float32) -> 
 def _maxima(x: Tensor) -> Tensor:
     y = F.gelu(x)
     return (y * y.amax(-1, keepdim=True)).sum() + torch.maximum(y, y.amax(0, keepdim=True)).sum()
+
+
+def _of_maxima(w: Tensor, x: Tensor) -> list[Tensor]:
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        y = x.sin()
+        by_rows = y.amax(1) + F.relu(y - y.max() + 0.125).sum(1)
+        return by_rows.sum() + (y.max(0)[0] * w[0]).sum()
+
+    (by_w, by_x), value = torch.func.grad_and_value(loss, argnums=(0, 1))(w, x)
+    return [by_w, by_x, value]
 
 
 def _gradient(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -151,6 +165,14 @@ FAULTS = [
         "the same",
         lambda x: x - ((x.roll(1, 0) + x) - x.roll(1, 0)),
         _random(64, dtype=torch.bfloat16),
+        exactly=True,
+    ),
+    Fault(
+        "a kernel whose loops were changed runs before the write in place of what it reads: gradients of "
+        "`x.max(0)[0]` are left out",
+        "what a kernel depends on is kept when its loops change (`written_buffers.py`)",
+        _of_maxima,
+        [[x for shape in ((32, 32), (16, 32)) for (x,) in _random(*shape, dtype=torch.bfloat16)]],
         exactly=True,
     ),
     Fault(

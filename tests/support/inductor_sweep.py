@@ -28,6 +28,7 @@ from compiler_programs import Trial, compared, comparisons, differs, expanded_wr
 from matrix import commit
 from paths import RESULTS
 from refusals import refuses
+from sums_of_terms import sums_of_terms
 
 from torchard.functional import jit
 from torchard.functional.core import tree
@@ -46,10 +47,11 @@ UNDETERMINED = op_db.UNDETERMINED | {"svd_lowrank", "pca_lowrank", "nn.functiona
 
 def sources(count: int, seed: int) -> dict[str, Callable[[], Iterable[Trial]]]:
     """All trials by kind, some of each."""
-    every = max(1, 400 // count)
+    every, some = max(1, 400 // count), range(seed, seed + max(4, count // 4))
     kinds: dict[str, Callable[[], Iterable[Trial]]] = {
         "writes into overlapping values": expanded_writes,
         **{f"exact comparisons, {d}": partial(comparisons, d, seed, every) for d in COMPARED},
+        **{f"sums of terms, {d}": partial(sums_of_terms, d, some) for d in (*COMPARED, torch.float16)},
         "random programs": lambda: random_programs(range(seed, seed + count)),
         "programs with effects": lambda: programs_with_effects(range(seed, seed + count)),
     }

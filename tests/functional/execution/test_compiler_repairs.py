@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from compiler_faults import FAULTS
 from compiler_programs import Trial, comparisons, expanded_writes, first_wrong
+from sums_of_terms import lost_reads, sums_of_terms
 from torch import fx
 
 from torchard.functional import checkpoint, jit, saved_residuals, torch_internals, trace
@@ -20,6 +21,7 @@ from torchard.functional.programs.tags import INDUCTOR_REALIZE_TO_STRIDES
 
 aten = torch.ops.aten
 WRITES = expanded_writes()
+SUMS = (57, 309)  # of which kernels lose reads, if Inductor is as it is
 
 
 # All compile as one; `make inductor` has all of them. `scatter_reduce` of products asks for values in its
@@ -34,6 +36,14 @@ def test_values_compared_with_what_was_made_of_them(dtype: torch.dtype) -> None:
     trials = [trial for trial in comparisons(dtype, seed=3, every=150) if _runs(trial)]
     assert len(trials) > 1
     assert not first_wrong(trials, jit)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_is_written_in_place_is_read_after(dtype: torch.dtype) -> None:
+    """Also by kernels whose loops change."""
+    with lost_reads() as lost:
+        assert not first_wrong(list(sums_of_terms(dtype, SUMS)), jit)
+    assert not lost
 
 
 def test_faults() -> None:
