@@ -12,6 +12,9 @@ else reads becomes one in place, also where several elements of the value are on
 and by scalar code in another, which round differently. A comparison of the value with its own maximum may
 then be false everywhere, and a gradient zero or NaN.
 
+That the scheduler may order a kernel before a write in place of what it reads is mended in
+`torch_internals/written_buffers.py`: no pass over a graph knows of it.
+
 In half precision kernels compute in float32 and round only what they store. No pass can mend that: where
 `has_half_precision`, Inductor is told to round whatever eager rounds.
 """

@@ -40,8 +40,9 @@ def reads_after_writes() -> Iterator[None]:
         node.set_read_writes(anew.rename(node.mutation_renames))
 
     # One thread compiles at a time; to what torch.compile compiles meanwhile it does the same good.
-    SchedulerNode._compute_attrs = keep  # type: ignore[method-assign]
+    scheduler_node: Any = SchedulerNode
+    scheduler_node._compute_attrs = keep
     try:
         yield
     finally:
-        SchedulerNode._compute_attrs = take_anew  # type: ignore[method-assign]
+        scheduler_node._compute_attrs = take_anew
