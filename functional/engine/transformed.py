@@ -18,7 +18,6 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import RetraceWarning
 from torchard.functional.core.locks import Lock
 from torchard.functional.core.placed import is_placed
-from torchard.functional.core.stand_ins import stand_ins
 from torchard.functional.core.wrapper import Wrapper
 from torchard.functional.derivatives.value_rewrite import ValueRewrite, interpreted
 from torchard.functional.engine.autograd_functions import call
@@ -33,6 +32,7 @@ from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.reports.lowered import Lowered
 from torchard.functional.tracing.autograd_state import autograd_of
 from torchard.functional.tracing.signature import Arguments, paths_of, read
+from torchard.functional.tracing.stand_ins import stand_ins
 from torchard.functional.tracing.strided_inputs import check_memory, pass_on
 from torchard.functional.tracing.trace_call import trace_call
 from torchard.functional.tracing.trace_state import TraceState, active, called

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import LoopError, PurityError
-from torchard.functional.core.stand_ins import standing_in
 from torchard.functional.modules.rebinding import memory_of
+from torchard.functional.tracing.stand_ins import standing_in
 
 __all__ = ["OwnTensors", "Registered"]
 

@@ -15,8 +15,8 @@ from torchard.functional.core import tree
 from torchard.functional.core.arguments import check_fields
 from torchard.functional.core.errors import StaticArgumentError
 from torchard.functional.core.placed import is_placed
-from torchard.functional.core.stand_ins import stand_ins
 from torchard.functional.core.tensor_spec import TensorSpec, contiguous
+from torchard.functional.tracing.stand_ins import stand_ins
 from torchard.functional.tracing.tensor_lifting import is_weak
 
 __all__ = ["Arguments", "ShapeDtype", "paths_of", "read", "specs_of_arguments"]

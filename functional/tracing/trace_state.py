@@ -21,7 +21,6 @@ from torchard.functional.core.arguments import checked
 from torchard.functional.core.errors import PurityError
 from torchard.functional.core.placed import lifts
 from torchard.functional.core.scope_frames import Frame, path_of
-from torchard.functional.core.stand_ins import stand_in
 from torchard.functional.core.tensor_spec import TensorSpec, contiguous
 from torchard.functional.effects.grad_dependent_ops import without_gradient
 from torchard.functional.effects.mutation import turns_in_place
@@ -39,6 +38,7 @@ from torchard.functional.programs.tags import (
 )
 from torchard.functional.remat.recompute import RECOMPUTE
 from torchard.functional.remat.segments import segments_opened
+from torchard.functional.tracing.stand_ins import stand_in
 
 __all__ = [
     "Closure",
