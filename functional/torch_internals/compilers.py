@@ -78,6 +78,10 @@ def _allocating_by(allocate: Callable[..., torch.Tensor]) -> Iterator[None]:
             setattr(made, _ALLOCATES, allocate)
 
 
+# Inductor's folding of constants takes x * 0 for 0, also where x is infinite or NaN (2.13).
+_SETTINGS: dict[str, Any] = {"joint_graph_constant_folding": False}
+
+
 @contextlib.contextmanager
 def _repaired(repairs: Passes, rounding: bool) -> Iterator[None]:
     """A context in which Inductor runs passes after its own and before it makes writes in place.
@@ -91,6 +95,8 @@ def _repaired(repairs: Passes, rounding: bool) -> Iterator[None]:
 
         require(config, "post_grad_custom_post_pass")
         require(config, "emulate_precision_casts")
+        for setting in _SETTINGS:
+            require(config, setting)
 
     class Repairs(CustomGraphPass):
         def __call__(self, graph: fx.Graph) -> None:
@@ -109,7 +115,11 @@ def _repaired(repairs: Passes, rounding: bool) -> Iterator[None]:
     exact = rounding or config.emulate_precision_casts
     with (
         reads_after_writes(),
-        config.patch(post_grad_custom_post_pass=passes, emulate_precision_casts=exact),
+        config.patch(
+            post_grad_custom_post_pass=passes,
+            emulate_precision_casts=exact,
+            **_SETTINGS,
+        ),
     ):
         yield
 

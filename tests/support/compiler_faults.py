@@ -77,8 +77,8 @@ def unrepaired() -> Iterator[None]:
         "keep_compared": lambda program: program,
         "call_torch": lambda graph: None,
     }
-    as_it_is = mock.patch.object(compilers, "reads_after_writes", contextlib.nullcontext)
-    with mock.patch.multiple(module, **nothing), as_it_is:
+    as_it_is = {"reads_after_writes": contextlib.nullcontext, "_SETTINGS": {}}
+    with mock.patch.multiple(module, **nothing), mock.patch.multiple(compilers, **as_it_is):
         yield
 
 
@@ -152,6 +152,13 @@ FAULTS = [
         "Inductor is told to round wherever eager does (`emulate_precision_casts`)",
         torch.func.grad(_maxima),
         _random(2, 19, count=3, dtype=torch.bfloat16),
+    ),
+    Fault(
+        "`x * 0` is 0 where x is infinite or no number",
+        "constants are not folded before kernels are made",
+        lambda x: torch.isnan(x * 0),
+        ((torch.tensor([torch.nan, torch.inf, -torch.inf, 2.0]),),),
+        exactly=True,
     ),
     Fault(
         "`x.bfloat16().float()` is x",
