@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -154,11 +155,18 @@ def _decay_of(who: str, weight_decay: Any) -> Callable[[Any], list[Any]]:
     return decays
 
 
+@dataclass(frozen=True)
+class _Results:
+    """The results of one leaf: a leaf itself, unlike a tuple."""
+
+    row: tuple[Any, ...]
+
+
 def _map_to_trees(count: int, fn: Callable[..., tuple[Any, ...]], *trees: Any) -> tuple[Any, ...]:
     """Map a function with `count` results over trees to `count` trees; None in the first gives None."""
-    shape = tree.structure(trees[0])
-    mapped = tree.map(lambda p, *rest: (None,) * count if p is None else fn(p, *rest), *trees)
-    rows = shape.flatten_up_to(mapped)
+    shape, none = tree.structure(trees[0]), (None,) * count
+    mapped = tree.map(lambda p, *rest: _Results(none if p is None else fn(p, *rest)), *trees)
+    rows: list[Any] = [results.row for results in shape.flatten_up_to(mapped)]
     return tuple(tree.unflatten(shape, [row[i] for row in rows]) for i in range(count))
 
 

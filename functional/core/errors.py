@@ -115,7 +115,8 @@ class AccumulateError(ValueError):
         ...
     torchard.AccumulateError: <doctest AccumulateError[1]>:1 in <lambda>: aten.sort.default of
         [4, 3] cannot be computed one microbatch at a time: it needs the whole batch, which is dim 0
-        here. Compute it outside of accumulate, or split another dim (batch=...).
+        here. Compute it outside of accumulate, split a dim of the arguments that it treats one by one
+        (batch=...), or use checkpoint, which saves memory without slices.
     """
 
 

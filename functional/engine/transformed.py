@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections import OrderedDict, deque
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.core.errors import RetraceWarning
+from torchard.functional.core.errors import DonatedError, RetraceWarning
 from torchard.functional.core.locks import Lock
 from torchard.functional.core.placed import is_placed
 from torchard.functional.core.wrapper import Wrapper
@@ -309,7 +310,8 @@ def _all_of(rewrites: Sequence[AnyRewrite], leaves: Sequence[Any]) -> Iterator[R
             yield from (rewrite, *rewrite.asks)
     for leaf in leaves:
         if is_placed(leaf):
-            yield leaf.__torchard_placed__().placement.rewrite()
+            with contextlib.suppress(DonatedError):  # the call that failed may have taken it
+                yield leaf.__torchard_placed__().placement.rewrite()
 
 
 def _named(transformed: Transformed) -> bool:
