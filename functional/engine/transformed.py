@@ -140,7 +140,7 @@ class Transformed(Wrapper):
             if entry.donated:
                 parts = give_up(arguments.leaves, entry.donated, parts, entry.positions)
             tensors, leaves = call(entry.lowered, parts)
-        except Exception as error:
+        except Exception as error:  # told to other ranks, and raised again
             for rewrite in _all_of(self.rewrites, arguments.leaves):
                 rewrite.failed(error)
             raise

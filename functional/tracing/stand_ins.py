@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -29,6 +29,6 @@ def stand_in(value: Any) -> Any:
     return value
 
 
-def stand_ins(values: Sequence[Any]) -> list[Any]:
-    """What stands in for values now."""
-    return [stand_in(value) for value in values] if _finds.get() else list(values)
+def stand_ins(values: list[Any]) -> list[Any]:
+    """What stands in for values now: the same list, at nearly every call, where nothing does."""
+    return [stand_in(value) for value in values] if _finds.get() else values

@@ -209,6 +209,9 @@ def total(w: Tensor) -> Tensor:
 IN_TRANSFORMS: dict[str, Callable[[Tensor], Callable[..., Any]]] = {
     "checkpoint": lambda w: lambda *args: args[-1] * ta.checkpoint(total)(w),
     "checkpoint's closure": lambda w: lambda *args: ta.checkpoint(lambda y: y * total(w))(args[-1]),
+    "a checkpoint that is kept": lambda w: (lambda f: lambda *args: f(args[-1]))(
+        ta.checkpoint(lambda y: y * total(w))
+    ),
     "jit": lambda w: lambda *args: args[-1] * ta.jit(total, backend="eager")(w),
     "jit's closure": lambda w: lambda *args: ta.jit(lambda y: y * total(w), backend="eager")(args[-1]),
     "repeat": lambda w: lambda *args: ta.repeat(lambda p, y: y * total(p), w, args[-1]),
@@ -242,3 +245,17 @@ def test_what_torch_wraps_before_it_is_seen_is_refused(name: str) -> None:
     new = {k: torch.ones_like(p) for k, p in params.items()}
     with pytest.raises(PurityError, match=r"^test_module_references\.py:\d+ in .*'0\.weight'"):
         fn(new, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("name", IN_TRANSFORMS)
+def test_transforms_in_a_call_pass_gradients_on(name: str, stack: str) -> None:
+    """By autograd as well, whose graph a transform in the call joins with what it was given."""
+    module, x = hooked(IN_TRANSFORMS, name), torch.ones(2, 3)
+    fn, params = ta.functionalize(module)
+    for value in (0.5, 0.75):
+        drawn = {k: torch.full_like(p, value).requires_grad_() for k, p in params.items()}
+        module.zero_grad()
+        expected = gradients(module, drawn, x)
+        STACKS[stack](lambda params: fn(params, x).square().sum())(drawn).backward()
+        torch.testing.assert_close({k: p.grad for k, p in drawn.items()}, expected)
