@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -190,12 +191,15 @@ class Accumulate(Rewrite):
 
     def _marked(self, program: Program) -> Program:
         program = program.copy()
-        for leaf, node in zip(program.inputs, program.placeholders, strict=True):
-            batch = leaf.hint(Batch)
-            if batch is not None and node.users:
-                blocks = _blocks(leaf, node, batch, program.stack)
-                with program.graph.inserting_before(_first_call(program.graph)):
-                    insert_mark(node, batch, blocks)
+        batches = [
+            (leaf, node, batch)
+            for leaf, node in zip(program.inputs, program.placeholders, strict=True)
+            if (batch := leaf.hint(Batch)) is not None and node.users
+        ]
+        blocks = _blocks(batches, program.stack)
+        for _, node, batch in batches:
+            with program.graph.inserting_before(_first_call(program.graph)):
+                insert_mark(node, batch, blocks)
         return program
 
 
@@ -215,8 +219,25 @@ def _first_call(graph: fx.Graph) -> fx.Node:
     return node
 
 
-def _blocks(leaf: Leaf, node: fx.Node, batch: Batch, stack: Sequence[Rewrite]) -> int:
-    """How many shards of a batch over a mesh each have a part in every microbatch."""
+def _blocks(batches: Sequence[tuple[Leaf, fx.Node, Batch]], stack: Sequence[Rewrite]) -> int:
+    """How many blocks of each batch have a part in every microbatch: shards, where it is over a mesh.
+
+    One number for all of them, however each is placed: the examples of a microbatch are the same rows of
+    every batch.
+    """
+    shards = {_shards(leaf, node, batch, stack) for leaf, node, batch in batches}
+    wanted = (math.lcm(*shards), *sorted(shards, reverse=True), 1)
+    return next(n for n in wanted if all(_fits(n, node, batch) for _, node, batch in batches))
+
+
+def _fits(blocks: int, node: fx.Node, batch: Batch) -> bool:
+    """Whether every microbatch has as many rows of each block."""
+    size: int = VAL.of(node).shape[batch.dim]
+    return blocks == 1 or size % (blocks * batch.steps) == 0
+
+
+def _shards(leaf: Leaf, node: fx.Node, batch: Batch, stack: Sequence[Rewrite]) -> int:
+    """How many shards a batch over a mesh has."""
     shape = tuple(VAL.of(node).shape)
     mesh = next((rewrite.mesh for rewrite in stack if isinstance(rewrite, Shard)), None)
     hint = leaf.hint(SpecHint)
@@ -227,10 +248,7 @@ def _blocks(leaf: Leaf, node: fx.Node, batch: Batch, stack: Sequence[Rewrite]) -
     else:
         return 1
     assert mesh is not None
-    count = 1
-    for axis in layout.dims[batch.dim][0].axes:
-        count *= mesh.shape[axis]
-    return count if shape[batch.dim] % (count * batch.steps) == 0 else 1
+    return math.prod(mesh.shape[axis] for axis in layout.dims[batch.dim][0].axes)
 
 
 def _nearest(numbers: Sequence[int], wanted: int) -> list[int]:
