@@ -20,6 +20,7 @@ from torchard.functional.torch_internals.composite_functions import COMPOSED
 from torchard.functional.tracing import inner_gradients
 from torchard.functional.tracing import registered_derivatives as registered
 from torchard.functional.tracing.autograd_state import answer, question
+from torchard.functional.tracing.picked import assigns_picked, pick, picks
 from torchard.functional.tracing.tensor_memory import is_deep_copy
 from torchard.functional.tracing.trace_state import TraceState
 
@@ -66,6 +67,9 @@ class TensorLifting(TorchFunctionMode):
             return self._cut(func, args, kwargs)
         if _is_data(func):
             return self._data(func, args, kwargs)
+        if picks(func, args):
+            reads = func is torch.Tensor.__getitem__
+            return (pick if reads else assigns_picked)(self.state, *args, **kwargs)
         out = self._run(_WITHOUT_READING.get(func, func), args, kwargs)
         if weak and isinstance(out, torch.Tensor) and out.ndim == 0:
             out._torchard_weak = True  # type: ignore[attr-defined]

@@ -58,7 +58,7 @@ class _Turns(Lowering):
     def __init__(self, graph: fx.Graph, steps: int) -> None:
         mesh = Mesh({AXIS: steps}, virtual=True)
         super().__init__(graph, mesh, mesh.all_coords(), SimulatedTransport())
-        self.emit = _Emitter(self.graph)
+        self.emit = _Emitter(self.graph, VAL.of(next(iter(graph.nodes))).fake_mode)
         self.loops = _Loops(graph)
         self.turns = mesh.all_coords()
         self.made: list[fx.Node] = []
@@ -209,8 +209,9 @@ def _split(shape: Sequence[int], layout: Layout, steps: int) -> tuple[int, int, 
 class _Emitter(Emitter):
     """Gives each new node its value: that of an earlier call with arguments that are alike."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, fakes: Any) -> None:
         super().__init__(graph)
+        self.fakes = fakes  # without which a value that has no operands would be a real one
         self._known: dict[Hashable, Any] = {}
         self._alike: dict[Hashable, torch.Tensor] = {}
 
@@ -224,7 +225,7 @@ class _Emitter(Emitter):
         values, named = fx.map_arg((args, kwargs), VAL.of)
         key = target, _identified(values), _identified(tuple(named.items()))
         if key not in self._known:
-            with internals.no_modes(), torch.no_grad():
+            with internals.no_modes(), torch.no_grad(), self.fakes:
                 self._known[key] = fx.node.map_aggregate(target(*values, **named), self._one_of)
         VAL.set(node, self._known[key])
         return node

@@ -40,6 +40,8 @@ def prepare(graph: fx.Graph) -> fx.Graph:
             fill_with(node, 0)
         elif node.target is aten.cat.default:
             _drop_empty_operands(node)
+        elif node.target is aten.index_put.default:
+            _expand_written(node)
     fold_sums(graph)
     gather_cuts(graph)
     fold_flips(graph)
@@ -92,6 +94,17 @@ def _drop_empty_operands(node: fx.Node) -> None:
         insert = Inserter(node)
         cast = [x if VAL.of(x).dtype == whole.dtype else _cast(insert, x, whole.dtype) for x in filled]
         substitute(node, insert(aten.cat.default, cast, dim))
+
+
+def _expand_written(node: fx.Node) -> None:
+    """Give what is written to indexed elements a value for each of them, as rules read it."""
+    table, indices, values = (fx.map_arg(arg, VAL.of) for arg in node.args[:3])
+    if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
+        return
+    with internals.no_modes():
+        shape = list(aten.index.Tensor(table, indices).shape)
+    if list(values.shape) != shape:
+        node.update_arg(2, Inserter(node)(aten.expand.default, node.args[2], shape))
 
 
 def _cast(insert: Inserter, node: fx.Node, dtype: torch.dtype) -> fx.Node:
