@@ -1,4 +1,8 @@
-"""Replacements for functions of torch that read values, but only to validate them."""
+"""Replacements for functions of torch.
+
+Some read values, but only to validate them. ``embedding_bag`` has a kernel for bags of any sizes, which
+nobody can split or slice; bags that are rows of a matrix are lookups and a sum.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +103,49 @@ def _one_dim_is_1(shape: torch.Size, of: torch.Size) -> bool:
     return not other or other == [1]
 
 
+def _embedding_bag(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> torch.Tensor:
+    """F.embedding_bag; bags that are rows, and summed or averaged, without its kernel."""
+    as_rows = _ids_in_rows(input) and offsets is None and mode in ("sum", "mean")
+    if not as_rows or max_norm is not None or scale_grad_by_freq or sparse or include_last_offset:
+        return F.embedding_bag(
+            *(input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse),
+            *(per_sample_weights, include_last_offset, padding_idx),
+        )
+    if per_sample_weights is not None and not _weights_fit(per_sample_weights, input, weight, mode):
+        return F.embedding_bag(input, weight, mode=mode, per_sample_weights=per_sample_weights)
+    rows = F.embedding(input, weight)
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights[..., None]
+    if padding_idx is None:
+        return rows.sum(1) if mode == "sum" else rows.mean(1)
+    padding = input == padding_idx % weight.shape[0]
+    total = rows.masked_fill(padding[..., None], 0).sum(1)
+    return total if mode == "sum" else total / (~padding).sum(1, keepdim=True).clamp(min=1)
+
+
+def _ids_in_rows(ids: torch.Tensor) -> bool:
+    return ids.ndim == 2 and ids.shape[1] > 0 and ids.dtype in (torch.int32, torch.int64)
+
+
+def _weights_fit(given: torch.Tensor, ids: torch.Tensor, table: torch.Tensor, mode: str) -> bool:
+    """Whether torch takes weights of examples."""
+    return mode == "sum" and given.shape == ids.shape and given.dtype == table.dtype
+
+
 COMPOSED: dict[Any, Callable[..., Any]] = {
+    F.embedding_bag: _embedding_bag,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.cov: _cov,
     torch.Tensor.cov: _cov,

@@ -47,6 +47,7 @@ __all__ = [
     "end_fakes",
     "ended",
     "inserting_after",
+    "is_known",
     "proxy_node",
     "proxying",
     "record_call",
@@ -196,6 +197,11 @@ def ended(tensor: torch.Tensor) -> Exception | None:
     base = base_tensor(tensor)
     mode = getattr(base, "fake_mode", None)
     return mode.error() if isinstance(mode, _Over) else None
+
+
+def is_known(tensor: torch.Tensor) -> bool:
+    """Whether a fake tensor has a value, which was written in the function: ``torch.tensor(3)``."""
+    return not isinstance(tensor, FakeTensor) or tensor.constant is not None
 
 
 def proxy_node(tracer: PythonKeyTracer, tensor: torch.Tensor) -> fx.Node | None:

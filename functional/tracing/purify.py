@@ -14,6 +14,7 @@ from torchard.functional.core.errors import PurityError
 from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.effects import batch_norm
 from torchard.functional.effects.mutation import storage_key, written_nodes
+from torchard.functional.effects.picked import check_picked
 from torchard.functional.effects.writes import functionalize_writes
 from torchard.functional.programs.tagging import put
 from torchard.functional.programs.tags import CUT, NAME, PHASE, SOURCE, VAL, WEAK
@@ -124,8 +125,9 @@ def purify(recording: Recording, paths: Sequence[str]) -> Recording:
     with internals.no_modes():  # a trace around this one would lift the values as operands of its own
         _check_random(recording.graph)
         batch_norm.decompose_kernels(recording.graph)
+        check_picked(recording.graph, recording.picked)
         _strip_detaches(recording.graph)
-        _check_mutation(recording.graph, paths)
+        _check_mutation(recording, paths)
         recording.without_grad |= functionalize_writes(recording.graph)
         _strip_copies(recording.graph)
         _inline_scalars(recording)
@@ -160,8 +162,12 @@ def _without_dropout(node: fx.Node) -> bool:
     return "dropout_p" in names and given.get("dropout_p", 0.0) == 0.0
 
 
-def _check_mutation(graph: fx.Graph, paths: Sequence[str]) -> None:
+def _check_mutation(recording: Recording, paths: Sequence[str]) -> None:
+    graph = recording.graph
     names = {storage_key(n): i for i, n in enumerate(graph.find_nodes(op="placeholder"))}
+    for picked in recording.picked:
+        if (source := storage_key(picked.source)) in names:
+            names.setdefault(storage_key(picked.node), names[source])
     for node in graph.nodes:
         for target in written_nodes(node):
             index = names.get(storage_key(target))

@@ -15,6 +15,7 @@ from torchard.functional.core.errors import DerivativeError, PurityError, Unexpe
 from torchard.functional.core.failed_calls import note_line
 from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.effects.mutation import forgets_turns
+from torchard.functional.effects.picked import Picked
 from torchard.functional.programs.tags import SOURCE, VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing.inner_gradients import primals_of
@@ -34,6 +35,7 @@ class Recording:
         forgets_turns: see `mutation.forgets_turns`.
         primals: for each output that is a gradient taken inside, the input it belongs to; else None.
         reads_autograd: whether it depends on which inputs require gradients in the call.
+        picked: lookups that stand for views.
     """
 
     graph: fx.Graph
@@ -44,6 +46,7 @@ class Recording:
     forgets_turns: bool
     primals: list[fx.Node | None]
     reads_autograd: bool = False
+    picked: Sequence[Picked] = ()
 
 
 def record(
@@ -90,6 +93,7 @@ def record(
         forgets,
         primals_of(state, nodes),
         state.reads_autograd,
+        state.picked,
     )
     _lift_attributes(recording, state)
     return recording

@@ -14,13 +14,13 @@ from torchard.functional.core.errors import PurityError
 from torchard.functional.core.failed_calls import note_call
 from torchard.functional.core.placed import is_placed
 from torchard.functional.effects.mutation import forgets_turns
+from torchard.functional.effects.picked import assign_picked, is_picking, pick
 from torchard.functional.programs.tags import SOURCE
 from torchard.functional.torch_internals.accessors import pytree as torch_pytree
 from torchard.functional.torch_internals.composite_functions import COMPOSED
 from torchard.functional.tracing import inner_gradients
 from torchard.functional.tracing import registered_derivatives as registered
 from torchard.functional.tracing.autograd_state import answer, question
-from torchard.functional.tracing.picked import assigns_picked, pick, picks
 from torchard.functional.tracing.tensor_memory import is_deep_copy
 from torchard.functional.tracing.trace_state import TraceState
 
@@ -67,9 +67,9 @@ class TensorLifting(TorchFunctionMode):
             return self._cut(func, args, kwargs)
         if _is_data(func):
             return self._data(func, args, kwargs)
-        if picks(func, args):
-            reads = func is torch.Tensor.__getitem__
-            return (pick if reads else assigns_picked)(self.state, *args, **kwargs)
+        if is_picking(func, args):
+            record = pick if func is torch.Tensor.__getitem__ else assign_picked
+            return record(self.state.tracer, self.state.picked, *args, **kwargs)
         out = self._run(_WITHOUT_READING.get(func, func), args, kwargs)
         if weak and isinstance(out, torch.Tensor) and out.ndim == 0:
             out._torchard_weak = True  # type: ignore[attr-defined]

@@ -24,7 +24,7 @@ from torchard.functional.core.scope_frames import Frame, path_of
 from torchard.functional.core.tensor_spec import TensorSpec, contiguous
 from torchard.functional.effects.grad_dependent_ops import without_gradient
 from torchard.functional.effects.mutation import turns_in_place
-from torchard.functional.effects.picked_memory import Picked
+from torchard.functional.effects.picked import Picked
 from torchard.functional.programs.tagging import Tag, Tags, inherited_tags, put
 from torchard.functional.programs.tags import (
     CUT,
@@ -122,6 +122,7 @@ class TraceState:
     grad_of_call: bool = True
     ungraded: set[fx.Node] = field(default_factory=set)
     reads_autograd: bool = False
+    # Lookups that stand for views (picked.py).
     picked: list[Picked] = field(default_factory=list)
 
     def __post_init__(self) -> None:

@@ -39,3 +39,12 @@ def _scatter_add(
 ) -> torch.Tensor:
     added: torch.Tensor = aten.scatter_add.default(torch.zeros_like(table), dim, index, source)
     return table + added
+
+
+@register_decomposition(aten.put.default)
+def _put(
+    table: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False
+) -> torch.Tensor:
+    flat, (ids, values) = table.reshape(-1), (index.reshape(-1), source.reshape(-1))
+    written: torch.Tensor = aten.index_put.default(flat, [ids], values, accumulate)
+    return written.reshape(table.shape)

@@ -202,7 +202,7 @@ class _Spread:
 def _instead(node: fx.Node) -> str:
     """What can be done about an operation that is not computed one microbatch at a time."""
     if node.target in _BAGS:
-        return ", or use F.embedding, and sum or average over the dim of the bag"
+        return ", or use bags that are rows of one matrix, with mode='sum' or 'mean', or F.embedding"
     space = getattr(node.target, "namespace", "aten")
     if space not in ("aten", "prims", "torchard"):
         return (

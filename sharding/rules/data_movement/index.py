@@ -246,6 +246,18 @@ register_rule(
 )
 
 
+def _scatter_reduce(call: Call) -> str | None:
+    """The dim written along is whole: which of several values counts is known to all of them only."""
+    if not call.ins[0] or len(call.ins[0]) != len(call.ins[1]) or call.ins[1] != call.ins[2]:
+        return None
+    names, picked, whole, dim = _gather_names(call, 1)
+    clauses = "".join(f" | whole {w}" for w in (names[dim], picked[dim], *whole))
+    return f"{spell(names)}, {spell(picked)}, {spell(picked)} -> {spell(names)}{clauses}"
+
+
+register_rule(aten.scatter_reduce.two, text=_scatter_reduce)
+
+
 def _index_select(call: Call) -> str | None:
     if not call.ins[0]:
         return None
