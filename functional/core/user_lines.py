@@ -15,6 +15,7 @@ import torch
 __all__ = [
     "asked_by_user",
     "calls_after_user",
+    "files_of",
     "is_installed",
     "is_installed_module",
     "is_user",
@@ -117,6 +118,12 @@ def of_error(error: BaseException) -> str | None:
         if is_user(frame.f_code):
             line_text = _written(frame.f_code, line)
     return line_text
+
+
+def files_of(error: BaseException) -> str:
+    """The module of an error's class and the files in its traceback, as one text."""
+    files = (frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__))
+    return " ".join((type(error).__module__, *files))
 
 
 def calls_after_user(error: BaseException, name: str) -> bool:

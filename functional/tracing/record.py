@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +80,7 @@ def record(
         with entered(state), tracing:
             state.last_input = _last_placeholder(state.tracer.graph)
             outputs = _run(state, fn, inputs)
+            _check_layouts(state.tracer.graph)
             nodes = tuple(_output_node(state, output) for output in outputs)
         state.tracer.graph.output(nodes)
         internals.end_fakes(state.tracer, _leaked)
@@ -116,7 +118,8 @@ def _fake_inputs(
 # Parts of torch's messages where C++ code reads a value from a tensor that has none.
 _READS_A_VALUE = (
     *("get value out of a tracing tensor", "its data is not allocated yet"),
-    ".numpy() is not supported for tensor subclasses",
+    *(".numpy() is not supported for tensor subclasses", ".tolist() is not supported for tensor"),
+    "Not available for 'meta' device type",  # an element of a storage
     # under levels of torch.func
     *("Tensor that doesn't have storage", "on a tensor with unallocated storage"),
     *("calling .item() on a Tensor", "attempting to use a Tensor in some data-dependent control flow"),
@@ -129,7 +132,13 @@ _DRAWN = (
     "draws random numbers from a torch.Generator: its state would not advance when the trace is run "
     "again. Pass a key and use torchard.random, or draw outside and pass the tensor"
 )
-# Parts of torch's messages for other things that cannot be traced, and what to do instead.
+_NOT_STRIDED = (
+    "makes or uses a sparse or nested tensor, and a trace records strided ones only. Use a dense tensor, "
+    "with a mask or with indices (index_add, F.embedding without sparse=True), or compute it outside of "
+    "the transform"
+)
+# Parts of torch's messages for other things that cannot be traced, of the names of modules of its errors
+# or of the files that they come from, and what to do instead.
 _INSTEAD = {
     "does not require grad": (
         "takes a gradient by torch.autograd with respect to an argument, for which autograd records "
@@ -149,6 +158,32 @@ _INSTEAD = {
         ("INTERNAL ASSERT FAILED", "returned an invalid gradient"),
         "fails inside torch's autograd while it is traced. This is known to happen for writes to views "
         "of detached tensors, and for writes through as_strided: write to a clone instead",
+    ),
+    "argument of type: <class 'torch.storage": (
+        "gives a tensor other memory by set_(), which a trace cannot record. Use the new tensor in its "
+        "place, or copy it into the old one by copy_()"
+    ),
+    "Creating a new Tensor subclass": (
+        "makes an object of another class for a value (as_subclass), and a trace has one of its own. "
+        "Make it outside of the transform, of what the function returns"
+    ),
+    **dict.fromkeys(
+        ("Cannot swap t1", "Cannot swap t2"),
+        "swaps tensors by torch.utils.swap_tensors, which a trace cannot record. Swap their names: "
+        "a, b = b, a",
+    ),
+    **dict.fromkeys(
+        (f"Tensor' object has no attribute '{name}'" for name in ("full", "spec", "mesh", "shards")),
+        "reads an attribute that placed values have outside of a trace. In a traced function all values "
+        "are global tensors: leave out .full(), or write torchard.full(value), which is right in both",
+    ),
+    **dict.fromkeys(
+        (
+            *(os.path.join("torch", "nested"), "._nested_", "NestedTensorImpl"),  # a file; an operator
+            *("SparseTensorImpl", "Sparse CSR"),
+            *("sparse coordinate tensor layout", "Values and compressed tensor instance"),
+        ),
+        _NOT_STRIDED,
     ),
     # torch 2.11 raises; from 2.12 on the tracer keeps the generator as an attribute
     internals.GENERATOR_IN_ERRORS: _DRAWN,
@@ -186,11 +221,19 @@ def _run(state: TraceState, fn: Callable[..., Any], inputs: list[torch.Tensor]) 
                 "detach() its operands, or differentiate with respect to other arguments only."
             ) from error
         for part, instead in _INSTEAD.items():
-            if part in (text + type(error).__module__) and not isinstance(error, PurityError):
+            if part in (text + source.files_of(error)) and not isinstance(error, PurityError):
                 where = source.of_error(error) or "a line that could not be found"
                 raise PurityError(f"{where} {instead}.") from error
         note_line(error)
         raise
+
+
+def _check_layouts(graph: fx.Graph) -> None:
+    """Refuse tensors that are not strided, whoever made them: gradients of embeddings may be."""
+    for node in graph.nodes:
+        val = VAL.get(node)
+        if isinstance(val, torch.Tensor) and val.layout is not torch.strided:
+            raise PurityError(f"{SOURCE.get(node) or 'an unknown line'} {_NOT_STRIDED}.")
 
 
 def _pulled_outside(error: BaseException) -> PurityError:

@@ -1,4 +1,4 @@
-"""What reads a tensor's memory: copies of its object, pickles, pointers. A value of a trace has none."""
+"""What reads a tensor's memory: copies, pickles, pointers, Python's loops. Traced values have none."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ _REFUSED: dict[Any, _Refusal] = {
     torch.Tensor.__dlpack__: ("exports", "Pass the tensor itself, or export it outside of the transform"),
     torch.Tensor.data_ptr: ("reads the address of", "Compare tensors by `is`"),
 }
+_BY_PYTHON = ("runs a Python function on each element of", "Use operations of torch, or torch.where")
+_REFUSED |= dict.fromkeys((torch.Tensor.apply_, torch.Tensor.map_, torch.Tensor.map2_), _BY_PYTHON)
+_REFUSED[torch.Tensor.share_memory_] = ("shares", "Share the tensor that the function returns")
 _NO_LEAF = ("makes a deep copy of", "x.clone() is a copy that gradients pass through")
 _VIEWS = ("makes one deep copy of several views of", "Copy them one by one by x.clone()")
 
