@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import tree
+from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import LoopError
 from torchard.functional.core.scope_frames import Frame
 from torchard.functional.dropout import Keyed
@@ -66,11 +67,14 @@ class _Handed(Tensor):
     result: int
     path: str
     turn: object
+    line: str  # where the layer was called
 
     @staticmethod
-    def __new__(cls, like: Tensor, layer: int, result: int, path: str, turn: object) -> _Handed:
+    def __new__(
+        cls, like: Tensor, layer: int, result: int, path: str, turn: object, line: str
+    ) -> _Handed:
         made: _Handed = internals.valueless(cls, like)
-        made.layer, made.result, made.path, made.turn = layer, result, path, turn
+        made.layer, made.result, made.path, made.turn, made.line = layer, result, path, turn, line
         return made
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch's takes keywords
@@ -82,7 +86,8 @@ class _Handed(Tensor):
             with internals.no_function_modes():
                 return func(*args, **(kwargs or {}))
         handed = next(x for x in tree.leaves((args, kwargs)) if isinstance(x, _Handed))
-        raise _used_between(handed, f"is used by {getattr(func, '__name__', func)} before the next layer")
+        how = f"is used by {getattr(func, '__name__', func)} before the next layer"
+        raise _used_between(handed, how, source.begins_here())
 
     # Required of such a class; operations are refused above. (torch declares other arguments.)
     __torch_dispatch__ = __torch_function__  # type: ignore[assignment]
@@ -106,10 +111,10 @@ _READS = {
 }
 
 
-def _used_between(handed: _Handed, how: str) -> LoopError:
+def _used_between(handed: _Handed, how: str, line: str) -> LoopError:
     return LoopError(
-        f"functionalize(stacked={handed.path!r}): the result of {handed.path}.{handed.layer} {how}; the "
-        "results of stacked layers go to the next layer only. Leave the list out of stacked."
+        f"{line}functionalize(stacked={handed.path!r}): the result of {handed.path}.{handed.layer} "
+        f"{how}; the results of stacked layers go to the next layer only. Leave the list out of stacked."
     )
 
 
@@ -127,6 +132,7 @@ class LayerCalls:
         self.layers, self.rows, self.keyed, self.within = layers, rows, keyed, within
         self.tables = tables
         self.upcoming = 0
+        self.line = ""  # of the last call
         self.leaves: list[Any] = []
         self.structure: Any = None
         self.kind: _Kind
@@ -138,6 +144,7 @@ class LayerCalls:
 
     def call(self, number: int, args: Any, kwargs: Any) -> Any:
         """The result of a layer: that of the last is one, and those before it are placeholders."""
+        self.line = source.begins_here()
         if number != self.upcoming:
             raise self._error(f"layer {number} is called where layer {self.upcoming} is expected")
         leaves, structure = tree.flatten((args, kwargs))
@@ -150,7 +157,7 @@ class LayerCalls:
         if not self.upcoming:
             return self._applied()
         path, kinds = self.layers.path, enumerate(self.kind.results)
-        results = [_Handed(like, number, i, path, self.turn) for i, like in kinds]
+        results = [_Handed(like, number, i, path, self.turn, self.line) for i, like in kinds]
         self.handed += map(weakref.ref, results)
         return self.kind.tree.build(results)
 
@@ -168,7 +175,7 @@ class LayerCalls:
             gc.collect()  # it may be in a cycle that nobody reaches
         kept = next((handed for ref in self.handed if (handed := ref()) is not None), None)
         if kept is not None:
-            raise _used_between(kept, "is returned by the module, or kept by it")
+            raise _used_between(kept, "is returned by the module, or kept by it", kept.line)
 
     def _check_tables(self, number: int) -> None:
         """Check that a layer is as it was when the module was functionalized, but for its attributes."""
@@ -181,15 +188,15 @@ class LayerCalls:
 
     def _error(self, what: str) -> LoopError:
         return LoopError(
-            f"functionalize(stacked={self.layers.path!r}): {what}; stacked layers are all called, in "
-            "order, each with the result of the one before. Leave the list out of stacked."
+            f"{self.line}functionalize(stacked={self.layers.path!r}): {what}; stacked layers are all "
+            "called, in order, each with the result of the one before. Leave the list out of stacked."
         )
 
     def _begin(self, leaves: list[Any], structure: Any) -> None:
         """The call of the first layer."""
         for leaf in leaves:
             if isinstance(leaf, _Handed):
-                raise _used_between(leaf, f"is an argument of {self.layers.path}.0")
+                raise _used_between(leaf, f"is an argument of {self.layers.path}.0", self.line)
         self.leaves, self.structure, self.carried, self.turn = leaves, structure, {}, object()
         self.start, self.state = self.keyed.first + self.keyed.drawn, thread_state()
         self.before = [contents(leaf) for leaf in leaves]
@@ -221,7 +228,8 @@ class LayerCalls:
         for i, (first, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
             if isinstance(leaf, _Handed):
                 if leaf.turn is not self.turn or leaf.layer != number - 1:
-                    raise _used_between(leaf, f"is an argument of {self.layers.path}.{number}")
+                    what = f"is an argument of {self.layers.path}.{number}"
+                    raise _used_between(leaf, what, self.line)
                 carried[i] = leaf.result
             elif first is not leaf if isinstance(first, Tensor) else not alike(first, leaf):
                 raise self._error(

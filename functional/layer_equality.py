@@ -90,10 +90,11 @@ def check_hooks(layer: nn.Module, path: str, number: int) -> None:
     """
     for name, part in layer.named_modules():
         hook = _hook_of(part)
+        place = ".".join(filter(None, (f"{path}.{number}", name)))
         if hook is not None:
             raise LoopError(
-                f"functionalize(stacked={path!r}): {'.'.join(filter(None, (f'{path}.{number}', name)))} "
-                f"has the {hook}, which would see one layer of all. Remove it (its handle has "
+                f"{source.begins_here()}functionalize(stacked={path!r}): {place} has the {hook}, "
+                "which would see one layer of all. Remove it (its handle has "
                 ".remove()), return what it collects from the forward, or leave the list out of stacked. "
                 "transformers installs hooks at the first call with output_hidden_states or "
                 "output_attentions: build the model anew, and call it without these."
@@ -179,9 +180,9 @@ class Differing:
         shown = ", ".join(map(repr, values[:4])) + ", ..." * (len(values) > 4)
         why = f"differs between layers ({shown})" if len(values) > 1 else "refers to layers of the list"
         raise LoopError(
-            f"functionalize(stacked=...): the forward of {self.__dict__['path']} reads its attribute "
-            f"{self.__dict__['name']!r}, which {why}; stacked layers differ in parameters and buffers "
-            "only. Leave the list out of stacked."
+            f"{source.begins_here()}functionalize(stacked=...): the forward of {self.__dict__['path']} "
+            f"reads its attribute {self.__dict__['name']!r}, which {why}; stacked layers differ "
+            "in parameters and buffers only. Leave the list out of stacked."
         )
 
     @property  # type: ignore[misc]  # isinstance sees the type that all values have, if it is a simple one

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import LoopError
 from torchard.functional.core.scope_frames import Frame
 from torchard.functional.dropout import Keyed
@@ -237,13 +238,15 @@ class StackedLayers:
         for name, version in versions.items():
             if values[name] is not given[name] or internals.version(values[name]) != version:
                 raise LoopError(
-                    f"functionalize(stacked={self.path!r}): a layer updates its buffer {name!r}; stacked "
-                    "layers have buffers that are only read. Leave the list out of stacked."
+                    f"{_line(self._layer)}functionalize(stacked={self.path!r}): a layer updates its "
+                    f"buffer {name!r}; stacked layers have buffers that are only read. Leave the list "
+                    "out of stacked."
                 )
         if written is not None:
             raise LoopError(
-                f"functionalize(stacked={self.path!r}): the forward of a layer writes {written}, which "
-                "only one of all layers would have. Return the value, or leave the list out of stacked."
+                f"{_line(self._layer)}functionalize(stacked={self.path!r}): the forward of a layer "
+                f"writes {written}, which only one of all layers would have. Return the value, or leave "
+                "the list out of stacked."
             )
         return out
 
@@ -260,10 +263,16 @@ class StackedLayers:
         if exchanged or not all(now is before for now, before in forwards):
             what = "a module" if exchanged else "the forward of a module"
             raise LoopError(
-                f"functionalize(stacked={self.path!r}): {what} of {self.path}.{number} is another than "
-                "when the layers were stacked; they differ in parameters and buffers only. Leave the "
-                "list out of stacked."
+                f"{source.begins_here()}functionalize(stacked={self.path!r}): {what} of "
+                f"{self.path}.{number} is another than when the layers were stacked; they differ in parameters "
+                "and buffers only. Leave the list out of stacked."
             )
+
+
+def _line(layer: nn.Module) -> str:
+    """Where the forward of a layer is written, as the beginning of a message."""
+    code = getattr(type(layer).forward, "__code__", None)
+    return "" if code is None else f"{source.of_code(code)}: "
 
 
 def _forwards(layer: nn.Module) -> list[Any]:

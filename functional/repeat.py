@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import torch
 
 from torchard.functional.core import tree
+from torchard.functional.core import user_lines as source
 from torchard.functional.core.arguments import Like, checked
 from torchard.functional.core.errors import LoopError
 from torchard.functional.core.placed import is_placed
@@ -227,8 +228,8 @@ class _Step:
         if self.collect:
             if not isinstance(result, tuple) or len(result) != 2:
                 raise LoopError(
-                    f"repeat(..., collect=True): the block returned {type(result).__name__}, not a pair "
-                    "(x, y)."
+                    f"{source.begins_here()}repeat(..., collect=True): the block returned "
+                    f"{type(result).__name__}, not a pair (x, y)."
                 )
             result, collected = result
         self._check(result)
@@ -238,14 +239,14 @@ class _Step:
         if tree.structure(result) != self.structure:
             hint = "" if self.collect else " To collect a result of each layer, pass collect=True."
             raise LoopError(
-                f"repeat: the block returned {tree.structure(result)} for an x of {self.structure}; the "
-                f"next layer takes what it returns, so the structure is that of x.{hint}"
+                f"{source.begins_here()}repeat: the block returned {tree.structure(result)} for an x of "
+                f"{self.structure}; the next layer takes what it returns, so the structure is that of x.{hint}"
             )
         for path, known, new in zip(self.paths, self.kinds, _kinds(result), strict=True):
             if known != new:
                 raise LoopError(
-                    f"repeat: {path} is {_kind_text(known)}, and the block returned {_kind_text(new)}; "
-                    "the next layer takes what it returns, so shape and dtype stay. Convert it in the "
+                    f"{source.begins_here()}repeat: {path} is {_kind_text(known)}, and the block returned "
+                    f"{_kind_text(new)}; the next layer takes what it returns, so shape and dtype stay. Convert it in the "
                     "block, or x before."
                 )
 

@@ -14,6 +14,7 @@ import torch
 
 __all__ = [
     "asked_by_user",
+    "begins_here",
     "calls_after_user",
     "files_of",
     "is_installed",
@@ -94,6 +95,12 @@ def of_here() -> str | None:
             return _written(frame.f_code, frame.f_lineno)
         frame = frame.f_back
     return None
+
+
+def begins_here() -> str:
+    """`of_here` as the beginning of a message, ``model.py:3 in forward: ``; empty if there is none."""
+    line = of_here()
+    return "" if line is None else f"{line}: "
 
 
 def asked_by_user(*between: str, installed: bool = True) -> bool:

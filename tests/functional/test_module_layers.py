@@ -459,8 +459,9 @@ def test_other_loops_are_refused(case: str, traced: bool) -> None:
     module = Deep(block, forward).double().train(case == "a dropout between")
     stacked, rows = functionalize(module, stacked="layers")
     run = jit(stacked, backend="eager") if traced else stacked
-    with pytest.raises(LoopError, match=message):
+    with pytest.raises(LoopError, match=message) as refused:
         run(rows, X, key=random.key(0))
+    assert str(refused.value).startswith("test_module_layers.py:")
 
 
 def test_layers_that_differ_are_refused() -> None:

@@ -249,8 +249,9 @@ def test_changes_of_layers_are_refused(case: str, traced: bool) -> None:
     _, _, stacked, rows = made(reads, layer)
     run = jit(stacked, backend="eager") if traced else stacked
     for _ in range(2):
-        with pytest.raises(LoopError, match=message):
+        with pytest.raises(LoopError, match=message) as refused:
             run(rows, X)
+        assert str(refused.value).startswith("test_module_rows.py:")
 
 
 @pytest.mark.parametrize("what", ["a layer", "the module", "the module, in a closure"])
