@@ -264,8 +264,8 @@ class StackedLayers:
             what = "a module" if exchanged else "the forward of a module"
             raise LoopError(
                 f"{source.begins_here()}functionalize(stacked={self.path!r}): {what} of "
-                f"{self.path}.{number} is another than when the layers were stacked; they differ in parameters "
-                "and buffers only. Leave the list out of stacked."
+                f"{self.path}.{number} is another than when the layers were stacked; they differ "
+                "in parameters and buffers only. Leave the list out of stacked."
             )
 
 

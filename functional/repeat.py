@@ -240,14 +240,15 @@ class _Step:
             hint = "" if self.collect else " To collect a result of each layer, pass collect=True."
             raise LoopError(
                 f"{source.begins_here()}repeat: the block returned {tree.structure(result)} for an x of "
-                f"{self.structure}; the next layer takes what it returns, so the structure is that of x.{hint}"
+                f"{self.structure}; the next layer takes what it returns, so the structure is "
+                f"that of x.{hint}"
             )
         for path, known, new in zip(self.paths, self.kinds, _kinds(result), strict=True):
             if known != new:
                 raise LoopError(
-                    f"{source.begins_here()}repeat: {path} is {_kind_text(known)}, and the block returned "
-                    f"{_kind_text(new)}; the next layer takes what it returns, so shape and dtype stay. Convert it in the "
-                    "block, or x before."
+                    f"{source.begins_here()}repeat: {path} is {_kind_text(known)}, and the block "
+                    f"returned {_kind_text(new)}; the next layer takes what it returns, so shape and dtype "
+                    "stay. Convert it in the block, or x before."
                 )
 
 
