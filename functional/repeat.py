@@ -247,8 +247,8 @@ class _Step:
             if known != new:
                 raise LoopError(
                     f"{source.begins_here()}repeat: {path} is {_kind_text(known)}, and the block "
-                    f"returned {_kind_text(new)}; the next layer takes what it returns, so shape and dtype "
-                    "stay. Convert it in the block, or x before."
+                    f"returned {_kind_text(new)}; the next layer takes what it returns, so shape and "
+                    "dtype stay. Convert it in the block, or x before."
                 )
 
 

@@ -239,6 +239,11 @@ SAMPLES: dict[Any, list[Sample]] = {
         onto_zeros(x(5, 4), 0, ids(5, 7, 4), x(7, 4)),
         onto_zeros(x(5, 4), -1, ids(4, 3, 6), x(3, 6)),
     ],
+    aten.scatter_reduce.two: [
+        S(x(5, 4), 0, ids(5, 7, 4), x(7, 4), "sum"),
+        S(x(5, 4), 1, ids(4, 5, 3), x(5, 3), "mean"),
+        S(x(5, 4), -1, ids(4, 3, 6), x(3, 6), "amax", include_self=False),
+    ],
     aten.index_select.default: [
         S(x(5, 4), 0, ids(5, 7)),
         S(x(5, 4), -1, ids(4, 3)),
