@@ -98,7 +98,8 @@ def _drop_empty_operands(node: fx.Node) -> None:
 
 def _expand_written(node: fx.Node) -> None:
     """Give what is written to indexed elements a value for each of them, as rules read it."""
-    table, indices, values = (fx.map_arg(arg, VAL.of) for arg in node.args[:3])
+    operands: Any = fx.map_arg(node.args[:3], VAL.of)
+    table, indices, values = operands
     if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
         return
     with internals.no_modes():
