@@ -12,6 +12,9 @@ A graph does not determine everything that autograd would do. Where it does not 
 off, autograd.Functions, ``detach_``, a write through a detached alias, a write that autograd
 refuses), derivatives run the function itself again (``Program.retrace``; `grad_dependent_ops.py`).
 
+``x[i]`` with a tensor for i would be a view, of which a trace does not know the place: it is a lookup,
+and what would tell it from a view is refused (`picked.py`).
+
 torch's batch norms write to their arguments, and most of their schemas do not say so. `batch_norm.py`
 replaces each by one pure operation, and lerps of the running statistics. It also decomposes batch
 norm where a derivative needs the statistics as functions of the input: torch's own formulas treat
