@@ -291,12 +291,17 @@ def tried(program: Program, kept: frozenset[fx.Node], last: tuple[Rewrite, ...] 
 
 
 def _solutions(problem: Problem) -> Iterator[Sequence[int]]:
-    """The values to keep under falling bounds, until nothing fits."""
+    """The values to keep under falling bounds, until nothing fits.
+
+    Recomputation by fractions can let a solution fit a bound below its estimate, and then it comes
+    again and again: bounds fall faster and faster until another one does.
+    """
     small = len(problem.sizes) <= SMALL
-    step = 0 if small else (problem.most - problem.least) / _STEPS
+    least = 0 if small else (problem.most - problem.least) / _STEPS
     for passing in (True, False) if small else (True,):
         posed = replace(problem, passing=passing)
-        bound = float(problem.most)
+        bound, step, before = float(problem.most), least, None
         while problem.sizes and (solution := solve(posed, bound)) is not None:
             yield solution.kept
-            bound = min(solution.estimate, bound - step) - 1
+            step = 2 * step + 1 if solution.kept == before else least
+            bound, before = min(solution.estimate, bound - step) - 1, solution.kept

@@ -12,10 +12,6 @@ from torch import fx
 from torchard.functional.programs.tagging import TAGS, TORCH, TagError, declare, inherit, stand_for
 from torchard.functional.programs.tags import NAME, PHASE, SCOPE, VAL
 
-CONSTANTS = tag_uses.declared()
-USES = tag_uses.uses()
-for path in {constants[0].split()[0] for constants in CONSTANTS.values()}:
-    importlib.import_module("torchard." + path.removesuffix(".py").replace("/", "."))
 # One that is read by more files than this is read by "many".
 FEW = 6
 # What a node hands on to what has this in common with it.
@@ -26,25 +22,34 @@ HANDED_ON = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def every_tag() -> None:
+    """All declarations are loaded; not at import, since to find them is to parse all sources."""
+    for path in {constants[0].split()[0] for constants in tag_uses.declared().values()}:
+        importlib.import_module("torchard." + path.removesuffix(".py").replace("/", "."))
+
+
 def test_one_file_touches_what_is_noted_on_nodes() -> None:
     assert not tag_uses.touches(), f"{tag_uses.MECHANISM} does; declare a tag, and go through it"
 
 
 def test_each_tag_is_declared_once_by_its_name() -> None:
-    assert {name: [c.split()[1] for c in found] for name, found in CONSTANTS.items()} == {
-        name: [name.upper()] for name in CONSTANTS
+    constants = tag_uses.declared()
+    assert {name: [c.split()[1] for c in found] for name, found in constants.items()} == {
+        name: [name.upper()] for name in constants
     }
     ours = {name for name, tag in TAGS.items() if "/tags.py:" in tag.where}
     reserved = {name for name in ours if TAGS[name].read_by == TORCH}
-    assert ours - reserved == set(CONSTANTS)
+    assert ours - reserved == set(constants)
 
 
-@pytest.mark.parametrize("name", CONSTANTS)
-def test_who_writes_and_reads_it_is_as_declared(name: str) -> None:
-    tag, constant = TAGS[name], name.upper()
-    if tag.written_by != TORCH:
-        _same(name, "written_by", tag.written_by, USES.writers[constant])
-    _same(name, "read_by", tag.read_by, USES.readers[constant])
+def test_who_writes_and_reads_them_is_as_declared() -> None:
+    uses = tag_uses.uses()
+    for name in tag_uses.declared():
+        tag, constant = TAGS[name], name.upper()
+        if tag.written_by != TORCH:
+            _same(name, "written_by", tag.written_by, uses.writers[constant])
+        _same(name, "read_by", tag.read_by, uses.readers[constant])
 
 
 def _same(name: str, what: str, declared: str, found: set[str]) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,13 +24,17 @@ class Uses:
     readers: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
 
-def files() -> Iterator[tuple[str, ast.Module]]:
+@functools.cache
+def files() -> list[tuple[str, ast.Module]]:
     """Each file of the rooms, by its path, parsed."""
-    for room in ROOMS:
-        for path in sorted((ROOT / room).rglob("*.py")):
-            yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
+    return [
+        (path.relative_to(ROOT).as_posix(), ast.parse(path.read_text()))
+        for room in ROOMS
+        for path in sorted((ROOT / room).rglob("*.py"))
+    ]
 
 
+@functools.cache
 def declared() -> dict[str, list[str]]:
     """By name of a tag, the constants that it is kept in, with their files: of each there is one."""
     found: dict[str, list[str]] = defaultdict(list)
