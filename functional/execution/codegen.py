@@ -7,7 +7,6 @@ import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from types import CodeType
 from typing import Any
 
 import torch
@@ -145,14 +144,8 @@ def _function(
 
     source = "".join(f"{text}\n" for text, _ in lines)
     names["failed"] = annotate_error
-    exec(_code(source), names)
+    exec(compile(source, "<torchard program>", "exec"), names)
     return names["program"], source
-
-
-@functools.lru_cache(maxsize=512)
-def _code(source: str) -> CodeType:
-    """Python's own code of it: equal programs over other values share it."""
-    return compile(source, "<torchard program>", "exec")
 
 
 def lines_of(

@@ -35,7 +35,7 @@ from torchard.functional.programs.tags import LOOP, RECOMPUTE
 from torchard.functional.programs.unrolled import has_loops
 
 COUNT = examples(ci=20, explore=2000)
-LAYERS = 6
+LAYERS = 4
 SIZE = train_gpt.Size(context=32, width=32, heads=2, layers=LAYERS)
 PARAMS = train_gpt.init(SIZE, random.key(0))
 BATCH = torch.arange(4 * 33).reshape(4, 33) % 256
@@ -107,7 +107,7 @@ def test_a_bound_that_only_single_layers_can_meet(monkeypatch: pytest.MonkeyPatc
             x = torch.cosh(torch.tanh(x @ w) @ w.T)
         return x.sum()
 
-    ws, x = [torch.ones(64, 2) for _ in range(12)], torch.ones(64, 64)
+    ws, x = [torch.ones(64, 2) for _ in range(8)], torch.ones(64, 64)
 
     def peak(**bound: Any) -> tuple[int, bool]:
         loss = checkpoint(chain, policy=policies.budget(**bound))
