@@ -6,7 +6,10 @@ The examples in README.md, docs and docstrings are tests as well, collected by S
 import gc
 import os
 import zlib
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +23,8 @@ from sybil.sybil import SybilCollection
 pytest_plugins = ["torchard.testing.pytest_plugin", "hang_limits"]
 
 SEED = 20_111_112
+# By test and parameter, the values' ids in the order in which cases have them.
+_given: dict[tuple[object, str], dict[int, int]] = defaultdict(dict)
 ROOT = Path(__file__).resolve().parent
 
 # Tests run in several processes at once, so each of them uses one thread.
@@ -68,13 +73,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _is_left_out(item: pytest.Item) -> bool:
-    """By its name, so that the same ones run each time; another half of each test's cases."""
-    marker = item.get_closest_marker("sampled")
+    """By its name, so that the same ones run each time; another half of each test's cases.
+
+    Or by its place along each parameter, so that of a product of few every value of each is left.
+    """
+    marker, turns = map(item.get_closest_marker, ("sampled", "in_turn"))
+    if turns is not None:
+        return sum(_places(item)) % turns.args[0] > 0
     return marker is not None and zlib.crc32(item.nodeid.encode()) % marker.args[0] > 0
 
 
+def _places(item: Any) -> Iterator[int]:
+    """Of each parameter's value, its number among those that the test is given."""
+    for name, value in item.callspec.params.items():
+        known = _given[item.function, name]
+        yield known.setdefault(id(value), len(known))
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all-cases", action="store_true", help="run sampled(n) tests with all their cases")
+    said = "run what sampled(n) and in_turn(n) leave out, too"
+    parser.addoption("--all-cases", action="store_true", help=said)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -110,6 +110,7 @@ def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(STATE, "scale", 2.0)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("traced", [True, False], ids=["traced", "plainly"])
 @pytest.mark.parametrize("stacked", [(), "layers"], ids=["as it is", "stacked"])
 @pytest.mark.parametrize("change", CHANGES)

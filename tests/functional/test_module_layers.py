@@ -103,6 +103,7 @@ def made(name: str, train: bool) -> tuple[Any, Any, Any, Any]:
     return fn, params, stacked, rows
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_equals_the_module(name: str, train: bool) -> None:

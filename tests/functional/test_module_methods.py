@@ -70,6 +70,7 @@ class Model(nn.Module):
         return x * self.read(self) + self.shift
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("traced", [True, False], ids=["traced", "plainly"])
 @pytest.mark.parametrize("stacked", [(), "layers"], ids=["as it is", "stacked"])
 @pytest.mark.parametrize("reading", READINGS)

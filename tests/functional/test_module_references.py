@@ -135,6 +135,7 @@ def check(module: nn.Module, stack: str, x: Tensor) -> None:
         torch.testing.assert_close(torch.func.grad(loss)(drawn), expected)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("hook", HOOKS)

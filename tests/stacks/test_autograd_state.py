@@ -270,7 +270,7 @@ def _same(have: Any, want: Any) -> bool:
 @pytest.mark.filterwarnings("ignore::torchard.RetraceWarning")
 @pytest.mark.parametrize("observer", OBSERVERS, ids=lambda f: getattr(f, "__name__", "closed"))
 def test_a_function_reads_the_autograd_state_of_the_plain_call(observer: F) -> None:
-    turn, every = OBSERVERS.index(observer), examples(ci=2, explore=1)
+    turn, every = OBSERVERS.index(observer), examples(ci=3, explore=1)
     for name, stack in islice(STACKS.items(), turn % every, None, every):
         transformed = stack(observer)
         for mode in MODES * 2:

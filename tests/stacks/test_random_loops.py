@@ -14,7 +14,7 @@ from random_stacks import FAILED, WRONG, Case, draw, judge
 from torchard.functional.execution import collecting
 from torchard.functional.loops import equal_layers
 
-COUNT = examples(ci=6, explore=5000)
+COUNT = examples(ci=4, explore=5000)
 FIRST = 2_000_000
 
 

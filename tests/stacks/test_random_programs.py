@@ -19,7 +19,7 @@ from torchard.sharding.testing import check_sharded
 
 aten = torch.ops.aten
 PARTS = 5
-EXAMPLES = examples(ci=16, explore=400)  # of each part, both ways
+EXAMPLES = examples(ci=10, explore=400)  # of each part, both ways
 quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
 
 

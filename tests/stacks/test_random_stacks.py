@@ -6,7 +6,7 @@ import pytest
 from effort import examples
 from random_stacks import FAILED, WRONG, draw, judge
 
-COUNT = examples(ci=40, explore=5000)
+COUNT = examples(ci=25, explore=5000)
 # Not those of the script's usual ranges.
 FIRST = 1_000_000
 

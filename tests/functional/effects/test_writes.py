@@ -143,6 +143,7 @@ INSIDE: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("inside", INSIDE)
 @pytest.mark.parametrize("name", PARTS)
 def test_a_write_into_one_of_several_views(name: str, inside: str) -> None:

@@ -191,6 +191,7 @@ def test_values(loss: Any, kind: str) -> None:
     torch.testing.assert_close(jit(fn, backend="eager")(*args), fn(*args), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("loss", [plain, scoped, by_turns, two_carries], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_program_is_as_long_whatever_the_depth(loss: Any, kind: str) -> None:

@@ -87,6 +87,7 @@ WAYS: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("transform", [eager, checkpoint], ids=["jit", "checkpoint"])
 def test_equals_the_loop(way: str, transform: Callable[..., Any]) -> None:

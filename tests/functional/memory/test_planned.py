@@ -43,7 +43,7 @@ def gradients(program: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@settings(max_examples=examples(ci=30, explore=2000), deadline=None)
+@settings(max_examples=examples(ci=18, explore=2000), deadline=None)
 @given(programs())
 def test_random_programs(program: RandomProgram) -> None:
     """Forward alone and with its gradients; what the first call returned is as it was after a second."""

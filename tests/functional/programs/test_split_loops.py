@@ -21,7 +21,7 @@ from torchard.functional.programs.split_loops import related_loops, split_loops
 from torchard.functional.programs.tags import LOOP, SCOPE, SOURCE, VAL
 from torchard.functional.programs.unrolled import has_loops, unrolled
 
-COUNT = examples(ci=40, explore=2000)
+COUNT = examples(ci=20, explore=2000)
 
 
 @pytest.fixture(autouse=True)

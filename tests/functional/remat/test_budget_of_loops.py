@@ -34,7 +34,7 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import LOOP, RECOMPUTE
 from torchard.functional.programs.unrolled import has_loops
 
-COUNT = examples(ci=20, explore=2000)
+COUNT = examples(ci=10, explore=2000)
 LAYERS = 4
 SIZE = train_gpt.Size(context=32, width=32, heads=2, layers=LAYERS)
 PARAMS = train_gpt.init(SIZE, random.key(0))

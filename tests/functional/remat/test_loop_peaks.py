@@ -14,7 +14,7 @@ from torchard.functional.loops import equal_layers as limits
 from torchard.functional.programs.unrolled import has_loops
 from torchard.functional.remat.liveness import peak_of
 
-COUNT = examples(ci=60, explore=5000)
+COUNT = examples(ci=40, explore=5000)
 
 
 @pytest.fixture(autouse=True)

@@ -68,7 +68,7 @@ def test_dims_given_in_place(turn: str) -> None:
     """Of the views that autograd takes again after a write, on fakes, torch forgets the turns."""
     x = torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     further = [way for way in WAYS if way not in ("value", "gradient")]
-    for i in range(list(TURNS).index(turn), len(CASES), examples(ci=47, explore=1)):
+    for i in range(list(TURNS).index(turn), len(CASES), examples(ci=79, explore=1)):
         fn, stack = turning(turn, *CASES[i]), ("checkpoint", "jit", "checkpoint of shard")[i % 3]
         assert not differences(fn, x, stack, ("value", "gradient", further[i % len(further)])), CASES[i]
 

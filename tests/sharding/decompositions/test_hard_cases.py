@@ -347,6 +347,7 @@ def beyond_share(
     return ""
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("size", cases([2, 3], [4]))
 @pytest.mark.parametrize("name", CASES)
 def test_hard_case(name: str, size: int) -> None:

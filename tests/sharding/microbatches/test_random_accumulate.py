@@ -15,7 +15,7 @@ from microbatched import batch_of, sum_of
 from torchard import AccumulateError, Mesh, MeshTensor, P, accumulate, shard
 from torchard.testing import strategies as ts
 
-COUNT = examples(ci=40, explore=2000)
+COUNT = examples(ci=24, explore=2000)
 
 
 def whole(tree: Any) -> Any:

@@ -29,7 +29,7 @@ from torchard import (
 from torchard.sharding.pipelining.schedules import SCHEDULES
 from torchard.testing import strategies as ts
 
-COUNT = examples(ci=24, explore=2000)
+COUNT = examples(ci=16, explore=2000)
 AXES: tuple[dict[str, int], ...] = ({}, {}, {"dp": 2}, {"tp": 3})
 
 Fn = Callable[..., Any]

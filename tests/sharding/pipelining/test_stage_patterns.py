@@ -70,6 +70,7 @@ def of_scopes(widths: tuple[int, ...]) -> tuple[Any, Any]:
     return loss, [(torch.randn(8, n, dtype=F64) / 4, torch.randn(n, 8, dtype=F64)) for n in widths]
 
 
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("made", [of_modules, of_scopes])
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_layers_are_not_cut(made: Any, widths: tuple[int, ...]) -> None:

@@ -181,7 +181,7 @@ def splits(args: tuple[torch.Tensor, ...], mesh: Mesh) -> Iterator[tuple[P, ...]
 def test_edges(name: str, mesh: Mesh) -> None:
     """On two of four meshes each split, by turns; on all of them in `make explore`."""
     fn, args, tolerance = CASES[name]
-    step = examples(ci=4, explore=1)
+    step = examples(ci=6, explore=1)
     start = (list(CASES).index(name) + MESHES.index(mesh)) % step
     for specs in itertools.islice(splits(args, mesh), start, None, step):
         check_sharded(fn, args, mesh, specs, tolerance=tolerance)
