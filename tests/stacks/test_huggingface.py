@@ -225,7 +225,7 @@ def sharded_gradient(name: str, on: str, fn: Any, params: Any) -> tuple[Any, Any
     return run, place(params, mesh, specs), ids
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.in_turn(4)
 @pytest.mark.parametrize("on", MESHES)
 @pytest.mark.parametrize("name", MODELS)
 def test_plans_of_stacked_layers_are_those_of_lists(name: str, on: str) -> None:

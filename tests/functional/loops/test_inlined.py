@@ -74,7 +74,7 @@ def looping(program: Program) -> bool:
     return any(LOOP.on(node) for node in program.calls)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.in_turn(3)
 @pytest.mark.parametrize("outer", OUTER)
 @pytest.mark.parametrize("inner", INNER)
 def test_loops_stay_and_values_are_right(inner: str, outer: str) -> None:

@@ -35,6 +35,7 @@ from torchard.functional.programs.program import Program
 from torchard.functional.remat import budget
 from torchard.functional.remat.budget import Point, envelope, tried
 from torchard.functional.remat.budget_problem import problem_of
+from torchard.functional.remat.remat_ilp import solve
 from torchard.functional.remat.segments import mark
 
 TENTHS = [k / 10 for k in range(10, -1, -1)]
@@ -93,6 +94,20 @@ def test_nothing_cheaper_fits(steps: list[tuple[str, int]]) -> None:
         bound = least + tenth * (most - least)
         best = min(p.flops for p in every if p.peak <= bound)
         assert min(p.flops for p in found if p.peak <= bound) <= 1.05 * best, (tenth, steps)
+
+
+def test_no_solution_comes_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds do not fall byte by byte."""
+    steps, solved = [("mm", 8), ("exp", 7), ("exp", 1), ("mm", 8)], []
+
+    def counted(problem: Any, bound: float) -> Any:
+        solved.append(bound)
+        return solve(problem, bound)
+
+    monkeypatch.setattr(budget, "solve", counted)
+    monkeypatch.setattr(budget, "_envelopes", {})
+    envelope(joint_of(functools.partial(run, steps), torch.zeros(4)))
+    assert len(solved) < 64
 
 
 # -- what is measured -------------------------------------------------------------------------------
