@@ -300,7 +300,8 @@ def _solutions(problem: Problem) -> Iterator[Sequence[int]]:
     least = 0 if small else (problem.most - problem.least) / _STEPS
     for passing in (True, False) if small else (True,):
         posed = replace(problem, passing=passing)
-        bound, step, before = float(problem.most), least, None
+        bound, step = float(problem.most), least
+        before: list[int] | None = None
         while problem.sizes and (solution := solve(posed, bound)) is not None:
             yield solution.kept
             step = 2 * step + 1 if solution.kept == before else least
