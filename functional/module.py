@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from torchard.functional import torch_internals as internals
@@ -28,7 +27,7 @@ from torchard.functional.modules.checks import (
     updated,
 )
 from torchard.functional.modules.copying import hollow, owner_of, plain_tensors, ties
-from torchard.functional.modules.registered import OwnTensors, Registered
+from torchard.functional.modules.registered import OwnTensors, Registered, named_tensors
 from torchard.functional.modules.state import undone
 from torchard.functional.programs.tags import NAME, SCOPE
 from torchard.functional.trace import name
@@ -133,7 +132,7 @@ class Functional(ModuleCopy):
         self.stacks = stacked_layers(module, stacked)
         self.buffers = self.stack({k: b.detach() for k, b in module.named_buffers()})
         self.constants = plain_tensors(module)
-        self.module = hollow(module, self.constants)
+        self.module, private = hollow(module, self.constants)
         self._ties = ties(module)
         check_untied(self._ties, self.stacks)
         self._names = self.names_of(k for k, _ in module.named_parameters())
@@ -141,11 +140,11 @@ class Functional(ModuleCopy):
         trained = (k for k, _ in module.named_buffers() if _is_training(module, k))
         self._training = set(self.names_of(trained))
         self._lock = Lock()
-        self._tensors = OwnTensors(module, self.module, self._ties)
         for path, part in self.module.named_modules():
             part.forward = _scoped(path, Frame(path, module=True), part, vars(part).get("forward"))
         for layers in self.stacks:
             layers.install(self.module, _iterated)
+        self._tensors = OwnTensors(named_tensors(module), self.module, private, self._ties)
 
     def __repr__(self) -> str:
         return f"functionalize({self.__name__}, {len(self._names)} parameters)"
@@ -176,19 +175,21 @@ class Functional(ModuleCopy):
         with contextlib.ExitStack() as inside:
             inside.enter_context(self._lock)
             keyed = inside.enter_context(Keyed(key))
-            contents = inside.enter_context(undone(self.module))
+            contents = self._tensors.contents()
+            inside.enter_context(undone(contents))
             with contextlib.ExitStack() as running:
+                places = running.enter_context(registered.running())
                 for layers, tensors in zip(self.stacks, rows, strict=True):
-                    within = functools.partial(_entered, self._lock, registered)
+                    within = functools.partial(self._entered, registered)
                     running.enter_context(layers.running(tensors, keyed, within))
-                running.enter_context(registered)
                 running.enter_context(internals.as_parameters(params.values()))
-                out = torch.func.functional_call(self.module, values, args, kwargs, tie_weights=False)
+                out = self.module(*args, **kwargs)
+                values |= places.buffers()
             check_contents(self.__name__, contents)
             if buffers is not None and (new := contents.new_buffers()):
                 raise created(new)
         register_torch_nodes(out)
-        # functional_call stores in `values` the tensors that the module assigned in place of those given.
+        # The module may have assigned other tensors in place of those given.
         after = {k: values.get(k, given[k]) for k in given}
         for k, first in self._ties.items():
             if values[k] is not values[first]:
@@ -199,6 +200,17 @@ class Functional(ModuleCopy):
             if value is not given[k] or internals.version(value) != versions[k]:
                 raise updated(k)
         return out
+
+    @contextlib.contextmanager
+    def _entered(self, registered: Registered) -> Iterator[None]:
+        """A context in which the module's tensors are those of a call, which may have ended."""
+        with self._lock:
+            if registered.is_entered():
+                with registered:
+                    yield
+            else:
+                with undone(self._tensors.contents()), registered.running():
+                    yield
 
     def split(self, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Split parameters into those that the module trains, and those that it has frozen.
@@ -250,15 +262,6 @@ class Functional(ModuleCopy):
             places = [(name, layers.place(name)) for name in names]
             names = [layers.row(place[1]) if place else name for name, place in places]
         return list(dict.fromkeys(names))
-
-
-@contextlib.contextmanager
-def _entered(*contexts: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
-    """A context with all of these."""
-    with contextlib.ExitStack() as inside:
-        for context in contexts:
-            inside.enter_context(context)
-        yield
 
 
 def _is_training(module: nn.Module, path: str) -> bool:

@@ -31,6 +31,7 @@ from torchard.functional.layer_equality import (
     structure_of,
     unchanged,
 )
+from torchard.functional.modules.containers import pairs
 from torchard.functional.modules.rows import LayerTables, Table, holding, tables_of
 from torchard.functional.modules.state import Contents, undone
 
@@ -230,7 +231,7 @@ class StackedLayers:
         values = dict(given)
         try:
             parameters = internals.as_parameters(given[name] for name in self._parameters)
-            with holding(self._tables), undone(self._layer) as contents, parameters:
+            with holding(self._tables), parameters, undone(Contents(self._layer)) as contents:
                 out = torch.func.functional_call(self._layer, values, args, kwargs, tie_weights=False)
                 written = _written(contents)
         finally:
@@ -290,8 +291,9 @@ def _written(contents: Contents) -> str | None:
     for now, before in contents.changed():
         if id(now) not in attributes:
             return f"to a {type(now).__name__} that it holds"
-        for key in (*now, *before):
-            if not alike(now.get(key, ABSENT), before.get(key, ABSENT)):
+        then = pairs(before)
+        for key in (*now, *then):
+            if not alike(now.get(key, ABSENT), then.get(key, ABSENT)):
                 return f"its attribute {key!r}"
     return None
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import PurityError
+from torchard.functional.modules.containers import pairs
 from torchard.functional.modules.copying import owner_of
 from torchard.functional.modules.state import Contents, replaced_value
 
@@ -27,10 +29,12 @@ def check_attributes(path: str, before: Mapping[str, Any], after: Mapping[str, A
 def check_contents(name: str, contents: Contents) -> None:
     """Refuse a forward that keeps state in a container, or that installs hooks at every call."""
     # Attributes of modules are checked around each forward, since a hook before it may compute one.
-    attributes = {id(vars(part)) for part in contents.module.modules()}
+    # A buffer that was assigned is a result.
+    parts = list(contents.module.modules())
+    checked = {id(table) for part in parts for table in (vars(part), internals.buffer_table(part))}
     for now, before in contents.changed():
-        held = isinstance(now, dict) and id(now) not in attributes
-        key = replaced_value(before, now) if held else None
+        held = isinstance(now, dict) and id(now) not in checked
+        key = replaced_value(pairs(before), now) if held else None
         if key is not None:
             raise PurityError(
                 f"the forward of {name} changes {key!r} in a dict or an object that it holds: a pure "

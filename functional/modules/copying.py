@@ -10,15 +10,26 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchard.functional.modules.rebinding import Rebinding
-from torchard.functional.modules.state import containers
 
 __all__ = ["hollow", "owner_of", "plain_tensors", "ties"]
 
 
-def hollow(module: nn.Module, constants: list[Tensor]) -> nn.Module:
-    """A copy of the module with its parameters and buffers on the meta device, tied as they are."""
+def hollow(
+    module: nn.Module, constants: list[Tensor], memo: dict[int, Any] | None = None
+) -> tuple[nn.Module, list[Any]]:
+    """A copy of the module with its parameters and buffers on the meta device, tied as they are.
+
+    Args:
+        module: the module.
+        constants: tensors that the copy shares.
+        memo: that of `copy.deepcopy`, of which this is a part.
+
+    Returns:
+        The copy, and what only its functions refer to.
+    """
     _check_initialized(module)
-    memo: dict[int, Any] = {id(t): t for t in constants}
+    memo = {} if memo is None else memo
+    memo |= {id(t): t for t in constants}
     for tensor in (*module.parameters(), *module.buffers()):
         empty: Tensor = torch.empty_like(tensor, device="meta", requires_grad=False)
         if isinstance(tensor, nn.Parameter):
@@ -26,10 +37,8 @@ def hollow(module: nn.Module, constants: list[Tensor]) -> nn.Module:
         memo[id(tensor)] = empty
     copied = copy.deepcopy(module, memo)
     rebinding = Rebinding(module, memo)
-    for container in containers(copied):
-        if isinstance(container, dict):
-            container.update({k: rebinding.of(v) for k, v in container.items()})
-    return copied
+    rebinding.within(copied)
+    return copied, rebinding.private
 
 
 def _check_initialized(module: nn.Module) -> None:

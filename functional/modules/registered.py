@@ -1,81 +1,136 @@
-"""The module's own parameters and buffers, where its code reaches them by another way than the copy.
+"""The module's own parameters and buffers in a call: they have the values that the function is given.
 
-A hook may close over a parameter, and a global or a weak reference lead to the original module. In a call
-of the module they have the values of that call, so here they have those that the function is given.
+Wherever the copy has them, in its tables or in a list or function that it holds, a call puts its values
+(places.py). A global, a shared object or a weak reference may lead to the original module's; operations
+on those are operations on the call's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import LoopError, PurityError
+from torchard.functional.modules.places import Places
 from torchard.functional.modules.rebinding import memory_of
+from torchard.functional.modules.state import Contents
 from torchard.functional.tracing.stand_ins import standing_in
 
 __all__ = ["OwnTensors", "Registered"]
 
 
 class OwnTensors:
-    """The parameters and buffers of a module and of its copy, with the names that they have first.
+    """The parameters and buffers of a module and of its copy, and what the copy holds.
 
     Args:
-        module: the module, to which only weak references are kept.
+        originals: the module's tensors by name, to which only weak references are kept.
         copied: its copy without weights.
+        private: what only functions of the copy refer to.
         ties: the first name of each tied tensor, by its other names.
+
+    Attributes:
+        names: the names of those that are alive, by their ids.
+        originals: the module's tensors by name, those that are alive.
+        running: the values of the calls that run.
     """
 
-    def __init__(self, module: nn.Module, copied: nn.Module, ties: Mapping[str, str]) -> None:
-        self._original = [(weakref.ref(t), ties.get(k, k)) for k, t in _named(module)]
-        self._copied = [(t, ties.get(k, k)) for k, t in _named(copied)]
+    def __init__(
+        self,
+        originals: Mapping[str, Tensor],
+        copied: nn.Module,
+        private: Sequence[Any],
+        ties: Mapping[str, str],
+    ) -> None:
+        self.module, self.private = copied, private
+        self.originals = weakref.WeakValueDictionary(originals)
+        self.running: list[Mapping[str, Tensor]] = []
+        self._copied = {k: t for k, t in named_tensors(copied).items()}
+        self._ties = ties
+        self._contents = Contents(copied, private)
+        self._places: Places | None = None
 
     def names(self) -> dict[int, str]:
         """The names of those that are alive, by their ids."""
-        alive = ((ref(), name) for ref, name in self._original)
-        found = {id(tensor): name for tensor, name in alive if tensor is not None}
-        return found | {id(tensor): name for tensor, name in self._copied}
+        named = (*self.originals.items(), *self._copied.items())
+        return {id(tensor): self._ties.get(name, name) for name, tensor in named}
 
     def memory(self) -> dict[int, str]:
         """The names by the memory that the module's tensors have."""
-        alive = ((ref(), name) for ref, name in self._original)
-        return {memory_of(tensor): name for tensor, name in alive if tensor is not None}
+        return {memory_of(tensor): name for name, tensor in self.originals.items()}
+
+    def contents(self) -> Contents:
+        """What the copy holds now."""
+        if not self._contents.unchanged():
+            self._contents = Contents(self.module, self.private)
+        return self._contents
+
+    def places(self, values: Mapping[str, Tensor]) -> Places:
+        """Where the copy has its own tensors, or those of a call that runs."""
+        contents = self.contents()
+        if self._places is None or self._places.contents is not contents:
+            names = {id(tensor): self._ties.get(name, name) for name, tensor in self._copied.items()}
+            for running in self.running:
+                names |= {id(value): name for name, value in running.items()}
+            self._places = Places(contents, names, values.keys(), self._ties)
+        return self._places
 
 
-def _named(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [*module.named_parameters(), *module.named_buffers()]
+def named_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module, each once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 class Registered(TorchFunctionMode):
-    """A mode in which operations on a module's own tensors are operations on those of the call.
+    """A mode in which a module's own tensors are those of the call.
 
     Args:
         tensors: the module's own tensors.
         values: those of the call, by name.
 
-    What the library itself reads, arguments and closures of transforms, is replaced as well. torch's
-    transforms wrap a tensor before anybody sees it.
+    What the library itself reads, arguments and closures of transforms, is replaced as well.
 
     Raises (inside):
         LoopError: the tensor is of a stacked layer.
-        PurityError: a transform of torch's maps or differentiates the module's own tensor.
+        PurityError: an own tensor of the original module was given to an autograd Function, or a view
+            of one is used.
     """
 
     def __init__(self, tensors: OwnTensors, values: Mapping[str, Tensor]) -> None:
         super().__init__()
-        self.names, self.values = tensors.names(), values
+        self._tensors, self.values = tensors, values
+        self.names = tensors.names()
         given = [internals.base_tensor(value) for value in values.values()]
         self._given = set(map(id, given))
         # The memory of the module's tensors, but for that which the call's have as well.
         others = {*map(memory_of, given), 0}
         self._memory = {at: name for at, name in tensors.memory().items() if at not in others}
         self._read: list[contextlib.ExitStack] = []
+
+    def is_entered(self) -> bool:
+        """Whether this is a context now."""
+        return bool(self._read)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Places]:
+        """A context in which the copy's tensors are those of the call, in its places as well."""
+        places = self._tensors.places(self.values)
+        self._tensors.running.append(self.values)
+        try:
+            places.fill(self.values)
+            with self:
+                yield places
+        finally:
+            self._tensors.running.pop()
+            places.clear()
 
     def __enter__(self) -> Registered:
         self._read.append(contextlib.ExitStack())
@@ -89,6 +144,8 @@ class Registered(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = internals.unpatched(func)
+        if func is Tensor.__deepcopy__ and id(internals.base_tensor(args[0])) in self._given:
+            return _deep_copy(*map(self._of_call, args))
         if kwargs:
             kwargs = {key: self._of_call(value) for key, value in kwargs.items()}
         return func(*map(self._of_call, args), **(kwargs or {}))
@@ -97,7 +154,7 @@ class Registered(TorchFunctionMode):
         if isinstance(value, Tensor):
             name = self.names.get(id(value))
             if name is not None:
-                return self._value(name)
+                return self._value(name, value)
             self._check(value)
             return value
         if type(value) in (list, tuple):
@@ -117,11 +174,41 @@ class Registered(TorchFunctionMode):
                 "the call is given. Read it from the module, where it is used: grad(f)(self.weight)."
             )
 
-    def _value(self, name: str) -> Tensor:
+    def _value(self, name: str, own: Tensor) -> Tensor:
         if name not in self.values:
             raise LoopError(
                 f"{source.of_here()} uses the parameter or buffer {name!r} of a stacked layer, which it "
                 "refers to itself. Read it from the module's list of layers, or leave the list out of "
                 "stacked."
             )
+        if _is_operand_of_function(own):
+            raise PurityError(
+                f"{source.of_here()}: an autograd Function is given {name!r} of the module that was "
+                "functionalized, by a global or an object that is not the module's, so that its gradient "
+                "would be lost. Read it from the module, self.weight, or pass Function.apply(w + 0)."
+            )
         return self.values[name]
+
+
+_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
+
+
+def _is_operand_of_function(own: Tensor) -> bool:
+    """Whether an autograd Function that is running was given a tensor: no mode sees that."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _APPLY and any(x is own for x in frame.f_locals["args"]):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _deep_copy(value: Tensor, memo: dict[int, Any]) -> Tensor:
+    """A deep copy of a parameter or buffer of the call: as of the module's own, gradients stop there."""
+    if id(value) not in memo:
+        copied = value.detach().clone()
+        if isinstance(value, nn.Parameter):
+            internals.mark_parameter(copied)
+        memo[id(value)] = copied
+    copy: Tensor = memo[id(value)]
+    return copy

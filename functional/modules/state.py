@@ -9,9 +9,11 @@ functions) is not the module's.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
+from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -19,29 +21,38 @@ import torch
 from torch import Tensor, nn
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.modules.containers import is_container, is_users, read, same, write
 
 __all__ = ["Contents", "containers", "replaced_value", "undone"]
 
 # What a module refers to and does not hold, or what a call does not change.
 _OUTSIDE = (
-    *(Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, MethodType, torch.Generator),
+    *(Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, torch.Generator),
     *(str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size),
 )
-# Objects of these packages belong to their library: compiled functions, loggers, locks.
-_LIBRARIES = ("torch", "torchard", "logging", "threading", "functools")
 
 
 class Contents:
     """What a module holds at one time.
 
-    Attributes:
+    Args:
         module: the module.
+        private: functions and containers that only the module's functions refer to.
+
+    Attributes:
         kept: each container, and what it contained.
+        put: what replaces that of some containers during a call, by their ids.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, private: Sequence[Any] = ()) -> None:
         self.module = module
-        self.kept = [(container, _copy(container)) for container in containers(module)]
+        found = (*containers(module, *private), *(x for x in private if isinstance(x, FunctionType)))
+        self.kept = [(container, read(container)) for container in found]
+        self.put: dict[int, list[Any]] = {}
+        self._dicts = [container for container, held in self.kept if _is_quick(container, held)]
+        self._others = [pair for pair in self.kept if not _is_quick(*pair)]
+        self._sizes = [*map(len, self._dicts)]
+        self._keys, self._values = self._in_dicts()
         self._hooks = {
             id(vars(part)[key])
             for part in module.modules()
@@ -49,9 +60,25 @@ class Contents:
             if key in vars(part)
         }
 
-    def changed(self) -> list[tuple[Any, Any]]:
+    def _in_dicts(self) -> tuple[list[Any], list[Any]]:
+        flat = chain.from_iterable
+        return [*flat(map(dict.keys, self._dicts))], [*flat(map(dict.values, self._dicts))]
+
+    def unchanged(self) -> bool:
+        """Whether every container contains what it contained."""
+        if [*map(len, self._dicts)] != self._sizes:
+            return False
+        keys, values = self._in_dicts()
+        if not (all(map(is_, values, self._values)) and all(map(is_, keys, self._keys))):
+            return False
+        return all(same(*pair) for pair in self._others)
+
+    def changed(self) -> list[tuple[Any, list[Any]]]:
         """The containers that contain something else now, and what they contained."""
-        return [(container, before) for container, before in self.kept if not _same(container, before)]
+        if self.unchanged():
+            return []
+        now = [(x, self.put.get(id(x), held)) for x, held in self.kept if not same(x, held)]
+        return [(container, before) for container, before in now if not same(container, before)]
 
     def hooks_alone(self) -> bool:
         """Whether hooks changed, and nothing that could tell the next call so."""
@@ -60,24 +87,29 @@ class Contents:
 
     def new_buffers(self) -> list[str]:
         """The names of buffers that the module did not have."""
-        before = {id(container): contents for container, contents in self.kept}
+        before = {id(container): held for container, held in self.kept}
         return [
             f"{path}.{key}".lstrip(".")
             for path, part in self.module.named_modules()
             for key in internals.buffer_table(part)
-            if key not in before.get(id(internals.buffer_table(part)), {})
+            if key not in before.get(id(internals.buffer_table(part)), [])[::2]
         ]
 
     def undo(self) -> None:
         """Make every container contain what it contained."""
+        self.put = {}
         for container, before in self.changed():
-            _restore(container, before)
+            write(container, before)
+
+
+def _is_quick(container: Any, held: list[Any]) -> bool:
+    """Whether a container is a dict whose order is that of its keys: any other, if it was not empty."""
+    return isinstance(container, dict) and not (held and isinstance(container, OrderedDict))
 
 
 @contextmanager
-def undone(module: nn.Module) -> Iterator[Contents]:
-    """A context at whose end everything that the module holds is as it was."""
-    contents = Contents(module)
+def undone(contents: Contents) -> Iterator[Contents]:
+    """A context at whose end everything that a module holds is as it was."""
     try:
         yield contents
     finally:
@@ -96,56 +128,21 @@ def replaced_value(before: Mapping[Any, Any], after: Mapping[Any, Any]) -> Any:
     return None
 
 
-def containers(module: nn.Module) -> Iterator[Any]:
-    """Everything mutable that a module holds, each once."""
+def containers(*roots: Any) -> Iterator[Any]:
+    """Everything mutable that modules and objects hold, each once."""
     seen: set[int] = set()
-    left: list[Any] = [module]
+    left: list[Any] = [*roots]
     while left:
         value = left.pop()
         if isinstance(value, _OUTSIDE) or id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, dict):
+        if is_container(value):
             yield value
-            left += (x for pair in dict.items(value) for x in pair)
-        elif isinstance(value, (list, set, deque)):
-            yield value
-            left += value
+            left += read(value)
         elif isinstance(value, (tuple, frozenset)):
             left += value
-        elif isinstance(value, nn.Module) or _is_users(value):
+        elif isinstance(value, MethodType):
+            left.append(value.__self__)
+        if isinstance(value, nn.Module) or (is_users(value) and hasattr(value, "__dict__")):
             left.append(vars(value))
-
-
-def _is_users(value: Any) -> bool:
-    package = type(value).__module__.partition(".")[0]
-    return package not in _LIBRARIES and hasattr(value, "__dict__")
-
-
-def _copy(container: Any) -> Any:
-    kind = dict if isinstance(container, dict) else set if isinstance(container, set) else list
-    return kind(container)
-
-
-def _same(container: Any, before: Any) -> bool:
-    """Whether a container has the objects that it had, in the same order."""
-    if len(container) != len(before):
-        return False
-    if isinstance(container, set):
-        return {id(x) for x in container} == {id(x) for x in before}
-    now, then = _flat(container), _flat(before)
-    return all(a is b for a, b in zip(now, then, strict=True))
-
-
-def _flat(container: Any) -> list[Any]:
-    if isinstance(container, dict):
-        return [x for pair in dict.items(container) for x in pair]
-    return list(container)
-
-
-def _restore(container: Any, before: Any) -> None:
-    add: Callable[[Any], Any] = (
-        container.update if isinstance(container, (set, MutableMapping)) else container.extend
-    )
-    container.clear()
-    add(before)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-__all__ = ["stand_in", "stand_ins", "standing_in"]
+__all__ = ["any_stand_in", "stand_in", "stand_ins", "standing_in"]
 
 _finds: ContextVar[tuple[Callable[[Any], Any], ...]] = ContextVar("stand-ins", default=())
 
@@ -20,6 +20,11 @@ def standing_in(find: Callable[[Any], Any]) -> Iterator[None]:
         yield
     finally:
         _finds.reset(token)
+
+
+def any_stand_in() -> bool:
+    """Whether values may have stand-ins now."""
+    return bool(_finds.get())
 
 
 def stand_in(value: Any) -> Any:

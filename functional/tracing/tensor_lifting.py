@@ -21,6 +21,7 @@ from torchard.functional.torch_internals.composite_functions import COMPOSED
 from torchard.functional.tracing import inner_gradients
 from torchard.functional.tracing import registered_derivatives as registered
 from torchard.functional.tracing.autograd_state import answer, question
+from torchard.functional.tracing.stand_ins import any_stand_in, stand_in
 from torchard.functional.tracing.tensor_memory import is_deep_copy
 from torchard.functional.tracing.trace_state import TraceState
 
@@ -247,7 +248,9 @@ def _weaken(args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
 
 
 def _operands(tree: Any) -> Any:
-    """A tree with its tensors replaced by operands of the trace in progress, if there is one."""
+    """A tree with its tensors replaced by stand-ins, and by operands of the trace in progress."""
+    if any_stand_in():
+        tree = torch_pytree.tree_map(stand_in, tree, is_leaf=is_placed)
     for mode in reversed(internals.function_modes()):
         if isinstance(mode, TensorLifting):
             return torch_pytree.tree_map(mode._natives, tree, is_leaf=is_placed)

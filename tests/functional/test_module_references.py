@@ -220,39 +220,56 @@ IN_TRANSFORMS: dict[str, Callable[[Tensor], Callable[..., Any]]] = {
         lambda _, y: y * total(w), torch.ones(2), args[-1]
     ),
 }
-OUT_OF_SIGHT: dict[str, Callable[[Tensor], Callable[..., Any]]] = {
-    "grad": lambda w: lambda *args: args[-1] * torch.func.grad(total)(w).sum(),
-    "vmap": lambda w: lambda *args: args[-1] * torch.func.vmap(total)(w).sum(),
-    "another object": lambda w: lambda *args: args[-1] * total(w.as_subclass(nn.Parameter)),
+# Hooks that give the parameter of the original module to what no mode sees, by a global.
+OF_THE_ORIGINAL: dict[str, Callable[[], Callable[..., Any]]] = {
+    "grad": lambda: lambda *args: args[-1] * torch.func.grad(total)(GLOBAL["weight"]).sum(),
+    "vmap": lambda: lambda *args: args[-1] * torch.func.vmap(total)(GLOBAL["weight"]).sum(),
+    "vjp": lambda: lambda *args: args[-1] * torch.func.vjp(total, GLOBAL["weight"])[0],
+    "jvp": lambda: lambda *args: args[-1] * torch.func.jvp(total, (GLOBAL["weight"],) * 1, (X,))[1],
 }
+OUT_OF_SIGHT: dict[str, Callable[[], Callable[..., Any]]] = {
+    "another object": lambda: lambda *args: args[-1] * total(GLOBAL["weight"].as_subclass(nn.Parameter)),
+    "a view": lambda: lambda *args: args[-1] * total(GLOBAL["view"]),
+}
+X = torch.ones(3, 3)
 
 
-def hooked(hooks: dict[str, Callable[[Tensor], Callable[..., Any]]], name: str) -> nn.Module:
+def hooked(hook: Callable[..., Callable[..., Any]], *, by_a_global: bool = False) -> nn.Module:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-    module[1].register_forward_hook(hooks[name](module[0].weight))
+    weight = module[0].weight
+    GLOBAL.update(weight=weight, view=weight.detach()[:2])
+    module[1].register_forward_hook(hook() if by_a_global else hook(weight))
     return module
 
 
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("name", IN_TRANSFORMS)
 def test_transforms_in_a_call_have_its_parameters(name: str, stack: str) -> None:
-    check(hooked(IN_TRANSFORMS, name), stack, torch.ones(2, 3))
+    check(hooked(IN_TRANSFORMS[name]), stack, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("name", OF_THE_ORIGINAL)
+def test_torchs_transforms_of_the_original_are_of_the_call(name: str, stack: str) -> None:
+    check(hooked(OF_THE_ORIGINAL[name], by_a_global=True), stack, torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("name", OUT_OF_SIGHT)
-def test_what_torch_wraps_before_it_is_seen_is_refused(name: str) -> None:
-    fn, params = ta.functionalize(hooked(OUT_OF_SIGHT, name))
+def test_other_tensors_in_the_memory_of_the_original_are_refused(name: str) -> None:
+    module = hooked(OUT_OF_SIGHT[name], by_a_global=True)
+    fn, params = ta.functionalize(module)
     new = {k: torch.ones_like(p) for k, p in params.items()}
-    with pytest.raises(PurityError, match=r"^test_module_references\.py:\d+ in .*'0\.weight'"):
-        fn(new, torch.ones(2, 3))
+    for run in (fn, ta.jit(fn, backend="eager")):
+        with pytest.raises(PurityError, match=r"^test_module_references\.py:\d+ in .*'0\.weight'"):
+            run(new, torch.ones(2, 3))
 
 
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("name", IN_TRANSFORMS)
 def test_transforms_in_a_call_pass_gradients_on(name: str, stack: str) -> None:
     """By autograd as well, whose graph a transform in the call joins with what it was given."""
-    module, x = hooked(IN_TRANSFORMS, name), torch.ones(2, 3)
+    module, x = hooked(IN_TRANSFORMS[name]), torch.ones(2, 3)
     fn, params = ta.functionalize(module)
     for value in (0.5, 0.75):
         drawn = {k: torch.full_like(p, value).requires_grad_() for k, p in params.items()}

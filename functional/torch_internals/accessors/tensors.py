@@ -20,6 +20,7 @@ __all__ = [
     "storage_id",
     "storage_number",
     "storage_uses",
+    "unseen_storage_id",
     "valueless",
     "version",
 ]
@@ -62,6 +63,10 @@ def storage_id(tensor: torch.Tensor) -> int:
     It may be reused once the storage is freed.
     """
     return storage_number(tensor.untyped_storage())
+
+
+# The same without a call of any mode, which in a trace would have the storage of the tensor's operand.
+unseen_storage_id: Callable[[torch.Tensor], int] = getattr(torch._C, "_storage_id", storage_id)
 
 
 def storage_number(storage: torch.UntypedStorage) -> int:

@@ -1,0 +1,113 @@
+"""Where a copy of a module has its own tensors: there a call puts the values that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core.errors import PurityError
+from torchard.functional.modules.containers import mapped, same, write
+from torchard.functional.modules.state import Contents
+
+__all__ = ["Places"]
+
+
+class Places:
+    """The containers of a copy with tensors of which a call has others.
+
+    Args:
+        contents: what the copy holds.
+        names: the names of its own tensors, by their ids. In its tables, a tensor that took the place of
+            an own one has that one's name.
+        known: the names of the values that a call has.
+        ties: the first name of each tied tensor, by its other names.
+
+    Raises:
+        PurityError: a parameter or buffer that no call has a value for has none itself.
+    """
+
+    def __init__(
+        self,
+        contents: Contents,
+        names: Mapping[int, str],
+        known: Collection[str],
+        ties: Mapping[str, str],
+    ) -> None:
+        self.contents = contents
+        self._names = names
+        tables = dict(_tables(contents.module))
+        buffers = {id(internals.buffer_table(part)) for part in contents.module.modules()}
+        self._held: list[tuple[Any, list[Any], dict[int, str], list[int]]] = []
+        self._buffers: list[tuple[dict[str, Any], str, str]] = []
+        for container, held in contents.kept:
+            prefix = tables.get(id(container))
+            direct = {i: name for i, x in enumerate(held) if (name := names.get(id(x))) in known}
+            if prefix is not None:
+                direct |= _by_name(prefix, held, names, known)
+            if id(container) in buffers:
+                for i, name in direct.items():
+                    path = f"{prefix}{held[i - 1]}"
+                    named = path if ties.get(path) == name else name
+                    self._buffers.append((container, held[i - 1], named))
+            inside = [i for i, x in enumerate(held) if mapped(x, self._found_in(known)) is not x]
+            nested = [i for i in inside if i not in direct]
+            if direct or nested:
+                self._held.append((container, held, direct, nested))
+
+    def _found_in(self, values: Any) -> Any:
+        """A function that finds a call's value for an own tensor."""
+        of_call = values if isinstance(values, Mapping) else dict.fromkeys(values)
+        return lambda x: of_call.get(self._names.get(id(x)), x)
+
+    def fill(self, values: Mapping[str, Tensor]) -> None:
+        """Put a call's values in all places."""
+        find = self._found_in(values)
+        put = self.contents.put
+        for container, held, direct, nested in self._held:
+            new = list(held)
+            for i, name in direct.items():
+                new[i] = values[name]
+            for i in nested:
+                new[i] = mapped(held[i], find)
+            put[id(container)] = new
+            write(container, new)
+
+    def clear(self) -> None:
+        """Restore what was there, where the call changed nothing."""
+        for container, held, *_ in self._held:
+            if same(container, self.contents.put.get(id(container), held)):
+                write(container, held)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers that the module has now, by the names of those whose places they have."""
+        return {name: table[key] for table, key, name in self._buffers if table.get(key) is not None}
+
+
+def _tables(module: nn.Module) -> Iterator[tuple[int, str]]:
+    """The tables of a module's parameters and buffers, by their ids, and the paths of their owners."""
+    for path, part in module.named_modules():
+        for table in internals.tensor_tables(part).values():
+            yield id(table), f"{path}." if path else ""
+
+
+def _by_name(
+    prefix: str, held: list[Any], names: Mapping[int, str], known: Collection[str]
+) -> dict[int, str]:
+    """The names of the tensors in a table that took the places of own ones."""
+    found = {}
+    for i in range(1, len(held), 2):
+        name = f"{prefix}{held[i - 1]}"
+        if not isinstance(held[i], Tensor) or id(held[i]) in names:
+            continue
+        if name in known:
+            found[i] = name
+        elif held[i].is_meta:
+            raise PurityError(
+                f"the module of a functionalized function has {name!r} now, which was not there when it "
+                "was functionalized, so that no call has a value for it. Change the module before "
+                "functionalize, or functionalize the changed module."
+            )
+    return found
