@@ -34,7 +34,8 @@ _PLAIN = (
     *(bool, int, str, bytes, type(None), type, range, slice, enum.Enum, BuiltinFunctionType),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
 )
-_OWN = {*internals.READ_BY_MODULES, *internals.NOT_READ_BY_MODULES, "forward"} - {"training"}
+_OWN = {*internals.READ_BY_MODULES, *internals.NOT_READ_BY_MODULES} - {"training"}
+_OWN |= {"forward", "__getstate__"}
 
 
 def alike(one: Any, other: Any) -> bool:
@@ -192,6 +193,10 @@ class Differing:
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Any:
         return self
+
+    def __reduce__(self) -> Any:
+        known = self.__dict__
+        return Differing, (known["path"], known["name"], known["values"])
 
     __getattr__ = __call__ = __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = __refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __hash__ = __refuse

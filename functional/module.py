@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,25 +14,17 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.locks import Lock
 from torchard.functional.core.placed import is_placed
-from torchard.functional.core.scope_frames import Frame, path_of
+from torchard.functional.core.scope_frames import Frame
 from torchard.functional.core.wrapper import ModuleCopy
 from torchard.functional.dropout import Keyed
-from torchard.functional.effects.batch_norm_modules import traceable_forward
 from torchard.functional.module_layers import check_untied, stacked_layers
-from torchard.functional.modules.checks import (
-    check_attributes,
-    check_contents,
-    created,
-    parted,
-    updated,
-)
+from torchard.functional.modules.checks import check_contents, created, parted, updated
 from torchard.functional.modules.copying import hollow, owner_of, plain_tensors, ties
 from torchard.functional.modules.registered import OwnTensors, Registered, named_tensors
+from torchard.functional.modules.scopes import iterate, scope
 from torchard.functional.modules.state import undone
-from torchard.functional.programs.tags import NAME, SCOPE
-from torchard.functional.trace import name
 from torchard.functional.tracing.pytree_interop import register_torch_nodes
-from torchard.functional.tracing.trace_state import TraceState, active, in_frames
+from torchard.functional.tracing.trace_state import active
 
 __all__ = ["Functional", "functionalize"]
 
@@ -132,19 +124,45 @@ class Functional(ModuleCopy):
         self.stacks = stacked_layers(module, stacked)
         self.buffers = self.stack({k: b.detach() for k, b in module.named_buffers()})
         self.constants = plain_tensors(module)
-        self.module, private = hollow(module, self.constants)
         self._ties = ties(module)
         check_untied(self._ties, self.stacks)
         self._names = self.names_of(k for k, _ in module.named_parameters())
         self._trained = set(self.names_of(k for k, p in module.named_parameters() if p.requires_grad))
         trained = (k for k, _ in module.named_buffers() if _is_training(module, k))
         self._training = set(self.names_of(trained))
-        self._lock = Lock()
-        for path, part in self.module.named_modules():
-            part.forward = _scoped(path, Frame(path, module=True), part, vars(part).get("forward"))
+        self._install(*hollow(module, self.constants), named_tensors(module))
+
+    def _install(self, module: nn.Module, private: list[Any], originals: Mapping[str, Tensor]) -> None:
+        """Let the function work on a copy of a module. See `OwnTensors` for the arguments."""
+        self.module, self._lock = module, Lock()
+        for path, part in module.named_modules():
+            scope(path, Frame(path, module=True), part, vars(part).get("forward"))
         for layers in self.stacks:
-            layers.install(self.module, _iterated)
-        self._tensors = OwnTensors(named_tensors(module), self.module, private, self._ties)
+            layers.install(module, iterate)
+        self._tensors = OwnTensors(originals, module, private, self._ties)
+
+    def __copy__(self) -> Functional:
+        return self.__deepcopy__({})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Functional:
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        with self._lock:
+            module, private = hollow(self.module, self.constants, memo)
+            copied._set({**self.__getstate__(), "stacks": [copy.copy(each) for each in self.stacks]})
+            copied.buffers = copy.deepcopy(self.buffers, memo)
+            copied._install(module, private, dict(self._tensors.originals))
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), **{name: getattr(self, name) for name in _STATE}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._set(state)
+        self._install(self.module, [], {})
+
+    def _set(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
 
     def __repr__(self) -> str:
         return f"functionalize({self.__name__}, {len(self._names)} parameters)"
@@ -264,6 +282,10 @@ class Functional(ModuleCopy):
         return list(dict.fromkeys(names))
 
 
+# What a pickle of a function has besides its attributes.
+_STATE = ("_names", "_ties", "_trained", "_training", "module", "stacks")
+
+
 def _is_training(module: nn.Module, path: str) -> bool:
     return module.get_submodule(owner_of(path)).training
 
@@ -298,75 +320,3 @@ def _check_names(what: str, given: Mapping[str, Any], wanted: Any) -> None:
             f"{what} {' and '.join(problems)}; pass a dict with the names that functionalize returned "
             "(of tied parameters, the first)."
         )
-
-
-# -- scopes and boundaries --------------------------------------------------------------------------
-
-
-def _iterated(path: str, part: nn.Module) -> Callable[..., Any]:
-    """The forward of a part of stacked layers."""
-    scoped: Any = part.forward  # by the path of the first layer
-    return _scoped(path, Frame(path, module=True, iterated=True), part, scoped.replaced)
-
-
-def _scoped(
-    path: str, frame: Frame, module: nn.Module, own: Callable[..., Any] | None
-) -> Callable[..., Any]:
-    """A module's forward in the module's scope, with labels on its first tensor argument and result.
-
-    Args:
-        own: the module's own forward, in place of its class's, which may be replaced later.
-    """
-    named = any(True for _ in module.parameters())
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return (own or traceable_forward(module))(*args, **kwargs)
-
-    @functools.wraps(own or traceable_forward(module))
-    def run(*args: Any, **kwargs: Any) -> Any:
-        before = dict(vars(module))
-        out = within(*args, **kwargs)
-        check_attributes(path or type(module).__name__, before, vars(module))
-        return out
-
-    def within(*args: Any, **kwargs: Any) -> Any:
-        state = active()
-        if state is None or not path:
-            return forward(*args, **kwargs)
-        with in_frames((*state.frames, replace(frame))):  # each entry is a frame of its own
-            if named:
-                args, kwargs = _named_argument(args, kwargs)
-            out = forward(*args, **kwargs)
-            return _named_result(state, out) if named else out
-
-    run.replaced = own  # type: ignore[attr-defined]  # for `_iterated`
-    return run
-
-
-def _named_argument(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    for i, value in enumerate(args):
-        if isinstance(value, Tensor):
-            # The label goes on a view, so that other readers of the value do not have it.
-            return (*args[:i], name(value.view_as(value), "in"), *args[i + 1 :]), kwargs
-    for k, value in kwargs.items():
-        if isinstance(value, Tensor):
-            return args, {**kwargs, k: name(value.view_as(value), "in")}
-    return args, kwargs
-
-
-def _named_result(state: TraceState, out: Any) -> Any:
-    if isinstance(out, Tensor):
-        return name(out if _is_own(state, out) else out.view_as(out), "out")
-    if type(out) in (tuple, list) and out and isinstance(out[0], Tensor):
-        return type(out)((_named_result(state, out[0]), *out[1:]))
-    return out
-
-
-def _is_own(state: TraceState, value: Tensor) -> bool:
-    """Whether the innermost module itself computed the value, and it has no label yet."""
-    node = internals.proxy_node(state.tracer, internals.base_tensor(value))
-    if node is None or node.op != "call_function":
-        return False
-    return SCOPE.get(node) == path_of(state.frames) and not NAME.on(node)

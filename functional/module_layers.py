@@ -100,6 +100,11 @@ class StackedLayers:
         self._modules: list[list[nn.Module]] = []
         self._forward: Callable[..., Any] = first.forward
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What does not depend on a copy of the module, as `install` sets the rest."""
+        kept = ("path", "count", "name", "tensors", "frame", "differing", "_buffers", "_parameters")
+        return {"_calls": None, **{name: vars(self)[name] for name in kept}}
+
     # -- names ------------------------------------------------------------------------------------
 
     def row(self, name: str) -> str:
@@ -162,17 +167,17 @@ class StackedLayers:
 
     # -- standing in ------------------------------------------------------------------------------
 
-    def install(self, module: nn.Module, forward: Callable[[str, nn.Module], Any]) -> None:
+    def install(self, module: nn.Module, iterate: Callable[[str, nn.Module], None]) -> None:
         """Put stand-ins in the place of the layers of a copy of the module.
 
         Args:
-            forward: makes the forward of a part of the first layer, given its path.
+            iterate: gives a part of the first layer, given its path, the forward of all layers.
         """
         layers = module.get_submodule(self.path)
         self.layers = list(layers.children())
         self._layer = self.layers[0]
         for name, part in self._layer.named_modules():
-            part.forward = forward(self.row(name).rstrip("."), part)
+            iterate(self.row(name).rstrip("."), part)
             for (owner, key), values in self.differing.items():
                 if owner == name:
                     vars(part)[key] = Differing(self.row(name).rstrip("."), key, values)

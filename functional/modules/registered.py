@@ -111,7 +111,8 @@ class Registered(TorchFunctionMode):
         given = [internals.base_tensor(value) for value in values.values()]
         self._given = set(map(id, given))
         # The memory of the module's tensors, but for that which the call's have as well.
-        others = {*map(memory_of, given), 0}
+        self._memory_given = set(map(memory_of, given)) - {0}
+        others = {*self._memory_given, 0}
         self._memory = {at: name for at, name in tensors.memory().items() if at not in others}
         self._read: list[contextlib.ExitStack] = []
 
@@ -144,11 +145,18 @@ class Registered(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = internals.unpatched(func)
-        if func is Tensor.__deepcopy__ and id(internals.base_tensor(args[0])) in self._given:
-            return _deep_copy(*map(self._of_call, args))
+        if func is Tensor.__deepcopy__ and self._cannot_copy(args[0]):
+            return _deep_copy(self._of_call(args[0]), args[1])
         if kwargs:
             kwargs = {key: self._of_call(value) for key, value in kwargs.items()}
         return func(*map(self._of_call, args), **(kwargs or {}))
+
+    def _cannot_copy(self, value: Tensor) -> bool:
+        """Whether a tensor is of the call, or a level of torch.func's, of which torch makes no deep copy."""
+        base = internals.base_tensor(value)
+        if base is not value or id(value) in self.names or id(value) in self._given:
+            return True
+        return memory_of(value) in self._memory_given
 
     def _of_call(self, value: Any) -> Any:
         if isinstance(value, Tensor):

@@ -70,6 +70,9 @@ class _Rows(dict[str, Any]):
     def copy(self) -> dict[str, Any]:
         return dict(self)
 
+    def __reduce_ex__(self, protocol: Any) -> Any:  # for copies and pickles
+        return dict, (dict(self),)
+
     def setdefault(self, key: str, default: Any = None) -> Any:
         if key not in self:
             self[key] = default

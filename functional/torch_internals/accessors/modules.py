@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
@@ -21,6 +22,7 @@ __all__ = [
     "READ_BY_MODULES",
     "as_parameters",
     "buffer_table",
+    "called_module",
     "check_batch_norm_input",
     "child_table",
     "mark_parameter",
@@ -93,6 +95,16 @@ def as_parameters(tensors: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for tensor in marked:
             vars(tensor).pop(_IS_PARAMETER, None)
+
+
+def called_module(forward: Any, module_: nn.Module) -> nn.Module:
+    """The module whose forward this is and was called; a copy made by hand may have that of another.
+
+    To be called by ``forward``, which ``module_`` has as an attribute.
+    """
+    frame = sys._getframe(2)
+    called = frame.f_locals.get("self") if frame.f_code.co_filename == module.__file__ else None
+    return called if called is not None and vars(called).get("forward") is forward else module_
 
 
 def check_batch_norm_input(layer: Any, input: Tensor) -> None:
