@@ -141,6 +141,10 @@ class Functional(ModuleCopy):
             layers.install(module, iterate)
         self._tensors = OwnTensors(originals, module, private, self._ties)
 
+    def tensors_in(self, tables: Sequence[dict[str, Any]]) -> list[int]:
+        """See `ModuleCopy`."""
+        return self._tensors.tensors_in(tables)
+
     def __copy__(self) -> Functional:
         return self.__deepcopy__({})
 

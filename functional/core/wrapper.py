@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -31,3 +31,7 @@ class ModuleCopy:
 
     __slots__ = ()
     module: nn.Module
+
+    def tensors_in(self, tables: Sequence[dict[str, Any]]) -> list[int]:
+        """The ids of what is in tables of the copy, between calls or before this one."""
+        raise NotImplementedError

@@ -291,12 +291,17 @@ class Walk:
 
     def _copy(self, holder: ModuleCopy) -> Any:
         """A private copy of a module: its code, and the named attributes of its parts."""
-        self._parts.update(map(id, holder.module.modules()))
-        return "copy", self.token(holder.module, ""), self._attributes(holder)
+        parts = [*holder.module.modules()]
+        self._parts.update(map(id, parts))
+        tables = [table for part in parts for table in internals.tensor_tables(part).values()]
+        held = holder.tensors_in(tables)
+        self.slots.facts.append((functools.partial(holder.tensors_in, tables), held))
+        return "copy", self.token(holder.module, ""), self._attributes(holder), tuple(held)
 
     def _part(self, part: torch.nn.Module) -> Any:
-        """A part of a private copy, whose tables of parameters nothing changes."""
+        """A part of a private copy. `_copy` guards which tensors it has, and no call their values."""
         held = vars(part)
+        self.slots.typed.append(part)
         wanted = [key for key in held if key not in _TABLES and self._names(part, held, key)]
         self.slots.sized.append(held)
         self.slots.pick(held, [*wanted, *held.keys() & {"forward"}], itemgetter)

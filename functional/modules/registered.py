@@ -11,6 +11,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -66,6 +67,13 @@ class OwnTensors:
     def memory(self) -> dict[int, str]:
         """The names by the memory that the module's tensors have."""
         return {memory_of(tensor): name for name, tensor in self.originals.items()}
+
+    def tensors_in(self, tables: Sequence[dict[str, Any]]) -> list[int]:
+        """The ids of what tables contain, or contained before the calls that run."""
+        if not self.running:
+            return [*map(id, chain.from_iterable(map(dict.values, tables)))]
+        before = {id(table): held for table, held in self._contents.kept}
+        return [id(x) for table in tables for x in before.get(id(table), ())[1::2]]
 
     def contents(self) -> Contents:
         """What the copy holds now."""
@@ -130,8 +138,8 @@ class Registered(TorchFunctionMode):
             with self:
                 yield places
         finally:
-            self._tensors.running.pop()
             places.clear()
+            self._tensors.running.pop()
 
     def __enter__(self) -> Registered:
         self._read.append(contextlib.ExitStack())
@@ -152,7 +160,7 @@ class Registered(TorchFunctionMode):
         return func(*map(self._of_call, args), **(kwargs or {}))
 
     def _cannot_copy(self, value: Tensor) -> bool:
-        """Whether a tensor is of the call, or a level of torch.func's, of which torch makes no deep copy."""
+        """Whether torch makes no deep copy of a tensor: of the call, or of a level of torch.func."""
         base = internals.base_tensor(value)
         if base is not value or id(value) in self.names or id(value) in self._given:
             return True

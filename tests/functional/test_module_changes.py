@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import torchard as ta
-from torchard import LoopError
+from torchard import LoopError, PurityError
 
 
 @dataclass
@@ -128,6 +128,72 @@ def test_a_change_is_followed(change: str, stacked: Any, traced: bool) -> None:
         assert stacked
         return
     torch.testing.assert_close(after, model(x))
+
+
+class Other(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) - 1
+
+
+class Relu(nn.Tanh):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu()
+
+
+def exchange(m: Any) -> None:
+    m.layers[0].linear, m.layers[1].linear = m.layers[1].linear, m.layers[0].linear
+
+
+def wrap(m: Any) -> None:
+    m.layers[0].linear = nn.Sequential(m.layers[0].linear, nn.ReLU())
+
+
+# Changes of which modules have which tensors, and of what class they are.
+OF_STRUCTURE: dict[str, Callable[[Any], Any]] = {
+    "no bias": lambda m: setattr(m.layers[0].linear, "bias", None),
+    "a bias less": lambda m: m.layers[0].linear.register_parameter("bias", None),
+    "class of a layer": lambda m: setattr(m.layers[1], "__class__", Other),
+    "class of a part": lambda m: setattr(m.layers[1].act, "__class__", Relu),
+    "exchanged parts": exchange,
+    "a part within another": wrap,
+    "moved to another attribute": lambda m: m.layers.insert(0, m.layers.pop(2)),
+    "a part of another name": lambda m: setattr(m.layers[0], "act", m.layers[1].linear),
+    "tied": lambda m: setattr(m.layers[0].linear, "weight", m.layers[1].linear.weight),
+}
+
+
+@pytest.mark.parametrize("traced", [True, False], ids=["traced", "plainly"])
+@pytest.mark.parametrize("change", OF_STRUCTURE)
+def test_a_change_of_structure_is_followed(change: str, traced: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Model(), torch.linspace(-1, 1, 6).reshape(2, 3)
+    fn, params = ta.functionalize(model)
+    params = {k: p.clone() for k, p in params.items()}
+    run = ta.jit(fn, backend="eager") if traced else fn
+    torch.testing.assert_close(run(params, x), model(x))
+    for changed in (model, fn.module):
+        OF_STRUCTURE[change](changed)
+    torch.testing.assert_close(run(params, x), model(x))
+
+
+WITHOUT_VALUES: dict[str, Callable[[Any], Any]] = {
+    "parametrized": lambda m: nn.utils.parametrizations.weight_norm(m.layers[0].linear),
+    "with another parameter": lambda m: m.register_parameter("more", nn.Parameter(X_META)),
+    "with another buffer": lambda m: m.layers[0].register_buffer("more", X_META),
+}
+X_META = torch.ones(3, device="meta")
+
+
+@pytest.mark.parametrize("traced", [True, False], ids=["traced", "plainly"])
+@pytest.mark.parametrize("change", WITHOUT_VALUES)
+def test_tensors_of_which_no_call_has_a_value_are_refused(change: str, traced: bool) -> None:
+    fn, params = ta.functionalize(Model())
+    run = ta.jit(fn, backend="eager") if traced else fn
+    for _ in range(2):
+        run(params, torch.ones(2, 3))
+    WITHOUT_VALUES[change](fn.module)
+    with pytest.raises(PurityError, match=r"has '.*' now, .*functionalize the changed module"):
+        run(params, torch.ones(2, 3))
 
 
 UNIFORM = [f"{name}, all" for name in ("number", "flag", "list", "item", "function", "mode")]
