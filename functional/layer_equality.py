@@ -35,7 +35,7 @@ _PLAIN = (
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format),
 )
 _OWN = {*internals.READ_BY_MODULES, *internals.NOT_READ_BY_MODULES} - {"training"}
-_OWN |= {"forward", "__getstate__"}
+_OWN |= {"forward", "__getstate__", "_apply"}
 
 
 def alike(one: Any, other: Any) -> bool:

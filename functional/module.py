@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core import user_lines as source
 from torchard.functional.core.arguments import checked
+from torchard.functional.core.errors import PurityError
 from torchard.functional.core.locks import Lock
 from torchard.functional.core.placed import is_placed
 from torchard.functional.core.scope_frames import Frame
@@ -24,6 +27,7 @@ from torchard.functional.modules.registered import OwnTensors, Registered, named
 from torchard.functional.modules.scopes import iterate, scope
 from torchard.functional.modules.state import undone
 from torchard.functional.tracing.pytree_interop import register_torch_nodes
+from torchard.functional.tracing.torch_checkpoint import recomputed_within
 from torchard.functional.tracing.trace_state import active
 
 __all__ = ["Functional", "functionalize"]
@@ -184,11 +188,11 @@ class Functional(ModuleCopy):
             # A write is refused when the call has ended. In a trace nothing has been written until then,
             # and buffers that are only read need no copy.
             read_only = set() if active() is None else self.buffers.keys() - self._training
-            given = {k: b if k in read_only else b.clone() for k, b in self.buffers.items()}
+            given = {k: b if k in read_only else _cloned(b) for k, b in self.buffers.items()}
         else:
             buffers = _tensors("buffers", buffers, self.buffers)
-            given = {k: buffers[k].clone() for k in self.buffers}
-        versions = {k: internals.version(b) for k, b in given.items()}
+            given = {k: _cloned(buffers[k]) for k in self.buffers}
+        versions = {k: internals.version(b) for k, b in given.items() if not b.is_inference()}
         values = {**params, **given}
         values |= {k: values[first] for k, first in self._ties.items()}
         rows = [layers.take(values) for layers in self.stacks]
@@ -205,6 +209,9 @@ class Functional(ModuleCopy):
                     within = functools.partial(self._entered, registered)
                     running.enter_context(layers.running(tensors, keyed, within))
                 running.enter_context(internals.as_parameters(params.values()))
+                if active() is None:
+                    here = functools.partial(self._recomputing, values, given, keyed)
+                    running.enter_context(recomputed_within(here))
                 out = self.module(*args, **kwargs)
                 values |= places.buffers()
             check_contents(self.__name__, contents)
@@ -219,7 +226,7 @@ class Functional(ModuleCopy):
         if buffers is not None:
             return out, after
         for k, value in after.items():
-            if value is not given[k] or internals.version(value) != versions[k]:
+            if value is not given[k] or (k in versions and internals.version(value) != versions[k]):
                 raise updated(k)
         return out
 
@@ -233,6 +240,28 @@ class Functional(ModuleCopy):
             else:
                 with undone(self._tensors.contents()), registered.running():
                     yield
+
+    def _recomputing(
+        self, values: Mapping[str, Tensor], buffers: Iterable[str], keyed: Keyed
+    ) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """A context in which torch's checkpoint runs a part of a call again, in the backward."""
+        if self.stacks:
+            raise PurityError(
+                f"{source.of_here()} calls torch.utils.checkpoint in a module with stacked layers, in "
+                "no transform, where it could not run them again. Use torchard.checkpoint(fn) in its "
+                "place, or call the function in jit."
+            )
+        first = keyed.first + keyed.drawn
+
+        @contextlib.contextmanager
+        def again() -> Iterator[None]:
+            # What the call returned is not written to a second time.
+            fresh = {**values, **{k: _cloned(values[k]) for k in buffers}}
+            fresh |= {k: fresh[one] for k, one in self._ties.items()}
+            with self._entered(Registered(self._tensors, fresh)), Keyed(keyed.key, first):
+                yield
+
+        return again
 
     def split(self, params: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Split parameters into those that the module trains, and those that it has frozen.
@@ -288,6 +317,12 @@ class Functional(ModuleCopy):
 
 # What a pickle of a function has besides its attributes.
 _STATE = ("_names", "_ties", "_trained", "_training", "module", "stacks")
+
+
+def _cloned(buffer: Tensor) -> Tensor:
+    """A copy that has versions in inference mode too, by which an update is noticed."""
+    with torch.inference_mode(False):
+        return buffer.clone()
 
 
 def _is_training(module: nn.Module, path: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.core.placed import is_placed
 from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.engine.lowered_function import LoweredFunction
@@ -136,7 +137,8 @@ class CacheEntry:
 def environment_of(fn: Callable[..., Any], arguments: Arguments) -> Environment:
     """The environment of a function and of those of its arguments that are not traced."""
     traced = set(arguments.traced)
-    return Environment([fn, *(v for i, v in enumerate(arguments.leaves) if i not in traced)])
+    with internals.no_function_modes():  # it reads kinds of tensors that a mode may refuse to use
+        return Environment([fn, *(v for i, v in enumerate(arguments.leaves) if i not in traced)])
 
 
 def is_under(path: str, starts: Sequence[str]) -> bool:

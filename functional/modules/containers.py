@@ -40,14 +40,14 @@ def is_plain(value: Any) -> bool:
 
 def is_container(value: Any) -> bool:
     """Whether a value is mutable and `read` knows what it contains."""
-    return isinstance(value, _PLAIN) or (is_users(value) and bool(_slots(type(value))))
+    return isinstance(value, _PLAIN) or (is_users(value) and bool(_slots_of(value)))
 
 
 def is_users(value: Any) -> bool:
     """Whether a value is an object of a class that belongs to no library."""
     if type(value).__module__.partition(".")[0] in _LIBRARIES:
         return False
-    return hasattr(value, "__dict__") or bool(_slots(type(value)))
+    return hasattr(value, "__dict__") or bool(_slots_of(value))
 
 
 def read(container: Any) -> list[Any]:
@@ -61,7 +61,7 @@ def read(container: Any) -> list[Any]:
         return [*closed, container.__defaults__, container.__kwdefaults__]
     if isinstance(container, (list, set, deque)):
         return list(container)
-    return [getattr(container, name, _EMPTY) for name in _slots(type(container))]
+    return [getattr(container, name, _EMPTY) for name in _slots_of(container)]
 
 
 def pairs(contents: list[Any]) -> dict[Any, Any]:
@@ -85,7 +85,7 @@ def write(container: Any, contents: list[Any]) -> None:
         container.clear()
         (container.update if isinstance(container, set) else container.extend)(contents)
     else:
-        for name, value in zip(_slots(type(container)), contents, strict=True):
+        for name, value in zip(_slots_of(container), contents, strict=True):
             if value is not _EMPTY:
                 object.__setattr__(container, name, value)
             elif hasattr(container, name):
@@ -132,12 +132,18 @@ def is_filled(cell: CellType) -> bool:
     return True
 
 
+def _slots_of(value: Any) -> tuple[str, ...]:
+    """The names of an object's slots."""
+    kind: Any = type(value)
+    return _slots(kind)
+
+
 @functools.cache
-def _slots(kind: type) -> tuple[str, ...]:
-    return tuple(_slots_of(kind))
+def _slots(kind: Any) -> tuple[str, ...]:
+    return tuple(_each_slot(kind))
 
 
-def _slots_of(kind: type) -> Iterator[str]:
+def _each_slot(kind: type) -> Iterator[str]:
     for base in kind.__mro__:
         names = vars(base).get("__slots__", ()) if base.__module__ != "builtins" else ()
         for name in (names,) if isinstance(names, str) else names:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.modules.rebinding import Rebinding
 
-__all__ = ["hollow", "owner_of", "plain_tensors", "ties"]
+__all__ = ["deep_copy", "hollow", "owner_of", "plain_tensors", "ties"]
 
 
 def hollow(
@@ -39,6 +40,18 @@ def hollow(
     rebinding = Rebinding(module, memo)
     rebinding.within(copied)
     return copied, rebinding.private
+
+
+def deep_copy(value: Tensor, memo: dict[int, Any]) -> Tensor:
+    """A deep copy of a tensor of a call: as of the module's own, gradients stop there."""
+    if id(value) not in memo:
+        copied = value.detach().clone()
+        if isinstance(value, nn.Parameter):
+            internals.mark_parameter(copied)
+        memo[id(value)] = copied
+        memo.setdefault(id(memo), []).append(value)  # kept, as `copy.deepcopy` does
+    found: Tensor = memo[id(value)]
+    return found
 
 
 def _check_initialized(module: nn.Module) -> None:

@@ -44,14 +44,14 @@ class Places:
         self._buffers: list[tuple[dict[str, Any], str, str]] = []
         for container, held in contents.kept:
             prefix = tables.get(id(container))
-            direct = {i: name for i, x in enumerate(held) if (name := names.get(id(x))) in known}
+            named = ((i, names.get(id(x))) for i, x in enumerate(held))
+            direct = {i: name for i, name in named if name is not None and name in known}
             if prefix is not None:
                 direct |= _by_name(prefix, held, names, known)
             if id(container) in buffers:
                 for i, name in direct.items():
-                    path = f"{prefix}{held[i - 1]}"
-                    named = path if ties.get(path) == name else name
-                    self._buffers.append((container, held[i - 1], named))
+                    path, key = f"{prefix}{held[i - 1]}", held[i - 1]
+                    self._buffers.append((container, key, path if ties.get(path) == name else name))
             inside = [i for i, x in enumerate(held) if mapped(x, self._found_in(known)) is not x]
             nested = [i for i in inside if i not in direct]
             if direct or nested:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import LoopError, PurityError
+from torchard.functional.modules.copying import deep_copy
 from torchard.functional.modules.places import Places
 from torchard.functional.modules.rebinding import memory_of
 from torchard.functional.modules.state import Contents
@@ -119,8 +120,7 @@ class Registered(TorchFunctionMode):
         given = [internals.base_tensor(value) for value in values.values()]
         self._given = set(map(id, given))
         # The memory of the module's tensors, but for that which the call's have as well.
-        self._memory_given = set(map(memory_of, given)) - {0}
-        others = {*self._memory_given, 0}
+        others = {*map(memory_of, given), 0}
         self._memory = {at: name for at, name in tensors.memory().items() if at not in others}
         self._read: list[contextlib.ExitStack] = []
 
@@ -154,17 +154,16 @@ class Registered(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         func = internals.unpatched(func)
         if func is Tensor.__deepcopy__ and self._cannot_copy(args[0]):
-            return _deep_copy(self._of_call(args[0]), args[1])
+            return deep_copy(self._of_call(args[0]), args[1])
         if kwargs:
             kwargs = {key: self._of_call(value) for key, value in kwargs.items()}
         return func(*map(self._of_call, args), **(kwargs or {}))
 
     def _cannot_copy(self, value: Tensor) -> bool:
         """Whether torch makes no deep copy of a tensor: of the call, or of a level of torch.func."""
-        base = internals.base_tensor(value)
-        if base is not value or id(value) in self.names or id(value) in self._given:
-            return True
-        return memory_of(value) in self._memory_given
+        row = isinstance(value, nn.Parameter) and type(value) is not nn.Parameter
+        own = id(value) in self.names or id(value) in self._given
+        return row or own or internals.base_tensor(value) is not value
 
     def _of_call(self, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -217,14 +216,3 @@ def _is_operand_of_function(own: Tensor) -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _deep_copy(value: Tensor, memo: dict[int, Any]) -> Tensor:
-    """A deep copy of a parameter or buffer of the call: as of the module's own, gradients stop there."""
-    if id(value) not in memo:
-        copied = value.detach().clone()
-        if isinstance(value, nn.Parameter):
-            internals.mark_parameter(copied)
-        memo[id(value)] = copied
-    copy: Tensor = memo[id(value)]
-    return copy

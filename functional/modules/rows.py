@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.modules.copying import deep_copy
+from torchard.functional.tracing.trace_state import tracing
 
 __all__ = ["LayerTables", "holding", "tables_of"]
 
@@ -26,7 +28,8 @@ class _Rows(dict[str, Any]):
         stacks: the stacks, by the table's keys.
         number: the row.
         parameters: whether the table is that of parameters.
-        made: the rows that were handed out, by the table's keys.
+        made: the rows that were returned, by the table's keys, each with the context that it was made
+            in: there and within, the same row is read again.
     """
 
     def __init__(
@@ -34,22 +37,26 @@ class _Rows(dict[str, Any]):
     ) -> None:
         super().__init__(table)
         self.stacks, self.number, self.parameters = stacks, number, parameters
-        self.made: dict[str, list[Tensor]] = {}
+        self.made: dict[str, list[tuple[Sequence[Any], Tensor]]] = {}
         self._before = dict(table)
 
     def __getitem__(self, key: str) -> Any:
         held = super().__getitem__(key)
         if key not in self.stacks or held is not self._before.get(key):
             return held
+        here = _context()
+        for context, row in self.made.get(key, ()):
+            if here[: len(context)] == context and _is_live(row):
+                return row
         with torch.enable_grad():  # as a parameter, it requires grad wherever it is read
             row = self.stacks[key][self.number]
         if self.parameters:
             internals.mark_parameter(row)
-        self.made.setdefault(key, []).append(row)
+        self.made.setdefault(key, []).append((here, row))
         return row
 
     def __setitem__(self, key: str, value: Any) -> None:
-        ours = any(value is row for row in self.made.get(key, ()))
+        ours = any(value is row for _, row in self.made.get(key, ()))
         super().__setitem__(key, self._before[key] if ours else value)
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -72,6 +79,9 @@ class _Rows(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # for copies and pickles
         return dict, (dict(self),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {key: value if value is None else deep_copy(value, memo) for key, value in self.items()}
 
     def setdefault(self, key: str, default: Any = None) -> Any:
         if key not in self:
@@ -96,6 +106,16 @@ class _Rows(dict[str, Any]):
         keys = dict.fromkeys((*self._before, *self))
         held = dict(dict.items(self))
         return next((key for key in keys if held.get(key) is not self._before.get(key)), None)
+
+
+def _context() -> Sequence[Any]:
+    """The traces and levels of torch.func that run, outermost first."""
+    return [internals.in_inference_mode(), *map(id, tracing()), *internals.level_kinds()]
+
+
+def _is_live(row: Tensor) -> bool:
+    """Whether the trace or level that made a row has not ended."""
+    return internals.ended(row) is None and not internals.of_ended_level(row)
 
 
 Table = tuple[dict[str, Any], str, dict[str, Any]]  # a module's attributes, the table's name in them, it

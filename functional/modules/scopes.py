@@ -10,10 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core import user_lines as source
+from torchard.functional.core.errors import PurityError
 from torchard.functional.core.scope_frames import Frame, path_of
 from torchard.functional.effects.batch_norm_modules import traceable_forward
 from torchard.functional.modules.checks import check_attributes
 from torchard.functional.programs.tags import NAME, SCOPE
+from torchard.functional.tracing.stand_ins import any_stand_in
 from torchard.functional.tracing.trace_state import TraceState, active, in_frames
 
 __all__ = ["iterate", "scope"]
@@ -57,6 +60,7 @@ def scope(path: str, frame: Frame, module: nn.Module, own: Callable[..., Any] | 
     module.forward = run
     # What `copy` and pickle ask an object for; they do not copy functions.
     vars(module)["__getstate__"] = functools.partial(_state_of, module, own)
+    vars(module)["_apply"] = functools.partial(_converted, module)
 
 
 def _state_of(part: nn.Module, own: Any) -> dict[str, Any]:
@@ -66,7 +70,24 @@ def _state_of(part: nn.Module, own: Any) -> dict[str, Any]:
     return state if own is None else {**state, "forward": own}
 
 
-_ADDED = ("forward", "__getstate__")
+_ADDED = ("forward", "__getstate__", "_apply")
+
+
+def _converted(part: nn.Module, convert: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
+    """What ``part.to(...)``, ``part.double()`` and others call, to convert each tensor in place.
+
+    Raises:
+        PurityError: in a call, whose tensors it would replace by others.
+    """
+    if not any_stand_in():
+        return internals.converted(part, convert, *args, **kwargs)
+    if all(convert(tensor) is tensor for tensor in (*part.parameters(), *part.buffers())):
+        return part
+    raise PurityError(
+        f"{source.of_here()} converts a {type(part).__name__} in place (by to(), double(), half() or the "
+        "like), which would replace the parameters of the call. Convert what it computes with, as in "
+        "F.linear(x, part.weight.double()), or the module before functionalize."
+    )
 
 
 def _named_argument(

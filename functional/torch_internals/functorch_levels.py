@@ -39,6 +39,7 @@ __all__ = [
     "mapped_at_top",
     "mapped_over",
     "needs_grad_at_top",
+    "of_ended_level",
     "wrapped_in",
 ]
 
@@ -70,6 +71,11 @@ def level_kinds() -> list[Any]:
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a functorch level wraps this tensor."""
     return functorch_c.is_functorch_wrapped_tensor(tensor)
+
+
+def of_ended_level(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is what a level of torch.func wrapped that has ended."""
+    return is_wrapped(tensor) and functorch_c.maybe_get_level(tensor) < 0
 
 
 def base_tensor(tensor: torch.Tensor) -> torch.Tensor:

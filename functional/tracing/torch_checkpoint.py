@@ -9,8 +9,11 @@ that is not tracing calls torch's own.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Generator, Iterator
+from contextvars import ContextVar
+from itertools import chain, repeat
 from typing import Any
 
 from torch.utils import checkpoint as torchs
@@ -22,7 +25,7 @@ from torchard.functional.core.locks import Lock
 from torchard.functional.remat.policies import save_nothing
 from torchard.functional.tracing.trace_state import active, checkpointed
 
-__all__ = ["taken_as_segments"]
+__all__ = ["recomputed_within", "taken_as_segments"]
 
 _lock = Lock()
 _traces = 0
@@ -35,7 +38,7 @@ def _segments(theirs: Any) -> Callable[..., Generator[None]]:
 
     def segment(*args: Any, **kwargs: Any) -> Generator[None]:
         if active() is None:
-            yield from theirs(*args, **kwargs)
+            yield from theirs(_again(args[0]), *args[1:], **kwargs)
             return
         given = parameters.bind(*args, **kwargs).arguments
         if given.get("context_fn", torchs.noop_context_fn) is not torchs.noop_context_fn:
@@ -56,9 +59,47 @@ class _Reentrant:
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
         if active() is None:
-            return _theirs[internals.CHECKPOINT_FUNCTION].apply(function, preserve_rng_state, *args)
+            run = _again(function, ahead=True)
+            return _theirs[internals.CHECKPOINT_FUNCTION].apply(run, preserve_rng_state, *args)
         with checkpointed(save_nothing):
             return function(*args)
+
+
+_within: ContextVar[Callable[[], Callable[[], Any]] | None] = ContextVar("recomputed", default=None)
+
+
+@contextlib.contextmanager
+def recomputed_within(here: Callable[[], Callable[[], Any]]) -> Iterator[None]:
+    """A context outside of traces, in which torch's checkpoint recomputes in a context of the caller's.
+
+    Args:
+        here: called where a checkpoint begins; returns what makes the context.
+    """
+    token = _within.set(here)
+    try:
+        with taken_as_segments():
+            yield
+    finally:
+        _within.reset(token)
+
+
+def _again(function: Callable[..., Any], ahead: bool = False) -> Callable[..., Any]:
+    """A function that runs as it does here, wherever it is recomputed.
+
+    Args:
+        ahead: whether its first call is the one here.
+    """
+    here = _within.get()
+    if here is None:
+        return function
+    contexts = chain([contextlib.nullcontext] * ahead, repeat(here()))
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with next(contexts)():
+            return function(*args, **kwargs)
+
+    return run
 
 
 _ours = {

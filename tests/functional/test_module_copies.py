@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import torchard as ta
-from torchard import LoopError
+from torchard import LoopError, PurityError
 
 X = torch.linspace(-1, 1, 6).reshape(2, 3)
 
@@ -233,3 +233,27 @@ def test_a_copy_refuses_what_differs_between_stacked_layers() -> None:
     for f in (fn, copy.deepcopy(fn), repickled(fn)):
         with pytest.raises(LoopError, match="'scale'"):
             f(params, X)
+
+
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "to": lambda part: part.to(torch.float64),
+    "double": lambda part: part.double(),
+    "half": lambda part: part.half(),
+    "of all": lambda part: nn.Sequential(part).double(),
+}
+
+
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_conversions_in_place_are_refused(conversion: str, stack: str) -> None:
+    fn, params = ta.functionalize(Copying(lambda m, x: CONVERSIONS[conversion](m.a)(x)))
+    kinds = [p.dtype for p in params.values()]
+    for around in (lambda f: f, lambda f: torch.func.grad(lambda p, x: f(p, x).sum())):
+        with pytest.raises(PurityError, match=r"test_module_copies\.py:\d+ .* converts a Part in place"):
+            around(STACKS[stack](fn))(params, X)
+    assert kinds == [p.dtype for p in params.values()]
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_conversions_of_nothing_are_none(stack: str) -> None:
+    check(Copying(lambda m, x: m.a.float()(x) + m.b.to(torch.float32).to("cpu")(x)), stack)

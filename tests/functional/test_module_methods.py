@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,14 @@ import torchard as ta
 
 def norms(tensors: Any) -> Tensor:
     return torch.stack([t.square().sum() for t in tensors]).sum()
+
+
+def by_a_level(m: Any, number: int) -> Tensor:
+    return torch.func.grad(lambda x: x * m.layers[number].weight.sum())(m.own)
+
+
+def by_a_checkpoint(m: Any, number: int) -> Tensor:
+    return ta.checkpoint(lambda x: x * m.layers[number].weight.sum())(m.own)
 
 
 READINGS: dict[str, Callable[[nn.Module], Tensor]] = {
@@ -42,6 +52,22 @@ READINGS: dict[str, Callable[[nn.Module], Tensor]] = {
     "its table": lambda m: norms(m._parameters.values()) + m.layers[1]._parameters["weight"].sum(),
     "vector": lambda m: torch.nn.utils.parameters_to_vector(m.parameters()).square().sum(),
     "that require gradients": lambda m: norms([p for p in m.parameters() if p.requires_grad]),
+    "the same object": lambda m: m.own * (m.layers[1].weight is m.layers[1].weight),
+    "the same by a method": lambda m: m.own * (m.layers[1].weight is m.get_parameter("layers.1.weight")),
+    "others": lambda m: m.own * (m.layers[0].weight is not m.layers[1].weight),
+    "in the parameters": lambda m: m.own * any(p is m.layers[1].weight for p in m.parameters()),
+    "each once": lambda m: m.own * len({id(p) for _ in range(2) for p in m.parameters()}),
+    "by a key": lambda m: m.own * {p: i for i, p in enumerate(m.parameters())}[m.layers[1].weight],
+    "of a level": lambda m: m.own * torch.func.grad(
+        lambda x: x * m.layers[1].weight.sum() * (m.layers[1].weight is m.layers[1].weight)
+    )(m.own) + m.layers[1].weight.sum(),
+    "of two levels": lambda m: m.own * sum(map(functools.partial(by_a_level, m), (1, 1, 0))),
+    "in a checkpoint": lambda m: (
+        sum(map(functools.partial(by_a_checkpoint, m), (1, 1, 0))) + m.layers[1].weight.sum()
+    ),
+    "deep copies": lambda m: m.own * copy.deepcopy(m.layers[1]).weight.detach().sum(),
+    "a deep copy of a parameter": lambda m: m.own * copy.deepcopy(m.layers[1].weight).detach().sum(),
+    "a deep copy of the layers": lambda m: m.own * norms(copy.deepcopy(m.layers).parameters()).detach(),
     "numbers": lambda m: m.own * sum(p.numel() for p in m.parameters() if p.ndim == 2),
 }
 

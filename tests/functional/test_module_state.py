@@ -406,3 +406,23 @@ def test_a_refused_update_changes_no_buffer(around: Any, train: bool) -> None:
     _, after = fn(params, X, buffers=fn.buffers)
     assert after["calls"].tolist() == [1, 1, 1]
     torch.testing.assert_close(fn.buffers, before)
+
+
+@pytest.mark.parametrize("made", [True, False], ids=["made in it", "made before"])
+@pytest.mark.parametrize("train", [True, False], ids=["train", "eval"])
+def test_calls_in_inference_mode(train: bool, made: bool) -> None:
+    """Tensors made in it have no versions, by which updates of buffers are noticed."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).train(train)
+    want = functionalize(module)[0](functionalize(module)[1], X, buffers=functionalize(module)[0].buffers)
+    with torch.inference_mode(made):
+        fn, params = functionalize(copy.deepcopy(module))
+        params, buffers = ({k: v.clone() for k, v in d.items()} for d in (params, fn.buffers))
+    with torch.inference_mode():
+        for run in (fn, jit(fn, backend="eager")):
+            torch.testing.assert_close(run(params, X, buffers=buffers), want)
+        if train:
+            with pytest.raises(PurityError, match="updates its buffer"):
+                fn(params, X)
+        else:
+            torch.testing.assert_close(fn(params, X), want[0])

@@ -25,6 +25,7 @@ __all__ = [
     "called_module",
     "check_batch_norm_input",
     "child_table",
+    "converted",
     "mark_parameter",
     "tensor_tables",
 ]
@@ -44,7 +45,7 @@ GLOBAL_HOOK_TABLES = (
     module._global_backward_pre_hooks,
 )
 
-require(nn.Module(), "_parameters", "_buffers", "_modules", *HOOK_TABLES)
+require(nn.Module(), "_apply", "_parameters", "_buffers", "_modules", *HOOK_TABLES)
 require(nn.BatchNorm1d, "_check_input_dim")
 
 # Attributes of every module: those that no call reads, and those that `nn.Module` itself reads in a call.
@@ -72,6 +73,12 @@ HOOK_KEYS = (READ_BY_MODULES | NOT_READ_BY_MODULES) - {
 buffer_table: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buffers")
 # A module's own children, mutable; `named_children` leaves out duplicates.
 child_table: Callable[[nn.Module], dict[str, nn.Module | None]] = attrgetter("_modules")
+
+
+def converted(part: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """What `nn.Module.to` and others call, of the module's class."""
+    result: nn.Module = type(part)._apply(part, *args, **kwargs)
+    return result
 
 
 def tensor_tables(layer: nn.Module) -> dict[str, dict[str, Any]]:
