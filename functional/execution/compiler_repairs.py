@@ -12,11 +12,13 @@ else reads becomes one in place, also where several elements of the value are on
 and by scalar code in another, which round differently. A comparison of the value with its own maximum may
 then be false everywhere, and a gradient zero or NaN.
 
-That the scheduler may order a kernel before a write in place of what it reads is mended in
-`torch_internals/written_buffers.py`: no pass over a graph knows of it.
+That the scheduler may order a kernel before a write in place of what it reads, or writes in place into a
+part of a concatenation, is mended in `torch_internals/written_buffers.py`: no pass over a graph knows
+of it.
 
 In half precision kernels compute in float32 and round only what they store. No pass can mend that: where
-`has_half_precision`, Inductor is told to round whatever eager rounds.
+`has_half_precision`, Inductor is told to round whatever eager rounds. But it rounds no numbers: that is
+`round_numbers`, which runs on what is traced, since decompositions add numbers that eager does not round.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from torchard.functional.execution.faulty_lowerings import call_torch
 from torchard.functional.programs.tags import INDUCTOR_REALIZE_TO_STRIDES, VAL
 from torchard.functional.torch_internals.operators import aten
 
-__all__ = ["REPAIRS", "compute_once", "copy_before_writes", "has_half_precision"]
+__all__ = ["REPAIRS", "compute_once", "copy_before_writes", "has_half_precision", "round_numbers"]
 
 # What Inductor turns into writes in place: of these and of what it writes by way of them.
 _WRITES = {
@@ -56,6 +58,22 @@ _WRITES = {
     aten.index_reduce.default,
     aten.masked_scatter.default,
     aten.put.default,
+}
+
+# For these eager torch rounds numbers, and tensors without dims, to the dtype of the other operand, on a
+# CPU. For `mul` and `div` it does not.
+_ROUNDED = {
+    *(aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar),
+    *(aten.pow.Tensor_Scalar, aten.pow.Scalar, aten.pow.Tensor_Tensor),
+    *(aten.remainder.Scalar, aten.remainder.Scalar_Tensor, aten.remainder.Tensor),
+    *(aten.fmod.Scalar, aten.fmod.Tensor),
+    *(aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar),
+    *(aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.gt.Tensor, aten.ge.Tensor),
+}
+# These make values of a number.
+_FILLED = {
+    *(aten.full.default, aten.full_like.default, aten.new_full.default, aten.fill.Scalar),
+    aten.scalar_tensor.default,
 }
 
 
@@ -110,6 +128,46 @@ def compute_once(graph: fx.Graph) -> None:
             INDUCTOR_REALIZE_TO_STRIDES.set(value, True)
         for other in others:
             other.replace_all_uses_with(value)
+
+
+def round_numbers(graph: fx.Graph) -> None:
+    """Round what eager torch rounds to half precision before it computes."""
+    for node in list(graph.nodes):
+        dtype = _rounds_to(node)
+        if dtype in (torch.bfloat16, torch.float16):
+            with graph.inserting_before(node):
+                node.args = tuple(_rounded(x, dtype) for x in node.args)
+                node.kwargs = {key: _rounded(x, dtype) for key, x in node.kwargs.items()}
+
+
+def _rounds_to(node: fx.Node) -> torch.dtype | None:
+    """The dtype to which an operation rounds numbers."""
+    if node.target in _FILLED:
+        return VAL.of(node).dtype
+    if node.target not in _ROUNDED:
+        return None
+    operands = [VAL.of(x) for x in node.all_input_nodes]
+    dtypes = {x.dtype for x in operands if x.dim()}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+def _rounded(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=dtype).item()
+    if not isinstance(value, fx.Node) or VAL.of(value).dim() or not _is_wider(value, dtype):
+        return value
+    if value.target is aten.full.default:  # Inductor reads it as the number
+        number, options = _rounded(value.args[1], dtype), {**value.kwargs, "dtype": dtype}
+        rounded = value.graph.call_function(value.target, ([], number), options)
+    else:
+        rounded = value.graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
+    VAL.set(rounded, VAL.of(value).to(dtype))
+    return rounded
+
+
+def _is_wider(node: fx.Node, dtype: torch.dtype) -> bool:
+    have: torch.Tensor = VAL.of(node)
+    return have.is_floating_point() and have.dtype != dtype
 
 
 def has_half_precision(graph: fx.Graph, inputs: Iterable[torch.Tensor]) -> bool:

@@ -46,10 +46,11 @@ def _has_no_dims(given: Passed) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
-def _writes_complex(given: Passed) -> bool:
-    """The write in place into a view of complex numbers may come after reads of the written value."""
-    value = VAL.get(given["self"])
-    return isinstance(value, torch.Tensor) and value.is_complex()
+def _is_complex(given: Passed) -> bool:
+    """Sums are taken of real views, which may be of what was there before a write, or not exist."""
+    operands = (given["self"], given["other"])
+    values = [VAL.get(x) for x in operands if isinstance(x, fx.Node)]
+    return any(x.is_complex() for x in values if isinstance(x, torch.Tensor))
 
 
 # By operation, whether its arguments are those of a fault (torch 2.13).
@@ -60,15 +61,7 @@ _FAULTY: dict[Any, Callable[[Passed], bool]] = {
     aten.take.default: _takes_one,
     # An IndexError in bfloat16.
     aten.scatter.value: _has_no_dims,
-    **dict.fromkeys(
-        (
-            aten.diagonal_scatter.default,
-            aten.select_scatter.default,
-            aten.slice_scatter.default,
-            aten.as_strided_scatter.default,
-        ),
-        _writes_complex,
-    ),
+    aten.add.Tensor: _is_complex,
 }
 
 

@@ -18,7 +18,7 @@ from torchard.functional.torch_internals.accessors.required import needed, requi
 from torchard.functional.torch_internals.donated_buffers import donating
 from torchard.functional.torch_internals.thread_state import thread_state_kept
 from torchard.functional.torch_internals.told_modes import one_at_a_time
-from torchard.functional.torch_internals.written_buffers import reads_after_writes
+from torchard.functional.torch_internals.written_buffers import parts_stay, reads_after_writes
 
 __all__ = ["compile_graph", "resolved"]
 
@@ -115,6 +115,7 @@ def _repaired(repairs: Passes, rounding: bool) -> Iterator[None]:
     exact = rounding or config.emulate_precision_casts
     with (
         reads_after_writes(),
+        parts_stay(),
         config.patch(
             post_grad_custom_post_pass=passes,
             emulate_precision_casts=exact,

@@ -1,10 +1,14 @@
-"""Reads of buffers that Inductor's code writes in place, kept behind the writes.
+"""Buffers that Inductor's code writes in place: read behind the writes, and never parts of others.
 
 Inductor's scheduler has a name for a buffer before each write and one after it, and a node that reads
 what was written depends on the later name. Where it changes the loops of a node, to fuse it with others,
 it takes the node's reads anew from its code, which knows the first name alone: the node then depends on
 no write, and may be ordered before it, to save memory (torch 2.13: gradients of `x.max(0)[0]` that lack
 elements, if rows are summed in the same kernel).
+
+An operand of a concatenation may be computed in its place in the whole. Where it is read for the last
+time, the result may be written there, in place; but the whole is taken for no longer used, and its memory
+for another value (torch 2.13).
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Any
 
 from torchard.functional.torch_internals.accessors.required import needed, require
 
-__all__ = ["reads_after_writes"]
+__all__ = ["parts_stay", "reads_after_writes"]
 
 
 @contextlib.contextmanager
@@ -46,3 +50,25 @@ def reads_after_writes() -> Iterator[None]:
         yield
     finally:
         scheduler_node._compute_attrs = take_anew
+
+
+@contextlib.contextmanager
+def parts_stay() -> Iterator[None]:
+    """A context in which Inductor writes nothing in place into a part of another buffer."""
+    with needed():
+        from torch._inductor.codegen import wrapper
+        from torch._inductor.ir import NonOwningLayout
+
+        require(wrapper, "can_match_buffer_size")
+
+    inductor: Any = wrapper
+    matches: Any = wrapper.can_match_buffer_size
+
+    def whole_and_matches(read: Any, written: Any) -> bool:
+        return not isinstance(read.get_output_spec(), NonOwningLayout) and matches(read, written)
+
+    inductor.can_match_buffer_size = whole_and_matches
+    try:
+        yield
+    finally:
+        inductor.can_match_buffer_size = matches

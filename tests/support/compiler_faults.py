@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
+import effect_programs
 import torch
 import torch.nn.functional as F
-from compiler_programs import Trial, differs
+from compiler_programs import Trial, comparisons, differs
 
 from torchard.functional import checkpoint, jit
 
@@ -28,7 +29,6 @@ class Fault:
         fn: a function that is compiled wrongly.
         transform: of it, by which it is compiled.
         exactly: whether results are compared bit for bit: roundings are what is wrong.
-        slow: whether it takes long to compile.
     """
 
     what: str
@@ -37,7 +37,6 @@ class Fault:
     calls: Sequence[Sequence[Tensor]]
     transform: Callable[[Any], Any] = jit
     exactly: bool = False
-    slow: bool = False
 
     def wrong(self) -> list[Sequence[Tensor]]:
         """The calls that are wrong now."""
@@ -76,8 +75,10 @@ def unrepaired() -> Iterator[None]:
         "has_half_precision": lambda graph, inputs: False,
         "keep_compared": lambda program: program,
         "call_torch": lambda graph: None,
+        "round_numbers": lambda graph: None,
     }
-    as_it_is = {"reads_after_writes": contextlib.nullcontext, "_SETTINGS": {}}
+    contexts = dict.fromkeys(("reads_after_writes", "parts_stay"), contextlib.nullcontext)
+    as_it_is: dict[str, Any] = {**contexts, "_SETTINGS": {}}
     with mock.patch.multiple(module, **nothing), mock.patch.multiple(compilers, **as_it_is):
         yield
 
@@ -110,21 +111,26 @@ def _gradient(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.func.grad(lambda *args: fn(*args).sin().sum())
 
 
-def _with_gradients(fn: Callable[..., Any], *inputs: Tensor) -> list[Tensor]:
-    out, pull = torch.func.vjp(fn, *inputs)
-    return [*out, *pull([torch.ones_like(x) for x in out])]
+def _concatenated(*inputs: Tensor) -> list[Tensor]:
+    """Results in what was a part of a concatenation, before memory for another one is taken."""
+    given = iter(inputs)
+    return [out for trial in CONCATENATED for out in trial.fn(*(next(given) for _ in trial.tensors))]
 
 
-def _of_complex(row: Tensor, x: Tensor, square: Tensor) -> list[Tensor]:
-    """Gradients that write diagonals of complex values, among others that change the order of a graph."""
-    index = torch.arange(20).reshape(10, 2) % 5
-    return [
-        *_with_gradients(
-            lambda v, w: [v.scatter_reduce(1, index, w, "sum", include_self=False)], row, row[:, :2].cos()
-        ),
-        *_with_gradients(lambda v: [torch.fft.hfft(v, dim=-3)], x),
-        *_with_gradients(lambda v: [torch.linalg.eig(v)[0], torch.linalg.eig(v)[1].abs()], square),
-    ]
+CONCATENATED = [
+    trial
+    for trial in comparisons(torch.bfloat16, 0, 2)
+    if trial.name.partition(" [")[0]
+    in {
+        *("value and largest of lgamma", "quantised of normalised"),
+        *("amax of columns of normalised", "catted of normalised", "index_reduce of normalised"),
+    }
+]
+
+
+def _of_program(number: int) -> tuple[Callable[[Tensor], Tensor], Sequence[Sequence[Tensor]]]:
+    program, x = effect_programs.program(number)
+    return torch.func.grad(program), [[x.float()]]
 
 
 FAULTS = [
@@ -201,11 +207,27 @@ FAULTS = [
         _random(2, 3, 4, 4),
     ),
     Fault(
-        "writes in place into views of complex values may come after reads of what is written",
-        "torch's own kernel makes a new value",
-        _of_complex,
-        [[x for shape in ((10, 5), (5, 6, 7), (1, 1, 5, 5)) for (x,) in _random(*shape)]],
-        slow=True,
+        "a result is written in place into a part of a concatenation, whose memory another value gets",
+        "nothing is written in place into a part (`written_buffers.py`)",
+        _concatenated,
+        [[x for trial in CONCATENATED for x in trial.tensors]],
+    ),
+    Fault(
+        "numbers are not rounded to half precision: `x + 0.1`, `x * torch.full_like(x, 0.1)`",
+        "they are rounded where eager torch does so",
+        lambda x: (x + 0.1) * torch.full_like(x, 0.3),
+        _random(64, dtype=torch.bfloat16),
+        exactly=True,
+    ),
+    Fault(
+        "sums of complex values are those of before a write in place",
+        "torch's own kernel is called",
+        *_of_program(37),
+    ),
+    Fault(
+        "a sum of complex values that are broadcast: an error within the compiler",
+        "torch's own kernel is called",
+        *_of_program(35),
     ),
     Fault(
         "`take` by an index without dims: an error within the compiler",

@@ -48,12 +48,59 @@ def test_what_is_written_in_place_is_read_after(dtype: torch.dtype) -> None:
 
 def test_faults() -> None:
     """Those of one function compile as one."""
-    faults = [fault for fault in FAULTS if fault.transform is jit and not fault.slow]
+    faults = [fault for fault in FAULTS if fault.transform is jit]
     calls = [list(call) for fault in faults for call in fault.calls[:1]]
     plain = [fault for fault in faults for _ in fault.calls[:1]]
     have = jit(lambda calls: [f.fn(*call) for f, call in zip(plain, calls, strict=True)])(calls)
     for fault, call, value in zip(plain, calls, have, strict=True):
         assert fault.is_right(value, call), fault.what
+
+
+# Operations of a value and a number, or a tensor without dims.
+NUMBERS: dict[str, Callable[[Any, Any], Any]] = {
+    "+": lambda x, c: x + c,
+    "-": lambda x, c: x - c,
+    "from": lambda x, c: c - x,
+    "*": lambda x, c: x * c,
+    "/": lambda x, c: x / c,
+    "by": lambda x, c: c / x,
+    "%": lambda x, c: x % c,
+    "fmod": torch.fmod,
+    "**": lambda x, c: x**c,
+    "power": lambda x, c: c**x,
+    "==": lambda x, c: (x == c).to(x.dtype),
+    ">=": lambda x, c: (x >= c).to(x.dtype),
+    "where": lambda x, c: torch.where(x > 1, c, x),
+}
+FILLS: dict[str, Callable[[Any, float], Any]] = {
+    "full_like": torch.full_like,
+    "full": lambda x, c: torch.full((3, 1), c, dtype=x.dtype),
+    "new_full": lambda x, c: x.new_full((3, 1), c),
+    "fill_": lambda x, c: x.clone().fill_(c),
+    "clamp": lambda x, c: x.clamp(min=c),
+    "masked_fill": lambda x, c: x.masked_fill(x > 1, c),
+    "assigned": lambda x, c: x.index_fill(1, torch.tensor([1]), c),
+    "constant": lambda x, c: torch.atan2(x, torch.tensor(c, dtype=x.dtype)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_numbers_are_rounded_where_eager_rounds_them(dtype: torch.dtype) -> None:
+    """Bit for bit, whatever is done next."""
+    x = (torch.rand(3, 512, generator=torch.Generator().manual_seed(0)) * 2 + 0.1).to(dtype)
+    wide = torch.tensor(0.3)
+
+    def both(x: torch.Tensor, wide: torch.Tensor) -> dict[str, Any]:
+        numbers = {f"{name} 0.3": op(x, 0.3) for name, op in NUMBERS.items()}
+        rounded = {name: op for name, op in NUMBERS.items() if name not in ("*", "/", "by", "where")}
+        scalars = {f"{name} wide": op(x, wide) for name, op in rounded.items()}
+        scalars |= {f"{name} constant": op(x, torch.tensor(0.3)) for name, op in rounded.items()}
+        made = {name: fill(x, 0.3) * x for name, fill in FILLS.items()}
+        return {name: y * 1.7 - 0.1 for name, y in (numbers | scalars | made).items()}
+
+    have, want = jit(both)(x, wide), both(x, wide)
+    wrong = [name for name in want if not torch.equal(have[name], want[name])]
+    assert not wrong
 
 
 def test_kept_maxima_of_recomputed_values() -> None:
