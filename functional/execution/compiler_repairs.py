@@ -142,12 +142,12 @@ def round_numbers(graph: fx.Graph) -> None:
 
 def _rounds_to(node: fx.Node) -> torch.dtype | None:
     """The dtype to which an operation rounds numbers."""
+    values: list[torch.Tensor] = []
     if node.target in _FILLED:
-        return VAL.of(node).dtype
-    if node.target not in _ROUNDED:
-        return None
-    operands = [VAL.of(x) for x in node.all_input_nodes]
-    dtypes = {x.dtype for x in operands if x.dim()}
+        values = [VAL.of(node)]
+    elif node.target in _ROUNDED:
+        values = [x for x in map(VAL.of, node.all_input_nodes) if x.dim()]
+    dtypes = {x.dtype for x in values}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
