@@ -22,11 +22,7 @@ from torchard.functional.engine.transformed import Transformed
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.compile_once import compiled_once
 from torchard.functional.execution.compile_progress import CompileProgress
-from torchard.functional.execution.compiler_repairs import (
-    REPAIRS,
-    has_half_precision,
-    round_numbers,
-)
+from torchard.functional.execution.compiler_repairs import REPAIRS, has_half_precision
 from torchard.functional.execution.failures import compiled_failed
 from torchard.functional.execution.faulty_lowerings import call_torch
 from torchard.functional.execution.region_donation import donated_operands
@@ -286,7 +282,6 @@ class _Compiled:
         strip(module.graph)
         if self.backend == "inductor":
             call_torch(module.graph)
-            round_numbers(module.graph)
             module.recompile()
         # Other backends keep nothing on disk that another process would find.
         once = compiled_once(module, parts) if self.backend == "inductor" else nullcontext()

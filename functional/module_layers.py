@@ -94,15 +94,15 @@ class StackedLayers:
         self._installed: list[dict[tuple[str, str], Any]] = []
         self._forwards: list[list[Any]] = []
         self._layer: nn.Module = first
-        self._buffers = [name for name, _ in first.named_buffers()]
-        self._parameters = [name for name, _ in first.named_parameters()]
+        self._buffer_names = [name for name, _ in first.named_buffers()]
+        self._parameter_names = [name for name, _ in first.named_parameters()]
         self._tables: list[Table] = []
         self._modules: list[list[nn.Module]] = []
         self._forward: Callable[..., Any] = first.forward
 
     def __getstate__(self) -> dict[str, Any]:
         """What does not depend on a copy of the module, as `install` sets the rest."""
-        kept = ("path", "count", "name", "tensors", "frame", "differing", "_buffers", "_parameters")
+        kept = ("path", "count", "name", "tensors", "frame", "differing", "_buffer_names", "_parameter_names")
         return {"_calls": None, **{name: vars(self)[name] for name in kept}}
 
     # -- names ------------------------------------------------------------------------------------
@@ -230,12 +230,12 @@ class StackedLayers:
             LoopError: it updates a buffer or writes an attribute.
         """
         calls, self._calls = self._calls, None
-        buffers = [name for name in self._buffers if name in tensors]
+        buffers = [name for name in self._buffer_names if name in tensors]
         given = {**tensors, **{name: tensors[name].clone() for name in buffers}}
         versions = {name: internals.version(given[name]) for name in buffers}
         values = dict(given)
         try:
-            parameters = internals.as_parameters(given[name] for name in self._parameters)
+            parameters = internals.as_parameters(given[name] for name in self._parameter_names)
             with holding(self._tables), parameters, undone(Contents(self._layer)) as contents:
                 out = torch.func.functional_call(self._layer, values, args, kwargs, tie_weights=False)
                 written = _written(contents)

@@ -141,9 +141,9 @@ class LoopError(ValueError):
     >>> ta.repeat(lambda w, x: x @ w, torch.ones(3, 4, 5), torch.ones(2, 4))
     Traceback (most recent call last):
         ...
-    torchard.LoopError: repeat: x is float32[2, 4], and the block returned float32[2, 5]; the
-        next layer takes what it returns, so shape and dtype stay. Convert it in the block, or
-        x before.
+    torchard.LoopError: <doctest LoopError[1]>:1 in <module>: repeat: x is float32[2, 4], and the
+        block returned float32[2, 5]; the next layer takes what it returns, so shape and dtype
+        stay. Convert it in the block, or x before.
     """
 
 

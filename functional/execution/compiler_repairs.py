@@ -17,8 +17,8 @@ part of a concatenation, is mended in `torch_internals/written_buffers.py`: no p
 of it.
 
 In half precision kernels compute in float32 and round only what they store. No pass can mend that: where
-`has_half_precision`, Inductor is told to round whatever eager rounds. But it rounds no numbers: that is
-`round_numbers`, which runs on what is traced, since decompositions add numbers that eager does not round.
+`has_half_precision`, Inductor is told to round whatever eager rounds. But it rounds no numbers:
+`round_numbers` does.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torchard.functional.core import tree
 from torchard.functional.execution.exact_routes import read_twice
 from torchard.functional.execution.faulty_lowerings import call_torch
 from torchard.functional.programs.tags import INDUCTOR_REALIZE_TO_STRIDES, VAL
-from torchard.functional.torch_internals.operators import aten
+from torchard.functional.torch_internals.operators import aten, prims
 
 __all__ = ["REPAIRS", "compute_once", "copy_before_writes", "has_half_precision", "round_numbers"]
 
@@ -160,7 +160,7 @@ def _rounded(value: Any, dtype: torch.dtype) -> Any:
         number, options = _rounded(value.args[1], dtype), {**value.kwargs, "dtype": dtype}
         rounded = value.graph.call_function(value.target, ([], number), options)
     else:
-        rounded = value.graph.call_function(aten._to_copy.default, (value,), {"dtype": dtype})
+        rounded = value.graph.call_function(prims.convert_element_type.default, (value, dtype))
     VAL.set(rounded, VAL.of(value).to(dtype))
     return rounded
 
@@ -178,4 +178,4 @@ def has_half_precision(graph: fx.Graph, inputs: Iterable[torch.Tensor]) -> bool:
 
 
 # Of what is traced, `call_torch` is called before: here it sees what Inductor decomposes operations to.
-REPAIRS = (call_torch, copy_before_writes, compute_once)
+REPAIRS = (call_torch, round_numbers, copy_before_writes, compute_once)

@@ -75,7 +75,6 @@ def unrepaired() -> Iterator[None]:
         "has_half_precision": lambda graph, inputs: False,
         "keep_compared": lambda program: program,
         "call_torch": lambda graph: None,
-        "round_numbers": lambda graph: None,
     }
     contexts = dict.fromkeys(("reads_after_writes", "parts_stay"), contextlib.nullcontext)
     as_it_is: dict[str, Any] = {**contexts, "_SETTINGS": {}}
