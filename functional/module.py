@@ -25,7 +25,7 @@ from torchard.functional.modules.checks import check_contents, created, parted, 
 from torchard.functional.modules.copying import hollow, owner_of, plain_tensors, ties
 from torchard.functional.modules.registered import OwnTensors, Registered, named_tensors
 from torchard.functional.modules.scopes import iterate, scope
-from torchard.functional.modules.state import undone
+from torchard.functional.modules.state import kept_apart, undone
 from torchard.functional.tracing.pytree_interop import register_torch_nodes
 from torchard.functional.tracing.torch_checkpoint import recomputed_within
 from torchard.functional.tracing.trace_state import active
@@ -212,7 +212,7 @@ class Functional(ModuleCopy):
                 if active() is None:
                     here = functools.partial(self._recomputing, values, given, keyed)
                     running.enter_context(recomputed_within(here))
-                out = self.module(*args, **kwargs)
+                out = kept_apart(self.module(*args, **kwargs), contents)
                 values |= places.buffers()
             check_contents(self.__name__, contents)
             if buffers is not None and (new := contents.new_buffers()):

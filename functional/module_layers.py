@@ -102,7 +102,8 @@ class StackedLayers:
 
     def __getstate__(self) -> dict[str, Any]:
         """What does not depend on a copy of the module, as `install` sets the rest."""
-        kept = ("path", "count", "name", "tensors", "frame", "differing", "_buffer_names", "_parameter_names")
+        kept = ["path", "count", "name", "tensors", "frame", "differing"]
+        kept += ["_buffer_names", "_parameter_names"]
         return {"_calls": None, **{name: vars(self)[name] for name in kept}}
 
     # -- names ------------------------------------------------------------------------------------

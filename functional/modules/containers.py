@@ -57,10 +57,10 @@ def read(container: Any) -> list[Any]:
     if isinstance(container, functools.partial):
         return [container.func, container.args, container.keywords]
     if isinstance(container, FunctionType):
-        closed = [cell.cell_contents for cell in cells(container)]
+        closed = [x.cell_contents if is_filled(x) else _EMPTY for x in container.__closure__ or ()]
         return [*closed, container.__defaults__, container.__kwdefaults__]
     if isinstance(container, (list, set, deque)):
-        return list(container)
+        return [*_methods(container).__iter__(container)]
     return [getattr(container, name, _EMPTY) for name in _slots_of(container)]
 
 
@@ -79,11 +79,15 @@ def write(container: Any, contents: list[Any]) -> None:
         container.__setstate__((*contents, vars(container)))  # type: ignore[attr-defined]
     elif isinstance(container, FunctionType):
         *closed, container.__defaults__, container.__kwdefaults__ = contents
-        for cell, value in zip(cells(container), closed, strict=True):
-            cell.cell_contents = value
+        for cell, value in zip(container.__closure__ or (), closed, strict=True):
+            if value is not _EMPTY:
+                cell.cell_contents = value
+            elif is_filled(cell):
+                del cell.cell_contents
     elif isinstance(container, (list, set, deque)):
-        container.clear()
-        (container.update if isinstance(container, set) else container.extend)(contents)
+        methods = _methods(container)
+        methods.clear(container)
+        (methods.update if isinstance(container, set) else methods.extend)(container, contents)
     else:
         for name, value in zip(_slots_of(container), contents, strict=True):
             if value is not _EMPTY:
@@ -109,8 +113,11 @@ def mapped(value: Any, find: Callable[[Any], Any]) -> Any:
     items = [mapped(item, find) for item in value]
     if all(map(is_, items, value)):
         return value
-    make: Any = getattr(type(value), "_make", type(value))  # a named tuple's
-    return make(items)
+    base: Any = tuple if isinstance(value, tuple) else frozenset
+    made = base.__new__(type(value), items)
+    if hasattr(value, "__dict__"):
+        vars(made).update(vars(value))
+    return made
 
 
 def cells(function: FunctionType) -> list[CellType]:
@@ -118,9 +125,10 @@ def cells(function: FunctionType) -> list[CellType]:
     return [cell for cell in function.__closure__ or () if is_filled(cell)]
 
 
-def _methods(container: dict[Any, Any]) -> type[dict[Any, Any]]:
+def _methods(container: Any) -> Any:
     """The class whose methods those of a user's subclass cannot replace."""
-    return OrderedDict if isinstance(container, OrderedDict) else dict
+    kinds = (OrderedDict, dict, list, set, deque)
+    return next(kind for kind in kinds if isinstance(container, kind))
 
 
 def is_filled(cell: CellType) -> bool:

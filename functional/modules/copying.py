@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.modules.rebinding import Rebinding
+from torchard.functional.modules.containers import read
+from torchard.functional.modules.rebinding import Rebinding, memory_of
+from torchard.functional.modules.state import containers
 
 __all__ = ["deep_copy", "hollow", "owner_of", "plain_tensors", "ties"]
 
@@ -30,7 +33,7 @@ def hollow(
     """
     _check_initialized(module)
     memo = {} if memo is None else memo
-    memo |= {id(t): t for t in constants}
+    memo |= {id(t): t for t in (*constants, *_views(module))}
     for tensor in (*module.parameters(), *module.buffers()):
         empty: Tensor = torch.empty_like(tensor, device="meta", requires_grad=False)
         if isinstance(tensor, nn.Parameter):
@@ -40,6 +43,15 @@ def hollow(
     rebinding = Rebinding(module, memo)
     rebinding.within(copied)
     return copied, rebinding.private
+
+
+def _views(module: nn.Module) -> Iterator[Tensor]:
+    """What containers hold of the memory of parameters and buffers: a call refuses to use it."""
+    memory = {memory_of(tensor) for tensor in (*module.parameters(), *module.buffers())} - {0}
+    for container in containers(module):
+        for value in read(container):
+            if isinstance(value, Tensor) and memory_of(value) in memory:
+                yield value
 
 
 def deep_copy(value: Tensor, memo: dict[int, Any]) -> Tensor:

@@ -40,8 +40,8 @@ class OwnTensors:
         ties: the first name of each tied tensor, by its other names.
 
     Attributes:
-        names: the names of those that are alive, by their ids.
         originals: the module's tensors by name, those that are alive.
+        views: what the copy holds of the memory of the module's tensors, each with a name.
         running: the values of the calls that run.
     """
 
@@ -58,16 +58,15 @@ class OwnTensors:
         self._copied = {k: t for k, t in named_tensors(copied).items()}
         self._ties = ties
         self._contents = Contents(copied, private)
+        memory = {memory_of(tensor): name for name, tensor in originals.items()}
+        held = (x for _, values in self._contents.kept for x in values if isinstance(x, Tensor))
+        self.views = [(x, memory[memory_of(x)]) for x in held if memory_of(x) in {*memory} - {0}]
         self._places: Places | None = None
 
-    def names(self) -> dict[int, str]:
-        """The names of those that are alive, by their ids."""
-        named = (*self.originals.items(), *self._copied.items())
+    def names(self, originals: Mapping[str, Tensor]) -> dict[int, str]:
+        """The names of these, and of the copy's, by their ids."""
+        named = (*originals.items(), *self._copied.items())
         return {id(tensor): self._ties.get(name, name) for name, tensor in named}
-
-    def memory(self) -> dict[int, str]:
-        """The names by the memory that the module's tensors have."""
-        return {memory_of(tensor): name for name, tensor in self.originals.items()}
 
     def tensors_in(self, tables: Sequence[dict[str, Any]]) -> list[int]:
         """The ids of what tables contain, or contained before the calls that run."""
@@ -116,12 +115,16 @@ class Registered(TorchFunctionMode):
     def __init__(self, tensors: OwnTensors, values: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._tensors, self.values = tensors, values
-        self.names = tensors.names()
+        # Kept alive: if the module were freed in the call, its ids and memory would be another value's.
+        self._originals = dict(tensors.originals)
+        self.names = tensors.names(self._originals)
         given = [internals.base_tensor(value) for value in values.values()]
         self._given = set(map(id, given))
         # The memory of the module's tensors, but for that which the call's have as well.
         others = {*map(memory_of, given), 0}
-        self._memory = {at: name for at, name in tensors.memory().items() if at not in others}
+        named = (*self._originals.items(), *((name, view) for view, name in tensors.views))
+        memory = {memory_of(tensor): name for name, tensor in named}
+        self._memory = {at: name for at, name in memory.items() if at not in others}
         self._read: list[contextlib.ExitStack] = []
 
     def is_entered(self) -> bool:

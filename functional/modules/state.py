@@ -9,27 +9,31 @@ functions) is not the module's.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from operator import is_
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core.errors import PurityError
 from torchard.functional.modules.containers import is_container, is_users, read, same, write
 
-__all__ = ["Contents", "containers", "replaced_value", "undone"]
+__all__ = ["Contents", "containers", "kept_apart", "replaced_value", "undone"]
 
 # What a module refers to and does not hold, or what a call does not change.
 _OUTSIDE = (
     *(Tensor, type, ModuleType, FunctionType, BuiltinFunctionType, torch.Generator),
     *(str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size),
 )
+
+_LAZY = (GeneratorType, map, filter, zip)
 
 
 class Contents:
@@ -105,6 +109,34 @@ class Contents:
 def _is_quick(container: Any, held: list[Any]) -> bool:
     """Whether a container is a dict whose order is that of its keys: any other, if it was not empty."""
     return isinstance(container, dict) and not (held and isinstance(container, OrderedDict))
+
+
+def kept_apart(out: Any, contents: Contents) -> Any:
+    """A result, with copies of the containers in it that the module holds, which will be undone.
+
+    Raises:
+        PurityError: something in it would be computed when the call has ended.
+    """
+    found = [*containers(out)]
+    held = {id(container) for container, _ in contents.kept}
+    items = [*_items([out, *chain.from_iterable(map(read, found))])]
+    lazy = next((type(x).__name__ for x in items if isinstance(x, _LAZY)), None)
+    if lazy is not None:
+        raise PurityError(
+            f"the forward of {type(contents.module).__name__} returns a {lazy}, which would run when the "
+            "call has ended, and the module has no values. Return a list of what it yields."
+        )
+    if held.isdisjoint(map(id, found)):
+        return out
+    return copy.deepcopy(out, {id(x): x for x in items if isinstance(x, (*_OUTSIDE, nn.Module))})
+
+
+def _items(values: Iterable[Any]) -> Iterator[Any]:
+    """Values, and those in tuples among them."""
+    for value in values:
+        yield value
+        if isinstance(value, (tuple, frozenset)):
+            yield from _items(value)
 
 
 @contextmanager

@@ -236,3 +236,149 @@ def test_a_function_that_is_given_the_original_is_refused() -> None:
     for run in (fn, ta.jit(fn, backend="eager")):
         with pytest.raises(PurityError, match=r"Function is given 'linear\.weight'.*self\.weight"):
             run(params, torch.ones(2, 3))
+
+
+# -- what a module returns of what it holds ------------------------------------------------------------
+
+
+class Noted:
+    loss: Any = None
+
+
+# What a module holds, and how it is filled.
+NOTES: dict[str, tuple[Callable[[], Any], Callable[[Any, Tensor], None]]] = {
+    "list": (list, lambda held, value: (held.clear(), held.append(value))),  # type: ignore[func-returns-value]
+    "dict": (dict, lambda held, value: held.update(loss=value)),
+    "deque": (deque, lambda held, value: (held.clear(), held.append(value))),  # type: ignore[func-returns-value]
+    "object": (Noted, lambda held, value: setattr(held, "loss", value)),
+    "namespace": (types.SimpleNamespace, lambda held, value: setattr(held, "loss", value)),
+    "list in a dict": (
+        lambda: {"losses": []},
+        lambda held, value: (held["losses"].clear(), held["losses"].append(value)),  # type: ignore[func-returns-value]
+    ),
+}
+
+
+class Noting(nn.Module):
+    def __init__(self, make: Callable[[], Any], note: Callable[[Any, Tensor], None]) -> None:
+        super().__init__()
+        self.w, self.notes, self.note = nn.Parameter(torch.arange(3.0) + 1), make(), note
+
+    def forward(self, x: Tensor) -> Any:
+        self.note(self.notes, (self.w**2).sum())
+        return x * self.w, self.notes
+
+
+def noted(notes: Any) -> Tensor:
+    while not isinstance(notes, Tensor):
+        notes = vars(notes) if hasattr(notes, "__dict__") else notes
+        notes = next(iter(notes.values() if isinstance(notes, dict) else notes))
+    return notes
+
+
+@pytest.mark.parametrize("kind", NOTES)
+@pytest.mark.parametrize("transform", [lambda f: f, functools.partial(ta.jit, backend="eager")])
+def test_what_a_module_returns_of_what_it_holds(kind: str, transform: Any) -> None:
+    fn, params = ta.functionalize(Noting(*NOTES[kind]))
+
+    def loss(params: Any, x: Tensor) -> Tensor:
+        y, notes = fn(params, x)
+        return y.sum() + noted(notes)
+
+    for shift in (0.0, 1.0):
+        given = {"w": params["w"] + shift}
+        gradient = transform(torch.func.grad(loss))(given, torch.ones(3))
+        torch.testing.assert_close(gradient["w"], 1 + 2 * given["w"])
+        _, notes = fn(given, torch.ones(3))
+        assert noted(notes) == (given["w"] ** 2).sum()
+
+
+def test_its_own_parameters_may_be_returned() -> None:
+    class Returning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+            self.all = [self.w]
+
+        def forward(self) -> Any:
+            return self.all, {"all": self.all}
+
+    fn, params = ta.functionalize(Returning())
+    first, second = fn({"w": params["w"] * 2})
+    assert torch.equal(first[0], torch.full((3,), 2.0)) and first is second["all"]
+
+
+def test_what_would_run_later_is_refused() -> None:
+    class Yielding(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return (x @ w for w in self.parameters())
+
+    fn, params = ta.functionalize(Yielding(3, 3))
+    with pytest.raises(PurityError, match="returns a generator"):
+        fn(params, torch.ones(3))
+
+
+class Growing(list[Any]):
+    def extend(self, values: Any) -> None:
+        super().extend([*values, 1])
+
+
+class Scaled(tuple[Any, ...]):
+    scale = 1.0
+
+
+def test_classes_derived_from_containers() -> None:
+    class Holding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+            self.grown, self.scaled = Growing([self.w]), Scaled((self.w,))
+            self.scaled.scale = 5.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.grown[0] * self.scaled[0] * self.scaled.scale * len(self.grown)
+
+    module, x = Holding(), torch.ones(3)
+    fn, params = ta.functionalize(module)
+    for _ in range(2):
+        assert torch.equal(fn(params, x), module(x))
+
+
+def test_a_variable_that_a_call_assigns_first() -> None:
+    class Assigning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+            def get(assign: bool) -> Tensor:
+                nonlocal c
+                if assign:
+                    c = 3.0
+                return self.w * c if assign else self.w
+
+            self.get = get
+            if False:
+                c = 0.0
+
+        def forward(self, x: Tensor, assign: bool) -> Tensor:
+            return x * self.get(assign)
+
+    fn, params = ta.functionalize(Assigning())
+    for assign in (False, True, False, True):
+        value = fn(params, torch.ones(3), assign)
+        assert torch.equal(value, torch.full((3,), 3.0 if assign else 1.0))
+
+
+def test_views_in_containers_are_refused_as_those_in_attributes_are() -> None:
+    class Viewing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+            self.views = [self.w.detach()]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.views[0]
+
+    fn, params = ta.functionalize(Viewing())
+    with pytest.raises(PurityError, match="view of 'w'"):
+        fn({"w": params["w"] * 2}, torch.ones(3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -277,3 +278,37 @@ def test_transforms_in_a_call_pass_gradients_on(name: str, stack: str) -> None:
         expected = gradients(module, drawn, x)
         STACKS[stack](lambda params: fn(params, x).square().sum())(drawn).backward()
         torch.testing.assert_close({k: p.grad for k, p in drawn.items()}, expected)
+
+
+class Forgotten(nn.Module):
+    """Nobody has it when its function is called, and it is freed within the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(8))
+        self.itself = [self]  # a cycle
+
+    def forward(self, x: Tensor) -> Tensor:
+        gc.collect()
+        for layer in self.layers:
+            x = layer(x).sin()
+        many = [x + i for i in range(64)]
+        return torch.stack([a * b for a, b in itertools.pairwise(many)]).sum(0)
+
+
+@pytest.mark.parametrize("transform", [lambda f: f, functools.partial(ta.jit, backend="eager")])
+def test_a_module_that_is_freed_in_a_call(transform: Any) -> None:
+    """What is made then may lie where its tensors lay."""
+    x, wanted = torch.ones(2, 3), Forgotten()
+    gc.disable()
+    try:
+        fn, params = ta.functionalize(_with(Forgotten(), wanted))
+        have = transform(fn)(params, x)
+    finally:
+        gc.enable()
+    torch.testing.assert_close(have, wanted(x))
+
+
+def _with(module: nn.Module, values: nn.Module) -> nn.Module:
+    module.load_state_dict(values.state_dict())
+    return module
