@@ -46,11 +46,19 @@ def _has_no_dims(given: Passed) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
-def _is_complex(given: Passed) -> bool:
+def _adds_complex(given: Passed) -> bool:
     """Sums are taken of real views, which may be of what was there before a write, or not exist."""
-    operands = (given["self"], given["other"])
-    values = [VAL.get(x) for x in operands if isinstance(x, fx.Node)]
-    return any(x.is_complex() for x in values if isinstance(x, torch.Tensor))
+    return _is_complex(given["self"]) and _is_complex(given["other"])
+
+
+def _writes_complex(given: Passed) -> bool:
+    """The write in place into a view of complex numbers may come after reads of the written value."""
+    return _is_complex(given["self"])
+
+
+def _is_complex(value: Any) -> bool:
+    tensor = VAL.get(value) if isinstance(value, fx.Node) else None
+    return isinstance(tensor, torch.Tensor) and tensor.is_complex()
 
 
 # By operation, whether its arguments are those of a fault (torch 2.13).
@@ -61,7 +69,16 @@ _FAULTY: dict[Any, Callable[[Passed], bool]] = {
     aten.take.default: _takes_one,
     # An IndexError in bfloat16.
     aten.scatter.value: _has_no_dims,
-    aten.add.Tensor: _is_complex,
+    aten.add.Tensor: _adds_complex,
+    **dict.fromkeys(
+        (
+            aten.diagonal_scatter.default,
+            aten.select_scatter.default,
+            aten.slice_scatter.default,
+            aten.as_strided_scatter.default,
+        ),
+        _writes_complex,
+    ),
 }
 
 
