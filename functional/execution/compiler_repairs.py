@@ -18,7 +18,8 @@ of it.
 
 In half precision kernels compute in float32 and round only what they store. No pass can mend that: where
 `has_half_precision`, Inductor is told to round whatever eager rounds. But it rounds no numbers:
-`round_numbers` does.
+`round_numbers` does. Nor does it round constants that are converted, where it may not fold them
+(`torch_internals/compilers.py` says why it may not): `fold_conversions` folds those.
 """
 
 from __future__ import annotations
@@ -140,6 +141,57 @@ def round_numbers(graph: fx.Graph) -> None:
                 node.kwargs = {key: _rounded(x, dtype) for key, x in node.kwargs.items()}
 
 
+def fold_conversions(graph: fx.Graph) -> None:
+    """Make constants of conversions of constants."""
+    constants: dict[fx.Node, torch.Tensor] = {}  # of one element, which all elements of the value are
+    for node in list(graph.nodes):
+        value = _constant(node, constants)
+        if value is None:
+            continue
+        constants[node] = value
+        if node.target in _CONVERSIONS and value.dtype.is_floating_point:
+            like = VAL.of(node)
+            options = {"dtype": like.dtype, "device": like.device}
+            with graph.inserting_before(node):
+                full = graph.call_function(
+                    aten.full.default, (list(like.shape), value.item()), options
+                )
+            VAL.set(full, like)
+            constants[full] = value
+            node.replace_all_uses_with(full)
+
+
+_CONVERSIONS = {prims.convert_element_type.default, aten._to_copy.default}
+_SHAPED = {
+    *(aten.expand.default, aten.view.default, aten.reshape.default, aten.permute.default),
+    *(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.clone.default),
+}
+
+
+def _constant(node: fx.Node, constants: dict[fx.Node, torch.Tensor]) -> torch.Tensor | None:
+    """The one element that a value has, if it is a constant: of no dims if the value has none."""
+    value = VAL.get(node)
+    if node.op != "call_function" or not isinstance(value, torch.Tensor):
+        return None
+    if not all(isinstance(size, int) for size in value.shape) or value.device.type != "cpu":
+        return None
+    one = [1] * bool(value.dim())
+    if node.target is aten.full.default and isinstance(node.args[1], (int, float)):
+        return torch.full(one, node.args[1], dtype=value.dtype)
+    if not node.all_input_nodes or any(x not in constants for x in node.all_input_nodes):
+        return None
+    if node.target in _SHAPED:
+        return constants[node.all_input_nodes[0]].reshape(one)
+    op: Any = node.target
+    pointwise = torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags
+    if not pointwise and op not in _CONVERSIONS:
+        return None
+    given: Any = fx.map_arg((node.args, node.kwargs), constants.__getitem__)
+    args, kwargs = given
+    found = op(*args, **kwargs)
+    return found if isinstance(found, torch.Tensor) and found.dtype == value.dtype else None
+
+
 def _rounds_to(node: fx.Node) -> torch.dtype | None:
     """The dtype to which an operation rounds numbers."""
     values: list[torch.Tensor] = []
@@ -178,4 +230,4 @@ def has_half_precision(graph: fx.Graph, inputs: Iterable[torch.Tensor]) -> bool:
 
 
 # Of what is traced, `call_torch` is called before: here it sees what Inductor decomposes operations to.
-REPAIRS = (call_torch, round_numbers, copy_before_writes, compute_once)
+REPAIRS = (call_torch, fold_conversions, round_numbers, copy_before_writes, compute_once)

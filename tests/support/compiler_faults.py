@@ -219,6 +219,13 @@ FAULTS = [
         exactly=True,
     ),
     Fault(
+        "constants that are converted to a narrower float keep their digits",
+        "they are folded",
+        lambda a: a * (torch.ones_like(a) * 0.7).bfloat16().float(),
+        _random(64),
+        exactly=True,
+    ),
+    Fault(
         "sums of complex values are those of before a write in place",
         "torch's own kernel is called",
         *_of_program(37),

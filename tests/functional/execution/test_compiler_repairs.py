@@ -103,6 +103,30 @@ def test_numbers_are_rounded_where_eager_rounds_them(dtype: torch.dtype) -> None
     assert not wrong
 
 
+NARROW = (torch.bfloat16, torch.float16, torch.float32)
+CONSTANTS: dict[str, Callable[[torch.Tensor, torch.dtype], torch.Tensor]] = {
+    "full": lambda a, to: a * torch.full(a.shape, 0.7, dtype=a.dtype).to(to).to(a.dtype),
+    "computed": lambda a, to: a * (torch.ones_like(a) * 0.7).to(to).to(a.dtype),
+    "without dims": lambda a, to: a * torch.tensor(0.7, dtype=a.dtype).to(to).to(a.dtype),
+    "expanded": lambda a, to: a * (a.new_full((1,), 0.7).expand(8).to(to)[None].to(a.dtype)),
+    "compared": lambda a, to: (a * 0 + 0.7 == a.new_full((8,), 0.7).to(to).to(a.dtype)).to(a.dtype),
+    "gradient": lambda a, to: torch.func.grad(lambda a: (a.to(to).to(a.dtype) * 0.7).sum())(a),
+    "of an argument": lambda a, to: (a * 0.7).to(to).to(a.dtype),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_constants_are_rounded_where_they_are_converted(dtype: torch.dtype) -> None:
+    a = torch.ones(8, dtype=dtype)
+
+    def each(a: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {f"{name}, {to}": fn(a, to) for name, fn in CONSTANTS.items() for to in NARROW}
+
+    have, want = jit(each)(a), each(a)
+    wrong = [name for name in want if not torch.equal(have[name], want[name])]
+    assert not wrong
+
+
 def test_kept_maxima_of_recomputed_values() -> None:
     (fault,) = [fault for fault in FAULTS if "recomputes" in fault.what]
     assert not fault.wrong()
