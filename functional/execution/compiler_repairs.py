@@ -17,9 +17,8 @@ part of a concatenation, is mended in `torch_internals/written_buffers.py`: no p
 of it.
 
 In half precision kernels compute in float32 and round only what they store. No pass can mend that: where
-`has_half_precision`, Inductor is told to round whatever eager rounds. But it rounds no numbers:
-`round_numbers` does. Nor does it round constants that are converted, where it may not fold them
-(`torch_internals/compilers.py` says why it may not): `fold_conversions` folds those.
+`has_half_precision`, Inductor is told to round whatever eager rounds. It still rounds no numbers and no
+constants: `rounded_constants.py` does.
 """
 
 from __future__ import annotations
@@ -33,10 +32,11 @@ from torch import fx
 from torchard.functional.core import tree
 from torchard.functional.execution.exact_routes import read_twice
 from torchard.functional.execution.faulty_lowerings import call_torch
+from torchard.functional.execution.rounded_constants import fold_conversions, round_numbers
 from torchard.functional.programs.tags import INDUCTOR_REALIZE_TO_STRIDES, VAL
-from torchard.functional.torch_internals.operators import aten, prims
+from torchard.functional.torch_internals.operators import aten
 
-__all__ = ["REPAIRS", "compute_once", "copy_before_writes", "has_half_precision", "round_numbers"]
+__all__ = ["REPAIRS", "compute_once", "copy_before_writes", "has_half_precision"]
 
 # What Inductor turns into writes in place: of these and of what it writes by way of them.
 _WRITES = {
@@ -59,22 +59,6 @@ _WRITES = {
     aten.index_reduce.default,
     aten.masked_scatter.default,
     aten.put.default,
-}
-
-# For these eager torch rounds numbers, and tensors without dims, to the dtype of the other operand, on a
-# CPU. For `mul` and `div` it does not.
-_ROUNDED = {
-    *(aten.add.Tensor, aten.sub.Tensor, aten.rsub.Scalar),
-    *(aten.pow.Tensor_Scalar, aten.pow.Scalar, aten.pow.Tensor_Tensor),
-    *(aten.remainder.Scalar, aten.remainder.Scalar_Tensor, aten.remainder.Tensor),
-    *(aten.fmod.Scalar, aten.fmod.Tensor),
-    *(aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar),
-    *(aten.eq.Tensor, aten.ne.Tensor, aten.lt.Tensor, aten.le.Tensor, aten.gt.Tensor, aten.ge.Tensor),
-}
-# These make values of a number.
-_FILLED = {
-    *(aten.full.default, aten.full_like.default, aten.new_full.default, aten.fill.Scalar),
-    aten.scalar_tensor.default,
 }
 
 
@@ -131,97 +115,6 @@ def compute_once(graph: fx.Graph) -> None:
             other.replace_all_uses_with(value)
 
 
-def round_numbers(graph: fx.Graph) -> None:
-    """Round what eager torch rounds to half precision before it computes."""
-    for node in list(graph.nodes):
-        dtype = _rounds_to(node)
-        if dtype in (torch.bfloat16, torch.float16):
-            with graph.inserting_before(node):
-                node.args = tuple(_rounded(x, dtype) for x in node.args)
-                node.kwargs = {key: _rounded(x, dtype) for key, x in node.kwargs.items()}
-
-
-def fold_conversions(graph: fx.Graph) -> None:
-    """Make constants of conversions of constants."""
-    constants: dict[fx.Node, torch.Tensor] = {}  # of one element, which all elements of the value are
-    for node in list(graph.nodes):
-        value = _constant(node, constants)
-        if value is None:
-            continue
-        constants[node] = value
-        if node.target in _CONVERSIONS and value.dtype.is_floating_point:
-            like = VAL.of(node)
-            options = {"dtype": like.dtype, "device": like.device}
-            with graph.inserting_before(node):
-                full = graph.call_function(
-                    aten.full.default, (list(like.shape), value.item()), options
-                )
-            VAL.set(full, like)
-            constants[full] = value
-            node.replace_all_uses_with(full)
-
-
-_CONVERSIONS = {prims.convert_element_type.default, aten._to_copy.default}
-_SHAPED = {
-    *(aten.expand.default, aten.view.default, aten.reshape.default, aten.permute.default),
-    *(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.clone.default),
-}
-
-
-def _constant(node: fx.Node, constants: dict[fx.Node, torch.Tensor]) -> torch.Tensor | None:
-    """The one element that a value has, if it is a constant: of no dims if the value has none."""
-    value = VAL.get(node)
-    if node.op != "call_function" or not isinstance(value, torch.Tensor):
-        return None
-    if not all(isinstance(size, int) for size in value.shape) or value.device.type != "cpu":
-        return None
-    one = [1] * bool(value.dim())
-    if node.target is aten.full.default and isinstance(node.args[1], (int, float)):
-        return torch.full(one, node.args[1], dtype=value.dtype)
-    if not node.all_input_nodes or any(x not in constants for x in node.all_input_nodes):
-        return None
-    if node.target in _SHAPED:
-        return constants[node.all_input_nodes[0]].reshape(one)
-    op: Any = node.target
-    pointwise = torch.Tag.pointwise in op.tags and torch.Tag.nondeterministic_seeded not in op.tags
-    if not pointwise and op not in _CONVERSIONS:
-        return None
-    given: Any = fx.map_arg((node.args, node.kwargs), constants.__getitem__)
-    args, kwargs = given
-    found = op(*args, **kwargs)
-    return found if isinstance(found, torch.Tensor) and found.dtype == value.dtype else None
-
-
-def _rounds_to(node: fx.Node) -> torch.dtype | None:
-    """The dtype to which an operation rounds numbers."""
-    values: list[torch.Tensor] = []
-    if node.target in _FILLED:
-        values = [VAL.of(node)]
-    elif node.target in _ROUNDED:
-        values = [x for x in map(VAL.of, node.all_input_nodes) if x.dim()]
-    dtypes = {x.dtype for x in values}
-    return dtypes.pop() if len(dtypes) == 1 else None
-
-
-def _rounded(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, float):
-        return torch.tensor(value, dtype=dtype).item()
-    if not isinstance(value, fx.Node) or VAL.of(value).dim() or not _is_wider(value, dtype):
-        return value
-    if value.target is aten.full.default:  # Inductor reads it as the number
-        number, options = _rounded(value.args[1], dtype), {**value.kwargs, "dtype": dtype}
-        rounded = value.graph.call_function(value.target, ([], number), options)
-    else:
-        rounded = value.graph.call_function(prims.convert_element_type.default, (value, dtype))
-    VAL.set(rounded, VAL.of(value).to(dtype))
-    return rounded
-
-
-def _is_wider(node: fx.Node, dtype: torch.dtype) -> bool:
-    have: torch.Tensor = VAL.of(node)
-    return have.is_floating_point() and have.dtype != dtype
-
-
 def has_half_precision(graph: fx.Graph, inputs: Iterable[torch.Tensor]) -> bool:
     """Whether some value of a graph, or an input, is a float of 16 or of 8 bits."""
     values = [VAL.get(node) for node in graph.nodes]
@@ -230,4 +123,4 @@ def has_half_precision(graph: fx.Graph, inputs: Iterable[torch.Tensor]) -> bool:
 
 
 # Of what is traced, `call_torch` is called before: here it sees what Inductor decomposes operations to.
-REPAIRS = (call_torch, fold_conversions, round_numbers, copy_before_writes, compute_once)
+REPAIRS = (call_torch, round_numbers, fold_conversions, copy_before_writes, compute_once)

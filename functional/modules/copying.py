@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ def hollow(
     """
     _check_initialized(module)
     memo = {} if memo is None else memo
-    memo |= {id(t): t for t in (*constants, *_views(module))}
+    memo |= {id(t): t for t in constants}
     for tensor in (*module.parameters(), *module.buffers()):
         empty: Tensor = torch.empty_like(tensor, device="meta", requires_grad=False)
         if isinstance(tensor, nn.Parameter):
@@ -43,15 +42,6 @@ def hollow(
     rebinding = Rebinding(module, memo)
     rebinding.within(copied)
     return copied, rebinding.private
-
-
-def _views(module: nn.Module) -> Iterator[Tensor]:
-    """What containers hold of the memory of parameters and buffers: a call refuses to use it."""
-    memory = {memory_of(tensor) for tensor in (*module.parameters(), *module.buffers())} - {0}
-    for container in containers(module):
-        for value in read(container):
-            if isinstance(value, Tensor) and memory_of(value) in memory:
-                yield value
 
 
 def deep_copy(value: Tensor, memo: dict[int, Any]) -> Tensor:
@@ -77,10 +67,17 @@ def _check_initialized(module: nn.Module) -> None:
 
 
 def plain_tensors(module: nn.Module) -> list[Tensor]:
-    """The tensors in plain attributes of modules. The copy shares them, so that a trace finds them."""
-    registered = {id(t) for t in (*module.parameters(), *module.buffers())}
-    held = [v for part in module.modules() for v in vars(part).values() if isinstance(v, Tensor)]
-    return [t for t in held if id(t) not in registered]
+    """The tensors in plain attributes of modules. The copy shares them, so that a trace finds them.
+
+    So it does views of parameters and buffers in containers, which a call refuses to use.
+    """
+    registered = (*module.parameters(), *module.buffers())
+    ids, memory = set(map(id, registered)), set(map(memory_of, registered)) - {0}
+    held = [v for part in module.modules() for v in vars(part).values()]
+    inside = [v for container in containers(module) for v in read(container)]
+    tensors = [t for t in held if isinstance(t, Tensor)]
+    tensors += [t for t in inside if isinstance(t, Tensor) and memory_of(t) in memory]
+    return [t for t in tensors if id(t) not in ids]
 
 
 def ties(module: nn.Module) -> dict[str, str]:

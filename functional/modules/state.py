@@ -52,6 +52,7 @@ class Contents:
         self.module = module
         found = (*containers(module, *private), *(x for x in private if isinstance(x, FunctionType)))
         self.kept = [(container, read(container)) for container in found]
+        self._ids = {id(container) for container in found}
         self.put: dict[int, list[Any]] = {}
         self._dicts = [container for container, held in self.kept if _is_quick(container, held)]
         self._others = [pair for pair in self.kept if not _is_quick(*pair)]
@@ -89,6 +90,10 @@ class Contents:
         changed = self.changed()
         return bool(changed) and all(id(now) in self._hooks for now, _ in changed)
 
+    def has_any(self, containers: Iterable[Any]) -> bool:
+        """Whether one of these is the module's."""
+        return not self._ids.isdisjoint(map(id, containers))
+
     def new_buffers(self) -> list[str]:
         """The names of buffers that the module did not have."""
         before = {id(container): held for container, held in self.kept}
@@ -118,7 +123,6 @@ def kept_apart(out: Any, contents: Contents) -> Any:
         PurityError: something in it would be computed when the call has ended.
     """
     found = [*containers(out)]
-    held = {id(container) for container, _ in contents.kept}
     items = [*_items([out, *chain.from_iterable(map(read, found))])]
     lazy = next((type(x).__name__ for x in items if isinstance(x, _LAZY)), None)
     if lazy is not None:
@@ -126,7 +130,7 @@ def kept_apart(out: Any, contents: Contents) -> Any:
             f"the forward of {type(contents.module).__name__} returns a {lazy}, which would run when the "
             "call has ended, and the module has no values. Return a list of what it yields."
         )
-    if held.isdisjoint(map(id, found)):
+    if not contents.has_any(found):
         return out
     return copy.deepcopy(out, {id(x): x for x in items if isinstance(x, (*_OUTSIDE, nn.Module))})
 
