@@ -3,9 +3,6 @@
     python benchmarks/accelerator.py              every kernel in bfloat16, then the step
     python benchmarks/accelerator.py NAME ...     only these kernels; "step" is the training step
 
-There are no stored results yet: the kernels have been compiled for a GPU and interpreted on a CPU, not
-timed.
-
 The floor of a kernel is the bytes of its operands, each read once, and of its results, each written
 once. Its bandwidth is also given as a share of that of a copy on the same device. Operands are at least
 four times as large as the second-level cache. torch.compile and Liger-Kernel (if it is installed) run
@@ -14,7 +11,7 @@ that of forward and backward together. Errors are norm-wise against float32, div
 operations.
 
 The step is HuggingFace's GPT-2 small in bfloat16, without dropout: gradients and plain descent, by
-eager autograd and as jit(fuse(step)).
+eager autograd, with torch.compile around the model, and as jit(fuse(step)).
 """
 
 from __future__ import annotations
@@ -285,6 +282,7 @@ def training_step() -> str:
         rows.append([name, *cells])
 
     row("eager", eager)
+    row("torch.compile", eager_step(torch.compile(model), ids))
     run, program = fused_step(model, ids)
     row("jit(fuse(step))", run)
     return f"{aligned(rows)}\n\n{program.kernels}"

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import LoopError
-from torchard.functional.tracing.trace_call import autocast_state
+from torchard.functional.tracing.settings import Settings
 
 __all__ = [
     "ABSENT",
@@ -166,8 +166,8 @@ def unchanged(before: Sequence[Any] | None, now: Sequence[Any] | None) -> bool:
 
 
 def thread_state() -> tuple[Any, ...]:
-    """What of torch's thread state an operation depends on: whether gradients are on, and autocast."""
-    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast_state()
+    """What of torch's thread state an operation depends on."""
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *Settings.current()
 
 
 class Differing:

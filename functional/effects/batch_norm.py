@@ -152,10 +152,15 @@ def _correct_forward(node: fx.Node) -> None:
 
 
 def _correct_backward(node: fx.Node) -> None:
-    """Keep the statistics that are read: the batch's in training, the running ones in evaluation."""
+    """Keep the statistics that are read: the batch's in training, the running ones in evaluation.
+
+    In evaluation a CUDA device's kernel asks for the batch's, of no elements.
+    """
     args: tuple[Any, ...] = node.args
     values, running, batch, (training, eps, mask) = args[:3], args[3:5], args[5:7], args[7:]
-    read = (None, None, *batch) if training else (*running, None, None)
+    on_cpu = _value(args[1]).device.type == "cpu"
+    none = None if training or on_cpu else Inserter(node)(aten.new_empty.default, args[1], [0])
+    read = (None, None, *batch) if training else (*running, none, none)
     node.args = (*values, *read, training, eps, mask)
     gradients = zip(VAL.of(node), mask, strict=True)
     VAL.set(node, tuple(value if wanted else None for value, wanted in gradients))

@@ -1,17 +1,23 @@
 """Kernels that torch selects by whether an operand requires grad, which none does while tracing.
 
 Some of the kernels selected then have no derivative, or, worse, one of zeros. For derivatives the
-function runs again, with operands that require grad, and torch selects the right kernels.
+function runs again, with operands that require grad, and torch selects the right kernels. Kernels of
+attention on CUDA devices are the same ones, but leave out the log-sum-exp that their backward reads: they
+always compute it here, which takes next to no time.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
+from torchard.functional import torch_internals as internals
+from torchard.functional.programs.graphs import Inserter, substitute
 from torchard.functional.programs.tags import CUT, VAL
 
-__all__ = ["may_follow", "without_gradient"]
+__all__ = ["keep_logsumexp", "may_follow", "without_gradient"]
 
 # Kernels that are never differentiable.
 _ALWAYS = frozenset(
@@ -24,6 +30,9 @@ _ALWAYS = frozenset(
 )
 # Kernels selected where this argument does not require grad: they have no gradient for it.
 _ARGUMENT = {"_scaled_dot_product_flash_attention_for_cpu.default": "attn_mask"}
+
+# The argument that leaves out the log-sum-exp of attention where no operand requires grad.
+_LOGSUMEXP = "compute_log_sumexp"
 
 # Operations whose results do not depend on the values of operands.
 _LIKE = frozenset(
@@ -59,3 +68,23 @@ def may_follow(node: fx.Node) -> bool:
         seen.add(node)
         stack.extend(node.all_input_nodes)
     return False
+
+
+def keep_logsumexp(graph: fx.Graph) -> None:
+    """Let kernels of attention compute the log-sum-exp that their backward reads."""
+    for node in list(graph.nodes):
+        names = [argument.name for argument in _arguments(node)]
+        if _LOGSUMEXP not in names:
+            continue
+        at, given = names.index(_LOGSUMEXP), list(node.args)
+        if len(given) > at and not given[at]:
+            given[at] = True
+            whole = Inserter(node)(node.target, *given, **node.kwargs)
+            for item in node.users:
+                VAL.set(item, VAL.of(whole)[item.args[1]])
+            substitute(node, whole)
+
+
+def _arguments(node: fx.Node) -> list[Any]:
+    schema = internals.schema_or_none(node.target)
+    return [] if schema is None else list(schema.arguments)

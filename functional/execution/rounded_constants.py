@@ -1,7 +1,7 @@
 """Passes that round numbers and constants as eager torch does, before Inductor lowers a graph.
 
-Observed on torch 2.13. `round_numbers`: eager torch, on a CPU, rounds the number of ``x + 0.1`` to the
-half precision of x, and what `full` makes; Inductor's kernels compute with all digits.
+Observed on torch 2.13. `round_numbers`: eager torch, on a CPU alone, rounds the number of ``x + 0.1`` to
+the half precision of x, and what `full` makes; Inductor's kernels compute with all digits.
 
 `fold_conversions`: nor do they round a constant that is converted to a narrower float. Inductor's own
 folding would, but it also takes ``x * 0`` for 0 (`torch_internals/compilers.py`).
@@ -62,7 +62,7 @@ def _rounds_to(node: fx.Node) -> torch.dtype | None:
         values = [VAL.of(node)]
     elif node.target in _ROUNDED:
         values = [x for x in map(VAL.of, node.all_input_nodes) if x.dim()]
-    dtypes = {x.dtype for x in values}
+    dtypes = {x.dtype for x in values if x.device.type == "cpu"}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 

@@ -31,7 +31,7 @@ def _offload(x: Tensor) -> Tensor:
     """A copy of x on the host: in pinned memory, asynchronously, from a CUDA device."""
     if x.device.type != "cuda":
         return x.to("cpu", copy=True)
-    host = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, pin_memory=True)
+    host = torch.empty_like(x, device="cpu", pin_memory=True)
     stream = _stream(x.device)
     stream.wait_stream(torch.cuda.current_stream(x.device))
     with torch.cuda.stream(stream):

@@ -1,13 +1,14 @@
 """Replacements for functions of torch.
 
 Some read values, but only to validate them. ``embedding_bag`` has a kernel for bags of any sizes, which
-nobody can split or slice; bags that are rows of a matrix are lookups and a sum.
+nobody can split or slice; bags that are rows of a matrix are lookups and a sum. ``rms_norm`` has a kernel
+on CUDA devices only: programs are to be the same on all.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -144,9 +145,27 @@ def _weights_fit(given: torch.Tensor, ids: torch.Tensor, table: torch.Tensor, mo
     return mode == "sum" and given.shape == ids.shape and given.dtype == table.dtype
 
 
+def _rms_norm(
+    input: torch.Tensor,
+    normalized_shape: Sequence[int],
+    weight: torch.Tensor | None = None,
+    eps: float | None = None,
+) -> torch.Tensor:
+    """F.rms_norm by the operations that a device without a kernel for it runs."""
+    shape = list(normalized_shape)
+    fits = list(input.shape[input.ndim - len(shape) :]) == shape and len(shape) > 0
+    composite: Any = torch.ops.aten._fused_rms_norm.default
+    if not fits or not (weight is None or list(weight.shape) == shape):
+        return F.rms_norm(input, shape, weight, eps)
+    out: torch.Tensor = composite.decompose(input, shape, weight, eps)[0]
+    return out
+
+
 COMPOSED: dict[Any, Callable[..., Any]] = {
     F.embedding_bag: _embedding_bag,
     F.gaussian_nll_loss: _gaussian_nll_loss,
+    F.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
     torch.cov: _cov,
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,

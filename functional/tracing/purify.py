@@ -13,6 +13,7 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import PurityError
 from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.effects import batch_norm
+from torchard.functional.effects.grad_dependent_ops import keep_logsumexp
 from torchard.functional.effects.mutation import storage_key, written_nodes
 from torchard.functional.effects.picked import check_picked
 from torchard.functional.effects.writes import functionalize_writes
@@ -124,6 +125,7 @@ def purify(recording: Recording, paths: Sequence[str]) -> Recording:
     """
     with internals.no_modes():  # a trace around this one would lift the values as operands of its own
         _check_random(recording.graph)
+        keep_logsumexp(recording.graph)
         batch_norm.decompose_kernels(recording.graph)
         check_picked(recording.graph, recording.picked)
         _strip_detaches(recording.graph)

@@ -16,6 +16,7 @@ from torchard.functional.core.arguments import check_fields
 from torchard.functional.core.errors import StaticArgumentError
 from torchard.functional.core.placed import is_placed
 from torchard.functional.core.tensor_spec import TensorSpec, contiguous
+from torchard.functional.tracing.settings import Settings
 from torchard.functional.tracing.stand_ins import stand_ins
 from torchard.functional.tracing.tensor_lifting import is_weak
 
@@ -115,22 +116,13 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             if hasattr(type(leaf), "__dataclass_fields__"):
                 _check_holds_no_tensor(leaf, args, kwargs, i)
             key.append((type(leaf), leaf))
-    key.append(_surroundings())
+    key.append(Settings.current())
     whole = tuple(key)
     try:
         hash(whole)
     except TypeError as error:
         raise _unhashable(args, kwargs, leaves) from error
     return Arguments(whole, structure, leaves, traced, placed)
-
-
-def _surroundings() -> Hashable:
-    """The global state that a trace depends on: default dtype, autocast, default device."""
-    auto: tuple[Any, ...] = ()
-    if internals.autocast_on():
-        kinds = ("cpu", "cuda")
-        auto = tuple((torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
-    return torch.get_default_dtype(), auto, internals.default_device()
 
 
 def paths_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,10 +17,11 @@ from torchard.functional.programs.program import FREE, Leaf, Program
 from torchard.functional.programs.tags import WEAK
 from torchard.functional.tracing.purify import purify
 from torchard.functional.tracing.record import Recording, record
+from torchard.functional.tracing.settings import Settings
 from torchard.functional.tracing.signature import Arguments, specs_of_arguments
 from torchard.functional.tracing.trace_state import Closure, active
 
-__all__ = ["OutTree", "autocast_state", "trace_call"]
+__all__ = ["OutTree", "trace_call"]
 
 
 def trace_call(
@@ -134,34 +134,17 @@ class _FlatFunction:
         static = [None if i in traced else leaf for i, leaf in enumerate(self.arguments.leaves)]
         self.arguments = replace(self.arguments, leaves=static)  # outlives the call's tensors
         count = len(traced)
-        autocast = autocast_state()
+        settings = Settings.current()
 
         def run(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
             state = active()
             assert state is not None
             operands = tensors[count : count + len(closures)]
             values = [closure.now(self.fn) for closure in closures]
-            with _autocast_as(autocast), state.standing_in(closures, values, operands):
+            with settings.applied(), state.standing_in(closures, values, operands):
                 return self(tensors[:count])
 
         return run
-
-
-def autocast_state() -> list[tuple[str, torch.dtype]]:
-    """The devices for which autocast is on, each with its dtype."""
-    return [
-        (kind, torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda")
-        if torch.is_autocast_enabled(kind)
-    ]
-
-
-@contextlib.contextmanager
-def _autocast_as(state: Sequence[tuple[str, torch.dtype]]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for kind, dtype in state:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=False))
-        yield
 
 
 class OutTree:
