@@ -17,6 +17,7 @@ from torchard.functional.effects.grad_dependent_ops import keep_logsumexp
 from torchard.functional.effects.mutation import storage_key, written_nodes
 from torchard.functional.effects.picked import check_picked
 from torchard.functional.effects.writes import functionalize_writes
+from torchard.functional.programs.graphs import Inserter
 from torchard.functional.programs.tagging import put
 from torchard.functional.programs.tags import CUT, NAME, PHASE, SOURCE, VAL, WEAK
 from torchard.functional.programs.views import sweep
@@ -132,6 +133,7 @@ def purify(recording: Recording, paths: Sequence[str]) -> Recording:
         _check_mutation(recording, paths)
         recording.without_grad |= functionalize_writes(recording.graph)
         _strip_copies(recording.graph)
+        _move_indices(recording.graph)
         _inline_scalars(recording)
         sweep(recording.graph)
         _drop_unused(recording)
@@ -212,6 +214,17 @@ def _strip_copies(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=aten.lift_fresh_copy.default):
         if node.args[0].op == "placeholder":
             node.replace_all_uses_with(node.args[0])
+
+
+def _move_indices(graph: fx.Graph) -> None:
+    """Move indices to the device of what they index: kernels alone take those of a CPU."""
+    for node in graph.nodes:
+        if node.target not in (aten.index.Tensor, aten.index_put.default):
+            continue
+        device = VAL.of(node).device
+        away = [i for i in node.args[1] if i is not None and VAL.of(i).device != device]
+        moved = {i: Inserter(node)(aten._to_copy.default, i, device=device) for i in away}
+        node.args = fx.map_arg(node.args, lambda n, moved=moved: moved.get(n, n))
 
 
 def _inline_scalars(recording: Recording) -> None:

@@ -217,4 +217,5 @@ def _renumbered(
         numbered(outs),
         whole=frozenset(number[f] for f in whole if f in number),
         combine=tuple((number[f], how) for f, how in combine),
+        names=tuple(f"d{f}" for f in used),
     )

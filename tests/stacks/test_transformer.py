@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import optree
@@ -11,7 +12,7 @@ import torch
 from seeds import whole
 from transformer import CONTEXT, LAYERS, RECIPES, VOCAB, WIDTH, Recipe, batch, parameters
 
-from torchard import Mesh, MeshTensor, P, place, shard
+from torchard import Mesh, MeshTensor, P, fuse, place, shard
 
 BATCH = 4
 ROWS = BATCH * CONTEXT
@@ -39,6 +40,20 @@ def test_equals_one_device(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize(
+    ("name", "order"), [("tp=3 sequence", "fuse of shard"), ("dp=2 tp=2 sequence", "shard of fuse")]
+)
+def test_fused_steps_equal_one_device(name: str, order: str) -> None:
+    recipe = RECIPES[name]
+    mesh, args = arguments(recipe)
+    fused = partial(fuse, compiler="eager")
+    inner, outer = (fused, lambda fn: fn) if order == "shard of fuse" else (lambda fn: fn, fused)
+    have = outer(shard(inner(recipe.step), mesh, out_specs=(recipe.specs, P())))(*args)
+    want = Recipe({}, P()).step(parameters(), *batch(BATCH))
+    for a, b in zip(leaves(have), leaves(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
 @pytest.mark.parametrize("name", ["tp=3 sequence", "fsdp=4", "fsdp=2 tp=2"])
 def test_gradients_from_outside_equal_one_device(name: str) -> None:
     """The halves of a split joint program merge and gather as the whole does."""
@@ -56,9 +71,7 @@ def collectives(name: str) -> Counter[tuple[str, str, int, str]]:
     mesh, args = arguments(recipe)
     plan = shard(recipe.step, mesh, out_specs=(recipe.specs, P())).lower(*args).collectives
     assert not any("no factor rule" in c.note for c in plan), str(plan)
-    return Counter(
-        (c.phase, c.kind, torch.Size(c.shape).numel(), "·".join(c.axes)) for c in plan
-    )
+    return Counter((c.phase, c.kind, torch.Size(c.shape).numel(), "·".join(c.axes)) for c in plan)
 
 
 def of(phase: str, kind: str, elements: int, axes: str, count: int = 1) -> Counter[Any]:

@@ -70,6 +70,21 @@ def test_only_a_cpu_rounds_numbers(device: str) -> None:
     assert (str(graph) == before) is (device != "cpu")
 
 
+def test_indices_are_where_the_indexed_is() -> None:
+    """On CUDA devices torch's kernels alone take indices of a CPU, such as those of a list."""
+
+    def lookups(x: Tensor, ids: Tensor) -> Any:
+        y = x * 2
+        y[[0, -1]] = 1
+        return y[ids] + y[[1, 2]].sum()
+
+    x = torch.zeros(4, 3, device="meta")
+    graph = jit(lookups).lower_joint(x, torch.tensor([2, 1])).graph
+    picks = [n for n in graph.nodes if n.target in (aten.index.Tensor, aten.index_put.default)]
+    operands = [i for n in picks for i in n.all_input_nodes]
+    assert len(picks) > 3 and {VAL.of(i).device.type for i in operands} == {"meta"}
+
+
 RMS_NORM = """
 import torch
 import torch.nn.functional as F
