@@ -219,12 +219,15 @@ def _strip_copies(graph: fx.Graph) -> None:
 def _move_indices(graph: fx.Graph) -> None:
     """Move indices to the device of what they index: kernels alone take those of a CPU."""
     for node in graph.nodes:
-        if node.target not in (aten.index.Tensor, aten.index_put.default):
-            continue
-        device = VAL.of(node).device
-        away = [i for i in node.args[1] if i is not None and VAL.of(i).device != device]
-        moved = {i: Inserter(node)(aten._to_copy.default, i, device=device) for i in away}
-        node.args = fx.map_arg(node.args, lambda n, moved=moved: moved.get(n, n))
+        if node.target in (aten.index.Tensor, aten.index_put.default):
+            device = VAL.of(node).device
+            node.args = (node.args[0], [_on(device, node, i) for i in node.args[1]], *node.args[2:])
+
+
+def _on(device: torch.device, reader: fx.Node, index: fx.Node | None) -> fx.Node | None:
+    if index is None or VAL.of(index).device == device:
+        return index
+    return Inserter(reader)(aten._to_copy.default, index, device=device)
 
 
 def _inline_scalars(recording: Recording) -> None:

@@ -24,6 +24,7 @@ from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 from torchard.sharding.layouts.factors import Rule
 from torchard.sharding.rules import Call, rule_of
+from torchard.sharding.rules.compute.attention_on_cuda import KERNELS
 from torchard.sharding.rules.registry import result_index
 
 __all__ = ["Units", "units_of"]
@@ -32,7 +33,7 @@ Units = tuple[int, int]  # the number of consecutive parts of a dim, and of unit
 Source = tuple[str, int]  # a parameter and its dim
 
 _TAKES = {aten.select.int, aten.unbind.int}
-_ATTENTION = {aten._scaled_dot_product_flash_attention_for_cpu.default}  # the kernels that have a rule
+_ATTENTION = {aten._scaled_dot_product_flash_attention_for_cpu.default, *KERNELS}  # that have a rule
 
 
 @dataclass(frozen=True)

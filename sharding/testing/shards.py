@@ -82,6 +82,8 @@ def contributions(x: torch.Tensor, layout: Layout, mesh: Mesh) -> list[torch.Ten
 
 def _terms(x: torch.Tensor, count: int, generator: torch.Generator) -> list[torch.Tensor]:
     """Random tensors whose sum is x; for bools the sum is a logical or."""
+    if count == 1:  # of any dtype: some cannot be added
+        return [x]
     noise = [torch.randint(-3, 4, x.shape, generator=generator) for _ in range(count - 1)]
     if x.dtype == torch.bool:
         return [*((n > 0) & x for n in noise), x]

@@ -9,8 +9,22 @@ from typing import Any
 import optree
 import pytest
 import torch
+import torch.nn.functional as F
+import transformer
+from attention_kernels import CUDNN, EFFICIENT, FLASH
 from seeds import whole
-from transformer import CONTEXT, LAYERS, RECIPES, VOCAB, WIDTH, Recipe, batch, parameters
+from transformer import (
+    CONTEXT,
+    HEADS,
+    LAYERS,
+    RECIPES,
+    VOCAB,
+    WIDTH,
+    Params,
+    Recipe,
+    batch,
+    parameters,
+)
 
 from torchard import Mesh, MeshTensor, P, fuse, place, shard
 
@@ -52,6 +66,35 @@ def test_fused_steps_equal_one_device(name: str, order: str) -> None:
     want = Recipe({}, P()).step(parameters(), *batch(BATCH))
     for a, b in zip(leaves(have), leaves(want), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+KERNELS: dict[str, Any] = {
+    "cudnn": lambda q, k, v: CUDNN(q, k, v, None, False, 0.0, True)[0],
+    "efficient": lambda q, k, v: EFFICIENT(q, k, v, None, False, 0.0, True)[0],
+    "flash": lambda q, k, v: FLASH(q, k, v, 0.0, True)[0],
+}
+
+
+@pytest.mark.in_turn(3)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", RECIPES)
+def test_attention_of_cuda_devices(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their kernels have the plans, and the values, of that for a CPU."""
+
+    def attention(p: Params, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = F.linear(x, p["qkv"], p["qkv_bias"]).chunk(3, -1)
+        heads = [t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (q, k, v)]
+        mixed = KERNELS[kernel](*heads)
+        return F.linear(mixed.transpose(1, 2).flatten(2), p["proj"], p["proj_bias"])
+
+    recipe = RECIPES[name]
+    mesh, args = arguments(recipe)
+    want, plan = Recipe({}, P()).step(parameters(), *batch(BATCH)), collectives(name)
+    monkeypatch.setattr(transformer, "attention", attention)
+    assert collectives(name) == plan
+    have = shard(recipe.step, mesh, out_specs=(recipe.specs, P()))(*args)
+    for a, b in zip(leaves(have), leaves(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("name", ["tp=3 sequence", "fsdp=4", "fsdp=2 tp=2"])

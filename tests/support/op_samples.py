@@ -7,6 +7,7 @@ import types
 from typing import Any
 
 import torch
+from attention_kernels import SAMPLES as ATTENTION_ON_CUDA
 from batched_samples import BATCHED
 from block_samples import BLOCKS
 from pointwise_samples import pointwise_samples
@@ -280,6 +281,7 @@ SAMPLES: dict[Any, list[Sample]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: [
         attention_backward(**o) for o in ATTENTION
     ],
+    **ATTENTION_ON_CUDA,
     aten.convolution.default: [convolution(**o) for o in CONVOLUTIONS],
     aten.convolution_backward.default: [
         *(convolution_backward(**o) for o in CONVOLUTIONS),

@@ -2,6 +2,7 @@
 
 from torchard.sharding.rules.compute import (
     attention,
+    attention_on_cuda,
     batch_norm,
     conv,
     creation,
@@ -19,6 +20,7 @@ from torchard.sharding.rules.compute import (
 
 __all__ = [
     "attention",
+    "attention_on_cuda",
     "batch_norm",
     "conv",
     "creation",

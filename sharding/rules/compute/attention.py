@@ -18,7 +18,7 @@ from torchard.sharding.rules.registry import Call, Local, register_rule
 _MASKED = float("-inf")
 
 
-def _dims(query: Sequence[int], key: Sequence[int]) -> tuple[str, str, str] | None:
+def attention_dims(query: Sequence[int], key: Sequence[int]) -> tuple[str, str, str] | None:
     """The dims of query, key and value [batch, heads, length, width]; None if groups are uneven."""
     heads, groups = query[1], key[1]
     if groups == 0 or heads % groups:
@@ -27,7 +27,7 @@ def _dims(query: Sequence[int], key: Sequence[int]) -> tuple[str, str, str] | No
     return f"b {query_heads} s d", "b h t d", "b h t e"
 
 
-def _mask_dims(mask: Sequence[int], scores: Sequence[int], heads: str) -> str:
+def mask_dims(mask: Sequence[int], scores: Sequence[int], heads: str) -> str:
     """The dims of a mask, which broadcasts to the scores [batch, heads, queries, keys]."""
     names = ["b", heads, "s", "t"][4 - len(mask) :]
     sizes = scores[4 - len(mask) :]
@@ -40,13 +40,13 @@ def _clauses(causal: bool) -> str:
 
 def _attention(call: Call) -> str | None:
     query, key, *_ = call.ins
-    named = _dims(query, key)
+    named = attention_dims(query, key)
     if named is None or call.arg(3, "dropout_p", 0.0):
         return None
     heads = named[0].removeprefix("b ").removesuffix(" s d")
     ins = [*named]
     if len(call.ins) == 4:
-        ins.append(_mask_dims(call.ins[3], (*query[:3], key[2]), heads))
+        ins.append(mask_dims(call.ins[3], (*query[:3], key[2]), heads))
     clauses = _clauses(bool(call.arg(4, "is_causal", False)))
     return f"{', '.join(ins)} -> b {heads} s e, b {heads} s{clauses}"
 
@@ -54,14 +54,14 @@ def _attention(call: Call) -> str | None:
 def _attention_backward(call: Call) -> str | None:
     """The gradients of keys and values are summed over the queries and query heads that read them."""
     _, query, key, *_ = call.ins
-    named = _dims(query, key)
+    named = attention_dims(query, key)
     if named is None or call.arg(6):
         return None
     heads = named[0].removeprefix("b ").removesuffix(" s d")
     out = f"b {heads} s e"
     ins = [out, *named, out, f"b {heads} s"]
     if len(call.ins) == 7:
-        ins.append(_mask_dims(call.ins[6], (*query[:3], key[2]), heads))
+        ins.append(mask_dims(call.ins[6], (*query[:3], key[2]), heads))
     return f"{', '.join(ins)} -> {', '.join(named)}{_clauses(bool(call.arg(7)))} | linear 0"
 
 
