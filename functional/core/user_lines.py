@@ -43,18 +43,19 @@ _TYPED = ("<stdin", "<python-input", "<ipython", "<string", "<doctest")
 _PATHS = {key: os.path.abspath(path) + os.sep for key, path in sysconfig.get_paths().items()}
 _STANDARD = (_PATHS["stdlib"], _PATHS["platstdlib"])
 _PACKAGES = (_PATHS["purelib"], _PATHS["platlib"])
-_is_user: dict[CodeType, bool] = {}
+# By file: code objects hash all that they hold, each time.
+_is_user: dict[str, bool] = {}
 
 
 def is_user(code: CodeType) -> bool:
     """Whether code is neither Python's, nor torch's, nor this library's, nor generated."""
-    known = _is_user.get(code)
+    name = code.co_filename
+    known = _is_user.get(name)
     if known is None:
-        name = code.co_filename
         generated = name.startswith("<") and not name.startswith(_TYPED)
         path = os.path.abspath(name)
         known = not (generated or path.startswith(_FOLDERS) or _is_standard(path))
-        _is_user[code] = known
+        _is_user[name] = known
     return known
 
 

@@ -5,10 +5,10 @@ On a busy machine everything takes long, and still gets on; what hangs computes 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 __all__ = ["Own", "Watch", "computed"]
@@ -67,28 +67,23 @@ class Own:
 
 def computed(pid: int) -> float:
     """Seconds of a processor that a process has used, with all that it started."""
-    times, children = _processes()
-    if pid not in times:  # without /proc, the process itself at least
+    used = _used(pid)
+    if used is None:  # it has ended, or there is no /proc: the process itself at least
         return sum(os.times()[:4]) if pid == os.getpid() else 0.0
-    total, left = 0.0, [pid]
-    while left:
-        pid = left.pop()
-        total += times[pid]
-        left += children[pid]
-    return total
+    return used + sum(map(computed, _children(pid)))
 
 
-def _processes() -> tuple[dict[int, float], dict[int, list[int]]]:
-    """The seconds of each process, those of ended children included, and its living children."""
-    times: dict[int, float] = {}
-    children: dict[int, list[int]] = defaultdict(list)
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            text = path.read_text()
-        except OSError:  # it has ended
-            continue
-        fields = text.rpartition(")")[2].split()
-        pid = int(path.parent.name)
-        times[pid] = sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-        children[int(fields[1])].append(pid)
-    return times, children
+def _used(pid: int) -> float | None:
+    """By a process and its ended children."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    return sum(map(int, text.rpartition(")")[2].split()[11:15])) / os.sysconf("SC_CLK_TCK")
+
+
+def _children(pid: int) -> Iterator[int]:
+    """Those that live, whichever thread started them; every test asks, so others are not read."""
+    for thread in Path(f"/proc/{pid}/task").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            yield from map(int, (thread / "children").read_text().split())
