@@ -10,6 +10,7 @@ import re
 import sys
 import types
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -82,13 +83,19 @@ def members(tree: ast.AST) -> Iterator[str]:
             yield from strings(node.args[1])
 
 
-TREES = {path: ast.parse(path.read_text()) for path in (*OUTSIDE, *INSIDE)}
-OURS = {name for path in OUTSIDE for name in members(TREES[path])}
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def ours() -> set[str]:
+    return {name for path in OUTSIDE for name in members(tree_of(path))}
 
 
 def is_foreign(name: str) -> bool:
     """Whether an attribute is private, and neither of a class of ours nor Python's own."""
-    return is_private(name) and (name in OF_TORCH or name not in OURS | OF_PYTHON)
+    return is_private(name) and (name in OF_TORCH or name not in ours() | OF_PYTHON)
 
 
 def imported(node: ast.AST) -> Iterator[str]:
@@ -119,7 +126,7 @@ def private_names(tree: ast.AST) -> Iterator[str]:
 
 def test_only_one_place_uses_private_names_of_torchs() -> None:
     found = [
-        f"{path.relative_to(ROOT)}:{name}" for path in OUTSIDE for name in private_names(TREES[path])
+        f"{path.relative_to(ROOT)}:{name}" for path in OUTSIDE for name in private_names(tree_of(path))
     ]
     assert not found, (
         "give it a name in functional/torch_internals, with the reason and what is done on a version of "
@@ -206,8 +213,8 @@ def private_modules(tree: ast.Module) -> set[str]:
 
 @pytest.mark.parametrize("path", INSIDE, ids=lambda path: path.stem)
 def test_what_a_function_of_the_package_uses_is_asked_for_at_import(path: Path) -> None:
-    tree = TREES[path]
-    asked = {"_C"}.union(*(asked_for(TREES[other]) for other in INSIDE))  # imported together
+    tree = tree_of(path)
+    asked = {"_C"}.union(*(asked_for(tree_of(other)) for other in INSIDE))  # imported together
     modules = private_modules(tree)
     lacking = set()
     for node in ast.walk(tree):
@@ -215,14 +222,14 @@ def test_what_a_function_of_the_package_uses_is_asked_for_at_import(path: Path) 
             root, *names = chain(node)
             private = is_private(node.attr) or root in modules or "_C" in names[:-1]
             if private and root not in (*OPERATORS, "self", "cls") and node.attr not in OF_PYTHON:
-                lacking |= {node.attr} - asked - OURS
+                lacking |= {node.attr} - asked - ours()
     assert not lacking
 
 
 def test_what_a_function_imports_is_needed() -> None:
     """Or the user would see an ImportError of Python's, in the middle of a call."""
     for path in INSIDE:
-        tree = TREES[path]
+        tree = tree_of(path)
         within = {
             id(inner)
             for node in ast.walk(tree)
@@ -236,7 +243,7 @@ def test_what_a_function_imports_is_needed() -> None:
 
 def required_names() -> Iterator[str]:
     for path in INSIDE:
-        for node in at_import(TREES[path]):
+        for node in at_import(tree_of(path)):
             if isinstance(node, ast.Call) and chain(node.func) == ["require"]:
                 yield from (text for arg in node.args[1:] for text in strings(arg))
 
@@ -244,7 +251,7 @@ def required_names() -> Iterator[str]:
 def imported_names() -> Iterator[str]:
     """Those that are no modules: Python would just import a module again."""
     for path in INSIDE:
-        for node in at_import(TREES[path]):
+        for node in at_import(tree_of(path)):
             for full in imported(node):
                 module, _, name = full.rpartition(".")
                 value = getattr(sys.modules.get(module), name, None)
