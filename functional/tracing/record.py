@@ -76,7 +76,8 @@ def record(
             fakes, levels, grad_mode=grad_mode, given=given, grad_of_call=grad_of_call
         )
         inputs = _fake_inputs(fakes, specs, gradients)
-        tracing = internals.proxying(state.tracer, fakes, inputs, state.below_forward_ad)
+        below = state.below_forward_ad
+        tracing = internals.proxying(state.tracer, fakes, inputs, below, VAL.set)
         with entered(state), tracing:
             state.last_input = _last_placeholder(state.tracer.graph)
             outputs = _run(state, fn, inputs)
