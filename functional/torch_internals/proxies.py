@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.traceback import has_preserved_node_meta
 
+from torchard.functional.core.tensor_spec import TensorSpec
 from torchard.functional.torch_internals import zero_tangents
 from torchard.functional.torch_internals.accessors.required import require
 from torchard.functional.torch_internals.accessors.schemas import OpOverload
@@ -49,9 +51,10 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "GuardOnDataDependentSymNode",
-    "PythonKeyTracer",
+    "RecordingTracer",
     "end_fakes",
     "ended",
+    "fake",
     "inserting_after",
     "is_known",
     "proxy_node",
@@ -76,7 +79,15 @@ require(OpOverload, "_can_decompose")
 require(fx.Graph, "_target_to_str")
 
 _MEMORY_OF_A_PRIMAL = aten._new_zeros_with_same_feature_meta.default
+_META = torch.device("meta")
 _DEVICE = torch.ops.prim.device.default
+
+
+class RecordingTracer(PythonKeyTracer):
+    """torch's tracer, which notes of each node the tensor that it gives."""
+
+    def note(self, node: fx.Node, tensor: torch.Tensor | None) -> None:
+        raise NotImplementedError
 
 
 class _Proxying(ProxyTorchDispatchMode):
@@ -94,17 +105,15 @@ class _Proxying(ProxyTorchDispatchMode):
 
     def __init__(
         self,
-        tracer: PythonKeyTracer,
+        tracer: RecordingTracer,
         fakes: FakeTensorMode,
         device: torch.device,
         below: Callable[[], Any],
-        note: Callable[[fx.Node, torch.Tensor], None],
     ) -> None:
         super().__init__(tracer, "fake")
         self.fakes = fakes
         self.device = device
         self.below = below
-        self.note = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
@@ -156,8 +165,7 @@ class _Proxying(ProxyTorchDispatchMode):
     def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
         out, proxy = node.target(*args, **kwargs), self.tracer.proxy(node)  # type: ignore[operator]
         if type(out) is FakeTensor:
-            set_proxy_slot(out, self.tracer, _ProxyTensor(proxy, None))
-            self.note(node, snapshot_fake(out))
+            _note(self.tracer, out, proxy)
             return out
         return track_tensor_tree(out, proxy, constant=None, tracer=self.tracer)
 
@@ -183,16 +191,12 @@ def _name_if_plain(func: Any) -> str | None:
 
 @contextlib.contextmanager
 def proxying(
-    tracer: PythonKeyTracer,
+    tracer: RecordingTracer,
     fakes: FakeTensorMode,
     inputs: Sequence[torch.Tensor],
     below: Callable[[], contextlib.AbstractContextManager[None]],
-    note: Callable[[fx.Node, torch.Tensor], None],
 ) -> Iterator[None]:
     """Record operations on these fake tensors as nodes of ``tracer.graph``; kernels run in `below()`.
-
-    Args:
-        note: is told of each node the tensor that it gives.
 
     make_fx itself calls ``fx.Tracer.trace``, which patches nn.Module for the whole process and does not
     accept another tracer.
@@ -201,7 +205,7 @@ def proxying(
     tracer.root = torch.nn.Module()
     tracer.tensor_attrs = {}
     device = inputs[0].device if inputs else torch.device("cpu")
-    mode = _Proxying(tracer, fakes, device, below, note)
+    mode = _Proxying(tracer, fakes, device, below)
     after = None
     for i, tensor in enumerate(inputs):
         after = track(tracer, tensor, f"in{i}", after)
@@ -210,17 +214,22 @@ def proxying(
 
 
 def track(
-    tracer: PythonKeyTracer, tensor: torch.Tensor, name: str, after: fx.Node | None
+    tracer: RecordingTracer, tensor: torch.Tensor, name: str, after: fx.Node | None
 ) -> fx.Node:
     """Add a placeholder for this fake tensor, after a node or (None) at the start."""
     with no_modes(), inserting_after(tracer.graph, after):
-        proxy = tracer.create_proxy("placeholder", name, (), {})
-        track_tensor_tree(tensor, proxy, constant=None, tracer=tracer)
-    return proxy.node
+        node = tracer.create_node("placeholder", name, (), {})
+        _note(tracer, tensor, tracer.proxy(node))
+    return node
+
+
+def _note(tracer: RecordingTracer, tensor: torch.Tensor, proxy: fx.Proxy) -> None:
+    set_proxy_slot(tensor, tracer, _ProxyTensor(proxy, None))
+    tracer.note(proxy.node, snapshot_fake(tensor))
 
 
 def record_call(
-    tracer: PythonKeyTracer,
+    tracer: RecordingTracer,
     target: Callable[..., Any],
     operands: Sequence[torch.Tensor],
     results: tuple[torch.Tensor, ...],
@@ -241,6 +250,12 @@ def inserting_after(
     return graph.inserting_before(first) if ahead else graph.inserting_after(node)
 
 
+def fake(fakes: FakeTensorMode, spec: TensorSpec) -> torch.Tensor:
+    """What ``spec.empty()`` is under the mode, by a shorter way."""
+    with no_modes():
+        return FakeTensor(fakes, replace(spec, device=_META).empty(), spec.device)
+
+
 class _Over:
     """The fake mode of a tensor whose trace is over: using the tensor raises an error."""
 
@@ -256,7 +271,7 @@ class _Over:
         """Never entered."""
 
 
-def end_fakes(tracer: PythonKeyTracer, error: Callable[[fx.Node], Exception]) -> None:
+def end_fakes(tracer: RecordingTracer, error: Callable[[fx.Node], Exception]) -> None:
     """Make tensors of the trace that are still alive raise an error when used."""
     for tensor, slot in list(tracer.tensor_tracker.items()):
         if isinstance(tensor, FakeTensor):
@@ -276,7 +291,7 @@ def is_known(tensor: torch.Tensor) -> bool:
     return not isinstance(tensor, FakeTensor) or tensor.constant is not None
 
 
-def proxy_node(tracer: PythonKeyTracer, tensor: torch.Tensor) -> fx.Node | None:
+def proxy_node(tracer: RecordingTracer, tensor: torch.Tensor) -> fx.Node | None:
     """The node of this fake tensor; None if it has none."""
     slot = get_proxy_slot(tensor, tracer, None, lambda x: x)
     return None if slot is None else slot.proxy.node

@@ -76,8 +76,7 @@ def record(
             fakes, levels, grad_mode=grad_mode, given=given, grad_of_call=grad_of_call
         )
         inputs = _fake_inputs(fakes, specs, gradients)
-        below = state.below_forward_ad
-        tracing = internals.proxying(state.tracer, fakes, inputs, below, VAL.set)
+        tracing = internals.proxying(state.tracer, fakes, inputs, state.below_forward_ad)
         with entered(state), tracing:
             state.last_input = _last_placeholder(state.tracer.graph)
             outputs = _run(state, fn, inputs)
@@ -105,8 +104,7 @@ def record(
 def _fake_inputs(
     fakes: internals.FakeTensorMode, specs: Sequence[TensorSpec], gradients: Sequence[bool]
 ) -> list[torch.Tensor]:
-    with fakes:
-        inputs = [spec.empty() for spec in specs]
+    inputs = [internals.fake(fakes, spec) for spec in specs]
     for tensor, spec in zip(inputs, specs, strict=True):
         if spec.weak:
             tensor._torchard_weak = True  # type: ignore[attr-defined]  # our own mark

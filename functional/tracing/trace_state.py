@@ -277,8 +277,7 @@ class TraceState:
             if any(map(self.native, parts)):
                 raise _placed_from_shards()
             spec = contiguous(shape, dtype, device)
-        with internals.no_modes(), self.fakes:
-            fake = spec.empty()
+        fake = internals.fake(self.fakes, spec)
         node = internals.track(self.tracer, fake, f"closure{len(self.closures)}", self.last_input)
         self.last_input = node
         return Closure(value, spec, node, tag), fake
@@ -291,16 +290,21 @@ def _placed_from_shards() -> PurityError:
     )
 
 
-class _Tracer(internals.PythonKeyTracer):
+class _Tracer(internals.RecordingTracer):
     def __init__(self, state: TraceState) -> None:
         super().__init__()
         self.state = state
 
     def create_node(self, kind: str, *args: Any, **kwargs: Any) -> fx.Node:
-        node = super().create_node(kind, *args, **kwargs)
-        if kind == "call_function":
-            self.state.tag(node)
+        if kind != "call_function":
+            return super().create_node(kind, *args, **kwargs)
+        # Without what torch notes for Inductor, which is given a trace of its own.
+        node = fx.Tracer.create_node(self, kind, *args, **kwargs)
+        self.state.tag(node)
         return node
+
+    def note(self, node: fx.Node, tensor: torch.Tensor | None) -> None:
+        VAL.set(node, tensor)
 
 
 _states = threading.local()

@@ -31,9 +31,7 @@ def test_the_first_page_is_a_program(tmp_path: Path) -> None:
     """Its blocks, typed into a file in an empty folder, print what it shows."""
     cells = list(pages.cells((DOCS / "quickstart.md").read_text()))
     (tmp_path / "quickstart.py").write_text("".join(cell.code for cell in cells))
-    done = subprocess.run(
-        [sys.executable, "quickstart.py"], cwd=tmp_path, capture_output=True, text=True
-    )
+    done = forked.run(["quickstart.py"], tmp_path, 60, stderr=tmp_path / "stderr")
     assert done.returncode == 0, done.stderr
     assert pages.comparable(done.stdout) == pages.comparable("".join(cell.output for cell in cells))
 
