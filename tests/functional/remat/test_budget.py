@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import train_gpt
+from effort import examples
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from live_bytes import LiveBytes
@@ -39,6 +40,7 @@ from torchard.functional.remat.remat_ilp import solve
 from torchard.functional.remat.segments import mark
 
 TENTHS = [k / 10 for k in range(10, -1, -1)]
+SOME = TENTHS[:: examples(ci=2, explore=1)]
 
 
 def joint_of(fn: Callable[..., Any], *args: Any) -> Program:
@@ -135,7 +137,7 @@ def test_ten_budgets() -> None:
     """From what saving everything takes down to the least: never above, never rising, always exact."""
     everything, want = measured(gpt)
     found = []
-    for tenth in TENTHS:
+    for tenth in SOME:
         peak, slopes = measured(checkpoint(gpt, policy=policies.budget(fraction=tenth)))
         found.append(peak)
         for a, b in zip(*map(torch.utils._pytree.tree_leaves, (slopes, want)), strict=True):
@@ -144,9 +146,9 @@ def test_ten_budgets() -> None:
     assert found == sorted(found, reverse=True)
     assert all(
         peak <= found[-1] + tenth * (everything - found[-1])
-        for peak, tenth in zip(found, TENTHS, strict=True)
+        for peak, tenth in zip(found, SOME, strict=True)
     )
-    assert found[-1] < 0.6 * everything and len(set(found)) >= 7
+    assert found[-1] < 0.6 * everything and len(set(found)) > 0.6 * len(SOME)
 
 
 @pytest.mark.parametrize("by_hand", [policies.save_nothing, policies.save_dots], ids=str)
