@@ -111,6 +111,7 @@ class _Proxying(ProxyTorchDispatchMode):
         below: Callable[[], Any],
     ) -> None:
         super().__init__(tracer, "fake")
+        self.recorder = tracer
         self.fakes = fakes
         self.device = device
         self.below = below
@@ -144,7 +145,7 @@ class _Proxying(ProxyTorchDispatchMode):
             operands, options = self._operand(args), self._operand(kwargs)
         except _Unusual:
             return super().__torch_dispatch__(func, types, args, kwargs)
-        node = self.tracer.create_node("call_function", func, operands, options, name)
+        node = self.recorder.create_node("call_function", func, operands, options, name)
         return self._run(node, args, kwargs)
 
     def _operand(self, value: Any) -> Any:
@@ -152,7 +153,7 @@ class _Proxying(ProxyTorchDispatchMode):
         if kind in _LITERALS:
             return value
         if kind is FakeTensor:
-            slot: Any = get_proxy_slot(value, self.tracer, None)
+            slot: Any = get_proxy_slot(value, self.recorder, None)
             if slot is None or slot.constant is not None:
                 raise _Unusual
             return slot.proxy.node
@@ -163,11 +164,11 @@ class _Proxying(ProxyTorchDispatchMode):
         raise _Unusual
 
     def _run(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        out, proxy = node.target(*args, **kwargs), self.tracer.proxy(node)  # type: ignore[operator]
+        out, proxy = node.target(*args, **kwargs), self.recorder.proxy(node)  # type: ignore[operator]
         if type(out) is FakeTensor:
-            _note(self.tracer, out, proxy)
+            _note(self.recorder, out, proxy)
             return out
-        return track_tensor_tree(out, proxy, constant=None, tracer=self.tracer)
+        return track_tensor_tree(out, proxy, constant=None, tracer=self.recorder)
 
     def _cache_for(self, func: Any) -> contextlib.AbstractContextManager[None]:
         if func is _MEMORY_OF_A_PRIMAL:
