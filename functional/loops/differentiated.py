@@ -130,8 +130,7 @@ def _primals(ctx: Any) -> list[torch.Tensor]:
 def _record(state: TraceState, loop: LoopCall, operands: Tensors) -> tuple[torch.Tensor, ...]:
     """One node for the loop. It has a derivative: that autograd is off in here means nothing."""
     known = [_tracked(state, x) for x in operands]
-    with internals.no_modes(), state.fakes:
-        results = tuple(spec.empty() for spec in loop.result_specs())
+    results = tuple(internals.fake(state.fakes, spec) for spec in loop.result_specs())
     with torch.enable_grad():
         internals.record_call(state.tracer, loop, known, results)
     return results

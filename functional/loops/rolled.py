@@ -205,8 +205,9 @@ class _Body:
             return type(val)(map(self._val, val))
         if not isinstance(val, torch.Tensor):
             return val
-        with internals.no_modes(), self.fakes:
-            return TensorSpec.of(val).empty()
+        with internals.no_modes():
+            spec = TensorSpec.of(val)
+        return internals.fake(self.fakes, spec)
 
     # -- what leaves the loop ---------------------------------------------------------------------
 
