@@ -14,6 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from torchard.functional.torch_internals.operators import Absent, aten
+
 __all__ = ["COMPOSED"]
 
 
@@ -154,10 +156,11 @@ def _rms_norm(
     """F.rms_norm by the operations that a device without a kernel for it runs."""
     shape = list(normalized_shape)
     fits = list(input.shape[input.ndim - len(shape) :]) == shape and len(shape) > 0
-    composite: Any = torch.ops.aten._fused_rms_norm.default
-    if not fits or not (weight is None or list(weight.shape) == shape):
+    fits &= weight is None or list(weight.shape) == shape
+    kernel: Any = aten._fused_rms_norm.default
+    if not fits or isinstance(kernel, Absent):
         return F.rms_norm(input, shape, weight, eps)
-    out: torch.Tensor = composite.decompose(input, shape, weight, eps)[0]
+    out: torch.Tensor = kernel.decompose(input, shape, weight, eps)[0]
     return out
 
 

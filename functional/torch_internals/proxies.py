@@ -75,8 +75,8 @@ _LITERALS = {
 }
 # torch's tracer keeps the values of constants, and reads those of tensors.
 _OF_VALUES = (aten.lift_fresh.default, aten.is_nonzero.default)
-require(OpOverload, "_can_decompose")
 require(fx.Graph, "_target_to_str")
+require(torch._C.DispatchKey, "CompositeImplicitAutograd")
 
 _MEMORY_OF_A_PRIMAL = aten._new_zeros_with_same_feature_meta.default
 _META = torch.device("meta")
@@ -184,11 +184,15 @@ class _Unusual(Exception):
 @functools.cache
 def _name_if_plain(func: Any) -> str | None:
     """What nodes of an operator are called; None if torch's tracer does more than record a call."""
-    if not isinstance(func, OpOverload) or func in _OF_VALUES or func._can_decompose():
+    if not isinstance(func, OpOverload) or func in _OF_VALUES or _decomposes(func):
         return None
     if torch.Tag.data_dependent_output in func.tags:
         return None
     return fx.Graph()._target_to_str(func.overloadpacket.__name__)
+
+
+def _decomposes(func: OpOverload) -> bool:
+    return func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd)
 
 
 @contextlib.contextmanager
