@@ -34,6 +34,7 @@ from torchard.functional.layer_equality import (
 from torchard.functional.modules.rows import LayerTables
 from torchard.functional.programs.tags import VAL
 from torchard.functional.repeat import apply_layers, trace_shapes
+from torchard.functional.tracing.object_results import with_objects
 from torchard.functional.tracing.pytree_interop import register_torch_nodes
 from torchard.functional.tracing.trace_call import OutTree
 from torchard.functional.tracing.trace_state import active
@@ -269,7 +270,7 @@ class LayerCalls:
         with self.within(), Keyed(key, first) as keyed:
             out = self.layers.apply(rows, args, kwargs)
         register_torch_nodes(out)
-        return out, keyed.drawn
+        return with_objects(out, lambda tensor: True), keyed.drawn
 
     def _kind(self) -> _Kind:
         """What one layer returns: traced in a trace, else computed."""

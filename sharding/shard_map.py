@@ -20,6 +20,7 @@ from torchard.functional.core import tree
 from torchard.functional.core.arguments import CheckedInside, checked
 from torchard.functional.core.wrapper import Wrapper
 from torchard.functional.engine.transformed import Transformed
+from torchard.functional.tracing.object_results import restored, with_objects
 from torchard.functional.tracing.signature import paths_of
 from torchard.sharding.manual.manual_collectives import Enter, Leave
 from torchard.sharding.manual.varying_axes import ManualRegion, apply, in_region, varying_axes
@@ -142,8 +143,8 @@ class _Local(Wrapper):
         tensors = [x for x in tree.leaves(args) if isinstance(x, torch.Tensor) and x.ndim]
         device = tensors[0].device if tensors else default_device(self.edges.mesh)
         with ManualRegion(self.edges.mesh, self.edges.manual, device).entered():
-            out = self.fn(*given, **named)
-        return self._left(out)
+            out = with_objects(self.fn(*given, **named))
+        return restored(self._left(out))
 
     def _entered(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

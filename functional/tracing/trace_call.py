@@ -15,6 +15,12 @@ from torchard.functional.effects.unused_results import check_used, effects_in
 from torchard.functional.guards.closures import reader_of
 from torchard.functional.programs.program import FREE, Leaf, Program
 from torchard.functional.programs.tags import WEAK
+from torchard.functional.tracing.object_results import (
+    check_unchanged,
+    has_objects,
+    restored,
+    with_objects,
+)
 from torchard.functional.tracing.purify import purify
 from torchard.functional.tracing.record import Recording, record
 from torchard.functional.tracing.settings import Settings
@@ -109,7 +115,14 @@ class _FlatFunction:
             leaves[i] = tensor
         args, kwargs = tree.unflatten(self.arguments.structure, leaves)
         output = self.fn(*args, **kwargs)
-        return self._tensors(output)
+        self._check_arguments()
+        return self._tensors(with_objects(output))
+
+    def _check_arguments(self) -> None:
+        state, traced = active(), set(self.arguments.traced)
+        if state is not None:
+            static = (leaf for i, leaf in enumerate(self.arguments.leaves) if i not in traced)
+            check_unchanged([*static], state.native)
 
     def _tensors(self, output: Any) -> list[torch.Tensor]:
         leaves, structure = tree.flatten(output)
@@ -148,25 +161,37 @@ class _FlatFunction:
 
 
 class OutTree:
-    """The tree of a function's result: static leaves, and holes for tensors."""
+    """The tree of a function's result: static leaves, and holes for tensors.
 
-    def __init__(self, structure: Any, static: tuple[Any, ...], holes: tuple[int, ...]) -> None:
+    Attributes:
+        objects: whether some of its nodes represent objects; see object_results.py.
+    """
+
+    def __init__(
+        self, structure: Any, static: tuple[Any, ...], holes: tuple[int, ...], objects: bool
+    ) -> None:
         self.structure = structure
         self.static = static
         self.holes = holes
+        self.objects = objects
 
     @classmethod
     def of(cls, leaves: Sequence[Any], structure: Any) -> OutTree:
         """The tree of a result with these leaves."""
         holes = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         static = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return cls(structure, tuple(static), tuple(holes))
+        objects = has_objects(structure.unflatten(leaves))
+        return cls(structure, tuple(static), tuple(holes), objects)
 
     def build(self, tensors: Sequence[Any]) -> Any:
         """The tree with these values in its holes."""
-        if len(tensors) == len(self.static):
-            return self.structure.unflatten(tensors)
+        return restored(self.nodes(tensors)) if self.objects else self.nodes(tensors)
+
+    def nodes(self, values: Sequence[Any]) -> Any:
+        """The same, with nodes in the place of objects; the values may be anything."""
+        if len(values) == len(self.static):
+            return self.structure.unflatten(values)
         leaves = list(self.static)
-        for hole, tensor in zip(self.holes, tensors, strict=True):
-            leaves[hole] = tensor
+        for hole, value in zip(self.holes, values, strict=True):
+            leaves[hole] = value
         return self.structure.unflatten(leaves)

@@ -15,6 +15,7 @@ from torchard.functional.loops.rolled import straight_line
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.trace import trace
+from torchard.functional.tracing.object_results import with_objects
 from torchard.functional.tracing.signature import read
 from torchard.testing.bounds import Expected, expected
 from torchard.testing.derived import ALL_ORDERS, Derivatives, check_orders, derived
@@ -145,12 +146,13 @@ def _precisions(fn: Fn, args: Any) -> dict[str, Precision]:
     for precision, results in precisions(program).items():
         for i in results:
             of[i] = precision
-    return _by_path(program.out_tree.build(of))
+    return _by_path(program.out_tree.nodes(of))
 
 
 def _by_path(result: Any) -> dict[str, Any]:
     if isinstance(result, Derivatives):
         return dict(result)
+    result = with_objects(result, lambda tensor: True)
     return dict(zip(tree.paths(result, "out"), tree.leaves(result), strict=True))
 
 
@@ -159,7 +161,7 @@ def _expected(
 ) -> dict[str, Any]:
     """What a plain function should return, by path."""
     program, inputs = traced(fn, args)
-    results = _by_path(program.out_tree.build(program.results))
+    results = _by_path(program.out_tree.nodes(program.results))
     groups: dict[Precision, list[str]] = {}
     for path, node in results.items():
         if isinstance(node, fx.Node):

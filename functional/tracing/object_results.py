@@ -1,0 +1,171 @@
+"""Results that are objects of a class that is no pytree node, and hold traced tensors: a model's cache.
+
+Their tensors are results like any other. A call returns a copy of each object that refers to one of
+them, with the values of the call in it; everything else is that which the traced call returned.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import optree
+import torch
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core import tree
+from torchard.functional.core.errors import PurityError
+from torchard.functional.core.placed import is_placed
+from torchard.functional.core.references import References
+from torchard.functional.core.tree_nodes import register
+from torchard.functional.tracing.trace_state import tracing
+
+__all__ = ["check_unchanged", "has_objects", "restored", "with_objects"]
+
+
+def _is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a trace in progress, or of a level of torch.func."""
+    base = internals.base_tensor(tensor)
+    if base is not tensor:
+        return True
+    return isinstance(base, internals.FakeTensor) and any(
+        base.fake_mode is state.fakes for state in tracing()
+    )
+
+
+class _Slot:
+    """The place of a tensor in an object."""
+
+
+class _Model:
+    """An object with slots in place of its traced tensors, of which calls make copies.
+
+    Args:
+        value: the object, or one in which it is.
+        slots: those in it, in the order of the tensors.
+        names: the path of each within the object.
+        shared: what copies share with it.
+    """
+
+    def __init__(
+        self, value: Any, slots: Sequence[_Slot], names: Sequence[str], shared: dict[int, Any]
+    ) -> None:
+        self.value, self.slots, self.names, self.shared = value, slots, names, shared
+
+
+class _Object:
+    """A node in the place of such an object; its children are the object's tensors."""
+
+    def __init__(self, model: _Model, tensors: Sequence[Any]) -> None:
+        self.model, self.tensors = model, tensors
+
+    def restored(self, memo: dict[int, Any]) -> Any:
+        """The object with these tensors; what several objects refer to is copied once per memo."""
+        memo.update(self.model.shared)
+        memo.update({id(s): x for s, x in zip(self.model.slots, self.tensors, strict=True)})
+        return copy.deepcopy(self.model.value, memo)
+
+
+class _Entry(optree.PyTreeEntry):
+    """A tensor in an object, by its path there."""
+
+    def codify(self, node: str = "") -> str:
+        return f"{node}{self.entry}"
+
+
+register(
+    _Object,
+    lambda node: (node.tensors, node.model, tuple(node.model.names)),
+    lambda model, tensors: _Object(model, tensors),
+    entry=_Entry,
+)
+
+
+def with_objects(output: Any, is_wanted: Callable[[torch.Tensor], bool] = _is_traced) -> Any:
+    """A result with nodes in place of the objects that hold traced tensors, or other wanted ones.
+
+    Raises:
+        PurityError: such an object cannot be made anew with the values of a call; names its path.
+    """
+    leaves, structure = tree.flatten(output)
+    known = References(is_wanted)
+    held: dict[int, dict[str, torch.Tensor]] = {}
+    paths: list[str] = []
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) or is_placed(leaf):
+            continue
+        found = References(is_wanted).search(leaf, "")
+        if found:
+            paths = paths or tree.paths(output, "out")
+            known.search(leaf, paths[i])
+            held[i] = found
+    if not held:
+        return output
+    models = _models(leaves, held, paths, known)
+    replaced = [models.get(i, leaf) for i, leaf in enumerate(leaves)]
+    return tree.unflatten(structure, replaced)
+
+
+def _models(
+    leaves: Sequence[Any],
+    held: dict[int, dict[str, torch.Tensor]],
+    paths: Sequence[str],
+    known: References,
+) -> dict[int, _Object]:
+    copied = known.holders()
+    shared = {i: x for i, x in known.objects.items() if i not in copied or isinstance(x, _NO_ORDER)}
+    slots = {id(tensor): _Slot() for tensor in known.tensors.values()}
+    memo: dict[int, Any] = {**shared, **slots}
+    found = {}
+    for i, tensors in held.items():
+        try:
+            value = copy.deepcopy(leaves[i], memo) if known.complete else leaves[i]
+        except Exception as error:  # whatever its class does when it is copied
+            raise _refusal(leaves[i], paths[i], next(iter(tensors))) from error
+        if left := References(known.is_wanted).search(value, ""):
+            raise _refusal(leaves[i], paths[i], next(iter(left)))
+        model = _Model(value, [slots[id(x)] for x in tensors.values()], [*tensors], shared)
+        found[i] = _Object(model, [*tensors.values()])
+    return found
+
+
+# Tensors in these have no order, and derivatives are traced by running the function again.
+_NO_ORDER = (set, frozenset)
+
+
+def restored(output: Any) -> Any:
+    """A result with the objects again that `with_objects` replaced."""
+    memo: dict[int, Any] = {}
+    leaves, structure = tree.flatten(output, is_leaf=_is_object)
+    return structure.unflatten(x.restored(memo) if _is_object(x) else x for x in leaves)
+
+
+def has_objects(output: Any) -> bool:
+    """Whether `with_objects` replaced an object in a result."""
+    return any(map(_is_object, tree.leaves(output, is_leaf=_is_object)))
+
+
+def _is_object(node: Any) -> bool:
+    return isinstance(node, _Object)
+
+
+def _refusal(value: Any, path: str, name: str) -> PurityError:
+    return PurityError(
+        f"{path} is a {type(value).__name__}, and {path}{name} is a tensor of the trace: a transformed "
+        "function returns tensors in dicts, lists, tuples and registered types, and in objects that "
+        "copy.deepcopy copies. Return the tensors themselves, or register the type by "
+        "torchard.tree.register or register_dataclass."
+    )
+
+
+def check_unchanged(arguments: Sequence[Any], is_own: Callable[[torch.Tensor], bool]) -> None:
+    """Refuse a function that kept a tensor of its trace in one of its static arguments."""
+    for leaf in arguments:
+        found = References(is_own).search(leaf, "")
+        if found:
+            raise PurityError(
+                f"the traced function changes an argument, a {type(leaf).__name__}: its "
+                f"{next(iter(found))} is a tensor of the trace now, which has no value. Return the "
+                "tensor, or a copy.copy of the object that the function makes and changes."
+            )
