@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core.compiled_calls import outside_of_compile
 from torchard.functional.core.errors import DonatedError, RetraceWarning
 from torchard.functional.core.locks import Lock
 from torchard.functional.core.placed import is_placed
@@ -127,7 +128,7 @@ class Transformed(Wrapper):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return _at_boundary(self, args, kwargs)
+            return outside_of_compile(self, args, kwargs)
         arguments = read(args, kwargs)
         state = active()
         if state is not None:
@@ -335,14 +336,6 @@ def _restored(
     Transformed.__init__(transformed, fn, rewrites, cache_size=cache_size)
     vars(transformed).update(own)
     return transformed
-
-
-def _call_plainly(transformed: Transformed, args: Any, kwargs: Any) -> Any:
-    return transformed(*args, **kwargs)
-
-
-# torch.compile breaks its graph here and calls the transform eagerly.
-_at_boundary: Any = torch.compiler.disable(_call_plainly)
 
 
 def _floating(program: Program, starts: Sequence[str] | None = None) -> tuple[bool, ...]:

@@ -66,7 +66,7 @@ __all__ = [
 # Parts of torch's errors for things that cannot be recorded. If another version words them differently,
 # its errors are raised unchanged.
 GENERATOR_IN_ERRORS = "torch._C.Generator"
-CONTROL_FLOW_IN_ERRORS = "torch._dynamo.exc"
+CONTROL_FLOW_IN_ERRORS = ("There was no rule registered for H", "torch._dynamo.exc")
 
 # What stands among operands as it is.
 _LITERALS = {

@@ -12,6 +12,7 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
+from torchard.functional.core.compiled_calls import uncompiled
 from torchard.functional.core.errors import DerivativeError, PurityError, UnexpectedTracerError
 from torchard.functional.core.failed_calls import note_line
 from torchard.functional.core.tensor_spec import TensorSpec
@@ -186,9 +187,11 @@ _INSTEAD = {
     ),
     # torch 2.11 raises; from 2.12 on the tracer keeps the generator as an attribute
     internals.GENERATOR_IN_ERRORS: _DRAWN,
-    internals.CONTROL_FLOW_IN_ERRORS: (
-        "uses a control-flow operator of torch.compile (torch.cond, while_loop, scan, map), which cannot "
-        "be traced here. Use torch.where for a branch, and a Python loop, which is unrolled"
+    **dict.fromkeys(
+        internals.CONTROL_FLOW_IN_ERRORS,
+        "uses an operator of torch.compile (torch.cond, while_loop, scan, map, flex_attention), which "
+        "cannot be traced here. Use torch.where for a branch, a Python loop, which is unrolled, and "
+        "F.scaled_dot_product_attention",
     ),
 }
 
@@ -200,7 +203,7 @@ def _last_placeholder(graph: fx.Graph) -> fx.Node | None:
 
 def _run(state: TraceState, fn: Callable[..., Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     try:
-        with internals.fake_errors_unlogged(), TensorLifting(state), taken_as_segments():
+        with uncompiled(), internals.fake_errors_unlogged(), TensorLifting(state), taken_as_segments():
             return list(fn(list(inputs)))
     except (
         internals.DataDependentOutputException,
