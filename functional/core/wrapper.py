@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from torchard.functional.core.module_methods import missing
+
 __all__ = ["ModuleCopy", "Wrapper"]
 
 
@@ -21,6 +23,14 @@ class Wrapper:
     fn: Callable[..., Any]
     rewrites: tuple[Any, ...] = ()
 
+    def __getattr__(self, name: str) -> Any:
+        """Say what to do instead of a method of modules, where ``fn`` was made of one."""
+        fn = vars(self).get("fn")
+        if isinstance(fn, ModuleCopy):
+            raise missing(name, fn.module, "fn.fn")
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        raise AttributeError(text, name=name, obj=self)
+
 
 class ModuleCopy:
     """A callable with a private copy of a module, whose code a trace depends on.
@@ -31,6 +41,10 @@ class ModuleCopy:
 
     __slots__ = ()
     module: nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what to do instead of a method of modules, of which this is none."""
+        raise missing(name, object.__getattribute__(self, "module"), "fn")
 
     def tensors_in(self, tables: Sequence[dict[str, Any]]) -> list[int]:
         """The ids of what is in tables of the copy, between calls or before this one."""
