@@ -26,6 +26,7 @@ from torchard.functional.modules.checks import check_contents, created, parted, 
 from torchard.functional.modules.copying import hollow, owner_of, plain_tensors, ties
 from torchard.functional.modules.registered import OwnTensors, Registered, named_tensors
 from torchard.functional.modules.scopes import iterate, scope
+from torchard.functional.modules.shapes import shapes_noted
 from torchard.functional.modules.state import kept_apart, undone
 from torchard.functional.tracing.pytree_interop import register_torch_nodes
 from torchard.functional.tracing.torch_checkpoint import recomputed_within
@@ -120,7 +121,7 @@ class Functional(ModuleCopy):
 
     # Slots hide the copy from guards, which walk it as a `ModuleCopy`, not attribute by attribute.
     __slots__ = (
-        *("__dict__", "_lock", "_names", "_tensors", "_ties", "_trained", "_training"),
+        *("__dict__", "_lock", "_names", "_shapes", "_tensors", "_ties", "_trained", "_training"),
         *("module", "stacks"),
     )
 
@@ -132,6 +133,7 @@ class Functional(ModuleCopy):
         self._ties = ties(module)
         check_untied(self._ties, self.stacks)
         self._names = self.names_of(k for k, _ in module.named_parameters())
+        self._shapes = self._shapes_of(module)
         self._trained = set(self.names_of(k for k, p in module.named_parameters() if p.requires_grad))
         trained = (k for k, _ in module.named_buffers() if _is_training(module, k))
         self._training = set(self.names_of(trained))
@@ -203,6 +205,7 @@ class Functional(ModuleCopy):
         registered = Registered(self._tensors, values)
         # All threads share one copy, which holds the parameters of one thread at a time.
         with contextlib.ExitStack() as inside:
+            inside.enter_context(shapes_noted(params, self._shapes))
             inside.enter_context(self._lock)
             inside.enter_context(uncompiled())
             keyed = inside.enter_context(Keyed(key))
@@ -234,6 +237,14 @@ class Functional(ModuleCopy):
             if value is not given[k] or (k in versions and internals.version(value) != versions[k]):
                 raise updated(k)
         return out
+
+    def _shapes_of(self, module: nn.Module) -> dict[str, list[int]]:
+        """The shapes of params, by name."""
+        shapes: dict[str, list[int]] = {}
+        for name, parameter in module.named_parameters():
+            count = [layers.count for layers in self.stacks if layers.place(name)]
+            shapes[self.names_of([name])[0]] = [*count, *parameter.shape]
+        return shapes
 
     @contextlib.contextmanager
     def _entered(self, registered: Registered) -> Iterator[None]:
@@ -321,7 +332,7 @@ class Functional(ModuleCopy):
 
 
 # What a pickle of a function has besides its attributes.
-_STATE = ("_names", "_ties", "_trained", "_training", "module", "stacks")
+_STATE = ("_names", "_shapes", "_ties", "_trained", "_training", "module", "stacks")
 
 
 def _cloned(buffer: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from torchard.functional.core import user_lines as source
 
-__all__ = ["note_call", "note_line"]
+__all__ = ["note_call", "note_line", "note_operands"]
 
 _MARK = "raised at "
 # Characters of an argument that is no tensor.
@@ -18,12 +18,21 @@ _LONGEST = 60
 
 def note_call(
     error: Exception, line: str | None, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
-    """Note that a call of torch at this line of the user's raised an error.
+) -> bool:
+    """Note that a call of torch at this line of the user's raised an error, if nothing is noted yet.
 
     Where a backward pass fails, the call of ``torch.autograd.grad`` tells nothing of the operation.
     """
-    _note(error, line, "" if func is torch.autograd.grad else f", by {_call_text(func, args, kwargs)}")
+    by = "" if func is torch.autograd.grad else f", by {_call_text(func, args, kwargs)}"
+    return _note(error, line, by)
+
+
+def note_operands(error: Exception, scope: str, named: Mapping[str, torch.Tensor]) -> None:
+    """Note the scope in which a call raised an error, and which of its tensors have names."""
+    texts = [f"{path} is {_text(tensor)}" for path, tensor in named.items()]
+    parts = [f"in {scope}"] * bool(scope) + [" and ".join(texts)] * bool(texts)
+    if parts:
+        error.add_note(", where ".join(parts))
 
 
 def note_line(error: Exception) -> None:
@@ -31,10 +40,12 @@ def note_line(error: Exception) -> None:
     _note(error, source.of_error(error), "")
 
 
-def _note(error: Exception, line: str | None, by: str) -> None:
+def _note(error: Exception, line: str | None, by: str) -> bool:
     noted = any(note.startswith(_MARK) for note in getattr(error, "__notes__", ()))
-    if line is not None and not noted and line not in str(error):
-        error.add_note(f"{_MARK}{line}{by}")
+    if line is None or noted or line in str(error):
+        return False
+    error.add_note(f"{_MARK}{line}{by}")
+    return True
 
 
 def _call_text(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:

@@ -58,6 +58,7 @@ def record(
     gradients: Sequence[bool] = (),
     grad_mode: bool = True,
     given: Sequence[Any] | None = None,
+    paths: Sequence[str] = (),
 ) -> Recording:
     """Record the graph of fn on fake tensors of these specs; its outputs are in fn's order.
 
@@ -65,6 +66,7 @@ def record(
         gradients: inputs that require grad inside (for derivatives taken by plain autograd).
         grad_mode: torch's grad mode inside fn. If off, no derivative of the tracing is right.
         given: the values of the inputs in the call, if it is known.
+        paths: what messages call the inputs.
 
     Raises:
         PurityError: fn branches on a tensor's value.
@@ -74,7 +76,7 @@ def record(
     with internals.clean_thread_state(grad_mode):
         fakes = internals.FakeTensorMode(allow_non_fake_inputs=True)
         state = TraceState(
-            fakes, levels, grad_mode=grad_mode, given=given, grad_of_call=grad_of_call
+            fakes, levels, grad_mode=grad_mode, given=given, grad_of_call=grad_of_call, paths=paths
         )
         inputs = _fake_inputs(fakes, specs, gradients)
         tracing = internals.proxying(state.tracer, fakes, inputs, state.below_forward_ad)

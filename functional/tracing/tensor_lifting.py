@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,13 +12,15 @@ from torch.overrides import TorchFunctionMode
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import PurityError
-from torchard.functional.core.failed_calls import note_call
+from torchard.functional.core.failed_calls import note_call, note_operands
 from torchard.functional.core.placed import is_placed
+from torchard.functional.core.scope_frames import path_of
 from torchard.functional.effects.mutation import forgets_turns
 from torchard.functional.effects.picked import assign_picked, is_picking, pick
-from torchard.functional.programs.tags import SOURCE
+from torchard.functional.programs.tags import SOURCE, VAL
 from torchard.functional.torch_internals.accessors import pytree as torch_pytree
 from torchard.functional.torch_internals.composite_functions import COMPOSED
+from torchard.functional.torch_internals.operators import aten
 from torchard.functional.tracing import inner_gradients
 from torchard.functional.tracing import registered_derivatives as registered
 from torchard.functional.tracing.autograd_state import answer, question
@@ -51,7 +54,9 @@ class TensorLifting(TorchFunctionMode):
             return self._call(func, args, kwargs)
         except Exception as error:
             with internals.no_function_modes():
-                note_call(error, self._where(), func, args, kwargs)
+                if note_call(error, self._where(), func, args, kwargs):
+                    named = _named(self.state, _tensors(args, kwargs))
+                    note_operands(error, path_of(self.state.frames), named)
             raise
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -214,6 +219,23 @@ def _is_data(func: Any) -> bool:
 def _tensors(args: Any, kwargs: Any) -> list[torch.Tensor]:
     flat = [*args, *kwargs.values()]
     return [value for value in flat if isinstance(value, torch.Tensor)]
+
+
+# What a value is passed through where it is labelled or differentiated.
+_SAME = (aten.alias.default, aten.view.default, aten.detach.default)
+
+
+def _named(state: TraceState, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Those of some tensors that are inputs of the trace, by their paths in the call."""
+    inputs = dict(zip(state.tracer.graph.find_nodes(op="placeholder"), state.paths, strict=False))
+    found = {}
+    for tensor in tensors:
+        node = internals.proxy_node(state.tracer, internals.base_tensor(tensor))
+        while node is not None and node.target in _SAME:
+            node = node.all_input_nodes[0]
+        if node in inputs and VAL.of(node).shape == tensor.shape:
+            found[inputs[node]] = tensor
+    return found
 
 
 def is_weak(value: Any) -> bool:

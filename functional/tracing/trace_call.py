@@ -48,7 +48,7 @@ def trace_call(
     specs = specs_of_arguments(arguments)
     names = [paths[i] for i in arguments.traced]
     given = [arguments.leaves[i] for i in arguments.traced]
-    recorded = record(flat_fn, specs, grad_mode=grad_mode, given=given if called else None)
+    recorded = record(flat_fn, specs, grad_mode=grad_mode, given=given if called else None, paths=names)
     effects = effects_in(recorded.graph)
     recording = purify(recorded, names)
     check_used(effects, recording.graph)

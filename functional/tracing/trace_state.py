@@ -122,6 +122,7 @@ class TraceState:
     grad_of_call: bool = True
     ungraded: set[fx.Node] = field(default_factory=set)
     reads_autograd: bool = False
+    paths: Sequence[str] = ()  # of the inputs in the call, if they are known
     # Lookups that stand for views (picked.py).
     picked: list[Picked] = field(default_factory=list)
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from torchard import Mesh, P, checkpoint, fuse, jit, shard, shard_map, trace
+from torchard import Mesh, P, checkpoint, functionalize, fuse, jit, scope, shard, shard_map, trace
 
 X, W = torch.ones(4, 6), torch.ones(3, 6)
 MESH = Mesh({"tp": 2}, virtual=True)
@@ -69,6 +69,67 @@ def test_the_line_and_the_shapes_are_noted_once_and_nothing_is_logged(
     failing = next(i for i, line in enumerate(lines, first) if "# fails" in line or "F.linear" in line)
     assert notes == [f"raised at test_failed_calls.py:{failing} in {fn.__name__}, by {CALLS[fn]}"]
     assert not caplog.records
+
+
+def test_operands_that_are_arguments_are_named() -> None:
+    def fn(tree: dict[str, Tensor], *, other: Tensor) -> Tensor:
+        with scope("block/1"):
+            return tree["w"] @ other
+
+    for way in ("shard", "jit of checkpoint", "trace"):
+        with pytest.raises(RuntimeError) as caught:
+            WAYS[way](fn)({"w": X, "unused": W}, other=W)
+        assert caught.value.__notes__[1:] == [
+            "in block/1, where args[0]['w'] is float32[4, 6] and kwargs['other'] is float32[3, 6]"
+        ]
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
+        self.scale = nn.Parameter(torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return (x * self.scale).sum()
+
+
+MODULES: dict[str, Callable[..., Any]] = {
+    "plain": lambda f: f,
+    "grad": torch.func.grad,
+    "shard of grad": WAYS["shard of grad"],
+    "shard": WAYS["shard"],
+    "jit of checkpoint": WAYS["jit of checkpoint"],
+    "vmap": lambda f: torch.func.vmap(checkpoint(f), (None, 0)),
+}
+WRONG: dict[str, tuple[str, str, tuple[int, ...]]] = {
+    "matrix": ("", "layers.1.weight", (6, 5)),
+    "vector": ("", "scale", (7,)),
+    "transposed": ("", "layers.0.bias", (2, 3)),
+    "stacked": ("layers", "layers.*.weight", (2, 6, 5)),
+    "a row too few": ("layers", "layers.*.weight", (1, 6, 6)),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("way", MODULES)
+def test_a_parameter_of_another_shape_is_named(way: str, wrong: str) -> None:
+    stacked, name, shape = WRONG[wrong]
+    fn, params = functionalize(Inner(), stacked=stacked or ())
+    have = list(params[name].shape)
+    params[name] = torch.ones(shape)
+    with pytest.raises(Exception) as caught:  # torch's, of several classes
+        MODULES[way](fn)(params, X)
+    notes = caught.value.__notes__
+    said = f"params[{name!r}] is {list(shape)}, and {have} in the module that was functionalized"
+    assert [note for note in notes if "functionalized" in note] == [said]
+    if way not in ("plain", "grad") and not stacked:
+        layer = name.rpartition(".")[0]
+        assert any(note.startswith("raised at test_failed_calls.py:") for note in notes)
+        assert any(f"args[0][{name!r}] is float32{list(shape)}" in note for note in notes)
+        assert any(note.startswith(f"in {layer}, where") for note in notes) == bool(layer)
 
 
 def test_an_error_outside_of_torch_has_the_line() -> None:
