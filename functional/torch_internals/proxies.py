@@ -60,6 +60,7 @@ __all__ = [
     "proxy_node",
     "proxying",
     "record_call",
+    "text_of",
     "track",
 ]
 
@@ -277,12 +278,51 @@ class _Over:
         """Never entered."""
 
 
+# What reads or hands on the memory of a tensor, without an error where it has none.
+_READS_MEMORY = (
+    *(torch.Tensor.data_ptr, torch.Tensor.storage, torch.Tensor.untyped_storage),
+    *(torch.Tensor.__reduce_ex__, torch.Tensor.__dlpack__, torch.Tensor.share_memory_),
+)
+_TEXTS = (torch.Tensor.__repr__, torch.Tensor.__format__)
+
+
+class _Ended(FakeTensor):
+    """A tensor whose trace is over: C++ code that never calls a kernel raises the error, too."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _TEXTS:
+                return text_of(args[0])
+            error = next(ended(x) for x in _flat((args, kwargs)) if isinstance(x, cls))
+            if func in _READS_MEMORY:
+                raise error
+            try:
+                return func(*args, **(kwargs or {}))
+            except Exception as failure:
+                raise error from (None if type(failure) is type(error) else failure)
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _flat(item)
+    else:
+        yield value
+
+
+def text_of(tensor: torch.Tensor) -> str:
+    """What ``print`` shows of a tensor of a trace: its dtype and shape, as it has no value."""
+    return f"Traced({str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)})"
+
+
 def end_fakes(tracer: RecordingTracer, error: Callable[[fx.Node], Exception]) -> None:
     """Make tensors of the trace that are still alive raise an error when used."""
     for tensor, slot in list(tracer.tensor_tracker.items()):
         if isinstance(tensor, FakeTensor):
             over: Any = _Over(functools.partial(error, slot.proxy.node))
             tensor.fake_mode = over
+            tensor.__class__ = _Ended
 
 
 def ended(tensor: torch.Tensor) -> Exception | None:

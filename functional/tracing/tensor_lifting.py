@@ -166,6 +166,7 @@ _WITHOUT_READING: dict[Any, Any] = {
     F.one_hot: _one_hot,
     torch.Tensor.__setitem__: _assign,
     torch.Tensor.__format__: _text,
+    torch.Tensor.__repr__: lambda tensor, **_: internals.text_of(tensor),
     **COMPOSED,
 }
 

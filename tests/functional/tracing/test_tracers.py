@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +67,69 @@ def test_a_leaked_tracer_says_where_it_was_made(transform: str, fn: Fn, use: str
     assert kept
     with pytest.raises(UnexpectedTracerError, match=r"test_tracers\.py|an argument or closed-over"):
         USES[use](kept[0])
+    kept.clear()
+
+
+READ: dict[str, Callable[[Any], Any]] = {
+    "numpy": lambda t: t.numpy(),
+    "asarray": np.asarray,
+    "tolist": lambda t: t.tolist(),
+    "item": lambda t: t.item(),
+    "float": float,
+    "int": int,
+    "bool": bool,
+    "index": lambda t: [1, 2, 3][t],
+    "iteration": lambda t: list(t.reshape(-1)),
+    "data_ptr": lambda t: t.data_ptr(),
+    "storage": lambda t: t.untyped_storage(),
+    "pickle": pickle.dumps,
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "save": lambda t: torch.save(t, io.BytesIO()),
+    "dlpack": lambda t: t.__dlpack__(),
+    "backward": lambda t: t.sum().backward(),
+    "in a list": lambda t: torch.stack([X.sum(), t.sum()]),
+    "a wrong call": lambda t: t.view(17),
+    "==": lambda t: t == 3,
+    "where": lambda t: torch.where(t > 0, 1.0, 2.0),
+}
+
+
+@pytest.mark.parametrize("read", READ)
+@pytest.mark.parametrize("transform", ["checkpoint", "jit", "fuse", "vmap"])
+def test_a_leaked_tracer_has_no_value_to_read(transform: str, read: str) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        kept.extend((x * 2, x.sum(), (x > 0).any(), x.sum().long(), x))
+        return x.sin()
+
+    kept.clear()
+    TRANSFORMS[transform](fn)(X)
+    for tensor in kept:
+        with pytest.raises(UnexpectedTracerError, match=r"test_tracers\.py|an argument or closed-over"):
+            READ[read](tensor)
+    kept.clear()
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_texts_of_tracers_name_dtype_and_shape(transform: str) -> None:
+    texts: list[str] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        kept.append(x * 2)
+        values = (x, x.float(), x > 0, x.long().sum())
+        texts.extend(text for value in values for text in (repr(value), str(value), f"{value!r}"))
+        return x.sin()
+
+    kept.clear()
+    TRANSFORMS[transform](fn)(X)
+    shape = [4] if transform == "vmap" else [3, 4]
+    kinds = [f"float64{shape}", f"float32{shape}", f"bool{shape}", "int64[]"]
+    if transform != "vmap":
+        assert texts[:12] == [f"Traced({kind})" for kind in kinds for _ in range(3)]
+    if transform in ("checkpoint", "jit", "fuse"):
+        assert repr(kept[0]) == f"Traced({kinds[0]})"
+        assert kept[0].shape == X.shape
+        assert kept[0].dtype == F64
     kept.clear()
 
 
