@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.arguments import checked
-from torchard.functional.core.compiled_calls import outside_of_compile, uncompiled
 from torchard.functional.core.errors import PurityError
 from torchard.functional.core.locks import Lock
 from torchard.functional.core.placed import is_placed
@@ -188,7 +187,7 @@ class Functional(ModuleCopy):
     ) -> Any:
         if torch.compiler.is_dynamo_compiling():
             named = {"key": key, "buffers": buffers, **kwargs}
-            return outside_of_compile(self, (params, *args), named)
+            return internals.outside_of_compile(self, (params, *args), named)
         params = _tensors("params", params, self._names)
         if buffers is None:
             # A write is refused when the call has ended. In a trace nothing has been written until then,
@@ -207,7 +206,7 @@ class Functional(ModuleCopy):
         with contextlib.ExitStack() as inside:
             inside.enter_context(shapes_noted(params, self._shapes))
             inside.enter_context(self._lock)
-            inside.enter_context(uncompiled())
+            inside.enter_context(internals.uncompiled())
             keyed = inside.enter_context(Keyed(key))
             contents = self._tensors.contents()
             inside.enter_context(undone(contents))

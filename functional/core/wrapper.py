@@ -7,9 +7,37 @@ from typing import Any
 
 from torch import nn
 
-from torchard.functional.core.module_methods import missing
-
 __all__ = ["ModuleCopy", "Wrapper"]
+
+# What takes the place of a module's methods where it is a function of its parameters.
+_MODES = (
+    "it computes in the mode that the module had when it was functionalized: "
+    "functionalize(module.{0}()); or call {1}.module.{0}(), which later calls follow"
+)
+_PARAMETERS = (
+    "its parameters are an argument, the dict that functionalize returned beside it (fn, params = "
+    "functionalize(module)). That is what an optimizer updates and what is saved and loaded"
+)
+_CONVERSIONS = (
+    "its parameters are an argument: convert them, as in "
+    "torchard.tree.map(lambda p: p.{0}(...), params), and pass the buffers converted, too "
+    "(buffers=); or convert the module before functionalize"
+)
+_GRADIENTS = (
+    "a gradient is what torch.func.grad returns, anew in each call. Where backward() adds to the "
+    ".grad of tensors in params, reset these: optimizer.zero_grad()"
+)
+_INSTEAD: dict[str, str] = {
+    **dict.fromkeys(("train", "eval"), _MODES),
+    **dict.fromkeys(("parameters", "named_parameters", "state_dict", "load_state_dict"), _PARAMETERS),
+    **dict.fromkeys(("get_parameter", "named_buffers", "get_buffer"), _PARAMETERS),
+    **dict.fromkeys(("to", "type", "cpu", "cuda", "xpu", "half", "float", "double"), _CONVERSIONS),
+    **dict.fromkeys(("bfloat16", "to_empty", "share_memory"), _CONVERSIONS),
+    "requires_grad_": "pass params of which some require grad, or see fn.split(params)",
+    "zero_grad": _GRADIENTS,
+    "compile": "torchard.jit(fn) compiles it",
+    "forward": "it is called with the parameters first: fn(params, ...)",
+}
 
 
 class Wrapper:
@@ -27,7 +55,7 @@ class Wrapper:
         """Say what to do instead of a method of modules, where ``fn`` was made of one."""
         fn = vars(self).get("fn")
         if isinstance(fn, ModuleCopy):
-            raise missing(name, fn.module, "fn.fn")
+            raise _missing(name, fn.module, "fn.fn")
         text = f"{type(self).__name__!r} object has no attribute {name!r}"
         raise AttributeError(text, name=name, obj=self)
 
@@ -44,8 +72,29 @@ class ModuleCopy:
 
     def __getattr__(self, name: str) -> Any:
         """Say what to do instead of a method of modules, of which this is none."""
-        raise missing(name, object.__getattribute__(self, "module"), "fn")
+        raise _missing(name, object.__getattribute__(self, "module"), "fn")
 
     def tensors_in(self, tables: Sequence[dict[str, Any]]) -> list[int]:
         """The ids of what is in tables of the copy, between calls or before this one."""
         raise NotImplementedError
+
+
+def _missing(name: str, module: nn.Module, owner: str) -> AttributeError:
+    """The error of an attribute that a function made of a module lacks.
+
+    Args:
+        name: of the attribute.
+        module: the function's copy of the module.
+        owner: an expression for the function that has this copy.
+    """
+    what = f"a functionalized module is a function and has no attribute {name!r}"
+    if name in _INSTEAD:
+        return AttributeError(f"{what}: {_INSTEAD[name].format(name, owner)}.")
+    if not name.startswith("__") and _has(module, name):
+        return AttributeError(f"{what}; its copy of the module has it: {owner}.module.{name}.")
+    return AttributeError(f"{what}.")
+
+
+def _has(module: Any, name: str) -> bool:
+    tables = (vars(module), *(vars(module).get(f"_{kind}", {}) for kind in ("modules", "parameters")))
+    return hasattr(type(module), name) or any(name in table for table in tables)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.core.compiled_calls import outside_of_compile
 from torchard.functional.core.errors import DonatedError, RetraceWarning
 from torchard.functional.core.locks import Lock
 from torchard.functional.core.placed import is_placed
@@ -128,7 +127,7 @@ class Transformed(Wrapper):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            return outside_of_compile(self, args, kwargs)
+            return internals.outside_of_compile(self, args, kwargs)
         arguments = read(args, kwargs)
         state = active()
         if state is not None:

@@ -7,5 +7,5 @@ It goes by the names in code objects (`referenced_names.py`), without those that
 (`written_names.py`); what is read through the library's functions and objects is in `indirect.py`. A
 cached trace is used while every slot (`slots.py`: a cell, entry or attribute) holds the same object,
 which is one pass in C, or else while everything reachable compares equal. `changes.py` names what
-does not.
+does not. `references.py` finds tensors in objects of any kind, for results that are no pytree nodes.
 """

@@ -1,4 +1,4 @@
-"""Compiling flat graphs by backends of torch.compile."""
+"""Compiling flat graphs by backends of torch.compile; torch.compile around and inside of functions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from torchard.functional.core.locks import Lock
 from torchard.functional.torch_internals.accessors.required import needed, require
 from torchard.functional.torch_internals.donated_buffers import donating
 from torchard.functional.torch_internals.thread_state import thread_state_kept
 from torchard.functional.torch_internals.told_modes import one_at_a_time
 from torchard.functional.torch_internals.written_buffers import parts_stay, reads_after_writes
 
-__all__ = ["compile_graph", "resolved"]
+__all__ = ["compile_graph", "outside_of_compile", "resolved", "uncompiled"]
 
 Compiled = Callable[[list[torch.Tensor]], Sequence[torch.Tensor]]
 Passes = Sequence[Callable[[fx.Graph], None]]
@@ -188,3 +189,58 @@ def _of_static_shapes(inputs: Sequence[torch.Tensor]) -> Iterator[list[torch.Ten
     fakes = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     with tracing(TracingContext(fakes)):
         yield [fakes.from_tensor(tensor, static_shapes=True) for tensor in inputs]
+
+
+# -- torch.compile itself -----------------------------------------------------------------------------
+
+
+def _call(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    return fn(*args, **kwargs)
+
+
+# torch.compile breaks its graph here, and runs what this library made as it is.
+outside_of_compile: Any = torch.compiler.disable(
+    _call,
+    reason="torch.compile does not compile functions of torchard: torchard.jit(fn) does, and "
+    "torch.compile runs them as they are, between its graphs (fullgraph=False)",
+)
+
+
+class _Stance:
+    """The process's stance towards compiled functions, which threads share."""
+
+    def __init__(self) -> None:
+        self.lock, self.users, self.set = Lock(), 0, Any
+
+    def enter(self) -> None:
+        with self.lock:
+            if self.users == 0:
+                self.set = torch.compiler.set_stance("force_eager")
+            self.users += 1
+
+    def leave(self) -> None:
+        with self.lock:
+            self.users -= 1
+            if self.users == 0:
+                self.set.__exit__(None, None, None)
+
+
+_stance = _Stance()
+
+
+@contextlib.contextmanager
+def uncompiled() -> Iterator[None]:
+    """A context in which functions and modules that torch.compile has made run as they were written.
+
+    It cannot compile a function on tensors of a trace, nor one that calls parts of a functionalized
+    module. For the time of it, threads besides this one do not compile either.
+    """
+    try:
+        _stance.enter()
+    except RuntimeError:  # torch refuses where it is about to compile; it gave up on these frames
+        yield
+        return
+    try:
+        yield
+    finally:
+        _stance.leave()

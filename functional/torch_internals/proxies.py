@@ -64,6 +64,8 @@ __all__ = [
     "track",
 ]
 
+require(torch._C, "DisableTorchFunctionSubclass")
+
 # Parts of torch's errors for things that cannot be recorded. If another version words them differently,
 # its errors are raised unchanged.
 GENERATOR_IN_ERRORS = "torch._C.Generator"

@@ -17,8 +17,8 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core import tree
 from torchard.functional.core.errors import PurityError
 from torchard.functional.core.placed import is_placed
-from torchard.functional.core.references import References
 from torchard.functional.core.tree_nodes import register
+from torchard.functional.guards.references import References
 from torchard.functional.tracing.trace_state import tracing
 
 __all__ = ["check_unchanged", "has_objects", "restored", "with_objects"]

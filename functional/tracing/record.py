@@ -12,7 +12,6 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
-from torchard.functional.core.compiled_calls import uncompiled
 from torchard.functional.core.errors import DerivativeError, PurityError, UnexpectedTracerError
 from torchard.functional.core.failed_calls import note_line
 from torchard.functional.core.tensor_spec import TensorSpec
@@ -80,7 +79,7 @@ def record(
         )
         inputs = _fake_inputs(fakes, specs, gradients)
         tracing = internals.proxying(state.tracer, fakes, inputs, state.below_forward_ad)
-        with entered(state), tracing:
+        with entered(state), tracing, internals.uncompiled():
             state.last_input = _last_placeholder(state.tracer.graph)
             outputs = _run(state, fn, inputs)
             _check_layouts(state.tracer.graph)
@@ -205,7 +204,7 @@ def _last_placeholder(graph: fx.Graph) -> fx.Node | None:
 
 def _run(state: TraceState, fn: Callable[..., Any], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     try:
-        with uncompiled(), internals.fake_errors_unlogged(), TensorLifting(state), taken_as_segments():
+        with internals.fake_errors_unlogged(), TensorLifting(state), taken_as_segments():
             return list(fn(list(inputs)))
     except (
         internals.DataDependentOutputException,

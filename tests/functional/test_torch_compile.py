@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import grad
 
 from torchard import Mesh, P, accumulate, checkpoint, functionalize, fuse, jit, shard, shard_map
-from torchard.functional.core.compiled_calls import uncompiled
+from torchard.functional.torch_internals import uncompiled
 
 MESH = Mesh({"x": 2}, virtual=True)
 X = torch.tensor([[0.5, 1.0, -2.0], [2.0, -1.0, 3.0]])
