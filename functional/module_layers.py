@@ -318,10 +318,16 @@ def _listed(module: nn.Module, path: str) -> list[nn.Module]:
             f"{', '.join(map(repr, layers))}; stacked layers are numbered from 0."
         )
     if not layers:
-        known = ", ".join(repr(k) for k, m in lists.items() if len(m)) or "none"
+        known = ", ".join(repr(k) for k, m in lists.items() if k and len(m))
+        there = f"there are {known}" if known else "there is none in it"
+        if "" in lists and len(lists[""]):
+            there += (
+                ". It is such a list itself: put it into another one, as in "
+                "functionalize(nn.Sequential(module), stacked='0')"
+            )
         raise LoopError(
             f"functionalize(stacked={path!r}): {type(module).__name__} has no list of modules at "
-            f"this path; there are {known}."
+            f"this path; {there}."
         )
     return list(layers.values())
 

@@ -476,6 +476,18 @@ def test_layers_that_differ_are_refused() -> None:
     tied.layers[1].linear.weight = tied.first.weight
     with pytest.raises(LoopError, match="are one tensor"):
         functionalize(tied, stacked="layers")
+    for module, path, text in (
+        (nn.Linear(2, 2), "layers", r"Linear has no list.*; there is none in it\.$"),
+        (nn.Sequential(nn.Linear(2, 2)), "layers", r"; there is none in it. .*nn.Sequential\(module\)"),
+        (nn.Sequential(nn.Sequential(nn.Linear(2, 2))), "", r"; there are '0'. It is such a list itself"),
+        (nn.Sequential(nn.Sequential()), "0", r"; there is none in it. It is such a list itself"),
+        (nn.Sequential(), "x", r"; there is none in it\.$"),
+    ):
+        with pytest.raises(LoopError, match=text):
+            functionalize(module, stacked=path)
+    fn, params = functionalize(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), stacked="0")
+    assert list(params) == ["0.*.weight", "0.*.bias"]
+    assert fn(params, torch.ones(1, 2)).shape == (1, 2)
     with pytest.raises(LoopError, match="no list of modules at this path; there are 'layers'"):
         functionalize(tied, stacked="blocks")
 
