@@ -24,7 +24,7 @@ from torchard.functional.module_layers import check_untied, stacked_layers
 from torchard.functional.modules.checks import check_contents, created, parted, updated
 from torchard.functional.modules.copying import hollow, owner_of, plain_tensors, ties
 from torchard.functional.modules.registered import OwnTensors, Registered, named_tensors
-from torchard.functional.modules.scopes import iterate, scope
+from torchard.functional.modules.scopes import called_at, iterate, name_held, scope
 from torchard.functional.modules.shapes import shapes_noted
 from torchard.functional.modules.state import kept_apart, undone
 from torchard.functional.tracing.pytree_interop import register_torch_nodes
@@ -142,6 +142,7 @@ class Functional(ModuleCopy):
         """Let the function work on a copy of a module. See `OwnTensors` for the arguments."""
         self.module, self._lock = module, Lock()
         for path, part in module.named_modules():
+            name_held(path, part)
             scope(path, Frame(path, module=True), part, vars(part).get("forward"))
         for layers in self.stacks:
             layers.install(module, iterate)
@@ -207,6 +208,7 @@ class Functional(ModuleCopy):
             inside.enter_context(shapes_noted(params, self._shapes))
             inside.enter_context(self._lock)
             inside.enter_context(internals.uncompiled())
+            inside.enter_context(called_at(self.held_at))
             keyed = inside.enter_context(Keyed(key))
             contents = self._tensors.contents()
             inside.enter_context(undone(contents))

@@ -21,6 +21,7 @@ class Frame:
     Attributes:
         name: the scope's name; empty for a call.
         module: whether the name is the path of a module, which includes those of enclosing modules.
+        root: whether a function made of a module is called; paths of modules in it begin at this name.
         policy: the policy of a checkpoint that begins here, if one does.
         iterated: whether each iteration of a loop enters it; ``*`` in the name is its number.
         each: the frames of the layers that became a loop, by row; see `in_iteration` for the name.
@@ -31,16 +32,26 @@ class Frame:
     policy: Any = None
     iterated: bool = False
     each: tuple[Frame, ...] = ()
+    root: bool = False
+
+
+_NONE = Frame()
 
 
 def path_of(frames: Sequence[Frame]) -> str:
     """``"block/3"``: the names of the scopes among them, outermost first."""
     names: list[str] = []
-    for i, frame in enumerate(frames):
-        if frame.module and i and frames[i - 1].module:
+    start, last, before = "", _NONE, _NONE
+    for frame in frames:
+        # Between a module and a function that it holds there may be the call of a transform.
+        if frame.module and (last if frame.root else before).module:
             names.pop()
         if frame.name:
-            names.append(frame.name)
+            names.append(start + frame.name if frame.module else frame.name)
+            last = frame
+        before = frame
+        if frame.root:
+            start = f"{start}{frame.name}." if frame.name else ""
     return "/".join(names)
 
 

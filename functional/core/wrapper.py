@@ -65,10 +65,12 @@ class ModuleCopy:
 
     Attributes:
         module: the copy.
+        held_at: the path of the attribute that holds it, in another module of which a function is made.
     """
 
     __slots__ = ()
     module: nn.Module
+    held_at: str = ""
 
     def __getattr__(self, name: str) -> Any:
         """Say what to do instead of a method of modules, of which this is none."""

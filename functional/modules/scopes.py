@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,13 +14,45 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import PurityError
 from torchard.functional.core.scope_frames import Frame, path_of
+from torchard.functional.core.wrapper import ModuleCopy, Wrapper
 from torchard.functional.effects.batch_norm_modules import traceable_forward
 from torchard.functional.modules.checks import check_attributes
 from torchard.functional.programs.tags import NAME, SCOPE
 from torchard.functional.tracing.stand_ins import any_stand_in
 from torchard.functional.tracing.trace_state import TraceState, active, in_frames
 
-__all__ = ["iterate", "scope"]
+__all__ = ["called_at", "iterate", "name_held", "scope"]
+
+
+def name_held(path: str, part: nn.Module) -> None:
+    """Tell the functions made of modules that a part holds their paths, for scopes."""
+    for key, value in vars(part).items():
+        for name, held in _functions_in(value, f"{path}.{key}".lstrip(".")):
+            held.held_at = name
+
+
+def _functions_in(value: Any, name: str) -> Iterator[tuple[str, ModuleCopy]]:
+    if isinstance(value, Wrapper):
+        value = value.fn
+    if isinstance(value, ModuleCopy):
+        yield name, value
+    elif isinstance(value, (list, tuple)):
+        for i, item in enumerate(value):
+            yield from _functions_in(item, f"{name}.{i}")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _functions_in(item, f"{name}.{key}")
+
+
+@contextlib.contextmanager
+def called_at(path: str) -> Iterator[None]:
+    """A context for the call of a function made of a module, inside of another one or of scopes."""
+    state = active()
+    if state is None or not (path or state.frames):
+        yield
+        return
+    with in_frames((*state.frames, Frame(path, module=bool(path), root=True))):
+        yield
 
 
 def iterate(path: str, part: nn.Module) -> None:

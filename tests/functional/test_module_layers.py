@@ -485,7 +485,8 @@ def test_layers_that_differ_are_refused() -> None:
     ):
         with pytest.raises(LoopError, match=text):
             functionalize(module, stacked=path)
-    fn, params = functionalize(nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), stacked="0")
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fn, params = functionalize(nn.Sequential(layers), stacked="0")
     assert list(params) == ["0.*.weight", "0.*.bias"]
     assert fn(params, torch.ones(1, 2)).shape == (1, 2)
     with pytest.raises(LoopError, match="no list of modules at this path; there are 'layers'"):
