@@ -19,6 +19,7 @@ from torchard.functional.core.locks import Lock
 from torchard.functional.engine.donation import donated_parts
 from torchard.functional.engine.lowered_function import width
 from torchard.functional.engine.transformed import Transformed
+from torchard.functional.execution.binding import Compiling
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.execution.compile_once import compiled_once
 from torchard.functional.execution.compile_progress import CompileProgress
@@ -208,7 +209,7 @@ def _flat_module(program: Program) -> fx.GraphModule | None:
     return fx.GraphModule(torch.nn.Module(), graph)
 
 
-class _Regions:
+class _Regions(Compiling):
     """A program of compiled regions."""
 
     def __init__(self, run: Bound, generated: Bound) -> None:
@@ -223,7 +224,7 @@ def _settings() -> tuple[bool, str]:
     return torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision()
 
 
-class _Compiled:
+class _Compiled(Compiling):
     """A program that is compiled at its first call, and again for inputs of other strides or settings.
 
     Whatever else the compiled code depends on is part of the signature of the call.
@@ -258,12 +259,7 @@ class _Compiled:
     def __call__(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         if internals.has_modes():  # a tracer must see the operations
             return self.generated(parts)
-        key = (*_settings(), *[part.stride() for part in parts])
-        made = self.by_key.get(key)
-        if made is None:
-            with self.lock:
-                made = self.by_key.get(key) or self.by_key.setdefault(key, self._compile(parts))
-        run, donated = made
+        run, donated = self._made(parts)
         inputs = parts if isinstance(parts, list) else list(parts)
         if donated:
             own(inputs, donated)
@@ -276,6 +272,19 @@ class _Compiled:
         except Exception as error:  # re-raised with a note, or as a CollectiveError
             compiled_failed(error, self.name, self.backend, self.collectives)
             raise
+
+    def prepare(self, parts: Sequence[torch.Tensor]) -> None:
+        """See `Compiling`."""
+        self._made(parts)
+
+    def _made(self, parts: Sequence[torch.Tensor]) -> tuple[Callable[..., Any], list[int]]:
+        """The compiled code for parts of these strides, and the inputs that it writes over."""
+        key = (*_settings(), *[part.stride() for part in parts])
+        made = self.by_key.get(key)
+        if made is None:
+            with self.lock:
+                made = self.by_key.get(key) or self.by_key.setdefault(key, self._compile(parts))
+        return made
 
     def _compile(self, parts: Sequence[torch.Tensor]) -> tuple[Callable[..., Any], list[int]]:
         module = fx.GraphModule(self.module, self.module.graph)

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.programs.program import Bound, Program
 
-__all__ = ["bind"]
+__all__ = ["Compiling", "bind"]
+
+
+class Compiling(ABC):
+    """A bound program that a compiler compiles when it is first called."""
+
+    def prepare(self, parts: Sequence[torch.Tensor]) -> None:  # noqa: B027
+        """Compile what a call with these parts runs, as far as that can be known before it runs."""
+
+    @abstractmethod
+    def __call__(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Run it."""
 
 
 def bind(program: Program) -> Bound:

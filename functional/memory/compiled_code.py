@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.spans import Span
+from torchard.functional.execution.binding import Compiling
 from torchard.functional.memory.arena import arena
 from torchard.functional.memory.lifetimes import KEEP_NOTHING
 from torchard.functional.memory.packing import Packing, pack
@@ -63,7 +64,7 @@ def _with(take: Take, run: Bound, parts: Tensors) -> list[torch.Tensor]:
         _running.take = before
 
 
-class PlannedCompiled:
+class PlannedCompiled(Compiling):
     """A compiled program whose intermediates are in planned memory, from its third call on.
 
     Args:
@@ -71,9 +72,13 @@ class PlannedCompiled:
             by `allocate`.
     """
 
-    def __init__(self, run: Bound) -> None:
+    def __init__(self, run: Compiling) -> None:
         self.run = run
         self.plans: dict[Hashable, CompiledPlan | None] = {}
+
+    def prepare(self, parts: Tensors) -> None:
+        """See `Compiling`."""
+        self.run.prepare(parts)
 
     def __call__(self, parts: Tensors) -> list[torch.Tensor]:
         if internals.has_modes():

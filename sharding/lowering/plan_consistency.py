@@ -8,6 +8,7 @@ with a timeout; so a rank that alone retraced is an error, not a hang.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import itertools
 import time
@@ -122,16 +123,29 @@ def agree_on_groups(order: CallOrder, groups: list[str]) -> None:
         raise
 
 
+def agree_on_compiled(order: CallOrder) -> None:
+    """Wait until all ranks have compiled a new plan.
+
+    Raises:
+        PlanMismatch, RankFailed: as for `agreed`.
+    """
+    _exchanged(order, {"call": order.text}, "that its plan is compiled", order.mesh.patience)
+
+
 _GROUPS = "the groups of ranks that its plan needs"
 
 
 def _exchanged(
-    order: CallOrder, mine: dict[str, Any], what: str = "the plan"
+    order: CallOrder,
+    mine: dict[str, Any],
+    what: str = "the plan",
+    patience: datetime.timedelta | None = None,
 ) -> list[dict[str, Any]]:
     """The plans of all ranks."""
     turn = next_turn()
+    timeout = None if patience is None else patience.total_seconds()
     try:
-        return exchange(order.mesh, what, mine, remedy=_NOTHING_NEW, meanwhile=order.join)
+        return exchange(order.mesh, what, mine, timeout, remedy=_NOTHING_NEW, meanwhile=order.join)
     except OutOfStep:
         raise
     except RankFailed as error:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.execution.binding import Compiling
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.programs.program import Bound, Placement, Program, RankGraph, Runtime
 from torchard.functional.programs.records import Work
@@ -25,10 +26,12 @@ from torchard.sharding.lowering.call_order import CallOrder, one_call_at_a_time
 from torchard.sharding.lowering.lower import Lowering
 from torchard.sharding.lowering.peephole import dense_rows, fold_views, reduce_in_place
 from torchard.sharding.lowering.plan_consistency import (
+    agree_on_compiled,
     agree_on_groups,
     agreed,
     know,
     signature_of,
+    tell_failure,
 )
 from torchard.sharding.lowering.process_group_transport import ProcessGroupTransport
 from torchard.sharding.lowering.simulated_transport import SimulatedTransport
@@ -150,7 +153,7 @@ class Distributed(_OnMesh):
             with one_call_at_a_time as within:
                 if within:
                     return bound(parts)
-                _all_call(order, lambda: agreed(order, program, self.check_replicated, parts))
+                _all_call(order, lambda: self._agreed(order, program, bound, parts))
                 try:
                     return bound(parts)
                 except BaseException as error:
@@ -159,6 +162,20 @@ class Distributed(_OnMesh):
                     raise
 
         return run
+
+    def _agreed(
+        self, order: CallOrder, program: Program, bound: Bound, parts: Sequence[torch.Tensor]
+    ) -> int:
+        """The number of a new plan, once all ranks have it, and have compiled it if it is compiled."""
+        number = agreed(order, program, self.check_replicated, parts)
+        if isinstance(bound, Compiling):
+            try:
+                bound.prepare(parts)
+            except Exception as error:
+                tell_failure(self.mesh, error)
+                raise
+            agree_on_compiled(order)
+        return number
 
 
 def _all_call(order: CallOrder, agree: Callable[[], int]) -> None:

@@ -7,6 +7,7 @@ prints, for each rank, each call's seconds and message, as JSON. The process gro
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import json
@@ -23,8 +24,21 @@ warnings.filterwarnings("ignore", "`torch.jit.*` is deprecated", DeprecationWarn
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from forked_ranks import forked_ranks  # noqa: E402
+from torch._dynamo import register_backend  # noqa: E402
 
-from torchard import Mesh, P, SpecError, jit, pipeline, place, psum, repeat, shard, shard_map  # noqa: E402
+from torchard import (  # noqa: E402
+    Mesh,
+    P,
+    RankFailed,
+    SpecError,
+    jit,
+    pipeline,
+    place,
+    psum,
+    repeat,
+    shard,
+    shard_map,
+)
 from torchard.sharding.values import notes  # noqa: E402
 
 WORLD = 4
@@ -64,7 +78,46 @@ def calls(mesh: Mesh, rank: int) -> dict[str, Call]:
     def body(_: Any, c: torch.Tensor) -> torch.Tensor:
         return c + fails(c)
 
+    @register_backend(name="odd")
+    def compiler(graph: torch.fx.GraphModule, _: Any) -> Any:
+        left[0] -= 1
+        time.sleep(late[0])
+        if odd and left[0] < 0:
+            raise ValueError("no such token")
+        return graph.forward
+
+    left, late = [0], [0.0]
+
+    def compiling(fn: Call, compiled: int = 0, seconds: float = 0.0) -> Any:
+        """A call in which the compiler of rank 1 fails, after some parts that it compiles."""
+        left[0], late[0] = compiled, seconds if odd else 0.0
+        return fn()
+
+    def compiled(x: Any = x, memory: Any = "allocated", times: float = 8.0) -> Any:
+        return jit(shard(lambda x: (x * times).sum(), mesh), backend="odd", memory=memory)(x)
+
+    def gradient(fn: Any) -> Any:
+        return torch.func.grad(jit(shard(fn, mesh), backend="odd"))(x)
+
+    again = jit(shard(lambda x: (x * 11).sum(), mesh), backend="odd")
+
+    def twice() -> Any:
+        if odd:
+            with contextlib.suppress(ValueError):
+                again(x)
+        else:
+            with contextlib.suppress(RankFailed):
+                again(x)
+        left[0] = 9
+        return float(again(x))
+
     return {
+        "compiler": lambda: compiling(compiled),
+        "planned": lambda: compiling(lambda: compiled(memory="planned", times=9.0)),
+        "late compiler": lambda: compiling(lambda: compiled(times=10.0), seconds=1.5),
+        "compiler of a forward": lambda: compiling(lambda: gradient(lambda x: x.sin().sum())),
+        "compiler of a backward": lambda: compiling(lambda: gradient(lambda x: x.cos().sum()), 1),
+        "compiled again": lambda: compiling(twice),
         "shard": lambda: shard(fails, mesh)(x),
         "late": lambda: shard(fails_late, mesh)(x),
         "grad": lambda: torch.func.grad(shard(fails, mesh))(x),

@@ -44,6 +44,21 @@ def test_one_rank_fails(ranks: Found, name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "name",
+    ["compiler", "planned", "late compiler", "compiler of a forward", "compiler of a backward"],
+)
+def test_the_compiler_of_one_rank_fails(ranks: Found, name: str) -> None:
+    first, odd, *others = each(ranks, name)
+    assert odd.startswith("ValueError: no such token")
+    for said in (first, *others):
+        assert said.startswith("RankFailed: rank 1 raised ValueError: no such token"), said
+
+
+def test_a_call_that_a_compiler_failed_may_be_made_again(ranks: Found) -> None:
+    assert each(ranks, "compiled again") == ["no error"] * 4
+
+
+@pytest.mark.parametrize(
     ("name", "error"),
     [("eager", "RuntimeError: shape '[3, 3]' is invalid"), ("a spec", "SpecError: out_specs")],
 )
