@@ -152,6 +152,10 @@ class Functional(ModuleCopy):
         """See `ModuleCopy`."""
         return self._tensors.tensors_in(tables)
 
+    def hold_at(self, path: str) -> None:
+        """See `ModuleCopy`."""
+        self.held_at = path
+
     def __copy__(self) -> Functional:
         return self.__deepcopy__({})
 

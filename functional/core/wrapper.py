@@ -72,6 +72,10 @@ class ModuleCopy:
     module: nn.Module
     held_at: str = ""
 
+    def hold_at(self, path: str) -> None:
+        """Set ``held_at``."""
+        raise NotImplementedError
+
     def __getattr__(self, name: str) -> Any:
         """Say what to do instead of a method of modules, of which this is none."""
         raise _missing(name, object.__getattribute__(self, "module"), "fn")

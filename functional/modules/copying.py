@@ -38,10 +38,36 @@ def hollow(
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, tensor.requires_grad)
         memo[id(tensor)] = empty
-    copied = copy.deepcopy(module, memo)
+    before = dict(memo)
+    try:
+        copied = copy.deepcopy(module, memo)
+    except Exception as error:  # whatever the class of an attribute raises
+        raise _uncopied(module, before, error) from error
     rebinding = Rebinding(module, memo)
     rebinding.within(copied)
     return copied, rebinding.private
+
+
+def _uncopied(module: nn.Module, memo: dict[int, Any], error: Exception) -> TypeError:
+    """The error of a module that has no deep copy, with the attribute that has none, if it is one."""
+    where = type(module).__name__
+    for path, part in module.named_modules():
+        for key, value in vars(part).items():
+            if not key.startswith("_") and not isinstance(value, nn.Module) and _fails(value, memo):
+                where = f"its {f'{path}.{key}'.lstrip('.')} (a {type(value).__name__})"
+    return TypeError(
+        f"functionalize({type(module).__name__}) works on a copy, and copy.deepcopy cannot copy {where}: "
+        f"{error}. Keep it outside of the module, make it in the forward, or give its class a "
+        "__deepcopy__; a tensor that was computed is copied if it is detached."
+    )
+
+
+def _fails(value: Any, memo: dict[int, Any]) -> bool:
+    try:
+        copy.deepcopy(value, dict(memo))
+    except Exception:
+        return True
+    return False
 
 
 def deep_copy(value: Tensor, memo: dict[int, Any]) -> Tensor:

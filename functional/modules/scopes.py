@@ -28,7 +28,7 @@ def name_held(path: str, part: nn.Module) -> None:
     """Tell the functions made of modules that a part holds their paths, for scopes."""
     for key, value in vars(part).items():
         for name, held in _functions_in(value, f"{path}.{key}".lstrip(".")):
-            held.held_at = name
+            held.hold_at(name)
 
 
 def _functions_in(value: Any, name: str) -> Iterator[tuple[str, ModuleCopy]]:

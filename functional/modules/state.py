@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import PurityError
+from torchard.functional.guards.references import References
 from torchard.functional.modules.containers import is_container, is_users, read, same, write
 
 __all__ = ["Contents", "containers", "kept_apart", "replaced_value", "undone"]
@@ -34,6 +35,8 @@ _OUTSIDE = (
 )
 
 _LAZY = (GeneratorType, map, filter, zip)
+_VIEWS = tuple(map(type, ({}.keys(), {}.values(), {}.items())))
+_CALLED = (FunctionType, MethodType, *_VIEWS)
 
 
 class Contents:
@@ -130,9 +133,24 @@ def kept_apart(out: Any, contents: Contents) -> Any:
             f"the forward of {type(contents.module).__name__} returns a {lazy}, which would run when the "
             "call has ended, and the module has no values. Return a list of what it yields."
         )
+    late = next((x for x in items if isinstance(x, _CALLED) and _uses(x, contents.module)), None)
+    if late is not None:
+        raise PurityError(
+            f"the forward of {type(contents.module).__name__} returns a {type(late).__name__} that reads "
+            "the module, which has no values when the call has ended. Return tensors instead."
+        )
     if not contents.has_any(found):
         return out
     return copy.deepcopy(out, {id(x): x for x in items if isinstance(x, (*_OUTSIDE, nn.Module))})
+
+
+def _uses(value: Any, module: nn.Module) -> bool:
+    """Whether what is read of a function or view later leads to a part of a module, or its tensors."""
+    references = References(lambda tensor: False)
+    references.search(value, "")
+    parts = list(module.modules())
+    own = (*parts, *(table for part in parts for table in vars(part).values() if type(table) is dict))
+    return any(id(x) in references.objects for x in own)
 
 
 def _items(values: Iterable[Any]) -> Iterator[Any]:

@@ -210,7 +210,8 @@ class _Stance:
     """The process's stance towards compiled functions, which threads share."""
 
     def __init__(self) -> None:
-        self.lock, self.users, self.set = Lock(), 0, Any
+        self.lock, self.users = Lock(), 0
+        self.set: Any = None
 
     def enter(self) -> None:
         with self.lock:

@@ -296,7 +296,7 @@ class _Ended(FakeTensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _TEXTS:
                 return text_of(args[0])
-            error = next(ended(x) for x in _flat((args, kwargs)) if isinstance(x, cls))
+            error: Any = next(ended(x) for x in _flat((args, kwargs)) if isinstance(x, cls))
             if func in _READS_MEMORY:
                 raise error
             try:

@@ -74,9 +74,13 @@ class _Entry(optree.PyTreeEntry):
         return f"{node}{self.entry}"
 
 
+def _flat(node: Any) -> Any:
+    return node.tensors, node.model, tuple(node.model.names)
+
+
 register(
     _Object,
-    lambda node: (node.tensors, node.model, tuple(node.model.names)),
+    _flat,
     lambda model, tensors: _Object(model, tensors),
     entry=_Entry,
 )

@@ -234,7 +234,7 @@ def _named(state: TraceState, tensors: Sequence[torch.Tensor]) -> dict[str, torc
         node = internals.proxy_node(state.tracer, internals.base_tensor(tensor))
         while node is not None and node.target in _SAME:
             node = node.all_input_nodes[0]
-        if node in inputs and VAL.of(node).shape == tensor.shape:
+        if node is not None and node in inputs and VAL.of(node).shape == tensor.shape:
             found[inputs[node]] = tensor
     return found
 
