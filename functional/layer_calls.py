@@ -34,8 +34,7 @@ from torchard.functional.layer_equality import (
 from torchard.functional.modules.rows import LayerTables
 from torchard.functional.programs.tags import VAL
 from torchard.functional.repeat import apply_layers, trace_shapes
-from torchard.functional.tracing.object_results import with_objects
-from torchard.functional.tracing.pytree_interop import register_torch_nodes
+from torchard.functional.tracing.object_results import register_torch_nodes, with_objects
 from torchard.functional.tracing.trace_call import OutTree
 from torchard.functional.tracing.trace_state import active
 

@@ -27,7 +27,7 @@ from torchard.functional.modules.registered import OwnTensors, Registered, named
 from torchard.functional.modules.scopes import called_at, iterate, name_held, scope
 from torchard.functional.modules.shapes import shapes_noted
 from torchard.functional.modules.state import kept_apart, undone
-from torchard.functional.tracing.pytree_interop import register_torch_nodes
+from torchard.functional.tracing.object_results import register_torch_nodes
 from torchard.functional.tracing.torch_checkpoint import recomputed_within
 from torchard.functional.tracing.trace_state import active
 

@@ -1,13 +1,15 @@
 """Results that are objects of a class that is no pytree node, and hold traced tensors: a model's cache.
 
-Their tensors are results like any other. A call returns a copy of each object that refers to one of
-them, with the values of the call in it; everything else is that which the traced call returned.
+Classes that torch's pytree knows become nodes. Of others, the tensors are results like any other: a
+call returns a copy of each object that refers to one of them, with the values of the call in it;
+everything else is that which the traced call returned.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import optree
@@ -19,9 +21,10 @@ from torchard.functional.core.errors import PurityError
 from torchard.functional.core.placed import is_placed
 from torchard.functional.core.tree_nodes import register
 from torchard.functional.guards.references import References
+from torchard.functional.torch_internals.accessors import pytree as torch_pytree
 from torchard.functional.tracing.trace_state import tracing
 
-__all__ = ["check_unchanged", "has_objects", "restored", "with_objects"]
+__all__ = ["check_unchanged", "has_objects", "register_torch_nodes", "restored", "with_objects"]
 
 
 def _is_traced(tensor: torch.Tensor) -> bool:
@@ -173,3 +176,43 @@ def check_unchanged(arguments: Sequence[Any], is_own: Callable[[torch.Tensor], b
                 f"{next(iter(found))} is a tensor of the trace now, which has no value. Return the "
                 "tensor, or a copy.copy of the object that the function makes and changes."
             )
+
+
+# -- nodes of torch's own pytree -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Context:
+    """The static part of a node in torch's pytree, made hashable: optree requires it, torch does not."""
+
+    value: Any
+
+    def __hash__(self) -> int:
+        return hash(repr(self.value))
+
+
+def register_torch_nodes(value: Any) -> None:
+    """Register the types in a tree that torch's pytree knows and optree does not.
+
+    HuggingFace's model outputs, for example, register with torch only.
+    """
+    for leaf in tree.leaves(value):
+        node = torch_pytree.SUPPORTED_NODES.get(type(leaf))
+        if node is None:
+            continue
+        # The leaves were listed before the first of its class was registered.
+        if any(each is leaf for each in tree.leaves(leaf)):
+            _register(type(leaf), node)
+        register_torch_nodes(leaf)
+
+
+def _register(cls: type, node: Any) -> None:
+    def flatten(value: Any) -> tuple[list[Any], _Context]:
+        children, context = node.flatten_fn(value)
+        return children, _Context(context)
+
+    def unflatten(context: _Context, children: Any) -> Any:
+        return node.unflatten_fn(list(children), context.value)
+
+    restore: Any = unflatten
+    optree.register_pytree_node(cls, flatten, restore, namespace=tree.NAMESPACE)
