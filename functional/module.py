@@ -132,11 +132,11 @@ class Functional(ModuleCopy):
         self._ties = ties(module)
         check_untied(self._ties, self.stacks)
         self._names = self.names_of(k for k, _ in module.named_parameters())
-        self._shapes = self._shapes_of(module)
         self._trained = set(self.names_of(k for k, p in module.named_parameters() if p.requires_grad))
         trained = (k for k, _ in module.named_buffers() if _is_training(module, k))
         self._training = set(self.names_of(trained))
         self._install(*hollow(module, self.constants), named_tensors(module))
+        self._shapes = self._shapes_of(module)
 
     def _install(self, module: nn.Module, private: list[Any], originals: Mapping[str, Tensor]) -> None:
         """Let the function work on a copy of a module. See `OwnTensors` for the arguments."""
