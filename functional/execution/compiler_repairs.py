@@ -12,9 +12,8 @@ else reads becomes one in place, also where several elements of the value are on
 and by scalar code in another, which round differently. A comparison of the value with its own maximum may
 then be false everywhere, and a gradient zero or NaN.
 
-That the scheduler may order a kernel before a write in place of what it reads, or writes in place into a
-part of a concatenation, is mended in `torch_internals/written_buffers.py`: no pass over a graph knows
-of it.
+What no pass over a graph knows of (the order of kernels and writes, what lies where in memory, and how
+torch's own kernels are called) is mended in `torch_internals/changed_inductor.py`.
 
 In half precision kernels compute in float32 and round only what they store. No pass can mend that: where
 `has_half_precision`, Inductor is told to round whatever eager rounds. It still rounds no numbers and no

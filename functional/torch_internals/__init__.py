@@ -3,7 +3,7 @@
 No other code uses one (`test_torch_privates.py`). Where a version of torch lacks one, the docstring says
 what is done instead; otherwise importing this package raises an error that names it. `thread_state.py`,
 `modes.py` and `functorch_levels.py` set up where a trace runs, `told_modes.py` says what the user's code
-is told there, `proxies.py` records it, `compilers.py`, `donated_buffers.py` and `written_buffers.py`
+is told there, `proxies.py` records it, `compilers.py`, `donated_buffers.py` and `changed_inductor.py`
 compile it, `ownership.py` counts references, and `accessors` reads private attributes of torch's objects.
 Also here: differences between versions (`operators.py`, `versions.py`), and between torch's treatment of
 fake and of real tensors (`zero_tangents.py`, `scalar_operands.py`, `composite_functions.py`).

@@ -16,10 +16,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torchard.functional.core.locks import Lock
 from torchard.functional.torch_internals.accessors.required import needed, require
+from torchard.functional.torch_internals.changed_inductor import changed_inductor
 from torchard.functional.torch_internals.donated_buffers import donating
 from torchard.functional.torch_internals.thread_state import thread_state_kept
 from torchard.functional.torch_internals.told_modes import one_at_a_time
-from torchard.functional.torch_internals.written_buffers import parts_stay, reads_after_writes
 
 __all__ = ["compile_graph", "outside_of_compile", "resolved", "uncompiled"]
 
@@ -107,7 +107,7 @@ def _repaired(repairs: Passes, rounding: bool) -> Iterator[None]:
         def uuid(self) -> Any:
             files = [Path(str(sys.modules[repair.__module__].__file__)) for repair in repairs]
             beside = {str(near) for file in files for near in file.parent.glob("*.py")}
-            changed = str(sys.modules[reads_after_writes.__module__].__file__)
+            changed = str(sys.modules[changed_inductor.__module__].__file__)
             return get_hash_for_files((*sorted(beside), changed))
 
     given: Any = config.post_grad_custom_post_pass
@@ -115,8 +115,7 @@ def _repaired(repairs: Passes, rounding: bool) -> Iterator[None]:
     passes = [*users, Repairs()] if users else Repairs()
     exact = rounding or config.emulate_precision_casts
     with (
-        reads_after_writes(),
-        parts_stay(),
+        changed_inductor(),
         config.patch(
             post_grad_custom_post_pass=passes,
             emulate_precision_casts=exact,

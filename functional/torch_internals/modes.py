@@ -53,7 +53,8 @@ __all__ = [
 
 require(torch._C, "_len_torch_function_stack", "_len_torch_dispatch_stack", "DisableTorchFunction")
 require(torch._C, "_dispatch_tls_is_dispatch_key_excluded", "DispatchKey")
-require(torch._C.DispatchKey, "Python")
+require(torch._C, "_SetExcludeDispatchKeyGuard")
+require(torch._C.DispatchKey, "Python", "Conjugate", "Negative", "ZeroTensor")
 require(torch._C, "TensorBase")
 require(torch._C, "_is_any_autocast_enabled", "_DisableAutocast")
 
@@ -150,6 +151,11 @@ _NAMED = {owner: _named(owner) for owner in _OWNERS}
 _TORCHS = {id(function) for named in _NAMED.values() for function in named.values()}
 
 
+# What a mode excludes while it handles an operator, whose kernel may conjugate and multiply: without
+# these keys the product takes conjugated values as they are in memory (torch 2.13).
+_LAZY = (torch._C.DispatchKey.Conjugate, torch._C.DispatchKey.Negative, torch._C.DispatchKey.ZeroTensor)
+
+
 class Watching(TorchDispatchMode):
     """A mode that is told of operators and their operands, and changes nothing.
 
@@ -163,7 +169,10 @@ class Watching(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         values = tree_leaves((args, kwargs))
         self.seen(func, [value for value in values if isinstance(value, torch.Tensor)])
-        return func(*args, **(kwargs or {}))
+        with contextlib.ExitStack() as stack:
+            for key in _LAZY:
+                stack.enter_context(torch._C._SetExcludeDispatchKeyGuard(key, False))
+            return func(*args, **(kwargs or {}))
 
 
 def has_modes() -> bool:

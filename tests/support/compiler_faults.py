@@ -76,8 +76,7 @@ def unrepaired() -> Iterator[None]:
         "keep_compared": lambda program: program,
         "call_torch": lambda graph: None,
     }
-    contexts = dict.fromkeys(("reads_after_writes", "parts_stay"), contextlib.nullcontext)
-    as_it_is: dict[str, Any] = {**contexts, "_SETTINGS": {}}
+    as_it_is: dict[str, Any] = {"changed_inductor": contextlib.nullcontext, "_SETTINGS": {}}
     with mock.patch.multiple(module, **nothing), mock.patch.multiple(compilers, **as_it_is):
         yield
 
@@ -89,6 +88,10 @@ def _keeps_maxima(op: str, shapes: Any, scope: str, name: str | None) -> bool:
 def _random(*shape: int, count: int = 1, dtype: torch.dtype = torch.float32) -> Any:
     seeds = (torch.Generator().manual_seed(seed) for seed in range(count))
     return tuple((torch.randn(shape, generator=seed).to(dtype),) for seed in seeds)
+
+
+def _complex(*shape: int) -> Any:
+    return ((torch.complex(*(x for (x,) in _random(*shape, count=2))),),)
 
 
 def _maxima(x: Tensor) -> Tensor:
@@ -104,6 +107,11 @@ def _of_maxima(w: Tensor, x: Tensor) -> list[Tensor]:
 
     (by_w, by_x), value = torch.func.grad_and_value(loss, argnums=(0, 1))(w, x)
     return [by_w, by_x, value]
+
+
+def _at_once(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that is compiled anew at each call."""
+    return lambda *args: jit(lambda *args: fn(*args))(*args)
 
 
 def _gradient(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -182,7 +190,7 @@ FAULTS = [
     Fault(
         "a kernel whose loops were changed runs before the write in place of what it reads: gradients of "
         "`x.max(0)[0]` are left out",
-        "what a kernel depends on is kept when its loops change (`written_buffers.py`)",
+        "what a kernel depends on is kept when its loops change (`changed_inductor.py`)",
         _of_maxima,
         [[x for shape in ((32, 32), (16, 32)) for (x,) in _random(*shape, dtype=torch.bfloat16)]],
         exactly=True,
@@ -207,7 +215,7 @@ FAULTS = [
     ),
     Fault(
         "a result is written in place into a part of a concatenation, whose memory another value gets",
-        "nothing is written in place into a part (`written_buffers.py`)",
+        "nothing is written in place into a part (`changed_inductor.py`)",
         _concatenated,
         [[x for trial in CONCATENATED for x in trial.tensors]],
     ),
@@ -224,6 +232,19 @@ FAULTS = [
         lambda a: a * (torch.ones_like(a) * 0.7).bfloat16().float(),
         _random(64),
         exactly=True,
+    ),
+    Fault(
+        "in the first call torch's kernels forget to conjugate: `linalg.pinv` of complex values",
+        "the first call is like all others (`changed_inductor.py`)",
+        torch.linalg.pinv,
+        _complex(4, 4),
+        _at_once,
+    ),
+    Fault(
+        "what torch's kernel returns has other strides than Inductor knows: an error in the call",
+        "it is copied (`changed_inductor.py`)",
+        _gradient(lambda x: torch.linalg.lu(x)[1].abs()),
+        _complex(3, 7, 5),
     ),
     Fault(
         "sums of complex values are those of before a write in place",
