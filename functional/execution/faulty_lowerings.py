@@ -6,6 +6,7 @@ those of a fault, becomes a call of an operator of ours with the same schema, wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -56,6 +57,12 @@ def _writes_complex(given: Passed) -> bool:
     return _is_complex(given["self"])
 
 
+def _widens_complex(given: Passed) -> bool:
+    """The largest absolute value is rounded before it is converted to the wider dtype."""
+    infinite = given.get("ord") in (math.inf, -math.inf)
+    return infinite and given.get("dtype") is not None and _is_complex(given["self"])
+
+
 def _is_complex(value: Any) -> bool:
     tensor = VAL.get(value) if isinstance(value, fx.Node) else None
     return isinstance(tensor, torch.Tensor) and tensor.is_complex()
@@ -70,6 +77,7 @@ _FAULTY: dict[Any, Callable[[Passed], bool]] = {
     # An IndexError in bfloat16.
     aten.scatter.value: _has_no_dims,
     aten.add.Tensor: _adds_complex,
+    aten.linalg_vector_norm.default: _widens_complex,
     **dict.fromkeys(
         (
             aten.diagonal_scatter.default,

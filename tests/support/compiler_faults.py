@@ -257,6 +257,14 @@ FAULTS = [
         *_of_program(35),
     ),
     Fault(
+        "the largest absolute value of complex numbers is rounded before it is converted to a wider dtype; "
+        "gradients of `renorm` compare it",
+        "torch's own kernel is called",
+        lambda x: torch.linalg.vector_norm(x, float("inf"), 0, dtype=torch.complex128),
+        _complex(8, 9),
+        exactly=True,
+    ),
+    Fault(
         "`take` by an index without dims: an error within the compiler",
         "torch's own kernel is called",
         lambda x: x.take(torch.tensor(2)),
