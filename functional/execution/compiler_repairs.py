@@ -8,6 +8,9 @@ the single operations that it computes wrongly.
 else reads becomes one in place, also where several elements of the value are one place in memory
 (`expand`, `unfold`), so that all of them change.
 
+`conjugate_at_once`: `conj` returns its operand with a mark. Where Inductor copies such a value, to lay it
+out otherwise for torch's own kernel, it copies what is in memory.
+
 `compute_once`: a pointwise value is computed again in each kernel that reads it, by vector code in one
 and by scalar code in another, which round differently. A comparison of the value with its own maximum may
 then be false everywhere, and a gradient zero or NaN.
@@ -35,7 +38,10 @@ from torchard.functional.execution.rounded_constants import fold_conversions, ro
 from torchard.functional.programs.tags import INDUCTOR_REALIZE_TO_STRIDES, VAL
 from torchard.functional.torch_internals.operators import aten
 
-__all__ = ["REPAIRS", "compute_once", "copy_before_writes", "has_half_precision"]
+__all__ = [
+    *("REPAIRS", "compute_once", "conjugate_at_once"),
+    *("copy_before_writes", "has_half_precision"),
+]
 
 # What Inductor turns into writes in place: of these and of what it writes by way of them.
 _WRITES = {
@@ -101,6 +107,13 @@ def _overlaps(value: torch.Tensor) -> bool:
     return False
 
 
+def conjugate_at_once(graph: fx.Graph) -> None:
+    """Store conjugated values."""
+    for node in graph.find_nodes(op="call_function", target=aten._conj.default):
+        node.target = aten._conj_physical.default
+        VAL.set(node, VAL.of(node).resolve_conj())
+
+
 def compute_once(graph: fx.Graph) -> None:
     """Have values that are compared exactly with what was made of them stored, and read from memory.
 
@@ -122,4 +135,7 @@ def has_half_precision(graph: fx.Graph, inputs: Iterable[torch.Tensor]) -> bool:
 
 
 # Of what is traced, `call_torch` is called before: here it sees what Inductor decomposes operations to.
-REPAIRS = (call_torch, round_numbers, fold_conversions, copy_before_writes, compute_once)
+REPAIRS = (
+    *(call_torch, round_numbers, fold_conversions),
+    *(copy_before_writes, conjugate_at_once, compute_once),
+)

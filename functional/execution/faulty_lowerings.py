@@ -47,11 +47,6 @@ def _has_no_dims(given: Passed) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() == 0
 
 
-def _adds_complex(given: Passed) -> bool:
-    """Sums are taken of real views, which may be of what was there before a write, or not exist."""
-    return _is_complex(given["self"]) and _is_complex(given["other"])
-
-
 def _writes_complex(given: Passed) -> bool:
     """The write in place into a view of complex numbers may come after reads of the written value."""
     return _is_complex(given["self"])
@@ -76,7 +71,6 @@ _FAULTY: dict[Any, Callable[[Passed], bool]] = {
     aten.take.default: _takes_one,
     # An IndexError in bfloat16.
     aten.scatter.value: _has_no_dims,
-    aten.add.Tensor: _adds_complex,
     aten.linalg_vector_norm.default: _widens_complex,
     **dict.fromkeys(
         (

@@ -14,7 +14,10 @@ and its memory for another value.
 say, and be marked as conjugated or negated. Inductor's code reads memory as those functions say: it
 raises an AssertionError if strides differ, and disregards marks.
 
-`first_calls_are_plain`: the first call of compiled code runs under a dispatch mode, which looks for
+`decompositions`: sums of complex values are taken of real views, which may be of what was there before a
+write, or, of values that are broadcast, not exist.
+
+`first_calls_are_plain`, of any compiler: the first call of compiled code runs under a dispatch mode, which looks for
 operators that return their operands. Under a mode torch's kernels run with the handling of conjugation
 excluded: those that conjugate a complex value, and multiply it, forget to conjugate (`linalg.pinv`).
 """
@@ -30,7 +33,7 @@ import torch
 
 from torchard.functional.torch_internals.accessors.required import needed, require
 
-__all__ = ["CHANGES", "changed_inductor", "laid_out"]
+__all__ = ["CHANGES", "changed_inductor", "decompositions", "first_calls_are_plain", "laid_out"]
 
 
 @contextlib.contextmanager
@@ -132,6 +135,15 @@ def _lies_alike(x: torch.Tensor, strides: Sequence[int]) -> bool:
     return not x.numel() or all(have == known for size, have, known in found if size > 1)
 
 
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's table of decompositions, but for those of which results are wrong."""
+    with needed():
+        from torch._inductor.decomposition import select_decomp_table
+
+    wrong = {torch.ops.aten.add.Tensor}  # of complex values; it leaves others as they are
+    return {op: decomposed for op, decomposed in select_decomp_table().items() if op not in wrong}
+
+
 @contextlib.contextmanager
 def first_calls_are_plain() -> Iterator[None]:
     """A context in which compiled code is made whose first call is like all others."""
@@ -157,6 +169,5 @@ def _replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
 
 
 CHANGES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
-    *(reads_after_writes, parts_stay),
-    *(laid_out_as_known, first_calls_are_plain),
+    *(reads_after_writes, parts_stay, laid_out_as_known),
 )

@@ -16,7 +16,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from torchard.functional.core.locks import Lock
 from torchard.functional.torch_internals.accessors.required import needed, require
-from torchard.functional.torch_internals.changed_inductor import changed_inductor
+from torchard.functional.torch_internals.changed_inductor import (
+    changed_inductor,
+    decompositions,
+    first_calls_are_plain,
+)
 from torchard.functional.torch_internals.donated_buffers import donating
 from torchard.functional.torch_internals.thread_state import thread_state_kept
 from torchard.functional.torch_internals.told_modes import one_at_a_time
@@ -53,7 +57,7 @@ def compile_graph(
         rounding: whether Inductor's kernels round to half precision wherever eager does. Without, they
             round what they store, and `x.bfloat16().float()` is `x` within a kernel (torch 2.13).
     """
-    with one_at_a_time, thread_state_kept():
+    with one_at_a_time, thread_state_kept(), first_calls_are_plain():
         if backend != "inductor":
             return _by_backend(module, resolved(inputs), backend)
         placing = _allocating_by(allocate) if allocate else contextlib.nullcontext()
@@ -142,9 +146,11 @@ def _by_inductor(
     with _of_static_shapes(inputs) as fakes:
         if donated:
             with donating(donated, len(fakes)) as compile_inner:
-                boxed = compile_with(takes_list, fakes, inner_compile=compile_inner)
+                boxed = compile_with(
+                    takes_list, fakes, inner_compile=compile_inner, decompositions=decompositions()
+                )
         else:
-            boxed = compile_with(takes_list, fakes)
+            boxed = compile_with(takes_list, fakes, decompositions=decompositions())
     return lambda args: boxed(resolved(args))
 
 
