@@ -17,9 +17,10 @@ raises an AssertionError if strides differ, and disregards marks.
 `decompositions`: sums of complex values are taken of real views, which may be of what was there before a
 write, or, of values that are broadcast, not exist.
 
-`first_calls_are_plain`, of any compiler: the first call of compiled code runs under a dispatch mode, which looks for
-operators that return their operands. Under a mode torch's kernels run with the handling of conjugation
-excluded: those that conjugate a complex value, and multiply it, forget to conjugate (`linalg.pinv`).
+`first_calls_are_plain`, of any compiler: the first call of compiled code runs under a dispatch mode,
+which looks for operators that return their operands. Under a mode torch's kernels run with the handling
+of conjugation excluded: those that conjugate a complex value, and multiply it, forget to conjugate
+(`linalg.pinv`).
 """
 
 from __future__ import annotations

@@ -116,6 +116,12 @@ def _at_once(fn: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args: jit(lambda *args: fn(*args))(*args)
 
 
+def _laid_out_freely(x: Tensor) -> Tensor:
+    """A complex value of which Inductor chooses the strides."""
+    squared = x.t().contiguous().square()
+    return torch.complex((squared.mT + squared.mT).mT, x)
+
+
 def _gradient(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.func.grad(lambda *args: fn(*args).sin().sum())
 
@@ -243,6 +249,12 @@ FAULTS = [
         _at_once,
     ),
     Fault(
+        "a conjugated value is laid out otherwise, as a result or for torch's kernel: not conjugated",
+        "values are conjugated at once",
+        lambda x: _laid_out_freely(x).conj(),
+        _random(4, 4),
+    ),
+    Fault(
         "what torch's kernel returns has other strides than Inductor knows: an error in the call",
         "it is copied (`changed_inductor.py`)",
         _gradient(lambda x: torch.linalg.lu(x)[1].abs()),
@@ -259,8 +271,8 @@ FAULTS = [
         *_of_program(35),
     ),
     Fault(
-        "the largest absolute value of complex numbers is rounded before it is converted to a wider dtype; "
-        "gradients of `renorm` compare it",
+        "the largest absolute value of complex numbers is rounded before it is converted to a wider "
+        "dtype; gradients of `renorm` compare it",
         "torch's own kernel is called",
         lambda x: torch.linalg.vector_norm(x, float("inf"), 0, dtype=torch.complex128),
         _complex(8, 9),
