@@ -58,6 +58,14 @@ def _widens_complex(given: Passed) -> bool:
     return infinite and given.get("dtype") is not None and _is_complex(given["self"])
 
 
+def _divides_halves(given: Passed) -> bool:
+    """Quotients are rounded before they are rounded to whole numbers, and in float32."""
+    tensors = [VAL.get(x) for x in given.values() if isinstance(x, fx.Node)]
+    halves = (torch.bfloat16, torch.float16)
+    rounded = given.get("rounding_mode", "floor") is not None and isinstance(given["self"], fx.Node)
+    return rounded and any(x.dtype in halves for x in tensors if isinstance(x, torch.Tensor))
+
+
 def _is_complex(value: Any) -> bool:
     tensor = VAL.get(value) if isinstance(value, fx.Node) else None
     return isinstance(tensor, torch.Tensor) and tensor.is_complex()
@@ -74,6 +82,13 @@ _FAULTY: dict[Any, Callable[[Passed], bool]] = {
     aten.linalg_vector_norm.default: _widens_complex,
     **dict.fromkeys(
         (
+            *(aten.floor_divide.default, aten.floor_divide.Scalar),
+            *(aten.div.Tensor_mode, aten.div.Scalar_mode),
+        ),
+        _divides_halves,
+    ),
+    **dict.fromkeys(
+        (
             aten.diagonal_scatter.default,
             aten.select_scatter.default,
             aten.slice_scatter.default,
@@ -84,18 +99,30 @@ _FAULTY: dict[Any, Callable[[Passed], bool]] = {
 }
 
 
+_OF_NUMBERS: dict[Any, Any] = {
+    aten.floor_divide.default: aten.floor_divide.Scalar,
+    aten.div.Tensor_mode: aten.div.Scalar_mode,
+}
+
+
 def call_torch(graph: fx.Graph) -> None:
     """Have torch compute what Inductor would not, in place."""
     for node in graph.nodes:
         faulty = _FAULTY.get(node.target)
         if faulty is not None and faulty(_arguments(node)):
-            node.target = _opaque(node.target)
+            node.target = _opaque(_overload(node))
 
 
 def _arguments(node: fx.Node) -> Passed:
     target: Any = node.target
     names = [argument.name for argument in internals.schema(target).arguments]
     return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _overload(node: fx.Node) -> Any:
+    """The operator, or its overload for numbers: operators of ours take none for a tensor."""
+    takes_number = any(isinstance(x, (int, float)) for x in node.args[1:2])
+    return _OF_NUMBERS.get(node.target, node.target) if takes_number else node.target
 
 
 @cache

@@ -235,6 +235,13 @@ FAULTS = [
         exactly=True,
     ),
     Fault(
+        "`//` in half precision rounds otherwise: some results differ by 1",
+        "torch's own kernel is called",
+        lambda x: x // 0.1,
+        _random(1000, dtype=torch.bfloat16),
+        exactly=True,
+    ),
+    Fault(
         "constants that are converted to a narrower float keep their digits",
         "they are folded",
         lambda a: a * (torch.ones_like(a) * 0.7).bfloat16().float(),

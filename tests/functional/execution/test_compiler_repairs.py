@@ -64,6 +64,8 @@ NUMBERS: dict[str, Callable[[Any, Any], Any]] = {
     "*": lambda x, c: x * c,
     "/": lambda x, c: x / c,
     "by": lambda x, c: c / x,
+    "//": lambda x, c: x // c,
+    "truncated": lambda x, c: torch.div(x, c, rounding_mode="trunc"),
     "%": lambda x, c: x % c,
     "fmod": torch.fmod,
     "**": lambda x, c: x**c,
