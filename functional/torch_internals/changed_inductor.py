@@ -100,6 +100,7 @@ def laid_out_as_known() -> Iterator[None]:
     """A context in which Inductor's code lays out anew what is not laid out as Inductor knows it."""
     with needed():
         from torch._inductor.ir import FallbackKernel, MultiOutput
+        from torch._inductor.virtualized import V
 
         require(MultiOutput, "codegen_size_asserts")
         require(FallbackKernel, "get_inputs_that_alias_output")
@@ -108,8 +109,9 @@ def laid_out_as_known() -> Iterator[None]:
 
     def lay_out(output: Any, wrapper: Any) -> None:
         kernel = output.inputs[0]
-        if not isinstance(kernel, FallbackKernel) or kernel.get_inputs_that_alias_output():
-            checked(output, wrapper)  # a view has the strides that its function of shapes says
+        views = not isinstance(kernel, FallbackKernel) or kernel.get_inputs_that_alias_output()
+        if views or V.graph.cpp_wrapper:  # views have the strides that their functions of shapes say
+            checked(output, wrapper)
             return
         wrapper.add_import_once(_IMPORT)
         name, number = output.get_name(), wrapper.codegen_shape_tuple
