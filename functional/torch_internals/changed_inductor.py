@@ -14,8 +14,8 @@ and its memory for another value.
 say, and be marked as conjugated or negated. Inductor's code reads memory as those functions say: it
 raises an AssertionError if strides differ, and disregards marks.
 
-`decompositions`: sums of complex values are taken of real views, which may be of what was there before a
-write, or, of values that are broadcast, not exist.
+`complex_sums_stay`: sums of complex values are taken of real views, which may be of what was there before
+a write, or, of values that are broadcast, not exist.
 
 `first_calls_are_plain`, of any compiler: the first call of compiled code runs under a dispatch mode,
 which looks for operators that return their operands. Under a mode torch's kernels run with the handling
@@ -33,8 +33,9 @@ from typing import Any
 import torch
 
 from torchard.functional.torch_internals.accessors.required import needed, require
+from torchard.functional.torch_internals.operators import aten
 
-__all__ = ["CHANGES", "changed_inductor", "decompositions", "first_calls_are_plain", "laid_out"]
+__all__ = ["CHANGES", "changed_inductor", "first_calls_are_plain", "laid_out"]
 
 
 @contextlib.contextmanager
@@ -138,13 +139,26 @@ def _lies_alike(x: torch.Tensor, strides: Sequence[int]) -> bool:
     return not x.numel() or all(have == known for size, have, known in found if size > 1)
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's table of decompositions, but for those of which results are wrong."""
-    with needed():
-        from torch._inductor.decomposition import select_decomp_table
+@contextlib.contextmanager
+def complex_sums_stay() -> Iterator[None]:
+    """A context in which Inductor does not decompose sums of complex values, nor others differently.
 
-    wrong = {torch.ops.aten.add.Tensor}  # of complex values; it leaves others as they are
-    return {op: decomposed for op, decomposed in select_decomp_table().items() if op not in wrong}
+    Not by a table of our own: Inductor's caches take no graph that is compiled with one.
+    """
+    with needed():
+        from torch._inductor import decomposition
+
+        require(decomposition, "decompositions", "fast_random_decomps")
+
+    table, kept = decomposition.decompositions, aten.add.Tensor
+    merged: Any = decomposition.fast_random_decomps
+    tables = [table, merged()] if hasattr(merged, "cache_info") else [table]  # kept, or made anew
+    decomposed = [(each, each.pop(kept)) for each in tables if kept in each]
+    try:
+        yield
+    finally:
+        for each, function in decomposed:
+            each[kept] = function
 
 
 @contextlib.contextmanager
@@ -172,5 +186,5 @@ def _replaced(owner: Any, name: str, new: Callable[..., Any]) -> Iterator[None]:
 
 
 CHANGES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
-    *(reads_after_writes, parts_stay, laid_out_as_known),
+    *(reads_after_writes, parts_stay, laid_out_as_known, complex_sums_stay),
 )

@@ -18,7 +18,6 @@ from torchard.functional.core.locks import Lock
 from torchard.functional.torch_internals.accessors.required import needed, require
 from torchard.functional.torch_internals.changed_inductor import (
     changed_inductor,
-    decompositions,
     first_calls_are_plain,
 )
 from torchard.functional.torch_internals.donated_buffers import donating
@@ -146,11 +145,9 @@ def _by_inductor(
     with _of_static_shapes(inputs) as fakes:
         if donated:
             with donating(donated, len(fakes)) as compile_inner:
-                boxed = compile_with(
-                    takes_list, fakes, inner_compile=compile_inner, decompositions=decompositions()
-                )
+                boxed = compile_with(takes_list, fakes, inner_compile=compile_inner)
         else:
-            boxed = compile_with(takes_list, fakes, decompositions=decompositions())
+            boxed = compile_with(takes_list, fakes)
     return lambda args: boxed(resolved(args))
 
 
