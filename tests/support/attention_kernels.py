@@ -47,8 +47,9 @@ def _gradients(
     scale = how[-1] or 1 / math.sqrt(q.shape[-1])
     scores = _scores(q, k, *how)
     exact = scores.logsumexp(-1)
-    same = torch.allclose(exact.float(), lse)  # which has the digits of float32
-    weights = (scores - (exact if same else lse.to(exact))[..., None]).exp()
+    lse = lse.to(exact)
+    same = torch.allclose(exact, lse)  # which may have the digits of float32
+    weights = (scores - (exact if same else lse)[..., None]).exp()
     wide = [t.repeat_interleave(times, 1) for t in (k, v)]
     slope = grad @ wide[1].mT
     inner = weights * (slope - (weights * slope).sum(-1, keepdim=True))
