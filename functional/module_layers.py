@@ -37,6 +37,11 @@ from torchard.functional.modules.state import Contents, undone
 
 __all__ = ["StackedLayers", "check_untied", "stacked_layers"]
 
+_THAW = (
+    "Let all of them require grad, and differentiate with respect to the rows of those that are trained "
+    "(the guide, Functions: frozen layers). Or: "
+)
+
 
 def stacked_layers(module: nn.Module, paths: str | Sequence[str]) -> list[StackedLayers]:
     """The module lists at some paths.
@@ -146,10 +151,12 @@ class StackedLayers:
         if differ is None and list(have) != list(want):
             differ = next(a for a, b in zip(have, want, strict=True) if a != b)
         if differ is not None:
+            said = _said(have, differ), _said(want, differ)
+            frozen = any("without gradients" in text for text in said)
             raise LoopError(
-                f"functionalize(stacked={self.path!r}): {self.path}.{number} has {_said(have, differ)}, "
-                f"and {self.path}.0 has {_said(want, differ)}; layers are stacked if they differ in "
-                "values only. Leave the list out of stacked."
+                f"functionalize(stacked={self.path!r}): {self.path}.{number} has {said[0]}, "
+                f"and {self.path}.0 has {said[1]}; layers are stacked if they differ in "
+                f"values only. {_THAW if frozen else ''}Leave the list out of stacked."
             )
         ours, theirs = attributes_of(first), attributes_of(other)
         for name in dict.fromkeys((*ours, *theirs)):

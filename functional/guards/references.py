@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
+import itertools
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, CodeType, FunctionType, GeneratorType, MethodType, ModuleType
@@ -23,6 +24,7 @@ _ATOMS = (
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Generator),
     *(torch.fx.Graph, torch.fx.Node, ModuleCopy),
 )
+_CONTAINERS = (list, dict, set, tuple, bytearray, deque, defaultdict, OrderedDict)
 # The objects that are searched from one root: a configuration has hundreds, a large module thousands.
 _MOST = 20_000
 
@@ -62,9 +64,14 @@ class References:
             if not isinstance(value, torch.Tensor):
                 left += ((child, path + name, id(value)) for name, child in _referred(value))
             elif self.is_wanted(value):
-                self.tensors[path] = value
+                self.tensors[self._unused(path)] = value
         self.complete &= not left
         return dict([*self.tensors.items()][before:])
+
+    def _unused(self, path: str) -> str:
+        """A path of its own for a tensor: items of a deque, and keys of any class, have none."""
+        paths = (path if i == 0 else f"{path}({i})" for i in itertools.count())
+        return next(path for path in paths if path not in self.tensors)
 
     def holders(self) -> set[int]:
         """The ids of the objects through which the wanted tensors are referred to."""
@@ -75,6 +82,14 @@ class References:
                 if parent not in found:
                     found.add(parent)
                     left.append(parent)
+        return found
+
+    def containers(self, holders: set[int]) -> set[int]:
+        """The ids of Python's own containers in these objects, and of those in them."""
+        found: set[int] = set()
+        for i, value in self.objects.items():  # holders come first
+            if type(value) in _CONTAINERS and not (holders | found).isdisjoint(self._parents[i]):
+                found.add(i)
         return found
 
 

@@ -204,7 +204,11 @@ def _reading(read: Callable[..., Any], at: int, operands: Callable[[Any], Any]) 
         return read(*args, **kwargs)
 
     reading._torchard_reads = True  # type: ignore[attr-defined]  # our own mark
-    return reading
+    # torch.compile treats functions by their files: this one is to be what it stands for, which is not
+    # compiled by itself, under functorch levels.
+    named: Any = reading
+    named.__code__ = named.__code__.replace(co_filename=read.__code__.co_filename)
+    return named
 
 
 # -- forward mode, whose level is process-wide ---------------------------------------------------

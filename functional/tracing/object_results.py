@@ -1,8 +1,8 @@
 """Results that are objects of a class that is no pytree node, and hold traced tensors: a model's cache.
 
 Classes that torch's pytree knows become nodes. Of others, the tensors are results like any other: a
-call returns a copy of each object that refers to one of them, with the values of the call in it;
-everything else is that which the traced call returned.
+call returns a copy of each object that refers to one of them, with the values of the call in it, and of
+the lists and dicts in that; everything else is that which the traced call returned.
 """
 
 from __future__ import annotations
@@ -120,8 +120,13 @@ def _models(
     paths: Sequence[str],
     known: References,
 ) -> dict[int, _Object]:
-    copied = known.holders()
-    shared = {i: x for i, x in known.objects.items() if i not in copied or isinstance(x, _NO_ORDER)}
+    holders = known.holders()
+    made = holders | known.containers(holders)
+    shared = {
+        i: x
+        for i, x in known.objects.items()
+        if i not in made or (i in holders and isinstance(x, _NO_ORDER))
+    }
     slots = {id(tensor): _Slot() for tensor in known.tensors.values()}
     memo: dict[int, Any] = {**shared, **slots}
     found = {}
@@ -174,7 +179,7 @@ def check_unchanged(arguments: Sequence[Any], is_own: Callable[[torch.Tensor], b
             raise PurityError(
                 f"the traced function changes an argument, a {type(leaf).__name__}: its "
                 f"{next(iter(found))} is a tensor of the trace now, which has no value. Return the "
-                "tensor, or a copy.copy of the object that the function makes and changes."
+                "tensor, or change a copy.deepcopy of the object, which the function makes."
             )
 
 

@@ -79,13 +79,15 @@ def record(
         )
         inputs = _fake_inputs(fakes, specs, gradients)
         tracing = internals.proxying(state.tracer, fakes, inputs, state.below_forward_ad)
-        with entered(state), tracing, internals.uncompiled():
-            state.last_input = _last_placeholder(state.tracer.graph)
-            outputs = _run(state, fn, inputs)
-            _check_layouts(state.tracer.graph)
-            nodes = tuple(_output_node(state, output) for output in outputs)
-        state.tracer.graph.output(nodes)
-        internals.end_fakes(state.tracer, _leaked)
+        try:
+            with entered(state), tracing, internals.uncompiled():
+                state.last_input = _last_placeholder(state.tracer.graph)
+                outputs = _run(state, fn, inputs)
+                _check_layouts(state.tracer.graph)
+                nodes = tuple(_output_node(state, output) for output in outputs)
+            state.tracer.graph.output(nodes)
+        finally:  # what is kept outside of a trace that was refused has no value either
+            internals.end_fakes(state.tracer, _leaked)
     closures = [closure for closure, _ in state.closures.values()]
     forgets = state.turned and forgets_turns(state.tracer.graph)
     recording = Recording(
@@ -309,6 +311,8 @@ def _lift_attributes(recording: Recording, state: TraceState) -> None:
         value = getattr(state.tracer.root, node.target)
         if isinstance(value, torch.Generator):
             raise _drawn(node)
+        if isinstance(value, internals.FakeTensor) and value.fake_mode is state.fakes:
+            raise PurityError(f"{_first_line(node)} {_NOT_RECORDED}.")
         if id(value) in state.stood_in:
             raise DerivativeError(
                 "a tensor that the function closes over is differentiated both inside the function and "
@@ -323,8 +327,18 @@ def _lift_attributes(recording: Recording, state: TraceState) -> None:
 
 
 def _drawn(node: fx.Node) -> PurityError:
-    where = next((SOURCE.of(user) for user in node.users if SOURCE.get(user)), "a line")
-    return PurityError(f"{where} {_DRAWN}.")
+    return PurityError(f"{_first_line(node)} {_DRAWN}.")
+
+
+def _first_line(node: fx.Node) -> str:
+    lines = map(SOURCE.get, node.users)
+    return next((line for line in lines if line), "a line")
+
+
+_NOT_RECORDED = (
+    "reads a tensor that a trace cannot follow: nn.Parameter(x), or another subclass made of x, inside "
+    "of torch.func.grad, vmap or jvp. Use x itself; it has a gradient there without being a parameter"
+)
 
 
 def _is_made(node: fx.Node, state: TraceState) -> bool:

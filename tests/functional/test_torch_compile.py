@@ -143,7 +143,9 @@ def test_what_torch_compile_made_runs_as_it_was_written(what: str, transform: st
     gradients = torch.autograd.grad(total, parameters, allow_unused=True)
     for name, gradient in zip(params, gradients, strict=True):
         found = grad(loss(run if transform != "shard" else checkpoint(run)))(params)[name]
-        torch.testing.assert_close(full(found), torch.zeros_like(found) if gradient is None else gradient)
+        torch.testing.assert_close(
+            full(found), torch.zeros_like(found) if gradient is None else gradient
+        )
 
 
 def test_threads_leave_the_compiler_as_it_was() -> None:
@@ -166,3 +168,16 @@ def test_threads_leave_the_compiler_as_it_was() -> None:
     thread.join()
     fn(X)
     assert calls
+
+
+# Dynamo itself reads the .grad of what it compiles.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("transform", [torch.func.jacrev, torch.func.grad])
+def test_functions_without_this_library_compile_as_without_it(transform: Any) -> None:
+    """torch.func reads trees through a function of ours, which is not compiled by itself."""
+
+    def total(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return (x.sin() * 2).sum()
+
+    torch.testing.assert_close(compiled(transform(total))(X), transform(total)(X))

@@ -199,9 +199,15 @@ def generator(y: Any) -> Any:
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    "function": (lambda y: lambda: y, r"out\[1\] is a function, and out\[1\] \(its y\) is a tensor"),
+    "function": (
+        lambda y: lambda: y,
+        r"out\[1\] is a function, and out\[1\] \(its y\) is a tensor",
+    ),
     "default": (lambda y: lambda z=y: z, r"\(a default of it\)"),
-    "in an object": (lambda y: Frozen(lambda: y), r"out\[1\] is a Frozen, and out\[1\].value \(its y\)"),
+    "in an object": (
+        lambda y: Frozen(lambda: y),
+        r"out\[1\] is a Frozen, and out\[1\].value \(its y\)",
+    ),
     "generator": (generator, r"out\[1\] is a generator, and out\[1\] \(its y\)"),
     "set": (lambda y: {y}, r"out\[1\] is a set"),
     "in a set": (lambda y: Frozen({y, 1}), r"out\[1\] is a Frozen"),
@@ -234,7 +240,9 @@ def test_a_tensor_that_an_argument_keeps_is_refused(transform: str, keep: str) -
         return x.sin()
 
     run = TRANSFORMS[transform](fn)
-    with pytest.raises(PurityError, match=r"changes an argument, a Slotted: its .value.* is a tensor"):
+    with pytest.raises(
+        PurityError, match=r"changes an argument, a Slotted: its .value.* is a tensor"
+    ):
         run(X, Slotted([]))
 
 
@@ -295,3 +303,28 @@ def test_tests_of_users_look_into_objects() -> None:
     equal(checkpoint(lambda x: (x, Slotted(x.cos()))), lambda x: (x, Slotted(x.cos())), X)
     with pytest.raises(AssertionError, match=r"out\[1\].value"):
         equal(lambda x: (x, Slotted(x.cos() * 2)), lambda x: (x, Slotted(x.cos())), X)
+
+
+@pytest.mark.parametrize("transform", ["jit", "checkpoint", "fuse", "nested"])
+def test_containers_in_a_result_are_a_call_s_own(transform: str) -> None:
+    """What a caller does to one result is not in the next one."""
+
+    def made(x: Tensor) -> Frozen:
+        return Frozen([x * 2, {"seen": [1]}], deque(["a"]))  # type: ignore[arg-type]
+
+    run = TRANSFORMS[transform](made)
+    first = run(X)
+    first.value[1]["seen"].append(2)
+    first.label.append("b")
+    second = run(OTHER)
+    assert second.value[1] == {"seen": [1]} and second.label == deque(["a"])
+    torch.testing.assert_close(second.value[0], OTHER * 2)
+
+
+@pytest.mark.parametrize("held", [lambda a, b: deque([a, b]), lambda a, b: {(0, 1): a, (1, 1): b}])
+def test_tensors_without_a_path_of_their_own(held: Callable[..., Any]) -> None:
+    run = jit(lambda x: Frozen(held(x * 2, x + 1)), backend="eager")
+    for x in (X, OTHER):
+        found = run(x).value
+        first, second = found.values() if isinstance(found, dict) else found
+        torch.testing.assert_close([first, second], [x * 2, x + 1])

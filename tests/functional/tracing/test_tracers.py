@@ -52,7 +52,9 @@ USES: dict[str, Callable[[torch.Tensor], Any]] = {
     "an operation": lambda t: t + 1,
     "with a real one": lambda t: X[: t.shape[0]] * t,
     "a method": lambda t: t.sum().item(),
-    "another trace closes over it": lambda t: jit(lambda x: x[: t.shape[0]] * t, backend="eager")(X),
+    "another trace closes over it": lambda t: jit(lambda x: x[: t.shape[0]] * t, backend="eager")(
+        X
+    ),
     "an argument": lambda t: jit(torch.sin, backend="eager")(t),
     "an argument of a plan": lambda t: checkpoint(lambda x: x * 2)(t),
 }
@@ -105,7 +107,9 @@ def test_a_leaked_tracer_has_no_value_to_read(transform: str, read: str) -> None
     kept.clear()
     TRANSFORMS[transform](fn)(X)
     for tensor in kept:
-        with pytest.raises(UnexpectedTracerError, match=r"test_tracers\.py|an argument or closed-over"):
+        with pytest.raises(
+            UnexpectedTracerError, match=r"test_tracers\.py|an argument or closed-over"
+        ):
             READ[read](tensor)
     kept.clear()
 
@@ -134,6 +138,8 @@ def test_texts_of_tracers_name_dtype_and_shape(transform: str) -> None:
 
 
 generator = torch.Generator()
+
+
 def saved_on_cpu(x: torch.Tensor) -> torch.Tensor:
     with torch.autograd.graph.save_on_cpu():
         return x.sin()
@@ -295,3 +301,46 @@ def test_compiled_code_reads_no_lazy_bits() -> None:
     (got,) = torch.autograd.grad(found, other, cotangent)
     (want,) = torch.autograd.grad((value * other).sin(), other, cotangent)
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+class _Holder:
+    kept: Any = None
+
+
+def test_what_a_refused_trace_has_left_has_no_value() -> None:
+    def keep(x: torch.Tensor, holder: _Holder) -> torch.Tensor:
+        holder.kept = x * 2
+        return x
+
+    holder = _Holder()
+    with pytest.raises(PurityError, match=r"_Holder: its \.kept is a tensor of the trace"):
+        jit(keep, backend="eager")(X, holder)
+    with pytest.raises(UnexpectedTracerError):
+        holder.kept + 1
+
+
+PARAMETERS: dict[str, Fn] = {
+    "grad": lambda x: grad(lambda y: (y * torch.nn.Parameter(x * 2)).sum())(x),
+    "grad, of a constant": lambda x: grad(
+        lambda y: F.linear(y, torch.nn.Parameter(torch.eye(4, dtype=F64))).square().sum()
+    )(x),
+    "jvp": lambda x: jvp(lambda y: y * torch.nn.Parameter(y * 2), (x,), (x,))[1],
+    "vmap": lambda x: vmap(lambda y: y * torch.nn.Parameter(y * 2))(x),
+    "vmap, a subclass": lambda x: vmap(
+        lambda y: torch.Tensor._make_subclass(torch.Tensor, y) * 2  # type: ignore[attr-defined]
+    )(x),
+    "no level": lambda x: x * torch.nn.Parameter(x.detach() * 2).detach(),
+}
+
+
+@pytest.mark.parametrize("transform", ["jit", "checkpoint", "fuse"])
+@pytest.mark.parametrize("made", PARAMETERS)
+def test_parameters_made_inside_are_right_or_refused(made: str, transform: str) -> None:
+    """Under functorch's levels torch makes them by no operator that a trace sees."""
+    fn = PARAMETERS[made]
+    try:
+        have = TRANSFORMS[transform](fn)(X)
+    except PurityError as error:
+        assert "test_tracers.py" in str(error) and "nn.Parameter" in str(error)
+    else:
+        torch.testing.assert_close(have, fn(X))
