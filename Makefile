@@ -7,8 +7,7 @@ VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS  := $(VENV)/.installed-docs
-# One more than the processors of a small machine: jobs of several ranks wait for one another, too.
-JOBS  ?= 3
+JOBS  ?= 2
 
 # torchrun with two gloo ranks; when one fails, only the ranks' own message is printed.
 TORCHRUN := $(BIN)/python examples/_torchrun.py --nproc-per-node 2

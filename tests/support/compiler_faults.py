@@ -77,8 +77,7 @@ def unrepaired() -> Iterator[None]:
         "call_torch": lambda graph: None,
     }
     contexts = ("changed_inductor", "first_calls_are_plain")
-    given: dict[str, Any] = {"_SETTINGS": {}, "decompositions": lambda: None}
-    as_it_is = {**dict.fromkeys(contexts, contextlib.nullcontext), **given}
+    as_it_is: dict[str, Any] = {**dict.fromkeys(contexts, contextlib.nullcontext), "_SETTINGS": {}}
     with mock.patch.multiple(module, **nothing), mock.patch.multiple(compilers, **as_it_is):
         yield
 
