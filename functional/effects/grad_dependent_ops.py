@@ -8,6 +8,7 @@ always compute it here, which takes next to no time.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -73,18 +74,17 @@ def may_follow(node: fx.Node) -> bool:
 def keep_logsumexp(graph: fx.Graph) -> None:
     """Let kernels of attention compute the log-sum-exp that their backward reads."""
     for node in list(graph.nodes):
-        names = [argument.name for argument in _arguments(node)]
-        if _LOGSUMEXP not in names:
-            continue
-        at, given = names.index(_LOGSUMEXP), list(node.args)
-        if len(given) > at and not given[at]:
-            given[at] = True
+        at = _logsumexp_at(node.target) if isinstance(node.target, internals.OpOverload) else None
+        if at is not None and len(node.args) > at and not node.args[at]:
+            given = (*node.args[:at], True, *node.args[at + 1 :])
             whole = Inserter(node)(node.target, *given, **node.kwargs)
             for item in node.users:
                 VAL.set(item, VAL.of(whole)[item.args[1]])
             substitute(node, whole)
 
 
-def _arguments(node: fx.Node) -> list[Any]:
-    schema = internals.schema_or_none(node.target)
-    return [] if schema is None else list(schema.arguments)
+@functools.cache
+def _logsumexp_at(target: Any) -> int | None:
+    """The position of the argument; None if the operator has none. Cached: traces ask of each node."""
+    names = [argument.name for argument in internals.schema(target).arguments]
+    return names.index(_LOGSUMEXP) if _LOGSUMEXP in names else None
