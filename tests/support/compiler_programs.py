@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torchard.testing.bounds import Expected, expected
 from torchard.testing.equal import traced
+from torchard.testing.rounding.bounds import Expected, expected
 
 __all__ = ["Trial", "compared", "differs", "expanded_writes", "first_wrong", "of_trials"]
 

@@ -11,7 +11,7 @@ from masked_models import DTYPES, MASKED, MISTAKES, of_rows, rows
 
 from torchard.testing import equal, localize
 from torchard.testing import strategies as ts
-from torchard.testing.bounds import Expected
+from torchard.testing.rounding.bounds import Expected
 
 
 @pytest.mark.sampled(6)

@@ -20,9 +20,10 @@ from torchard.testing.counts import (
     assert_residual_bytes,
     max_traces,
 )
-from torchard.testing.derivatives import check_derivatives
 from torchard.testing.equal import equal
-from torchard.testing.laws import (
+from torchard.testing.laws.derivatives import check_derivatives
+from torchard.testing.laws.symmetries import equivariant, homogeneous, invariant
+from torchard.testing.laws.transforms import (
     check_batching,
     check_checkpoint,
     check_dtypes,
@@ -35,7 +36,6 @@ from torchard.testing.prove import Gap, Proof, Unproved, prove
 from torchard.testing.rank_pool import RankError, RankPool
 from torchard.testing.ranks import RankDivergence, localize_ranks
 from torchard.testing.report import Difference, Report
-from torchard.testing.symmetries import equivariant, homogeneous, invariant
 
 if TYPE_CHECKING:
     from torchard.testing.strategies import *  # noqa: F403

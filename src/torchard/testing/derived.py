@@ -12,7 +12,7 @@ import torch
 from torchard.functional.core import tree
 from torchard.functional.core.placed import is_placed
 from torchard.sharding import MeshTensor, place
-from torchard.testing.roundings import is_float
+from torchard.testing.rounding.roundings import is_float
 
 __all__ = ["ALL_ORDERS", "Derivatives", "as_primal", "check_orders", "derived", "fixed_direction"]
 

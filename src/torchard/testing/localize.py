@@ -15,11 +15,11 @@ from torchard.functional.core.arguments import checked
 from torchard.functional.programs.flops import op_name
 from torchard.functional.programs.tags import PHASE, SCOPE, SOURCE, VAL
 from torchard.functional.reports.text import value_text
-from torchard.testing.bounds import Expected, expected
-from torchard.testing.movement import rearranges
 from torchard.testing.observe import Observed, observed
-from torchard.testing.precision import precision_of
-from torchard.testing.roundings import is_float
+from torchard.testing.rounding.bounds import Expected, expected
+from torchard.testing.rounding.movement import rearranges
+from torchard.testing.rounding.precision import precision_of
+from torchard.testing.rounding.roundings import is_float
 
 __all__ = ["Divergence", "Operation", "localize"]
 

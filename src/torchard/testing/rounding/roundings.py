@@ -21,7 +21,7 @@ from torchard.functional.programs.flops import flops, is_product
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.accessors import pytree
-from torchard.testing.movement import literals, moves
+from torchard.testing.rounding.movement import literals, moves
 
 __all__ = [
     "Rounding",

@@ -10,7 +10,7 @@ from torchard.functional.core.arguments import checked
 from torchard.testing.derived import ALL_ORDERS
 from torchard.testing.equal import equal
 from torchard.testing.report import Report
-from torchard.testing.roundings import is_float
+from torchard.testing.rounding.roundings import is_float
 
 __all__ = ["equivariant", "homogeneous", "invariant"]
 

@@ -11,9 +11,9 @@ from torch import fx
 
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
-from torchard.testing.in_double import InDouble, Perturbed, as_double
-from torchard.testing.precision import OWN, Precision
-from torchard.testing.roundings import alike, is_float, narrower, rounded, roundings_of
+from torchard.testing.rounding.in_double import InDouble, Perturbed, as_double
+from torchard.testing.rounding.precision import OWN, Precision
+from torchard.testing.rounding.roundings import alike, is_float, narrower, rounded, roundings_of
 
 __all__ = ["Expected", "expected"]
 
@@ -36,6 +36,16 @@ class Expected:
     exact: torch.Tensor
     bound: torch.Tensor | None
     turned: torch.Tensor | None = None
+
+    def widened(self, other: Expected) -> Expected:
+        """The same value, with the bound of another computation of it added."""
+        if self.bound is None or other.bound is None:
+            return self
+        if self.turned is None or other.turned is None:
+            turned = other.turned if self.turned is None else self.turned
+        else:
+            turned = self.turned | other.turned
+        return Expected(self.exact, self.bound + other.bound, turned)
 
     def excess(self, value: torch.Tensor) -> torch.Tensor:
         """The error of each element over its bound; above 1 rounding does not explain it.

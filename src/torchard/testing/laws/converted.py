@@ -17,7 +17,7 @@ from torchard.functional.loops.rolled import straight_line
 from torchard.functional.programs.tags import SOURCE, VAL
 from torchard.functional.torch_internals.accessors import pytree
 from torchard.functional.trace import trace
-from torchard.testing.roundings import is_float, unit_roundoff
+from torchard.testing.rounding.roundings import is_float, unit_roundoff
 
 __all__ = ["check_converted", "check_double"]
 

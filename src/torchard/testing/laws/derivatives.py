@@ -10,10 +10,10 @@ import torch
 
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
-from torchard.testing.converted import check_converted, check_double
 from torchard.testing.derived import as_primal
-from torchard.testing.in_double import as_double
-from torchard.testing.roundings import is_float
+from torchard.testing.laws.converted import check_converted, check_double
+from torchard.testing.rounding.in_double import as_double
+from torchard.testing.rounding.roundings import is_float
 
 __all__ = ["check_derivatives"]
 

@@ -11,7 +11,7 @@ from torch import fx
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.accessors import pytree
-from torchard.testing.roundings import is_float, narrower
+from torchard.testing.rounding.roundings import is_float, narrower
 
 __all__ = ["OWN", "Precision", "precision_of", "precisions"]
 
@@ -29,7 +29,7 @@ class Precision:
         held: of each input, by its path: of it and what is computed from it for the results.
 
     >>> import torch, torchard as ta
-    >>> from torchard.testing.precision import precisions
+    >>> from torchard.testing.rounding.precision import precisions
     >>> program = ta.trace(lambda x, y: (x.bfloat16().amax(), y.amax()))(torch.ones(3), torch.ones(3))
     >>> for precision, results in precisions(program).items():
     ...     print(precision, results)

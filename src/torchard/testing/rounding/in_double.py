@@ -12,7 +12,7 @@ from torch.fx.node import map_aggregate
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.tracing.purify import call_pure
-from torchard.testing.roundings import Rounding, is_float, rounded_number
+from torchard.testing.rounding.roundings import Rounding, is_float, rounded_number
 
 __all__ = ["InDouble", "Perturbed", "as_double"]
 

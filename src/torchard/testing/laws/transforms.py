@@ -15,11 +15,11 @@ from torchard.functional.jit import jit
 from torchard.functional.trace import trace
 from torchard.kernels import fuse
 from torchard.sharding import Mesh, P, place, shard
-from torchard.testing.converted import check_converted
 from torchard.testing.derived import ALL_ORDERS, derived
 from torchard.testing.equal import Reference, equal
+from torchard.testing.laws.converted import check_converted
 from torchard.testing.report import Report
-from torchard.testing.roundings import alike, is_float
+from torchard.testing.rounding.roundings import alike, is_float
 
 __all__ = [
     "check_batching",
