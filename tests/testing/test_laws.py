@@ -163,6 +163,26 @@ def test_dtypes() -> None:
         check_dtypes(lambda x: x + (x.dtype == torch.bfloat16), X)
 
 
+def test_narrower_sums_are_wrong_where_they_are_not_allowed() -> None:
+    x = random.normal(random.key(2), (100,))
+
+    def in_half(x: torch.Tensor) -> torch.Tensor:
+        return x.half().square().sum().to(x.dtype)
+
+    def in_float32(x: torch.Tensor) -> torch.Tensor:
+        return x.float().square().sum().to(x.dtype)
+
+    assert equal(in_half, in_float32, x).good
+    assert check_dtypes(in_half, x).good
+    with pytest.raises(AssertionError, match="differs"):
+        equal(in_half, in_float32, x, allow_narrower=False)
+    with pytest.raises(AssertionError, match=r"in torch\.float32"):
+        check_dtypes(in_half, x, dtypes=[torch.bfloat16, torch.float32], allow_narrower=False)
+    assert check_dtypes(
+        in_float32, x, dtypes=[torch.bfloat16, torch.float32], allow_narrower=False
+    ).good
+
+
 # -- transforms ---------------------------------------------------------------------------------------
 
 

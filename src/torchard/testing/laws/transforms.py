@@ -19,6 +19,7 @@ from torchard.testing.derived import ALL_ORDERS, derived
 from torchard.testing.equal import Reference, equal
 from torchard.testing.laws.converted import check_converted
 from torchard.testing.report import Report
+from torchard.testing.rounding.precision import Precision
 from torchard.testing.rounding.roundings import alike, is_float
 
 __all__ = [
@@ -113,6 +114,7 @@ def check_dtypes(
     *args: Any,
     dtypes: Sequence[torch.dtype] = _DTYPES,
     orders: Sequence[str] = ("value", "gradient"),
+    allow_narrower: bool = True,
 ) -> Report:
     """Assert that a function computes what it does in float64 in other dtypes too, up to their rounding.
 
@@ -121,6 +123,8 @@ def check_dtypes(
         args: its arguments; floating leaves are converted to each dtype.
         dtypes: real floating dtypes.
         orders: what is compared; see `equal`.
+        allow_narrower: whether bounds follow what ``fn`` computes in narrower dtypes than it is given.
+            If not, a sum in float16 of float32 arguments is wrong.
 
     Returns:
         A report with a row for each value.
@@ -151,7 +155,8 @@ def check_dtypes(
             return tree.map(lambda x: _cast(x, torch.float64), results)
 
         try:
-            report += equal(in_dtype, fn, *values, orders=orders)
+            precision = None if allow_narrower else Precision(dtype, only=True)
+            report += Reference(fn, values, orders, precision=precision).check(in_dtype, *values)
         except AssertionError as error:
             raise AssertionError(f"in {dtype}, {error}") from None
     return report

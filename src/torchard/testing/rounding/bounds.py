@@ -13,7 +13,7 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.testing.rounding.in_double import InDouble, Perturbed, as_double
 from torchard.testing.rounding.precision import OWN, Precision
-from torchard.testing.rounding.roundings import alike, is_float, narrower, rounded, roundings_of
+from torchard.testing.rounding.roundings import alike, is_float, rounded, roundings_of
 
 __all__ = ["Expected", "expected"]
 
@@ -97,13 +97,12 @@ def expected(
         For each node, its `Expected`.
     """
     nodes = list(dict.fromkeys(nodes))
-    narrowest = precision.narrowest
     values = InDouble(program).evaluate(inputs)
     exact = {node: values[node] for node in nodes}
     floats = [node for node in nodes if is_float(exact[node])]
-    spreads = {node: _Spread(exact[node], narrower(VAL.of(node).dtype, narrowest)) for node in floats}
+    spreads = {node: _Spread(exact[node], precision.counted(VAL.of(node).dtype)) for node in floats}
     held = _held(program, inputs, precision)
-    roundings = roundings_of(program, values, narrowest, held)
+    roundings = roundings_of(program, values, precision.counted, held)
     now = [held.get(node, x) for node, x in zip(program.placeholders, inputs, strict=True)]
     generator = torch.Generator().manual_seed(seed)
     for _ in range(runs if roundings or held else 0):

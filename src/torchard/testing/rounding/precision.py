@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -27,6 +27,7 @@ class Precision:
         narrowest: of all that is computed for the results; None where nothing is, or where the function
             is not known: then the other's own dtypes stand.
         held: of each input, by its path: of it and what is computed from it for the results.
+        only: whether what is computed in less than the narrowest counts as computed in it too.
 
     >>> import torch, torchard as ta
     >>> from torchard.testing.rounding.precision import precisions
@@ -39,6 +40,11 @@ class Precision:
 
     narrowest: torch.dtype | None = None
     held: tuple[tuple[str, torch.dtype], ...] = ()
+    only: bool = field(default=False, repr=False)
+
+    def counted(self, dtype: torch.dtype) -> torch.dtype:
+        """The real dtype in which an operation in this one counts as done."""
+        return self.narrowest if self.narrowest and self.only else narrower(dtype, self.narrowest)
 
     def of_inputs(self, program: Program) -> dict[fx.Node, torch.dtype]:
         """In which dtypes another program's inputs count as held; else the narrowest."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,7 +95,7 @@ class Rounding:
 def roundings_of(
     program: Program,
     values: Mapping[fx.Node, Any],
-    narrowest: torch.dtype | None = None,
+    counted: Callable[[torch.dtype], torch.dtype],
     inexact: Collection[fx.Node] = (),
 ) -> dict[fx.Node, Rounding]:
     """The operations of a program that round.
@@ -106,15 +106,15 @@ def roundings_of(
     Args:
         program: over global values.
         values: of every node, in double precision.
-        narrowest: operations of wider dtypes count as done in this one; for a program that stands for one
-            in a narrower dtype.
+        counted: in which real dtype an operation in another counts as done; for a program that stands
+            for one in other dtypes.
         inexact: inputs that are rounded before anything is computed from them.
     """
     exact = set(program.placeholders) - set(inexact)
     found: dict[fx.Node, Rounding] = {}
     for node in program.calls:
         floats = filter(is_float, _tensors(VAL.of(node)))
-        dtypes = [narrower(v.dtype, narrowest) for v in floats]
+        dtypes = [counted(v.dtype) for v in floats]
         units = list(map(unit_roundoff, dtypes))
         computes = bool(units) and not moves(node) and node.target is not operator.getitem
         of_exact = all(source in exact for source in node.all_input_nodes)
