@@ -45,12 +45,12 @@ def _in_batches(right: Fn, wrong: Fn, x: torch.Tensor, _: Any) -> None:
 
 
 def _checkpointed(right: Fn, wrong: Fn, x: torch.Tensor, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("torchard.testing.laws.checkpoint", lambda fn, **kw: checkpoint(wrong, **kw))
+    patch.setattr("torchard.testing.laws.transforms.checkpoint", lambda fn, **kw: checkpoint(wrong, **kw))
     check_checkpoint(right, [policies.save_nothing, policies.save_dots], x)
 
 
 def _sharded(right: Fn, wrong: Fn, x: torch.Tensor, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("torchard.testing.laws.shard", lambda fn, *how: shard(wrong, *how))
+    patch.setattr("torchard.testing.laws.transforms.shard", lambda fn, *how: shard(wrong, *how))
     check_sharding(right, MESH, (P(None, "tp"),), x)
 
 

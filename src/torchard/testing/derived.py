@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import optree
 import torch
 
 from torchard.functional.core import tree
+from torchard.functional.core.errors import DerivativeError, PurityError
 from torchard.functional.core.placed import is_placed
 from torchard.sharding import MeshTensor, place
 from torchard.testing.rounding.roundings import is_float
 
-__all__ = ["ALL_ORDERS", "Derivatives", "as_primal", "check_orders", "derived", "fixed_direction"]
+__all__ = [
+    "ALL_CALLS",
+    "ALL_ORDERS",
+    "Derivatives",
+    "as_primal",
+    "check_orders",
+    "derived",
+    "derived_reference",
+    "fixed_direction",
+    "lack",
+]
 
 Fn = Callable[..., Any]
 
@@ -35,14 +47,20 @@ def derived(fn: Fn, order: str) -> Fn:
 
     Args:
         fn: a function of pytrees.
-        order: one of `ALL_ORDERS`. Derivatives are of the floating results times fixed cotangents, with
-            respect to the floating leaves of all arguments.
+        order: one of `ALL_ORDERS` or `ALL_CALLS`. Derivatives are of the floating results times fixed
+            cotangents, with respect to the floating leaves of all arguments.
 
     Returns:
-        A function of the same arguments. It returns `Derivatives`, with a tensor for each of those leaves
-        (for "jvp", for each floating result). "second" cannot be differentiated further.
+        A function of the same arguments. For derivatives it returns `Derivatives`, with a tensor for each
+        of those leaves (for "jvp", for each floating result); there are none of a function without
+        floating results. "second" cannot be differentiated further.
     """
-    return _ORDERS[order](fn)
+    return _CALLS[order][0](fn) if order in _CALLS else _DERIVATIONS[order](fn)
+
+
+def derived_reference(fn: Fn, order: str) -> Fn:
+    """What `derived` of a function is compared with, of its reference."""
+    return _CALLS[order][1](fn) if order in _CALLS else _DERIVATIONS[order](fn)
 
 
 def check_orders(orders: Sequence[str]) -> None:
@@ -51,11 +69,13 @@ def check_orders(orders: Sequence[str]) -> None:
     Raises:
         ValueError: nothing, or a word that is no order.
     """
+    known = [*ALL_ORDERS, *ALL_CALLS]
+    listed = f"it lists some of {', '.join(map(repr, known))}"
     for order in orders:
-        if order not in _ORDERS:
-            raise ValueError(f"orders has {order!r}; it lists some of {', '.join(map(repr, ALL_ORDERS))}")
+        if order not in known:
+            raise ValueError(f"orders has {order!r}; {listed}")
     if not orders:
-        raise ValueError(f"orders is empty; it lists some of {', '.join(map(repr, ALL_ORDERS))}")
+        raise ValueError(f"orders is empty; {listed}")
 
 
 def _value(fn: Fn) -> Fn:
@@ -67,10 +87,10 @@ def _gradient(fn: Fn, last: bool = False) -> Fn:
 
     def gradient(*args: Any) -> Derivatives:
         part = _FloatingPart(fn, args)
-        results, pull, *_ = torch.func.vjp(part, *part.leaves)
-        with torch.no_grad() if last else contextlib.nullcontext():
-            gradients = part.by_path(pull(tuple(map(fixed_direction, results))))
-        return Derivatives((f"gradient of {path}", g) for path, g in gradients.items())
+        with _none_without_floats(), torch.no_grad() if last else contextlib.nullcontext():
+            gradients = part.by_path(part.gradients(last))
+            return Derivatives((f"gradient of {path}", g) for path, g in gradients.items())
+        return Derivatives()
 
     return gradient
 
@@ -79,8 +99,11 @@ def _jvp(fn: Fn) -> Fn:
     def jvp(*args: Any) -> Derivatives:
         part = _FloatingPart(fn, args)
         primals = tuple(map(as_primal, part.leaves))
-        _, tangents, *_ = torch.func.jvp(part, primals, part.directions)
-        return Derivatives((f"tangent of result {i}", t) for i, t in enumerate(tangents))
+        with _none_without_floats():
+            part.check_arguments()
+            _, tangents, *_ = torch.func.jvp(part, primals, part.directions)
+            return Derivatives((f"tangent of result {i}", t) for i, t in enumerate(tangents))
+        return Derivatives()
 
     return jvp
 
@@ -105,13 +128,119 @@ def _second(fn: Fn) -> Fn:
     return second
 
 
-_ORDERS: dict[str, Callable[[Fn], Fn]] = {
+_DERIVATIONS: dict[str, Callable[[Fn], Fn]] = {
     "value": _value,
     "gradient": _gradient,
     "jvp": _jvp,
     "second": _second,
 }
-ALL_ORDERS = tuple(_ORDERS)
+ALL_ORDERS = tuple(_DERIVATIONS)
+
+
+# -- other ways to call a function --------------------------------------------------------------------
+
+
+def _backward(fn: Fn) -> Fn:
+    """Results and gradients of leaves that require gradients, by backward()."""
+
+    def backward(*args: Any) -> Derivatives:
+        part = _FloatingPart(fn, args)
+        part.leaves = [as_primal(x.detach()).requires_grad_() for x in part.leaves]
+        with _none_without_floats(), torch.enable_grad():
+            results = part(*part.leaves)
+            graded = [r for r in results if r.requires_grad]
+            if graded:
+                torch.autograd.backward(graded, [fixed_direction(r.detach()) for r in graded])
+            found = [torch.zeros_like(x) if x.grad is None else x.grad for x in part.leaves]
+            return _together([r.detach() for r in results], part.by_path(found))
+        return Derivatives()
+
+    return backward
+
+
+def _value_and_gradient(fn: Fn) -> Fn:
+    """What `_backward` returns, by torch.func."""
+
+    def value_and_gradient(*args: Any) -> Derivatives:
+        part = _FloatingPart(fn, args)
+        with _none_without_floats():
+            return _together(part(*part.leaves), part.by_path(part.gradients(last=True)))
+        return Derivatives()
+
+    return value_and_gradient
+
+
+def _together(results: Sequence[torch.Tensor], gradients: dict[str, Any]) -> Derivatives:
+    values = {f"result {i}": r for i, r in enumerate(results)}
+    return Derivatives({**values, **{f"gradient of {path}": g for path, g in gradients.items()}})
+
+
+def _under(context: Callable[[], contextlib.AbstractContextManager[Any]]) -> Callable[[Fn], Fn]:
+    def under(fn: Fn) -> Fn:
+        def call(*args: Any) -> Any:
+            with context():
+                return fn(*args)
+
+        return call
+
+    return under
+
+
+def _twice(fn: Fn) -> Fn:
+    def twice(*args: Any) -> Any:
+        fn(*args)
+        return fn(*args)
+
+    return twice
+
+
+def _in_thread(fn: Fn) -> Fn:
+    def in_thread(*args: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(fn, *args).result()
+
+    return in_thread
+
+
+# By name: how fn is called, and what of its reference that is compared with.
+_CALLS: dict[str, tuple[Callable[[Fn], Fn], Callable[[Fn], Fn]]] = {
+    "backward": (_backward, _value_and_gradient),
+    "no_grad": (_under(torch.no_grad), _value),
+    "inference_mode": (_under(torch.inference_mode), _value),
+    "twice": (_twice, _value),
+    "thread": (_in_thread, _value),
+    "compiled": (lambda fn: torch.compile(fn), _value),
+}
+ALL_CALLS = tuple(_CALLS)
+
+
+# -- what torch cannot differentiate ------------------------------------------------------------------
+
+# Parts of its messages: in forward mode, twice, at all.
+_LACKS = (
+    *("forward AD with", "the jvp function", "forward mode AD", "implemented jvp"),
+    *("marked with @once_differentiable", "ouble backward", "ouble-backward"),
+    *("derivative for", "derivative of an operation", "ifferentiat"),
+    *("override the setup_context staticmethod", "mutate a captured Tensor"),
+    "attempting to call Tensor.requires_grad_()",
+)
+
+
+def lack(error: BaseException) -> str | None:
+    """What an error says that torch has no derivative of, in one line; None if it says something else."""
+    text = next(iter(str(error).splitlines()), "")
+    known = isinstance(error, (RuntimeError, NotImplementedError, DerivativeError, PurityError))
+    return text if known and any(part in text for part in _LACKS) else None
+
+
+class _NoFloats(Exception):
+    """A function has no floating result, or no floating argument."""
+
+
+@contextlib.contextmanager
+def _none_without_floats() -> Iterator[None]:
+    with contextlib.suppress(_NoFloats):
+        yield
 
 
 # Typed for trees alone, it takes anything.
@@ -132,7 +261,47 @@ class _FloatingPart:
     def __call__(self, *leaves: Any) -> tuple[torch.Tensor, ...]:
         args = tree.combine(tree.unflatten(self.structure, leaves), self.rest)
         results = tree.leaves(tree.whole(self.fn(*args)))
-        return tuple(r for r in results if is_float(r))
+        floats = tuple(r for r in results if is_float(r))
+        if not floats:
+            raise _NoFloats
+        return floats
+
+    def check_arguments(self) -> None:
+        """Check that there is something to differentiate in."""
+        if not self.leaves:
+            raise _NoFloats
+
+    def gradients(self, last: bool) -> Sequence[Any]:
+        """Of the results times fixed cotangents, with respect to all leaves.
+
+        What torch.func refuses (an autograd.Function without setup_context, a write to a buffer), plain
+        autograd may take.
+        """
+        self.check_arguments()
+        try:
+            with torch.enable_grad():
+                results, pull, *_ = torch.func.vjp(self, *self.leaves)
+            return tuple(pull(tuple(map(fixed_direction, results))))
+        except _NoFloats:
+            raise
+        except Exception as error:
+            try:
+                return self._by_autograd(last)
+            except Exception:
+                raise error from None
+
+    def _by_autograd(self, last: bool) -> Sequence[Any]:
+        with torch.enable_grad():
+            leaves = [x if x.requires_grad else x.detach().requires_grad_() for x in self.leaves]
+            results = [r for r in self(*leaves) if r.requires_grad]
+            zeros = [torch.zeros_like(x) for x in leaves]
+            if not results:
+                return zeros
+            directions = [fixed_direction(r.detach()) for r in results]
+            found = torch.autograd.grad(
+                results, leaves, directions, create_graph=not last, allow_unused=True
+            )
+        return [z if g is None else g for g, z in zip(found, zeros, strict=True)]
 
     @property
     def directions(self) -> tuple[torch.Tensor, ...]:

@@ -22,7 +22,8 @@ class Difference:
         bound: the largest error that rounding explains, at the element that exceeds its bound by most.
         excess: the error of that element over its bound; up to 1, rounding explains it.
         at: the index of that element.
-        problem: why the values cannot be compared, if they cannot.
+        problem: why the values cannot be compared, if they cannot: that is a difference.
+        skipped: why they are not compared, if torch has no such derivative: that is none.
 
     >>> import torch
     >>> from torchard.testing import Difference
@@ -40,6 +41,7 @@ class Difference:
     excess: float = 0.0
     at: tuple[int, ...] = ()
     problem: str = ""
+    skipped: str = ""
 
     @property
     def good(self) -> bool:
@@ -55,6 +57,8 @@ class Difference:
         kind = (
             self.kind.__name__ if isinstance(self.kind, type) else str(self.kind)[len("torch.") :]
         )
+        if self.skipped:
+            return self.path, "", "", "", f"not compared: {self.skipped}"
         if self.problem:
             return self.path, kind, "", "", f"<-- {self.problem}"
         times = f"{self.excess:.3g} times its bound" if self.bound else "where nothing is rounded"

@@ -11,6 +11,7 @@ from torch.fx.node import map_aggregate
 
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
+from torchard.functional.torch_internals.accessors import pytree
 from torchard.functional.tracing.purify import call_pure
 from torchard.testing.rounding.roundings import Rounding, is_float, rounded_number
 
@@ -45,7 +46,7 @@ class InDouble(fx.Interpreter):
         """The value of a call with these arguments."""
         try:
             wide: Any = map_aggregate((args, kwargs), _double_dtype)
-            return call_pure(node, *wide)
+            return _of_known_shape(node, call_pure(node, *wide))
         except (RuntimeError, TypeError):
             # Defined for its own precision alone (a view as another dtype, say).
             narrow = fx.map_arg(
@@ -91,6 +92,15 @@ class Perturbed(InDouble):
             return torch.where(x.isfinite(), moved, x)  # infinities are not rounded
 
         return map_aggregate(values, perturb)
+
+
+def _of_known_shape(node: fx.Node, value: Any) -> Any:
+    """A value; where its shape depends on values and is another one here, that of the recorded run."""
+    if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
+        return value
+    known, found = pytree.tree_leaves(VAL.of(node)), pytree.tree_leaves(value)
+    same = all(a.shape == b.shape for a, b in zip(known, found, strict=True))
+    return value if same else map_aggregate(VAL.of(node), as_double)
 
 
 def as_double(value: Any) -> Any:

@@ -1,20 +1,247 @@
-"""The straight-line program of a call, whose operations can be run again with other roundings."""
+"""The program of one run: the operations that a call ran on its values, whatever they depended on.
+
+A trace is for all values, so it refuses a branch on one, a mask, `item()`, a draw from the global
+generator, an autograd.Function without setup_context. A recording is of one call: its branches are the
+ones that were taken, its draws are constants, and numbers that were read are numbers. With other
+roundings it takes the same branches: the error bound is that of this call.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from torchard.functional.loops.rolled import straight_line
-from torchard.functional.programs.program import Program
-from torchard.functional.trace import trace
-from torchard.functional.tracing.signature import read
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core import tree
+from torchard.functional.core import user_lines as source
+from torchard.functional.effects.mutation import storage_key, written_nodes
+from torchard.functional.effects.writes import functionalize_writes
+from torchard.functional.programs.program import FREE, Leaf, Program
+from torchard.functional.programs.tags import PHASE, SOURCE, VAL
+from torchard.functional.programs.views import sweep
+from torchard.functional.torch_internals.accessors import pytree
+from torchard.functional.torch_internals.operators import aten
+from torchard.functional.tracing.object_results import with_objects
+from torchard.functional.tracing.trace_call import OutTree
 
 __all__ = ["program_of"]
 
+_Key = tuple[Any, ...]
 
-def program_of(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Program, list[Any]]:
-    """The program of a call over plain tensors, and its inputs."""
-    program = straight_line(trace(fn)(*args))
-    values = read(tuple(args), {}).values
-    return program, [*values, *(c.value for c in program.closures), *program.constants]
+
+def program_of(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Program, list[torch.Tensor]]:
+    """The straight-line program of one run of a function, and its inputs.
+
+    Args:
+        fn: any function of pytrees; it runs once.
+        args: its arguments, plain tensors among their leaves.
+
+    Returns:
+        A program with the tensors of the arguments as primals, and with tensors that the function closed
+        over, made by other means than torch's operators, or drew at random as constants. Values of its
+        nodes (`VAL`) are real tensors: what was computed, or what is in its memory since.
+
+    Raises:
+        PurityError: an operation writes in place and has no pure form.
+    """
+    leaves, structure = tree.flatten(tuple(args))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    recording = _Recording()
+    inputs = [recording.add("primal", leaves[i]) for i in places]
+    with internals.uncompiled(), _Mode(recording):
+        result = with_objects(fn(*tree.unflatten(structure, leaves)), lambda tensor: True)
+    results, out_tree = tree.flatten(result)
+    outputs = [recording.node_of(x) for x in results if isinstance(x, torch.Tensor)]
+    recording.graph.output(tuple(outputs))
+    recording.copy_what_is_written()
+    functionalize_writes(recording.graph)
+    sweep(recording.graph)
+    constants = [c for c in recording.constants if c.node.users]
+    for constant in recording.constants:
+        if not constant.node.users:
+            recording.graph.erase_node(constant.node)
+    names, out = tree.paths(tuple(args), "args"), tree.paths(result, "out")
+    program = Program(
+        graph=recording.graph,
+        inputs=(
+            *(Leaf(names[i]) for i in places),
+            *(Leaf(f"constant {i}", role="constant") for i, _ in enumerate(constants)),
+        ),
+        outputs=tuple(
+            Leaf(path, FREE, "output")
+            for path, x in zip(out, results, strict=True)
+            if isinstance(x, torch.Tensor)
+        ),
+        in_tree=structure,
+        out_tree=OutTree.of(results, out_tree),
+        name=getattr(fn, "__name__", type(fn).__name__),
+        constants=tuple(c.value for c in constants),
+    )
+    return program, [*(x.value for x in inputs), *program.constants]
+
+
+@dataclass(frozen=True)
+class _Operand:
+    """A tensor that no recorded operation made: its placeholder, and its value when it was first read."""
+
+    node: fx.Node
+    value: torch.Tensor
+
+
+@dataclass
+class _Recording:
+    """A graph in the making, and which node every tensor is.
+
+    A tensor is known by its memory and how it lies there, not by its identity: autograd hands on copies
+    of views that share their memory. Two tensors that lie alike have one value, at any time.
+    """
+
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    constants: list[_Operand] = field(default_factory=list)
+    nodes: dict[_Key, fx.Node] = field(default_factory=dict)
+    last: fx.Node | None = None  # of the placeholders
+    kept: list[Any] = field(default_factory=list)  # memory that is freed would be taken for other tensors
+
+    def add(self, name: str, tensor: torch.Tensor, value: torch.Tensor | None = None) -> _Operand:
+        """A placeholder for a tensor, with a copy of what is in it now."""
+        with internals.inserting_after(self.graph, self.last):
+            node = self.last = self.graph.placeholder(name)
+        copy = tensor.detach().clone() if value is None else value
+        self._know(node, tensor.detach())
+        return _Operand(node, copy)
+
+    def constant(self, tensor: torch.Tensor) -> fx.Node:
+        """A placeholder for a tensor that no operation made."""
+        operand = self.add("constant", tensor)
+        self.constants.append(operand)
+        return operand.node
+
+    def node_of(self, tensor: torch.Tensor) -> fx.Node:
+        """The node of a tensor; that of a new constant if no operation made it."""
+        node = self.nodes.get(_key(tensor))
+        return self.constant(tensor) if node is None else node
+
+    def operands(self, value: Any, held: bool) -> Any:
+        """Arguments of an operation, with nodes in the place of tensors: before it writes to one.
+
+        Args:
+            held: whether masks are constants, because how many elements they select is a shape.
+        """
+
+        def operand(x: Any) -> Any:
+            if not isinstance(x, torch.Tensor):
+                return x
+            hold = held and x.dtype == torch.bool
+            return self.constant(x.clone()) if hold else self.node_of(x)
+
+        return pytree.tree_map(operand, value)
+
+    def call(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note what an operation was called with, and returned."""
+        node = self.graph.call_function(func, args, kwargs)
+        SOURCE.set(node, source.of_here())
+        PHASE.set(node, "forward" if internals.graph_task() == -1 else "backward")
+        self._result(node, result)
+
+    def copy_what_is_written(self) -> None:
+        """Let operations read and write a copy of each operand that they write to."""
+        written = {storage_key(into) for node in self.graph.nodes for into in written_nodes(node)}
+        for node in self.graph.find_nodes(op="placeholder"):
+            if storage_key(node) in written:
+                with internals.inserting_after(self.graph, self.last):
+                    copy = self.graph.call_function(aten.clone.default, (node,))
+                node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+                VAL.set(copy, VAL.of(node))
+                VAL.set(node, VAL.of(node).clone())  # in memory of its own
+
+    def _result(self, node: fx.Node, value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            self._know(node, value)
+        elif isinstance(value, (tuple, list)):
+            VAL.set(node, value)
+            for i, item in enumerate(value):
+                if not isinstance(item, (torch.Tensor, tuple, list)):
+                    continue
+                part = self.graph.call_function(operator.getitem, (node, i))
+                SOURCE.set(part, SOURCE.get(node))
+                PHASE.set(part, PHASE.get(node) or "forward")
+                self._result(part, item)
+
+    def _know(self, node: fx.Node, tensor: torch.Tensor) -> None:
+        VAL.set(node, tensor)
+        self.nodes[_key(tensor)] = node
+        self.kept.append(tensor)
+
+
+class _Mode(TorchDispatchMode):
+    """Records operations as they run: those of derivatives too, below every level of torch.func."""
+
+    def __init__(self, recording: _Recording) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.recording = recording
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operands = self.recording.operands((args, kwargs), held=_has_shape_of_values(func))
+        result = func(*args, **kwargs)
+        if _draws(func, args, kwargs):
+            self._drawn(func, args, kwargs, operands, result)
+        elif any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(result)):
+            self.recording.call(func, operands[0], operands[1], result)
+        return result
+
+    def _drawn(self, func: Any, args: Any, kwargs: Any, operands: Any, result: Any) -> None:
+        """A draw is a constant: written over what it was drawn into, if it was drawn in place."""
+        if func is aten.native_dropout.default:
+            _, mask = result
+            scale = 1.0 / (1.0 - args[1]) if args[1] < 1 else 0.0
+            kept = self.recording.constant(mask * scale)
+            self.recording.call(aten.mul.Tensor, (operands[0][0], kept), {}, result[0])
+            return
+        for tensor in _tensors(result):
+            if self.recording.nodes.get(_key(tensor)) is None:
+                self.recording.constant(tensor)
+            else:
+                into = self.recording.node_of(tensor)
+                value = self.recording.constant(tensor.detach().clone())
+                self.recording.call(aten.copy_.default, (into, value), {}, tensor)
+
+
+def _draws(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether an operation draws random numbers; attention without dropout does not."""
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return not ("dropout_p" in names and given.get("dropout_p", 0.0) == 0.0)
+
+
+def _has_shape_of_values(func: Any) -> bool:
+    """Whether a mask among the operands decides about a shape."""
+    return torch.Tag.dynamic_output_shape in func.tags or func in _SCATTERS
+
+
+_SCATTERS = (aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    return (x for x in pytree.tree_leaves(value) if isinstance(x, torch.Tensor))
+
+
+def _key(tensor: torch.Tensor) -> _Key:
+    """A tensor's memory and how it lies there."""
+    return (
+        internals.storage_id(tensor),
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tuple(tensor.stride()),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )

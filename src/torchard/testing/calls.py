@@ -1,0 +1,71 @@
+"""Functions as they are called: modules as functions, draws that are the same in each call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["as_function", "seeded", "with_parameters"]
+
+Fn = Callable[..., Any]
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """A context in which torch's global generators begin at a seed; afterwards they are as before."""
+    on_gpus = torch.cuda.is_initialized()
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if on_gpus else []):
+        torch.default_generator.manual_seed(seed)
+        if on_gpus:
+            torch.cuda.manual_seed_all(seed)
+        yield
+
+
+def as_function(fn: Fn) -> Fn:
+    """A module as a function of its arguments; each call of it begins with the buffers as they are now.
+
+    Any other function is returned as it is.
+    """
+    if not isinstance(fn, torch.nn.Module):
+        return fn
+    module = fn
+
+    def call(*args: Any) -> Any:
+        return _called(module, {}, args)
+
+    call.__name__ = type(module).__name__
+    return call
+
+
+def with_parameters(fn: Fn, reference: Fn, args: Sequence[Any]) -> tuple[Fn, Fn, tuple[Any, ...]]:
+    """Two functions, and arguments for both.
+
+    Two modules with the same parameters become functions of them too, which are the last argument, a dict
+    by name, so that derivatives are compared in them.
+    """
+    if not (isinstance(fn, torch.nn.Module) and isinstance(reference, torch.nn.Module)):
+        return as_function(fn), as_function(reference), tuple(args)
+    parameters = {name: p.detach() for name, p in reference.named_parameters()}
+    if not parameters or not _have_same(parameters, dict(fn.named_parameters())):
+        return as_function(fn), as_function(reference), tuple(args)
+
+    def taking(module: torch.nn.Module) -> Fn:
+        return lambda *args: _called(module, args[-1], args[:-1])
+
+    return taking(fn), taking(reference), (*args, parameters)
+
+
+def _have_same(these: dict[str, torch.Tensor], those: dict[str, torch.nn.Parameter]) -> bool:
+    return these.keys() == those.keys() and all(
+        x.shape == those[name].shape and x.dtype == those[name].dtype and torch.equal(x, those[name])
+        for name, x in these.items()
+    )
+
+
+def _called(module: torch.nn.Module, parameters: dict[str, Any], args: Sequence[Any]) -> Any:
+    # A copy that is made inside of a transform of torch.func may be written to there.
+    buffers = {name: b.clone() for name, b in module.named_buffers() if b is not None}
+    return torch.func.functional_call(module, {**buffers, **parameters}, tuple(args))
