@@ -11,6 +11,7 @@ from torch import fx
 
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
+from torchard.functional.engine.transformed import Transformed
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.tracing.object_results import with_objects
@@ -23,10 +24,13 @@ from torchard.testing.derived import (
     derived_reference,
     lack,
 )
-from torchard.testing.report import Difference, Report
+from torchard.testing.localize import localize, parting
+from torchard.testing.observe import recorded
+from torchard.testing.report import Difference, Differs, Report
 from torchard.testing.rounding.bounds import Expected, expected
 from torchard.testing.rounding.precision import OWN, Precision, precisions
 from torchard.testing.rounding.programs import program_of
+from torchard.testing.rounding.roundings import alike
 
 __all__ = ["Reference", "equal"]
 
@@ -125,12 +129,13 @@ class Reference:
         Raises:
             AssertionError: they differ; the message is the report, and where they part.
         """
-        report = Report()
+        report, wrong = Report(), []
         for order in self.orders:
-            report += self._compared(fn, order, args)
-        if not report.good:
-            where = _where(fn, self, args, report)
-            raise AssertionError(f"fn differs from its reference:\n{report}{where}")
+            found = self._compared(fn, order, args)
+            report += found
+            wrong += [] if found.good else [order]
+        if wrong:
+            raise Differs(report, lambda: self._where(fn, wrong[0], args))
         return report
 
     def called(self, fn: Fn, *args: Any) -> Any:
@@ -146,6 +151,22 @@ class Reference:
             if reason is None or tuple(self.orders) != ALL_ORDERS or order == "value":
                 raise
             return Report([Difference(_NAMES[order], type(None), skipped=reason)])
+
+    def _where(self, fn: Fn, order: str, args: Any) -> str:
+        """Where two functions part, and whether they do so in each call."""
+        ours, theirs = derived(fn, order), derived_reference(self.fn, order)
+        if not _same(self.called(ours, *args), self.called(ours, *args)):
+            return _RANDOM
+        if isinstance(fn, Transformed):
+            with seeded(self.seed):
+                found = localize(fn, self.fn, *args, gradients=order != "value", seed=self.seed)
+        else:
+            with seeded(self.seed):
+                mine = recorded(lambda *xs: tree.whole(ours(*xs)), args)
+            with seeded(self.seed):
+                other = recorded(theirs, self.args)
+            found = parting(mine, other, self.seed, self.precision)
+        return "" if found.agree or found.problem else str(found)
 
     def _differences(self, fn: Fn, order: str, args: Any) -> Report:
         have = _by_path(tree.whole(self.called(fn, *args)), order)
@@ -237,9 +258,16 @@ def _widened(wanted: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     return {**wanted, **both}
 
 
-def _where(fn: Fn, reference: Reference, args: Any, report: Report) -> str:
-    """Where two functions part, as the end of a message; nothing if that is not found."""
-    return ""
+def _same(these: Any, those: Any) -> bool:
+    """Whether two results are the same to the last bit."""
+    pairs = zip(tree.leaves(tree.whole(these)), tree.leaves(tree.whole(those)), strict=True)
+    return all(bool(alike(a, b).all()) for a, b in pairs if isinstance(a, torch.Tensor))
+
+
+_RANDOM = (
+    "fn is random: two calls with the same arguments, and with torch's generators at the same seed, "
+    "differ. Give it what it draws as an argument"
+)
 
 
 # -- differences --------------------------------------------------------------------------------------

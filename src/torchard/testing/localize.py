@@ -15,13 +15,14 @@ from torchard.functional.core.arguments import checked
 from torchard.functional.programs.flops import op_name
 from torchard.functional.programs.tags import PHASE, SCOPE, SOURCE, VAL
 from torchard.functional.reports.text import value_text
+from torchard.testing.calls import seeded, with_parameters
 from torchard.testing.observe import Observed, observed
 from torchard.testing.rounding.bounds import Expected, expected
 from torchard.testing.rounding.movement import rearranges
-from torchard.testing.rounding.precision import precision_of
+from torchard.testing.rounding.precision import Precision, precision_of
 from torchard.testing.rounding.roundings import is_float
 
-__all__ = ["Divergence", "Operation", "localize"]
+__all__ = ["Divergence", "Operation", "localize", "parting"]
 
 # The most operations that are shown of each function.
 _SHOWN = 4
@@ -77,6 +78,7 @@ class Divergence:
         fn: such operations of the function under test, in order.
         reference: such operations of its reference.
         agree: whether all results agree; then there are no such operations.
+        problem: why results cannot be compared: of another number, shape or dtype.
 
     >>> import torch
     >>> from torchard.testing import Divergence, localize
@@ -88,8 +90,11 @@ class Divergence:
     fn: tuple[Operation, ...]
     reference: tuple[Operation, ...]
     agree: bool
+    problem: str = ""
 
     def __str__(self) -> str:
+        if self.problem:
+            return self.problem
         if self.agree:
             return "the functions agree up to rounding"
         lines = ["the functions part at"]
@@ -136,12 +141,25 @@ def localize(
     the functions part at
       fn: ...
     """
-    ours = observed(fn, args, gradients=gradients)
-    theirs = observed(reference, tree.whole(args), gradients=gradients)
+    fn, reference, args = with_parameters(fn, reference, args)
+    with seeded(seed):
+        ours = observed(fn, args, gradients=gradients)
+    with seeded(seed):
+        theirs = observed(reference, tree.whole(args), gradients=gradients)
+    return parting(ours, theirs, seed)
+
+
+def parting(
+    ours: Observed, theirs: Observed, seed: int = 0, precision: Precision | None = None
+) -> Divergence:
+    """Where two runs part; see `localize`. By default both count as computed in the first one's dtypes."""
+    precision = precision or precision_of(ours.program)
     known = expected(
-        theirs.program, theirs.inputs, theirs.values, seed=seed, precision=precision_of(ours.program)
+        theirs.program, theirs.inputs, theirs.values, seed=seed, precision=precision
     )
     match = _Match(ours, theirs, known)
+    if problem := match.misfit():
+        return Divergence((), (), agree=False, problem=problem)
     wrong = match.wrong_results()
     mine, other = (_Region.behind(nodes, match.occurs) for nodes in wrong)
     return Divergence(
@@ -193,6 +211,17 @@ class _Match:
     def _agree(self, mine: torch.Tensor, other: fx.Node) -> bool:
         excess = self.known[other].excess(mine)
         return not excess.numel() or float(excess.max()) <= 1
+
+    def misfit(self) -> str:
+        """Why results cannot be compared one by one, if they cannot."""
+        mine, other = self.ours.program.outputs, self.theirs.program.outputs
+        if len(mine) != len(other):
+            return f"fn returns {len(mine)} tensors, its reference {len(other)}"
+        pairs = zip(mine, self.ours.program.results, self.theirs.program.results, strict=True)
+        for leaf, a, b in pairs:
+            if VAL.of(a).shape != VAL.of(b).shape or VAL.of(a).dtype != VAL.of(b).dtype:
+                return f"{leaf.path} is {value_text(VAL.of(a))}, in the reference {value_text(VAL.of(b))}"
+        return ""
 
     def wrong_results(self) -> tuple[list[fx.Node], list[fx.Node]]:
         """The results that differ, of both."""

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from torchard.functional.core import tree
+from torchard.functional.core.errors import PurityError, StaticArgumentError
 from torchard.functional.core.placed import is_placed
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.programs.program import Leaf, Placement, Program
@@ -21,10 +22,11 @@ from torchard.functional.tracing.signature import read
 from torchard.sharding import place
 from torchard.sharding.values.placement import MeshPlacement
 from torchard.sharding.values.spec import spec_of
-from torchard.testing.derived import fixed_direction
+from torchard.testing.derived import derived, fixed_direction
+from torchard.testing.rounding.programs import program_of
 from torchard.testing.varying import Varying, varies
 
-__all__ = ["LocalRun", "Observed", "local_run", "observed"]
+__all__ = ["LocalRun", "Observed", "local_run", "observed", "recorded"]
 
 Fn = Callable[..., Any]
 
@@ -91,8 +93,11 @@ def local_run(fn: Fn, args: Sequence[Any], *, gradients: bool = False) -> LocalR
 
 
 def observed(fn: Fn, args: Sequence[Any], *, gradients: bool = False) -> Observed:
-    """Run a function as `local_run` does, and gather what is placed."""
-    run = local_run(fn, args, gradients=gradients)
+    """Run a function as `local_run` does, and gather what is placed; if it cannot be traced, as it is."""
+    try:
+        run = local_run(fn, args, gradients=gradients)
+    except (PurityError, StaticArgumentError):
+        return recorded(fn if not gradients else _with_gradients(fn), args)
     values: dict[fx.Node, torch.Tensor] = {}
     varying: dict[fx.Node, Varying] = {}
     for node, parts in run.parts.items():
@@ -104,6 +109,25 @@ def observed(fn: Fn, args: Sequence[Any], *, gradients: bool = False) -> Observe
             values[node] = whole.detach()
     inputs = [values[node] for node in run.program.placeholders]
     return Observed(run.program, inputs, values, varying)
+
+
+def recorded(fn: Fn, args: Sequence[Any]) -> Observed:
+    """Run a function as it is written, with every value of the call kept."""
+    program, inputs = program_of(fn, args)
+    run = _Kept(torch.nn.Module(), garbage_collect_values=False, graph=program.graph)
+    with torch.no_grad():
+        run.run(*inputs, enable_io_processing=False)
+    values = {node: x.detach() for node, x in run.env.items() if isinstance(x, torch.Tensor)}
+    return Observed(program, inputs, values, {})
+
+
+class _Kept(fx.Interpreter):
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return target(*args, **kwargs)
+
+
+def _with_gradients(fn: Fn) -> Fn:
+    return lambda *args: (fn(*args), derived(fn, "gradient")(*args))
 
 
 def _inputs(program: Program, fn: Fn, args: Sequence[Any]) -> Iterator[tuple[torch.Tensor, ...]]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Difference", "Report"]
+__all__ = ["Difference", "Differs", "Report"]
 
 
 @dataclass(frozen=True)
@@ -97,3 +97,32 @@ class Report(list[Difference]):
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in table)
         return "\n".join(line.rstrip() for line in lines)
+
+
+class Differs(AssertionError):
+    """Two functions differ. Where is found when the message is read, which shrinking never does.
+
+    Attributes:
+        report: what was compared.
+        heading: the message's first line.
+    """
+
+    def __init__(self, report: Report, find: Callable[[], str]) -> None:
+        super().__init__()
+        self.report, self.heading = report, "fn differs from its reference:"
+        self._find: Callable[[], str] | None = find
+        self._where = ""
+
+    def inside(self, what: str) -> Differs:
+        """The same error, whose heading begins with what was tried."""
+        self.heading = f"{what}{self.heading}"
+        return self
+
+    def __str__(self) -> str:
+        if self._find is not None:
+            find, self._find = self._find, None
+            try:
+                self._where = find()
+            except Exception as error:  # the report stands without it
+                self._where = f"where they part was not found: {type(error).__name__}"
+        return "\n".join(filter(None, (self.heading, str(self.report), self._where)))

@@ -18,7 +18,7 @@ from torchard.sharding import Mesh, P, place, shard
 from torchard.testing.derived import ALL_ORDERS, derived
 from torchard.testing.equal import Reference, equal
 from torchard.testing.laws.converted import check_converted
-from torchard.testing.report import Report
+from torchard.testing.report import Differs, Report
 from torchard.testing.rounding.precision import Precision
 from torchard.testing.rounding.roundings import alike, is_float
 
@@ -157,8 +157,8 @@ def check_dtypes(
         try:
             precision = None if allow_narrower else Precision(dtype, only=True)
             report += Reference(fn, values, orders, precision=precision).check(in_dtype, *values)
-        except AssertionError as error:
-            raise AssertionError(f"in {dtype}, {error}") from None
+        except Differs as error:
+            raise error.inside(f"in {dtype}, ") from None
     return report
 
 
@@ -274,10 +274,8 @@ def check_stack(
             plain = _layer(layer, mesh)(plain) if layer in _DERIVATIONS else plain
         try:
             report += equal(transformed, plain, *args, orders=("value",))
-        except AssertionError as error:
-            raise AssertionError(
-                f"the stack {' of '.join(map(_name, reversed(word)))}: {error}"
-            ) from None
+        except Differs as error:
+            raise error.inside(f"the stack {' of '.join(map(_name, reversed(word)))}: ") from None
     return report
 
 

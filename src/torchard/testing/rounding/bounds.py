@@ -154,6 +154,7 @@ class _Spread:
     @property
     def expected(self) -> Expected:
         """The value, with a bound of zero for elements that no rounding moves."""
-        bound = torch.where(self.moved, _OVER_LARGEST * self.largest + self.underflow, 0.0)
+        most = _OVER_LARGEST * self.largest + self.underflow
+        bound = torch.zeros(self.moved.shape, dtype=torch.float64).masked_fill(self.moved, most)
         unknown = self.turned & ~self.known
         return Expected(self.exact, torch.where(unknown, torch.inf, bound), self.turned)
