@@ -15,7 +15,7 @@ import torch
 from torchard.functional.core.placed import is_placed
 from torchard.functional.core.wrapper import ModuleCopy, Wrapper
 
-__all__ = ["References"]
+__all__ = ["References", "referred"]
 
 # What refers to nothing of a call's. A type of theirs alone decides, as most leaves are numbers.
 _ATOMS = (
@@ -62,7 +62,7 @@ class References:
                 continue
             self.objects[id(value)] = value
             if not isinstance(value, torch.Tensor):
-                left += ((child, path + name, id(value)) for name, child in _referred(value))
+                left += ((child, path + name, id(value)) for name, child in referred(value))
             elif self.is_wanted(value):
                 self.tensors[self._unused(path)] = value
         self.complete &= not left
@@ -93,7 +93,7 @@ class References:
         return found
 
 
-def _referred(value: Any) -> Iterator[tuple[str, Any]]:
+def referred(value: Any) -> Iterator[tuple[str, Any]]:
     """What an object refers to, with what follows its own path in theirs."""
     if isinstance(value, FunctionType):
         yield from _closed_over(value)

@@ -22,12 +22,12 @@ from torchard.testing.counts import (
 )
 from torchard.testing.equal import equal
 from torchard.testing.laws.derivatives import check_derivatives
+from torchard.testing.laws.purity import Purity, check_pure
 from torchard.testing.laws.symmetries import equivariant, homogeneous, invariant
 from torchard.testing.laws.transforms import (
     check_batching,
     check_checkpoint,
     check_dtypes,
-    check_pure,
     check_sharding,
     check_stack,
 )
@@ -35,7 +35,7 @@ from torchard.testing.localize import Divergence, Operation, localize
 from torchard.testing.prove import Gap, Proof, Unproved, prove
 from torchard.testing.rank_pool import RankError, RankPool
 from torchard.testing.ranks import RankDivergence, localize_ranks
-from torchard.testing.report import Difference, Report
+from torchard.testing.report import Difference, Differs, Report
 
 if TYPE_CHECKING:
     from torchard.testing.strategies import *  # noqa: F403
@@ -43,10 +43,12 @@ if TYPE_CHECKING:
 # Not the strategies: a star import needs no hypothesis, and does not hide torchard.policies.
 __all__ = [
     "Difference",
+    "Differs",
     "Divergence",
     "Gap",
     "Operation",
     "Proof",
+    "Purity",
     "RankDivergence",
     "RankError",
     "RankPool",

@@ -70,7 +70,7 @@ def equal(
         A report with a row for each value; print it.
 
     Raises:
-        AssertionError: the functions differ; the message is the report.
+        Differs: an AssertionError: the functions differ; the message is the report, and where they part.
         ValueError: ``orders`` has a word that is none of these, or is empty.
 
     Source: Higham, Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput.
@@ -87,7 +87,7 @@ def equal(
     >>> equal(lambda x: x.sum() * 3, lambda x: x.sum() * 2, x)
     Traceback (most recent call last):
         ...
-    AssertionError: fn differs from its reference:
+    torchard.Differs: fn differs from its reference:
     value ...
     """
     precision = None if allow_narrower else OWN

@@ -102,15 +102,27 @@ class Report(list[Difference]):
 class Differs(AssertionError):
     """Two functions differ. Where is found when the message is read, which shrinking never does.
 
+    Args:
+        report: what was compared.
+        where: finds where they part, as text.
+
     Attributes:
         report: what was compared.
         heading: the message's first line.
+
+    >>> import torch
+    >>> from torchard.testing import Differs, equal
+    >>> try:
+    ...     equal(torch.sin, torch.cos, torch.ones(2), orders=["value"])
+    ... except Differs as error:
+    ...     print([row.path for row in error.report])
+    ['out']
     """
 
-    def __init__(self, report: Report, find: Callable[[], str]) -> None:
+    def __init__(self, report: Report, where: Callable[[], str]) -> None:
         super().__init__()
         self.report, self.heading = report, "fn differs from its reference:"
-        self._find: Callable[[], str] | None = find
+        self._find: Callable[[], str] | None = where
         self._where = ""
 
     def inside(self, what: str) -> Differs:

@@ -1,4 +1,4 @@
-"""Laws of one function: it is pure, vmap is a loop, dtypes and transforms do not change its values."""
+"""Laws of one function: vmap is a loop, dtypes and transforms do not change its values."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import torch
 from torchard.functional.checkpoint import checkpoint
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import CheckedInside, checked
-from torchard.functional.core.errors import PurityError
 from torchard.functional.jit import jit
-from torchard.functional.trace import trace
 from torchard.kernels import fuse
 from torchard.sharding import Mesh, P, place, shard
 from torchard.testing.derived import ALL_ORDERS, derived
@@ -20,13 +18,12 @@ from torchard.testing.equal import Reference, equal
 from torchard.testing.laws.converted import check_converted
 from torchard.testing.report import Differs, Report
 from torchard.testing.rounding.precision import Precision
-from torchard.testing.rounding.roundings import alike, is_float
+from torchard.testing.rounding.roundings import is_float
 
 __all__ = [
     "check_batching",
     "check_checkpoint",
     "check_dtypes",
-    "check_pure",
     "check_sharding",
     "check_stack",
 ]
@@ -34,42 +31,6 @@ __all__ = [
 Fn = Callable[..., Any]
 Layer = Callable[[Fn], Fn]
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
-
-
-@checked
-def check_pure(fn: Callable[..., Any], *args: Any) -> None:
-    """Assert that a function is pure: equal results for equal arguments, and nothing else changes.
-
-    Args:
-        fn: a function of pytrees.
-        args: its arguments.
-
-    Raises:
-        AssertionError: two calls differ, an argument was changed, torch's global random state was read,
-            or a trace of the function refuses an effect; says which.
-
-    >>> import torch
-    >>> from torchard.testing import check_pure
-    >>> check_pure(torch.sin, torch.ones(3))
-    >>> check_pure(torch.rand_like, torch.ones(3))
-    Traceback (most recent call last):
-        ...
-    AssertionError: the function draws from torch's global random state; pass a key of torchard.random
-    """
-    before = tree.map(_copied, args)
-    state = torch.get_rng_state()
-    first = fn(*args)
-    if not torch.equal(state, torch.get_rng_state()):
-        torch.set_rng_state(state)
-        raise AssertionError(
-            "the function draws from torch's global random state; pass a key of torchard.random"
-        )
-    _check_same(args, before, "args", "was changed by the call")
-    _check_same(fn(*args), first, "out", "differs between two calls with the same arguments")
-    try:
-        trace(fn)(*args)
-    except PurityError as error:
-        raise AssertionError(f"the function is not pure: {error}") from error
 
 
 @checked
@@ -141,7 +102,7 @@ def check_dtypes(
     >>> check_dtypes(lambda x: x.exp().sum().log(), torch.tensor([1.0, 100.0]))
     Traceback (most recent call last):
         ...
-    AssertionError: in torch.float32, fn differs from its reference:
+    torchard.Differs: in torch.float32, fn differs from its reference:
     ...
     """
     report = Report()
@@ -360,10 +321,6 @@ def _tensor(x: Any) -> bool:
     return isinstance(x, torch.Tensor)
 
 
-def _copied(x: Any) -> Any:
-    return x.clone() if isinstance(x, torch.Tensor) else x
-
-
 def _batch_of(leaf: Any, generator: torch.Generator) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
@@ -371,13 +328,3 @@ def _batch_of(leaf: Any, generator: torch.Generator) -> Any:
         return torch.stack([leaf] * 3)
     factors = torch.rand(3, generator=generator) + 0.5
     return torch.stack([leaf * f for f in factors.to(leaf.dtype)])
-
-
-def _check_same(have: Any, want: Any, root: str, what: str) -> None:
-    """Leaves are equal, a NaN only to a NaN."""
-    for path, a, b in zip(
-        tree.paths(want, root), tree.leaves(have), tree.leaves(want), strict=True
-    ):
-        same = bool(alike(a, b).all()) if _tensor(a) else a == b
-        if not same:
-            raise AssertionError(f"{path} {what}")

@@ -47,7 +47,7 @@ def programs(
     <BLANKLINE>
     <BLANKLINE>
     inputs = (
-        torch.tensor([2.0], dtype=torch.float64),
+        torch.tensor(..., dtype=torch.float64),
     )
     """
     return _programs(max_steps, dtype, mesh)
