@@ -153,11 +153,11 @@ def parting(
     ours: Observed, theirs: Observed, seed: int = 0, precision: Precision | None = None
 ) -> Divergence:
     """Where two runs part; see `localize`. By default both count as computed in the first one's dtypes."""
-    precision = precision or precision_of(ours.program)
+    fixed, precision = precision is not None, precision or precision_of(ours.program)
     known = expected(
         theirs.program, theirs.inputs, theirs.values, seed=seed, precision=precision
     )
-    match = _Match(ours, theirs, known)
+    match = _Match(ours, theirs, known, narrowing_counts=fixed)
     if problem := match.misfit():
         return Divergence((), (), agree=False, problem=problem)
     wrong = match.wrong_results()
@@ -172,8 +172,15 @@ def parting(
 class _Match:
     """Which values of each of two runs occur in the other."""
 
-    def __init__(self, ours: Observed, theirs: Observed, known: dict[fx.Node, Expected]) -> None:
+    def __init__(
+        self,
+        ours: Observed,
+        theirs: Observed,
+        known: dict[fx.Node, Expected],
+        narrowing_counts: bool = False,
+    ) -> None:
         self.ours, self.theirs, self.known = ours, theirs, known
+        self.passes_on = rearranges if narrowing_counts else _passes_on
         self.others: dict[_Kind, list[fx.Node]] = {}
         for node, value in theirs.values.items():
             self.others.setdefault(_kind(value), []).append(node)
@@ -195,7 +202,7 @@ class _Match:
         """Whether a node's value, or that of which it is a view, occurs in the other run."""
         if node not in self._occurs:
             self._occurs[node] = any(self._agree(a, b) for a, b in self._pairs(node)) or (
-                _passes_on(node) and all(map(self.occurs, operands(node)))
+                self.passes_on(node) and bool(operands(node)) and all(map(self.occurs, operands(node)))
             )
         return self._occurs[node]
 
@@ -270,7 +277,7 @@ def operands(node: fx.Node) -> list[fx.Node]:
 
 def _passes_on(node: fx.Node) -> bool:
     casts = op_name(node) == "aten._to_copy"
-    return node.op == "call_function" and (casts or rearranges(node)) and bool(operands(node))
+    return node.op == "call_function" and (casts or rearranges(node))
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class _Recording:
         with internals.inserting_after(self.graph, self.last):
             node = self.last = self.graph.placeholder(name)
         copy = tensor.detach().clone() if value is None else value
-        self._know(node, tensor.detach())
+        self._know(node, tensor)
         return _Operand(node, copy)
 
     def constant(self, tensor: torch.Tensor) -> fx.Node:
@@ -174,9 +174,10 @@ class _Recording:
                 self._result(part, item)
 
     def _know(self, node: fx.Node, tensor: torch.Tensor) -> None:
-        VAL.set(node, tensor)
+        alias = tensor.detach()  # whose dims stay as they are now, whatever is done to the tensor's in place
+        VAL.set(node, alias)
         self.nodes[_key(tensor)] = node
-        self.kept.append(tensor)
+        self.kept.append(alias)
 
 
 class _Mode(TorchDispatchMode):
