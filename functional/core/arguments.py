@@ -59,9 +59,15 @@ def checked(fn: Callable[Params, Result]) -> Callable[Params, Result]:
         except TypeError as error:
             raise TypeError(f"{who}: {error}. {_right_call(who, fn, signature)}") from None
         _check(who, _hints(fn), _one_by_one(signature, bound.arguments))
+        __tracebackhide__ = _is_assertion
         return fn(*args, **kwargs)
 
     return run
+
+
+def _is_assertion(caught: Any) -> bool:
+    """Whether pytest hides a frame: a failing law is shown at the user's line."""
+    return issubclass(caught.type, AssertionError)
 
 
 def check_fields(record: Any) -> None:

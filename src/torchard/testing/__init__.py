@@ -75,7 +75,7 @@ __all__ = [
 ]
 
 _STRATEGIES = (
-    *("RandomProgram", "keys", "meshes", "policies", "programs"),
+    *("RandomProgram", "keys", "meshes", "modules", "policies", "programs"),
     *("pytrees", "random_program", "specs_for", "stacks", "tensors"),
 )
 

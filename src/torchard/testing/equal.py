@@ -26,7 +26,7 @@ from torchard.testing.derived import (
 )
 from torchard.testing.localize import localize, parting
 from torchard.testing.observe import recorded
-from torchard.testing.report import Difference, Differs, Report
+from torchard.testing.report import Difference, Differs, Report, is_assertion
 from torchard.testing.rounding.bounds import Expected, expected
 from torchard.testing.rounding.precision import OWN, Precision, precisions
 from torchard.testing.rounding.programs import program_of
@@ -35,6 +35,7 @@ from torchard.testing.rounding.roundings import alike
 __all__ = ["Reference", "equal"]
 
 Fn = Callable[..., Any]
+__tracebackhide__ = is_assertion
 
 
 @checked

@@ -27,7 +27,7 @@ __all__ = ["Divergence", "Operation", "localize", "parting"]
 # The most operations that are shown of each function.
 _SHOWN = 4
 
-_Kind = tuple[bool, torch.Size]  # whether values are floating, and their shape
+_Kind = tuple[bool, bool, torch.Size]  # whether values are floating, complex, and their shape
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class _Match:
     def _wholes(self) -> dict[fx.Node, list[torch.Tensor]]:
         """The whole values of each of our nodes; of one that varies over ranks, all that may be."""
         found = {node: [value] for node, value in self.ours.values.items()}
-        shapes = {shape for _, shape in self.others}
+        shapes = {shape for *_, shape in self.others}
         for node, varying in self.ours.varying.items():
             found[node] = list(varying.wholes(shapes))
         return found
@@ -264,7 +264,7 @@ class _Match:
 
 
 def _kind(value: torch.Tensor) -> _Kind:
-    return is_float(value), value.shape
+    return is_float(value), value.is_complex(), value.shape
 
 
 def operands(node: fx.Node) -> list[fx.Node]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-__all__ = ["Difference", "Differs", "Report"]
+__all__ = ["Difference", "Differs", "Report", "is_assertion"]
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,11 @@ class Report(list[Difference]):
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in table)
         return "\n".join(line.rstrip() for line in lines)
+
+
+def is_assertion(caught: Any) -> bool:
+    """Whether pytest hides a frame of this library's: a failing law is shown at the user's line."""
+    return issubclass(caught.type, AssertionError)
 
 
 class Differs(AssertionError):

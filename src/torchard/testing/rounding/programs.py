@@ -174,7 +174,7 @@ class _Recording:
                 self._result(part, item)
 
     def _know(self, node: fx.Node, tensor: torch.Tensor) -> None:
-        alias = tensor.detach()  # whose dims stay as they are now, whatever is done to the tensor's in place
+        alias = tensor.detach()  # whose dims stay, whatever is done to the tensor's in place
         VAL.set(node, alias)
         self.nodes[_key(tensor)] = node
         self.kept.append(alias)

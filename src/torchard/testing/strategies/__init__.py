@@ -18,6 +18,9 @@ makes them, strides included.
         check_sharding(my_layer, mesh, data.draw(ts.specs_for((w, x), mesh)), w, x)
 """
 
+import contextlib
+from pathlib import Path
+
 try:
     import hypothesis  # noqa: F401
 except ModuleNotFoundError as error:
@@ -26,6 +29,7 @@ except ModuleNotFoundError as error:
         name=error.name,
     ) from error
 
+from torchard.testing.strategies.modules import modules
 from torchard.testing.strategies.placements import meshes, specs_for
 from torchard.testing.strategies.programs import programs, random_program
 from torchard.testing.strategies.random_program import RandomProgram
@@ -33,10 +37,18 @@ from torchard.testing.strategies.tensors import tensors
 from torchard.testing.strategies.transforms import policies, stacks
 from torchard.testing.strategies.trees import keys, pytrees
 
+with contextlib.suppress(ImportError, AttributeError):
+    # Lines that only failing examples run are explained by hypothesis; those of this library are no help.
+    from hypothesis.internal import scrutineer
+
+    library = Path(__file__).parents[2]
+    scrutineer.UNHELPFUL_LOCATIONS += (f"{library.as_posix()}/**",)  # type: ignore[assignment]
+
 __all__ = [
     "RandomProgram",
     "keys",
     "meshes",
+    "modules",
     "policies",
     "programs",
     "pytrees",

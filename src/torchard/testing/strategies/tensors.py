@@ -38,6 +38,7 @@ def tensors(
     layouts: Sequence[str] = LAYOUTS,
     min_size: int = 1,
     max_size: int = 5,
+    device: torch.device | str = "cpu",
 ) -> st.SearchStrategy[tuple[torch.Tensor, ...]]:
     """A hypothesis strategy of several tensors; dims of one name have one size.
 
@@ -59,6 +60,7 @@ def tensors(
             (not at the start of the storage), "sliced" (every second entry), "expanded" (stride 0). What
             lies between the entries is NaN, or the largest integer.
         min_size, max_size: the smallest and largest size of an axis.
+        device: where the tensors are; their values are those that are drawn for a CPU.
 
     Returns:
         A strategy of tuples of tensors, which shrinks towards contiguous tensors of zeros with dims of
@@ -84,7 +86,17 @@ def tensors(
         raise ValueError(f"layouts is {layouts!r}; known layouts are {', '.join(LAYOUTS)}")
     dtypes = st.sampled_from([dtype] if isinstance(dtype, torch.dtype) else list(dtype))
     sizes = st.integers(min_size, max_size)
-    return _tensors(text, _axes(text), named, dtypes, kinds, tuple(layouts), sizes)
+    drawn = _tensors(text, _axes(text), named, dtypes, kinds, tuple(layouts), sizes)
+    return drawn if torch.device(device).type == "cpu" else drawn.map(lambda xs: _on(device, xs))
+
+
+def _on(device: torch.device | str, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Tensors on another device, in memory that is laid out as theirs."""
+    moved = []
+    for x in tensors:
+        storage = x.as_strided((x.untyped_storage().nbytes() // x.itemsize,), (1,), 0).to(device)
+        moved.append(storage.as_strided(x.shape, x.stride(), x.storage_offset()))
+    return tuple(moved)
 
 
 @st.composite
