@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 import pytest
+import torch
 from broken_plans import OF_ANY, OF_STEPS, Broken, breakages, outcome, parts_of, results_of
 from broken_rules import CHANGES, broken
 from effort import examples
@@ -16,6 +17,7 @@ from torch import fx
 from transformer import RECIPES, batch, parameters
 
 from torchard import Mesh, P, place, shard
+from torchard.functional.programs.flops import op_name
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import STEP
 from torchard.sharding.rules import lookup
@@ -105,3 +107,13 @@ def test_every_published_bug_is_a_plan_or_is_said_not_to_be() -> None:
 
 def test_there_are_enough_ways_to_break_a_plan() -> None:
     assert len(OF_STEPS) + len(OF_ANY) >= 15
+
+
+def test_a_node_whose_rule_is_for_other_arguments() -> None:
+    mesh = Mesh({"a": 2}, virtual=True)
+    plan = shard(lambda x: torch.cat([x, x], 1), mesh, P("a")).lower(torch.ones(4, 6)).copy()
+    (node,) = (n for n in plan.calls if op_name(n) == "aten.cat")
+    node.args = (node.args[0], 0)
+    proof = refutation(plan)
+    assert proof is not None
+    assert "its rule is not for these arguments" in str(proof)

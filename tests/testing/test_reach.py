@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from untraceable import CACHE, FUNCTIONS, OldStyle, branched
 
 from torchard import Mesh, P, shard
-from torchard.testing import Differs, check_pure, equal, localize
+from torchard.testing import Differs, check_pure, check_stack, equal, localize
 
 X = torch.randn(4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 CALLS = ("value", "backward", "no_grad", "inference_mode", "twice", "thread")
@@ -226,3 +226,11 @@ def test_pure_functions_with_surroundings() -> None:
     weights = {"w": torch.ones(6, dtype=X.dtype)}
     for fn in (lambda x: x * weights["w"], nn.LayerNorm(6, dtype=X.dtype), torch.sin):
         assert check_pure(fn, X).traceable
+
+
+@pytest.mark.parametrize("way", CALLS[1:])
+def test_stacks_are_called_as_users_call(way: str) -> None:
+    words = [("jit", way), ("shard", "grad", way), ("grad", way, "twice")]
+    assert check_stack(torch.sin, words[: 2 if way == "backward" else 3], X).good
+    with pytest.raises(Differs, match=f"the stack {way}"):
+        check_stack(_wrong_in(way), [(way,)], X)

@@ -57,12 +57,18 @@ def equal(
 
     Args:
         fn: the function under test: sharded, checkpointed, fused, compiled, in half precision, or another
-            way of computing the same.
-        reference: a plain function that computes the same.
+            way of computing the same. Modules are left as they are; two modules with the same
+            parameters are compared in these too, as a last argument.
+        reference: a plain function that computes the same. It may branch on values, index by masks and
+            draw from torch's global generator, whose seed is fixed for each call.
         args: pytrees, the arguments of both; placed values are gathered for the reference.
         orders: what is compared: "value"; "gradient" (reverse mode); "jvp" (forward mode); "second" (the
             gradient of a product with the gradient). Derivatives are taken outside, with respect to
-            all floating leaves, along fixed directions of small integers.
+            all floating leaves, along fixed directions of small integers. Those that torch does not have
+            are left out and said in the report, if all four are asked for. Further words are ways to
+            call ``fn``, whose results are compared with the reference's values: "backward" (leaves that
+            require gradients, and backward()), "no_grad", "inference_mode", "twice" (the second call),
+            "thread", "compiled" (by torch.compile).
         seed: of the perturbed runs.
         allow_narrower: whether bounds are those of ``fn`` where it computes in narrower dtypes than the
             reference. If not, a sum in float16 is wrong where the reference's is in float32.

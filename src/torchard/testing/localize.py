@@ -152,7 +152,7 @@ def localize(
 def parting(
     ours: Observed, theirs: Observed, seed: int = 0, precision: Precision | None = None
 ) -> Divergence:
-    """Where two runs part; see `localize`. By default both count as computed in the first one's dtypes."""
+    """Where two runs part; see `localize`. By default both count as computed in the dtypes of ours."""
     fixed, precision = precision is not None, precision or precision_of(ours.program)
     known = expected(
         theirs.program, theirs.inputs, theirs.values, seed=seed, precision=precision

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any
 
@@ -13,7 +14,7 @@ from torchard.functional.core.arguments import CheckedInside, checked
 from torchard.functional.jit import jit
 from torchard.kernels import fuse
 from torchard.sharding import Mesh, P, place, shard
-from torchard.testing.derived import ALL_ORDERS, derived
+from torchard.testing.derived import ALL_CALLS, ALL_ORDERS, derived, derived_reference
 from torchard.testing.equal import Reference, equal
 from torchard.testing.laws.converted import check_converted
 from torchard.testing.report import Differs, Report
@@ -207,7 +208,9 @@ def check_stack(
     Args:
         fn: a pure function of pytrees.
         words: stacks, each a sequence of layers from the inside out: "shard", "fuse", "checkpoint",
-            "jit", "grad", "vmap", "jvp", or a function from functions to functions that compute the same.
+            "jit", "grad", "vmap", "jvp", a way to call ("backward", "no_grad", "inference_mode", "twice",
+            "thread", "compiled"; see `equal`), or a function from functions to functions that compute
+            the same.
         args: its arguments.
         mesh: of "shard", over whose first axis the first dim of every argument is split; by default two
             virtual ranks.
@@ -232,6 +235,8 @@ def check_stack(
         transformed, plain = fn, fn
         for layer in word:
             transformed = _layer(layer, mesh)(transformed)
+            if isinstance(layer, str) and layer in ALL_CALLS:
+                plain = derived_reference(plain, layer)
             plain = _layer(layer, mesh)(plain) if layer in _DERIVATIONS else plain
         try:
             report += equal(transformed, plain, *args, orders=("value",))
@@ -276,7 +281,8 @@ _TRANSFORMS: dict[Any, Layer] = {
     "fuse": fuse,
     "jit": lambda fn: jit(fn, backend="eager"),
 }
-_NAMES = sorted(["shard", *_DERIVATIONS, *_TRANSFORMS])
+_CALLS: dict[Any, Layer] = {way: functools.partial(derived, order=way) for way in ALL_CALLS}
+_NAMES = sorted(["shard", *_DERIVATIONS, *_TRANSFORMS, *_CALLS])
 
 
 def _checked_words(words: Any) -> list[Sequence[Any]]:
@@ -307,7 +313,7 @@ def _layer(layer: Any, mesh: Mesh) -> Layer:
         return known
     if layer == "shard":
         return lambda fn: _sharded(fn, mesh)
-    return {**_DERIVATIONS, **_TRANSFORMS}[layer]
+    return {**_DERIVATIONS, **_TRANSFORMS, **_CALLS}[layer]
 
 
 def _name(layer: Any) -> str:

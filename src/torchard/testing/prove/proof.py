@@ -16,6 +16,7 @@ from torchard.functional.programs.markers import again
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tagging import forget
 from torchard.functional.programs.tags import LAYOUT, SOURCE, STEP, VAL
+from torchard.sharding.layouts.factors import RuleError
 from torchard.sharding.layouts.layout import Layout, Sizes
 from torchard.sharding.layouts.tags import BUCKET, CALL, RULE
 from torchard.sharding.manual.manual_collectives import is_axis_index, move_of
@@ -202,7 +203,10 @@ class _Walk:
             return ""
         if {axis for layout in (*ins, *outs) for axis in layout.axes} & own:
             return f"{sorted(own)} also split values, or are reduced over"
-        rule = rule_of(call)
+        try:
+            rule = rule_of(call)
+        except (RuleError, IndexError) as error:
+            return f"its rule is not for these arguments: {error}"
         found = instance(rule, ins, outs, self.sizes)
         if found.problem:
             return found.problem
