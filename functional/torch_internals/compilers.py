@@ -196,15 +196,21 @@ def _of_static_shapes(inputs: Sequence[torch.Tensor]) -> Iterator[list[torch.Ten
 # -- torch.compile itself -----------------------------------------------------------------------------
 
 
-def _call(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def outside_of_compile(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call what this library made as it is: torch.compile breaks its graph here.
+
+    As by torch.compiler.disable, which would load the compiler: that takes as long as torch itself.
+    """
     return fn(*args, **kwargs)
 
 
-# torch.compile breaks its graph here, and runs what this library made as it is.
-outside_of_compile: Any = torch.compiler.disable(
-    _call,
-    reason="torch.compile does not compile functions of torchard: torchard.jit(fn) does, and "
-    "torch.compile runs them as they are, between its graphs (fullgraph=False)",
+_frames = torch._C._dynamo.eval_frame
+_skipped = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+_frames.set_code_exec_strategy(outside_of_compile.__code__, _skipped)  # and all that it calls
+outside_of_compile._torchdynamo_disable = True  # type: ignore[attr-defined]
+outside_of_compile._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "torch.compile does not compile functions of torchard: torchard.jit(fn) does, and torch.compile runs "
+    "them as they are, between its graphs (fullgraph=False)"
 )
 
 
