@@ -16,14 +16,13 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core import tree as trees
 from torchard.functional.core.placed import is_placed
 from torchard.functional.tracing.signature import ShapeDtype
+from torchard.sharding.checkpointing.storage_errors import StorageError
 from torchard.sharding.values.mesh import Mesh, default_device
 from torchard.sharding.values.place import MeshPlacement, MeshTensor
 from torchard.sharding.values.spec import P, layout_of
 
 __all__ = [
     "CheckpointLeaf",
-    "StorageError",
-    "StorageWarning",
     "check_storable",
     "check_types",
     "compare",
@@ -35,39 +34,6 @@ __all__ = [
 SCALARS = (int, float, bool, complex, str, type(None))
 _LEAVE = "Add them to like, or pass partial=True to skip them."
 SHOWN = 5  # keys of a checkpoint in one message
-
-
-class StorageError(ValueError):
-    """A checkpoint cannot be written, or does not hold what ``load`` expects.
-
-    >>> import torch, torchard as ta
-    >>> ta.save("step-100", {"w": torch.ones(4)})
-    >>> ta.load("step-100", {"w": torch.ones(3), "b": torch.ones(2)})
-    Traceback (most recent call last):
-        ...
-    torchard.StorageError: like['b'] is float32 [2], but .../step-100 has no key
-        'b'; rename or drop it in like.
-    like['w'] is float32 [3], but .../step-100 has float32 [4]; use that in like,
-        and convert the result of load.
-    """
-
-
-class StorageWarning(UserWarning):
-    """A checkpoint could not be checked for damage.
-
-    >>> import os, torch, torchard as ta, warnings
-    >>> ta.save("step-100", {"w": torch.ones(4)})
-    >>> os.remove("step-100/.checksums")                               # plain DCP writes none
-    >>> with warnings.catch_warnings(record=True) as caught:
-    ...     warnings.simplefilter("always")
-    ...     ta.load("step-100", {"w": torch.zeros(4)})
-    {'w': tensor([1., 1., 1., 1.])}
-    >>> caught[0].category is ta.StorageWarning
-    True
-    >>> print(caught[0].message)
-    /.../step-100 has no checksums, which torchard's save writes and plain DCP does
-    not, so damage to its values cannot be detected. Save it again with torchard.save to add them.
-    """
 
 
 class CheckpointLeaf(NamedTuple):

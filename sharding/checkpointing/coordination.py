@@ -8,7 +8,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchard.sharding.checkpointing.checkpoint_leaves import CheckpointLeaf, StorageError
+from torchard.sharding.checkpointing.checkpoint_leaves import CheckpointLeaf
+from torchard.sharding.checkpointing.storage_errors import StorageError
 from torchard.sharding.values.mesh import Mesh
 from torchard.sharding.values.place import MeshTensor
 from torchard.sharding.values.store_allgather import ExchangeError, OutOfStep, exchange

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchard.functional import torch_internals as internals
-from torchard.sharding.checkpointing.checkpoint_leaves import StorageError
+from torchard.sharding.checkpointing.storage_errors import StorageError
 from torchard.sharding.checkpointing.unfinished import leftovers
 
 __all__ = ["INDEX", "Index", "ItemLocation", "check_disjoint", "file_of", "read_index"]

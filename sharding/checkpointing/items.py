@@ -21,9 +21,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from torchard.functional import torch_internals as internals
-from torchard.sharding.checkpointing.checkpoint_leaves import StorageError, kind_of
+from torchard.sharding.checkpointing.checkpoint_leaves import kind_of
 from torchard.sharding.checkpointing.dcp_chunks import Reads
 from torchard.sharding.checkpointing.index import INDEX, Index, ItemLocation, file_of
+from torchard.sharding.checkpointing.storage_errors import StorageError
 
 __all__ = ["Checksums", "packed", "read_items", "unpacked"]
 

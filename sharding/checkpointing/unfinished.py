@@ -18,7 +18,7 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchard.sharding.checkpointing.checkpoint_leaves import StorageError
+from torchard.sharding.checkpointing.storage_errors import StorageError
 
 try:
     import fcntl
