@@ -8,7 +8,7 @@ from typing import Any
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.testing.derived import ALL_ORDERS
-from torchard.testing.equal import equal
+from torchard.testing.laws.sides import agree
 from torchard.testing.report import Report
 from torchard.testing.rounding.roundings import is_float
 
@@ -42,7 +42,8 @@ def invariant(
     >>> invariant(lambda x: x.softmax(0), lambda x: (x + 3,), x).good     # of shifts
     True
     """
-    return equal(lambda *xs: fn(*action(*xs)), fn, *args, orders=orders)
+    law = "not invariant, fn(action(*args)) differs from fn(*args)"
+    return agree(law, lambda *xs: fn(*action(*xs)), fn, args, orders)
 
 
 @checked
@@ -74,7 +75,8 @@ def equivariant(
     >>> equivariant(lambda x: x.softmax(-1), lambda x: (x.flip(0),), lambda y: y.flip(0), x).good
     True
     """
-    return equal(lambda *xs: fn(*before(*xs)), lambda *xs: after(fn(*xs)), *args, orders=orders)
+    law = "not equivariant, fn(before(*args)) differs from after(fn(*args))"
+    return agree(law, lambda *xs: fn(*before(*xs)), lambda *xs: after(fn(*xs)), args, orders)
 
 
 @checked
@@ -86,6 +88,8 @@ def homogeneous(
     orders: Sequence[str] = ALL_ORDERS,
 ) -> Report:
     """Assert that ``fn`` of scaled arguments is its result times ``scale ** degree``.
+
+    Results that are not floating (the indices of the largest, say) must stay as they are.
 
     Args:
         fn: a function of pytrees.
@@ -107,11 +111,13 @@ def homogeneous(
     """
 
     def scaled(value: Any, factor: float) -> Any:
-        return tree.map(lambda x: x * factor if is_float(x) else x, value)
+        # Not times a number: forward mode makes doubles of that and a value without dims.
+        return tree.map(lambda x: x * x.new_full((), factor) if is_float(x) else x, value)
 
-    return equal(
+    return agree(
+        f"not homogeneous of degree {degree:g}, fn of scaled arguments differs from its scaled result",
         lambda *xs: fn(*scaled(xs, scale)),
         lambda *xs: scaled(fn(*xs), scale**degree),
-        *args,
-        orders=orders,
+        args,
+        orders,
     )

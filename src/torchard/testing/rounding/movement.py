@@ -7,6 +7,7 @@ from typing import Any
 from torch import fx
 
 from torchard.functional.programs.flops import op_name
+from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_view
 
 __all__ = ["literals", "moves", "rearranges"]
@@ -45,6 +46,8 @@ def rearranges(node: fx.Node) -> bool:
 def moves(node: fx.Node) -> bool:
     """Whether all of an operation's results are operands or literals."""
     name = op_name(node)
+    if name == "aten.abs" and _of_complex(node):
+        return False
     if name in _REDUCES:
         return _argument(node, "reduce", _REDUCES[name]) in ("amax", "amin")
     return rearranges(node) or name in _SELECTS
@@ -53,6 +56,10 @@ def moves(node: fx.Node) -> bool:
 def literals(node: fx.Node) -> list[float]:
     """The floating numbers among a call's arguments."""
     return [x for x in (*node.args, *node.kwargs.values()) if isinstance(x, float)]
+
+
+def _of_complex(node: fx.Node) -> bool:
+    return any(VAL.of(source).is_complex() for source in node.all_input_nodes)
 
 
 def _argument(node: fx.Node, name: str, position: int) -> Any:

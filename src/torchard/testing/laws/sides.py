@@ -1,0 +1,112 @@
+"""Laws that say that two ways of computing by one function agree, and how their arguments are varied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from torchard.functional.core import tree
+from torchard.testing.equal import Reference
+from torchard.testing.report import Report
+from torchard.testing.rounding.roundings import is_float
+
+__all__ = ["Dims", "agree", "changed", "map_dims", "of_each", "size_of"]
+
+Fn = Callable[..., Any]
+Dims = int | None | Sequence[Any]
+
+_DIFFERS = "fn differs from its reference:"
+
+
+def agree(law: str, left: Fn, right: Fn, args: Sequence[Any], orders: Sequence[str]) -> Report:
+    """Assert that both sides of a law agree; the roundings of both count, as both are the user's.
+
+    Raises:
+        AssertionError: they differ; the message names the law.
+    """
+    if not (_floats(args) and _floats(right(*args))):
+        orders = [order for order in orders if order == "value"]
+    try:
+        return Reference(right, args, orders, both=True).check(left, *args)
+    except AssertionError as error:
+        if not str(error).startswith(_DIFFERS):
+            raise
+        raise AssertionError(f"{law}:{str(error).removeprefix(_DIFFERS)}") from None
+
+
+def _floats(value: Any) -> bool:
+    return any(map(is_float, tree.leaves(tree.whole(value))))
+
+
+def of_each(who: str, name: str, dims: Dims, values: Sequence[Any]) -> list[Any]:
+    """The dims of each argument: those given, or one for all.
+
+    Raises:
+        ValueError: there is not one for each argument.
+    """
+    if dims is None or isinstance(dims, int):
+        return [dims] * len(values)
+    if len(dims) != len(values):
+        raise ValueError(
+            f"{who}: {name} is {dims!r}, for {len(values)} arguments; give a number for all, or a list "
+            "with a number for each, None where it has no such dim."
+        )
+    return list(dims)
+
+
+def size_of(who: str, name: str, args: Sequence[Any], dims: Sequence[Any]) -> int:
+    """The common size of the arguments along their dims, of which there must be two at least.
+
+    Raises:
+        ValueError: an argument lacks the dim, sizes differ, or are below two.
+    """
+    sizes: dict[str, int] = {}
+    for i, (arg, dim) in enumerate(zip(args, dims, strict=True)):
+        for path, x in zip(tree.paths(arg, f"args[{i}]"), tree.leaves(arg), strict=True):
+            for d in _listed(dim) if isinstance(x, torch.Tensor) else ():
+                if not -x.ndim <= d < x.ndim:
+                    raise ValueError(
+                        f"{who}: {path} has shape {list(x.shape)}, so there is no dim {d} as {name} says; "
+                        f"give {name} as a list, with None for arguments without it."
+                    )
+                sizes[f"dim {d} of {path}"] = x.shape[d]
+    if len(set(sizes.values())) != 1 or min(sizes.values()) < 2:
+        found = ", ".join(f"{size} ({where})" for where, size in sizes.items()) or "none"
+        raise ValueError(f"{who}: {name} has to name dims of one size of at least 2; sizes are {found}.")
+    return next(iter(sizes.values()))
+
+
+def map_dims(
+    fn: Callable[[torch.Tensor, int], torch.Tensor], values: Sequence[Any], dims: Sequence[Any]
+) -> tuple[Any, ...]:
+    """Each tensor of the values changed along each of its dims."""
+
+    def along(x: Any, dim: Any) -> Any:
+        for d in _listed(dim) if isinstance(x, torch.Tensor) else ():
+            x = fn(x, d)
+        return x
+
+    return tuple(
+        tree.map(lambda x, d=dim: along(x, d), value) for value, dim in zip(values, dims, strict=True)
+    )
+
+
+def changed(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
+    """Another tensor of such values, constant in derivatives.
+
+    Floating numbers keep their sign, so that domains such as that of a logarithm do; others become the
+    next of the values that occur, so that they stay valid as indices.
+    """
+    x = x.detach()
+    if is_float(x):
+        generator = torch.Generator().manual_seed(seed)
+        factors = torch.rand(x.shape, generator=generator, dtype=torch.float64) + 0.25
+        return x * (factors + (factors > 0.75) * 0.5).to(x.device, x.dtype)
+    found, place = torch.unique(x, return_inverse=True)
+    return found[(place + 1) % max(1, found.numel())]
+
+
+def _listed(dim: Any) -> list[int]:
+    return [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
