@@ -2,6 +2,7 @@
 
 - `equal`: values and derivatives agree up to rounding, by bounds that are measured, not chosen.
 - `check_...`: laws of one function; `invariant`, `equivariant`, `homogeneous`: its symmetries.
+- `inverse`, `idempotent`, `batch_independent`, `causal`, `padding_invariant`, `monotone`: its structure.
 - `assert_...`, `max_traces`: what it costs.
 - `localize`: the first operations at which two functions part; `localize_ranks`: two ranks of a job.
 - `prove`: a sharded plan computes what it says over whole arrays, for all values.
@@ -21,9 +22,18 @@ from torchard.testing.counts import (
     max_traces,
 )
 from torchard.testing.equal import equal
+from torchard.testing.laws.batches import (
+    batch_independent,
+    permutation_equivariant,
+    permutation_invariant,
+)
 from torchard.testing.laws.derivatives import check_derivatives
+from torchard.testing.laws.inverses import idempotent, inverse
+from torchard.testing.laws.order import monotone
 from torchard.testing.laws.purity import Purity, check_pure
+from torchard.testing.laws.sequences import causal, padding_invariant
 from torchard.testing.laws.symmetries import equivariant, homogeneous, invariant
+from torchard.testing.laws.training import check_training
 from torchard.testing.laws.transforms import (
     check_batching,
     check_checkpoint,
@@ -57,6 +67,8 @@ __all__ = [
     "assert_collectives",
     "assert_kernels",
     "assert_residual_bytes",
+    "batch_independent",
+    "causal",
     "check_batching",
     "check_checkpoint",
     "check_derivatives",
@@ -64,13 +76,20 @@ __all__ = [
     "check_pure",
     "check_sharding",
     "check_stack",
+    "check_training",
     "equal",
     "equivariant",
     "homogeneous",
+    "idempotent",
     "invariant",
+    "inverse",
     "localize",
     "localize_ranks",
     "max_traces",
+    "monotone",
+    "padding_invariant",
+    "permutation_equivariant",
+    "permutation_invariant",
     "prove",
 ]
 

@@ -9,16 +9,13 @@ import torch
 
 from torchard.functional.core import tree
 from torchard.testing.equal import Reference
-from torchard.testing.report import Report
+from torchard.testing.report import Differs, Report
 from torchard.testing.rounding.roundings import is_float
 
-__all__ = ["Dims", "agree", "changed", "map_dims", "of_each", "size_of"]
+__all__ = ["Dims", "agree", "changed", "check_floats", "map_dims", "of_each", "size_of"]
 
 Fn = Callable[..., Any]
 Dims = int | None | Sequence[Any]
-
-_DIFFERS = "fn differs from its reference:"
-
 
 def agree(law: str, left: Fn, right: Fn, args: Sequence[Any], orders: Sequence[str]) -> Report:
     """Assert that both sides of a law agree; the roundings of both count, as both are the user's.
@@ -30,14 +27,23 @@ def agree(law: str, left: Fn, right: Fn, args: Sequence[Any], orders: Sequence[s
         orders = [order for order in orders if order == "value"]
     try:
         return Reference(right, args, orders, both=True).check(left, *args)
-    except AssertionError as error:
-        if not str(error).startswith(_DIFFERS):
-            raise
-        raise AssertionError(f"{law}:{str(error).removeprefix(_DIFFERS)}") from None
+    except Differs as error:
+        error.heading = f"{law}:"
+        raise
 
 
 def _floats(value: Any) -> bool:
     return any(map(is_float, tree.leaves(tree.whole(value))))
+
+
+def check_floats(who: str, args: Sequence[Any]) -> None:
+    """Check that there is a floating tensor to vary.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not _floats(args):
+        raise ValueError(f"{who}: no argument has a floating tensor; pass values such as torch.ones(3).")
 
 
 def of_each(who: str, name: str, dims: Dims, values: Sequence[Any]) -> list[Any]:
@@ -68,7 +74,7 @@ def size_of(who: str, name: str, args: Sequence[Any], dims: Sequence[Any]) -> in
             for d in _listed(dim) if isinstance(x, torch.Tensor) else ():
                 if not -x.ndim <= d < x.ndim:
                     raise ValueError(
-                        f"{who}: {path} has shape {list(x.shape)}, so there is no dim {d} as {name} says; "
+                        f"{who}: {path} has shape {list(x.shape)}, and no dim {d} as {name} says; "
                         f"give {name} as a list, with None for arguments without it."
                     )
                 sizes[f"dim {d} of {path}"] = x.shape[d]
@@ -105,7 +111,8 @@ def changed(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
         factors = torch.rand(x.shape, generator=generator, dtype=torch.float64) + 0.25
         return x * (factors + (factors > 0.75) * 0.5).to(x.device, x.dtype)
     found, place = torch.unique(x, return_inverse=True)
-    return found[(place + 1) % max(1, found.numel())]
+    following: torch.Tensor = found[(place + 1) % max(1, found.numel())]
+    return following
 
 
 def _listed(dim: Any) -> list[int]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
+from torchard.testing.calls import as_function
 from torchard.testing.derived import ALL_ORDERS
 from torchard.testing.laws.sides import agree
 from torchard.testing.report import Report
@@ -42,6 +43,7 @@ def invariant(
     >>> invariant(lambda x: x.softmax(0), lambda x: (x + 3,), x).good     # of shifts
     True
     """
+    fn = as_function(fn)
     law = "not invariant, fn(action(*args)) differs from fn(*args)"
     return agree(law, lambda *xs: fn(*action(*xs)), fn, args, orders)
 
@@ -75,6 +77,7 @@ def equivariant(
     >>> equivariant(lambda x: x.softmax(-1), lambda x: (x.flip(0),), lambda y: y.flip(0), x).good
     True
     """
+    fn = as_function(fn)
     law = "not equivariant, fn(before(*args)) differs from after(fn(*args))"
     return agree(law, lambda *xs: fn(*before(*xs)), lambda *xs: after(fn(*xs)), args, orders)
 
@@ -109,6 +112,8 @@ def homogeneous(
     >>> homogeneous(lambda x: x / x.norm(), 0, torch.tensor([3.0, 4.0])).good
     True
     """
+
+    fn = as_function(fn)
 
     def scaled(value: Any, factor: float) -> Any:
         # Not times a number: forward mode makes doubles of that and a value without dims.

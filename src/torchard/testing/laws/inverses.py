@@ -1,0 +1,161 @@
+"""Functions that undo others: inverses, log-determinants of their Jacobians, and idempotence."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import torch
+
+from torchard.functional.core.arguments import AtLeast, checked
+from torchard.testing.calls import as_function
+from torchard.testing.derived import ALL_ORDERS
+from torchard.testing.laws.sides import agree
+from torchard.testing.report import Report
+
+__all__ = ["idempotent", "inverse"]
+
+Fn = Callable[..., Any]
+
+
+@checked
+def inverse(
+    fn: Callable[..., Any],
+    inverse_fn: Callable[..., Any],
+    *args: Any,
+    log_det: bool = False,
+    batch_dims: Annotated[int, AtLeast(0)] = 1,
+    orders: Sequence[str] = ALL_ORDERS,
+) -> Report:
+    """Assert that ``inverse_fn(fn(*args)) == args``, in values and derivatives, up to rounding.
+
+    Args:
+        fn: a function of pytrees: an encoder, a Fourier transform, a flow.
+        inverse_fn: takes what ``fn`` returns, a tuple as several arguments, and returns the arguments.
+        args: of ``fn``; with ``log_det`` a tensor, and what both functions take after it (a condition).
+        log_det: whether both return a pair: the value, and the logarithm of the absolute determinant of
+            its Jacobian for each example. Those of ``fn`` must be those of autograd's Jacobian, and those
+            of ``inverse_fn`` their negatives.
+        batch_dims: with ``log_det``, how many leading dims of the first argument count examples.
+        orders: what is compared; see `equal`. Autograd's determinants are not compared in "second".
+
+    Returns:
+        A report with a row for each value.
+
+    Raises:
+        AssertionError: it is no inverse, or a log-determinant is wrong; the message is the report.
+        ValueError: log-determinants have not the shape of the batch, or the Jacobian is not square.
+
+    Source: Papamakarios et al., "Normalizing flows for probabilistic modeling and inference", JMLR 22
+    (2021), for log-determinants of a transformation and its inverse.
+
+    >>> import torch
+    >>> from torchard.testing import inverse
+    >>> x = torch.tensor([[0.5, 2.0], [-1.0, 0.25]])
+    >>> inverse(torch.fft.fft, lambda y: torch.fft.ifft(y).real, x).good
+    True
+    >>> def scale(x):
+    ...     return 3 * x, torch.full((len(x),), 2.0).log() * x.shape[1]
+    >>> inverse(scale, lambda y: (y / 3, -torch.full((len(y),), 2.0).log() * 2), x, log_det=True)
+    Traceback (most recent call last):
+        ...
+    torchard.Differs: log-determinants of fn differ from those of its Jacobian:
+    ...
+    """
+    forward, back = as_function(fn), as_function(inverse_fn)
+    law = "inverse_fn(fn(*args)) differs from args"
+    if not log_det:
+        return agree(law, lambda *xs: back(*_spread(forward(*xs))), _single, args, orders)
+    _check_log_det(forward, args, batch_dims)
+
+    def round_trip(x: torch.Tensor, *rest: Any) -> Any:
+        y, there = forward(x, *rest)
+        again, home = back(y, *rest)
+        return again, there + home
+
+    def unchanged(x: torch.Tensor, *rest: Any) -> Any:
+        return x, torch.zeros_like(forward(x, *rest)[1])
+
+    report = agree(f"{law}, or log-determinants are not opposite", round_trip, unchanged, args, orders)
+    return report + agree(
+        "log-determinants of fn differ from those of its Jacobian",
+        lambda *xs: forward(*xs)[1],
+        lambda x, *rest: _log_det(lambda x: forward(x, *rest)[0], x, batch_dims),
+        args,
+        [order for order in orders if order != "second"] or ["value"],
+    )
+
+
+@checked
+def idempotent(
+    fn: Callable[..., Any],
+    x: Any,
+    *args: Any,
+    orders: Sequence[str] = ("value", "gradient", "jvp"),
+) -> Report:
+    """Assert that ``fn(fn(x, *args), *args) == fn(x, *args)``: a projection or a normalisation.
+
+    Args:
+        fn: a function of pytrees.
+        x: a pytree, as ``fn`` returns it.
+        args: what it takes besides.
+        orders: what is compared; see `equal`. Not "second" by default: results lie where a projection has
+            a kink.
+
+    Returns:
+        A report with a row for each value.
+
+    Raises:
+        AssertionError: the function is not idempotent; the message is the report.
+
+    >>> import torch
+    >>> from torchard.testing import idempotent
+    >>> idempotent(lambda x: x - x.mean(), torch.tensor([0.5, 2.0, -1.0])).good
+    True
+    """
+    f = as_function(fn)
+    law = "not idempotent, fn(fn(x)) differs from fn(x)"
+    return agree(law, lambda x, *rest: f(f(x, *rest), *rest), f, (x, *args), orders)
+
+
+def _spread(result: Any) -> tuple[Any, ...]:
+    return result if type(result) is tuple else (result,)
+
+
+def _single(*args: Any) -> Any:
+    return args if len(args) > 1 else args[0]
+
+
+def _check_log_det(fn: Fn, args: Sequence[Any], batch_dims: int) -> None:
+    if not args or not isinstance(args[0], torch.Tensor) or args[0].ndim < batch_dims:
+        raise ValueError(
+            f"inverse: log_det=True takes a tensor with at least batch_dims={batch_dims} dims first; "
+            "pass x, or batch_dims=0 for a single example."
+        )
+    x, result = args[0], fn(*args)
+    if type(result) is not tuple or len(result) != 2:
+        raise ValueError("inverse: log_det=True, so fn has to return (y, log_det).")
+    y, log_det = result
+    batch = list(x.shape[:batch_dims])
+    if list(log_det.shape) != batch:
+        raise ValueError(
+            f"inverse: fn returned log-determinants of shape {list(log_det.shape)}; with "
+            f"batch_dims={batch_dims} and x of shape {list(x.shape)} it is {batch}, one for each example."
+        )
+    if y.shape[:batch_dims] != x.shape[:batch_dims] or y.numel() != x.numel():
+        raise ValueError(
+            f"inverse: fn maps shape {list(x.shape)} to {list(y.shape)}, and a Jacobian with a "
+            f"determinant is square; it takes {batch} and as many elements for each example."
+        )
+
+
+def _log_det(fn: Fn, x: torch.Tensor, batch_dims: int) -> torch.Tensor:
+    """Of the Jacobian of each example with itself: fn takes the whole batch, and need not be batched."""
+    batch = x.shape[:batch_dims]
+    rows = batch.numel()
+    jacobian = torch.func.jacrev(lambda flat: fn(flat.reshape(x.shape)).reshape(rows, -1))(
+        x.reshape(rows, -1)
+    )
+    own = torch.stack([jacobian[i, :, i, :] for i in range(rows)])
+    log_det: torch.Tensor = torch.linalg.slogdet(own).logabsdet
+    return log_det.reshape(batch)

@@ -1,0 +1,214 @@
+"""Sequence models: the past does not depend on the future, nor what is valid on the padding."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
+
+import torch
+
+from torchard.functional.core import tree
+from torchard.functional.core.arguments import CheckedInside, checked
+from torchard.testing.calls import as_function
+from torchard.testing.derived import ALL_ORDERS
+from torchard.testing.laws.sides import agree, changed, map_dims, of_each, size_of
+from torchard.testing.report import Report
+from torchard.testing.rounding.roundings import is_float
+
+__all__ = ["causal", "padding_invariant"]
+
+# At how many positions a sequence is cut at most: the first and the last, and others between.
+_CUTS = 8
+
+
+@checked
+def causal(
+    fn: Callable[..., Any],
+    *args: Any,
+    in_dims: int | Sequence[Any] = 1,
+    out_dim: int = 1,
+    strict: bool = False,
+    orders: Sequence[str] = ALL_ORDERS,
+) -> Report:
+    """Assert that results at a position depend on arguments up to that position alone.
+
+    What comes later is changed, and is constant in derivatives: results up to there must be the same, and
+    so must their gradients, which are zero in what comes later. Sequences of more than eight positions
+    are cut at eight of them.
+
+    Args:
+        fn: a function of pytrees, over sequences of at least two positions.
+        args: its arguments.
+        in_dims: the dim of positions in each argument: a number for all, or a list with None for what is
+            no sequence, such as parameters.
+        out_dim: that of results.
+        strict: whether results must not depend on arguments at their own position either, as in
+            autoregressive flows.
+        orders: what is compared; see `equal`.
+
+    Returns:
+        A report with a row for each value.
+
+    Raises:
+        AssertionError: the past depends on the future; the message is the report, which names results
+            by the cut: ``out[0]`` is the first.
+        ValueError: arguments have no common number of positions.
+
+    >>> import torch
+    >>> from torchard.testing import causal
+    >>> x = torch.tensor([[0.5, 2.0, -1.0, 3.0]])
+    >>> causal(lambda x: x.cumsum(1), x).good
+    True
+    >>> causal(lambda x: x - x.mean(1, keepdim=True), x)
+    Traceback (most recent call last):
+        ...
+    torchard.Differs: not causal, results differ when later arguments change:
+    ...
+    """
+    f = as_function(fn)
+    dims = of_each("causal", "in_dims", in_dims, args)
+    count = size_of("causal", "in_dims", args, dims)
+    ends = [length if strict else length + 1 for length in _cuts(count, strict)]
+
+    def past(result: Any, end: int) -> Any:
+        return tree.map(lambda y: y.narrow(out_dim, 0, end), result)
+
+    def unchanged(*xs: Any) -> Any:
+        result = f(*xs)
+        return [past(result, end) for end in ends]
+
+    def with_other_future(*xs: Any) -> Any:
+        found = []
+        for end in ends:
+            change = functools.partial(_after, length=end - 1 if strict else end)
+            found.append(past(f(*map_dims(change, xs, dims)), end))
+        return found
+
+    law = "not causal, results differ when later arguments change"
+    return agree(law, with_other_future, unchanged, args, orders)
+
+
+@checked
+def padding_invariant(
+    fn: Callable[..., Any],
+    x: Any,
+    *args: Any,
+    mask: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+    fill: Annotated[float | None, CheckedInside] = None,
+    per_position: bool = True,
+    orders: Sequence[str] = ALL_ORDERS,
+) -> Report:
+    """Assert that what is padded changes nothing in results for what is not.
+
+    Args:
+        fn: a function of pytrees; it takes its own mask or lengths among ``args``, if it takes them.
+        x: a pytree of tensors with leading dims (batch, positions), which are changed where padded.
+        args: what ``fn`` takes besides; it stays as it is.
+        mask: booleans of the leading dims of ``x``, true where it is not padded.
+        lengths: in place of a mask, how many positions of each example are not padded.
+        fill: a number to put into the padding of floating tensors, by default other numbers of their
+            size: a large one, or ``float("nan")``, which a product with zero does not mask.
+        per_position: whether results have leading dims (batch, positions) too, and are compared where
+            not padded; else they are compared whole, as pooled results are.
+        orders: what is compared; see `equal`.
+
+    Returns:
+        A report with a row for each value.
+
+    Raises:
+        AssertionError: padding changes a result or a derivative; the message is the report.
+        ValueError: neither mask nor lengths, or both, are given, they pad nothing or do not fit.
+
+    >>> import torch
+    >>> from torchard.testing import padding_invariant
+    >>> x, lengths = torch.tensor([[0.5, 2.0, 7.0], [1.0, 3.0, 5.0]]), torch.tensor([2, 3])
+    >>> mask = torch.arange(3) < lengths[:, None]
+    >>> def mean(x, mask):
+    ...     return x.where(mask, 0).sum(1) / mask.sum(1)
+    >>> padding_invariant(mean, x, mask, lengths=lengths, fill=float("nan"), per_position=False).good
+    True
+    >>> product = lambda x, mask: (x * mask).sum(1) / mask.sum(1)
+    >>> padding_invariant(product, x, mask, lengths=lengths, fill=float("nan"), per_position=False)
+    Traceback (most recent call last):
+        ...
+    torchard.Differs: padding changes results, fn differs when what is padded changes:
+    ...
+    """
+    f, valid = as_function(fn), _mask(x, mask, lengths)
+    if per_position:
+        for y in tree.leaves(f(x, *args)):
+            if not isinstance(y, torch.Tensor) or y.shape[: valid.ndim] != valid.shape:
+                raise ValueError(
+                    f"padding_invariant: fn returned {_shape(y)}, without leading dims "
+                    f"{list(valid.shape)} as the mask's; pass per_position=False if it is pooled."
+                )
+
+    def kept(result: Any) -> Any:
+        return tree.map(lambda y: y[valid], result) if per_position else result
+
+    def repadded(x: torch.Tensor) -> torch.Tensor:
+        other = changed(x)
+        if fill is not None and is_float(x):
+            other = torch.full_like(x, fill).detach()
+        return torch.where(valid.reshape(*valid.shape, *[1] * (x.ndim - valid.ndim)), x, other)
+
+    law = "padding changes results, fn differs when what is padded changes"
+    return agree(
+        law,
+        lambda x, *rest: kept(f(tree.map(repadded, x), *rest)),
+        lambda x, *rest: kept(f(x, *rest)),
+        (x, *args),
+        orders,
+    )
+
+
+def _cuts(count: int, strict: bool) -> list[int]:
+    """At which positions results are compared up to: but for strictness, all later ones are changed."""
+    first, last = (1, count) if strict else (0, count - 2)
+    number = min(_CUTS, last - first + 1)
+    if number == 1:
+        return [first]
+    return sorted({first + round(i * (last - first) / (number - 1)) for i in range(number)})
+
+
+def _after(x: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    """A sequence that is changed after its first positions."""
+    rest = x.shape[dim] - length
+    return torch.cat([x.narrow(dim, 0, length), changed(x).narrow(dim, length, rest)], dim)
+
+
+def _mask(x: Any, mask: torch.Tensor | None, lengths: torch.Tensor | None) -> torch.Tensor:
+    tensors = tree.leaves(x)
+    if (mask is None) == (lengths is None):
+        raise ValueError("padding_invariant: give either mask or lengths.")
+    if not tensors or not all(isinstance(t, torch.Tensor) for t in tensors):
+        raise ValueError("padding_invariant: x has to be a pytree of tensors.")
+    if lengths is not None:
+        if any(t.ndim < 2 for t in tensors) or lengths.ndim != 1:
+            raise ValueError(
+                f"padding_invariant: lengths of shape {list(lengths.shape)} with x of "
+                f"{_shape(tensors[0])}; they take shapes [batch] and [batch, positions, ...]."
+            )
+        places = torch.arange(tensors[0].shape[1], device=lengths.device)
+        mask = places < lengths[:, None]
+    assert mask is not None
+    for t in tensors:
+        if t.shape[: mask.ndim] != mask.shape or mask.dtype != torch.bool:
+            raise ValueError(
+                f"padding_invariant: the mask is {mask.dtype} of shape {list(mask.shape)}, and x has "
+                f"{_shape(t)}; it takes booleans of x's leading dims."
+            )
+    if bool(mask.all()) or not bool(mask.any()):
+        raise ValueError(
+            f"padding_invariant: {'nothing' if mask.all() else 'everything'} is padded, so there is "
+            "nothing to compare; pad some positions."
+        )
+    return mask
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"shape {list(value.shape)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,113 @@
+"""check_training: losses and steps that train what they should, and those that do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from torchard import random
+from torchard.testing import check_training
+
+X = random.normal(random.key(0), (8, 3))
+Y = random.normal(random.key(1), (8, 2))
+PARAMS = {
+    "first": random.normal(random.key(2), (3, 4)),
+    "last": {"w": random.normal(random.key(3), (4, 2)), "b": torch.zeros(2)},
+}
+
+
+def loss(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    hidden = torch.tanh(x @ params["first"])
+    return (hidden @ params["last"]["w"] + params["last"]["b"] - y).square().mean()
+
+
+def step(params: Any, x: torch.Tensor, y: torch.Tensor, rate: float = 0.1) -> Any:
+    gradients, value = torch.func.grad_and_value(loss)(params, x, y)
+    return torch.utils._pytree.tree_map(lambda p, g: p - rate * g, params, gradients), value
+
+
+def test_a_loss() -> None:
+    check_training(loss, PARAMS, X, Y)
+    check_training(
+        lambda p, x, y: loss({**p, "first": p["first"].detach()}, x, y),
+        PARAMS,
+        X,
+        Y,
+        frozen=["params['first']"],
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda p, x, y: loss({**p, "first": p["first"].detach()}, x, y), r"\['first'\] has no gradient"),
+        (lambda p, x, y: loss(p, x, y) + 0 * p["first"][0, 0].sqrt(), r"\['first'\] has a gradient that"),
+        (lambda p, x, y: loss(p, x, y) * torch.nan, "the loss is nan"),
+        (lambda p, x, y: 2 * loss(p, x, y).detach() - loss(p, x, y), "goes down for no small step"),
+        (lambda p, x, y: loss(p, x, y).detach(), r"\['last'\]\['b'\] has no gradient"),
+    ],
+)
+def test_losses_that_do_not_train(wrong: Any, message: str) -> None:
+    params = {**PARAMS, "first": PARAMS["first"].clone()}
+    params["first"][0, 0] = 0  # where the derivative of a square root is infinite
+    with pytest.raises(AssertionError, match=message):
+        check_training(wrong, params, X, Y)
+
+
+def test_a_step() -> None:
+    check_training(step, PARAMS, X, Y)
+
+    def counted(params: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        new, value = step(params["net"], x, y)
+        return {"net": new, "steps": params["steps"] + 1}, value
+
+    state = {"net": PARAMS, "steps": torch.tensor(0)}
+    check_training(counted, state, X, Y, buffers=["*steps*"])
+    with pytest.raises(AssertionError, match=r"params\['steps'\] changes, and should not"):
+        check_training(counted, state, X, Y)
+    with pytest.raises(AssertionError, match=r"params\['net'\]\['first'\] changes, and should not"):
+        check_training(counted, state, X, Y, buffers=["*steps*"], frozen=["*first*"])
+    with pytest.raises(AssertionError, match=r"params\['first'\] does not change"):
+        check_training(
+            lambda p, x, y: ({**step(p, x, y)[0], "first": p["first"]}, loss(p, x, y)), PARAMS, X, Y
+        )
+    with pytest.raises(AssertionError, match="the loss goes from"):
+        check_training(lambda p, x, y: step(p, x, y, rate=-0.1), PARAMS, X, Y)
+    check_training(lambda p, x, y: step(p, x, y, rate=-0.1), PARAMS, X, Y, descends=False)
+    with pytest.raises(AssertionError, match="is not finite"):
+        check_training(lambda p, x, y: step(p, x, y, rate=torch.inf), PARAMS, X, Y)
+
+
+def module_step(module: Any, x: torch.Tensor, y: torch.Tensor, only: Any = None) -> torch.Tensor:
+    module.zero_grad()
+    value = F.mse_loss(module(x), y)
+    value.backward()
+    torch.optim.SGD(only or [p for p in module.parameters() if p.requires_grad], 0.1).step()
+    return value
+
+
+def test_a_step_of_a_module() -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    with pytest.raises(AssertionError, match="changes, and should not"):
+        check_training(module_step, module, X, Y, frozen=["0.bias"])
+    module[0].bias.requires_grad_(False)
+    check_training(module_step, module, X, Y, buffers=["1.*running*", "1.num_batches_tracked"])
+    with pytest.raises(AssertionError, match=r"1\.running_mean changes, and should not"):
+        check_training(module_step, module, X, Y)
+    module[1].eval()
+    check_training(module_step, module, X, Y)
+    with pytest.raises(AssertionError, match=r"2\.weight does not change"):
+        check_training(lambda *a: module_step(*a, only=module[:2].parameters()), module, X, Y)
+
+
+def test_calls_that_are_wrong() -> None:
+    with pytest.raises(ValueError, match="frozen has 'first', which names no leaf"):
+        check_training(loss, PARAMS, X, Y, frozen=["first"])
+    with pytest.raises(ValueError, match="nothing to train"):
+        check_training(loss, PARAMS, X, Y, frozen=["*"])
+    with pytest.raises(TypeError, match=r"It returned a torch.float32 of shape \[8, 2\]"):
+        check_training(lambda p, x, y: y, PARAMS, X, Y)
