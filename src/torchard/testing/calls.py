@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["as_function", "seeded", "with_parameters"]
+from torchard.functional.core.arguments import checked
+from torchard.testing.report import is_assertion
+
+__all__ = ["as_function", "law", "seeded", "with_parameters"]
 
 Fn = Callable[..., Any]
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 
 
 @contextlib.contextmanager
@@ -38,6 +44,19 @@ def as_function(fn: Fn) -> Fn:
 
     call.__name__ = type(module).__name__
     return call
+
+
+def law(check: Callable[Params, Result]) -> Callable[Params, Result]:
+    """A law with its arguments checked, that takes modules where it takes functions."""
+    run = checked(check)
+
+    @functools.wraps(check)
+    def of_functions(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        __tracebackhide__ = is_assertion
+        given: Any = [as_function(x) if isinstance(x, torch.nn.Module) else x for x in args]
+        return run(*given, **kwargs)
+
+    return of_functions
 
 
 def with_parameters(fn: Fn, reference: Fn, args: Sequence[Any]) -> tuple[Fn, Fn, tuple[Any, ...]]:

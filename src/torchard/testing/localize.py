@@ -163,10 +163,15 @@ def parting(
     wrong = match.wrong_results()
     mine, other = (_Region.behind(nodes, match.occurs) for nodes in wrong)
     return Divergence(
-        tuple(match.operation(node) for node in mine.first[:_SHOWN]),
-        tuple(match.operation(node) for node in [*other.joining, *other.first][:_SHOWN]),
+        tuple(map(match.operation, _calls(mine.first))),
+        tuple(map(match.operation, _calls([*other.joining, *other.first]))),
         agree=not any(wrong),
     )
+
+
+def _calls(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """The first of these operations; constants say little, and are shown where there is nothing else."""
+    return ([n for n in nodes if n.op == "call_function"] or list(nodes))[:_SHOWN]
 
 
 class _Match:

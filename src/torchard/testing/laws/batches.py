@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from torchard.functional.core import tree
-from torchard.functional.core.arguments import checked
-from torchard.testing.calls import as_function
+from torchard.testing.calls import as_function, law
 from torchard.testing.derived import ALL_ORDERS
 from torchard.testing.laws.sides import agree, changed, map_dims, of_each, size_of
 from torchard.testing.report import Report
@@ -17,7 +16,7 @@ from torchard.testing.report import Report
 __all__ = ["batch_independent", "permutation_equivariant", "permutation_invariant"]
 
 
-@checked
+@law
 def batch_independent(
     fn: Callable[..., Any],
     *args: Any,
@@ -78,7 +77,7 @@ def batch_independent(
     return report + agree(law, f, each(alone), args, orders)
 
 
-@checked
+@law
 def permutation_equivariant(
     fn: Callable[..., Any],
     *args: Any,
@@ -115,7 +114,7 @@ def permutation_equivariant(
     return _permuted("equivariant", fn, args, in_dims, out_dims, orders)
 
 
-@checked
+@law
 def permutation_invariant(
     fn: Callable[..., Any],
     *args: Any,

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import torch
 
 from torchard.functional.core import tree
-from torchard.functional.core.arguments import AtLeast, checked
-from torchard.testing.calls import as_function
+from torchard.functional.core.arguments import AtLeast
+from torchard.testing.calls import as_function, law
 from torchard.testing.laws.sides import check_floats
 from torchard.testing.rounding.bounds import expected
 from torchard.testing.rounding.programs import program_of
@@ -21,7 +21,7 @@ __all__ = ["monotone"]
 _STEPS = (1e-3, 0.1, 1.0, 10.0)
 
 
-@checked
+@law
 def monotone(
     fn: Callable[..., Any],
     *args: Any,

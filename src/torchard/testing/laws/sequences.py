@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import torch
 
 from torchard.functional.core import tree
-from torchard.functional.core.arguments import CheckedInside, checked
-from torchard.testing.calls import as_function
+from torchard.functional.core.arguments import CheckedInside
+from torchard.testing.calls import as_function, law
 from torchard.testing.derived import ALL_ORDERS
 from torchard.testing.laws.sides import agree, changed, map_dims, of_each, size_of
 from torchard.testing.report import Report
@@ -22,7 +22,7 @@ __all__ = ["causal", "padding_invariant"]
 _CUTS = 8
 
 
-@checked
+@law
 def causal(
     fn: Callable[..., Any],
     *args: Any,
@@ -89,7 +89,7 @@ def causal(
     return agree(law, with_other_future, unchanged, args, orders)
 
 
-@checked
+@law
 def padding_invariant(
     fn: Callable[..., Any],
     x: Any,

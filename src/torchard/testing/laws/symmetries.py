@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchard.functional.core import tree
-from torchard.functional.core.arguments import checked
-from torchard.testing.calls import as_function
+from torchard.testing.calls import as_function, law
 from torchard.testing.derived import ALL_ORDERS
 from torchard.testing.laws.sides import agree
 from torchard.testing.report import Report
@@ -16,7 +15,7 @@ from torchard.testing.rounding.roundings import is_float
 __all__ = ["equivariant", "homogeneous", "invariant"]
 
 
-@checked
+@law
 def invariant(
     fn: Callable[..., Any],
     action: Callable[..., Any],
@@ -48,7 +47,7 @@ def invariant(
     return agree(law, lambda *xs: fn(*action(*xs)), fn, args, orders)
 
 
-@checked
+@law
 def equivariant(
     fn: Callable[..., Any],
     before: Callable[..., Any],
@@ -82,7 +81,7 @@ def equivariant(
     return agree(law, lambda *xs: fn(*before(*xs)), lambda *xs: after(fn(*xs)), args, orders)
 
 
-@checked
+@law
 def homogeneous(
     fn: Callable[..., Any],
     degree: float,

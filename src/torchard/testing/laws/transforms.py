@@ -14,6 +14,7 @@ from torchard.functional.core.arguments import CheckedInside, checked
 from torchard.functional.jit import jit
 from torchard.kernels import fuse
 from torchard.sharding import Mesh, P, place, shard
+from torchard.testing.calls import law
 from torchard.testing.derived import ALL_CALLS, ALL_ORDERS, derived, derived_reference
 from torchard.testing.equal import Reference, equal
 from torchard.testing.laws.converted import check_converted
@@ -34,7 +35,7 @@ Layer = Callable[[Fn], Fn]
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
-@checked
+@law
 def check_batching(
     fn: Callable[..., Any], *args: Any, orders: Sequence[str] = ALL_ORDERS, seed: int = 0
 ) -> Report:
@@ -70,7 +71,7 @@ def check_batching(
     return equal(torch.vmap(fn, in_dims=dims), loop, *batch, orders=orders)
 
 
-@checked
+@law
 def check_dtypes(
     fn: Callable[..., Any],
     *args: Any,
