@@ -45,18 +45,26 @@ from torchard.testing.localize import Divergence, Operation, localize
 from torchard.testing.prove import Gap, Proof, Unproved, prove
 from torchard.testing.rank_pool import RankError, RankPool
 from torchard.testing.ranks import RankDivergence, localize_ranks
-from torchard.testing.report import Difference, Differs, Report
+from torchard.testing.report import (
+    DerivativeReport,
+    Difference,
+    Differs,
+    OrderReport,
+    Report,
+)
 
 if TYPE_CHECKING:
     from torchard.testing.strategies import *  # noqa: F403
 
 # Not the strategies: a star import needs no hypothesis, and does not hide torchard.policies.
 __all__ = [
+    "DerivativeReport",
     "Difference",
     "Differs",
     "Divergence",
     "Gap",
     "Operation",
+    "OrderReport",
     "Proof",
     "Purity",
     "RankDivergence",

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Difference", "Differs", "Report", "is_assertion"]
+__all__ = ["DerivativeReport", "Difference", "Differs", "OrderReport", "Report", "is_assertion"]
 
 
 @dataclass(frozen=True)
@@ -144,3 +144,57 @@ class Differs(AssertionError):
             except Exception as error:  # the report stands without it
                 self._where = f"where they part was not found: {type(error).__name__}"
         return "\n".join(filter(None, (self.heading, str(self.report), self._where)))
+
+
+@dataclass(frozen=True)
+class OrderReport:
+    """What was compared of one order of derivatives.
+
+    Attributes:
+        order: of the derivatives.
+        forward: whether forward mode was compared, with finite differences.
+        reverse: whether reverse mode was: with forward mode, or else with finite differences.
+        no_forward: why forward mode was not compared although that was asked.
+        kinks: how many elements have a kink or a jump at the arguments.
+
+    >>> from torchard.testing import OrderReport
+    >>> print(OrderReport(1, forward=False, reverse=True, kinks=2))
+    order 1: reverse mode against finite differences; 2 elements at kinks or jumps
+    """
+
+    order: int
+    forward: bool
+    reverse: bool
+    no_forward: str = ""
+    kinks: int = 0
+
+    def __str__(self) -> str:
+        compared = ["forward mode against finite differences"] if self.forward else []
+        if self.reverse:
+            other = "forward mode" if self.forward else "finite differences"
+            compared.append(f"reverse mode against {other}")
+        text = f"order {self.order}: {', '.join(compared)}"
+        if self.no_forward:
+            text += f"; no forward mode: {self.no_forward}"
+        if self.kinks:
+            text += f"; {self.kinks} element{'s' * (self.kinks > 1)} at kinks or jumps"
+        return text
+
+
+class DerivativeReport(list[OrderReport]):
+    """What `check_derivatives` compared; prints as a line for each order.
+
+    Args:
+        iterable: what was compared of each order.
+
+    >>> import torch
+    >>> from torchard.testing import DerivativeReport, check_derivatives
+    >>> report = check_derivatives(torch.sin, torch.ones(3), order=1)
+    >>> isinstance(report, DerivativeReport)
+    True
+    >>> print(report)
+    order 1: forward mode against finite differences, reverse mode against forward mode
+    """
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))

@@ -1,0 +1,291 @@
+"""One order of derivatives: what is compared with what, and what is said where they differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from torchard.testing.laws.converted import check_double
+from torchard.testing.laws.finite_differences import Estimate, Line, joined
+from torchard.testing.laws.modes import (
+    Fn,
+    ForwardGradient,
+    Gradient,
+    Vector,
+    inner,
+    pullback,
+    pushed,
+)
+from torchard.testing.laws.vectors import OfVectors, direction_at, random_like, where_finite
+from torchard.testing.report import OrderReport
+from torchard.testing.rounding.noise import Noise
+
+__all__ = ["Level"]
+
+# What agrees this well is accepted at once, and what does not is looked at with care. Differences by the
+# first step have errors of 1e-10 of both kinds; by the second, extrapolated, they have fewer of each.
+_CLOSE = 1e-7
+_CLOSE_SUM = 1e-9  # of a sum, in which one element is to be seen
+_CLOSE_PRODUCT = 1e-12
+_STRAIGHT = 1e-3
+_FIRST_STEP, _SECOND_STEP = 2.0**-17, 2.0**-8
+# How much larger the difference of two products may be than their rounding errors as measured.
+_OVER_NOISE = 10.0
+_RUNS = 8  # perturbed runs of what is measured at one point alone
+
+
+@dataclass
+class Level:
+    """A function whose derivative is checked: the user's, or a gradient of it.
+
+    Attributes:
+        fn: the function.
+        model: whose finite differences are taken: fn, or that of its straight-through estimator.
+        order: of the derivative.
+        modes: that are compared.
+        kinks: whether there may be kinks.
+        user: the function that the user gave.
+        no_forward: why there is no forward mode.
+        kinked: elements of kinks and jumps.
+    """
+
+    fn: Fn
+    model: Fn
+    order: int
+    modes: tuple[str, ...]
+    kinks: bool
+    user: OfVectors
+    no_forward: str = ""
+    kinked: set[int] = field(default_factory=set)
+
+    def next(self, generator: torch.Generator) -> Level:
+        """The level of the gradient of a product with random cotangents."""
+        here = self.fn(*self.user.at)
+        cotangents = where_finite(here, random_like(here, generator))
+        take = Gradient if "reverse" in self.modes else ForwardGradient
+        fn = take(self.fn, cotangents)
+        model = fn if self.model is self.fn else take(self.model, cotangents)
+        return replace(self, fn=fn, model=model, order=self.order + 1, no_forward="", kinked=set())
+
+    def check(self, directions: int, generator: torch.Generator) -> OrderReport:
+        """Compare along random directions.
+
+        Raises:
+            AssertionError: they differ.
+        """
+        at = self.user.at
+        here = self.fn(*at)
+        pull = pullback(self.fn, at) if "reverse" in self.modes else None
+        for _ in range(directions):
+            direction = direction_at(at, generator)
+            line = Line(self.model, at, direction)
+            forward = self._forward(direction)
+            if forward is not None:
+                self._check_forward(line, here, forward)
+            if pull is None:
+                continue
+            cotangents = where_finite(here, random_like(here, generator))
+            pulled = inner(pull(cotangents), direction)
+            if forward is not None:
+                self._check_product(line, cotangents, where_finite(here, forward), pulled)
+            else:
+                self._check_sum(line, here, cotangents, pulled)
+        return OrderReport(
+            self.order,
+            "forward" in self.modes and not self.no_forward,
+            pull is not None,
+            self.no_forward,
+            len(self.kinked),
+        )
+
+    def _forward(self, direction: Vector) -> Vector | None:
+        if "forward" not in self.modes or self.no_forward:
+            return None
+        try:
+            return pushed(self.fn, self.user.at, direction)
+        except NotImplementedError as error:
+            if "reverse" not in self.modes:
+                raise NotImplementedError(
+                    f"check_derivatives: fn has no forward mode of order {self.order}, and "
+                    f"modes={list(self.modes)} compares nothing else: {_first_line(error)} Leave modes "
+                    "out, or write the jvp of the autograd.Function."
+                ) from error
+            self.no_forward = _first_line(error)
+            return None
+
+    # -- forward mode beside finite differences ---------------------------------------------------
+
+    def _check_forward(self, line: Line, here: Vector, forward: Vector) -> None:
+        known, tangent = joined(here).isfinite(), joined(forward)
+        if not bool((known & ~self._close(line, tangent)).any()):
+            return
+        check_double("check_derivatives", self.user.original, self.user.args)
+        estimate = line.estimate()
+        if bool(known.any()) and not bool((known & estimate.known).any()):
+            raise self._failure(self._unknown(int(known.sum())))
+        self._note_kinks(estimate, known)
+        at, direction = line.at, line.direction
+        noise = Noise(lambda *xs: pushed(self.fn, xs, direction), at).at(*at, runs=_RUNS)
+        excess = torch.where(known, estimate.excess(tangent, noise), 0.0)
+        if float(excess.max()) <= 1:
+            return
+        i = int(excess.argmax())
+        away, bound = estimate.away(tangent)[i], estimate.bound(noise)[i]
+        raise self._failure(
+            f"forward mode of order {self.order} is wrong at {self._place(i, here)}: "
+            f"{_number(tangent[i])}, and finite differences are {_number(estimate.value[i])}"
+            f"{_off(float(away), float(bound))}"
+        )
+
+    def _close(self, line: Line, tangent: torch.Tensor) -> torch.Tensor:
+        """Where simple differences agree to so many digits that no careful ones are needed."""
+        near = _CLOSE * tangent.abs()
+        value, outer = line.central(_FIRST_STEP)
+        close = (value - tangent).abs() <= near
+        if not self.kinks:
+            bent = (outer - 2 * line(0.0)).abs() / _FIRST_STEP
+            close &= bent <= _STRAIGHT * tangent.abs()
+        elif not bool(close.all()):
+            close |= (line.extrapolated(_SECOND_STEP) - tangent).abs() <= near
+        return close
+
+    def _note_kinks(self, estimate: Estimate, known: torch.Tensor) -> None:
+        found = (estimate.kink & known).nonzero().flatten().tolist()
+        self.kinked.update(found)
+        if self.kinks or not found:
+            return
+        i = found[0]
+        if estimate.jump[i]:
+            what = "a jump: its values on both sides differ, however small the step"
+        else:
+            sides = (estimate.value[i] - estimate.spread[i], estimate.value[i] + estimate.spread[i])
+            what = f"a kink: its derivatives on both sides are {' and '.join(map(_number, sides))}"
+        here = self.model(*self.user.at)
+        raise self._failure(
+            f"at {self._place(i, here)} is {what}, so that there is no derivative of order {self.order} "
+            "to compare. Give arguments beside it, or allow kinks with kinks=True"
+        )
+
+    # -- reverse mode beside forward mode, or beside finite differences ---------------------------
+
+    def _check_product(
+        self, line: Line, cotangents: Vector, forward: Vector, pulled: torch.Tensor
+    ) -> None:
+        pushed_, direction = inner(cotangents, forward), line.direction
+        scale = inner(_absolute(cotangents), _absolute(forward))
+        away = float((pulled - pushed_).abs())
+        if away <= _CLOSE_PRODUCT * float(scale):
+            return
+
+        def both(*xs: torch.Tensor) -> Vector:
+            here = inner(cotangents, pushed(self.fn, xs, direction))
+            return here, inner(pullback(self.fn, xs)(cotangents), direction)
+
+        bound = _OVER_NOISE * float(Noise(both, line.at).at(*line.at, runs=_RUNS).sum())
+        if away <= bound or self._at_kink(line, cotangents, pulled):
+            return
+        raise self._failure(
+            f"reverse mode of order {self.order} is wrong or forward mode is: <c, J v> is "
+            f"{float(pushed_):.10g}, <J' c, v> is {float(pulled):.10g}, for random v and c"
+            f"{_off(away, bound)}"
+        )
+
+    def _at_kink(self, line: Line, cotangents: Vector, pulled: torch.Tensor) -> bool:
+        """Whether both modes may differ, since each takes another derivative from between the sides."""
+        if not self.kinks:
+            return False
+        here = self.fn(*line.at)
+        estimate, _ = self._of_sum(line, here, cotangents)
+        given = pulled.detach().reshape(1).cpu()
+        return bool(estimate.kink) and bool(estimate.excess(given, torch.zeros(1)) <= 1)
+
+    def _check_sum(
+        self, line: Line, here: Vector, cotangents: Vector, pulled: torch.Tensor
+    ) -> None:
+        """Reverse mode alone: its product with a direction against differences of <c, f>."""
+        finite, weights = joined(here).isfinite(), joined(cotangents)
+        given = pulled.detach().reshape(1).cpu()
+        if self.kinks:
+            slopes = torch.where(finite, line.extrapolated(_SECOND_STEP), 0.0)
+            terms = (weights.conj() * slopes).real
+            if abs(float(terms.sum() - given)) <= _CLOSE_SUM * float(terms.abs().sum()):
+                return
+        check_double("check_derivatives", self.user.original, self.user.args)
+        estimate, summed = self._of_sum(line, here, cotangents)
+        if not bool(estimate.known):
+            raise self._failure(self._unknown(int(finite.sum())))
+        if bool(estimate.kink):
+            whole = line.estimate()
+            self._note_kinks(whole, finite)
+        at, direction = line.at, line.direction
+        noise = Noise(
+            lambda *xs: (inner(pullback(self.fn, xs)(cotangents), direction),), at
+        ).at(*at, runs=_RUNS)
+        if float(estimate.excess(given, noise)) <= 1:
+            return
+        raise self._failure(
+            f"reverse mode of order {self.order} is wrong: <J' c, v> is {float(given):.10g}, and finite "
+            f"differences of <c, f> along v are {float(estimate.value):.10g}"
+            f"{_off(float(estimate.away(given)), float(estimate.bound(noise)))}"
+        )
+
+    def _of_sum(self, line: Line, here: Vector, cotangents: Vector) -> tuple[Estimate, Line]:
+        def product(*xs: torch.Tensor) -> Vector:
+            return (inner(cotangents, where_finite(here, self.model(*xs))),)
+
+        summed = Line(product, line.at, line.direction)
+        return summed.estimate(), summed
+
+    # -- messages ---------------------------------------------------------------------------------
+
+    def _failure(self, what: str) -> AssertionError:
+        """The error to raise: here a line of the user's code may be added to all of them."""
+        at = self.user.at
+        first, second = joined(self.fn(*at)), joined(self.fn(*at))
+        if not bool(((first == second) | (first != first)).all()):
+            what = (
+                "fn is random: two calls with the same arguments differ, so that it has no derivatives. "
+                "Draw from torch's global generator, which each call finds in the same state, or pass "
+                "what is drawn as an argument"
+            )
+        return AssertionError(what)
+
+    def _unknown(self, count: int) -> str:
+        what = "<c, f>" if self.modes == ("reverse",) else self._name(0)
+        return (
+            f"order {self.order} cannot be checked: beside the given arguments {what} is infinite or "
+            f"NaN, so that none of its {count} finite elements has a finite difference; give arguments "
+            "from inside of the function's domain"
+        )
+
+    def _name(self, result: int) -> str:
+        if self.order == 1:
+            return f"result {result}"
+        return f"the gradient of {self.user.paths[result]}"
+
+    def _place(self, i: int, vector: Vector) -> str:
+        """An element of a row, as the index of one of the tensors in it."""
+        for number, x in enumerate(vector):
+            if i < x.numel():
+                at = [int(n) for n in torch.unravel_index(torch.tensor(i), tuple(x.shape))]
+                return f"{at} of {self._name(number)}"
+            i -= x.numel()
+        raise IndexError(i)
+
+
+def _absolute(vector: Vector) -> Vector:
+    return tuple(x.abs() for x in vector)
+
+
+def _off(difference: float, bound: float) -> str:
+    times = abs(difference) / bound if bound else torch.inf
+    return f"; they are {abs(difference):.2e} apart, {times:.3g} times the bound of {bound:.1e}"
+
+
+def _number(x: torch.Tensor) -> str:
+    return f"{complex(x):.8g}" if x.is_complex() else f"{float(x):.8g}"
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
