@@ -245,3 +245,14 @@ def test_monotone_functions(fn: Any) -> None:
 def test_functions_that_are_not_monotone(fn: Any) -> None:
     with pytest.raises(AssertionError, match="not increasing: out"):
         monotone(fn, ROWS)
+
+
+def test_roundings_may_make_results_smaller() -> None:
+    x = random.normal(random.key(4), (16,)).abs()
+
+    def square(x: torch.Tensor) -> torch.Tensor:
+        return (x + 1e4).square() - 1e8 - 2e4 * x  # in float32, off by some units
+
+    monotone(square, x, draws=1)
+    with pytest.raises(AssertionError, match="not increasing"):
+        monotone(lambda x: -square(x.double()), x, draws=1)
