@@ -212,7 +212,7 @@ class Level:
             if abs(float(terms.sum() - given)) <= _CLOSE_SUM * float(terms.abs().sum()):
                 return
         check_double("check_derivatives", self.user.original, self.user.args)
-        estimate, summed = self._of_sum(line, here, cotangents)
+        estimate, _ = self._of_sum(line, here, cotangents)
         if not bool(estimate.known):
             raise self._failure(self._unknown(int(finite.sum())))
         if bool(estimate.kink):

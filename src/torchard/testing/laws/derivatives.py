@@ -43,12 +43,12 @@ def check_derivatives(
         order: up to which order derivatives are checked.
         modes: "forward", "reverse" or both; reverse mode alone is compared with finite differences.
         directions: how many directions are drawn.
-        kinks: whether fn may have kinks and jumps at these arguments. At a kink, where the differences from
-            the left and from the right do not meet, the derivative must lie between them; at a jump none is
-            compared. With False, each is a failure.
-        straight_through: the function whose derivatives fn's are by design, where they are not its own: the
-            identity for a rounding with a straight-through estimator. It takes fn's arguments and returns
-            results of the same shapes; finite differences are taken of it.
+        kinks: whether fn may have kinks and jumps at these arguments. At a kink, where the differences
+            from the left and from the right do not meet, the derivative must lie between them; at a jump
+            none is compared. With False, each is a failure.
+        straight_through: the function whose derivatives fn's are by design, where they are not its own:
+            the identity for a rounding with a straight-through estimator. It takes fn's arguments and
+            returns results of the same shapes; finite differences are taken of it.
         seed: of the directions, and of what fn draws.
 
     Returns:

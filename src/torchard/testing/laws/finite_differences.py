@@ -112,8 +112,8 @@ class Line:
         error = (values[1:] - values[:-1]).abs() + 2 * rounding[1:]
         error = torch.maximum(error, _from_neighbours(value))
         least = (error + spread).nan_to_num(nan=torch.inf).argmin(0, keepdim=True)
-        best = (x.gather(0, least).squeeze(0) for x in (value, spread, error))
-        return Estimate(*best, _jumps(here, right, left, noise))
+        value, spread, error = (x.gather(0, least).squeeze(0) for x in (value, spread, error))
+        return Estimate(value, spread, error, _jumps(here, right, left, noise))
 
     def _noise(self, step: float) -> torch.Tensor:
         """By how much rounding moves the values at a step to either side."""

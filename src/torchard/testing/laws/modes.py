@@ -113,6 +113,8 @@ class ForwardGradient:
     cotangents: Vector
 
     def __call__(self, *xs: torch.Tensor) -> Vector:
-        entries = tuple(range(len(xs)))
-        gradient: Vector = torch.func.jacfwd(lambda *ys: inner(self.cotangents, self.fn(*ys)), entries)(*xs)
+        def product(*ys: torch.Tensor) -> torch.Tensor:
+            return inner(self.cotangents, self.fn(*ys))
+
+        gradient: Vector = torch.func.jacfwd(product, tuple(range(len(xs))))(*xs)
         return gradient

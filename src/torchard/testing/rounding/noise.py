@@ -11,6 +11,7 @@ from torch.fx.node import map_aggregate
 
 from torchard.functional.programs.flops import op_name
 from torchard.testing.rounding.in_double import InDouble, Perturbed
+from torchard.testing.rounding.precision import OWN
 from torchard.testing.rounding.programs import program_of
 from torchard.testing.rounding.roundings import is_float, roundings_of
 
@@ -36,7 +37,7 @@ class Noise:
         self.program, self.inputs = program_of(lambda *xs: tuple(fn(*xs)), args)
         self.count = len(args)
         values = InDouble(self.program).evaluate(self.inputs)
-        self.roundings = roundings_of(self.program, values)
+        self.roundings = roundings_of(self.program, values, OWN.counted)
         self.generator = torch.Generator().manual_seed(seed)
 
     def at(self, *args: torch.Tensor, runs: int = _RUNS) -> torch.Tensor:
