@@ -32,7 +32,7 @@ def pushed(fn: Fn, at: Vector, direction: Vector) -> Vector:
     Raises:
         NotImplementedError: an operation or autograd.Function has no forward mode.
     """
-    call = fn.of if isinstance(fn, Gradient) else fn
+    call = fn.differentiable if isinstance(fn, Gradient) else fn
     try:
         with forward_ad.dual_level():
             duals = [
@@ -87,10 +87,13 @@ class Gradient:
     def __call__(self, *xs: torch.Tensor) -> Vector:
         further = torch.is_grad_enabled() and any(x.requires_grad for x in xs)
         at = xs if further else tuple(x.detach().requires_grad_() for x in xs)
-        return self.of(*at, create_graph=further)
+        return self._of(at, create_graph=further)
 
-    def of(self, *xs: torch.Tensor, create_graph: bool = False) -> Vector:
-        """The same, of tensors that require gradients."""
+    def differentiable(self, *xs: torch.Tensor) -> Vector:
+        """The same, of tensors that require gradients: torch's backwards may lose tangents otherwise."""
+        return self._of(xs, create_graph=True)
+
+    def _of(self, xs: Vector, create_graph: bool) -> Vector:
         with torch.enable_grad():
             return _pulled(self.fn(*xs), xs, self.cotangents, create_graph)
 
