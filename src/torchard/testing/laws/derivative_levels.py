@@ -196,7 +196,7 @@ class Level:
         if not self.kinks:
             return False
         here = self.fn(*line.at)
-        estimate, _ = self._of_sum(line, here, cotangents)
+        estimate = self._of_sum(line, here, cotangents)
         given = pulled.detach().reshape(1).cpu()
         return bool(estimate.kink) and bool(estimate.excess(given, torch.zeros(1)) <= 1)
 
@@ -212,12 +212,11 @@ class Level:
             if abs(float(terms.sum() - given)) <= _CLOSE_SUM * float(terms.abs().sum()):
                 return
         check_double("check_derivatives", self.user.original, self.user.args)
-        estimate, _ = self._of_sum(line, here, cotangents)
+        estimate = self._of_sum(line, here, cotangents)
         if not bool(estimate.known):
             raise self._failure(self._unknown(int(finite.sum())))
         if bool(estimate.kink):
-            whole = line.estimate()
-            self._note_kinks(whole, finite)
+            self._note_kinks(line.estimate(), finite)
         at, direction = line.at, line.direction
         noise = Noise(
             lambda *xs: (inner(pullback(self.fn, xs)(cotangents), direction),), at
@@ -230,12 +229,21 @@ class Level:
             f"{_off(float(estimate.away(given)), float(estimate.bound(noise)))}"
         )
 
-    def _of_sum(self, line: Line, here: Vector, cotangents: Vector) -> tuple[Estimate, Line]:
+    def _of_sum(self, line: Line, here: Vector, cotangents: Vector) -> Estimate:
+        """Of <c, f>. At several kinks each term may have any derivative between its sides."""
+        finite, weights = joined(here).isfinite(), joined(cotangents).abs()
+        whole = line.estimate()
+        if bool((whole.kink & finite).any()):
+            terms = (joined(cotangents).conj() * torch.where(finite, whole.value, 0.0)).real
+            parts = (torch.where(finite, x, 0.0) * weights for x in (whole.spread, whole.error))
+            spread, error = (part.sum().reshape(1) for part in parts)
+            jump = (whole.jump & finite).any().reshape(1)
+            return Estimate(terms.sum().reshape(1), spread, error, jump)
+
         def product(*xs: torch.Tensor) -> Vector:
             return (inner(cotangents, where_finite(here, self.model(*xs))),)
 
-        summed = Line(product, line.at, line.direction)
-        return summed.estimate(), summed
+        return Line(product, line.at, line.direction).estimate()
 
     # -- messages ---------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ __all__ = ["Estimate", "Line", "joined"]
 # Steps, each a quarter of the one before: the smallest resolve what happens within 1e-12.
 _STEPS = tuple(2.0**-n for n in range(2, 46, 2))
 # How much larger an error may be than it is estimated: their product is the bound.
-_OVER_ESTIMATE = 20.0
+_OVER_ESTIMATE = 40.0
 # A jump is what is left between the values on both sides at this many of the smallest steps.
 _SMALLEST = 5
 
