@@ -19,8 +19,12 @@ __all__ = ["Estimate", "Line", "joined"]
 
 # Steps, each a quarter of the one before: the smallest resolve what happens within 1e-12.
 _STEPS = tuple(2.0**-n for n in range(2, 46, 2))
+# Those at which rounding is measured; between two of them it counts as the larger of both.
+_MEASURED = (0, 1, 3, 8, len(_STEPS) - 1)
 # How much larger an error may be than it is estimated: their product is the bound.
 _OVER_ESTIMATE = 40.0
+# Noise that is seen in values is at most this part of the largest value.
+_SEEN = 1e-10
 # A jump is what is left between the values on both sides at this many of the smallest steps.
 _SMALLEST = 5
 
@@ -101,7 +105,8 @@ class Line:
         sides = [(self(h), self(-h)) for h in _STEPS]
         right, left = (torch.stack(side) for side in zip(*sides, strict=True))
         steps = torch.tensor(_STEPS, dtype=torch.float64)[:, None]
-        noise = _over_neighbours(torch.stack([self._noise(h) for h in _STEPS]))
+        noise = _between(torch.stack([self._noise(_STEPS[i]) for i in _MEASURED]))
+        noise = torch.maximum(noise, _seen(right - left, _SEEN * float(here.abs().max())))
         values = (right - left) / (2 * steps)
         gaps = (right - 2 * here + left).abs() / steps
         rounding = noise / steps
@@ -131,6 +136,21 @@ class Line:
         return self.fn(*(x + t * v for x, v in zip(at, self.direction, strict=True)))
 
 
+def _seen(apart: torch.Tensor, most: float) -> torch.Tensor:
+    """The noise of each element that is seen in its values, whatever made it: a kernel that cancels inside.
+
+    The difference over a step is four times that over a quarter of it, but for truncation, which grows
+    with the step, and for noise, which does not.
+
+    Args:
+        apart: the values to the right less those to the left, by step, the largest first.
+        most: what is larger is no rounding: a function that saturates does not grow either.
+    """
+    off = (apart[:-1] - 4 * apart[1:]).abs() / 5
+    stays = off[2:] > torch.maximum(off[1:-1], off[:-2]) / 4
+    return torch.where(stays & (off[2:] <= most), off[2:], 0.0).amax(0)
+
+
 def _jumps(
     here: torch.Tensor, right: torch.Tensor, left: torch.Tensor, noise: torch.Tensor
 ) -> torch.Tensor:
@@ -141,10 +161,11 @@ def _jumps(
     return above & (least > 0.5 * most)
 
 
-def _over_neighbours(noise: torch.Tensor) -> torch.Tensor:
-    """Of each step the largest noise of the steps beside it: a draw is small by chance."""
-    wide = torch.nn.functional.pad(noise, (0, 0, 2, 2))
-    return wide.unfold(0, 5, 1).amax(-1)
+def _between(measured: torch.Tensor) -> torch.Tensor:
+    """The noise at each step, of that at some."""
+    pairs = zip(_MEASURED, _MEASURED[1:], measured, measured[1:], strict=False)
+    rows = [torch.maximum(a, b).expand(end - start, -1) for start, end, a, b in pairs]
+    return torch.cat([*rows, measured[-1:]])
 
 
 def _from_neighbours(values: torch.Tensor) -> torch.Tensor:
