@@ -155,7 +155,8 @@ class OrderReport:
         forward: whether forward mode was compared, with finite differences.
         reverse: whether reverse mode was: with forward mode, or else with finite differences.
         no_forward: why forward mode was not compared although that was asked.
-        kinks: how many elements have a kink or a jump at the arguments.
+        kinks: how many elements were found at a kink or a jump: those whose derivative is not the mean of
+            both sides.
 
     >>> from torchard.testing import OrderReport
     >>> print(OrderReport(1, forward=False, reverse=True, kinks=2))

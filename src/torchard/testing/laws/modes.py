@@ -50,7 +50,7 @@ def pushed(fn: Fn, at: Vector, direction: Vector) -> Vector:
 
 def _tangent(dual: torch.Tensor) -> torch.Tensor:
     value, tangent = forward_ad.unpack_dual(dual)
-    return torch.zeros_like(value) if tangent is None else tangent.detach()
+    return torch.zeros_like(value) if tangent is None else tangent.detach().clone()
 
 
 def pullback(fn: Fn, at: Vector) -> Callable[[Vector], Vector]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,14 +40,20 @@ class OfVectors:
 
 
 @contextlib.contextmanager
-def same_draws(args: Any, seed: int) -> Any:
-    """Runs a block, in which torch's generators are those of this seed, and restores them."""
-    devices = {
-        x.device for x in tree.leaves(args) if isinstance(x, torch.Tensor) and x.device.type == "cuda"
-    }
+def same_draws(args: Any, seed: int) -> Iterator[None]:
+    """Runs a block with torch's generators at this seed, and restores them."""
+    tensors = [x for x in tree.leaves(args) if isinstance(x, torch.Tensor)]
+    devices = {x.device.index for x in tensors if x.device.type == "cuda"}
     with torch.random.fork_rng(devices=list(devices)), torch.inference_mode(False):
-        torch.manual_seed(seed)
+        _seed_for(tensors, seed)
         yield
+
+
+def _seed_for(tensors: Iterable[torch.Tensor], seed: int) -> None:
+    if all(x.device.type == "cpu" for x in tensors):
+        torch.default_generator.manual_seed(seed)  # a hundredth of the time of all generators
+    else:
+        torch.manual_seed(seed)
 
 
 def flattened(fn: Callable[..., Any], args: tuple[Any, ...], seed: int) -> OfVectors:
@@ -79,20 +85,13 @@ def flattened(fn: Callable[..., Any], args: tuple[Any, ...], seed: int) -> OfVec
 
     def flat(*some: torch.Tensor) -> Vector:
         if draws:
-            _draw_again(some, seed)
+            _seed_for(some, seed)
         # Copies, since fn may write to them.
         given = tree.unflatten(structure, [x.clone() for x in some])
         result = fn(*tree.combine(given, rest))
         return tuple(r for r in tree.leaves(tree.whole(result)) if is_float(r))
 
     return OfVectors(flat, tuple(map(as_primal, leaves)), tree.paths(floats, "args"), fn, doubles)
-
-
-def _draw_again(xs: Vector, seed: int) -> None:
-    if all(x.device.type == "cpu" for x in xs):
-        torch.default_generator.manual_seed(seed)  # a hundredth of the time of all generators
-    else:
-        torch.manual_seed(seed)
 
 
 def _copied(x: Any) -> Any:

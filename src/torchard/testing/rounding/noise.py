@@ -59,11 +59,12 @@ class Noise:
         return torch.cat([x.to(wide) for x in rows])
 
 
-# Kernels that cancel inside: 1 + erf(x), which has no digits left where erf(x) is near -1. The absolute
-# error of the result, in units of roundoff, from their arguments.
+# Kernels that cancel inside: 1 + erf(x), which has no digits left where erf(x) is near -1, and
+# x - logsumexp(x). The absolute error of the result, in units of roundoff, from their arguments.
 _CANCELS: dict[str, Callable[..., torch.Tensor]] = {
     "aten.gelu": lambda x: x.abs(),
     "aten.gelu_backward": lambda g, x: g.abs() * (1 + x.abs()),
+    "aten._log_softmax": lambda x: 2 * x.abs().amax(),
 }
 
 
