@@ -65,7 +65,8 @@ class Round:
     def args(self) -> tuple[torch.Tensor, ...]:
         if self.calls % self.rivals == 0:
             self.drawn = tuple(
-                torch.randn(shape, generator=self.generator, dtype=torch.float64) for shape in self.case.shapes
+                torch.randn(shape, generator=self.generator, dtype=torch.float64)
+                for shape in self.case.shapes
             )
         self.calls += 1
         return self.drawn
@@ -106,7 +107,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
-    print("| function | order 1, ms | gradcheck, ms | ratio | order 2, ms | + gradgradcheck, ms | ratio |")
+    print("| function | order 1, ms | gradcheck | ratio | order 2, ms | + gradgradcheck | ratio |")
     print("|---|---|---|---|---|---|---|")
     for name, case in CASES.items():
         one, torch_one, ratio, two, torch_two, ratio_two = compared(case, rounds)
