@@ -137,7 +137,7 @@ class Line:
 
 
 def _seen(apart: torch.Tensor, most: float) -> torch.Tensor:
-    """The noise of each element that is seen in its values, whatever made it: a kernel that cancels inside.
+    """The noise that is seen in the values of each element, whatever made it: a kernel that cancels.
 
     The difference over a step is four times that over a quarter of it, but for truncation, which grows
     with the step, and for noise, which does not.
