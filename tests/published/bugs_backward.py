@@ -127,7 +127,7 @@ class Standardise(Saved):
 @planted(
     BUGS, "b d",
     ("branch of negative arguments", "torch.where(x > 0, g, 0.1 * g)", "torch.where(x > 0, g, 0)"),
-    ("condition on the gradient", "torch.where(x > 0", "torch.where(g > 0"),
+    ("condition on the gradient", "torch.where(x > 0, g,", "torch.where(g > 0, g,"),
     ("slope", "0.1 * g", "0.01 * g"),
 )  # fmt: skip
 class Leaky(Saved):

@@ -27,6 +27,7 @@ def variance(x):
     ("damping", "cholesky(a)", "cholesky(a + 1e-4 * torch.eye(a.shape[0], dtype=a.dtype))"),
 )  # fmt: skip
 def solve_definite(a, b):
+    a = (a + a.mT) / 2  # an element alone may be moved
     factor = torch.linalg.cholesky(a)
     half = torch.linalg.solve_triangular(factor, b, upper=False)
     return torch.linalg.solve_triangular(factor.mT, half, upper=True)

@@ -166,7 +166,7 @@ PUBLISHED = [
     Correct("kornia: rgb_to_grayscale", "kornia.color:rgb_to_grayscale", "b 3 4 4 :probability"),
     Correct("kornia: axis_angle_to_rotation_matrix",
             "kornia.geometry.conversions:axis_angle_to_rotation_matrix", "b 3"),
-    Correct("fvcore: sigmoid_focal_loss", "fvcore.nn:sigmoid_focal_loss", "b d, b d :flags"),
+    Correct("fvcore: sigmoid_focal_loss", "fvcore.nn:sigmoid_focal_loss", "b d, b d :probability"),
     Correct("torchmetrics: pairwise_cosine_similarity",
             "torchmetrics.functional:pairwise_cosine_similarity", "b d :positive, c d :positive"),
     Correct("rotary-embedding-torch: rotate_half", "rotary_embedding_torch.rotary_embedding_torch:rotate_half",

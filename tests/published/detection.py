@@ -2,7 +2,7 @@
 
     make detection
 
-A detector finds a bug by an example where it finds fault with the wrong function, and none with the
+A detector finds a bug by an example on which it raises an error for the wrong function, and none for the
 right one on the same arguments.
 """
 
@@ -76,12 +76,14 @@ def search(bug: Planted, examples: int) -> Row:
             args = example(bug, seed)
             found = outcome(lambda a=args, d=detector: d(wrong, bug.right, fresh(a)))
             row.seconds[name] += found.seconds
-            if found.word != "fails":
+            if found.word == "holds" or found.why.startswith("longer than"):
                 continue
             control = _control(bug.right, bug.spec, name, seed)
             if control.word == "holds":
                 row.examples[name] = seed + 1
                 break
+            if control.word == "refused" and name in RIVALS:
+                continue
             row.alarms.append(f"{bug.function}, seed {seed}, {name}: {control.first_line[:200]}")
     return row
 
@@ -96,12 +98,12 @@ def table(rows: list[Row], examples: int, seconds: float) -> str:
     heading = (
         f"{len(rows)} bugs planted in {functions} functions, as `make detection` looked for them with "
         f"{installed()}, by up to {examples} examples each, in {seconds:.0f} s. A detector finds a bug "
-        "where it finds fault with the wrong function and none with the right one on the same arguments. "
+        "where it raises an error for the wrong function and none for the right one on the same arguments. "
         "The right function is known to `equal`, `assert_close` and pytest-torch; other laws and gradcheck "
         "(with gradgradcheck) see the wrong one alone. `assert_close` compares values in float32 at "
         "rtol = atol = 1e-5. pytest-torch is its inference contract, gradcheck and comparison. "
-        "hypothesis-torch draws arguments and has no law; with these arguments it finds what "
-        "`assert_close` finds. chex tests functions of JAX and takes none of torch."
+        "hypothesis-torch 2.0.7 draws arguments and checks nothing, and chex 0.1.92 is of JAX's arrays: "
+        "neither was run."
     )
     parts = ["# Planted bugs", heading, _totals(rows, own, alone), _bugs(rows, own)]
     missed = [r.bug.name for r in rows if not r.found_by(own)]

@@ -5,7 +5,7 @@
 is a tuple of three tensors. Dims of one name have one size, 2 to 4; a number is itself. Kinds:
 ``positive`` (not zero either), ``unit`` (between -1 and 1), ``probability`` (between 0 and 1), ``simplex``
 (that sum to 1 over the last dim), ``definite`` (symmetric positive definite), ``increasing`` (over the last
-dim), ``flags`` (zeros and ones) and ``index=n`` (integers below the size n).
+dim), ``flags`` (integers 0 and 1) and ``index=n`` (integers below the size n).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EXPONENTS = (-3.0, 3.0)
 def draw(
     spec: str, seed: int, styles: tuple[str, ...] = STYLES, most: float = EXPONENTS[1]
 ) -> tuple[Tensor, ...]:
-    """Tensors in float64, and of indices in int64.
+    """Tensors in float64, and of indices and flags in int64.
 
     Args:
         spec: what is drawn, see above.
@@ -126,5 +126,5 @@ _KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "simplex": lambda x: (x / (1 + x.abs())).softmax(-1),
     "definite": _definite,
     "increasing": lambda x: (x / (1 + x.abs()) + 1.5).cumsum(-1),
-    "flags": lambda x: (x > 0).to(x.dtype),
+    "flags": lambda x: (x > 0).long(),
 }
