@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from reach_functions import Reached, loss
 
 GRAPH = "5 4, 2 8 :index=5"
@@ -56,4 +57,5 @@ MODULES = [
             "codebook_size": 16}, init=()),
     Reached("e3nn", "e3nn.o3:Linear", "b 7", init=("1x0e+2x1o", "2x0e+1x1o")),
     Reached("e3nn", "e3nn.o3:Norm", "b 6", init=("2x1o",)),
+    Reached("e3nn", "e3nn.nn:Gate", "b 6", init=("2x0e", [torch.tanh], "1x0e", [torch.sigmoid], "1x1o")),
 ]  # fmt: skip
