@@ -12,7 +12,7 @@ JOBS  ?= 2
 # torchrun with two gloo ranks; when one fails, only the ranks' own message is printed.
 TORCHRUN := $(BIN)/python examples/_torchrun.py --nproc-per-node 2
 
-.PHONY: help venv test explore laws mutants oracle proofs coverage races kernels sweep inductor newest matrix lint types docs demo bench images clean zoo
+.PHONY: help venv published test explore laws mutants oracle proofs coverage races kernels sweep inductor newest matrix lint types docs demo bench images clean zoo alarms detection reach
 
 help: ## list the targets
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
@@ -74,6 +74,21 @@ sweep: $(STAMP) ## run torch's own sample calls of every operator sharded (half 
 
 zoo: $(STAMP) ## gradients of 38 families of HuggingFace models under every transform (ten minutes; ARGS="--only bert")
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/zoo.py --out tests/results/zoo.md $(ARGS)
+
+# Published packages are installed without what they require: some ask for another torch, or for torchvision.
+PUBLISHED := PYTHONPATH=tests/support OMP_NUM_THREADS=1 $(BIN)/python
+
+published: $(STAMP)
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps -r tests/published/packages.txt
+
+alarms: published ## correct functions on drawn arguments: what torchard.testing finds is false (ARGS="--draws 10000")
+	$(PUBLISHED) tests/published/false_alarms.py --out tests/results/alarms.md $(ARGS)
+
+detection: published ## bugs planted in 40 functions, and what finds them (ARGS="--only attention")
+	$(PUBLISHED) tests/published/detection.py --out tests/results/detection.md $(ARGS)
+
+reach: published ## the laws of torchard.testing on a hundred published functions (ARGS="--only kornia")
+	$(PUBLISHED) tests/published/reach.py --out tests/results/reach.md $(ARGS)
 
 inductor: $(STAMP) ## compare Inductor with eager: random programs and torch's own samples (an hour; ARGS="--only op_db")
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/inductor_sweep.py $(ARGS)

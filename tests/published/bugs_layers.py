@@ -53,7 +53,8 @@ def batch_norm(x):
 @planted(
     BUGS, "b 4 s",
     ("groups mixed", "x.unflatten(1, (2, 2))", "x.unflatten(1, (2, 2)).transpose(1, 2)"),
-    ("wrong axes", "mean((2, 3), keepdim=True)\n    variance", "mean((1, 3), keepdim=True)\n    variance"),
+    ("wrong axes", "mean((2, 3), keepdim=True)\n    variance",
+     "mean((1, 3), keepdim=True)\n    variance"),
     ("eps too large", "1e-5", "1e-3"),
 )  # fmt: skip
 def group_norm(x):

@@ -1,5 +1,7 @@
 """Correct functions on drawn arguments: a law that finds fault with one of them is wrong itself.
 
+Or it finds a defect, which is then listed in tests/results/defects.md.
+
 make alarms ARGS="--draws 10000"
 
 Writes a table of alarms by law and dtype. Each alarm is printed with the line that repeats it.
@@ -40,7 +42,7 @@ def laws(entry: Correct, args: tuple[Any, ...]) -> Iterator[tuple[str, str, Call
             yield "check_batching", name, lambda a=narrow: check_batching(fn, *a, orders=orders[:2])
         if entry.other is not None:
             other = entry.other
-            yield "equal", name, lambda a=narrow: equal(fn, other, *a, orders=orders)
+            yield "equal", name, lambda a=narrow, other=other: equal(fn, other, *a, orders=orders)
 
 
 def repeat(entry: Correct, seed: int, law: str, dtype: str) -> str:
@@ -118,8 +120,9 @@ def main() -> int:
     tally = run(entries, given.draws, given.seed, given.law, given.dtype)
     heading = (
         f"{tally.draws} draws of arguments for {len(entries)} correct functions, "
-        f"{sum(e in PUBLISHED for e in entries)} of them of published packages, as `make alarms` ran them "
-        f"with torch {torch.__version__}, in {time.time() - began:.0f} s. Every alarm is false."
+        f"{sum(e in PUBLISHED for e in entries)} of them of published packages, as `make alarms` ran "
+        f"them with torch {torch.__version__}, in {time.time() - began:.0f} s. "
+        "An alarm is false, but where defects.md lists the function."
     )
     if given.out:
         given.out.write_text(tally.table(heading))

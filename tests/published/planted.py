@@ -1,7 +1,7 @@
 """Planted bugs: a right function, and changes of its text that make it wrong.
 
-The module of a wrong function is the module of the right one with one piece of text replaced, which stands
-in that function (or class) and nowhere else in it: errors name its lines as they do those of any function.
+The module of a wrong function is the module of the right one with one piece of text replaced, which
+stands in that function (or class) once: errors name its lines as they do those of any function.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Planted:
         end = _end(source, start)
         body = source[start:end]
         if body.count(self.old) != 1:
-            raise ValueError(f"{self.name}: {self.old!r} is {body.count(self.old)} times in {self.function}")
+            raise ValueError(f"{self.name}: {self.old!r} is there {body.count(self.old)} times")
         text = source[:start] + body.replace(self.old, self.new) + source[end:]
         name = f"planted_{self.function}_{abs(hash((self.kind, self.old, self.new)))}"
         path = f"<{name}>"
@@ -78,7 +78,7 @@ def _end(source: str, start: int) -> int:
 def planted(
     bugs: list[Planted], spec: str, *changes: tuple[str, str, str], symmetries: Any = ()
 ) -> Callable[[Any], Any]:
-    """Enter wrong versions of a function, each a kind of bug, the text that is right, and what is wrong."""
+    """Enter wrong versions of a function: kinds of bugs, with the right and the wrong text of each."""
 
     def enter(value: Any) -> Any:
         for kind, old, new in changes:

@@ -61,11 +61,11 @@ def laws(fn: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Callable[[]
     }
 
 
-def tested(entry: Reached) -> dict[str, Outcome]:
+def outcomes_of(entry: Reached) -> dict[str, Outcome]:
     known: list[Any] = []
     began = outcome(lambda: known.extend(prepared(entry)))
     if began.word != "holds":
-        return {law: began for law in ("check_pure", "check_derivatives", "check_dtypes", "check_batching")}
+        return {"made": began}
     fn, args = known
     called = outcome(lambda: fn(*args))
     if called.word != "holds":  # then the arguments are not such as it takes
@@ -118,7 +118,7 @@ def main() -> None:
     began, rows = time.time(), {}
     for entry in REACHED:
         if not given.only or given.only in f"{entry.package} {entry.name}":
-            rows[entry] = tested(entry)
+            rows[entry] = outcomes_of(entry)
             words = {law: f.word for law, f in rows[entry].items()}
             print(entry.package, entry.name, words, flush=True)
     text = table(rows, time.time() - began)

@@ -18,11 +18,12 @@ def transformer(name: str, *init: object, spec: str = "b s 8", **made: object) -
 
 
 def flow(path: str, *init: object, **made: object) -> Reached:
-    return Reached("nflows", f"nflows.transforms:{path}", "b 4", init=init, made=made)
+    return Reached("nflows", f"nflows.transforms:{path}", "b 4 :probability", init=init, made=made)
 
 
 MODULES = [
-    Reached("einops", "einops.layers.torch:Rearrange", "b 4 d", init=("b (s t) d -> b s t d",), made={"t": 2}),
+    Reached("einops", "einops.layers.torch:Rearrange", "b 4 d", init=("b (s t) d -> b s t d",),
+            made={"t": 2}),
     Reached("einops", "einops.layers.torch:Reduce", "b s d", init=("b s d -> b d", "mean")),
     Reached("einops", "einops.layers.torch:EinMix", "b s 4", init=("b s d -> b s e",),
             made={"weight_shape": "d e", "bias_shape": "e", "d": 4, "e": 3}),
