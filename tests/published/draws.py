@@ -5,7 +5,8 @@
 is a tuple of three tensors. Dims of one name have one size, 2 to 4; a number is itself. Kinds:
 ``positive`` (not zero either), ``unit`` (between -1 and 1), ``probability`` (between 0 and 1),
 ``simplex`` (that sum to 1 over the last dim), ``definite`` (symmetric positive definite),
-``increasing`` (over the last dim), ``flags`` (integers 0 and 1) and ``index=n`` (integers below the size n).
+``increasing`` (over the last dim), ``flags`` (integers 0 and 1) and ``index=n`` (integers below the
+size n).
 """
 
 from __future__ import annotations
