@@ -129,7 +129,7 @@ def rotary(x):
 
 @planted(
     BUGS, "b s d, s d",
-    ("in place on an argument", "return x + table", "return x.add_(table)"),
+    ("in place on an argument", "x = x * math", "x = x.mul_(2) / 2 * math"),
     ("order of positions", "table[: x.shape[1]]", "table[: x.shape[1]].flip(0)"),
     ("missing scale", "x * math.sqrt(x.shape[-1])", "x"),
 )  # fmt: skip

@@ -82,7 +82,7 @@ def search(bug: Planted, examples: int) -> Row:
             if control.word == "holds":
                 row.examples[name] = seed + 1
                 break
-            if control.word == "refused" and name in RIVALS:
+            if control.word == "refused":  # the detector cannot take this function
                 continue
             row.alarms.append(f"{bug.function}, seed {seed}, {name}: {control.first_line[:200]}")
     return row
