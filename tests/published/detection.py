@@ -101,7 +101,8 @@ def table(rows: list[Row], examples: int, seconds: float) -> str:
         "where it raises an error for the wrong function and none for the right one on the same "
         "arguments. The right function is known to `equal`, `assert_close` and pytest-torch; other laws "
         "and gradcheck (with gradgradcheck) see the wrong one alone. `assert_close` compares values in "
-        "float32 at rtol = atol = 1e-5. pytest-torch is its inference contract, gradcheck and comparison. "
+        "float32 at rtol = atol = 1e-5. pytest-torch is its inference contract, gradcheck and "
+        "comparison. "
         "hypothesis-torch 2.0.7 draws arguments and checks nothing, and chex 0.1.92 is of JAX's arrays: "
         "neither was run."
     )
