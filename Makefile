@@ -76,10 +76,11 @@ zoo: $(STAMP) ## gradients of 38 families of HuggingFace models under every tran
 	OMP_NUM_THREADS=1 $(BIN)/python tests/support/zoo.py --out tests/results/zoo.md $(ARGS)
 
 # Published packages are installed without what they require: some ask for another torch, or for torchvision.
-PUBLISHED := PYTHONPATH=tests/support OMP_NUM_THREADS=1 $(BIN)/python
+PUBLISHED := PYTHONPATH=tests/support:$(VENV)/published OMP_NUM_THREADS=1 $(BIN)/python
 
 published: $(STAMP)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps -r tests/published/packages.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --no-deps \
+	  --upgrade --target $(VENV)/published -r tests/published/packages.txt
 
 alarms: published ## correct functions on drawn arguments: what torchard.testing finds is false (ARGS="--draws 10000")
 	$(PUBLISHED) tests/published/false_alarms.py --out tests/results/alarms.md $(ARGS)

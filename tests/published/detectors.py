@@ -66,6 +66,9 @@ LAWS: dict[str, Detector] = {
     "check_dtypes": lambda fn, right, args: check_dtypes(fn, *args),
     "check_batching": lambda fn, right, args: check_batching(fn, *args, orders=("value", "gradient")),
     "equal": agrees,
+    "equal, allow_narrower=False": lambda fn, right, args: equal(
+        fn, right, *args, orders=("value", "gradient"), allow_narrower=False
+    ),
 }
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -222,9 +223,27 @@ def test_what_a_call_changes_is_named(fn: Any, what: str) -> None:
         check_pure(fn, X.clone())
 
 
+class Scaled(NamedTuple):
+    scale: float
+
+    @staticmethod
+    def times(x: torch.Tensor, scale: float) -> torch.Tensor:
+        return x * scale
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.times(x, self.scale)
+
+
 def test_pure_functions_with_surroundings() -> None:
     weights = {"w": torch.ones(6, dtype=X.dtype)}
-    for fn in (lambda x: x * weights["w"], nn.LayerNorm(6, dtype=X.dtype), torch.sin):
+    fns = (
+        lambda x: x * weights["w"],
+        nn.LayerNorm(6, dtype=X.dtype),
+        torch.sin,
+        functools.partial(torch.softmax, dim=0),
+        Scaled(2.0),
+    )
+    for fn in fns:
         assert check_pure(fn, X).traceable
 
 

@@ -106,6 +106,13 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, MethodType):
         yield ".__func__", value.__func__
         yield ".__self__", value.__self__
+    # The own dicts of these Python makes when it is asked for them.
+    elif isinstance(value, (staticmethod, classmethod)):
+        yield ".__func__", value.__func__
+    elif isinstance(value, functools.partial):
+        yield ".func", value.func
+        yield ".args", value.args
+        yield ".keywords", value.keywords
     elif isinstance(value, _MEMOS):
         yield "", value.__wrapped__
     elif isinstance(value, FunctionType):
