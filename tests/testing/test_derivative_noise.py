@@ -78,6 +78,14 @@ class _Off(torch.autograd.Function):
         return tangent * 1
 
 
+class _InHalf(_Off):
+    """The identity, whose gradient is rounded to half precision."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.half().to(gradient.dtype)
+
+
 def _off_in_both(y: torch.Tensor) -> torch.Tensor:
     return y + 1e-5 * (y - y.detach())
 
@@ -87,7 +95,7 @@ def _off_in_one(y: torch.Tensor) -> torch.Tensor:
     return y + 1e-5 * (y - y.detach()) * last
 
 
-WRONG: dict[str, Fn] = {"reverse": _Off.apply, "both": _off_in_both, "one": _off_in_one}
+WRONG: dict[str, Fn] = {"reverse": _Off.apply, "half": _InHalf.apply, "both": _off_in_both, "one": _off_in_one}
 
 
 @pytest.mark.parametrize("wrong", WRONG)

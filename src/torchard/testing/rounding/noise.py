@@ -11,7 +11,6 @@ from torch.fx.node import map_aggregate
 
 from torchard.functional.programs.flops import op_name
 from torchard.testing.rounding.in_double import InDouble, Perturbed
-from torchard.testing.rounding.precision import OWN
 from torchard.testing.rounding.programs import program_of
 from torchard.testing.rounding.roundings import is_float, roundings_of
 
@@ -22,6 +21,11 @@ _EPS = torch.finfo(torch.float64).eps
 _UNDERFLOW = torch.finfo(torch.float64).smallest_normal
 # Perturbed runs at one point.
 _RUNS = 2
+
+
+def _in_float64(dtype: torch.dtype) -> torch.dtype:
+    """What a derivative loses by computing in less is no rounding of it."""
+    return torch.float64
 
 
 class Noise:
@@ -37,7 +41,7 @@ class Noise:
         self.program, self.inputs = program_of(lambda *xs: tuple(fn(*xs)), args)
         self.count = len(args)
         values = InDouble(self.program).evaluate(self.inputs)
-        self.roundings = roundings_of(self.program, values, OWN.counted)
+        self.roundings = roundings_of(self.program, values, _in_float64)
         self.generator = torch.Generator().manual_seed(seed)
 
     def at(self, *args: torch.Tensor, runs: int = _RUNS) -> torch.Tensor:
