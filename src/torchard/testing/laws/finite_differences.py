@@ -23,6 +23,7 @@ _STEPS = tuple(2.0**-n for n in range(2, 46, 2))
 _MEASURED = (0, 1, 3, 8, len(_STEPS) - 1)
 # How much larger an error may be than it is estimated: their product is the bound.
 _OVER_ESTIMATE = 40.0
+_EPS = torch.finfo(torch.float64).eps
 # Noise that is seen in values is at most this part of the largest value.
 _SEEN = 1e-10
 # A jump is what is left between the values on both sides at this many of the smallest steps.
@@ -106,7 +107,10 @@ class Line:
         right, left = (torch.stack(side) for side in zip(*sides, strict=True))
         steps = torch.tensor(_STEPS, dtype=torch.float64)[:, None]
         noise = _between(torch.stack([self._noise(_STEPS[i]) for i in _MEASURED]))
-        noise = torch.maximum(noise, _seen(right - left, _SEEN * float(here.abs().max())))
+        largest = float(here.abs().nan_to_num(posinf=0.0).max()) if here.numel() else 0.0
+        # Kernels promise no more than the roundoff of the largest element.
+        noise = noise.clamp(min=_EPS * largest)
+        noise = torch.maximum(noise, _seen(right - left, _SEEN * largest))
         values = (right - left) / (2 * steps)
         gaps = (right - 2 * here + left).abs() / steps
         rounding = noise / steps

@@ -7,12 +7,10 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.node import map_aggregate
 
-from torchard.functional.programs.flops import op_name
 from torchard.testing.rounding.in_double import InDouble, Perturbed
 from torchard.testing.rounding.programs import program_of
-from torchard.testing.rounding.roundings import is_float, roundings_of
+from torchard.testing.rounding.roundings import roundings_of
 
 __all__ = ["Noise"]
 
@@ -50,7 +48,7 @@ class Noise:
         exact = self._results(InDouble(self.program), inputs)
         most = _UNDERFLOW + _EPS / 2 * exact.abs()
         for _ in range(runs):
-            moved = self._results(_Cancelling(self.program, self.roundings, self.generator), inputs)
+            moved = self._results(Perturbed(self.program, self.roundings, self.generator), inputs)
             away = (moved - exact).abs()
             most = torch.maximum(most, torch.where(away.isnan(), 0.0, away))
         return most
@@ -61,29 +59,3 @@ class Noise:
         rows = [x.detach().reshape(-1).cpu() for x in results]
         wide = torch.complex128 if any(x.is_complex() for x in rows) else torch.float64
         return torch.cat([x.to(wide) for x in rows])
-
-
-# Kernels that cancel inside: 1 + erf(x), which has no digits left where erf(x) is near -1, and
-# x - logsumexp(x). The absolute error of the result, in units of roundoff, from their arguments.
-_CANCELS: dict[str, Callable[..., torch.Tensor]] = {
-    "aten.gelu": lambda x: x.abs(),
-    "aten.gelu_backward": lambda g, x: g.abs() * (1 + x.abs()),
-    "aten._log_softmax": lambda x: 2 * x.abs().amax(),
-}
-
-
-class _Cancelling(Perturbed):
-    """Perturbed runs in which kernels that cancel inside have the errors of doing so."""
-
-    def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        result = super().call(node, args, kwargs)
-        size = _CANCELS.get(op_name(node))
-        if size is None:
-            return result
-        error = _EPS * size(*(x for x in args if is_float(x)))
-
-        def moved(x: Any) -> Any:
-            noise = torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
-            return x + error * noise
-
-        return map_aggregate(result, lambda x: moved(x) if is_float(x) else x)
