@@ -87,4 +87,8 @@ def _have_same(these: dict[str, torch.Tensor], those: dict[str, torch.nn.Paramet
 def _called(module: torch.nn.Module, parameters: dict[str, Any], args: Sequence[Any]) -> Any:
     # A copy that is made inside of a transform of torch.func may be written to there.
     buffers = {name: b.clone() for name, b in module.named_buffers() if b is not None}
-    return torch.func.functional_call(module, {**buffers, **parameters}, tuple(args))
+    dtypes = [p.dtype for p in parameters.values()]
+    if dtypes and dtypes[0].is_floating_point:  # those of a module in another precision follow
+        buffers = {n: b.to(dtypes[0]) if b.is_floating_point() else b for n, b in buffers.items()}
+    own = {name: p.detach() for name, p in module.named_parameters()}  # whose grad stays as it is
+    return torch.func.functional_call(module, {**own, **buffers, **parameters}, tuple(args))

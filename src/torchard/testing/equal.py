@@ -146,9 +146,21 @@ class Reference:
         return report
 
     def called(self, fn: Fn, *args: Any) -> Any:
-        """A call with the generators at the seed, so that two functions that draw alike draw the same."""
+        """A call with the generators at the seed, so that two functions that draw alike draw the same.
+
+        Raises:
+            AssertionError: fn writes to an argument: what it is compared with would be given another one.
+        """
+        versions = _versions(args)
         with seeded(self.seed):
-            return fn(*args)
+            result = fn(*args)
+        for path, version in _versions(args).items():
+            if version != versions.get(path):
+                raise AssertionError(
+                    f"fn changes {path} in place, so that there is nothing to compare: let it change a "
+                    "clone, and return that"
+                )
+        return tree.map(_kept, tree.whole(result))
 
     def _compared(self, fn: Fn, order: str, args: Any) -> Report:
         try:
@@ -176,7 +188,7 @@ class Reference:
         return "" if found.agree or found.problem else str(found)
 
     def _differences(self, fn: Fn, order: str, args: Any) -> Report:
-        have = _by_path(tree.whole(self.called(fn, *args)), order)
+        have = _by_path(self.called(fn, *args), order)
         want = self._wanted(order, {})
         report = _differences(have, want)
         if report.good:
@@ -263,6 +275,21 @@ def _widened(wanted: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
         if want.value.exact.shape == own[path].value.exact.shape
     }
     return {**wanted, **both}
+
+
+def _versions(args: Any) -> dict[str, int]:
+    """How often each tensor of the arguments was written to."""
+    leaves = zip(tree.paths(args, "args"), tree.leaves(args), strict=True)
+    return {
+        path: x._version
+        for path, x in leaves
+        if isinstance(x, torch.Tensor) and not x.is_inference()
+    }
+
+
+def _kept(x: Any) -> Any:
+    """A copy, which a later call cannot write to: functions may return the same buffer each time."""
+    return x.detach().clone() if isinstance(x, torch.Tensor) and x.layout == torch.strided else x
 
 
 def _same(these: Any, those: Any) -> bool:

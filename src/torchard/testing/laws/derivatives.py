@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import torch
 
 from torchard.functional.core.arguments import AtLeast, checked
+from torchard.testing.calls import with_parameters
 from torchard.testing.laws.derivative_levels import Level
 from torchard.testing.laws.vectors import OfVectors, flattened, same_draws
 from torchard.testing.report import DerivativeReport
@@ -38,7 +39,7 @@ def check_derivatives(
     draws from torch's global generator is called with the same draws each time.
 
     Args:
-        fn: a function of pytrees.
+        fn: a function of pytrees, or a module, whose parameters count as arguments.
         args: its arguments. Floating tensors are converted to float64.
         order: up to which order derivatives are checked.
         modes: "forward", "reverse" or both; reverse mode alone is compared with finite differences.
@@ -88,6 +89,8 @@ def check_derivatives(
     if unknown or not modes:
         raise ValueError(f"modes is {list(modes)!r}; it lists 'forward', 'reverse' or both")
     generator = torch.Generator().manual_seed(seed)
+    if isinstance(fn, torch.nn.Module):
+        fn, _, args = with_parameters(fn, fn, args)
     with same_draws(args, seed):
         user = flattened(fn, args, seed)
         model = user.fn if straight_through is None else _surrogate(straight_through, args, seed, user)

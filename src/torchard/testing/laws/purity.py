@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchard.functional.core import tree
@@ -76,10 +78,13 @@ def check_pure(fn: Callable[..., Any], *args: Any) -> Purity:
         ...
     AssertionError: the function draws from torch's global random state; pass a key of torchard.random
     """
-    before, around = tree.map(_copied, args), Surroundings(fn)
+    before, around, settings = tree.map(_copied, args), Surroundings(fn), _settings()
     first = _undrawn(fn, args)
     _check_same(args, before, "args", "was changed by the call")
     _check_unchanged(around)
+    for name, value in _settings().items():
+        if value != settings[name]:
+            raise AssertionError(f"the call changes {name}")
     first = tree.map(_copied, first)  # which a second call may write to
     _check_same(fn(*args), first, "out", "differs between two calls with the same arguments")
     _check_unchanged(around)
@@ -90,9 +95,12 @@ def check_pure(fn: Callable[..., Any], *args: Any) -> Purity:
     return Purity(True)
 
 
+_SEED = 0x5EED_0F_7E57  # that no function sets itself
+
+
 def _undrawn(fn: Callable[..., Any], args: Any) -> Any:
     """A call that must not draw from torch's global generator."""
-    with seeded(0):
+    with seeded(_SEED):
         state = torch.get_rng_state()
         result = fn(*args)
         if torch.equal(state, torch.get_rng_state()):
@@ -107,15 +115,34 @@ def _check_unchanged(around: Surroundings) -> None:
         raise AssertionError(f"the call changes {change}")
 
 
+def _settings() -> dict[str, Any]:
+    """What else a call may change for all others."""
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "the state of Python's random": random.getstate(),
+        "the state of NumPy's random": (kind, np.asarray(keys).tobytes(), *rest),
+        "torch's grad mode": torch.is_grad_enabled(),
+        "torch's default dtype": torch.get_default_dtype(),
+        "torch's default device": torch.get_default_device(),
+    }
+
+
 def _copied(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, torch.Tensor) else x
 
 
 def _check_same(have: Any, want: Any, root: str, what: str) -> None:
     """Leaves are equal, a NaN only to a NaN."""
-    for path, a, b in zip(
-        tree.paths(want, root), tree.leaves(have), tree.leaves(want), strict=True
-    ):
-        same = bool(alike(a, b).all()) if isinstance(a, torch.Tensor) else a == b
-        if not same:
+    paths, leaves = tree.paths(want, root), tree.leaves(want)
+    if tree.paths(have, root) != paths:
+        raise AssertionError(f"{root} {what}: it has other leaves")
+    for path, a, b in zip(paths, tree.leaves(have), leaves, strict=True):
+        if not _is_same(a, b):
             raise AssertionError(f"{path} {what}")
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return bool(a == b) or (a != a and b != b)
+    kinds = [(x.shape, x.dtype, x.device, x.layout) for x in (a, b)]
+    return kinds[0] == kinds[1] and bool(alike(a.detach(), b.detach()).all())

@@ -102,14 +102,22 @@ def map_dims(
 def changed(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
     """Another tensor of such values, constant in derivatives.
 
-    Floating numbers keep their sign, so that domains such as that of a logarithm do; others become the
-    next of the values that occur, so that they stay valid as indices.
+    Floating numbers change their size, and half of them their sign where numbers of both signs occur: so
+    domains such as that of a logarithm are kept. Zeros become numbers of the mean size. Booleans are
+    negated; integers become the next of the values that occur, so that they stay valid as indices.
     """
     x = x.detach()
     if is_float(x):
         generator = torch.Generator().manual_seed(seed)
         factors = torch.rand(x.shape, generator=generator, dtype=torch.float64) + 0.25
-        return x * (factors + (factors > 0.75) * 0.5).to(x.device, x.dtype)
+        factors = factors + (factors > 0.75) * 0.5
+        if not x.is_complex() and bool((x < 0).any()) and bool((x > 0).any()):
+            signs = torch.randint(0, 2, x.shape, generator=generator) * 2 - 1
+            factors = factors * signs
+        ones = x.abs()[x != 0].mean() if bool((x != 0).any()) else x.new_ones(())
+        return torch.where(x == 0, ones.to(x.dtype), x) * factors.to(x.device, x.dtype)
+    if x.dtype == torch.bool:
+        return ~x
     found, place = torch.unique(x, return_inverse=True)
     following: torch.Tensor = found[(place + 1) % max(1, found.numel())]
     return following

@@ -114,6 +114,9 @@ def homogeneous(
 
     fn = as_function(fn)
 
+    if not scale > 0 or scale == 1:
+        raise ValueError(f"homogeneous: scale is {scale:g}; it is a positive number other than 1.")
+
     def scaled(value: Any, factor: float) -> Any:
         # Not times a number: forward mode makes doubles of that and a value without dims.
         return tree.map(lambda x: x * x.new_full((), factor) if is_float(x) else x, value)

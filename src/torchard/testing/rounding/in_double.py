@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from torchard.functional.programs.flops import op_name
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.accessors import pytree
@@ -55,6 +56,11 @@ class InDouble(fx.Interpreter):
             return map_aggregate(call_pure(node, *narrow), as_double)
 
 
+# Kernels that subtract what they compute from their operand: the logarithm of a sum, a mean gradient.
+# What is subtracted is rounded, however small the difference.
+_SUBTRACT = ("aten._log_softmax", "aten._log_softmax_backward_data")
+
+
 class Perturbed(InDouble):
     """Evaluates a program in double precision with its roundings put in at random.
 
@@ -78,7 +84,11 @@ class Perturbed(InDouble):
         if rounding.literals is not None:
             args, kwargs = map_aggregate((args, kwargs), _literal_in(rounding.literals))
         args, kwargs = self._perturbed((args, kwargs), rounding.inside)
-        return self._perturbed(super().call(node, args, kwargs), rounding.of_result)
+        result = super().call(node, args, kwargs)
+        if op_name(node) in _SUBTRACT:
+            noise = torch.randn(result.shape, generator=self.generator, dtype=result.dtype)
+            result = result + (args[0] - result) * (rounding.of_result * noise).to(result.device)
+        return self._perturbed(result, rounding.of_result)
 
     def _perturbed(self, values: Any, error: float) -> Any:
         if not error:

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import tree
 from torchard.functional.core import user_lines as source
+from torchard.functional.core.errors import PurityError
 from torchard.functional.effects.mutation import storage_key, written_nodes
 from torchard.functional.effects.writes import functionalize_writes
 from torchard.functional.programs.program import FREE, Leaf, Program
@@ -83,7 +84,38 @@ def program_of(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Program, li
         name=getattr(fn, "__name__", type(fn).__name__),
         constants=tuple(c.value for c in constants),
     )
-    return program, [*(x.value for x in inputs), *program.constants]
+    values = [*(x.value for x in inputs), *program.constants]
+    _check_complete(program, values, [x for x in results if isinstance(x, torch.Tensor)])
+    return program, values
+
+
+def _check_complete(
+    program: Program, inputs: list[torch.Tensor], results: list[torch.Tensor]
+) -> None:
+    """Check that the program gives what the run gave.
+
+    Raises:
+        PurityError: it does not: something wrote to memory besides torch's operators.
+    """
+    with torch.no_grad():
+        known = fx.Interpreter(torch.nn.Module(), graph=program.graph).run(
+            *inputs, enable_io_processing=False
+        )
+    for leaf, have, want in zip(program.outputs, known, results, strict=True):
+        with torch.no_grad():
+            same = torch.allclose(
+                have.detach().to(torch.complex128 if want.is_complex() else torch.float64),
+                want.detach().to(torch.complex128 if want.is_complex() else torch.float64),
+                rtol=1e-2,
+                atol=1e-2,
+                equal_nan=True,
+            )
+        if not same:
+            raise PurityError(
+                f"{leaf.path} is not what operators of torch computed: something else writes to memory "
+                "of tensors (NumPy, another thread), so that roundings cannot be measured: "
+                "write it with operations of torch, or compare with it by hand."
+            )
 
 
 @dataclass(frozen=True)
@@ -106,7 +138,9 @@ class _Recording:
     constants: list[_Operand] = field(default_factory=list)
     nodes: dict[_Key, fx.Node] = field(default_factory=dict)
     last: fx.Node | None = None  # of the placeholders
-    kept: list[Any] = field(default_factory=list)  # memory that is freed would be taken for other tensors
+    kept: list[Any] = field(
+        default_factory=list
+    )  # memory that is freed would be taken for other tensors
 
     def add(self, name: str, tensor: torch.Tensor, value: torch.Tensor | None = None) -> _Operand:
         """A placeholder for a tensor, with a copy of what is in it now."""
@@ -156,7 +190,9 @@ class _Recording:
             if storage_key(node) in written:
                 with internals.inserting_after(self.graph, self.last):
                     copy = self.graph.call_function(aten.clone.default, (node,))
-                node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+                node.replace_all_uses_with(
+                    copy, delete_user_cb=lambda user, copy=copy: user is not copy
+                )
                 VAL.set(copy, VAL.of(node))
                 VAL.set(node, VAL.of(node).clone())  # in memory of its own
 
@@ -193,7 +229,7 @@ class _Mode(TorchDispatchMode):
         result = func(*args, **kwargs)
         if _draws(func, args, kwargs):
             self._drawn(func, args, kwargs, operands, result)
-        elif any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(result)):
+        elif func._schema.is_mutable or any(True for _ in _tensors(result)):
             self.recording.call(func, operands[0], operands[1], result)
         return result
 
