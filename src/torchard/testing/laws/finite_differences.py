@@ -120,6 +120,7 @@ class Line:
         spread = torch.where(kink, gaps[1:] / 2, 0.0)
         error = (values[1:] - values[:-1]).abs() + 2 * rounding[1:]
         error = torch.maximum(error, _from_neighbours(value))
+        error = torch.maximum(error, _from_smaller(value, rounding[1:]))
         least = (error + spread).nan_to_num(nan=torch.inf).argmin(0, keepdim=True)
         value, spread, error = (x.gather(0, least).squeeze(0) for x in (value, spread, error))
         return Estimate(value, spread, error, _jumps(here, right, left, noise))
@@ -170,6 +171,19 @@ def _between(measured: torch.Tensor) -> torch.Tensor:
     pairs = zip(_MEASURED, _MEASURED[1:], measured, measured[1:], strict=False)
     rows = [torch.maximum(a, b).expand(end - start, -1) for start, end, a, b in pairs]
     return torch.cat([*rows, measured[-1:]])
+
+
+def _from_smaller(values: torch.Tensor, rounding: torch.Tensor) -> torch.Tensor:
+    """How far the value by each step is from those by smaller steps, beyond the rounding of these.
+
+    Steps over many periods of a wave agree with one another by chance, and not with small ones.
+    """
+    rows = []
+    for i, value in enumerate(values):
+        apart = (values[i + 1 :] - value).abs() - 8 * rounding[i + 1 :]
+        apart = torch.where(apart.isfinite(), apart, 0.0).clamp(min=0)
+        rows.append(apart.amax(0) if len(apart) else torch.zeros_like(value, dtype=apart.dtype))
+    return torch.stack(rows)
 
 
 def _from_neighbours(values: torch.Tensor) -> torch.Tensor:
