@@ -70,7 +70,8 @@ def check_training(
     before = {path: x.detach().clone() for path, x in state.items()}
     result = step(params, *batch)
     if _is_scalar(result) and not isinstance(params, torch.nn.Module):
-        what, problems = "loss", _of_loss(step, params, batch, trained, descends)
+        what, problems = "loss", _written(before, _state(params))
+        problems = problems or _of_loss(step, params, batch, trained, descends)
     else:
         loss, params = _after_step(result, params)
         problems = _of_step(before, _state(params), trained, buffers)
@@ -82,6 +83,15 @@ def check_training(
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise AssertionError(f"the {what} does not train what it should:\n{lines}")
+
+
+def _written(before: dict[str, torch.Tensor], after: dict[str, Any]) -> list[str]:
+    """What a loss changed, which changes nothing."""
+    return [
+        f"{path} was changed by the loss"
+        for path, x in before.items()
+        if not bool(alike(x, after[path].detach()).all())
+    ]
 
 
 def _of_loss(

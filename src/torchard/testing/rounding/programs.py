@@ -273,6 +273,11 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 def _key(tensor: torch.Tensor) -> _Key:
     """A tensor's memory and how it lies there."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+        raise PurityError(
+            f"{source.begins_here()}roundings of sparse, nested and quantized tensors are not measured. "
+            "Compare dense ones, as by x.to_dense()."
+        )
     return (
         internals.storage_id(tensor),
         tensor.storage_offset(),

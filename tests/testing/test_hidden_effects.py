@@ -1,0 +1,192 @@
+"""What a function does besides returning a value cannot make a wrong one pass, nor a right one fail."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from torchard.functional.core.errors import PurityError
+from torchard.testing import (
+    Differs,
+    causal,
+    check_derivatives,
+    check_pure,
+    check_training,
+    equal,
+    homogeneous,
+    idempotent,
+    invariant,
+    inverse,
+    padding_invariant,
+)
+
+X = torch.linspace(1, 2, 3)
+VALUE: dict[str, Any] = {"orders": ("value",)}
+
+
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    torch._foreach_mul_([y], 3.0)  # returns nothing
+    return y
+
+
+def through_numpy(x: torch.Tensor) -> torch.Tensor:
+    y = x.clone()
+    y.detach().numpy()[0] = 5
+    return y
+
+
+def test_operations_that_only_write_are_recorded() -> None:
+    assert equal(tripled, tripled, X).good
+    with pytest.raises(Differs):
+        equal(torch.clone, tripled, X, **VALUE)
+
+
+def test_what_operators_do_not_write_is_refused() -> None:
+    with pytest.raises(PurityError, match="something else writes"):
+        equal(torch.clone, through_numpy, X, **VALUE)
+
+
+def test_sparse_tensors_are_refused_by_name() -> None:
+    with pytest.raises(PurityError, match="sparse"):
+        equal(torch.clone, lambda x: x.to_sparse().to_dense(), X, **VALUE)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        lambda x: equal(lambda x: x.zero_(), lambda x: x * 5, x, **VALUE),
+        lambda x: inverse(lambda x: x.mul_(3), lambda y: y.div_(5), x, **VALUE),
+        lambda x: idempotent(lambda x: x.add_(1), x, **VALUE),
+    ],
+)
+def test_arguments_that_are_written_are_told(check: Callable[..., Any]) -> None:
+    with pytest.raises(AssertionError, match=r"changes args\[0\] in place"):
+        check(X.clone())
+
+
+def test_results_in_one_buffer_are_compared_as_they_were() -> None:
+    buffer = torch.empty(3)
+
+    def into(k: float) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda x: torch.mul(x, k, out=buffer)
+
+    for check in (
+        lambda: equal(into(2.0), into(3.0), X, **VALUE),
+        lambda: idempotent(into(2.0), X, **VALUE),
+        lambda: invariant(into(2.0), lambda x: (x + 1,), X, **VALUE),
+    ):
+        with pytest.raises(Differs):
+            check()
+
+
+def test_signs_zeros_and_masks_are_changed_too() -> None:
+    rows = torch.randn(2, 5, generator=torch.Generator().manual_seed(0))
+    padded, lengths = torch.tensor([[1.0, 2, 0, 0], [1, 3, 4, 0]]), torch.tensor([2, 3])
+    assert causal(lambda x: x.cumsum(1), rows).good
+    for check in (
+        lambda: causal(lambda x: x * (x > 0).sum(1, keepdim=True), rows),
+        lambda: causal(lambda x, m: x * m.all(1, keepdim=True), rows, torch.ones(2, 5).bool()),
+        lambda: padding_invariant(
+            lambda x: x.abs().sum(1), padded, lengths=lengths, per_position=False
+        ),
+    ):
+        with pytest.raises(Differs):
+            check()
+
+
+@pytest.mark.parametrize(
+    ("fn", "what"),
+    [
+        (lambda x: x.unsqueeze_(0), r"args\[0\] was changed"),
+        (lambda x: torch.manual_seed(0) and x * 1, "global random state"),
+        (lambda x: x * np.random.rand() ** 0, "NumPy's random"),
+        (lambda x: x * random.random() ** 0, "Python's random"),
+        (lambda x: (torch.set_grad_enabled(False), x * 1)[1], "grad mode"),
+    ],
+)
+def test_effects_on_everybody_are_seen(fn: Callable[..., Any], what: str) -> None:
+    with pytest.raises(AssertionError, match=what), torch.random.fork_rng(), torch.enable_grad():
+        check_pure(fn, X.clone())
+
+
+def test_leaves_that_are_added_to_an_argument_are_seen() -> None:
+    with pytest.raises(AssertionError, match="other leaves"):
+        check_pure(lambda d: (d.update(b=1), d["a"])[1], {"a": X})
+
+
+class TwiceTheWeight(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        return g @ w.T, 2 * x.T @ g
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(1)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return TwiceTheWeight.apply(x, self.w)
+
+
+def test_parameters_of_a_module_are_differentiated() -> None:
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(2))
+    norm = nn.BatchNorm1d(4)
+    check_derivatives(norm, x)
+    assert int(norm.num_batches_tracked) == 0
+    with pytest.raises(AssertionError, match="reverse mode of order 1 is wrong"):
+        check_derivatives(Layer(), x)
+
+
+def test_parameters_keep_their_gradients() -> None:
+    linear = nn.Linear(3, 2)
+    w, b = linear.weight.detach(), linear.bias.detach()
+    equal(linear, lambda x: x @ w.T + b, X, orders=("backward",))
+    assert linear.weight.grad is None
+
+
+def test_a_loss_that_writes_to_parameters_is_told() -> None:
+    params = {"w": torch.ones(3)}
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        params["w"].data.mul_(0.5)
+        return (params["w"] * x).square().sum()
+
+    with pytest.raises(AssertionError, match=r"params\['w'\] was changed by the loss"):
+        check_training(loss, params, X)
+
+
+def test_confident_logits_are_no_alarm() -> None:
+    for seed in range(5):
+        logits = 100 * torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+
+        def loss(x: torch.Tensor) -> torch.Tensor:
+            return F.cross_entropy(x, torch.tensor([1, 0, 3, 2]))
+
+        assert equal(loss, loss, logits).good
+
+
+def test_waves_of_many_periods() -> None:
+    for seed in (12, 3, 4, 5):
+        x = torch.randn((4, 6), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        check_derivatives(torch.sin, x * 1000, order=1)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.0, -2.0])
+def test_scales_that_say_nothing_are_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match="positive number other than 1"):
+        homogeneous(torch.exp, 1, X, scale=scale)
