@@ -95,7 +95,12 @@ def _off_in_one(y: torch.Tensor) -> torch.Tensor:
     return y + 1e-5 * (y - y.detach()) * last
 
 
-WRONG: dict[str, Fn] = {"reverse": _Off.apply, "half": _InHalf.apply, "both": _off_in_both, "one": _off_in_one}
+WRONG: dict[str, Fn] = {
+    "reverse": _Off.apply,
+    "half": _InHalf.apply,
+    "both": _off_in_both,
+    "one": _off_in_one,
+}
 
 
 @pytest.mark.parametrize("wrong", WRONG)
