@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional import torch_internals as internals
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.functional.engine.transformed import Transformed
@@ -281,7 +282,7 @@ def _versions(args: Any) -> dict[str, int]:
     """How often each tensor of the arguments was written to."""
     leaves = zip(tree.paths(args, "args"), tree.leaves(args), strict=True)
     return {
-        path: x._version
+        path: internals.version(x)
         for path, x in leaves
         if isinstance(x, torch.Tensor) and not x.is_inference()
     }

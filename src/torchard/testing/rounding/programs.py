@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import tree
@@ -216,7 +215,7 @@ class _Recording:
         self.kept.append(alias)
 
 
-class _Mode(TorchDispatchMode):
+class _Mode(internals.TorchDispatchMode):
     """Records operations as they run: those of derivatives too, below every level of torch.func."""
 
     def __init__(self, recording: _Recording) -> None:
@@ -229,7 +228,7 @@ class _Mode(TorchDispatchMode):
         result = func(*args, **kwargs)
         if _draws(func, args, kwargs):
             self._drawn(func, args, kwargs, operands, result)
-        elif func._schema.is_mutable or any(True for _ in _tensors(result)):
+        elif internals.schema(func).is_mutable or any(True for _ in _tensors(result)):
             self.recording.call(func, operands[0], operands[1], result)
         return result
 
@@ -254,7 +253,7 @@ def _draws(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether an operation draws random numbers; attention without dropout does not."""
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in internals.schema(func).arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     return not ("dropout_p" in names and given.get("dropout_p", 0.0) == 0.0)
 
