@@ -204,14 +204,19 @@ def outside_of_compile(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return fn(*args, **kwargs)
 
 
-_frames = torch._C._dynamo.eval_frame
-_skipped = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
-_frames.set_code_exec_strategy(outside_of_compile.__code__, _skipped)  # and all that it calls
-outside_of_compile._torchdynamo_disable = True  # type: ignore[attr-defined]
-outside_of_compile._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+_WHY = (
     "torch.compile does not compile functions of torchard: torchard.jit(fn) does, and torch.compile runs "
     "them as they are, between its graphs (fullgraph=False)"
 )
+_frames = torch._C._dynamo.eval_frame
+if hasattr(_frames, "_FrameExecStrategy") and hasattr(_frames, "set_code_exec_strategy"):
+    _skip = _frames._FrameAction.SKIP
+    _skipped = _frames._FrameExecStrategy(_skip, _skip)
+    _frames.set_code_exec_strategy(outside_of_compile.__code__, _skipped)  # and all that it calls
+    outside_of_compile._torchdynamo_disable = True  # type: ignore[attr-defined]
+    outside_of_compile._torchdynamo_disable_msg = _WHY  # type: ignore[attr-defined]
+else:
+    outside_of_compile = torch.compiler.disable(outside_of_compile, reason=_WHY)
 
 
 class _Stance:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -47,16 +48,30 @@ def as_function(fn: Fn) -> Fn:
 
 
 def law(check: Callable[Params, Result]) -> Callable[Params, Result]:
-    """A law with its arguments checked, that takes modules where it takes functions."""
+    """A law with its arguments checked, that takes modules where it takes functions.
+
+    The function under test draws the same in each of the calls that the law makes of it.
+    """
     run = checked(check)
 
     @functools.wraps(check)
     def of_functions(*args: Params.args, **kwargs: Params.kwargs) -> Result:
         __tracebackhide__ = is_assertion
         given: Any = [as_function(x) if isinstance(x, torch.nn.Module) else x for x in args]
+        if given and isinstance(given[0], FunctionType):
+            given[0] = _drawing_alike(given[0])
         return run(*given, **kwargs)
 
     return of_functions
+
+
+def _drawing_alike(fn: Fn) -> Fn:
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with seeded(0):
+            return fn(*args, **kwargs)
+
+    return call
 
 
 def with_parameters(fn: Fn, reference: Fn, args: Sequence[Any]) -> tuple[Fn, Fn, tuple[Any, ...]]:
