@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from torchard.testing.equal import traced
 from torchard.testing.rounding.bounds import Expected, expected
+from torchard.testing.rounding.programs import program_of
 
 __all__ = ["Trial", "compared", "differs", "expanded_writes", "first_wrong", "of_trials"]
 
@@ -79,7 +79,7 @@ def _within(bound: Expected, have: Tensor) -> bool:
 def _bounds(trial: Trial) -> list[Expected | None]:
     """Each result with the error that rounding explains; nothing if it cannot be evaluated in float64."""
     try:
-        program, inputs = traced(trial.fn, trial.tensors)
+        program, inputs = program_of(trial.fn, trial.tensors)
         nodes = [x for x in program.results if isinstance(x, torch.fx.Node)]
         known: Any = expected(program, inputs, nodes)
     except Exception:  # of an operation that takes no float64: then there is no bound
