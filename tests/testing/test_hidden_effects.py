@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -52,6 +53,52 @@ def test_operations_that_only_write_are_recorded() -> None:
 def test_what_operators_do_not_write_is_refused() -> None:
     with pytest.raises(PurityError, match="something else writes"):
         equal(torch.clone, through_numpy, X, **VALUE)
+
+
+def test_arrays_of_numpy_are_compared_as_tensors_are() -> None:
+    def by_numpy(x: torch.Tensor) -> Any:
+        return np.exp(x.numpy())
+
+    assert equal(by_numpy, torch.exp, X, **VALUE).good
+    assert equal(torch.exp, by_numpy, X, **VALUE).good
+    with pytest.raises(Differs, match="times its bound"):
+        equal(lambda x: by_numpy(x) + np.float32(1e-4), torch.exp, X, **VALUE)
+
+
+def test_numbers_must_be_the_same() -> None:
+    assert equal(lambda x: math.nan, lambda x: math.nan, X, **VALUE).good
+    with pytest.raises(Differs, match="numbers must be the same"):
+        equal(lambda x: 0.1, lambda x: 0.2, X, **VALUE)
+
+
+def test_no_result_differs_from_a_tensor() -> None:
+    with pytest.raises(Differs, match="a NoneType, reference a tensor"):
+        equal(lambda x: None, torch.exp, X)
+
+
+def test_bits_are_those_of_the_own_precision() -> None:
+    def magnitude(x: torch.Tensor) -> torch.Tensor:
+        return (x.view(torch.int32) & 0x7FFFFFFF).view(torch.float32)
+
+    def bits(x: torch.Tensor) -> torch.Tensor:
+        return x.view(torch.int32)
+
+    x = torch.tensor([0.1, -2.0, 3.0])
+    assert equal(lambda x: x.mul(1.1).abs(), lambda x: magnitude(x * 1.1), x, **VALUE).good
+    assert equal(bits, bits, x, **VALUE).good
+    with pytest.raises(Differs):
+        equal(lambda x: bits(x) + 1, bits, x, **VALUE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_buffers_that_modules_update_are_compared(dtype: torch.dtype) -> None:
+    x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).to(dtype)
+    right, wrong = (nn.BatchNorm1d(3, momentum=m).to(dtype) for m in (0.1, 0.2))
+    assert equal(nn.BatchNorm1d(3).to(dtype), right, x).good
+    with pytest.raises(Differs, match=r"buffer running_mean .* <--"):
+        equal(wrong, right, x)
+    assert equal(wrong.eval(), right.eval(), x).good
+    assert right.num_batches_tracked == 0
 
 
 def test_sparse_tensors_are_refused_by_name() -> None:

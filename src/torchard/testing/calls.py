@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from torchard.functional.core.arguments import checked
+from torchard.testing.derived import Derivatives
 from torchard.testing.report import is_assertion
 
-__all__ = ["as_function", "law", "seeded", "with_parameters"]
+__all__ = ["as_function", "law", "seeded", "updates_of_buffers", "with_parameters"]
 
 Fn = Callable[..., Any]
 Params = ParamSpec("Params")
@@ -92,7 +93,26 @@ def with_parameters(fn: Fn, reference: Fn, args: Sequence[Any]) -> tuple[Fn, Fn,
     return taking(fn), taking(reference), (*args, parameters)
 
 
-def _have_same(these: dict[str, torch.Tensor], those: dict[str, torch.nn.Parameter]) -> bool:
+def updates_of_buffers(fn: Fn, reference: Fn) -> tuple[Fn, Fn] | None:
+    """Two modules as functions to the buffers after a call, by name; None unless both have the same."""
+    if not (isinstance(fn, torch.nn.Module) and isinstance(reference, torch.nn.Module)):
+        return None
+    buffers, others = dict(fn.named_buffers()), dict(reference.named_buffers())
+    if not buffers or not _have_same(buffers, others):
+        return None
+
+    def updates(module: torch.nn.Module) -> Fn:
+        def after(*args: Any) -> Derivatives:
+            changed = _copied_buffers(module)
+            _run(module, {}, changed, args)
+            return Derivatives((f"buffer {name}", x) for name, x in changed.items())
+
+        return after
+
+    return updates(fn), updates(reference)
+
+
+def _have_same(these: Mapping[str, torch.Tensor], those: Mapping[str, torch.Tensor]) -> bool:
     return these.keys() == those.keys() and all(
         x.shape == those[name].shape and x.dtype == those[name].dtype and torch.equal(x, those[name])
         for name, x in these.items()
@@ -100,10 +120,23 @@ def _have_same(these: dict[str, torch.Tensor], those: dict[str, torch.nn.Paramet
 
 
 def _called(module: torch.nn.Module, parameters: dict[str, Any], args: Sequence[Any]) -> Any:
-    # A copy that is made inside of a transform of torch.func may be written to there.
-    buffers = {name: b.clone() for name, b in module.named_buffers() if b is not None}
+    buffers = _copied_buffers(module)
     dtypes = [p.dtype for p in parameters.values()]
     if dtypes and dtypes[0].is_floating_point:  # those of a module in another precision follow
         buffers = {n: b.to(dtypes[0]) if b.is_floating_point() else b for n, b in buffers.items()}
+    return _run(module, parameters, buffers, args)
+
+
+def _copied_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    # A copy that is made inside of a transform of torch.func may be written to there.
+    return {name: b.clone() for name, b in module.named_buffers() if b is not None}
+
+
+def _run(
+    module: torch.nn.Module,
+    parameters: dict[str, Any],
+    buffers: dict[str, torch.Tensor],
+    args: Sequence[Any],
+) -> Any:
     own = {name: p.detach() for name, p in module.named_parameters()}  # whose grad stays as it is
     return torch.func.functional_call(module, {**own, **buffers, **parameters}, tuple(args))

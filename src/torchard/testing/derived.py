@@ -32,7 +32,7 @@ Fn = Callable[..., Any]
 
 
 class Derivatives(dict[str, torch.Tensor]):
-    """Derivatives by what they are of."""
+    """Tensors by what they are: derivatives of an argument, updates of a buffer."""
 
 
 tree.register(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -16,7 +17,7 @@ from torchard.functional.engine.transformed import Transformed
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.tracing.object_results import with_objects
-from torchard.testing.calls import as_function, seeded, with_parameters
+from torchard.testing.calls import as_function, seeded, updates_of_buffers, with_parameters
 from torchard.testing.derived import (
     ALL_ORDERS,
     Derivatives,
@@ -59,7 +60,8 @@ def equal(
     Args:
         fn: the function under test: sharded, checkpointed, fused, compiled, in half precision, or another
             way of computing the same. Modules are left as they are; two modules with the same
-            parameters are compared in these too, as a last argument.
+            parameters are compared in these too, as a last argument, and two modules with the same
+            buffers in what a call makes of these.
         reference: a plain function that computes the same. It may branch on values, index by masks and
             draw from torch's global generator, whose seed is fixed for each call.
         args: pytrees, the arguments of both; placed values are gathered for the reference.
@@ -99,8 +101,13 @@ def equal(
     value ...
     """
     precision = None if allow_narrower else OWN
-    fn, reference, args = with_parameters(fn, reference, args)
-    return Reference(reference, args, orders, seed, precision=precision).check(fn, *args)
+    updates = updates_of_buffers(fn, reference)
+    ours, theirs, given = with_parameters(fn, reference, args)
+    report = Reference(theirs, given, orders, seed, precision=precision).check(ours, *given)
+    if updates is not None:
+        mine, other = updates
+        report += Reference(other, args, ["value"], seed, precision=precision).check(mine, *args)
+    return report
 
 
 class Reference:
@@ -161,7 +168,7 @@ class Reference:
                     f"fn changes {path} in place, so that there is nothing to compare: let it change a "
                     "clone, and return that"
                 )
-        return tree.map(_kept, tree.whole(result))
+        return tree.map(_kept, _whole(result))
 
     def _compared(self, fn: Fn, order: str, args: Any) -> Report:
         try:
@@ -182,7 +189,7 @@ class Reference:
                 found = localize(fn, self.fn, *args, gradients=order != "value", seed=self.seed)
         else:
             with seeded(self.seed):
-                mine = recorded(lambda *xs: tree.whole(ours(*xs)), args)
+                mine = recorded(lambda *xs: _whole(ours(*xs)), args)
             with seeded(self.seed):
                 other = recorded(theirs, self.args)
             found = parting(mine, other, self.seed, self.precision)
@@ -213,7 +220,7 @@ class Reference:
 
     def _program(self, fn: Fn) -> tuple[Program, list[torch.Tensor]]:
         with seeded(self.seed):
-            return program_of(lambda *args: tree.whole(fn(*args)), self.args)
+            return program_of(lambda *args: _whole(fn(*args)), self.args)
 
     def _precisions(self, fn: Fn, order: str) -> dict[str, Precision]:
         """In which dtypes fn computes its results, by path; none if its operations are not recorded."""
@@ -225,7 +232,8 @@ class Reference:
         for precision, results in precisions(program).items():
             for i in results:
                 of[i] = precision
-        return _by_path(program.out_tree.nodes(of), order)
+        found = _by_path(program.out_tree.nodes(of), order)
+        return {path: x for path, x in found.items() if isinstance(x, Precision)}
 
     def _expected(self, fn: Fn, order: str, precision_of: Mapping[str, Precision]) -> dict[str, Any]:
         """What a plain function should return, by path."""
@@ -286,6 +294,11 @@ def _versions(args: Any) -> dict[str, int]:
         for path, x in leaves
         if isinstance(x, torch.Tensor) and not x.is_inference()
     }
+
+
+def _whole(result: Any) -> Any:
+    """A result with placed values gathered, and arrays of NumPy as tensors."""
+    return tree.map(lambda x: torch.tensor(x) if isinstance(x, np.ndarray) else x, tree.whole(result))
 
 
 def _kept(x: Any) -> Any:
@@ -349,4 +362,7 @@ def _misfit(have: Any, want: Any) -> str:
     if isinstance(have, torch.Tensor) or isinstance(want, _Wanted):
         other = "a tensor" if isinstance(want, _Wanted) else f"a {type(want).__name__}"
         return f"a {type(have).__name__}, reference {other}"
-    return "" if type(have) is type(want) and have == want else f"{have!r}, reference {want!r}"
+    if type(have) is type(want) and (have == want or (have != have and want != want)):
+        return ""
+    exact = ": numbers must be the same; of tensors, roundings count" if type(have) is float else ""
+    return f"{have!r}, reference {want!r}{exact}"

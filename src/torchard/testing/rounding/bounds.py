@@ -13,13 +13,22 @@ from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.testing.rounding.in_double import InDouble, Perturbed, as_double
 from torchard.testing.rounding.precision import OWN, Precision
-from torchard.testing.rounding.roundings import alike, is_float, rounded, roundings_of
+from torchard.testing.rounding.roundings import (
+    alike,
+    is_float,
+    rounded,
+    roundings_of,
+    unit_roundoff,
+)
 
 __all__ = ["Expected", "expected"]
 
-# How much larger an error may be than the largest of all elements over the perturbed runs. Bounds are for
-# a tensor, not for each element: kernels promise no more (torch's gelu in its tail does not).
+# How much larger an error may be than the largest of all elements over the perturbed runs: kernels
+# promise no more for each element (torch's gelu in its tail does not).
 _OVER_LARGEST = 4.0
+# An element that moves by so much more than most do, and than the largest is rounded, says nothing of
+# others: it is at a jump, or next to a pole.
+_OUTLYING = 1e3
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ class Expected:
         kind = torch.complex128 if self.exact.is_complex() else torch.float64
         wide, exact = value.detach().to("cpu", kind), self.exact.to(kind)
         same = alike(wide, exact)
-        error = torch.where(same, 0.0, (wide - exact).abs()).nan_to_num(nan=torch.inf)
+        error = torch.where(same, 0.0, (wide - exact).abs()).nan_to_num(torch.inf, torch.inf)
         return float(error.max()) if error.numel() else 0.0
 
 
@@ -133,12 +142,11 @@ class _Spread:
     """How far perturbed values are from the exact one."""
 
     def __init__(self, exact: torch.Tensor, dtype: torch.dtype) -> None:
-        self.exact = exact
-        self.underflow = torch.finfo(dtype).smallest_normal  # what is smaller may be rounded to zero
+        self.exact, self.dtype = exact, dtype
         self.moved = torch.zeros(exact.shape, dtype=torch.bool)
+        self.furthest = torch.zeros(exact.shape, dtype=torch.float64)  # in finite values
         self.turned = torch.zeros(exact.shape, dtype=torch.bool)
         self.known = torch.zeros(exact.shape, dtype=torch.bool)
-        self.largest = 0.0
 
     def add(self, value: torch.Tensor) -> None:
         """Note the values of one more run."""
@@ -148,13 +156,25 @@ class _Spread:
         self.moved |= away != 0
         self.turned |= ~finite
         self.known |= finite
-        if finite.any():
-            self.largest = max(self.largest, float(away[finite].max()))
+        self.furthest = torch.maximum(self.furthest, torch.where(finite, away, 0.0))
 
     @property
     def expected(self) -> Expected:
         """The value, with a bound of zero for elements that no rounding moves."""
-        most = _OVER_LARGEST * self.largest + self.underflow
-        bound = torch.zeros(self.moved.shape, dtype=torch.float64).masked_fill(self.moved, most)
+        underflow = torch.finfo(self.dtype).smallest_normal  # what is smaller may be rounded to zero
+        outlying = self.furthest > _OUTLYING * self._usual
+        bound = torch.zeros_like(self.furthest)
+        for group in (self.moved & outlying, self.moved & ~outlying):
+            if group.any():
+                bound[group] = _OVER_LARGEST * self.furthest[group].max() + underflow
         unknown = self.turned & ~self.known
-        return Expected(self.exact, torch.where(unknown, torch.inf, bound), self.turned)
+        return Expected(self.exact, bound.masked_fill(unknown, torch.inf), self.turned)
+
+    @property
+    def _usual(self) -> float:
+        """By how much elements move at least: half of those that do, or as the largest is rounded."""
+        moved, sizes = self.furthest[self.furthest > 0], self.exact.abs()
+        finite = sizes[sizes.isfinite()]
+        largest = float(finite.max()) if finite.numel() else 0.0
+        median = float(moved.median()) if moved.numel() else 0.0
+        return max(median, unit_roundoff(self.dtype) * largest)

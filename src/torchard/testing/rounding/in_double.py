@@ -47,13 +47,21 @@ class InDouble(fx.Interpreter):
         """The value of a call with these arguments."""
         try:
             wide: Any = map_aggregate((args, kwargs), _double_dtype)
-            return _of_known_shape(node, call_pure(node, *wide))
+            result = call_pure(node, *wide)
         except (RuntimeError, TypeError):
-            # Defined for its own precision alone (a view as another dtype, say).
-            narrow = fx.map_arg(
-                (node.args, node.kwargs), lambda n: _as_narrow(self.env[n], VAL.get(n))
-            )
-            return map_aggregate(call_pure(node, *narrow), as_double)
+            return self._in_own_precision(node)
+        if _has_known_shape(node, result):
+            return result
+        if torch.Tag.dynamic_output_shape in getattr(node.target, "tags", ()):
+            return map_aggregate(VAL.of(node), as_double)  # of the recorded run
+        return self._in_own_precision(node)
+
+    def _in_own_precision(self, node: fx.Node) -> Any:
+        """The value of a call that is defined for that alone: a view of the bits as another dtype."""
+        narrow = fx.map_arg(
+            (node.args, node.kwargs), lambda n: _as_narrow(self.env[n], VAL.get(n))
+        )
+        return map_aggregate(call_pure(node, *narrow), as_double)
 
 
 # Kernels that subtract what they compute from their operand: the logarithm of a sum, a mean gradient.
@@ -104,13 +112,10 @@ class Perturbed(InDouble):
         return map_aggregate(values, perturb)
 
 
-def _of_known_shape(node: fx.Node, value: Any) -> Any:
-    """A value; where its shape depends on values and is another one here, that of the recorded run."""
-    if torch.Tag.dynamic_output_shape not in getattr(node.target, "tags", ()):
-        return value
+def _has_known_shape(node: fx.Node, value: Any) -> bool:
     known, found = pytree.tree_leaves(VAL.of(node)), pytree.tree_leaves(value)
-    same = all(a.shape == b.shape for a, b in zip(known, found, strict=True))
-    return value if same else map_aggregate(VAL.of(node), as_double)
+    pairs = zip(known, found, strict=True)
+    return all(a.shape == b.shape for a, b in pairs if isinstance(a, torch.Tensor))
 
 
 def as_double(value: Any) -> Any:
