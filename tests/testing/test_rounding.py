@@ -67,3 +67,14 @@ def test_an_unstable_element_does_not_excuse_the_others(name: str) -> None:
     assert equal(fn, fn, x, orders=["value"]).good
     with pytest.raises(AssertionError, match="times its bound"):
         equal(lambda x: fn(x) + 1e-3 * (x == x[2]), fn, x, orders=["value"])
+
+
+def test_elements_that_only_fn_rounds_have_its_bounds() -> None:
+    def reference(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(x > 1, x, x * 1.1)  # the second element is as it was given
+
+    x = torch.tensor([0.3, 7.0, 0.7])
+    assert equal(lambda x: reference(x) / 3 * 3.3 / 1.1, reference, x, orders=["value"]).good
+    assert equal(lambda x: reference(x) / 3 * 3.3 / 1.1, reference, x.bfloat16(), orders=["value"]).good
+    with pytest.raises(AssertionError, match="times its bound"):
+        equal(lambda x: reference(x) + 1e-5 * (x > 1), lambda x: reference(x), x, orders=["value"])

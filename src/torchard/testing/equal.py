@@ -205,11 +205,9 @@ class Reference:
             if known := self._precisions(fn, order):
                 want = self._wanted(order, known)
             report = _differences(have, want)
-        if report.good or not (self.both or any(map(_is_exact, want.values()))):
+        if report.good or not (self.both or any(map(_has_exact, want.values()))):
             return report
-        own = self._expected(fn, order, {})
-        which = {path for path, x in want.items() if self.both or _is_exact(x)}
-        return _differences(have, _widened(want, {path: own.get(path) for path in which}))
+        return _differences(have, _widened(want, self._expected(fn, order, {}), self.both))
 
     def _wanted(self, order: str, precision_of: Mapping[str, Precision]) -> dict[str, Any]:
         key = order, frozenset(precision_of.items())
@@ -261,9 +259,10 @@ _NAMES = {
 }
 
 
-def _is_exact(want: Any) -> bool:
-    """Whether a floating result is computed without rounding: of another computation, its own count."""
-    return isinstance(want, _Wanted) and want.value.bound is not None and not want.value.bound.any()
+def _has_exact(want: Any) -> bool:
+    """Whether an element is computed without rounding: of another computation, its own count."""
+    known = isinstance(want, _Wanted) and want.value.bound is not None
+    return known and bool((want.value.bound == 0).any())
 
 
 def _by_path(result: Any, order: str) -> dict[str, Any]:
@@ -275,10 +274,10 @@ def _by_path(result: Any, order: str) -> dict[str, Any]:
     return dict(zip(paths, tree.leaves(result), strict=True))
 
 
-def _widened(wanted: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def _widened(wanted: dict[str, Any], own: dict[str, Any], everywhere: bool) -> dict[str, Any]:
     """What should be returned, with another function's bounds added."""
     both = {
-        path: _Wanted(want.value.widened(own[path].value), want.dtype)
+        path: _Wanted(want.value.widened(own[path].value, everywhere), want.dtype)
         for path, want in wanted.items()
         if isinstance(want, _Wanted) and isinstance(own.get(path), _Wanted)
         if want.value.exact.shape == own[path].value.exact.shape

@@ -46,15 +46,22 @@ class Expected:
     bound: torch.Tensor | None
     turned: torch.Tensor | None = None
 
-    def widened(self, other: Expected) -> Expected:
-        """The same value, with the bound of another computation of it added."""
+    def widened(self, other: Expected, everywhere: bool) -> Expected:
+        """The same value, with the bound of another computation of it added.
+
+        Args:
+            everywhere: or only to elements that this computation does not round.
+        """
         if self.bound is None or other.bound is None:
             return self
+        bound = self.bound + other.bound
+        if not everywhere:
+            bound = torch.where(self.bound == 0, bound, self.bound)
         if self.turned is None or other.turned is None:
             turned = other.turned if self.turned is None else self.turned
         else:
             turned = self.turned | other.turned
-        return Expected(self.exact, self.bound + other.bound, turned)
+        return Expected(self.exact, bound, turned)
 
     def excess(self, value: torch.Tensor) -> torch.Tensor:
         """The error of each element over its bound; above 1 rounding does not explain it.
