@@ -78,3 +78,11 @@ def test_elements_that_only_fn_rounds_have_its_bounds() -> None:
     assert equal(lambda x: reference(x) / 3 * 3.3 / 1.1, reference, x.bfloat16(), orders=["value"]).good
     with pytest.raises(AssertionError, match="times its bound"):
         equal(lambda x: reference(x) + 1e-5 * (x > 1), lambda x: reference(x), x, orders=["value"])
+
+
+def test_the_exact_value_in_double_is_rounded_too() -> None:
+    def by_erf(x: torch.Tensor) -> torch.Tensor:
+        return x * 0.5 * (1 + torch.erf(x / 2**0.5))
+
+    x = torch.linspace(-12, 12, 200, dtype=torch.float64)
+    assert equal(torch.nn.functional.gelu, by_erf, x, orders=["value", "gradient", "second"]).good

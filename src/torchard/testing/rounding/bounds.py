@@ -174,14 +174,21 @@ class _Spread:
         for group in (self.moved & outlying, self.moved & ~outlying):
             if group.any():
                 bound[group] = _OVER_LARGEST * self.furthest[group].max() + underflow
+        if self.moved.any() and self.dtype == torch.float64:
+            # The exact value is computed in that too: it is as far off, and where no run moves it.
+            bound = 2 * bound + torch.finfo(self.dtype).eps * self._largest
         unknown = self.turned & ~self.known
         return Expected(self.exact, bound.masked_fill(unknown, torch.inf), self.turned)
 
     @property
     def _usual(self) -> float:
         """By how much elements move at least: half of those that do, or as the largest is rounded."""
-        moved, sizes = self.furthest[self.furthest > 0], self.exact.abs()
-        finite = sizes[sizes.isfinite()]
-        largest = float(finite.max()) if finite.numel() else 0.0
+        moved = self.furthest[self.furthest > 0]
         median = float(moved.median()) if moved.numel() else 0.0
-        return max(median, unit_roundoff(self.dtype) * largest)
+        return max(median, unit_roundoff(self.dtype) * self._largest)
+
+    @property
+    def _largest(self) -> float:
+        sizes = self.exact.abs()
+        finite = sizes[sizes.isfinite()]
+        return float(finite.max()) if finite.numel() else 0.0
