@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import linecache
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -143,3 +144,16 @@ def test_values_of_single_ranks_that_are_alike() -> None:
     assert localize(run, plain, torch.ones(4)).agree
     found = localize(run, lambda x: (x[:2] ** 2 + x[2:] ** 2).exp2(), torch.ones(4))
     assert [o.op for o in found.fn] == ["aten.exp"]
+
+
+def test_long_runs_part_in_a_short_time() -> None:
+    def waves(x: torch.Tensor, more: float) -> torch.Tensor:
+        total = x
+        for i in range(600):
+            total = total + torch.sin(x * i) * (1 + more * (i == 200))
+        return total
+
+    begin = time.perf_counter()
+    found = localize(lambda x: waves(x, 0.1), lambda x: waves(x, 0.0), torch.linspace(0.1, 1, 8))
+    assert not found.agree and "aten.mul" in str(found)
+    assert time.perf_counter() - begin < 12

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,6 +194,15 @@ class _Match:
         for value in itertools.chain.from_iterable(self.wholes.values()):
             self.mine.setdefault(_kind(value), []).append(value)
         self._occurs: dict[fx.Node, bool] = {}
+        # One number of each value says of most of millions of pairs that they do not agree.
+        self._middles = {
+            kind: torch.tensor([*map(_middle, xs)], dtype=torch.float64)
+            for kind, xs in self.mine.items()
+        }
+        self._ranges = {
+            kind: torch.tensor([_middle_range(known[n]) for n in nodes], dtype=torch.float64)
+            for kind, nodes in self.others.items()
+        }
 
     def _wholes(self) -> dict[fx.Node, list[torch.Tensor]]:
         """The whole values of each of our nodes; of one that varies over ranks, all that may be."""
@@ -206,7 +215,7 @@ class _Match:
     def occurs(self, node: fx.Node) -> bool:
         """Whether a node's value, or that of which it is a view, occurs in the other run."""
         if node not in self._occurs:
-            self._occurs[node] = any(self._agree(a, b) for a, b in self._pairs(node)) or (
+            self._occurs[node] = any(self._agree(a, b) for a, b in self._near(node)) or (
                 self.passes_on(node) and bool(operands(node)) and all(map(self.occurs, operands(node)))
             )
         return self._occurs[node]
@@ -219,6 +228,19 @@ class _Match:
         if (value := self.theirs.values.get(node)) is None:
             return []
         return [(mine, node) for mine in self.mine.get(_kind(value), ())]
+
+    def _near(self, node: fx.Node) -> Iterator[tuple[torch.Tensor, fx.Node]]:
+        """Those of the pairs that may agree."""
+        if node in self.wholes:
+            for value in self.wholes[node]:
+                nodes, middle = self.others.get(_kind(value), []), _middle(value)
+                low, high = self._ranges.get(_kind(value), torch.empty(0, 2)).unbind(1)
+                yield from ((value, nodes[i]) for i in _places((middle < low) | (middle > high)))
+        elif (other := self.theirs.values.get(node)) is not None:
+            mine = self.mine.get(_kind(other), [])
+            middles = self._middles.get(_kind(other), torch.empty(0))
+            least, most = _middle_range(self.known[node])
+            yield from ((mine[i], node) for i in _places((middles < least) | (middles > most)))
 
     def _agree(self, mine: torch.Tensor, other: fx.Node) -> bool:
         excess = self.known[other].excess(mine)
@@ -268,6 +290,24 @@ class _Match:
         )
 
 
+def _places(excluded: torch.Tensor) -> list[int]:
+    """Where nothing is excluded."""
+    found: list[int] = (~excluded).nonzero().flatten().tolist()
+    return found
+
+
+def _middle(x: torch.Tensor) -> float:
+    """The number in the middle of a tensor, the real part of a complex one; NaN if there is none."""
+    return float(x.flatten()[x.numel() // 2].real.detach()) if x.numel() else torch.nan
+
+
+def _middle_range(known: Expected) -> tuple[float, float]:
+    """Outside of which no middle number agrees; NaNs, which say nothing, where it is not finite."""
+    exact, bound = _middle(known.exact), 0.0 if known.bound is None else _middle(known.bound)
+    turned = known.turned is not None and bool(known.turned.any())
+    return (torch.nan, torch.nan) if turned else (exact - 2 * bound, exact + 2 * bound)
+
+
 def _kind(value: torch.Tensor) -> _Kind:
     return is_float(value), value.is_complex(), value.shape
 
@@ -310,11 +350,11 @@ class _Region:
     @property
     def joining(self) -> list[fx.Node]:
         """Operations that join a computed value that occurs in the other run with one that does not."""
+        first = set(self.first)
         return [
             node
             for node in self.nodes
-            if any(_computed(n) and self.occurs(n) for n in operands(node))
-            and node not in self.first
+            if any(_computed(n) and self.occurs(n) for n in operands(node)) and node not in first
         ]
 
 
