@@ -5,16 +5,26 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from torchard.functional.core.arguments import checked
+from torchard.functional.engine.transformed import Transformed
 from torchard.testing.derived import Derivatives
 from torchard.testing.report import is_assertion
+from torchard.testing.surroundings import modules_behind
 
-__all__ = ["as_function", "law", "seeded", "updates_of_buffers", "with_parameters"]
+__all__ = [
+    "as_function",
+    "buffers_kept",
+    "drawing_alike",
+    "law",
+    "leaving_buffers",
+    "seeded",
+    "updates_of_buffers",
+    "with_parameters",
+]
 
 Fn = Callable[..., Any]
 Params = ParamSpec("Params")
@@ -23,7 +33,11 @@ Result = TypeVar("Result")
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """A context in which torch's global generators begin at a seed; afterwards they are as before."""
+    """A context in which torch's global generators begin at a seed; afterwards they are as before.
+
+    The generators are the process's: another thread that draws meanwhile draws of this seed, too, and
+    changes what is drawn here.
+    """
     on_gpus = torch.cuda.is_initialized()
     with torch.random.fork_rng(range(torch.cuda.device_count()) if on_gpus else []):
         torch.default_generator.manual_seed(seed)
@@ -48,6 +62,38 @@ def as_function(fn: Fn) -> Fn:
     return call
 
 
+@contextlib.contextmanager
+def buffers_kept(*fns: Any) -> Iterator[None]:
+    """A context after which the modules that functions are, or call, have the buffers from before."""
+    kept = {
+        id(buffer): (owner._buffers, name, buffer, buffer.detach().clone())
+        for module in modules_behind(*fns)
+        for owner in module.modules()
+        for name, buffer in owner._buffers.items()
+        if type(buffer) is torch.Tensor and not buffer.is_meta
+    }
+    try:
+        yield
+    finally:
+        for owned, name, buffer, value in kept.values():
+            owned[name] = buffer
+            if not torch.equal(buffer, value):
+                with torch.no_grad():
+                    buffer.copy_(value)
+
+
+def leaving_buffers(check: Callable[Params, Result]) -> Callable[Params, Result]:
+    """A law after which the modules that its functions call have the buffers from before."""
+
+    @functools.wraps(check)
+    def of_functions(*args: Params.args, **kwargs: Params.kwargs) -> Result:
+        __tracebackhide__ = is_assertion
+        with buffers_kept(*filter(callable, (*args, *kwargs.values()))):
+            return check(*args, **kwargs)
+
+    return of_functions
+
+
 def law(check: Callable[Params, Result]) -> Callable[Params, Result]:
     """A law with its arguments checked, that takes modules where it takes functions.
 
@@ -55,18 +101,21 @@ def law(check: Callable[Params, Result]) -> Callable[Params, Result]:
     """
     run = checked(check)
 
+    @leaving_buffers
     @functools.wraps(check)
     def of_functions(*args: Params.args, **kwargs: Params.kwargs) -> Result:
         __tracebackhide__ = is_assertion
         given: Any = [as_function(x) if isinstance(x, torch.nn.Module) else x for x in args]
-        if given and isinstance(given[0], FunctionType):
-            given[0] = _drawing_alike(given[0])
+        if given and callable(given[0]) and not isinstance(given[0], Transformed):
+            given[0] = drawing_alike(given[0])
         return run(*given, **kwargs)
 
     return of_functions
 
 
-def _drawing_alike(fn: Fn) -> Fn:
+def drawing_alike(fn: Fn) -> Fn:
+    """A function whose draws from torch's global generators are the same in each call."""
+
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         with seeded(0):

@@ -15,7 +15,7 @@ from torchard.functional.guards.referenced_names import is_users_class
 from torchard.functional.guards.references import referred
 from torchard.testing.rounding.roundings import alike
 
-__all__ = ["Surroundings"]
+__all__ = ["Surroundings", "modules_behind"]
 
 # Objects that are searched from one function: a model has thousands.
 _MOST = 50_000
@@ -95,6 +95,27 @@ class Surroundings:
         if isinstance(value, (list, dict, set, deque)):
             return "container", id(value), len(value)
         return "id", id(value)
+
+
+# Objects that are searched for modules: those that a function calls are close to it.
+_MOST_NEAR = 2_000
+
+
+def modules_behind(*roots: Any) -> list[torch.nn.Module]:
+    """The modules that functions are, close over, or name as globals; not those inside of others."""
+    found: list[torch.nn.Module] = []
+    kept: dict[int, Any] = {}
+    left = deque(roots)
+    while left and len(kept) < _MOST_NEAR:
+        value = left.popleft()
+        if id(value) in kept or isinstance(value, (*_VALUES, ModuleType, torch.Tensor)):
+            continue
+        kept[id(value)] = value
+        if isinstance(value, torch.nn.Module):
+            found.append(value)
+        else:
+            left += (child for _, child in _children(value))
+    return found
 
 
 def _children(value: Any) -> Iterator[tuple[str, Any]]:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 
 from torchard.functional.core.arguments import AtLeast, checked
-from torchard.testing.calls import with_parameters
+from torchard.testing.calls import leaving_buffers, with_parameters
 from torchard.testing.laws.derivative_levels import Level
 from torchard.testing.laws.vectors import OfVectors, flattened, same_draws
 from torchard.testing.report import DerivativeReport
@@ -16,6 +16,7 @@ from torchard.testing.report import DerivativeReport
 __all__ = ["check_derivatives"]
 
 
+@leaving_buffers
 @checked
 def check_derivatives(
     fn: Callable[..., Any],

@@ -13,7 +13,7 @@ import torch
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.functional.trace import trace
-from torchard.testing.calls import seeded
+from torchard.testing.calls import leaving_buffers, seeded
 from torchard.testing.rounding.roundings import alike
 from torchard.testing.surroundings import Surroundings
 
@@ -42,13 +42,15 @@ class Purity:
         return "pure" if self.traceable else f"pure; cannot be traced, because {self.reason}"
 
 
+@leaving_buffers
 @checked
 def check_pure(fn: Callable[..., Any], *args: Any) -> Purity:
     """Assert that a function is pure: equal results for equal arguments, and nothing else changes.
 
     "Nothing else" are the arguments, torch's global generator, and what the function's code refers to:
     variables that it closes over, globals that it names, attributes of its object, with all that these
-    hold, tensors' values included. What a library in C keeps to itself is not seen.
+    hold, tensors' values included. What a library in C keeps to itself is not seen. Buffers of modules
+    that the call changes are set back.
 
     Args:
         fn: a function of pytrees, or a module.
@@ -76,7 +78,7 @@ def check_pure(fn: Callable[..., Any], *args: Any) -> Purity:
     >>> check_pure(torch.rand_like, torch.ones(3))
     Traceback (most recent call last):
         ...
-    AssertionError: the function draws from torch's global random state; pass a key of torchard.random
+    AssertionError: the function draws from torch's global random state; pass a key of torchard.random ...
     """
     before, around, settings = tree.map(_copied, args), Surroundings(fn), _settings()
     first = _undrawn(fn, args)
@@ -106,7 +108,8 @@ def _undrawn(fn: Callable[..., Any], args: Any) -> Any:
         if torch.equal(state, torch.get_rng_state()):
             return result
     raise AssertionError(
-        "the function draws from torch's global random state; pass a key of torchard.random"
+        "the function draws from torch's global random state; pass a key of torchard.random as an "
+        "argument and draw from that, or switch a module's dropout off: module.eval()"
     )
 
 
