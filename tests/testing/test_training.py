@@ -43,8 +43,14 @@ def test_a_loss() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (lambda p, x, y: loss({**p, "first": p["first"].detach()}, x, y), r"\['first'\] has no gradient"),
-        (lambda p, x, y: loss(p, x, y) + 0 * p["first"][0, 0].sqrt(), r"\['first'\] has a gradient that"),
+        (
+            lambda p, x, y: loss({**p, "first": p["first"].detach()}, x, y),
+            r"\['first'\] has no gradient",
+        ),
+        (
+            lambda p, x, y: loss(p, x, y) + 0 * p["first"][0, 0].sqrt(),
+            r"\['first'\] has a gradient that",
+        ),
         (lambda p, x, y: loss(p, x, y) * torch.nan, "the loss is nan"),
         (lambda p, x, y: 2 * loss(p, x, y).detach() - loss(p, x, y), "goes down for no small step"),
         (lambda p, x, y: loss(p, x, y).detach(), r"\['last'\]\['b'\] has no gradient"),
@@ -91,7 +97,9 @@ def module_step(module: Any, x: torch.Tensor, y: torch.Tensor, only: Any = None)
 
 def test_a_step_of_a_module() -> None:
     torch.manual_seed(0)
-    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    module = torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+    )
     with pytest.raises(AssertionError, match="changes, and should not"):
         check_training(module_step, module, X, Y, frozen=["0.bias"])
     module[0].bias.requires_grad_(False)
@@ -111,3 +119,89 @@ def test_calls_that_are_wrong() -> None:
         check_training(loss, PARAMS, X, Y, frozen=["*"])
     with pytest.raises(TypeError, match=r"It returned a torch.float32 of shape \[8, 2\]"):
         check_training(lambda p, x, y: y, PARAMS, X, Y)
+
+
+def test_gradients_that_are_not_cleared() -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Linear(3, 2)
+
+    def forgetful(module: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        value = F.mse_loss(module(x), y)
+        value.backward()
+        torch.optim.SGD(module.parameters(), 0.1).step()
+        return value
+
+    def in_two(module: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for part in range(2):
+            (F.mse_loss(module(x[part::2]), y[part::2]) / 2).backward()
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        optimizer.step()
+        with torch.no_grad():
+            value = F.mse_loss(module(x), y)
+        optimizer.zero_grad(set_to_none=False)
+        return value
+
+    for descends in (True, False):
+        module.zero_grad()
+        with pytest.raises(AssertionError, match=r"bias has the gradient of the step before added"):
+            check_training(forgetful, module, X, Y, descends=descends)
+    module.zero_grad()
+    check_training(in_two, module, X, Y)
+
+
+def test_a_loss_that_goes_down_by_itself() -> None:
+    calls: list[int] = []
+
+    def counting(params: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        calls.append(1)
+        return step(params, x, y)[0], torch.tensor(1.0 / len(calls))
+
+    with pytest.raises(
+        AssertionError, match=r"goes from 1 to 0\.5 .* it depends on what is not among"
+    ):
+        check_training(counting, PARAMS, X, Y)
+
+
+def test_dropout_is_the_same_in_each_call() -> None:
+    def dropped(params: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        hidden = F.dropout(torch.tanh(x @ params["first"]), 0.5)
+        return (hidden @ params["last"]["w"] + params["last"]["b"] - y).square().mean()
+
+    def small_step(params: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        gradients, value = torch.func.grad_and_value(dropped, argnums=0)(params, x, y)
+        return torch.utils._pytree.tree_map(lambda p, g: p - 1e-4 * g, params, gradients), value
+
+    for seed in range(5):
+        torch.manual_seed(seed)
+        check_training(lambda p, x, y: small_step(p, x, y), PARAMS, X, Y)
+
+
+def test_a_bias_before_batch_norm() -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
+    )
+    with torch.no_grad():
+        module[0].bias.add_(100)  # beside which the noise of its gradient is rounded off
+    buffers = ["1.*running*", "1.num*"]
+    with pytest.raises(AssertionError, match=r"0\.bias does not change .*name it in optional="):
+        check_training(module_step, module, X, Y, buffers=buffers)
+    check_training(module_step, module, X, Y, buffers=buffers, optional=["0.bias"])
+    with pytest.raises(ValueError, match="optional has 'bias', which names no leaf"):
+        check_training(module_step, module, X, Y, optional=["bias"])
+    unused = {**PARAMS, "unused": torch.ones(2)}
+    check_training(loss, unused, X, Y, optional=["*unused*"])
+
+
+def test_a_loss_of_a_module_is_no_step() -> None:
+    module = torch.nn.Linear(3, 2)
+    with pytest.raises(TypeError, match=r"this is a loss of a module.*functional_call"):
+        check_training(lambda m, x, y: F.mse_loss(m(x), y), module, X, Y)
+
+    def without_optimizer(module: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        value = F.mse_loss(module(x), y)
+        value.backward()
+        return value
+
+    with pytest.raises(AssertionError, match="weight does not change"):
+        check_training(without_optimizer, module, X, Y)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
+from torchard.testing.calls import drawing_alike
 from torchard.testing.rounding.roundings import alike, is_float
 
 __all__ = ["check_training"]
@@ -27,6 +30,7 @@ def check_training(
     *batch: Any,
     frozen: Sequence[str] = (),
     buffers: Sequence[str] = (),
+    optional: Sequence[str] = (),
     descends: bool = True,
 ) -> None:
     """Assert that a loss or a training step trains what it should, and leaves the rest as it is.
@@ -34,7 +38,8 @@ def check_training(
     Of a loss, every trainable leaf must have a gradient that is finite and not all zero, a frozen one
     none, and a small step against the gradient must lower the loss. Of a training step, every trainable
     leaf must change and stay finite, buffers must change, all else must not, and on the same batch again
-    the loss must be lower.
+    the loss must be lower; of new parameters that are returned, for the old ones it must still be what it
+    was. A step of a module must not add to gradients that the step before left. Each call draws the same.
 
     Args:
         step: a loss, ``(params, *batch)`` to a scalar; a step, ``(params, *batch)`` to new parameters and
@@ -47,11 +52,13 @@ def check_training(
             Parameters of a module that require no gradient are frozen, and so are leaves that are not
             floating, and buffers.
         buffers: patterns of such leaves that a step must change: running statistics, a count.
+        optional: patterns of leaves that may be trained or not, as a bias before BatchNorm, which has no
+            gradient but for rounding.
         descends: whether the loss must go down.
 
     Raises:
         AssertionError: something is wrong; names every leaf and what is wrong with it.
-        TypeError: ``step`` returns none of these.
+        TypeError: ``step`` returns none of these, or is a loss of a module, which trains nothing.
         ValueError: a pattern names no leaf, or there is nothing to train.
 
     >>> import torch
@@ -65,24 +72,107 @@ def check_training(
     AssertionError: the loss does not train what it should:
       params['b'] has no gradient: the loss does not depend on it
     """
-    state = _state(params)
-    trained = _trained(params, state, frozen, buffers)
+    step, state = drawing_alike(step), _state(params)
+    trained = _trained(params, state, {"frozen": frozen, "buffers": buffers, "optional": optional})
     before = {path: x.detach().clone() for path, x in state.items()}
+    gradients = {path: x.grad for path, x in state.items() if x.is_leaf}
     result = step(params, *batch)
     if _is_scalar(result) and not isinstance(params, torch.nn.Module):
         what, problems = "loss", _written(before, _state(params))
-        problems = problems or _of_loss(step, params, batch, trained, descends)
+        problems = problems or _of_loss(step, params, batch, trained, optional, descends)
     else:
-        loss, params = _after_step(result, params)
-        problems = _of_step(before, _state(params), trained, buffers)
+        loss, new = _after_step(result, params)
+        _check_is_step(loss, before, state, gradients)
+        problems = _of_step(before, _state(new), trained, buffers, optional)
         what = "step"
         problems += _finite_loss(loss)
-        if descends and not problems:
-            again, _ = _after_step(step(params, *batch), params)
-            problems += _descent(loss, again, "after a step")
+        problems = problems or _of_second_step(step, params, new, batch, loss, descends)
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise AssertionError(f"the {what} does not train what it should:\n{lines}")
+
+
+def _check_is_step(
+    loss: torch.Tensor,
+    before: _Tensors,
+    state: _Tensors,
+    gradients: Mapping[str, torch.Tensor | None],
+) -> None:
+    """Check that a module's function is no loss, which changes no parameter and no gradient.
+
+    Raises:
+        TypeError: it is one.
+    """
+    same = all(bool(alike(x.detach(), before[path]).all()) for path, x in state.items())
+    if loss.requires_grad and same and all(state[path].grad is g for path, g in gradients.items()):
+        raise TypeError(
+            "check_training: this is a loss of a module, which trains nothing: pass a step, with "
+            "backward() and optimizer.step(), or a loss of parameters, check_training(lambda params, "
+            "*batch: ..., dict(module.named_parameters()), *batch), which calls the module by "
+            "torch.func.functional_call."
+        )
+
+
+def _of_second_step(
+    step: Callable[..., Any],
+    params: Any,
+    new: Any,
+    batch: Any,
+    loss: torch.Tensor,
+    descends: bool,
+) -> list[str]:
+    """What is wrong with the loss after a step, or with the gradients that the step leaves."""
+    is_module = isinstance(params, torch.nn.Module)
+    if not is_module and not descends:
+        return []
+    leaves = dict(params.named_parameters()) if is_module else {}
+    with _stale_gradients(leaves) as stale:
+        result = step(new, *batch)
+    if stale:
+        return [
+            f"{path} has the gradient of the step before added to its own: call optimizer.zero_grad()"
+            for path in stale
+        ]
+    again = _after_step(result, new)[0]
+    problems = _descent(loss, again, "after a step") if descends else []
+    if problems or is_module:
+        return problems
+    back = _after_step(step(params, *batch), params)[0]
+    first, second, third = (float(value.detach()) for value in (loss, again, back))
+    if abs(third - first) <= (first - second) / 2:
+        return []
+    return [
+        f"the loss goes from {first:.6g} to {second:.6g} after a step, and with the old parameters it is "
+        f"{third:.6g} then: it depends on what is not among params"
+    ]
+
+
+@contextlib.contextmanager
+def _stale_gradients(leaves: _Tensors) -> Iterator[list[str]]:
+    """Those leaves whose first gradient within is added to one that was there before."""
+    held: dict[str, bool] = {}
+    stale: list[str] = []
+
+    def before(_: torch.Tensor, path: str) -> None:
+        kept = leaves[path].grad
+        held.setdefault(path, kept is not None and bool(kept.any()))
+
+    def after(_: torch.Tensor, path: str) -> None:
+        if held.get(path):
+            stale.append(path)
+        held[path] = False  # later gradients are added to those of the same step
+
+    handles = []
+    for path, leaf in leaves.items():
+        if leaf.requires_grad:
+            handles.append(leaf.register_hook(functools.partial(before, path=path)))
+            hook = functools.partial(after, path=path)
+            handles.append(leaf.register_post_accumulate_grad_hook(hook))
+    try:
+        yield stale
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _written(before: dict[str, torch.Tensor], after: dict[str, Any]) -> list[str]:
@@ -95,7 +185,12 @@ def _written(before: dict[str, torch.Tensor], after: dict[str, Any]) -> list[str
 
 
 def _of_loss(
-    loss: Callable[..., Any], params: Any, batch: Any, trained: set[str], descends: bool
+    loss: Callable[..., Any],
+    params: Any,
+    batch: Any,
+    trained: set[str],
+    optional: Sequence[str],
+    descends: bool,
 ) -> list[str]:
     floats, rest = tree.partition(params)
     leaves = [x.detach().requires_grad_() for x in tree.leaves(floats)]
@@ -116,7 +211,7 @@ def _of_loss(
     problems = [
         f"{path} has {fault}"
         for path, gradient in gradients.items()
-        if (fault := _fault(gradient, path in trained))
+        if (fault := _fault(gradient, path in trained, _matches(path, optional)))
     ]
     if problems or not descends:
         return problems
@@ -127,16 +222,16 @@ def _of_loss(
     return _line_search(at, [x.detach() for x in leaves], moves, value)
 
 
-def _fault(gradient: torch.Tensor | None, is_trained: bool) -> str:
+def _fault(gradient: torch.Tensor | None, is_trained: bool, is_optional: bool) -> str:
     """What is wrong with a gradient, or nothing."""
     if gradient is not None and not bool(gradient.isfinite().all()):
         return "a gradient that is not finite"
     none = gradient is None or not bool(gradient.any())
-    if none == is_trained:
+    if none == is_trained and not is_optional:
         return (
             "no gradient: the loss does not depend on it"
             if is_trained and gradient is None
-            else f"a gradient{' of zeros' if none else ', and should be frozen'}"
+            else f"a gradient{f' of zeros{_HINT}' if none else ', and should be frozen'}"
         )
     return ""
 
@@ -158,8 +253,15 @@ def _line_search(
     return ["the loss goes down for no small step against its gradient"]
 
 
+_HINT = " (if that is right, as of a bias before BatchNorm, name it in optional=)"
+
+
 def _of_step(
-    before: _Tensors, after: _Tensors, trained: set[str], buffers: Sequence[str]
+    before: _Tensors,
+    after: _Tensors,
+    trained: set[str],
+    buffers: Sequence[str],
+    optional: Sequence[str],
 ) -> list[str]:
     problems = [
         f"{path} is {'lost' if path in before else 'new'}" for path in before.keys() ^ after.keys()
@@ -176,8 +278,10 @@ def _of_step(
         does = not bool(alike(old, new.detach()).all())
         if is_float(new) and not bool(new.isfinite().all()):
             problems.append(f"{path} is not finite after the step")
-        elif should != does:
-            problems.append(f"{path} {'changes, and should not' if does else 'does not change'}")
+        elif should != does and not _matches(path, optional):
+            problems.append(
+                f"{path} {'changes, and should not' if does else f'does not change{_HINT}'}"
+            )
     return sorted(problems)
 
 
@@ -219,15 +323,13 @@ def _state(params: Any) -> _Tensors:
     return {path: x for path, x in pairs if isinstance(x, torch.Tensor)}
 
 
-def _trained(
-    params: Any, state: _Tensors, frozen: Sequence[str], buffers: Sequence[str]
-) -> set[str]:
+def _trained(params: Any, state: _Tensors, listed: Mapping[str, Sequence[str]]) -> set[str]:
     """What has to be trained.
 
     Raises:
         ValueError: a pattern names no leaf, or nothing remains.
     """
-    for name, patterns in (("frozen", frozen), ("buffers", buffers)):
+    for name, patterns in listed.items():
         for pattern in [patterns] if isinstance(patterns, str) else patterns:
             if not any(_matches(path, [pattern]) for path in state):
                 raise ValueError(
@@ -237,7 +339,7 @@ def _trained(
     trainable = {path for path, x in state.items() if is_float(x)}
     if isinstance(params, torch.nn.Module):
         trainable = {name for name, p in params.named_parameters() if p.requires_grad}
-    trained = {p for p in trainable if not _matches(p, frozen) and not _matches(p, buffers)}
+    trained = {path for path in trainable if not any(_matches(path, p) for p in listed.values())}
     if not trained:
         raise ValueError("check_training: there is nothing to train: all is frozen, or not floating.")
     return trained
