@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -90,7 +91,9 @@ def flow_back(y: torch.Tensor, w: torch.Tensor, wrong: float = 0.0) -> Any:
 
 def test_inverses() -> None:
     assert inverse(torch.fft.fft, lambda y: torch.fft.ifft(y).real, X).good
-    assert inverse(lambda x, y: (x + y, x - y), lambda s, d: ((s + d) / 2, (s - d) / 2), X, X + 1).good
+    assert inverse(
+        lambda x, y: (x + y, x - y), lambda s, d: ((s + d) / 2, (s - d) / 2), X, X + 1
+    ).good
     ids = torch.tensor([3, 0, 2])
     assert inverse(lambda i: F.one_hot(i, 4), lambda hot: hot.argmax(-1), ids).good
     with pytest.raises(AssertionError, match=r"inverse_fn\(fn\(\*args\)\) differs"):
@@ -150,13 +153,17 @@ def test_examples_that_depend_on_others_their_place_or_number(wrong: Any) -> Non
 
 def test_sets_and_graphs() -> None:
     edges = torch.tensor([[0.0, 1, 0], [0, 0, 1], [1, 1, 0]])
-    assert permutation_equivariant(lambda x, a: torch.tanh(a @ x), ROWS, edges, in_dims=[0, (0, 1)]).good
+    assert permutation_equivariant(
+        lambda x, a: torch.tanh(a @ x), ROWS, edges, in_dims=[0, (0, 1)]
+    ).good
     assert permutation_invariant(lambda x: x.mean(1), X, in_dims=1).good
     for wrong in (lambda x: x.cumsum(0), lambda x: x + x.roll(1, 0), lambda x: x[0] + 0 * x):
         with pytest.raises(AssertionError, match="not equivariant under permutations"):
             permutation_equivariant(wrong, torch.cat([ROWS, ROWS + 1]))
     with pytest.raises(AssertionError, match=r"not invariant under permutations, .* all move on"):
-        permutation_invariant(lambda x: x[0] * x[1] * x[2:].exp().sum(0), torch.cat([ROWS, ROWS + 1]))
+        permutation_invariant(
+            lambda x: x[0] * x[1] * x[2:].exp().sum(0), torch.cat([ROWS, ROWS + 1])
+        )
 
 
 def test_dims_that_do_not_fit() -> None:
@@ -202,7 +209,9 @@ def test_padding_changes_nothing(fill: float | None) -> None:
 
     assert padding_invariant(masked, X, MASK, mask=MASK, fill=fill, orders=VALUES).good
     with pytest.raises(AssertionError, match="padding changes"):
-        padding_invariant(lambda x: attention(x, W, False), X, lengths=LENGTHS, fill=fill, orders=VALUES)
+        padding_invariant(
+            lambda x: attention(x, W, False), X, lengths=LENGTHS, fill=fill, orders=VALUES
+        )
     pooled = lambda x: x.sum(1)  # noqa: E731
     with pytest.raises(AssertionError, match="padding changes"):
         padding_invariant(pooled, X, mask=MASK, fill=fill, per_position=False, orders=VALUES)
@@ -233,7 +242,9 @@ def test_masks_that_do_not_fit() -> None:
 # -- order --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fn", [torch.sigmoid, F.softplus, torch.relu, lambda x: x.cumsum(0), torch.erf])
+@pytest.mark.parametrize(
+    "fn", [torch.sigmoid, F.softplus, torch.relu, lambda x: x.cumsum(0), torch.erf]
+)
 def test_monotone_functions(fn: Any) -> None:
     monotone(fn, ROWS)
     monotone(lambda x: -fn(x), ROWS, increasing=False)
@@ -256,3 +267,46 @@ def test_roundings_may_make_results_smaller() -> None:
     monotone(square, x, draws=1)
     with pytest.raises(AssertionError, match="not increasing"):
         monotone(lambda x: -square(x.double()), x, draws=1)
+
+
+def test_one_term_that_falls() -> None:
+    x = random.normal(random.key(5), (2000,))
+    weights = torch.ones(2000)
+    weights[1234] = -1e-3
+    monotone(lambda x: (x * weights.abs()).sum(), x)
+    with pytest.raises(AssertionError, match="not increasing: out falls"):
+        monotone(lambda x: (x * weights).sum(), x)
+    with pytest.raises(AssertionError, match="not decreasing: out rises"):
+        monotone(lambda x: (x * -weights).sum(), x, increasing=False)
+    branches = lambda x: x[x > 0].sum() + (x * weights).detach().sum()  # noqa: E731
+    monotone(branches, x.abs())  # without a gradient of what falls, it may not be found
+
+
+def test_draws_are_the_same_in_each_call_of_a_law() -> None:
+    for fn in (torch.nn.Dropout(0.5), functools.partial(F.dropout, p=0.5)):
+        monotone(fn, ROWS)
+    monotone(torch.dropout, ROWS, 0.5, True)
+
+
+# -- ties ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x.sort(0).values * torch.arange(3.0)[:, None],
+        lambda x: x.topk(2, 0).values,
+        lambda x: x.max(0).values,
+        lambda x: x.abs().median(0).values,
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sort_chooses_among_ties(fn: Any, dtype: torch.dtype) -> None:
+    ties = torch.tensor([[1.0, 2.0, 0.0], [-1.0, 2.0, 0.0], [1.0, 1.0, 0.0]], dtype=dtype)
+    assert permutation_invariant(lambda x: fn(x.float()), ties).good
+    assert invariant(lambda x: fn(x.float()), lambda x: (x.flip(0),), ties).good
+    with pytest.raises(AssertionError, match="not invariant"):
+        permutation_invariant(lambda x: fn(x.float()) + x[0], ties)
+    wrong = lambda x: fn(x.float()) + x[0] * 2 - (x[0] * 2).detach()  # noqa: E731  # in gradients alone
+    with pytest.raises(AssertionError, match="not invariant"):
+        permutation_invariant(wrong, ties)

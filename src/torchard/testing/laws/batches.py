@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from torchard.functional.core import tree
-from torchard.testing.calls import as_function, law
+from torchard.testing.calls import law
 from torchard.testing.derived import ALL_ORDERS
-from torchard.testing.laws.sides import agree, changed, map_dims, of_each, size_of
+from torchard.testing.laws.sides import agree, along, changed, map_dims, of_each, size_of
 from torchard.testing.report import Report
 
 __all__ = ["batch_independent", "permutation_equivariant", "permutation_invariant"]
@@ -26,8 +27,9 @@ def batch_independent(
 ) -> Report:
     """Assert that an example's result depends on no other example, nor on its place or their number.
 
-    Each result is compared with that of the example among others that are changed, and with that of a
-    batch of this example alone. So statistics over the batch are found, in derivatives too.
+    For each two examples, results of the one are compared while the other is changed: halves of the batch
+    are changed at a time, so that 64 examples take 12 calls. Up to four examples are computed alone, too,
+    and a larger batch without its first. So statistics over the batch are found, in derivatives too.
 
     Args:
         fn: a function of pytrees, over a batch of two examples at least.
@@ -38,11 +40,11 @@ def batch_independent(
         orders: what is compared; see `equal`.
 
     Returns:
-        A report with a row for each value.
+        A report with a row for each value; ``out[i]`` are results by the halves that change.
 
     Raises:
-        AssertionError: an example depends on others; the message is the report.
-        ValueError: arguments have no common number of examples.
+        AssertionError: an example depends on others, or fn takes none alone; the message is the report.
+        ValueError: arguments and results have no common number of examples.
 
     >>> import torch
     >>> from torchard.testing import batch_independent
@@ -55,26 +57,76 @@ def batch_independent(
     torchard.Differs: examples of a batch depend on what the others are, fn differs when they change:
     ...
     """
-    f = as_function(fn)
     dims = of_each("batch_independent", "in_dims", in_dims, args)
     count = size_of("batch_independent", "in_dims", args, dims)
+    _check_results(fn(*args), count, out_dim)
 
-    def example(result: Any, at: int) -> Any:
-        return tree.map(lambda y: y.narrow(out_dim, at, 1), result)
+    def kept(rows: torch.Tensor, seed: int, xs: Any) -> Any:
+        return fn(*map_dims(lambda x, d: x.where(along(rows, x, d), changed(x, seed)), xs, dims))
 
-    def each(one: Callable[[int, Any], Any]) -> Callable[..., Any]:
-        return lambda *xs: _joined([one(i, xs) for i in range(count)], out_dim)
+    def among_others(bit: int, xs: Any) -> Any:
+        """All results, each while every example whose place differs in this bit is changed."""
+        these, those = halves[bit]
+        results = kept(these, 2 * bit, xs), kept(those, 2 * bit + 1, xs)
+        return tree.map(lambda y, z: y.where(along(these, y, out_dim), z), *results)
 
-    def among_others(i: int, xs: Any) -> Any:
-        return example(f(*map_dims(lambda x, d: _only(x, d, i), xs, dims)), i)
-
-    def alone(i: int, xs: Any) -> Any:
-        return example(f(*map_dims(lambda x, d: x.narrow(d, i, 1), xs, dims)), 0)
-
+    bits = range((count - 1).bit_length())  # of two places one differs
+    ones = [torch.arange(count) >> bit & 1 == 1 for bit in bits]
+    halves = [(rows, ~rows) for rows in ones]
     law = "examples of a batch depend on what the others are, fn differs when they change"
-    report = agree(law, f, each(among_others), args, orders)
-    law = "examples of a batch depend on their place or number, fn differs for batches of one"
-    return report + agree(law, f, each(alone), args, orders)
+    report = agree(
+        law,
+        lambda *xs: [among_others(bit, xs) for bit in bits],
+        lambda *xs: [fn(*xs)] * len(bits),
+        args,
+        orders,
+    )
+    return report + _of_smaller_batches(fn, args, dims, count, out_dim, orders)
+
+
+_ALONE = 4  # examples that are computed alone, at most
+
+
+def _of_smaller_batches(
+    fn: Callable[..., Any], args: Any, dims: Any, count: int, out_dim: int, orders: Sequence[str]
+) -> Report:
+    """Examples alone, and all but the first, each in the place before its own."""
+    last, number = count - 1, min(count, _ALONE)
+    rows = [round(i * last / (number - 1)) for i in range(number)]
+    parts = [(row, 1) for row in rows] + ([(1, last)] if count > _ALONE else [])
+
+    def smaller(*xs: Any) -> Any:
+        return [fn(*map_dims(functools.partial(_part, part=p), xs, dims)) for p in parts]
+
+    def whole(*xs: Any) -> Any:
+        result = fn(*xs)
+        return [tree.map(lambda y, p=p: _part(y, out_dim, p), result) for p in parts]
+
+    try:
+        smaller(*args)
+    except Exception as error:  # whatever fn raises, of a batch it takes
+        raise AssertionError(
+            f"examples of a batch depend on their number: fn takes {count} examples, and of fewer it "
+            f"raises {type(error).__name__}: {error}. Statistics over a batch, such as those of "
+            "BatchNorm in training, need others: test module.eval(), or squeeze no dim of examples."
+        ) from error
+    law = "examples of a batch depend on their place or number, fn differs for smaller batches"
+    return agree(law, smaller, whole, args, orders)
+
+
+def _part(x: torch.Tensor, dim: int, part: tuple[int, int]) -> torch.Tensor:
+    start, length = part
+    return x.narrow(dim, start, length)
+
+
+def _check_results(result: Any, count: int, dim: int) -> None:
+    for path, y in zip(tree.paths(result, "out"), tree.leaves(result), strict=True):
+        if not isinstance(y, torch.Tensor) or not -y.ndim <= dim < y.ndim or y.shape[dim] != count:
+            found = f"shape {list(y.shape)}" if isinstance(y, torch.Tensor) else f"{y!r}"
+            raise ValueError(
+                f"batch_independent: {path} is of {found}, without {count} examples along dim {dim}; "
+                "out_dim says which dim of results they are, and all results need it."
+            )
 
 
 @law
@@ -88,7 +140,8 @@ def permutation_equivariant(
     """Assert that permuted elements of a set, or nodes of a graph, give results permuted alike.
 
     Two permutations are tried, which generate all others: the first two elements change places, and all
-    move on by one.
+    move on by one. Where arguments have equal elements, a sort or a maximum chooses one of them, and its
+    derivatives may differ: derivatives that do are compared again at arguments that are all different.
 
     Args:
         fn: a function of pytrees.
@@ -123,6 +176,8 @@ def permutation_invariant(
 ) -> Report:
     """Assert that permuted elements of a set, or nodes of a graph, give the same results.
 
+    Derivatives at ties, such as those of a sort, are compared as `permutation_equivariant` does.
+
     Args:
         fn: a function of pytrees.
         args: its arguments.
@@ -147,7 +202,7 @@ def permutation_invariant(
 def _permuted(
     what: str, fn: Any, args: Any, in_dims: Any, out_dims: Any, orders: Sequence[str]
 ) -> Report:
-    f, who = as_function(fn), f"permutation_{what}"
+    who = f"permutation_{what}"
     dims = of_each(who, "in_dims", in_dims, args)
     count = size_of(who, "in_dims", args, dims)
     report = Report()
@@ -157,13 +212,13 @@ def _permuted(
             return x.index_select(dim, torch.tensor(order, device=x.device))
 
         def permuted_before(*xs: Any, move: Any = move) -> Any:
-            return f(*map_dims(move, xs, dims))
+            return fn(*map_dims(move, xs, dims))
 
         def permuted_after(*xs: Any, move: Any = move) -> Any:
-            return map_dims(move, (f(*xs),), [out_dims])[0]
+            return map_dims(move, (fn(*xs),), [out_dims])[0]
 
         law = f"not {what} under permutations, fn differs when {name}"
-        report += agree(law, permuted_before, permuted_after, args, orders)
+        report += agree(law, permuted_before, permuted_after, args, orders, ties=True)
     return report
 
 
@@ -171,15 +226,3 @@ def _generators(count: int) -> dict[str, list[int]]:
     swap, cycle = [1, 0, *range(2, count)], [*range(1, count), 0]
     moves = {"the first two change places": swap}
     return moves if swap == cycle else {**moves, "all move on by one": cycle}
-
-
-def _only(x: torch.Tensor, dim: int, i: int) -> torch.Tensor:
-    """The example i of a batch, among others that are changed."""
-    others = changed(x, seed=i)
-    size = x.shape[dim]
-    parts = others.narrow(dim, 0, i), x.narrow(dim, i, 1), others.narrow(dim, i + 1, size - i - 1)
-    return torch.cat(parts, dim)
-
-
-def _joined(results: list[Any], dim: int) -> Any:
-    return tree.map(lambda *each: torch.cat(each, dim), *results)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import torch
 
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import AtLeast
-from torchard.testing.calls import as_function, law
+from torchard.testing.calls import law
 from torchard.testing.laws.sides import check_floats
 from torchard.testing.rounding.bounds import expected
 from torchard.testing.rounding.programs import program_of
@@ -19,6 +21,10 @@ __all__ = ["monotone"]
 
 # By how much arguments grow, in units of one plus their own size.
 _STEPS = (1e-3, 0.1, 1.0, 10.0)
+# Steps of one element alone, for each of about half: else one falling term drowns in terms that rise.
+_SINGLES = 4
+# Elements among which those are that rise least.
+_STEEPEST = 8
 
 
 @law
@@ -31,14 +37,15 @@ def monotone(
 ) -> None:
     """Assert that no element of a result gets smaller when elements of the arguments get larger.
 
-    Arguments grow in random elements, by steps of four sizes. Rounding may make a result smaller by its
-    bounds, which are measured as those of `equal` are.
+    Arguments grow by steps of four sizes, in a random half of their elements and in single ones: those by
+    which the sum of all results rises least, by its gradient, and random ones. Rounding may make a result
+    smaller by its bounds, which are measured as those of `equal` are.
 
     Args:
         fn: a function of pytrees with real results: an activation, a distribution function, a sum.
         args: its arguments; floating tensors grow.
         increasing: false for functions whose results must not get larger.
-        draws: how many steps of each size.
+        draws: how many steps of half of the elements of each size, and of four single elements.
         seed: of the steps.
 
     Raises:
@@ -55,63 +62,101 @@ def monotone(
         ...
     AssertionError: not increasing: out[0] falls by ...
     """
-    f = as_function(fn)
     check_floats("monotone", args)
-    start, generator = _Values.of(f, args, seed), torch.Generator().manual_seed(seed)
+    start, generator = _Call(fn, args, seed), torch.Generator().manual_seed(seed)
+    counts = [x.numel() if _grows(x) else 0 for x in tree.leaves(args)]
+    singles = _places(fn, args, increasing, torch.randperm(sum(counts), generator=generator))
     for size in _STEPS:
         for _ in range(draws):
-            more = tree.map(lambda x, s=size: _grown(x, s, generator), args)
-            end = _Values.of(f, more, seed)
-            _check(start, end, increasing, size)
+            chosen = torch.rand(sum(counts), generator=generator, dtype=torch.float64)
+            steps = [chosen.masked_fill(chosen < 0.5, 0.0)]
+            steps += [_single(next(singles), sum(counts)) for _ in range(_SINGLES)]
+            for step in steps:
+                parts = iter((size * step).split(counts))
+                more = tree.map(lambda x, parts=parts: _grown(x, next(parts)), args)
+                _check(start, _Call(fn, more, seed), increasing, size)
 
 
-class _Values:
-    """Real results of one call by path, with their bounds."""
+class _Call:
+    """Real results of one call by path, and their bounds, which are measured when they are asked for."""
 
-    def __init__(self, found: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.found = found
-
-    @classmethod
-    def of(cls, fn: Callable[..., Any], args: Any, seed: int) -> _Values:
+    def __init__(self, fn: Callable[..., Any], args: Any, seed: int) -> None:
+        self.fn, self.args, self.seed = fn, args, seed
         result = tree.whole(fn(*args))
-        program, inputs = program_of(fn, tree.whole(args))
-        nodes = program.results
-        known = expected(program, inputs, nodes, seed=seed)
-        found = {}
         pairs = zip(tree.paths(result, "out"), tree.leaves(result), strict=True)
-        tensors = [(path, x) for path, x in pairs if isinstance(x, torch.Tensor)]
-        for (path, x), node in zip(tensors, nodes, strict=True):
+        tensors = {path: x.detach().cpu() for path, x in pairs if isinstance(x, torch.Tensor)}
+        for path, x in tensors.items():
             if x.is_complex():
                 raise ValueError(f"monotone: {path} is complex, and complex numbers have no order.")
-            bound = known[node].bound
-            value = x.detach().double().cpu()
-            found[path] = value, torch.zeros_like(value) if bound is None else bound
-        return cls(found)
+        self.values = {path: x.double() for path, x in tensors.items()}
+
+    @functools.cached_property
+    def bounds(self) -> dict[str, torch.Tensor]:
+        """By how much roundings may move each result."""
+        program, inputs = program_of(self.fn, tree.whole(self.args))
+        known = expected(program, inputs, program.results, seed=self.seed)
+        bounds = [known[node].bound for node in program.results]
+        return {
+            path: torch.zeros_like(value) if bound is None else bound.cpu()
+            for (path, value), bound in zip(self.values.items(), bounds, strict=True)
+        }
 
 
-def _check(start: _Values, end: _Values, increasing: bool, size: float) -> None:
-    for path, (before, bound) in start.found.items():
-        after, other = end.found[path]
-        lost = (before - after) * (1 if increasing else -1)
-        excess = torch.where(before == after, 0.0, lost) - (bound + other)
-        wrong = (excess > 0) | (before.isnan() != after.isnan())
+def _check(start: _Call, end: _Call, increasing: bool, size: float) -> None:
+    for path, before in start.values.items():
+        after = end.values[path]
+        lost = torch.where(before == after, 0.0, (before - after) * (1 if increasing else -1))
+        parted = before.isnan() != after.isnan()
+        if not bool(((lost > 0) | parted).any()):
+            continue
+        bound = start.bounds[path] + end.bounds[path]
+        wrong = (lost > bound) | parted
         if not bool(wrong.any()):
             continue
-        place = int(torch.where(wrong, excess.nan_to_num(nan=torch.inf), -torch.inf).argmax())
+        excess = (lost - bound).nan_to_num(nan=torch.inf)
+        place = int(torch.where(wrong, excess, -torch.inf).argmax())
         at = [int(i) for i in torch.unravel_index(torch.tensor(place), before.shape)]
         name = "increasing: {} falls" if increasing else "decreasing: {} rises"
-        explained = float((bound + other).flatten()[place])
         raise AssertionError(
             f"not {name.format(path + (str(at) if at else ''))} by {float(lost.flatten()[place]):.3g} "
             f"from {float(before.flatten()[place]):.6g} when arguments grow by up to {size:g} of one "
-            f"plus their size; rounding explains {explained:.3g}"
+            f"plus their size; rounding explains {float(bound.flatten()[place]):.3g}"
         )
 
 
-def _grown(x: Any, size: float, generator: torch.Generator) -> Any:
-    """A tensor of which about half of the elements are larger."""
-    if not is_float(x) or x.is_complex():
+def _places(
+    fn: Callable[..., Any], args: Any, increasing: bool, order: torch.Tensor
+) -> Iterator[int]:
+    """Elements to step by alone, for ever: one of a random order, one of the order of their gradients."""
+    places = order.tolist()
+    try:
+        leaves, structure = tree.flatten(args)
+        graded = [x.detach().clone().requires_grad_() if _grows(x) else x for x in leaves]
+        with torch.enable_grad():
+            results = tree.leaves(tree.whole(fn(*tree.unflatten(structure, graded))))
+            total = sum(r.double().sum() for r in results if _grows(r) and r.requires_grad)
+        varied = [x for x in graded if _grows(x)]
+        found = torch.autograd.grad(total, varied, allow_unused=True, materialize_grads=True)
+        slopes = torch.cat([g.flatten().cpu().double() for g in found])
+        first = slopes.argsort(descending=not increasing)[:_STEEPEST].tolist()
+    except Exception:  # whatever fn has no gradient for: a random order is one, too
+        first = places
+    pairs = zip(itertools.cycle(first), itertools.cycle(places), strict=False)
+    return itertools.chain.from_iterable(pairs)
+
+
+def _single(place: int, count: int) -> torch.Tensor:
+    step = torch.zeros(count, dtype=torch.float64)
+    step[place] = 1.0
+    return step
+
+
+def _grows(x: Any) -> bool:
+    return is_float(x) and not x.is_complex()
+
+
+def _grown(x: Any, step: torch.Tensor) -> Any:
+    """A tensor with elements larger by steps in units of one plus their size."""
+    if not _grows(x):
         return x
-    kept = torch.rand(x.shape, generator=generator, dtype=torch.float64) < 0.5
-    step = torch.rand(x.shape, generator=generator, dtype=torch.float64).masked_fill(kept, 0.0)
-    return x + ((1 + x.detach().abs()) * (size * step).to(x.device, x.dtype)).to(x.dtype)
+    return x + (1 + x.detach().abs()) * step.reshape(x.shape).to(x.device, x.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -10,7 +11,7 @@ import torch
 
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import CheckedInside
-from torchard.testing.calls import as_function, law
+from torchard.testing.calls import law
 from torchard.testing.derived import ALL_ORDERS
 from torchard.testing.laws.sides import agree, changed, map_dims, of_each, size_of
 from torchard.testing.report import Report
@@ -66,7 +67,6 @@ def causal(
     torchard.Differs: not causal, results differ when later arguments change:
     ...
     """
-    f = as_function(fn)
     dims = of_each("causal", "in_dims", in_dims, args)
     count = size_of("causal", "in_dims", args, dims)
     ends = [length if strict else length + 1 for length in _cuts(count, strict)]
@@ -75,18 +75,21 @@ def causal(
         return tree.map(lambda y: y.narrow(out_dim, 0, end), result)
 
     def unchanged(*xs: Any) -> Any:
-        result = f(*xs)
+        result = fn(*xs)
         return [past(result, end) for end in ends]
+
+    def unchanged_in_turn(*xs: Any) -> Any:
+        return [past(fn(*xs), end) for end in ends]
 
     def with_other_future(*xs: Any) -> Any:
         found = []
         for end in ends:
             change = functools.partial(_after, length=end - 1 if strict else end)
-            found.append(past(f(*map_dims(change, xs, dims)), end))
+            found.append(past(fn(*map_dims(change, xs, dims)), end))
         return found
 
     law = "not causal, results differ when later arguments change"
-    return agree(law, with_other_future, unchanged, args, orders)
+    return agree(law, with_other_future, unchanged, args, orders, twin=unchanged_in_turn)
 
 
 @law
@@ -103,7 +106,8 @@ def padding_invariant(
     """Assert that what is padded changes nothing in results for what is not.
 
     Args:
-        fn: a function of pytrees; it takes its own mask or lengths among ``args``, if it takes them.
+        fn: a function of pytrees; if it takes a mask or lengths itself, they are among ``args``, by
+            position. Keywords are this law's alone.
         x: a pytree of tensors with leading dims (batch, positions), which are changed where padded.
         args: what ``fn`` takes besides; it stays as it is.
         mask: booleans of the leading dims of ``x``, true where it is not padded.
@@ -136,9 +140,9 @@ def padding_invariant(
     torchard.Differs: padding changes results, fn differs when what is padded changes:
     ...
     """
-    f, valid = as_function(fn), _mask(x, mask, lengths)
+    valid, unfilled = _mask(x, mask, lengths), _unfilled(fn, x, *args)
     if per_position:
-        for y in tree.leaves(f(x, *args)):
+        for y in tree.leaves(fn(x, *args)):
             if not isinstance(y, torch.Tensor) or y.shape[: valid.ndim] != valid.shape:
                 raise ValueError(
                     f"padding_invariant: fn returned {_shape(y)}, without leading dims "
@@ -155,13 +159,37 @@ def padding_invariant(
         return torch.where(valid.reshape(*valid.shape, *[1] * (x.ndim - valid.ndim)), x, other)
 
     law = "padding changes results, fn differs when what is padded changes"
+    if unfilled:
+        law += f" (fn is called without its {unfilled}: pass it by position, after x)"
     return agree(
         law,
-        lambda x, *rest: kept(f(tree.map(repadded, x), *rest)),
-        lambda x, *rest: kept(f(x, *rest)),
+        lambda x, *rest: kept(fn(tree.map(repadded, x), *rest)),
+        lambda x, *rest: kept(fn(x, *rest)),
         (x, *args),
         orders,
     )
+
+
+def _unfilled(fn: Callable[..., Any], *args: Any) -> str:
+    """The parameter of a mask or lengths that fn has, and is not given, if there is one.
+
+    Raises:
+        TypeError: fn needs it.
+    """
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # of C
+        return ""
+    given = signature.bind_partial(*args).arguments
+    missing = [name for name in signature.parameters if name not in given]
+    name = next((name for name in missing if "mask" in name or "length" in name), "")
+    if name and signature.parameters[name].default is inspect.Parameter.empty:
+        raise TypeError(
+            f"padding_invariant: fn needs its {name}, by position: padding_invariant(fn, x, {name}, "
+            "lengths=...); the keywords mask and lengths say to this law what is padded, and fn is not "
+            "given them."
+        )
+    return name
 
 
 def _cuts(count: int, strict: bool) -> list[int]:

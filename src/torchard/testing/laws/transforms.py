@@ -52,6 +52,7 @@ def check_batching(
 
     Raises:
         AssertionError: they differ; the message is the report.
+        TypeError: the function takes an example, and torch.vmap cannot take the function.
 
     >>> import torch
     >>> from torchard.testing import check_batching
@@ -68,7 +69,18 @@ def check_batching(
         ]
         return tree.map(lambda *each: torch.stack(each), *results)
 
-    return equal(torch.vmap(fn, in_dims=dims), loop, *batch, orders=orders)
+    batched = torch.vmap(fn, in_dims=dims)
+    loop(*batch)  # what fn raises by itself is its own
+    try:
+        batched(*batch)
+    except Exception as error:  # whatever torch, or fn of what torch gives it, raises
+        raise TypeError(
+            "check_batching: fn takes each example, and torch.vmap of it raises "
+            f"{type(error).__name__}: {error}. Under vmap a branch on values, or a mask, is "
+            "torch.where; a write goes to a tensor made of an argument (torch.zeros_like(x)); "
+            "BatchNorm keeps no statistics (track_running_stats=False, or module.eval())."
+        ) from error
+    return equal(batched, loop, *batch, orders=orders)
 
 
 @law

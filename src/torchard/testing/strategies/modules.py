@@ -31,6 +31,9 @@ def modules(
         values: what the parameters' entries are; see `tensors`. Buffers are as ``make`` leaves them.
         training: whether the module is in training mode; by default both are drawn.
 
+    Raises:
+        TypeError: ``make`` is a module.
+
     Returns:
         A strategy of modules, which shrinks towards evaluation mode and parameters of zeros. Hypothesis
         prints what was drawn.
@@ -43,6 +46,10 @@ def modules(
       weight = torch.tensor([[0.0]])
       bias = torch.tensor([2.0])
     """
+    if isinstance(make, torch.nn.Module):
+        raise TypeError(
+            f"modules: make is a module; each example needs its own: lambda: {type(make).__name__}(...)"
+        )
     return _modules(make, dtype, values, training)
 
 
