@@ -77,6 +77,7 @@ def test_lengths_are_the_laws_own() -> None:
         padding_invariant(
             lambda x, lengths=None: optional(x, lengths).sum(1), X, lengths=LENGTHS, **POOLED
         )
+    assert padding_invariant(lambda x, *masks, **lengths: x, X, lengths=LENGTHS).good
     for fn in (masked, optional):
         assert padding_invariant(
             lambda x, n, f=fn: f(x, n).sum(1), X, LENGTHS, lengths=LENGTHS, **POOLED

@@ -178,12 +178,19 @@ def _unfilled(fn: Callable[..., Any], *args: Any) -> str:
     """
     try:
         signature = inspect.signature(fn)
-    except (TypeError, ValueError):  # of C
+        given = signature.bind_partial(*args).arguments
+    except (TypeError, ValueError):  # a function in C, or one that takes fewer arguments
         return ""
-    given = signature.bind_partial(*args).arguments
-    missing = [name for name in signature.parameters if name not in given]
-    name = next((name for name in missing if "mask" in name or "length" in name), "")
-    if name and signature.parameters[name].default is inspect.Parameter.empty:
+    missing = [
+        parameter
+        for name, parameter in signature.parameters.items()
+        if name not in given and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    found = next((p for p in missing if "mask" in p.name or "length" in p.name), None)
+    if found is None:
+        return ""
+    name = found.name
+    if found.default is found.empty:
         raise TypeError(
             f"padding_invariant: fn needs its {name}, by position: padding_invariant(fn, x, {name}, "
             "lengths=...); the keywords mask and lengths say to this law what is padded, and fn is not "
