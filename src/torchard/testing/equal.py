@@ -214,11 +214,12 @@ class Reference:
         return "" if found.agree or found.problem else str(found)
 
     def _differences(self, fn: Fn, order: str, args: Any) -> Report:
-        have = _by_path(self.called(fn, *args), order)
+        result = self.called(fn, *args)
+        have = _by_path(result, order)
         if self.both:  # sides of a law, of which neither is more right: equal bits need no bounds
-            twin = derived_reference(self.twin, order)
-            other = _by_path(self.called(twin, *self.args), order)
-            if _identical(have, other):
+            other = self.called(derived_reference(self.twin, order), *self.args)
+            alike_built = tree.structure(result) == tree.structure(other)
+            if alike_built and _identical(have, _by_path(other, order)):
                 return Report(Difference(path, _kind(x)) for path, x in have.items())
         want = self._wanted(order, {})
         report = _differences(have, want)
