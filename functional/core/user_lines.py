@@ -43,6 +43,8 @@ _TYPED = ("<stdin", "<python-input", "<ipython", "<string", "<doctest")
 _PATHS = {key: os.path.abspath(path) + os.sep for key, path in sysconfig.get_paths().items()}
 _STANDARD = (_PATHS["stdlib"], _PATHS["platstdlib"])
 _PACKAGES = (_PATHS["purelib"], _PATHS["platlib"])
+# Runners of tests, which stand between a test and what it calls, as its decorators.
+_RUNNERS = tuple(os.path.join(p, name) + os.sep for p in _PACKAGES for name in ("hypothesis", "_pytest"))
 # By file: code objects hash all that they hold, each time.
 _is_user: dict[str, bool] = {}
 
@@ -54,7 +56,7 @@ def is_user(code: CodeType) -> bool:
     if known is None:
         generated = name.startswith("<") and not name.startswith(_TYPED)
         path = os.path.abspath(name)
-        known = not (generated or path.startswith(_FOLDERS) or _is_standard(path))
+        known = not (generated or path.startswith(_FOLDERS + _RUNNERS) or _is_standard(path))
         _is_user[name] = known
     return known
 

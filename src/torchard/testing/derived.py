@@ -21,11 +21,14 @@ __all__ = [
     "ALL_ORDERS",
     "Derivatives",
     "as_primal",
+    "check_differentiable",
     "check_orders",
+    "cotangent",
     "derived",
     "derived_reference",
     "fixed_direction",
     "lack",
+    "nodes_of",
 ]
 
 Fn = Callable[..., Any]
@@ -164,10 +167,20 @@ def _value_and_gradient(fn: Fn) -> Fn:
     def value_and_gradient(*args: Any) -> Derivatives:
         part = _FloatingPart(fn, args)
         with _none_without_floats():
-            return _together(part(*part.leaves), part.by_path(part.gradients(last=True)))
+            with _draws_again():
+                results = part(*part.leaves)
+            return _together(results, part.by_path(part.gradients(last=True)))
         return Derivatives()
 
     return value_and_gradient
+
+
+@contextlib.contextmanager
+def _draws_again() -> Iterator[None]:
+    """What comes after the block draws what the block drew."""
+    on_gpus = torch.cuda.is_initialized()
+    with torch.random.fork_rng(range(torch.cuda.device_count()) if on_gpus else []):
+        yield
 
 
 def _together(results: Sequence[torch.Tensor], gradients: dict[str, Any]) -> Derivatives:
@@ -207,7 +220,7 @@ _CALLS: dict[str, tuple[Callable[[Fn], Fn], Callable[[Fn], Fn]]] = {
     "backward": (_backward, _value_and_gradient),
     "no_grad": (_under(torch.no_grad), _value),
     "inference_mode": (_under(torch.inference_mode), _value),
-    "twice": (_twice, _value),
+    "twice": (_twice, _twice),  # the second call draws other numbers than the first
     "thread": (_in_thread, _value),
     "compiled": (lambda fn: torch.compile(fn), _value),
 }
@@ -231,6 +244,35 @@ def lack(error: BaseException) -> str | None:
     text = next(iter(str(error).splitlines()), "")
     known = isinstance(error, (RuntimeError, NotImplementedError, DerivativeError, PurityError))
     return text if known and any(part in text for part in _LACKS) else None
+
+
+def cotangent(x: torch.Tensor, further: bool) -> torch.Tensor:
+    """A cotangent, which requires gradients if the gradient is to be differentiated further."""
+    return x.detach().requires_grad_(further)
+
+
+def check_differentiable(results: Sequence[torch.Tensor]) -> None:
+    """Check what torch.autograd.grad does not, where arguments may be unused: once_differentiable.
+
+    Raises:
+        RuntimeError: a result was computed by a backward that may not be differentiated.
+    """
+    if any(type(node).__name__ == "Error" for node in nodes_of(results)):
+        raise RuntimeError(
+            "trying to differentiate twice a function that was marked with @once_differentiable"
+        )
+
+
+def nodes_of(results: Sequence[torch.Tensor]) -> set[Any]:
+    """The nodes of autograd's graph that results were computed by."""
+    found: set[Any] = set()
+    new: list[Any] = [r.grad_fn for r in results if r.grad_fn is not None]
+    while new:
+        node = new.pop()
+        if node not in found:
+            found.add(node)
+            new += [n for n, _ in node.next_functions if n is not None]
+    return found
 
 
 class _NoFloats(Exception):
@@ -279,7 +321,7 @@ class _FloatingPart:
         """
         self.check_arguments()
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), _draws_again():
                 results, pull, *_ = torch.func.vjp(self, *self.leaves)
             return tuple(pull(tuple(map(fixed_direction, results))))
         except _NoFloats:
@@ -297,7 +339,8 @@ class _FloatingPart:
             zeros = [torch.zeros_like(x) for x in leaves]
             if not results:
                 return zeros
-            directions = [fixed_direction(r.detach()) for r in results]
+            check_differentiable(results)
+            directions = [cotangent(fixed_direction(r.detach()), not last) for r in results]
             found = torch.autograd.grad(
                 results, leaves, directions, create_graph=not last, allow_unused=True
             )

@@ -157,6 +157,7 @@ class OrderReport:
         no_forward: why forward mode was not compared although that was asked.
         kinks: how many elements were found at a kink or a jump: those whose derivative is not the mean of
             both sides.
+        missing: why this order was not compared: torch has no such derivative of fn.
 
     >>> from torchard.testing import OrderReport
     >>> print(OrderReport(1, forward=False, reverse=True, kinks=2))
@@ -168,8 +169,11 @@ class OrderReport:
     reverse: bool
     no_forward: str = ""
     kinks: int = 0
+    missing: str = ""
 
     def __str__(self) -> str:
+        if self.missing:
+            return f"order {self.order}: not compared: {self.missing}"
         compared = ["forward mode against finite differences"] if self.forward else []
         if self.reverse:
             other = "forward mode" if self.forward else "finite differences"

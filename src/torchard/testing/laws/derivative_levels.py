@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,6 +14,7 @@ from torchard.testing.laws.modes import (
     ForwardGradient,
     Gradient,
     Vector,
+    in_some,
     inner,
     pullback,
     pushed,
@@ -78,7 +80,7 @@ class Level:
         here = self.fn(*at)
         pull = pullback(self.fn, at) if "reverse" in self.modes else None
         for _ in range(directions):
-            direction = direction_at(at, generator)
+            direction = self._determined(direction_at(at, generator), here, pull)
             line = Line(self.model, at, direction)
             forward = self._forward(direction)
             if forward is not None:
@@ -86,7 +88,14 @@ class Level:
             if pull is None:
                 continue
             cotangents = where_finite(here, random_like(here, generator))
-            pulled = inner(pull(cotangents), direction)
+            gradients = pull(cotangents)
+            if self.order == 1 and len(at) > 1:
+                self._check_some(cotangents, gradients, generator)
+            if not bool(joined(here).isfinite().all()):
+                gradients = tuple(
+                    torch.where(v == 0, 0, g) for g, v in zip(gradients, direction, strict=True)
+                )
+            pulled = inner(gradients, direction)
             if forward is not None:
                 self._check_product(line, cotangents, where_finite(here, forward), pulled)
             else:
@@ -98,6 +107,15 @@ class Level:
             self.no_forward,
             len(self.kinked),
         )
+
+    def _determined(
+        self, direction: Vector, here: Vector, pull: Callable[[Vector], Vector] | None
+    ) -> Vector:
+        """The direction, zero where the gradient is NaN: the zero cotangent of an infinite result."""
+        if pull is None or bool(joined(here).isfinite().all()):
+            return direction
+        gradients = pull(where_finite(here, tuple(map(torch.ones_like, here))))
+        return tuple(torch.where(g.isnan(), 0, v) for g, v in zip(gradients, direction, strict=True))
 
     def _forward(self, direction: Vector) -> Vector | None:
         if "forward" not in self.modes or self.no_forward:
@@ -132,6 +150,10 @@ class Level:
         at, direction = line.at, line.direction
         noise = Noise(lambda *xs: pushed(self.fn, xs, direction), at).at(*at, runs=_RUNS)
         excess = torch.where(doubtful, estimate.excess(tangent, noise), 0.0)
+        if self.kinks and float(excess.max()) > 1:
+            estimate = replace(estimate, jump=estimate.jump | line.meets_kinks())
+            self._note_kinks(estimate, known)
+            excess = torch.where(doubtful, estimate.excess(tangent, noise), 0.0)
         if float(excess.max()) <= 1:
             return
         i = int(excess.argmax())
@@ -207,9 +229,34 @@ class Level:
             f"{_off(away, bound)}"
         )
 
-    def _smooth(self, line: Line, cotangents: Vector) -> Vector:
+    def _check_some(
+        self, cotangents: Vector, gradients: Vector, generator: torch.Generator
+    ) -> None:
+        """Gradients are the same where some arguments require none."""
+        count = len(gradients)
+        some = (torch.rand(count, generator=generator) < 0.5).tolist()
+        some[int(torch.randint(count, (), generator=generator))] = True
+        found = None if all(some) else in_some(self.fn, self.user.at, some, cotangents)
+        if found is None:
+            return
+        places = [i for i, s in enumerate(some) if s]
+        for i, gradient in zip(places, found, strict=True):
+            apart = (gradient - gradients[i]).abs().nan_to_num(nan=0.0)
+            scale = gradients[i].abs().nan_to_num(posinf=0.0)
+            if apart.numel() and float(apart.max()) > _CLOSE * float(scale.max()):
+                self._check_comparable()
+                names = " and ".join(self.user.paths[j] for j in places)
+                raise self._failure(
+                    f"reverse mode of order 1 is wrong where only {names} requires gradients: that of "
+                    f"{self.user.paths[i]} is off by {float(apart.max()):.2e} from the one where all do. "
+                    "Look at what the backward does by ctx.needs_input_grad"
+                )
+
+    def _smooth(self, line: Line, cotangents: Vector, meeting: bool = False) -> Vector:
         """Cotangents that are zero where the function has a kink or a jump."""
         estimate = line.estimate()
+        if meeting:
+            estimate = replace(estimate, jump=estimate.jump | line.meets_kinks())
         here = self.fn(*line.at)
         self._note_kinks(estimate, joined(here).isfinite())
         kinks = estimate.kink.split([x.numel() for x in here])
@@ -237,10 +284,13 @@ class Level:
         noise = Noise(
             lambda *xs: (inner(pullback(self.fn, xs)(cotangents), direction),), at
         ).at(*at, runs=_RUNS)
+        meeting = self.kinks and float(estimate.excess(given, noise)) > 1
+        if meeting:
+            estimate = self._of_sum(line, here, cotangents, meeting)
         if float(estimate.excess(given, noise)) <= 1:
             if bool(estimate.kink):
                 # A kink must not hide what is wrong elsewhere.
-                smooth = self._smooth(line, cotangents)
+                smooth = self._smooth(line, cotangents, meeting)
                 there = inner(pullback(self.fn, at)(smooth), direction)
                 self._check_sum(line, here, smooth, there)
             return
@@ -250,10 +300,14 @@ class Level:
             f"{_off(float(estimate.away(given)), float(estimate.bound(noise)))}"
         )
 
-    def _of_sum(self, line: Line, here: Vector, cotangents: Vector) -> Estimate:
+    def _of_sum(
+        self, line: Line, here: Vector, cotangents: Vector, meeting: bool = False
+    ) -> Estimate:
         """Of <c, f>. At several kinks each term may have any derivative between its sides."""
         weights = joined(cotangents).abs()
         whole, weighed = line.estimate(), joined(here).isfinite() & (weights > 0)
+        if self.kinks and meeting:
+            whole = replace(whole, jump=whole.jump | line.meets_kinks())
         if bool((whole.kink & weighed).any()):
             terms = (joined(cotangents).conj() * torch.where(weighed, whole.value, 0.0)).real
             parts = (torch.where(weighed, x, 0.0) * weights for x in (whole.spread, whole.error))

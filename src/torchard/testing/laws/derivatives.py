@@ -9,9 +9,10 @@ import torch
 
 from torchard.functional.core.arguments import AtLeast, checked
 from torchard.testing.calls import leaving_buffers, with_parameters
+from torchard.testing.derived import lack
 from torchard.testing.laws.derivative_levels import Level
 from torchard.testing.laws.vectors import OfVectors, flattened, same_draws
-from torchard.testing.report import DerivativeReport
+from torchard.testing.report import DerivativeReport, OrderReport
 
 __all__ = ["check_derivatives"]
 
@@ -37,7 +38,8 @@ def check_derivatives(
     measured: by runs in which each of their operations is perturbed by as much as it rounds.
 
     A function without forward mode is compared in reverse mode alone, which the report says. One that
-    draws from torch's global generator is called with the same draws each time.
+    draws from torch's global generator is called with the same draws each time. A further order that
+    torch has no derivative for is left out, which the report says.
 
     Args:
         fn: a function of pytrees, or a module, whose parameters count as arguments.
@@ -98,8 +100,15 @@ def check_derivatives(
         level = Level(user.fn, model, 1, tuple(modes), kinks, user)
         report = DerivativeReport([level.check(directions, generator)])
         for _ in range(order - 1):
-            level = level.next(generator)
-            report.append(level.check(directions, generator))
+            try:
+                level = level.next(generator)
+                report.append(level.check(directions, generator))
+            except RuntimeError as error:
+                reason = lack(error)
+                if reason is None or "reverse" not in modes:
+                    raise
+                missing = OrderReport(len(report) + 1, forward=False, reverse=False, missing=reason)
+                return DerivativeReport([*report, missing])
     return report
 
 

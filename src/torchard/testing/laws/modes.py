@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch.autograd import forward_ad
 
-__all__ = ["Fn", "ForwardGradient", "Gradient", "Vector", "inner", "pullback", "pushed"]
+from torchard.testing.derived import check_differentiable, cotangent, nodes_of
+
+__all__ = ["Fn", "ForwardGradient", "Gradient", "Vector", "in_some", "inner", "pullback", "pushed"]
 
 Vector = tuple[torch.Tensor, ...]
 Fn = Callable[..., Vector]
@@ -53,11 +55,27 @@ def _tangent(dual: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(value) if tangent is None else tangent.detach().clone()
 
 
+def in_some(fn: Fn, at: Vector, some: list[bool], cotangents: Vector) -> Vector | None:
+    """J' c with respect to some arguments, when others require no gradients; None without Functions.
+
+    The backward of an autograd.Function may ask by ``ctx.needs_input_grad``, torch's own do so rightly.
+    """
+    leaves = tuple(x.detach().requires_grad_(s) for x, s in zip(at, some, strict=True))
+    with torch.enable_grad():
+        results = fn(*leaves)
+    if not any(isinstance(n, torch.autograd.function.BackwardCFunction) for n in nodes_of(results)):
+        return None
+    taken = tuple(x for x in leaves if x.requires_grad)
+    return _pulled(results, taken, cotangents, create_graph=False)
+
+
 def pullback(fn: Fn, at: Vector) -> Callable[[Vector], Vector]:
     """The function that takes c to J' c, in reverse mode."""
     leaves = tuple(x.detach().requires_grad_() for x in at)
     with torch.enable_grad():
         results = fn(*leaves)
+    if isinstance(fn, Gradient):
+        check_differentiable(results)
     return lambda cotangents: _pulled(results, leaves, cotangents, create_graph=False)
 
 
@@ -95,7 +113,8 @@ class Gradient:
 
     def _of(self, xs: Vector, create_graph: bool) -> Vector:
         with torch.enable_grad():
-            return _pulled(self.fn(*xs), xs, self.cotangents, create_graph)
+            cotangents = tuple(cotangent(c, create_graph) for c in self.cotangents)
+            return _pulled(self.fn(*xs), xs, cotangents, create_graph)
 
     def by_transforms(self, *xs: torch.Tensor) -> Vector:
         """The same by torch.func, whose levels nest."""

@@ -1,0 +1,111 @@
+"""check_derivatives where derivatives end: kinks that meet, infinite values, what torch cannot take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import hypothesis
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from torchard.functional.core import user_lines
+from torchard.testing import check_derivatives, equal
+
+X = torch.tensor([0.5, -1.5, 2.25], dtype=torch.float64)
+
+
+class Once(torch.autograd.Function):
+    """The cube, whose backward may not be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 3 * ctx.saved_tensors[0] ** 2
+
+
+class WrongCube(Once):
+    """The cube, with a gradient of another factor."""
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 2 * ctx.saved_tensors[0] ** 2
+
+
+class ProductInBoth(torch.autograd.Function):
+    """A product, whose backward is right where both factors require gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return x * y
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        return g * y, g * x if ctx.needs_input_grad[0] else g * y
+
+
+@pytest.mark.parametrize("weight, bias", [(0.0, 0.0), (1.0, -1.0)])
+def test_kinks_of_hidden_units_may_meet(weight: float, bias: float) -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
+    for p in net.parameters():
+        nn.init.constant_(p, weight)
+    nn.init.constant_(net[0].bias, bias)
+    x = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    assert check_derivatives(net, x)[1].kinks
+    net.double()
+    with pytest.raises(AssertionError, match="mode of order 1 is wrong"):
+        check_derivatives(lambda x: (net(x), x.sin() + 1e-3 * (x - x.detach())), x)
+
+
+def test_kinks_that_cancel_are_none() -> None:
+    """The derivative in torch is 0 there, that of the function is 1."""
+    with pytest.raises(AssertionError, match="forward mode of order 1 is wrong"):
+        check_derivatives(lambda x: x.relu() - (-x).relu(), torch.zeros(3))
+
+
+def test_an_infinite_value_has_no_gradient_and_hides_no_other() -> None:
+    x = torch.tensor([1000.0, 1.0])
+    check_derivatives(torch.exp, x)
+    with pytest.raises(AssertionError, match="reverse mode of order 1 is wrong"):
+        check_derivatives(lambda x: WrongCube.apply(x.exp()), x)
+
+
+def test_an_order_that_torch_does_not_have_is_left_out_and_said() -> None:
+    for fn, why in ((Once.apply, "once_differentiable"), (F.hardsigmoid, "hardsigmoid_backward")):
+        report = check_derivatives(fn, X)
+        assert "order 2: not compared: " in str(report) and why in str(report)
+    rows = {row.path: row for row in equal(Once.apply, lambda x: x**3, X)}
+    assert rows["second gradients"].skipped
+
+
+def test_gradients_of_some_arguments_alone_are_compared() -> None:
+    check_derivatives(torch.mul, X, X + 1)
+    with pytest.raises(AssertionError, match=r"wrong where only args\[1\] requires gradients"):
+        check_derivatives(ProductInBoth.apply, X, X + 1, directions=6)
+
+
+@pytest.mark.parametrize("order", ["backward", "twice"])
+def test_dropout_draws_as_its_reference(order: str) -> None:
+    x = torch.arange(1.0, 101.0)
+    equal(lambda x: F.dropout(x, 0.5), lambda x: F.dropout(x, 0.5), x, orders=[order])
+
+
+def test_lines_of_hypothesis_are_not_the_users() -> None:
+    @hypothesis.settings(max_examples=1, derandomize=True, database=None)
+    @hypothesis.given(st.integers())
+    def run(number: int) -> None:
+        lines.append(user_lines.is_user(hypothesis.given.__code__))
+
+    lines: list[bool] = []
+    run()
+    assert lines == [False]
