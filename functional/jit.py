@@ -13,6 +13,12 @@ from torch import fx
 from torch.profiler import record_function
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.compiling.compile_once import compiled_once
+from torchard.functional.compiling.compile_progress import CompileProgress
+from torchard.functional.compiling.compiler_repairs import REPAIRS, has_half_precision
+from torchard.functional.compiling.faulty_lowerings import call_torch
+from torchard.functional.compiling.region_donation import donated_operands
+from torchard.functional.compiling.regions import by_regions
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.locks import Lock
@@ -21,13 +27,7 @@ from torchard.functional.engine.lowered_function import width
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.execution.binding import Compiling
 from torchard.functional.execution.codegen import compiled
-from torchard.functional.execution.compile_once import compiled_once
-from torchard.functional.execution.compile_progress import CompileProgress
-from torchard.functional.execution.compiler_repairs import REPAIRS, has_half_precision
 from torchard.functional.execution.failures import compiled_failed
-from torchard.functional.execution.faulty_lowerings import call_torch
-from torchard.functional.execution.region_donation import donated_operands
-from torchard.functional.execution.regions import by_regions
 from torchard.functional.memory.compiled_code import PlannedCompiled, allocate, own
 from torchard.functional.memory.planned import Planned, PlannedHalves
 from torchard.functional.programs.program import Bound, Program, Rewrite

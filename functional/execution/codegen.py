@@ -1,13 +1,11 @@
-"""A flat graph as one straight-line Python function: no interpreter, no recursion."""
+"""Instructions as one straight-line Python function: no interpreter, no recursion."""
 
 from __future__ import annotations
 
 import functools
 import math
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -15,24 +13,46 @@ from torch import fx
 from torchard.functional import torch_internals as internals
 from torchard.functional.execution.collecting import Rows, Total, row_of, taken
 from torchard.functional.execution.failures import failed
-from torchard.functional.execution.loop_code import Lives, assigned, loop_lines
+from torchard.functional.execution.instructions import (
+    Assign,
+    Compute,
+    Drop,
+    For,
+    Get,
+    Inputs,
+    Instruction,
+    New,
+    Pack,
+    Put,
+    Read,
+    Return,
+    Shifted,
+    SlotNames,
+    When,
+)
 from torchard.functional.execution.profiler_ranges import OpenRanges, paths_of
-from torchard.functional.programs.graphs import output_values
+from torchard.functional.execution.sequencing import instructions_of
 from torchard.functional.programs.labels import Label
-from torchard.functional.programs.loops import is_apart, regrouped
-from torchard.functional.programs.markers import item
 from torchard.functional.programs.running_sums import in_place
-from torchard.functional.programs.tags import LOOP
 
-__all__ = ["Line", "assembled", "compiled", "lines_of", "text_of"]
+__all__ = ["Line", "assembled", "compiled", "text_of"]
 
 _LITERALS = (bool, int, str, type(None))
+# What the text of instructions refers to.
+_COLLECTING = {"Rows": Rows, "Total": Total, "row_of": row_of, "taken": taken}
 
-Line = tuple[str, Label | None]
 
+class Line(NamedTuple):
+    """A line of a program, the label of its operation, and how many loops and conditions it is in."""
 
-def _direct(node: fx.Node) -> Any:
-    return internals.direct(node.target)
+    text: str
+    label: Label | None = None
+    depth: int = 0
+
+    @property
+    def indented(self) -> str:
+        """The text, as deep as it is."""
+        return "    " * self.depth + self.text
 
 
 def compiled(graph: fx.Graph, name: str = "program") -> Callable[..., list[torch.Tensor]]:
@@ -48,8 +68,8 @@ def compiled(graph: fx.Graph, name: str = "program") -> Callable[..., list[torch
         name: the program's name, for messages.
     """
     written = in_place(graph)
-    names: dict[str, Any] = {"transforms": internals.has_transforms, "pure": _Pure(graph, name)}
-    body = list(lines_of(written or graph, names))
+    names = _COLLECTING | {"transforms": internals.has_transforms, "pure": _Pure(graph, name)}
+    body = list(lines_of(instructions_of(written or graph), names))
     beginning = ["if transforms(): return pure(args)"] if written else []
     return assembled(body, names, name, beginning)
 
@@ -81,8 +101,9 @@ class _Pure:
 
     @functools.cached_property
     def _run(self) -> Callable[..., list[torch.Tensor]]:
-        names: dict[str, Any] = {}
-        return _function([], list(lines_of(self.graph, names)), names, self.name)[0]
+        names = dict(_COLLECTING)
+        body = list(lines_of(instructions_of(self.graph), names))
+        return _function([], body, names, self.name)[0]
 
     def __call__(self, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return self._run(args)
@@ -101,20 +122,18 @@ class _Named:
         return self.ranged(args)
 
     def _make(self) -> Callable[..., list[torch.Tensor]]:
-        paths = paths_of([label for _, label in self.body if label is not None], self.name)
+        paths = paths_of([line.label for line in self.body if line.label is not None], self.name)
         numbers = {path: i for i, path in enumerate(dict.fromkeys(paths))}
         body: list[Line] = []
         current, upcoming = None, iter(paths)
         depth = 0
-        for text, label in self.body:
-            indented = len(text) - len(text.lstrip())
-            if indented != depth:
-                current, depth = None, indented  # iterations are in ranges of their own
-            if label is not None and (path := next(upcoming)) != current:
-                indent = " " * indented
-                body.append((f"{indent}at({numbers[path]}{', i' if indent else ''})", None))
+        for line in self.body:
+            if line.depth != depth:
+                current, depth = None, line.depth  # iterations are in ranges of their own
+            if line.label is not None and (path := next(upcoming)) != current:
+                body.append(Line(f"at({numbers[path]}{', i' if depth else ''})", None, depth))
                 current = path
-            body.append((text, label))
+            body.append(line)
         names = {**self.names, "ranges": functools.partial(OpenRanges, list(numbers))}
         ending = ["    finally:", "        at.close()"]
         return _function(["at = ranges()"], body, names, self.name, ending)[0]
@@ -128,13 +147,12 @@ def _function(
     ending: Sequence[str] = (),
 ) -> tuple[Callable[..., list[torch.Tensor]], str]:
     """A function of these lines, whose errors name their operation, and its source."""
-    lines: list[Line] = [("def program(args):", None)]
-    lines += [(f"    {text}", None) for text in (*beginning, "try:")]
-    lines += [(f"        {text}", label) for text, label in body]
+    lines = [Line("def program(args):"), *(Line(text, None, 1) for text in (*beginning, "try:"))]
+    lines += [line._replace(depth=line.depth + 2) for line in body]
     # Every error is annotated with its operation, and reraised.
-    lines += [("    except Exception as error:", None), ("        failed(error)", None)]
-    lines += [(text, None) for text in ("        raise", *ending)]
-    labels = [label for _, label in lines]
+    lines += [Line("except Exception as error:", None, 1), Line("failed(error)", None, 2)]
+    lines += [Line("raise", None, 2), *map(Line, ending)]
+    labels = [line.label for line in lines]
 
     def annotate_error(error: Exception) -> None:
         assert error.__traceback__ is not None
@@ -142,83 +160,71 @@ def _function(
         label = labels[error.__traceback__.tb_lineno - 1]
         failed(error, label and label.in_iteration(frame.f_locals.get("i")), name)
 
-    source = "".join(f"{text}\n" for text, _ in lines)
+    source = "".join(f"{line.indented}\n" for line in lines)
     names["failed"] = annotate_error
     exec(compile(source, "<torchard program>", "exec"), names)
     return names["program"], source
 
 
 def lines_of(
-    graph: fx.Graph,
-    names: dict[str, Any],
-    function_of: Callable[[fx.Node], Any] = _direct,
-    collections: tuple[Any, Any, Any] = (Rows, Total, row_of),
+    instructions: Sequence[Instruction], names: dict[str, Any], depth: int = 0
 ) -> Iterator[Line]:
-    """The lines of a graph, each with the label of its operation; adds the names they use.
-
-    Args:
-        function_of: what the line of a node calls.
-        collections: what collects rows, and sums, of iterations, and reads a row (collecting.py).
-    """
-    order = regrouped(graph)
-    variables = {node: f"v{i}" for i, node in enumerate(order)}
-    inputs = [variables[node] for node in order if node.op == "placeholder"]
-    if inputs:
-        yield f"{', '.join(inputs)}, = args", None
-        yield "if type(args) is list: args.clear()", None
-    unused = [variables[n] for n in order if n.op == "placeholder" and not n.users]
-    if unused:
-        yield f"del {', '.join(unused)}", None
-
-    def text(value: Any, variables: Mapping[fx.Node, str] = variables) -> str:
-        return _argument(value, variables, names)
-
-    def call(node: fx.Node, variables: Mapping[fx.Node, str] = variables) -> str:
-        return _call(node, variables, names, function_of)
-
-    names.update(zip(("Rows", "Total", "row_of"), collections, strict=True), taken=taken)
-    lives = Lives(order, variables)
-    for loop, nodes in groupby(order, key=LOOP.get):
-        if loop is not None:
-            yield from loop_lines(loop, list(nodes), lives, text, call)
-            continue
-        for node in nodes:
-            gone = lives.dead_after(node)
-            if node.op == "call_function":
-                value = lives.collected(node) or call(node)
-                operands = text(node.args[0]) if node.args else ""
-                yield from assigned(node, value, variables[node], operands, gone)
-            elif node.op == "output":
-                yield f"return {text(list(output_values(graph)))}", None
+    """The lines of instructions, each with the label of its operation; adds the names they use."""
+    for each in instructions:
+        match each:
+            case For(order, body):
+                yield Line(f"for i in range({order.start}, {order.stop}, {order.step}):", None, depth)
+                yield from lines_of(body, names, depth + 1)
+            case When(rows, body):
+                yield Line(f"if {rows.start} <= i < {rows.stop}:", None, depth)
+                yield from lines_of(body, names, depth + 1)
+            case Shifted(by, body):
+                yield Line(f"i += {by}", None, depth)
+                yield from lines_of(body, names, depth)
+                yield Line(f"i -= {by}", None, depth)
+            case _:
+                yield from (Line(text, each.label, depth) for text in _texts(each, names))
 
 
-def _call(
-    node: fx.Node,
-    variables: Mapping[fx.Node, str],
-    names: dict[str, Any],
-    function_of: Callable[[fx.Node], Any],
-) -> str:
-    arguments = [_argument(value, variables, names) for value in node.args]
-    if node.target is item and is_apart(node.all_input_nodes[0]):
-        alike = [user for user in node.all_input_nodes[0].users if user.args == node.args]
-        if len(alike) == 1:
-            return f"taken({', '.join(arguments)})"
-    if node.target is operator.getitem or (node.target is item and is_apart(node.all_input_nodes[0])):
-        return f"{arguments[0]}[{arguments[1]}]"
-    if node.target is item:
-        return f"row_of({', '.join(arguments)})"
-    if is_apart(node):
-        return arguments[0]
-    arguments += [
-        f"{key}={_argument(value, variables, names)}" for key, value in node.kwargs.items()
-    ]
-    return f"{_constant(function_of(node), names, 'f')}({', '.join(arguments)})"
+def _texts(instruction: Instruction, names: dict[str, Any]) -> Iterator[str]:
+    """The text of one instruction that has no body."""
+    match instruction:
+        case Inputs(slots):
+            if slots:
+                yield f"{', '.join(slots)}, = args"
+                yield "if type(args) is list: args.clear()"
+        case Compute(node, slot, slots, given):
+            arguments = [given] if given else [_argument(x, slots, names) for x in node.args]
+            arguments += [f"{key}={_argument(x, slots, names)}" for key, x in node.kwargs.items()]
+            function = _constant(internals.direct(node.target), names, "f")
+            yield f"{slot} = {function}({', '.join(arguments)})"
+        case Pack(_, slot, values, slots):
+            yield f"{slot} = {_argument(list(values), slots, names)}"
+        case Read(_, slot, source, index, how):
+            at = "i" if index is None else index
+            calls = {"row": f"row_of({source}, {at})", "out": f"taken({source}, {at})"}
+            yield f"{slot} = {calls.get(how, f'{source}[{at}]')}"
+        case New(slot, kind, count):
+            empty = {"list": f"[None] * {count}", "rows": f"Rows({count})", "total": "Total()"}
+            yield f"{slot} = {empty[kind]}"
+        case Put(_, slot, source, listed, only):
+            within = f"if i in {tuple(only)}: " if only else ""
+            yield within + (f"{slot}[i] = {source}" if listed else f"{slot}.put(i, {source})")
+        case Get(_, slot, source):
+            yield f"{slot} = {source}.get()"
+        case Assign(_, slots, sources):
+            comma = "," if len(slots) > 1 else ""
+            yield f"{', '.join(slots)}{comma} = {', '.join(sources)}{comma}"
+        case Drop(slots):
+            yield f"del {', '.join(slots)}"
+        case Return(values, slots):
+            yield f"return {_argument(list(values), slots, names)}"
 
 
-def _argument(value: Any, variables: Mapping[fx.Node, str], names: dict[str, Any]) -> str:
+def _argument(value: Any, slots: SlotNames, names: dict[str, Any]) -> str:
     if isinstance(value, fx.Node):
-        return variables[value]
-    return text_of(value, lambda inner: _argument(inner, variables, names), names)
+        return slots[value]
+    return text_of(value, lambda inner: _argument(inner, slots, names), names)
 
 
 def text_of(value: Any, inner: Callable[[Any], str], names: dict[str, Any]) -> str:

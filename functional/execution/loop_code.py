@@ -1,4 +1,4 @@
-"""The lines of a loop in generated code, and when its values are dropped.
+"""The instructions of a loop, and when its values are dropped.
 
 Values that an iteration alone reads are dropped as in straight-line code. What another loop reads is kept
 in a list, one entry for each iteration, which the last loop that reads it empties. What is stacked or
@@ -7,44 +7,59 @@ summed after the loop is collected as it is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
+from torchard.functional.execution.instructions import (
+    Assign,
+    Compute,
+    Drop,
+    For,
+    Get,
+    Instruction,
+    New,
+    Pack,
+    Put,
+    Read,
+    Shifted,
+    SlotNames,
+    When,
+)
 from torchard.functional.execution.phases import phases_of
-from torchard.functional.programs.labels import Label, label_of
 from torchard.functional.programs.loops import carried, handed_on, is_apart, reads_alone
-from torchard.functional.programs.markers import Loop, again, enter, row, rows, total
+from torchard.functional.programs.markers import Loop, again, enter, item, row, rows, total
 from torchard.functional.programs.tags import LOOP
 
-__all__ = ["Lives", "assigned", "loop_lines"]
+__all__ = ["Lives", "dropped", "loop_instructions", "operation"]
 
-Line = tuple[str, Label | None]
+# What collects the values of iterations, by the node that reads it: the first letter of its slot.
 _COLLECTS: dict[Any, str] = {rows: "r", total: "t"}
 
 
 class Lives:
     """When each value is last read; a loop counts as one place."""
 
-    def __init__(self, order: Sequence[fx.Node], variables: dict[fx.Node, str]) -> None:
-        self.variables = variables
+    def __init__(self, order: Sequence[fx.Node], slots: SlotNames) -> None:
+        self.slots = slots
         place: dict[Any, int] = {}
         for node in order:
             place.setdefault(LOOP.get(node) or node, len(place))
         self.place = {node: place[LOOP.get(node) or node] for node in order}
-        # By place: the names that are dead after it, each once.
+        # By place: the slots whose values are dead after it, each once.
         self.dead: dict[int, dict[str, None]] = {}
         for node in order:
             if node.op != "output" and not LOOP.on(node):
                 last = max((self.place[user] for user in node.users), default=self.place[node])
                 if node.users or node.op == "call_function":
-                    self._drop(variables[node], last)
+                    self._drop(slots[node], last)
             elif LOOP.on(node):
                 self._collections(node)
 
-    def _drop(self, name: str, place: int) -> None:
-        self.dead.setdefault(place, {})[name] = None
+    def _drop(self, slot: str, place: int) -> None:
+        self.dead.setdefault(place, {})[slot] = None
 
     def _collections(self, node: fx.Node) -> None:
         """What is kept of the iterations of a loop, and the last carry."""
@@ -55,18 +70,18 @@ class Lives:
             self._drop(self.kept(node), max(self.place[user] for user in self.kept_for(node)))
         if node.target is enter:
             left = [self.place[user] for other in handed_on(node) for user in other.users]
-            self._drop(self.variables[node], max(left, default=self.place[node]))
+            self._drop(self.slots[node], max(left, default=self.place[node]))
 
     def dead_after(self, node: fx.Node) -> list[str]:
-        """The names to delete after a node that is in no loop."""
+        """The slots to empty after a node that is in no loop."""
         return list(self.dead.get(self.place[node], ()))
 
     def dead_entering(self, nodes: Sequence[fx.Node]) -> list[str]:
-        """The names of values that enter the first iteration of a loop, and are not read after that."""
+        """The slots of values that enter the first iteration of a loop, and are not read after that."""
         dead, place = self.dead.get(self.place[nodes[0]], {}), self.place[nodes[0]]
         entering = (operand for n in nodes if n.target is enter for operand in n.all_input_nodes)
         only = [
-            self.variables[n]
+            self.slots[n]
             for n in dict.fromkeys(entering)
             if all(user.target is enter for user in n.users if self.place[user] == place)
         ]
@@ -82,7 +97,7 @@ class Lives:
 
     def kept(self, node: fx.Node) -> str:
         """The list of a value of all iterations."""
-        return "k" + self.variables[node]
+        return "k" + self.slots[node]
 
     def takes_row(self, node: fx.Node) -> bool:
         """Whether nothing reads the row of an iteration after a node, which takes it out of its list."""
@@ -93,213 +108,225 @@ class Lives:
 
     def collection(self, user: fx.Node) -> str:
         """What collects the values for a node after the loop."""
-        return _COLLECTS[user.target] + self.variables[user]
+        return _COLLECTS[user.target] + self.slots[user]
 
     def begins(self, user: fx.Node, node: fx.Node) -> bool:
         """Whether the loop of a node is the first whose values a node after it collects."""
         return self.place[node] == min(self.place[value] for value in user.all_input_nodes)
 
-    def collected(self, node: fx.Node) -> str | None:
-        """The text of a node that reads what a loop left; None for others."""
+    def collected(self, node: fx.Node) -> Instruction | None:
+        """How a node reads what a loop left; None for others."""
         if not any(map(LOOP.on, node.all_input_nodes)):
             return None
+        slot = self.slots[node]
         if node.target in _COLLECTS:
-            return self.collection(node) + ("" if is_apart(node) else ".get()")
+            source = self.collection(node)
+            return Assign(node, [slot], [source]) if is_apart(node) else Get(node, slot, source)
         (handing,) = node.all_input_nodes  # of a carry that leaves
-        return self.variables[carried(handing)[1]]
+        return Assign(node, [slot], [self.slots[carried(handing)[1]]])
 
 
-def assigned(
-    node: fx.Node,
-    value: str,
-    variable: str,
-    operands: str,
-    dead: Sequence[str],
-    between: Iterable[Line] = (),
-) -> Iterator[Line]:
-    """The lines of one operation, after which some variables are dead.
+def operation(
+    node: fx.Node, slots: SlotNames, dead: Sequence[str], saved: Sequence[Put] = ()
+) -> Iterator[Instruction]:
+    """The instructions of one operation.
 
     A compiled region takes its list of operands over: it frees each after its own last use of it.
+
+    Args:
+        slots: of its operands, and its own.
+        dead: the slots that are empty after it.
+        saved: where its value goes besides.
     """
-    mine = [name for name in dead if name == variable]
+    slot = slots[node]
     if getattr(node.target, "takes_over", False):
-        yield f"given = {operands}", None
-        yield from deleted([name for name in dead if name != variable])
-        dead, value = mine, value.replace(f"({operands})", "(given)")
-    yield f"{variable} = {value}", label_of(node)
-    yield from between
-    yield from deleted(dead)
+        operands: Any = node.args[0]
+        yield Pack(None, "given", operands, slots)
+        yield from dropped([each for each in dead if each != slot])
+        yield Compute(node, slot, slots, given="given")
+        dead = [each for each in dead if each == slot]
+    else:
+        yield _value(node, slots)
+    yield from saved
+    yield from dropped(dead)
 
 
-def deleted(names: Sequence[str]) -> Iterator[Line]:
-    """The line that deletes some variables, if there are any."""
-    if names:
-        yield f"del {', '.join(names)}", None
+def _value(node: fx.Node, slots: SlotNames) -> Instruction:
+    """What sets the slot of a node that is in a graph, or in an iteration and no row."""
+    slot = slots[node]
+    source: Any = node.args[0] if node.args else None
+    if is_apart(node):
+        return Pack(node, slot, source, slots)
+    if node.target is operator.getitem:
+        return Read(node, slot, slots[source], node.args[1], "item")
+    if node.target is item and is_apart(source):
+        alone = sum(user.args == node.args for user in source.users) == 1
+        return Read(node, slot, slots[source], node.args[1], "out" if alone else "item")
+    if node.target is item:
+        return Read(node, slot, slots[source], node.args[1], "row")
+    return Compute(node, slot, slots)
 
 
-def loop_lines(
-    loop: Loop,
-    nodes: Sequence[fx.Node],
-    lives: Lives,
-    text: Callable[[Any, Mapping[fx.Node, str]], str],
-    call: Callable[[fx.Node, Mapping[fx.Node, str]], str],
-) -> Iterator[Line]:
-    """The lines of a loop.
+def dropped(slots: Sequence[str]) -> Iterator[Drop]:
+    """The instruction that empties some slots, if there are any."""
+    if slots:
+        yield Drop(slots)
+
+
+def loop_instructions(
+    loop: Loop, nodes: Sequence[fx.Node], lives: Lives
+) -> Iterator[Instruction]:
+    """The instructions of a loop.
 
     Args:
         nodes: its operations, in order.
-        text: the text of an argument, given the names of values.
-        call: the text of a call.
     """
-    return _LoopLines(loop, nodes, lives, text, call).lines()
+    return _LoopInstructions(loop, nodes, lives).all()
 
 
-class _LoopLines:
-    def __init__(
-        self,
-        loop: Loop,
-        nodes: Sequence[fx.Node],
-        lives: Lives,
-        text: Callable[[Any, Mapping[fx.Node, str]], str],
-        call: Callable[[fx.Node, Mapping[fx.Node, str]], str],
-    ) -> None:
-        self.loop, self.nodes, self.lives, self.text, self.call = loop, nodes, lives, text, call
+class _LoopInstructions:
+    def __init__(self, loop: Loop, nodes: Sequence[fx.Node], lives: Lives) -> None:
+        self.loop, self.nodes, self.lives = loop, nodes, lives
         self.phases = phases_of(nodes)
-        # The last carry of another loop may still be held, under the name of what entered there.
-        others = {n: f"of_{lives.variables[n]}" for n in _of_other_loops(loop, nodes)}
-        self.variables = {**lives.variables, **others}
-        # Values that one iteration computes for another, or in another's place, have names of their own.
-        self.ahead = {node: f"next_{lives.variables[node]}" for node in self.phases.ahead}
+        # The last carry of another loop may still be held, in the slot of what entered there.
+        others = {n: f"of_{lives.slots[n]}" for n in _of_other_loops(loop, nodes)}
+        self.slots = {**lives.slots, **others}
+        # Values that one iteration computes for another, or in another's place, have slots of their own.
+        self.ahead = {node: f"next_{lives.slots[node]}" for node in self.phases.ahead}
         late = (*self.phases.late, *self.phases.pending)
-        self.late = {node: f"last_{lives.variables[node]}" for node in late}
+        self.late = {node: f"last_{lives.slots[node]}" for node in late}
 
-    def lines(self) -> Iterator[Line]:
-        """All lines."""
+    def all(self) -> Iterator[Instruction]:
+        """The iterations, and what is before and after them."""
         yield from self._beginning()
         order, phases = self.loop.order(), self.phases
         if phases.ahead:
-            yield _for(order[: phases.distance]), None
-            yield from _indented(self._issue())
-        yield _for(order), None
-        yield from _indented(self._iteration())
+            yield For(order[: phases.distance], list(self._issue()))
+        yield For(order, list(self._iteration()))
         if phases.late:
-            yield _for(order[-1:]), None
-            yield from _indented(self._await())
+            yield For(order[-1:], list(self._await()))
         gone = self.lives.dead_after(self.nodes[0])
         lists = [self._early(node) for node in phases.early] + list(map(self._pending, phases.pending))
-        yield from deleted([*gone, *lists])
+        yield from dropped([*gone, *lists])
 
-    def _beginning(self) -> Iterator[Line]:
+    def _beginning(self) -> Iterator[Instruction]:
         """What is there before the first iteration: carries, and lists."""
         lives, stop = self.lives, self.loop.span.stop
         for node in self.nodes:
             if node.target is enter:
-                yield f"{lives.variables[node]} = {self.text(node.args[0], lives.variables)}", None
+                initial = node.args[0]
+                assert isinstance(initial, fx.Node)
+                yield Assign(None, [lives.slots[node]], [lives.slots[initial]])
             if lives.kept_for(node):
-                yield f"{lives.kept(node)} = [None] * {stop}", None
+                yield New(lives.kept(node), "list", stop)
             for user in node.users:
                 if user.target in _COLLECTS and lives.begins(user, node):
-                    yield f"{lives.collection(user)} = {_collecting(user)}", None
-        yield from deleted(lives.dead_entering(self.nodes))
-        for name in (*map(self._early, self.phases.early), *map(self._pending, self.phases.pending)):
-            yield f"{name} = [None] * {stop}", None
+                    yield _collecting(lives.collection(user), user)
+        yield from dropped(lives.dead_entering(self.nodes))
+        for slot in (*map(self._early, self.phases.early), *map(self._pending, self.phases.pending)):
+            yield New(slot, "list", stop)
 
-    def _row(self, node: fx.Node) -> str:
-        """The text of the row of an iteration."""
+    def _row(self, node: fx.Node, slot: str) -> Read:
+        """How the row of an iteration is read."""
         (source,) = node.all_input_nodes
-        values = self.lives.variables[source]
-        if not is_apart(source):
-            return f"row_of({values}, i)"
         again_read = node in self.ahead and node in self.phases.main
-        return f"taken({values}, i)" if self.lives.takes_row(node) and not again_read else f"{values}[i]"
+        alone = self.lives.takes_row(node) and not again_read
+        how: Any = "row" if not is_apart(source) else "out" if alone else "item"
+        return Read(node, slot, self.lives.slots[source], None, how)
 
     def _early(self, node: fx.Node) -> str:
         """The list of values that are computed ahead."""
-        return "e" + self.lives.variables[node]
+        return "e" + self.lives.slots[node]
 
     def _pending(self, node: fx.Node) -> str:
         """The list of values that are read after the next iteration."""
-        return "p" + self.lives.variables[node]
+        return "p" + self.lives.slots[node]
 
-    def _issue(self) -> Iterator[Line]:
-        """What is issued ahead, for the iteration of row i."""
-        names = {**self.variables, **self.ahead}
-        early = {node: f"{self._early(node)}[i] = {names[node]}" for node in self.phases.early}
-        yield from self._block(self.phases.ahead, names, early, kept=False)
+    def _issue(self) -> Iterator[Instruction]:
+        """What is issued ahead, for the iteration of the row."""
+        slots = {**self.slots, **self.ahead}
+        early = {node: Put(None, self._early(node), slots[node]) for node in self.phases.early}
+        yield from self._block(self.phases.ahead, slots, early, kept=False)
 
-    def _issue_later(self) -> Iterator[Line]:
-        """What is issued ahead, for the iteration so far after that of row i, if there is one."""
+    def _issue_later(self) -> Iterator[Instruction]:
+        """What is issued ahead, for the iteration so far after that of the row, if there is one."""
         distance = self.phases.distance
         if distance:
-            yield f"if {_within(self.loop, distance)}:", None
             ahead = -distance if self.loop.reverse else distance
-            yield from _indented(_for_row(ahead, self._issue()))
+            yield When(_within(self.loop, distance), [Shifted(ahead, list(self._issue()))])
 
-    def _await(self) -> Iterator[Line]:
-        """What is awaited late, for the iteration of row i."""
-        names = {**self.variables, **self.late}
+    def _await(self) -> Iterator[Instruction]:
+        """What is awaited late, for the iteration of the row."""
+        slots = {**self.slots, **self.late}
         for node in self.phases.pending:
-            yield f"{names[node]} = taken({self._pending(node)}, i)", None
-        yield from self._block(self.phases.late, names, {})
+            yield Read(None, slots[node], self._pending(node), None, "out")
+        yield from self._block(self.phases.late, slots, {})
 
-    def _iteration(self) -> Iterator[Line]:
-        loop, phases, variables = self.loop, self.phases, self.variables
+    def _iteration(self) -> Iterator[Instruction]:
+        loop, phases, slots = self.loop, self.phases, self.slots
         step = -1 if loop.reverse else 1
-        pending = {node: f"{self._pending(node)}[i] = {variables[node]}" for node in phases.pending}
+        pending = {node: Put(None, self._pending(node), slots[node]) for node in phases.pending}
         for node in phases.early:
-            yield f"{variables[node]} = taken({self._early(node)}, i)", None
-            yield from _keep(node, self.lives, variables)
+            yield Read(None, slots[node], self._early(node), None, "out")
+            yield from _keep(node, self.lives, slots)
             if node in pending:
-                yield pending[node], None
+                yield pending[node]
         main = [*phases.arriving, *phases.main]
-        yield from self._block(main, variables, pending, after=len(phases.arriving))
+        yield from self._block(main, slots, pending, after=len(phases.arriving))
         if phases.late:
-            yield f"if {_within(loop, -1)}:", None
-            yield from _indented(_for_row(-step, self._await()))
+            yield When(_within(loop, -1), [Shifted(-step, list(self._await()))])
 
     def _block(
         self,
         nodes: Sequence[fx.Node],
-        names: Mapping[fx.Node, str],
-        saved: Mapping[fx.Node, str],
+        slots: SlotNames,
+        saved: Mapping[fx.Node, Put],
         kept: bool = True,
         after: int | None = None,
-    ) -> Iterator[Line]:
-        """The lines of some operations of one iteration, each followed by what saves its value.
+    ) -> Iterator[Instruction]:
+        """Some operations of one iteration, each followed by what saves its value.
 
         Args:
             kept: whether values are kept for other loops, and collected.
             after: after how many operations collectives of a later iteration are issued.
         """
         last, lives = _last_reads(nodes), self.lives
-        # Values of other loops are taken from their lists before their first use.
-        taken: set[fx.Node] = set()
+        taken: set[fx.Node] = set()  # of other loops' values
         for i, node in enumerate(nodes):
             if i == after:
                 yield from self._issue_later()
-            for operand in node.all_input_nodes:
-                if LOOP.get(operand) not in (None, self.loop) and operand not in taken:
-                    taken.add(operand)
-                    yield f"{names[operand]} = {lives.kept(operand)}[i]", None
-                    if all(lives.place[user] <= lives.place[node] for user in lives.kept_for(operand)):
-                        yield f"{lives.kept(operand)}[i] = None", None
-            gone = [names[n] for n in last.get(node, ())]
-            saves: list[Line] = [(saved[node], None)] if node in saved else []
-            saves += list(_keep(node, lives, names)) if kept and node.target is not again else []
-            if node.target in (enter, again):
-                yield from [*saves, *deleted(gone)]
-                continue
-            value = self._row(node) if node.target is row else self.call(node, names)
-            operands = self.text(node.args[0], names) if node.args else ""
-            yield from assigned(node, value, names[node], operands, gone, saves)
+            yield from self._values_of_others(node, slots, taken)
+            gone = [slots[n] for n in last.get(node, ())]
+            saves = [saved[node]] if node in saved else []
+            if kept and node.target is not again:
+                saves += _keep(node, lives, slots)
+            if node.target in (enter, again, row):
+                if node.target is row:
+                    yield self._row(node, slots[node])
+                yield from saves
+                yield from dropped(gone)
+            else:
+                yield from operation(node, slots, gone, saves)
         if after == len(nodes):
             yield from self._issue_later()
-        handed = [node for node in nodes if node.target is again]
+        handed = [carried(node) for node in nodes if node.target is again]
         if handed:
-            entered = ", ".join(names[carried(node)[1]] for node in handed)
-            values = ", ".join(names[carried(node)[0]] for node in handed)
-            yield f"{entered}, = {values},", None
-        yield from deleted(list(dict.fromkeys(names[n] for n in last.get(None, ()))))
+            values, entered = zip(*handed, strict=True)
+            yield Assign(None, [slots[n] for n in entered], [slots[n] for n in values])
+        yield from dropped(list(dict.fromkeys(slots[n] for n in last.get(None, ()))))
+
+    def _values_of_others(
+        self, node: fx.Node, slots: SlotNames, taken: set[fx.Node]
+    ) -> Iterator[Instruction]:
+        """Values of other loops are taken from their lists before their first use."""
+        lives = self.lives
+        for operand in node.all_input_nodes:
+            if LOOP.get(operand) not in (None, self.loop) and operand not in taken:
+                taken.add(operand)
+                last = all(lives.place[user] <= lives.place[node] for user in lives.kept_for(operand))
+                yield Read(None, slots[operand], lives.kept(operand), None, "item")
+                if last:
+                    yield Put(None, lives.kept(operand), None)
 
 
 def _of_other_loops(loop: Loop, nodes: Sequence[fx.Node]) -> set[fx.Node]:
@@ -308,47 +335,32 @@ def _of_other_loops(loop: Loop, nodes: Sequence[fx.Node]) -> set[fx.Node]:
     return {operand for operand in operands if LOOP.get(operand) not in (None, loop)}
 
 
-def _collecting(user: fx.Node) -> str:
-    """The text of what collects values for a node, which is empty at first."""
+def _collecting(slot: str, user: fx.Node) -> New:
+    """What collects values for a node, empty at first."""
     if user.target is total:
-        return "Total()"
-    return f"[None] * {user.args[1]}" if is_apart(user) else f"Rows({user.args[1]})"
+        return New(slot, "total")
+    count = user.args[1]
+    assert isinstance(count, int)
+    return New(slot, "list" if is_apart(user) else "rows", count)
 
 
-def _for(order: range) -> str:
-    return f"for i in range({order.start}, {order.stop}, {order.step}):"
-
-
-def _indented(lines: Iterable[Line]) -> Iterator[Line]:
-    return ((f"    {line}", label) for line, label in lines)
-
-
-def _within(loop: Loop, iterations: int) -> str:
-    """The condition that there is an iteration so many after this one."""
+def _within(loop: Loop, iterations: int) -> range:
+    """The rows for which there is an iteration so many after theirs."""
     ahead = -iterations if loop.reverse else iterations
-    return f"i < {loop.span.stop - ahead}" if ahead > 0 else f"i >= {loop.first - ahead}"
+    return loop.span[: -ahead] if ahead > 0 else loop.span[-ahead:]
 
 
-def _for_row(ahead: int, lines: Iterable[Line]) -> Iterator[Line]:
-    """Lines for another row, so many further on."""
-    yield f"i += {ahead}", None
-    yield from lines
-    yield f"i -= {ahead}", None
-
-
-def _keep(node: fx.Node, lives: Lives, names: Mapping[fx.Node, str]) -> Iterator[Line]:
-    value = names[node]
+def _keep(node: fx.Node, lives: Lives, slots: SlotNames) -> Iterator[Put]:
+    """A value is kept for other loops, and collected for what reads all of them."""
     if lives.kept_for(node):
-        yield f"{lives.kept(node)}[i] = {value}", None
+        yield Put(None, lives.kept(node), slots[node])
     for user in node.users:
         if user.target in _COLLECTS:
-            name = lives.collection(user)
-            put = f"{name}.put(i, {value})"
-            if is_apart(user):
+            listed, only = is_apart(user), list[int]()
+            if listed:
                 read = sorted({int(str(each.args[1])) for each in user.users})
-                only = "" if len(read) == user.args[1] else f"if i in {read}: "
-                put = f"{only}{name}[i] = {value}"
-            yield put, label_of(user)
+                only = read if len(read) < int(str(user.args[1])) else []
+            yield Put(user, lives.collection(user), slots[node], listed, only)
 
 
 def _overlap(one: range, other: range) -> bool:

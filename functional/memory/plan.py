@@ -85,14 +85,13 @@ class JointTape:
     count: int
 
 
-def tape_of(graph: fx.Graph, inputs: Sequence[torch.Tensor], name: str, fakes: Any) -> Tape:
+def tape_of(graph: fx.Graph, inputs: Sequence[torch.Tensor], fakes: Any) -> Tape:
     """The tape of a graph for inputs like these, whose values are not read.
 
     Args:
-        name: the program's name, for messages.
         fakes: the mode of the tape's tensors.
     """
-    return with_results_apart(recorded(graph, fakes_like(inputs, fakes), name, fakes), fakes)
+    return with_results_apart(recorded(graph, fakes_like(inputs, fakes), fakes), fakes)
 
 
 def joint_tape_of(
@@ -101,7 +100,6 @@ def joint_tape_of(
     inputs: Sequence[torch.Tensor],
     saved: Sequence[tuple[int, int]],
     count: int,
-    name: str,
     fakes: Any,
 ) -> JointTape:
     """The tape of a forward and its backward for inputs of the forward like these.
@@ -110,17 +108,16 @@ def joint_tape_of(
         saved: for each residual that the backward takes, its list (0 inputs, 1 outputs, 2 values) and its
             index there.
         count: the number of outputs; those of the forward after them are values that are saved.
-        name: the program's name, for messages.
         fakes: the mode of the tape's tensors.
     """
-    first = recorded(forward, fakes_like(inputs, fakes), f"{name}_forward", fakes)
+    first = recorded(forward, fakes_like(inputs, fakes), fakes)
     first = with_results_apart(first, fakes, count)
     lists = first.inputs, first.outputs[:count], first.outputs[count:]
     residuals = [lists[which][i] for which, i in saved]
     floats = [x for x in lists[1] if x.is_floating_point() or x.is_complex()]
     with internals.no_modes(), fakes:
         cotangents = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in floats]
-    second = recorded(backward, [*residuals, *cotangents], f"{name}_backward", fakes)
+    second = recorded(backward, [*residuals, *cotangents], fakes)
     second = with_results_apart(second, fakes)
     apart = [x for x in lists[2] if not _may_be_left(x, lists[2])]
     tape = halves(first, second, [*lists[1], *apart])
@@ -138,7 +135,7 @@ def plan_of(
         donated: the positions of inputs whose memory the program may take.
     """
     fakes = internals.FakeTensorMode()
-    return plan_of_tape(tape_of(graph, inputs, name, fakes), name, fakes, donated)
+    return plan_of_tape(tape_of(graph, inputs, fakes), name, fakes, donated)
 
 
 def plan_of_tape(tape: Tape, name: str, fakes: Any, donated: Sequence[int] = ()) -> MemoryPlan:

@@ -128,7 +128,7 @@ class PlannedHalves:
         assert self._alone is not None
         fakes = internals.FakeTensorMode()
         graphs = self.graph, self._alone.graph
-        joint = joint_tape_of(*graphs, parts, self.saved, self.count, self.name, fakes)
+        joint = joint_tape_of(*graphs, parts, self.saved, self.count, fakes)
         return plan_of_halves(joint, self.name, fakes)
 
     def forward(self, parts: Tensors) -> list[torch.Tensor]:

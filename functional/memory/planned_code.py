@@ -148,15 +148,15 @@ class PlannedCode:
     def _lines(self) -> Iterator[Line]:
         inputs = [self._variable(tensor) for tensor in self.inputs]
         if inputs:
-            yield f"{', '.join(inputs)}, = args", None
-            yield "if type(args) is list: args.clear()", None
+            yield Line(f"{', '.join(inputs)}, = args")
+            yield Line("if type(args) is list: args.clear()")
         unused = [
             self.variables[id(x)]
             for x in self.inputs
             if id(x) not in self.last or id(x) in self.constants
         ]
         if unused:
-            yield f"del {', '.join(dict.fromkeys(unused))}", None
+            yield Line(f"del {', '.join(dict.fromkeys(unused))}")
         for at in self.steps:
             step = self.tape.steps[at]
             if self._is_constant(step):
@@ -166,8 +166,8 @@ class PlannedCode:
             else:
                 yield from self._step(at, step)
             if self.poisoned:
-                yield f"poison({at})", None
-        yield f"return [{', '.join(map(self._text, self.outputs))}]", None
+                yield Line(f"poison({at})")
+        yield Line(f"return [{', '.join(map(self._text, self.outputs))}]")
 
     def _step(self, at: int, step: Step) -> Iterator[Line]:
         text = self._call(step)
@@ -180,14 +180,14 @@ class PlannedCode:
             text = f"{', '.join(targets)}, = {text}"
         elif any(new):
             text = f"{targets[0]} = {text}"
-        yield text, step.label
+        yield Line(text, step.label)
         used = dict.fromkeys(map(id, (*step.operands, *step.tensors)))
         variables = (x for x in used if x in self.variables and x not in self.constants)
         dead = [self.variables[x] for x in variables if self.last[x] == at]
         if step.several and "_" in targets:
             dead.append("_")
         if dead:
-            yield f"del {', '.join(dead)}", None
+            yield Line(f"del {', '.join(dead)}")
 
     def _has_name(self, tensor: torch.Tensor) -> bool:
         return id(tensor) in self.constants or id(tensor) in self.variables

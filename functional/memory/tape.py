@@ -1,15 +1,14 @@
-"""Tapes: the calls that generated code makes, in order, recorded on fake tensors.
+"""Tapes: the calls that a program makes, in order, recorded on fake tensors.
 
-The code of a program with loops is run as it is, so a tape has the calls of every iteration in the order
-in which they happen. Values are fake tensors, identified by object, and views share the storage of what
-they are views of: aliasing is recorded, not derived.
+Loops are run, so a tape has the calls of every iteration in the order in which they happen. Values are
+fake tensors, identified by object, and views share the storage of what they are views of: aliasing is
+recorded, not derived.
 """
 
 from __future__ import annotations
 
-import functools
-import sys
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +17,26 @@ from torch import fx
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core import tree
-from torchard.functional.execution.codegen import assembled, lines_of
-from torchard.functional.execution.collecting import Rows, Total
-from torchard.functional.programs.labels import Label, label_of
+from torchard.functional.execution.collecting import Rows, Total, taken
+from torchard.functional.execution.instructions import (
+    Assign,
+    Compute,
+    Drop,
+    For,
+    Get,
+    Inputs,
+    Instruction,
+    New,
+    Pack,
+    Put,
+    Read,
+    Return,
+    Shifted,
+    SlotNames,
+    When,
+)
+from torchard.functional.execution.sequencing import instructions_of
+from torchard.functional.programs.labels import Label
 from torchard.functional.programs.running_sums import in_place
 from torchard.functional.torch_internals.operators import aten, c10d
 
@@ -98,16 +114,8 @@ class Recorder:
     def __init__(self, fakes: Any, steps: list[Step]) -> None:
         self.fakes, self.steps = fakes, steps
 
-    def of(self, node: fx.Node) -> Callable[..., Any]:
-        """What generated code calls in place of a node's function."""
-        return functools.partial(self._called, node.target, label_of(node))
-
-    def _called(self, function: Any, label: Label, *args: Any, **kwargs: Any) -> Any:
-        iteration = sys._getframe(1).f_locals.get("i")  # of the loop in the generated code
-        return self.call(function, label.in_iteration(iteration), *args, **kwargs)
-
     def call(self, function: Any, label: Label, *args: Any, **kwargs: Any) -> Any:
-        """Call a function, and record that."""
+        """Compute a function, and record that."""
         if function is c10d.wait_tensor.default:  # torch's fakes of it are new tensors
             value: Any = args[0]
         else:
@@ -174,27 +182,99 @@ class _RecordedTotal(Total):
         self.written = True
 
 
-def recorded(graph: fx.Graph, inputs: Sequence[torch.Tensor], name: str, fakes: Any) -> Tape:
-    """The calls of a graph's generated code.
+def recorded(graph: fx.Graph, inputs: Sequence[torch.Tensor], fakes: Any) -> Tape:
+    """The calls of what a graph runs.
 
     Args:
         inputs: fake tensors.
-        name: the program's name, for messages.
         fakes: the mode that they belong to.
     """
     tape = Tape(list(inputs))
-    recorder = Recorder(fakes, tape.steps)
-    collections = (
-        functools.partial(_RecordedRows, recorder),
-        functools.partial(_RecordedTotal, recorder),
-        recorder.row_of,
-    )
-    names: dict[str, Any] = {}
     graph = in_place(graph) or graph  # as generated code has it, to the bit
-    body = list(lines_of(graph, names, recorder.of, collections))
     with internals.no_modes(), torch.no_grad():
-        tape.outputs = assembled(body, names, name)(tuple(tape.inputs))
+        run = _Run(Recorder(fakes, tape.steps), tape.inputs)
+        run.all(instructions_of(graph))
+    tape.outputs = run.outputs
     return tape
+
+
+class _Run:
+    """Does what instructions say, on fake tensors."""
+
+    def __init__(self, recorder: Recorder, inputs: Sequence[torch.Tensor]) -> None:
+        self.recorder, self.inputs = recorder, inputs
+        self.held: dict[str, Any] = {}  # by slot
+        self.outputs: list[Any] = []
+
+    def all(self, instructions: Sequence[Instruction], i: int | None = None) -> None:
+        """Run instructions, in the iteration of row i."""
+        for each in instructions:
+            match each:
+                case For(order, body):
+                    for row in order:
+                        self.all(body, row)
+                case When(rows, body) if i is not None:
+                    if i in rows:
+                        self.all(body, i)
+                case Shifted(by, body) if i is not None:
+                    self.all(body, i + by)
+                case _:
+                    self._one(each, i)
+
+    def _one(self, instruction: Instruction, i: int | None) -> None:
+        held = self.held
+        match instruction:
+            case Inputs(slots):
+                held.update(zip(slots, self.inputs, strict=True))
+            case Compute(node, slot, slots, given):
+                args = (held[given],) if given else self._values(node.args, slots)
+                label = instruction.label
+                assert label is not None
+                held[slot] = self.recorder.call(
+                    node.target, label.in_iteration(i), *args, **self._values(node.kwargs, slots)
+                )
+            case Pack(_, slot, values, slots):
+                held[slot] = self._values(list(values), slots)
+            case Read(_, slot, source, index, how):
+                read: Any = {"row": self.recorder.row_of, "out": taken, "item": operator.getitem}[how]
+                held[slot] = read(held[source], i if index is None else index)
+            case New(slot, kind, count):
+                held[slot] = self._new(kind, count)
+            case Put(_, slot, source, listed, only):
+                self._put(held[slot], None if source is None else held[source], i, listed, only)
+            case Get(_, slot, source):
+                held[slot] = held[source].get()
+            case Assign(_, slots, sources):
+                held.update(zip(slots, [held[source] for source in sources], strict=True))
+            case Drop(slots):
+                for slot in slots:
+                    del held[slot]
+            case Return(values, slots):
+                self.outputs = self._values(list(values), slots)
+
+    def _new(self, kind: str, count: int) -> Any:
+        if kind == "list":
+            return [None] * count
+        return _RecordedRows(self.recorder, count) if kind == "rows" else _RecordedTotal(self.recorder)
+
+    def _put(self, into: Any, value: Any, i: Any, listed: bool, only: Sequence[int]) -> None:
+        if only and i not in only:
+            return
+        if listed:
+            into[i] = value
+        else:
+            into.put(i, value)
+
+    def _values(self, value: Any, slots: SlotNames) -> Any:
+        """Arguments with what is held in the place of nodes."""
+        if isinstance(value, fx.Node):
+            return self.held[slots[value]]
+        if isinstance(value, (list, tuple)):
+            items = [self._values(x, slots) for x in value]
+            return items if isinstance(value, list) else tuple(items)
+        if isinstance(value, dict):
+            return {key: self._values(x, slots) for key, x in value.items()}
+        return value
 
 
 def fakes_like(tensors: Sequence[torch.Tensor], fakes: Any) -> list[torch.Tensor]:

@@ -56,8 +56,8 @@ for _name in ("from_node", "original_aten", "seq_nr", "stack_trace", "tensor_met
 INDUCTOR_REALIZE_TO_STRIDES: Tag[bool] = declare(
     "inductor_realize_to_strides",
     "torch's own: Inductor stores the value, and does not compute it again where it is read",
-    written_by="execution/compiler_repairs",
-    read_by="execution/compiler_repairs",
+    written_by="compiling/compiler_repairs",
+    read_by="compiling/compiler_repairs",
 )
 
 # -- where a node was made -------------------------------------------------------------------------
@@ -135,7 +135,7 @@ AHEAD: Tag[int] = declare(
     "ahead",
     "how many iterations before its own the operation is issued",
     written_by="scheduling/gathers",
-    read_by="execution/phases, execution/regions, programs/loops, remat/budget",
+    read_by="compiling/regions, execution/phases, programs/loops, remat/budget",
     follows="place",
 )
 
@@ -243,7 +243,7 @@ TASK: Tag[str] = declare(
     "task",
     "the task of a pipeline's schedule that the operation belongs to",
     written_by="pipelining/tasks",
-    read_by="execution/regions, programs/labels",
+    read_by="compiling/regions, programs/labels",
     follows="place",
 )
 RUNNING: Tag[bool] = declare(

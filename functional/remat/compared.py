@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 
-from torchard.functional.execution.exact_routes import read_from_two_nodes
+from torchard.functional.compiling.exact_routes import read_from_two_nodes
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import forget
 from torchard.functional.programs.tags import RECOMPUTE, WHY

@@ -180,12 +180,12 @@ def _reports(program: Program) -> Iterator[Memory]:
         both = split(with_loop_residuals(program))
         saved, count = both.parts(lambda leaf: 1)
         for one, two in zip(_ranks(both.forward), _ranks(both.backward), strict=True):
-            joint = joint_tape_of(one.graph, two.graph, one.inputs, saved, count, name, fakes)
+            joint = joint_tape_of(one.graph, two.graph, one.inputs, saved, count, fakes)
             yield _memory(program, joint.tape, plan_of_halves(joint, name, fakes), ())
         return
     donated = donated_inputs(program)
     for graph, inputs in _ranks(program):
-        tape = tape_of(graph, inputs, name, fakes)
+        tape = tape_of(graph, inputs, fakes)
         yield _memory(program, tape, plan_of_tape(tape, name, fakes, donated), donated)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.execution.compiler_repairs import REPAIRS
+from torchard.functional.compiling.compiler_repairs import REPAIRS
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tagging import strip
 from torchard.functional.programs.tags import VAL

@@ -14,9 +14,9 @@ from inductor_cache import last_lines
 from torch.func import grad, hessian, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from torchard.functional.compiling import compile_once
 from torchard.functional.core.errors import DonatedError
 from torchard.functional.engine.transformed import Transformed
-from torchard.functional.execution import compile_once
 from torchard.functional.jit import Compile, jit
 from torchard.functional.programs.program import Program
 from torchard.functional.trace import trace

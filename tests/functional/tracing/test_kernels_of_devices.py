@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchard import jit, trace
-from torchard.functional.execution.rounded_constants import round_numbers
+from torchard.functional.compiling.rounded_constants import round_numbers
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.operators import aten
 

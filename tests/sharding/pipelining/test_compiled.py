@@ -12,7 +12,7 @@ from pipelined import model, whole
 
 from torchard import Mesh, checkpoint, jit, nn, pipeline, random, scope
 from torchard.functional import torch_internals as internals
-from torchard.functional.execution.regions import Region, by_regions
+from torchard.functional.compiling.regions import Region, by_regions
 from torchard.sharding.pipelining.schedules import SCHEDULES
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 
 from torch import fx
 
+from torchard.functional.compiling.regions import Region, Run
 from torchard.functional.execution.loop_code import Lives
-from torchard.functional.execution.regions import Region, Run
 from torchard.functional.programs.loops import regrouped
 from torchard.functional.programs.markers import listed, row
 from torchard.functional.programs.tags import LOOP

@@ -16,7 +16,7 @@ from sums_of_terms import lost_reads, sums_of_terms
 from torch import fx
 
 from torchard.functional import checkpoint, jit, saved_residuals, torch_internals, trace
-from torchard.functional.execution.compiler_repairs import compute_once, copy_before_writes
+from torchard.functional.compiling.compiler_repairs import compute_once, copy_before_writes
 from torchard.functional.programs.tags import INDUCTOR_REALIZE_TO_STRIDES
 
 aten = torch.ops.aten

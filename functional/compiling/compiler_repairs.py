@@ -31,10 +31,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.compiling.exact_routes import read_twice
+from torchard.functional.compiling.faulty_lowerings import call_torch
+from torchard.functional.compiling.rounded_constants import fold_conversions, round_numbers
 from torchard.functional.core import tree
-from torchard.functional.execution.exact_routes import read_twice
-from torchard.functional.execution.faulty_lowerings import call_torch
-from torchard.functional.execution.rounded_constants import fold_conversions, round_numbers
 from torchard.functional.programs.tags import INDUCTOR_REALIZE_TO_STRIDES, VAL
 from torchard.functional.torch_internals.operators import aten
 

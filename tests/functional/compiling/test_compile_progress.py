@@ -13,7 +13,7 @@ import torch
 
 from torchard import jit, repeat
 from torchard.functional import torch_internals as internals
-from torchard.functional.execution import compile_progress as progress
+from torchard.functional.compiling import compile_progress as progress
 
 WS, X = torch.ones(3, 2, 2), torch.ones(1, 2)
 

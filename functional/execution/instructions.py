@@ -1,0 +1,210 @@
+"""What a program runs, as data: one list of instructions, made once from its rolled graph.
+
+Whoever has to know what runs reads this list: the printer (codegen.py), tapes of planned memory,
+profiler ranges. Values are in *slots*, which have the names of variables. A slot holds a value from the
+instruction that sets it to the `Drop` that empties it, right after the value's last read: what is held at
+any point can be read off.
+
+A loop over layers' stacked weights, printed::
+
+    v2 = v1                        Assign      the carry enters
+    kv5 = [None] * 4               New       a value that the backward reads, of each iteration
+    for i in range(0, 4, 1):       For
+        v4 = row_of(v0, i)         Read      the layer's weights
+        v5 = f(v2, v4)             Compute
+        kv5[i] = v5                Put
+        del v4                     Drop
+        v2, = v5,                  Assign      to the next iteration
+        del v5                     Drop
+    v6 = v2                        Assign      the carry leaves
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import fx
+
+from torchard.functional.programs.labels import Label, label_of
+
+__all__ = [
+    "Assign",
+    "Compute",
+    "Drop",
+    "For",
+    "Get",
+    "Inputs",
+    "Instruction",
+    "New",
+    "Pack",
+    "Put",
+    "Read",
+    "Return",
+    "Shifted",
+    "SlotNames",
+    "When",
+]
+
+SlotNames = Mapping[fx.Node, str]
+
+
+class Instruction:
+    """One thing that a program does."""
+
+    __slots__ = ()
+
+    @property
+    def label(self) -> Label | None:
+        """That of the operation whose errors it may raise."""
+        return None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OfNode(Instruction):
+    node: fx.Node | None
+
+    @property
+    def label(self) -> Label | None:
+        return None if self.node is None else label_of(self.node)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Inputs(Instruction):
+    """Set slots to the program's inputs, which a list of them holds no longer."""
+
+    slots: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compute(_OfNode):
+    """Compute a node's function.
+
+    Attributes:
+        slot: of the result.
+        slots: of the operands, by node.
+        given: the slot of the list that is the only operand, and that the call takes over.
+    """
+
+    node: fx.Node
+    slot: str
+    slots: SlotNames
+    given: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pack(_OfNode):
+    """Put values in a list of their own.
+
+    Attributes:
+        node: of which the list is the value; None for the operand of a call.
+    """
+
+    slot: str
+    values: Sequence[fx.Node]
+    slots: SlotNames
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Read(_OfNode):
+    """Read one of the values in a slot.
+
+    Attributes:
+        node: whose value that is; None for one that an earlier iteration computed.
+        source: the slot of a stack of rows, of a list, or of a tuple.
+        index: which; None for that of the iteration.
+        how: as a row of a stack; as an item, which stays; or out of the list, which is not held there.
+    """
+
+    slot: str
+    source: str
+    index: Any
+    how: Literal["row", "item", "out"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class New(Instruction):
+    """Begin what collects values of iterations: a list of so many, a stack of rows, or a sum."""
+
+    slot: str
+    kind: Literal["list", "rows", "total"]
+    count: int = 0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Put(_OfNode):
+    """Add the value of an iteration to a list, a stack of rows, or a sum.
+
+    Attributes:
+        node: that reads what is collected, where its line is the one to name.
+        slot: of what collects.
+        source: of the value; None empties the place in a list.
+        listed: whether that is a list.
+        only: the rows that are added; all if empty.
+    """
+
+    slot: str
+    source: str | None
+    listed: bool = True
+    only: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Get(_OfNode):
+    """Set a slot to the rows or the sum that another one collected."""
+
+    node: fx.Node
+    slot: str
+    source: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Assign(_OfNode):
+    """Set slots to what others hold, at once.
+
+    Attributes:
+        node: whose value that is, if it is one.
+    """
+
+    slots: Sequence[str]
+    sources: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Drop(Instruction):
+    """Empty slots."""
+
+    slots: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class For(Instruction):
+    """Run a body for each row, in this order."""
+
+    order: range
+    body: Sequence[Instruction]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class When(Instruction):
+    """Run a body if the row is within these."""
+
+    rows: range
+    body: Sequence[Instruction]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shifted(Instruction):
+    """Run a body for the row so many further on."""
+
+    by: int
+    body: Sequence[Instruction]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Return(Instruction):
+    """Return values, and what is none as it is."""
+
+    values: Sequence[object]
+    slots: SlotNames

@@ -1,0 +1,43 @@
+"""From a graph to the list of what runs: operations in order, each value dropped after its last read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from torch import fx
+
+from torchard.functional.execution.instructions import Inputs, Instruction, Return
+from torchard.functional.execution.loop_code import Lives, dropped, loop_instructions, operation
+from torchard.functional.programs.graphs import output_values
+from torchard.functional.programs.loops import regrouped
+from torchard.functional.programs.tags import LOOP
+
+__all__ = ["instructions_of"]
+
+
+def instructions_of(graph: fx.Graph) -> list[Instruction]:
+    """What a graph runs, on the values of its placeholders, to its outputs."""
+    return list(_instructions(graph))
+
+
+def _instructions(graph: fx.Graph) -> Iterator[Instruction]:
+    order = regrouped(graph)
+    slots = {node: f"v{i}" for i, node in enumerate(order)}
+    inputs = [node for node in order if node.op == "placeholder"]
+    yield Inputs([slots[node] for node in inputs])
+    yield from dropped([slots[node] for node in inputs if not node.users])
+    lives = Lives(order, slots)
+    for loop, nodes in groupby(order, key=LOOP.get):
+        if loop is not None:
+            yield from loop_instructions(loop, list(nodes), lives)
+            continue
+        for node in nodes:
+            dead = lives.dead_after(node)
+            if node.op == "output":
+                yield Return(list(output_values(graph)), slots)
+            elif node.op == "call_function" and (read := lives.collected(node)) is not None:
+                yield read
+                yield from dropped(dead)
+            elif node.op == "call_function":
+                yield from operation(node, slots, dead)
