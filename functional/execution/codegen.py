@@ -33,6 +33,7 @@ from torchard.functional.execution.instructions import (
 from torchard.functional.execution.profiler_ranges import OpenRanges, paths_of
 from torchard.functional.execution.sequencing import instructions_of
 from torchard.functional.programs.labels import Label
+from torchard.functional.programs.loops import regrouped
 from torchard.functional.programs.running_sums import in_place
 
 __all__ = ["Line", "assembled", "compiled", "text_of"]
@@ -69,7 +70,7 @@ def compiled(graph: fx.Graph, name: str = "program") -> Callable[..., list[torch
     """
     written = in_place(graph)
     names = _COLLECTING | {"transforms": internals.has_transforms, "pure": _Pure(graph, name)}
-    body = list(lines_of(instructions_of(written or graph), names))
+    body = list(lines_of(instructions_of(regrouped(written or graph)), names))
     beginning = ["if transforms(): return pure(args)"] if written else []
     return assembled(body, names, name, beginning)
 
@@ -102,7 +103,7 @@ class _Pure:
     @functools.cached_property
     def _run(self) -> Callable[..., list[torch.Tensor]]:
         names = dict(_COLLECTING)
-        body = list(lines_of(instructions_of(self.graph), names))
+        body = list(lines_of(instructions_of(regrouped(self.graph)), names))
         return _function([], body, names, self.name)[0]
 
     def __call__(self, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -52,7 +52,8 @@ class Lives:
         self.dead: dict[int, dict[str, None]] = {}
         for node in order:
             if node.op != "output" and not LOOP.on(node):
-                last = max((self.place[user] for user in node.users), default=self.place[node])
+                readers = [user for user in node.users if user in self.place]  # others are dead
+                last = max(map(self.place.__getitem__, readers), default=self.place[node])
                 if node.users or node.op == "call_function":
                     self._drop(slots[node], last)
             elif LOOP.on(node):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from torch import fx
@@ -10,19 +10,17 @@ from torch import fx
 from torchard.functional.execution.instructions import Inputs, Instruction, Return
 from torchard.functional.execution.loop_code import Lives, dropped, loop_instructions, operation
 from torchard.functional.programs.graphs import output_values
-from torchard.functional.programs.loops import regrouped
 from torchard.functional.programs.tags import LOOP
 
 __all__ = ["instructions_of"]
 
 
-def instructions_of(graph: fx.Graph) -> list[Instruction]:
-    """What a graph runs, on the values of its placeholders, to its outputs."""
-    return list(_instructions(graph))
+def instructions_of(order: Sequence[fx.Node]) -> list[Instruction]:
+    """What some nodes run: placeholders, operations, those of a loop together, and the output."""
+    return list(_instructions(order))
 
 
-def _instructions(graph: fx.Graph) -> Iterator[Instruction]:
-    order = regrouped(graph)
+def _instructions(order: Sequence[fx.Node]) -> Iterator[Instruction]:
     slots = {node: f"v{i}" for i, node in enumerate(order)}
     inputs = [node for node in order if node.op == "placeholder"]
     yield Inputs([slots[node] for node in inputs])
@@ -35,7 +33,7 @@ def _instructions(graph: fx.Graph) -> Iterator[Instruction]:
         for node in nodes:
             dead = lives.dead_after(node)
             if node.op == "output":
-                yield Return(list(output_values(graph)), slots)
+                yield Return(list(output_values(node.graph)), slots)
             elif node.op == "call_function" and (read := lives.collected(node)) is not None:
                 yield read
                 yield from dropped(dead)

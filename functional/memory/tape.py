@@ -37,6 +37,7 @@ from torchard.functional.execution.instructions import (
 )
 from torchard.functional.execution.sequencing import instructions_of
 from torchard.functional.programs.labels import Label
+from torchard.functional.programs.loops import regrouped
 from torchard.functional.programs.running_sums import in_place
 from torchard.functional.torch_internals.operators import aten, c10d
 
@@ -193,7 +194,7 @@ def recorded(graph: fx.Graph, inputs: Sequence[torch.Tensor], fakes: Any) -> Tap
     graph = in_place(graph) or graph  # as generated code has it, to the bit
     with internals.no_modes(), torch.no_grad():
         run = _Run(Recorder(fakes, tape.steps), tape.inputs)
-        run.all(instructions_of(graph))
+        run.all(instructions_of(regrouped(graph)))
     tape.outputs = run.outputs
     return tape
 

@@ -17,8 +17,8 @@ A *pass* tells forward from backward: 0 for the forward, 1 for gradients taken i
 operations that depend on the cotangents of a joint program, and those that only they need. An edge
 to a later pass is a residual.
 
-`liveness.py` computes which storages are alive at each operation, to the byte: the generated code frees
-a value after its last use. Of a loop, a few iterations at both ends stand for all (`timeline.py`). A
+`liveness.py` says which storages are alive at each operation, to the byte: it runs the list of what runs
+with storages in the place of tensors. A
 budget (`budget.py`, `remat_ilp.py`) is an integer program over coarse time steps, since each value is
 recomputed at most once; its solutions under falling bounds are applied and simulated, and those that
 are best in peak and FLOPs are the envelope. A loop is planned by one iteration (`budget_problem.py`);

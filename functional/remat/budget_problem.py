@@ -23,6 +23,7 @@ from torchard.functional.remat.liveness import (
     Storage,
     bytes_in,
     liveness,
+    order_of,
     storage_key,
 )
 from torchard.functional.remat.policies import Budget
@@ -46,7 +47,7 @@ def problem_of(program: Program) -> tuple[list[fx.Node], Problem]:
         items = len(VAL.of(node)) if is_tuple(node) else 1
         return sum(bytes_at(node, i) for i in range(items)) if storage_key(node).node is node else 0
 
-    order = dict.fromkeys(live.order)
+    order = dict.fromkeys(order_of(program))
     needed = needed_by(node for node in order if passes[node])
     operations = [n for n in order if not passes[n] and n in needed and is_choice(n)]
     late = [node for node in order if passes[node]]
@@ -55,8 +56,8 @@ def problem_of(program: Program) -> tuple[list[fx.Node], Problem]:
     uses = _uses(operations, bucket)
     held = live.held(without=operations)
     base, before = [0] * buckets, [0] * buckets
-    for at, (node, _, ends) in enumerate(live.events):
-        if passes[node] and ends:
+    for at, node in enumerate(live.order):
+        if passes[node]:
             k = bucket[node]
             base[k] = max(base[k], held[at])
             before[k] = max(before[k], held[at] - size(node))
@@ -124,7 +125,6 @@ def _ahead(
         for source in read_by(order[at]):
             if (v := number.get(source.node)) is not None:
                 ended[v] = max(ended[v], at)
-    early = [at for at in early if live.events[at].ends]
     count = min(_BUCKETS if len(operations) > SMALL else len(early), len(early))
     buckets = []
     for run in (early[len(early) * k // count : len(early) * (k + 1) // count] for k in range(count)):

@@ -1,34 +1,52 @@
-"""Liveness: the memory that a program holds at each operation, computed on its graph.
+"""Liveness: the memory that a program holds at each operation.
 
-The generated code drops every value after its last use (codegen.py), so the storages that are alive at an
-operation are known without running it: those that are still to be read, the operation's own result,
-arguments, which the caller keeps, and results of the program. Each storage is counted once, that of a
-running sum too. Those of loops are alive in the iterations of a timeline (timeline.py).
+The list of what runs (execution/instructions.py) says which slot holds what until when, so it is run with
+storages in the place of tensors: an operation allocates its results, a view refers to its operand's
+storage, and a storage is alive as long as a slot, a list or a tuple refers to it. Arguments are the
+caller's, and so are held throughout unless they are donated. Each storage is counted once, that of a
+running sum too.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from torchard.functional.core.spans import Span, bytes_at
+from torchard.functional.execution.instructions import (
+    Assign,
+    Compute,
+    Drop,
+    For,
+    Get,
+    Inputs,
+    Instruction,
+    New,
+    Pack,
+    Put,
+    Read,
+    Return,
+    Shifted,
+    When,
+)
+from torchard.functional.execution.sequencing import instructions_of
 from torchard.functional.programs.graphs import bytes_of
-from torchard.functional.programs.loops import loops_together, reads_alone, regrouped
-from torchard.functional.programs.markers import again, enter, item, row, rows, total
+from torchard.functional.programs.loops import loops_together
+from torchard.functional.programs.markers import total
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.running_sums import added_product, sum_so_far
-from torchard.functional.programs.tags import LOOP, VAL
-from torchard.functional.programs.views import handed_value, storage_of
+from torchard.functional.programs.tags import VAL
+from torchard.functional.programs.views import base_of, handed_value, storage_of
 from torchard.functional.remat.loop_residuals import with_loop_residuals
 from torchard.functional.remat.split import halves_of
-from torchard.functional.remat.timeline import Event, Place, ProgramTimeline
 
 __all__ = [
+    "Allocation",
     "Liveness",
     "Storage",
     "bytes_in",
@@ -41,11 +59,28 @@ __all__ = [
 
 
 class Storage(NamedTuple):
-    """A storage: the node that allocates it, the index among its results, and the row in a loop."""
+    """The storages that a node allocates for one of its results, in all iterations."""
 
     node: fx.Node
     item: int = 0
-    row: int | None = None
+
+
+@dataclass(eq=False, slots=True)
+class Allocation:
+    """One storage.
+
+    Attributes:
+        node, item: whose result it is first.
+        nbytes: its size.
+        begin, end: the first and the last of the events at which it is alive; inputs begin at -1.
+    """
+
+    node: fx.Node
+    item: int
+    nbytes: int
+    begin: int
+    end: int = -1
+    references: int = 0
 
 
 @dataclass
@@ -53,37 +88,23 @@ class Liveness:
     """When each storage is alive.
 
     Attributes:
-        events: the operations, in execution order.
-        made, last: for each storage, the positions in the order where it is allocated (-1 for inputs)
-            and last read.
-        size: for each storage, its bytes.
+        order: the node of each event: an operation in an iteration, or one whose rows or sum are begun.
+        allocations: all storages.
     """
 
-    events: Sequence[Event]
-    made: dict[Storage, int] = field(default_factory=dict)
-    last: dict[Storage, int] = field(default_factory=dict)
-    size: dict[Storage, int] = field(default_factory=dict)
-
-    @property
-    def order(self) -> list[fx.Node]:
-        """The node of each event."""
-        return [event.node for event in self.events]
+    order: list[fx.Node] = field(default_factory=list)
+    allocations: list[Allocation] = field(default_factory=list)
 
     def held(self, without: Iterable[fx.Node] = ()) -> list[int]:
-        """Bytes alive at each operation, including its result, without those of some nodes."""
+        """Bytes alive at each event, including its result, without those of some nodes."""
         skipped = set(without)
-        spans = (
-            Span(begin, self.last[storage], self.size[storage])
-            for storage, begin in self.made.items()
-            if storage.node not in skipped
-        )
-        return bytes_at(spans, len(self.events))
+        spans = (Span(a.begin, a.end, a.nbytes) for a in self.allocations if a.node not in skipped)
+        return bytes_at(spans, len(self.order))
 
     @property
     def peak(self) -> int:
         """The most bytes that are alive at once."""
-        held = self.held()
-        return max((held[at] for at, event in enumerate(self.events) if event.ends), default=held[0])
+        return max(self.held())
 
 
 def order_of(program: Program) -> list[fx.Node]:
@@ -93,8 +114,9 @@ def order_of(program: Program) -> list[fx.Node]:
     """
     if any(leaf.role == "cotangent" for leaf in program.inputs):
         forward, backward = halves_of(program)
-        return [*loops_together(forward), *loops_together(backward)]
-    return [node for node in regrouped(program.graph) if node.op == "call_function"]
+        both = [*loops_together(forward), *loops_together(backward)]
+        return list(dict.fromkeys(both))  # a backward takes views again that its forward took
+    return [node for node in loops_together(program.graph.nodes) if node.op == "call_function"]
 
 
 def liveness(program: Program) -> Liveness:
@@ -104,112 +126,164 @@ def liveness(program: Program) -> Liveness:
     """
     if any(leaf.role == "cotangent" for leaf in program.inputs):
         program = with_loop_residuals(program)
-    return _Walk(program).run()
+    run = _Run(program)
+    run.all(instructions_of([*program.placeholders, *order_of(program), program.graph.output_node()]))
+    for allocation in run.live.allocations:
+        if allocation.references:
+            allocation.end = len(run.live.order)
+    return run.live
 
 
-class _Walk:
-    """Runs through the timeline of a program."""
+class _Group:
+    """What is in a tuple or list, each as long as that is referred to."""
+
+    __slots__ = ("items", "references")
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items, self.references = items, 0
+        for each in items:
+            if each is not None:
+                each.references += 1
+
+
+class _Collected(_Group):
+    """The rows or the sum of a loop's values: a sum begins in the first value's memory."""
+
+    __slots__ = ("of_own",)
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.of_own = False
+
+
+class _Run:
+    """Runs instructions with storages in the place of tensors."""
 
     def __init__(self, program: Program) -> None:
-        self.program, self.size = program, bytes_in(program)
-        self.timeline = ProgramTimeline(order_of(program))
-        self.live = Liveness(self.timeline.events)
-        self.merged = _added_products(self.live.order)
-        # For each sum over a loop's iterations, the first term, in whose storage it begins.
-        self.terms: dict[fx.Node, Storage] = {}
-        self.known: dict[Place, Storage] = {}
+        self.program, self.size, self.live = program, bytes_in(program), Liveness()
+        self.merged = _added_products(program.calls)
+        self.slots: dict[str, Any] = {}
 
-    def run(self) -> Liveness:
-        live, end = self.live, len(self.live.events)
+    def all(self, instructions: Sequence[Instruction], i: int | None = None) -> None:
+        """Run instructions, in the iteration of row i."""
+        for each in instructions:
+            match each:
+                case Compute(node, slot, slots):
+                    self._set(slot, self._computed(node, slots))
+                case Drop(gone):
+                    for slot in gone:
+                        self._release(self.slots.pop(slot))
+                case For(order, body):
+                    for row in order:
+                        self.all(body, row)
+                case When(rows, body) if i is not None:
+                    if i in rows:
+                        self.all(body, i)
+                case Shifted(by, body) if i is not None:
+                    self.all(body, i + by)
+                case _:
+                    self._moved(each, i)
+
+    def _moved(self, instruction: Instruction, i: Any) -> None:
+        """Run an instruction that computes nothing."""
+        slots = self.slots
+        match instruction:
+            case Inputs(names):
+                self._inputs(names)
+            case Pack(_, slot, values, of):
+                self._set(slot, _Group([slots[of[value]] for value in values]))
+            case Read(_, slot, source, index, how):
+                index = i if index is None else index
+                self._set(slot, slots[source] if how == "row" else slots[source].items[index])
+                if how == "out":
+                    self._replace(slots[source], index, None)
+            case New(slot, kind, count):
+                self._set(slot, _Group([None] * count) if kind == "list" else _Collected())
+            case Put(node, slot, source, listed, only):
+                value = None if source is None else slots[source]
+                if not listed:
+                    self._collect(node, slots[slot], value)
+                elif not only or i in only:
+                    self._replace(slots[slot], i, value)
+            case Get(_, slot, source):
+                self._set(slot, slots[source].items[0])
+            case Assign(_, names, sources):
+                for slot, value in zip(names, [slots[source] for source in sources], strict=True):
+                    self._set(slot, value)
+            case Return(values, of):
+                for value in values:
+                    if isinstance(value, fx.Node):
+                        slots[of[value]].references += 1
+
+    def _inputs(self, names: Sequence[str]) -> None:
         donated = set(donated_inputs(self.program))
-        for number, node in enumerate(self.program.placeholders):
-            self._make(Storage(node), -1, self.size(node, 0))
-            live.last[Storage(node)] = 0 if number in donated else end
-        for at, (node, places, _) in enumerate(live.events):
-            for i in places:
-                for storage in self._allocated_by((node, i)):
-                    self._make(storage, at, 0 if node in self.merged else self._bytes(storage))
-                for storage, until in self._read_by((node, i), at):
-                    self._read(storage, until)
-                for user in node.users if i is not None else ():
-                    self._collect(user, (node, i), at)
-        for value in self.program.results:
-            if isinstance(value, fx.Node):
-                live.last[self._storage((value, None))] = end
-        return live
+        for number, (node, slot) in enumerate(zip(self.program.placeholders, names, strict=True)):
+            storage = self._allocated(node, 0, self.size(node, 0), -1)
+            storage.references += number not in donated
+            self._set(slot, storage)
 
-    def _make(self, storage: Storage, at: int, size: int) -> None:
-        if storage not in self.live.made:
-            self.live.made[storage], self.live.size[storage] = at, size
-            self._read(storage, at)
+    # -- storages -----------------------------------------------------------------------------------
 
-    def _bytes(self, storage: Storage) -> int:
-        many = self.timeline.many((storage.node, storage.row))
-        return self.size(storage.node, storage.item) * many
+    def _computed(self, node: fx.Node, slots: Mapping[fx.Node, str]) -> Any:
+        """What an operation returns."""
+        val: Any = VAL.get(node)
+        at = len(self.live.order)
+        self.live.order.append(node)
+        several = isinstance(val, (tuple, list))
+        source = sum_so_far(node) or base_of(node)
+        if source is not None:
+            value = self.slots[slots[source]]
+            return _Group([value] * len(val)) if several else value
+        if not several:
+            return self._allocated(node, 0, 0 if node in self.merged else self.size(node, 0), at)
+        return _Group(
+            [
+                self._allocated(node, k, self.size(node, k), at) if isinstance(x, torch.Tensor) else None
+                for k, x in enumerate(val)
+            ]
+        )
 
-    def _read(self, storage: Storage, at: int) -> None:
-        self.live.last[storage] = max(self.live.last.get(storage, at), at)
+    def _allocated(self, node: fx.Node, item: int, nbytes: int, at: int) -> Allocation:
+        allocation = Allocation(node, item, nbytes, at)
+        self.live.allocations.append(allocation)
+        return allocation
 
-    def _collect(self, user: fx.Node, place: Place, at: int) -> None:
-        """A value is written into the rows that are read after its loop, or added to their sum."""
-        if user.target is rows and user not in self.timeline.apart:
-            self._make(Storage(user), at, self.size(user, 0))
-        elif user.target is total:
-            if user not in self.terms:
-                self.terms[user] = self._storage(place)
-            elif Storage(user) not in self.live.made:  # the second term: the sum gets its own memory
-                self._make(Storage(user), at, self.size(user, 0))
-                self._read(self.terms[user], at)
+    def _collect(self, reader: fx.Node | None, into: _Collected, value: Any) -> None:
+        """Add a value: rows are in a buffer, and a sum is from its second term on."""
+        assert reader is not None
+        if reader.target is total and not into.items:
+            into.items.append(None)
+            self._replace(into, 0, value)
+        elif not into.of_own:
+            into.of_own = True
+            at = len(self.live.order)
+            self.live.order.append(reader)
+            into.items = into.items or [None]
+            self._replace(into, 0, self._allocated(reader, 0, self.size(reader, 0), at))
 
-    def _allocated_by(self, place: Place) -> Sequence[Storage]:
-        """The storages an operation allocates."""
-        node, _, i = self._storage(place)
-        if node in self.timeline.apart or node.target in (rows, total) or node is not place[0]:
-            return []
-        val = VAL.get(node)
-        if isinstance(val, (tuple, list)):
-            return [Storage(node, k, i) for k, x in enumerate(val) if isinstance(x, torch.Tensor)]
-        return [Storage(node, 0, i)]
+    def _set(self, slot: str, value: Any) -> None:
+        if value is not None:
+            value.references += 1
+        self._release(self.slots.get(slot))
+        self.slots[slot] = value
 
-    def _read_by(self, place: Place, at: int) -> Iterator[tuple[Storage, int]]:
-        """The storages a node needs, and until which event.
+    def _replace(self, group: _Group, index: int, value: Any) -> None:
+        if value is not None:
+            value.references += 1
+        self._release(group.items[index])
+        group.items[index] = value
 
-        A getitem needs all of its tuple, whose items are freed together. A loop holds what is the same in
-        all its iterations until it ends.
-        """
-        node, i = place
-        if node.target in (again, rows, total) or node in self.timeline.apart:
-            return  # what a loop keeps of its values is read by others
-        if node.target in (enter, item):
-            yield self._storage(place), at
+    def _release(self, value: Any) -> None:
+        if value is None:
             return
-        if node.target is row and node.all_input_nodes[0] in self.timeline.apart:
-            yield self._storage(place), at if reads_alone(node) else self.timeline.ends[LOOP.of(node)]
+        value.references -= 1
+        if value.references:
             return
-        for operand in node.all_input_nodes:
-            inside = LOOP.on(operand)
-            leaving = inside and i is None  # a carry leaves with its last value
-            source = operand, LOOP.of(operand).order()[-1] if leaving else i if inside else None
-            whole = node.target is operator.getitem and self._allocated_by(source)
-            shared = i is not None and not inside
-            for storage in whole or [self._storage(source)]:
-                yield storage, self.timeline.ends[LOOP.of(node)] if shared else at
-
-    def _storage(self, place: Place) -> Storage:
-        """The storage of a value."""
-        if place not in self.known:
-            self.known[place] = self._find(place)
-        return self.known[place]
-
-    def _find(self, place: Place) -> Storage:
-        node, i = self.timeline.origin(place)
-        while (before := sum_so_far(node)) is not None:
-            node, i = self.timeline.origin((before, i))
-        if node.target is operator.getitem:
-            whole, item = node.args
-            assert isinstance(whole, fx.Node) and isinstance(item, int)
-            return Storage(whole, item, i)
-        return Storage(node, 0, i)
+        if isinstance(value, Allocation):
+            value.end = len(self.live.order) - 1
+        else:
+            for each in value.items:
+                self._release(each)
 
 
 def peak_of(program: Program) -> int:

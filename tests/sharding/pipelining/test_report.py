@@ -75,18 +75,18 @@ def test_a_schedule_of_ones_own_is_run() -> None:
     assert str(report).startswith("serial on pp, 4 microbatches: bubble 100%")
 
 
-def kept_at_once(live: Liveness, sizes: Any) -> int:
+def kept_at_once(live: Liveness) -> int:
     """The most microbatches of which results of the forward are alive that a backward is to read.
 
     What was received before the forward is not counted.
     """
     held: list[set[int]] = [set() for _ in live.order]
-    for storage, begin in live.made.items():
-        node, item = storage.node, storage.item
+    for storage in live.allocations:
+        node = storage.node
         computed = PHASE.get(node) == "forward" and MICROBATCH.on(node) and not STEP.on(node)
         readers = [user for user in node.users if PHASE.get(user) == "backward"]
-        if computed and readers and sizes(node, item):
-            for at in range(begin, live.last[storage]):
+        if computed and readers and storage.nbytes:
+            for at in range(storage.begin, storage.end):
                 held[at].add(MICROBATCH.of(node))
     return max(map(len, held))
 
@@ -105,7 +105,7 @@ def test_residuals_of_as_many_microbatches_as_in_flight_are_alive(
     most = []
     for view in program.runtime.stages(program):
         live = liveness(replace(program, runtime=view))
-        most.append(kept_at_once(live, view.bytes_of))
+        most.append(kept_at_once(live))
     if CHUNKS.get(schedule, 1) == 1:
         assert tuple(most) == in_flight
     else:  # of two chunks, which may be of the same microbatch
