@@ -9,6 +9,7 @@ of its derivatives is a call of a derived LoweredFunction: any order, any nestin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torchard.functional.tracing.trace_state import current_frames, in_frames
 __all__ = ["call"]
 
 Tensors = Sequence[torch.Tensor]
+_requires_grad = attrgetter("requires_grad")
 Outputs = tuple[list[torch.Tensor], tuple[Leaf, ...]]
 
 
@@ -39,7 +41,7 @@ def _call(lowered: LoweredFunction, parts: Tensors) -> Outputs:
         return _call_any_levels(lowered, parts)
     if internals.has_transforms():
         return _call_level(lowered, parts)
-    if torch.is_grad_enabled() and any(part.requires_grad for part in parts):
+    if torch.is_grad_enabled() and any(map(_requires_grad, parts)):
         return _call_plain(lowered, parts)
     return lowered.run(parts), lowered.program.outputs
 

@@ -43,6 +43,8 @@ class CacheEntry:
     ) -> None:
         self.lowered = LoweredFunction(base, rewrites)
         self._inlined: LoweredFunction | None = None
+        # The output leaves that were last seen to be of plain tensors.
+        self._untagged: Sequence[Leaf] | None = None
         self.out_tree = base.out_tree
         self.lifted: tuple[Closure, ...] = base.closures
         self.reads_autograd = any(closure.autograd is not None for closure in base.closures)
@@ -102,8 +104,8 @@ class CacheEntry:
     def parts(self, arguments: Arguments, closures: Sequence[Any]) -> list[torch.Tensor]:
         """The parts of all inputs, in order: those of the arguments, then those of the closures."""
         leaves = arguments.leaves
-        parts: list[torch.Tensor] = []
-        for i in arguments.traced:
+        parts: list[torch.Tensor] = [*leaves] if arguments.plain else []
+        for i in () if arguments.plain else arguments.traced:
             leaf = leaves[i]
             if isinstance(leaf, torch.Tensor):
                 parts.append(leaf)
@@ -120,7 +122,10 @@ class CacheEntry:
 
     def result(self, parts: Sequence[Any], leaves: Sequence[Leaf], inline: bool) -> Any:
         """The user's tree of results, from the parts of all outputs."""
-        if inline or all(leaf.tag is None for leaf in leaves):
+        if inline or leaves is self._untagged:
+            return self.out_tree.build(parts)
+        if all(leaf.tag is None for leaf in leaves):
+            self._untagged = leaves
             return self.out_tree.build(parts)
         values, position = [], 0
         for leaf in leaves:

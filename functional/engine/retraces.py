@@ -106,7 +106,9 @@ def _argument(history: Sequence[TraceRecord]) -> str | None:
 def _leaf_text(part: Any) -> str:
     if isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], type):
         return repr(part[1])
-    if isinstance(part, tuple) and len(part) == 4 and isinstance(part[0], torch.Size):
+    if isinstance(part, tuple) and len(part) == 2:  # of a plain tensor: its facts, and its strides
+        part = part[0]
+    if isinstance(part, tuple) and isinstance(part[0], torch.Size):
         return f"{part[1]}{list(part[0])}".removeprefix("torch.")
     if isinstance(part, tuple) and part[0] is slice:
         return str(slice(*part[1:]))

@@ -105,8 +105,8 @@ class Transformed(Wrapper):
         # but may inspect different ones: inspecting neither evicts entries that are called nor counts as
         # a use.
         self._inspected: OrderedDict[Hashable, CacheEntry] = OrderedDict()
-        # The entry called last, nearly always the next one as well: it need not be moved in the cache.
-        self._newest: CacheEntry | None = None
+        # The entry called last and its key: nearly always the next one as well.
+        self._newest: tuple[Hashable, CacheEntry] | None = None
         self._lock = Lock()
         self._history: deque[TraceRecord] = deque(maxlen=_RETRACES)
         self._traces = 0
@@ -218,23 +218,32 @@ class Transformed(Wrapper):
     ) -> tuple[CacheEntry, list[Any]]:
         """The entry for a call, traced if need be, and the closed-over values."""
         key = self._key(arguments)
-        for cache in (self._entries, self._inspected):
-            entry = cache.get(key)
-            closures = None if entry is None else entry.closures(self.fn, arguments)
-            if entry is not None and closures is not None:
+        for entry in self._known(key):
+            closures = entry.closures(self.fn, arguments)
+            if closures is not None:
                 break
         else:
             entry, closures = self._traced(arguments, paths_of(args, kwargs))
             key = self._key(arguments)
         if not inspecting:
-            if entry is not self._newest:
+            if self._newest is None or entry is not self._newest[1]:
                 self._keep(self._entries, key, entry)
-                self._newest = entry if entry.lasting else None
+                self._newest = (key, entry) if entry.lasting else None
             if self._inspected:
                 self._inspected.pop(key, None)
         elif self._entries.get(key) is not entry:
             self._keep(self._inspected, key, entry)
         return entry, stand_ins(closures)
+
+    def _known(self, key: Hashable) -> Iterator[CacheEntry]:
+        """The entries with a key; that of the newest is compared before it is hashed."""
+        newest = self._newest
+        again = newest is not None and newest[0] == key
+        last = newest[1] if newest is not None and again else self._entries.get(key)
+        if last is not None:
+            yield last
+        if self._inspected and (inspected := self._inspected.get(key)) is not None:
+            yield inspected
 
     def _keep(
         self, cache: OrderedDict[Hashable, CacheEntry], key: Hashable, entry: CacheEntry

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import optree
@@ -62,18 +63,26 @@ class Arguments:
         leaves: all leaves, in order.
         traced: indices of the operands among the leaves.
         placed: whether any operand is a placed object.
+        plain: whether all leaves are tensors, and nothing else.
     """
 
     key: Hashable
     structure: optree.PyTreeSpec
     leaves: list[Any]
-    traced: list[int]
+    traced: Sequence[int]
     placed: bool
+    plain: bool = False
 
     @property
     def values(self) -> list[Any]:
         """The operands."""
-        return [self.leaves[i] for i in self.traced]
+        return self.leaves if self.plain else [self.leaves[i] for i in self.traced]
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
+# What a trace depends on, read without a step of Python's for each tensor.
+_facts = attrgetter("shape", "dtype", "device")
+_strides: Callable[[torch.Tensor], Any] = torch.Tensor.stride
 
 
 def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
@@ -88,6 +97,9 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         call, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
     )
     leaves = stand_ins(leaves)
+    if _PLAIN.issuperset(map(type, leaves)) and (facts := _of_plain(leaves)) is not None:
+        plain = structure, *facts, Settings.current()
+        return Arguments(plain, structure, leaves, range(len(leaves)), False, plain=True)
     key: list[Any] = [structure]
     traced: list[int] = []
     placed = False
@@ -98,7 +110,7 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
             if leaf.ndim == 0 and is_weak(leaf):
                 key.append(float)
             else:
-                key.append((leaf.shape, leaf.dtype, leaf.device, leaf.stride()))
+                key.append((_facts(leaf), leaf.stride()))
             traced.append(i)
         elif isinstance(leaf, float):
             key.append(float)
@@ -123,6 +135,17 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     except TypeError as error:
         raise _unhashable(args, kwargs, leaves) from error
     return Arguments(whole, structure, leaves, traced, placed)
+
+
+def _of_plain(tensors: list[torch.Tensor]) -> Iterable[Any] | None:
+    """The part of the key of each of these; None if one is sparse, or stands for a number."""
+    try:
+        strides = [*map(_strides, tensors)]
+    except RuntimeError:  # sparse tensors have none
+        return None
+    if () in strides and any(x.ndim == 0 and is_weak(x) for x in tensors):
+        return None
+    return zip(map(_facts, tensors), strides, strict=True)
 
 
 def paths_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
