@@ -30,8 +30,8 @@ from torchard import (
     parallelize,
     place,
     shard,
-    verify,
 )
+from torchard.testing import equal
 
 
 class Block(nn.Module):
@@ -67,7 +67,7 @@ def compare(title: str, module: nn.Module, x: Tensor, mesh: Mesh, plan: Mapping[
         print(f"{path:18} {'pinned':12} {spec}")
     print(f"\n{collectives}\n")
 
-    errors = [row.error for row in verify(run, fn, placed, data)]
+    errors = [row.error for row in equal(run, fn, placed, data, orders=("value", "gradient"))]
     print(f"largest error, outputs and gradients, against one device in float64: {max(errors):.1e}")
     kinds = Counter((c.kind, *c.axes) for c in collectives)
     return ", ".join(f"{n} {' over '.join(kind)}" for kind, n in kinds.items())

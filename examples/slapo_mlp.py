@@ -17,7 +17,8 @@ import torch
 from _mesh import mesh_of
 from torch import Tensor
 
-from torchard import P, ShapeDtype, initialize, jit, nn, random, shard, verify
+from torchard import P, ShapeDtype, initialize, jit, nn, random, shard
+from torchard.testing import equal
 
 Params = dict[str, Tensor]
 
@@ -53,8 +54,8 @@ def main(width: int = 1024, rows: tuple[int, ...] = (2, 512)) -> None:
         # The second one is for the gradient of x, and is left out if that is not needed.
         assert len(run.lower_joint(params, x, argnums=0).collectives) == 1
 
-        print("Errors against one device in float64; eager is one device in float32:\n")
-        print(verify(run, mlp, params, x))
+        print("Errors against one device in float64, and what rounding explains:\n")
+        print(equal(run, mlp, params, x, orders=("value", "gradient")))
 
         print("\nOther stacks of transforms, and the largest error of each:\n")
         compiled = functools.partial(jit, backend="eager")  # "inductor" takes some seconds more
@@ -67,7 +68,8 @@ def main(width: int = 1024, rows: tuple[int, ...] = (2, 512)) -> None:
             "jit(shard(vmap(mlp)))": (compiled(whole(torch.func.vmap(mlp, (None, 0)))), mlp),
         }
         for stack, (fn, reference) in stacks.items():
-            errors = [row.error for row in verify(fn, reference, params, x[:, :16])]
+            report = equal(fn, reference, params, x[:, :16], orders=("value", "gradient"))
+            errors = [row.error for row in report]
             print(f"{stack:22} {max(errors):.1e}")
 
 

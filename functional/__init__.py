@@ -16,7 +16,6 @@ from torchard.functional.module import Functional, functionalize
 from torchard.functional.repeat import repeat, stack, unstack
 from torchard.functional.saved_residuals import saved_residuals
 from torchard.functional.trace import name, scope, trace
-from torchard.functional.verify import verify
 
 __all__ = [
     "Functional",
@@ -30,5 +29,4 @@ __all__ = [
     "stack",
     "trace",
     "unstack",
-    "verify",
 ]

@@ -31,7 +31,6 @@ from torchard.functional.repeat import repeat, stack, unstack
 from torchard.functional.saved_residuals import saved_residuals
 from torchard.functional.trace import name, scope, trace
 from torchard.functional.tracing.signature import ShapeDtype
-from torchard.functional.verify import verify
 from torchard.kernels import Kernel, Pattern, any_of, find, fuse, register_kernel, replaced
 from torchard.sharding import (
     Activations,
@@ -189,5 +188,4 @@ __all__ = [
     "transforms",
     "tree",
     "unstack",
-    "verify",
 ]

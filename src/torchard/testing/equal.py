@@ -148,6 +148,7 @@ class Reference:
         self.fn, self.args, self.orders, self.seed = as_function(fn), tree.whole(args), orders, seed
         self.both, self.precision = both, precision
         self.twin = twin or self.fn
+        self.structure: Any = None  # of the result, if it holds no objects
         self._known: dict[tuple[str, frozenset[tuple[str, Precision]]], dict[str, Any]] = {}
 
     def check(self, fn: Fn, *args: Any) -> Report:
@@ -223,6 +224,8 @@ class Reference:
                 return Report(Difference(path, _kind(x)) for path, x in have.items())
         want = self._wanted(order, {})
         report = _differences(have, want)
+        if report.good and order == "value" and (problem := _other_tree(result, self.structure)):
+            return Report([Difference("out", type(result), problem=problem)])
         if report.good:
             return report
         if self.precision is None:  # it takes a run of fn, and narrower dtypes only widen bounds
@@ -231,13 +234,16 @@ class Reference:
             report = _differences(have, want)
         if report.good or not (self.both or any(map(_has_exact, want.values()))):
             return report
-        return _differences(have, _widened(want, self._expected(fn, order, {}), self.both))
+        own = self._expected(*self._program(fn), order, {})
+        return _differences(have, _widened(want, own, self.both))
 
     def _wanted(self, order: str, precision_of: Mapping[str, Precision]) -> dict[str, Any]:
         key = order, frozenset(precision_of.items())
         if key not in self._known:
-            fn = derived_reference(self.fn, order)
-            self._known[key] = self._expected(fn, order, precision_of)
+            program, inputs = self._program(derived_reference(self.fn, order))
+            if order == "value" and not program.out_tree.objects:
+                self.structure = program.out_tree.structure
+            self._known[key] = self._expected(program, inputs, order, precision_of)
         return self._known[key]
 
     def _program(self, fn: Fn) -> tuple[Program, list[torch.Tensor]]:
@@ -257,9 +263,14 @@ class Reference:
         found = _by_path(program.out_tree.nodes(of), order)
         return {path: x for path, x in found.items() if isinstance(x, Precision)}
 
-    def _expected(self, fn: Fn, order: str, precision_of: Mapping[str, Precision]) -> dict[str, Any]:
-        """What a plain function should return, by path."""
-        program, inputs = self._program(fn)
+    def _expected(
+        self,
+        program: Program,
+        inputs: Sequence[Any],
+        order: str,
+        precision_of: Mapping[str, Precision],
+    ) -> dict[str, Any]:
+        """What a function with this program should return, by path."""
         results = _by_path(program.out_tree.nodes(program.results), order)
         groups: dict[Precision, list[str]] = {}
         for path, node in results.items():
@@ -327,6 +338,12 @@ def _whole(result: Any) -> Any:
 def _kept(x: Any) -> Any:
     """A copy, which a later call cannot write to: functions may return the same buffer each time."""
     return x.detach().clone() if isinstance(x, torch.Tensor) and x.layout == torch.strided else x
+
+
+def _other_tree(result: Any, wanted: Any) -> str:
+    """How the tree of a result differs from the reference's, whose structure may be unknown."""
+    have = tree.structure(result)
+    return "" if wanted is None or have == wanted else f"the tree is {have}, reference {wanted}"
 
 
 def _same(these: Any, those: Any) -> bool:
@@ -401,7 +418,21 @@ def _misfit(have: Any, want: Any) -> str:
     if isinstance(have, torch.Tensor) or isinstance(want, _Wanted):
         other = "a tensor" if isinstance(want, _Wanted) else f"a {type(want).__name__}"
         return f"a {type(have).__name__}, reference {other}"
-    if type(have) is type(want) and (have == want or (have != have and want != want)):
-        return ""
+    return "" if have is want else _unlike(have, want)
+
+
+def _unlike(have: Any, want: Any) -> str:
+    """How two values that are no tensors differ."""
+    by_identity: Any = object.__eq__
+    try:
+        same = type(have) is type(want) and bool(have == want or (have != have and want != want))
+        comparable = same or type(have).__eq__ is not by_identity
+    except (TypeError, ValueError, RuntimeError):  # == gives no truth value
+        same = comparable = False
+    if not comparable and type(have) is type(want):
+        return (
+            f"a {type(have).__name__} cannot be compared: register it with torchard.tree.register, or "
+            "return the parts that are to be compared"
+        )
     exact = ": numbers must be the same; of tensors, roundings count" if type(have) is float else ""
-    return f"{have!r}, reference {want!r}{exact}"
+    return "" if same else f"{have!r}, reference {want!r}{exact}"

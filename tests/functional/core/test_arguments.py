@@ -146,10 +146,6 @@ CASES: dict[str, Case] = {
     ),
     "find": Case(lambda **given: ta.find(**given)(X), fn=double, pattern=double, where=None),
     "trace": Case(lambda **given: ta.trace(**given)(X), fn=double),
-    "verify": Case(
-        lambda fn, reference, **given: ta.verify(fn, reference, X, **given),
-        fn=torch.sin, reference=torch.sin, grads=True, tolerance=None,
-    ),
     "saved_residuals": Case(lambda fn: ta.saved_residuals(fn, X), fn=double),
     "functionalize": Case(ta.functionalize, module=torch_nn.Linear(2, 2)),
     "replaced": Case(ta.replaced, module=Two(), path="up", block=lambda params, x: x),
@@ -238,7 +234,7 @@ MEANT: dict[str, tuple[str, ...]] = {
     "PipelineSchedule.name": ("a str",),
     **dict.fromkeys(
         ("Mesh.virtual", "P.factors.weak", "shard.check_replicated", "shard_map.check_replicated",
-         "verify.grads", "place.check_replicated", "load.partial", "register_rule.alias",
+         "place.check_replicated", "load.partial", "register_rule.alias",
          "all_gather.tiled", "all_gather.invariant", "psum_scatter.tiled", "all_to_all.tiled",
          "optim.sgd.nesterov", "save.check_replicated"),
         ("True",),
@@ -292,7 +288,7 @@ MEANT: dict[str, tuple[str, ...]] = {
     "fuse.pattern": ("None", "a function"),
     "find.pattern": ("a function",),
     "find.where": ("None", "a str", "a function"),
-    **dict.fromkeys(("Mesh.timeout", "verify.tolerance"), ("None", "an int", "a float")),
+    "Mesh.timeout": ("None", "an int", "a float"),
     "functionalize.module": ("a module",),
     **dict.fromkeys(
         ("initialize.params", "constrain.x", "name.value", "pvary.x",
@@ -330,8 +326,7 @@ MEANT: dict[str, tuple[str, ...]] = {
 
 # What is right in kind and fails in the user's own function, or against the other operand.
 TOLD_BY_OTHERS = {
-    ("load.path", "a str"), ("find.where", "a module"), ("verify.fn", "a function"),
-    ("verify.fn", "a module"), ("verify.reference", "a function"), ("verify.reference", "a module"),
+    ("load.path", "a str"), ("find.where", "a module"),
     ("parallelize.model", "a module"), ("initialize.init", "a function"), ("initialize.init", "a module"),
     ("random.uniform.low", "a tensor"), ("random.uniform.high", "a tensor"),
     ("random.bernoulli.p", "a tensor"), ("repeat.block", "a function"), ("repeat.block", "a module"),
