@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core.tensor_spec import is_inexact_dtype
 from torchard.functional.effects.unused_results import declare_pure
 from torchard.functional.execution.codegen import compiled
 from torchard.functional.programs.graphs import with_operands
@@ -195,7 +196,7 @@ class _SampleCall:
         return list(call.ins)
 
     def _random(self, like: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        if like.dtype.is_floating_point or like.dtype.is_complex:
+        if is_inexact_dtype(like.dtype):
             return torch.randn(shape, generator=self.generator, dtype=torch.float64).to(like.dtype)
         return torch.randint(0, 2, shape, generator=self.generator).to(like.dtype)
 
@@ -251,7 +252,7 @@ class _SampleCall:
 def _close(have: torch.Tensor, want: torch.Tensor) -> bool:
     if have.shape != want.shape or have.dtype != want.dtype:
         return False
-    if not (want.dtype.is_floating_point or want.dtype.is_complex):
+    if not is_inexact_dtype(want.dtype):
         return torch.equal(have, want)
     scale = float(want.abs().max()) if want.numel() else 0.0
     bound = 100 * torch.finfo(want.dtype).eps * max(scale, 1.0)

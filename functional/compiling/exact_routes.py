@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.programs.tags import VAL
 
 __all__ = ["read_from_two_nodes", "read_twice"]
@@ -192,4 +193,4 @@ def _rounds(node: fx.Node) -> bool:
     value: Any = VAL.get(node)
     values = value if isinstance(value, (tuple, list)) else [value]
     tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    return not tensors or any(v.is_floating_point() or v.is_complex() for v in tensors)
+    return not tensors or any(is_inexact(v) for v in tensors)

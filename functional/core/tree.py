@@ -26,6 +26,7 @@ import torch
 
 from torchard.functional.core.arguments import checked
 from torchard.functional.core.placed import Lift, is_placed, lift_in_trace
+from torchard.functional.core.tensor_spec import is_inexact_dtype
 from torchard.functional.core.tree_nodes import NAMESPACE, register, register_dataclass
 
 __all__ = [
@@ -290,7 +291,7 @@ register(_Nothing, lambda node: ((), None), lambda static, children: _NOTHING)
 
 def _is_floating(leaf: Any) -> bool:
     known = isinstance(leaf, torch.Tensor) or is_placed(leaf)
-    return known and (leaf.dtype.is_floating_point or leaf.dtype.is_complex)
+    return known and is_inexact_dtype(leaf.dtype)
 
 
 @checked

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchard.functional import torch_internals as internals
-from torchard.functional.core.tensor_spec import TensorSpec, contiguous
+from torchard.functional.core.tensor_spec import TensorSpec, contiguous, is_inexact_dtype
 from torchard.functional.programs.program import Leaf, Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.tracing.purify import purify, replay, specs_of
@@ -35,10 +35,6 @@ def _callable(program: Program) -> Fn:
         return program.retrace
     graph = program.graph
     return lambda inputs: replay(graph, inputs)
-
-
-def _is_float(spec: TensorSpec) -> bool:
-    return spec.dtype.is_floating_point or spec.dtype.is_complex
 
 
 def _out_specs(program: Program) -> list[TensorSpec]:
@@ -82,7 +78,7 @@ def split_inputs(program: Program) -> tuple[int, list[tuple[Leaf, TensorSpec]]]:
 def _cotangents(program: Program, tags: Sequence[Any] | None) -> list[tuple[Leaf, TensorSpec]]:
     cotangents = []
     for i, (leaf, spec) in enumerate(zip(program.outputs, _out_specs(program), strict=True)):
-        if not _is_float(spec):
+        if not is_inexact_dtype(spec.dtype):
             continue
         tag, of = (leaf.tag, i) if tags is None else (tags[i], None)
         cotangent = Leaf(f"cotangent of {leaf.path}", tag, "cotangent", of, leaf.hints)
@@ -119,7 +115,7 @@ class _Vjp(NamedTuple):
 
 def _vjp(program: Program, mask: Sequence[bool], count: int, cotangents: int) -> _Vjp:
     f = _callable(program)
-    floats = [_is_float(spec) for spec in _out_specs(program)]
+    floats = [is_inexact_dtype(spec.dtype) for spec in _out_specs(program)]
     present: list[bool] = []
     follows: list[bool] = []
 
@@ -245,7 +241,7 @@ def _restricted(
 ) -> tuple[Callable[..., tuple[torch.Tensor, ...]], tuple[torch.Tensor, ...]]:
     """The floating outputs as a function of some inputs, and the values of these inputs."""
     f = _callable(program)
-    floats = [i for i, spec in enumerate(_out_specs(program)) if _is_float(spec)]
+    floats = [i for i, spec in enumerate(_out_specs(program)) if is_inexact_dtype(spec.dtype)]
 
     def restricted(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         primals = list(given)
@@ -262,7 +258,7 @@ def pushforward(program: Program, mask: Sequence[bool], tags: Sequence[Any]) -> 
     program = _as_function(program)
     count, primals = split_inputs(program)
     wanted = [i for i, w in enumerate(mask) if w]
-    floats = [i for i, spec in enumerate(_out_specs(program)) if _is_float(spec)]
+    floats = [i for i, spec in enumerate(_out_specs(program)) if is_inexact_dtype(spec.dtype)]
     tangents = [
         (
             replace(primals[i][0], path=f"tangent of {primals[i][0].path}", role="tangent", of=i),

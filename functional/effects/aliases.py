@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from torchard.functional.core.errors import PurityError
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.effects.mutation import argument_names, storage_key, written_nodes
 from torchard.functional.effects.scatters import (
     ELEMENTWISE,
@@ -66,7 +67,7 @@ class Alias:
     @property
     def holds_floats(self) -> bool:
         """Whether it, or what it is a view of, may have a gradient: bits are written of floats, too."""
-        own = self.val.is_floating_point() or self.val.is_complex()
+        own = is_inexact(self.val)
         return own or (self.parent is not None and self.parent.holds_floats)
 
     @property

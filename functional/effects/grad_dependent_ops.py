@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.programs.graphs import Inserter, substitute
 from torchard.functional.programs.tags import CUT, VAL
 
@@ -60,7 +61,7 @@ def may_follow(node: fx.Node) -> bool:
     while stack:
         node = stack.pop()
         val = VAL.get(node)
-        floats = not isinstance(val, torch.Tensor) or val.is_floating_point() or val.is_complex()
+        floats = not isinstance(val, torch.Tensor) or is_inexact(val)
         constant = getattr(node.target, "__name__", "") in _LIKE or CUT.on(node)
         if node in seen or not floats or constant:
             continue

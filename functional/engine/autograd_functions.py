@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.engine.lowered_function import Halves, LoweredFunction, width
 from torchard.functional.programs.program import Leaf
 from torchard.functional.programs.tags import VAL
@@ -55,7 +56,7 @@ def _call_plain(lowered: LoweredFunction, parts: Tensors) -> Outputs:
 
 
 def _follows(part: torch.Tensor) -> bool:
-    return part.requires_grad and (part.is_floating_point() or part.is_complex())
+    return part.requires_grad and is_inexact(part)
 
 
 def _call_level(lowered: LoweredFunction, parts: Tensors) -> Outputs:
@@ -264,7 +265,7 @@ def _pulled(
 ) -> list[Any]:
     """Gradients computed by a call of the pullback: one entry per input part."""
     mask = tuple(
-        m and _is_float(node) for m, node in zip(mask, lowered.base.placeholders, strict=False)
+        m and is_inexact(VAL.of(node)) for m, node in zip(mask, lowered.base.placeholders, strict=False)
     )
     pull = lowered.pullback(mask, tags)
     if not pull.base.outputs:
@@ -279,11 +280,6 @@ def _pulled(
             gradients[starts[leaf.of] + k] = parts[position]
             position += 1
     return gradients
-
-
-def _is_float(node: Any) -> bool:
-    value = VAL.of(node)
-    return bool(value.is_floating_point() or value.is_complex())
 
 
 class _Backward(torch.autograd.Function):
@@ -333,7 +329,7 @@ class _AnyLevels(torch.autograd.Function):
         ctx.save_for_forward(*parts)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
-            *(o for o in output if not (o.is_floating_point() or o.is_complex()))
+            *(o for o in output if not is_inexact(o))
         )
 
     @staticmethod
@@ -387,7 +383,7 @@ def _float_parts(lowered: LoweredFunction) -> list[int]:
     position = 0
     for leaf, node in zip(lowered.program.outputs, lowered.base.results, strict=True):
         w = 1 if lowered.inline else width(leaf)
-        if _is_float(node):
+        if is_inexact(VAL.of(node)):
             indices += range(position, position + w)
         position += w
     return indices

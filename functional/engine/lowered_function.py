@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from torchard.functional.core.locks import Lock
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.derivatives.autodiff import batched, joint, pullback, pushforward
 from torchard.functional.execution.binding import bind
 from torchard.functional.loops.call import is_opaque, loop_calls
@@ -218,7 +219,7 @@ class LoweredFunction:
         outputs = tuple(leaf for leaf in program.outputs if leaf.role != "gradient")
         differentiable = program.differentiable
         spans = spans_of([self._width(leaf) for leaf in outputs])
-        floats = [i for i, node in enumerate(self.base.results) if _is_float(VAL.of(node))]
+        floats = [i for i, node in enumerate(self.base.results) if is_inexact(VAL.of(node))]
         return Halves(
             forward=self._bound(halves.forward, program.constants),
             backward=self._bound(halves.backward, ()),
@@ -306,8 +307,4 @@ def _is_opaque(node: torch.fx.Node) -> bool:
     if KERNEL.on(node):
         return True
     space = getattr(node.target, "namespace", "aten")
-    return space not in ("aten", "prims", "prim") and _is_float(VAL.get(node))
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return space not in ("aten", "prims", "prim") and is_inexact(VAL.get(node))

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.derivatives import autodiff
 from torchard.functional.loops.call import Gives, LoopCall, Takes, as_body
 from torchard.functional.programs.program import Leaf, Program
@@ -138,7 +139,7 @@ def _with_constants(
 
 
 def _with_floating_carries(loop: LoopCall, mask: Sequence[bool]) -> tuple[bool, ...]:
-    floating = [_is_floating(node) for node in loop.body.placeholders]
+    floating = [is_inexact(VAL.of(node)) for node in loop.body.placeholders]
     return tuple(
         is_floating and (wanted or takes == "carry")
         for is_floating, wanted, takes in zip(floating, mask, loop.takes, strict=True)
@@ -147,15 +148,10 @@ def _with_floating_carries(loop: LoopCall, mask: Sequence[bool]) -> tuple[bool, 
 
 def floating_outputs(loop: LoopCall) -> list[int]:
     """The positions of the results that have a derivative."""
-    return [i for i, node in enumerate(loop.body.results) if _is_floating(node)]
+    return [i for i, node in enumerate(loop.body.results) if is_inexact(VAL.of(node))]
 
 
 def floating_carries(loop: LoopCall) -> list[int]:
     """The positions of the carries among the operands that have a derivative."""
     nodes = loop.body.placeholders
-    return [i for i in loop.inputs("carry") if _is_floating(nodes[i])]
-
-
-def _is_floating(node: torch.fx.Node) -> bool:
-    val = VAL.of(node)
-    return bool(val.is_floating_point() or val.is_complex())
+    return [i for i in loop.inputs("carry") if is_inexact(VAL.of(nodes[i]))]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core.tensor_spec import is_inexact_dtype
 from torchard.functional.loops.call import Gives, LoopCall
 from torchard.functional.loops.derived import (
     batched,
@@ -172,7 +173,7 @@ def _collected(loop: LoopCall, gives: Gives, values: list[torch.Tensor]) -> torc
 def _floats(loop: LoopCall) -> list[bool]:
     """For each operand, whether it has a derivative."""
     return [
-        spec.dtype.is_floating_point or spec.dtype.is_complex for spec in specs_of(loop.body.graph)
+        is_inexact_dtype(spec.dtype) for spec in specs_of(loop.body.graph)
     ]
 
 

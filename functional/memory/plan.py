@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.memory.destinations import with_destinations
 from torchard.functional.memory.lifetimes import Buffer, Lifetimes
 from torchard.functional.memory.packing import Packing, pack
@@ -114,7 +115,7 @@ def joint_tape_of(
     first = with_results_apart(first, fakes, count)
     lists = first.inputs, first.outputs[:count], first.outputs[count:]
     residuals = [lists[which][i] for which, i in saved]
-    floats = [x for x in lists[1] if x.is_floating_point() or x.is_complex()]
+    floats = [x for x in lists[1] if is_inexact(x)]
     with internals.no_modes(), fakes:
         cotangents = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in floats]
     second = recorded(backward, [*residuals, *cotangents], fakes)

@@ -24,6 +24,7 @@ from torchard.functional import torch_internals as internals
 from torchard.functional.core import user_lines as source
 from torchard.functional.core.errors import PurityError
 from torchard.functional.core.placed import is_placed
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.effects.mutation import storage_key, written_nodes
 from torchard.functional.programs.tags import CUT, VAL
 from torchard.functional.tracing.trace_state import TraceState, tracing
@@ -189,7 +190,7 @@ def _verdict(state: TraceState, node: fx.Node, inputs: Sequence[Verdict]) -> Ver
 
 def _is_float(value: Any) -> bool:
     """Whether a value can require gradients; a tuple of values may."""
-    return not isinstance(value, torch.Tensor) or value.is_floating_point() or value.is_complex()
+    return not isinstance(value, torch.Tensor) or is_inexact(value)
 
 
 def _is_new(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 from torchard.functional import torch_internals as internals
 from torchard.functional.core.errors import DerivativeError
-from torchard.functional.core.tensor_spec import TensorSpec
+from torchard.functional.core.tensor_spec import TensorSpec, is_inexact
 from torchard.functional.effects.mutation import functional_twin, writes_only
 from torchard.functional.torch_internals.accessors import pytree
 from torchard.functional.torch_internals.operators import COLLECTIVES
@@ -126,7 +126,7 @@ def _formula(op: Any, args: Any, kwargs: Any) -> _Formula | None:
 
 def _like(spec: TensorSpec) -> torch.Tensor:
     tensor = spec.empty()
-    return tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
+    return tensor.requires_grad_(is_inexact(tensor))
 
 
 @dataclass

@@ -82,6 +82,7 @@ class Arguments:
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 # What a trace depends on, read without a step of Python's for each tensor.
 _facts = attrgetter("shape", "dtype", "device")
+_layout = attrgetter("layout")
 _strides: Callable[[torch.Tensor], Any] = torch.Tensor.stride
 
 
@@ -139,10 +140,9 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
 
 def _of_plain(tensors: list[torch.Tensor]) -> Iterable[Any] | None:
     """The part of the key of each of these; None if one is sparse, or stands for a number."""
-    try:
-        strides = [*map(_strides, tensors)]
-    except RuntimeError:  # sparse tensors have none
+    if not {torch.strided}.issuperset(map(_layout, tensors)):
         return None
+    strides = [*map(_strides, tensors)]
     if () in strides and any(x.ndim == 0 and is_weak(x) for x in tensors):
         return None
     return zip(map(_facts, tensors), strides, strict=True)

@@ -15,6 +15,7 @@ from torchard.functional.core.errors import PurityError
 from torchard.functional.core.failed_calls import note_call, note_operands
 from torchard.functional.core.placed import is_placed
 from torchard.functional.core.scope_frames import path_of
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.effects.mutation import forgets_turns
 from torchard.functional.effects.picked import assign_picked, is_picking, pick
 from torchard.functional.programs.tags import SOURCE, VAL
@@ -257,7 +258,7 @@ def _weaken(args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
     strong = [tensor for tensor in tensors if not is_weak(tensor)]
     if not strong:
         return args, kwargs, True
-    floating = any(t.is_floating_point() or t.is_complex() for t in strong)
+    floating = any(is_inexact(t) for t in strong)
     if floating and any(t.ndim and t.is_floating_point() for t in strong):
         return args, kwargs, False
     dtype = torch.result_type(strong[0], 1.0)

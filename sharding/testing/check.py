@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchard.functional.core import tree
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.sharding.redistribute import place
 from torchard.sharding.shard import shard
 from torchard.sharding.values.mesh import Mesh
@@ -74,7 +75,7 @@ def check_sharded(
 
 def _perturbed(x: Any) -> Any:
     """The value with relative noise of about the machine epsilon."""
-    if not _is_floating(x):
+    if not is_inexact(x):
         return x
     generator = torch.Generator().manual_seed(1)
     noise = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x)
@@ -85,7 +86,7 @@ def _evaluated(fn: Callable[..., Any], args: Any, grads: bool) -> dict[str, torc
     """The results, and the gradients of all tensors among the arguments, by name."""
     leaves, structure = tree.flatten(args)
     if grads:
-        leaves = [x.detach().clone().requires_grad_() if _is_floating(x) else x for x in leaves]
+        leaves = [x.detach().clone().requires_grad_() if is_inexact(x) else x for x in leaves]
     given = tree.unflatten(structure, leaves)
     with torch.set_grad_enabled(grads):
         out = tree.whole(fn(*given))
@@ -100,8 +101,8 @@ def _evaluated(fn: Callable[..., Any], args: Any, grads: bool) -> dict[str, torc
 
 def _gradients(results: list[torch.Tensor], leaves: list[Any]) -> list[Any]:
     """The gradient of each tensor among the leaves: zeros if it has none, or is not floating."""
-    differentiable = [out for out in results if _is_floating(out) and out.requires_grad]
-    wanted = [x for x in leaves if _is_floating(x)]
+    differentiable = [out for out in results if is_inexact(out) and out.requires_grad]
+    wanted = [x for x in leaves if is_inexact(x)]
     values: Sequence[torch.Tensor | None] = [None] * len(wanted)
     if differentiable and wanted:
         values = torch.autograd.grad(
@@ -120,10 +121,6 @@ def _cotangent(out: torch.Tensor) -> torch.Tensor:
 
 def _is_tensor(x: Any) -> bool:
     return isinstance(x, torch.Tensor)
-
-
-def _is_floating(x: Any) -> bool:
-    return isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
 
 
 def _error(name: str, have: torch.Tensor, want: torch.Tensor, where: str) -> float:

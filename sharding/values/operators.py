@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core.tensor_spec import is_inexact_dtype
 from torchard.sharding.values.eager import IN_PLACE, run
 from torchard.sharding.values.mesh import PlacementError
 
@@ -44,7 +45,7 @@ class Operators:
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("len() of a MeshTensor without dims")
-        if not (self.dtype.is_floating_point or self.dtype.is_complex):
+        if not is_inexact_dtype(self.dtype):
             # A tensor treats an index that has a length as a tuple of indices.
             raise TypeError("len() of a MeshTensor of integers: use x.shape[0]")
         return int(self.shape[0])

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from torchard.functional import torch_internals as internals
+from torchard.functional.core.tensor_spec import is_inexact, is_inexact_dtype
 from torchard.functional.programs.constants import is_zero
 from torchard.functional.programs.graphs import with_operands
 from torchard.functional.programs.tags import VAL
@@ -160,7 +161,7 @@ class _Trial:
         dtype, shape = VAL.of(self.call.operands[k]).dtype, self.shapes[k]
         if k == 0 and self.call.target in _SUMMING and is_zero(self.call.operands[k]):
             return torch.zeros(shape, dtype=_double(dtype))
-        if dtype.is_floating_point or dtype.is_complex:
+        if is_inexact_dtype(dtype):
             real = torch.randn(shape, generator=self.generator, dtype=torch.float64)
             if self.draw == "definite":
                 square = len(shape) > 1 and shape[-1] == shape[-2]
@@ -347,7 +348,7 @@ def _scaled(value: Any, before: int, after: int) -> Any:
 def _close(have: torch.Tensor, want: torch.Tensor) -> bool:
     if have.shape != want.shape or have.dtype != want.dtype:
         return False
-    if not (want.is_floating_point() or want.is_complex()):
+    if not is_inexact(want):
         return torch.equal(have, want)
     finite = want[want.isfinite()].abs()
     # Integers become float32 in some operations, whose kernels round parts and wholes differently.

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from torchard.functional.core.tensor_spec import is_inexact
 from torchard.functional.programs.flops import flops, is_product
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
@@ -36,7 +37,7 @@ __all__ = [
 
 def is_float(value: Any) -> bool:
     """Whether a value is a floating or complex tensor."""
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return is_inexact(value)
 
 
 def alike(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args
 import torch
 from hypothesis import strategies as st
 
+from torchard.functional.core.tensor_spec import is_inexact_dtype
+
 __all__ = ["KINDS", "Kind", "numbers"]
 
 Kind = Literal["integers", "ordinary", "finite", "all"]
@@ -30,7 +32,7 @@ def numbers(kind: str, dtype: torch.dtype) -> st.SearchStrategy[Any]:
     """
     if dtype == torch.bool:
         return st.booleans()
-    if dtype.is_complex or dtype.is_floating_point:
+    if is_inexact_dtype(dtype):
         return _floats(kind, dtype.to_real() if dtype.is_complex else dtype)
     return _integers(kind, torch.iinfo(dtype))
 

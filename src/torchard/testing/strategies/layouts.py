@@ -7,6 +7,8 @@ from random import Random
 
 import torch
 
+from torchard.functional.core.tensor_spec import is_inexact_dtype
+
 __all__ = ["LAYOUTS", "laid_out"]
 
 
@@ -70,7 +72,7 @@ def _within(
 
 def _garbage(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """What shows when it is read by mistake."""
-    if dtype.is_floating_point or dtype.is_complex:
+    if is_inexact_dtype(dtype):
         return torch.full(shape, torch.nan, dtype=dtype)
     return torch.full(shape, True if dtype == torch.bool else torch.iinfo(dtype).max, dtype=dtype)
 

@@ -19,6 +19,7 @@ from torchard.functional.core.axis_expressions import (
     OperandExpression,
     parse,
 )
+from torchard.functional.core.tensor_spec import is_inexact_dtype
 from torchard.testing.strategies.elements import KINDS, numbers
 from torchard.testing.strategies.layouts import LAYOUTS, laid_out
 
@@ -140,7 +141,7 @@ def _tensor(
 
 def _wide(dtype: torch.dtype) -> Any:
     """The dtype of numpy that holds what a dtype of torch does, bfloat16 among them."""
-    if dtype.is_floating_point or dtype.is_complex:
+    if is_inexact_dtype(dtype):
         return np.float64
     return {torch.bool: np.bool_, torch.uint64: np.uint64}.get(dtype, np.int64)
 
