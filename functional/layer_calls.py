@@ -1,8 +1,8 @@
 """The calls that a module makes of stacked layers in its own loop.
 
-The loop runs on stand-ins, which hand placeholders on instead of results; the last one applies all
-layers, by `repeat`, to what the first one was given. So the loop shows what each layer hands to the next.
-Any other use of a layer's result, and any other argument that differs, is refused.
+Each layer is replaced by a stub that returns placeholders instead of results; the last stub runs all
+layers, by `repeat`, on what the first one was given. So the loop shows what each layer passes to the
+next. Any other use of a layer's result, and any other argument that differs, is refused.
 """
 
 from __future__ import annotations

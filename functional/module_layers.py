@@ -1,8 +1,8 @@
 """Module lists whose modules are equal layers: parameters are stacked, and one `repeat` applies them.
 
 Layers are equal if they differ in the values of parameters and buffers only. An attribute that differs is
-replaced by one that whatever reads it is refused (`layer_idx`, which nothing reads without a cache). The
-module's own loop over its layers runs as it is, on stand-ins for the layers (layer_calls.py).
+replaced by a sentinel that raises when read (`layer_idx`, which nothing reads without a cache). The
+module's own loop over its layers runs on stubs in place of the layers (layer_calls.py).
 """
 
 from __future__ import annotations

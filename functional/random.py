@@ -331,7 +331,7 @@ def randint(key: Key, shape: Shape, low: int, high: int) -> Tensor:
     span = high - low
     if not 0 < span <= 1 << 31:
         raise ValueError(
-            f"randint: low={low} and high={high} leave {max(span, 0)} integers; there must be 1 to 2^31."
+            f"randint: low={low} and high={high} leave {max(span, 0)} integers; expected 1 to 2**31."
         )
     if span <= 1 << 16:
         return (bits(key, shape) * span >> 32) + low

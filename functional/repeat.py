@@ -200,7 +200,7 @@ def _check_carry(x: Any) -> None:
     for path, leaf in zip(tree.paths(x, "x"), tree.leaves(x), strict=True):
         if not isinstance(leaf, torch.Tensor) and not is_placed(leaf):
             raise LoopError(
-                f"repeat: {path} is {_text(leaf)}; what a layer hands to the next are tensors. Pass "
+                f"repeat: {path} is {_text(leaf)}; the carry must be tensors. Pass "
                 "torch.tensor(...), or give it as a further argument: repeat(block, stacked, x, other)."
             )
 
@@ -267,7 +267,7 @@ def _kind_text(kind: Kind) -> str:
 
 
 def _loop(step: _Step, layer: Frame, count: int, rows: Any, x: Any, rest: Sequence[Any]) -> Any:
-    """The loop as it is."""
+    """Run the Python loop."""
     leaves, structure = tree.flatten(rows)
     split_leaves = [leaf.unbind(0) for leaf in leaves]
     collected = []

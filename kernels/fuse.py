@@ -151,9 +151,9 @@ def _check_used(pattern: Any, kernel: Any, name: str | None) -> None:
         return
     if kernel is not None:
         raise KernelError(
-            f"fuse(kernel={kernel!r}) beside the Kernel {pattern.name!r}, which has references and "
-            "implementations of its own. Give one of them: fuse(fn, Kernel), or fuse(fn, pattern, "
-            "kernel) with a pattern that is a function."
+            f"fuse(kernel={kernel!r}) and the Kernel {pattern.name!r}, which has references and "
+            "implementations of its own: pass either a Kernel or kernel=, not both, as in "
+            "fuse(fn, Kernel), or fuse(fn, pattern, kernel) with a pattern that is a function."
         )
     if name is not None and name != pattern.name:
         raise KernelError(

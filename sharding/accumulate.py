@@ -59,8 +59,8 @@ def accumulate(
         A function that computes what ``fn`` does.
 
     Raises (when called):
-        AccumulateError: a dim does not exist, or is no multiple of the number of slices; or an operation
-            needs the whole batch, as batch normalization does. The message names its line.
+        AccumulateError: a dim does not exist, or is not a multiple of the number of slices; or an
+            operation needs the whole batch, as batch normalization does. The message names its line.
 
     Source: microbatches, Huang et al., GPipe, arXiv:1811.06965, section 2.2.
 
@@ -162,7 +162,7 @@ class Accumulate(Rewrite):
         if shape[dim] % steps:
             fit = [n for n in range(1, shape[dim] + 1) if shape[dim] % n == 0]
             raise AccumulateError(
-                f"{name}({count}={steps}): dim {dim} of {leaf.path} {shape} is no multiple of "
+                f"{name}({count}={steps}): dim {dim} of {leaf.path} {shape} is not a multiple of "
                 f"{steps}. Pad the batch (and mask what is added), or take {count}="
                 f"{' or '.join(map(str, _nearest(fit, steps)))}."
             )

@@ -36,25 +36,25 @@ from torchard.functional.programs.tags import FRAMES, LOOP, ORIGIN, SCOPE, SEGME
 
 __all__ = ["layers_of"]
 
-# A loop has so many layers, and saves so many operations; all loops of a program save so many, at least.
-TIMES, EACH, LEAST = 3, 40, 1000
+# The fewest layers of a loop, the fewest operations that it saves, and that all loops of a program save.
+MIN_COUNT, MIN_SAVED_PER_LOOP, MIN_SAVED = 3, 40, 1000
 _TRIED = 6
 
 
 def layers_of(program: Program) -> list[EqualLayers]:
     """The layers of a program that follow each other and are equal, in order; none if there are few."""
     nodes = list(program.calls)
-    if len(nodes) < LEAST:
+    if len(nodes) < MIN_SAVED:
         return []
     symbols = _Symbols(program)
     found: list[EqualLayers] = []
-    for run in runs([symbols.of(node) for node in nodes], TIMES, min(EACH, LEAST)):
+    for run in runs([symbols.of(node) for node in nodes], MIN_COUNT, min(MIN_SAVED_PER_LOOP, MIN_SAVED)):
         layers = _verified(run, nodes, symbols, found)
         if layers is not None:
             found.append(layers)
-    found = aligned(found, lambda parts, known: _sourced(parts, symbols, known), TIMES)
+    found = aligned(found, lambda parts, known: _sourced(parts, symbols, known), MIN_COUNT)
     saved = sum((layers.count - 1) * len(layers.nodes[0]) for layers in found)
-    return found if saved >= LEAST else []
+    return found if saved >= MIN_SAVED else []
 
 
 # What differs between layers though they are equal, or says where a node is.
@@ -116,7 +116,7 @@ def _verified(
     """The layers of a run whose operands have sources, cut where they hand on the least; None without."""
     for start, count in _cuts(run, nodes):
         for skipped, dropped in ((0, 0), (1, 0), (0, 1), (1, 1)):
-            if count - skipped - dropped < TIMES:
+            if count - skipped - dropped < MIN_COUNT:
                 continue
             bounds = [start + k * run.period for k in range(skipped, count - dropped + 1)]
             parts = [list(nodes[a:b]) for a, b in pairwise(bounds)]
@@ -134,7 +134,7 @@ def _cuts(run: PeriodicRun, nodes: Sequence[fx.Node]) -> Iterator[tuple[int, int
         for offset in range(period)
     ]
     for _, count, offset in sorted(counted)[:_TRIED]:
-        if -count >= TIMES:
+        if -count >= MIN_COUNT:
             yield run.start + offset, -count
 
 

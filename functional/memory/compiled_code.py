@@ -121,7 +121,7 @@ pool = Pool(machine_memory() // 4)
 
 
 class AllocationRequest(NamedTuple):
-    """What is asked for in one allocation."""
+    """One allocation request."""
 
     shape: Sequence[int]
     strides: Sequence[int]

@@ -3,13 +3,13 @@
 This is dynamic storage allocation, which is NP-hard (Garey and Johnson 1979, SR2). No packing is smaller
 than the most bytes in use at once, so the ratio of the two bounds what is lost.
 
-Buffers are placed one after another, each in the lowest gap that it fits into. What decides is the order:
-those by size, by duration, by area and by time are tried (Pisarchyk and Lee 2020, arXiv:2001.03288). If
-the best packing is not close to the bound, a buffer at its top is moved forward in its order to a random
-place, and the order is kept if it is no worse: a buffer that makes trouble is placed earlier ("squeaky
-wheel" optimization, Joslin and Clements 1999). Only buffers of some size are searched; the others fit
-between them. For the programs of benchmarks/planned_memory.py an exact search, as in MiniMalloc (Moffitt
-and others, ASPLOS 2024, doi:10.1145/3623278.3624752), would gain a hundredth at most.
+Buffers are placed one after another, each in the lowest gap that it fits into. What decides is the
+order: those by size, by duration, by area and by time are tried (Pisarchyk and Lee 2020,
+arXiv:2001.03288). If the best packing is not close to the bound, the buffer at the top of the block is
+moved earlier in the order, to a random place, and the order is kept if it is no worse ("squeaky wheel"
+optimization, Joslin and Clements 1999). Only buffers of some size are searched; the others fit between
+them. For the programs of benchmarks/planned_memory.py an exact search, as in MiniMalloc (Moffitt and
+others, ASPLOS 2024, doi:10.1145/3623278.3624752), would gain a hundredth at most.
 """
 
 from __future__ import annotations

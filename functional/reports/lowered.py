@@ -82,11 +82,11 @@ class Lowered(Program):
         """Of a pipeline: which rank computes what when, with its bubble, its memory and what is sent.
 
         Raises:
-            ValueError: the program is no pipeline.
+            ValueError: the program is not a pipeline.
         """
         if SCHEDULE not in self.facts:
             raise ValueError(
-                f"{self.name} is no pipeline; lower a function that torchard.pipeline returned."
+                f"{self.name} is not a pipeline; lower a function that torchard.pipeline returned."
             )
         return self.facts[SCHEDULE](self)
 

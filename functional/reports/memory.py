@@ -80,7 +80,7 @@ class Holder(Record):
         return self.kind, self.what, self.value, self.scope, self.source
 
     def in_any_layer(self) -> Holder:
-        """The same in whatever layer: numbers in paths and scopes are stars."""
+        """The same in any layer: numbers in paths and scopes are shown as `*`."""
         what = _NUMBERS.sub("*", self.what) if self.kind == "argument" else self.what
         return replace(self, what=what, scope=_NUMBERS.sub("*", self.scope))
 

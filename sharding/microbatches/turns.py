@@ -321,8 +321,8 @@ def _waits(source: fx.Node, heavy: fx.Node) -> str:
             "accumulate."
         )
     return (
-        f"{at}: {source.target} takes a sum over the whole batch, which the rest of the batch's work "
-        f"waits for, so {after}. Statistics of the batch, as in batch normalization, need the whole "
+        f"{at}: {source.target} is a sum over the whole batch, and the rest of the computation depends "
+        f"on it, so {after}. Statistics of the batch, as in batch normalization, need the whole "
         "batch: use statistics of each example, as in layer or group normalization, fixed ones (eval "
         "mode), or checkpoint in place of accumulate."
     )

@@ -222,8 +222,8 @@ def test_equals_the_plain_function(
     model: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(equal_layers, "LEAST", 1)  # a small loop is found, too
-    monkeypatch.setattr(equal_layers, "EACH", 1)
+    monkeypatch.setattr(equal_layers, "MIN_SAVED", 1)  # a small loop is found, too
+    monkeypatch.setattr(equal_layers, "MIN_SAVED_PER_LOOP", 1)
     setting = Setting(axes, transform.split("∘")[0], placed_x, model)
     turn, every = (transform == "shard"), 2
     if model == "mlp":

@@ -25,7 +25,7 @@ def test_a_random_loop_is_right_or_refused_by_name(
     first: int, source: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """8 cases; `python tests/support/random_loops.py 1 SEED` runs one of each alone."""
-    monkeypatch.setattr(equal_layers, "LEAST", 1)  # small programs are rolled, too
+    monkeypatch.setattr(equal_layers, "MIN_SAVED", 1)  # small programs are rolled, too
     monkeypatch.setattr(collecting, "new_buffer", poisoned_buffer)
     found = []
     for seed in range(first, min(first + 8, FIRST + COUNT)):

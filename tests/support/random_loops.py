@@ -234,7 +234,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     count, first = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     found: Counter[str] = Counter()
-    equal_layers.LEAST = 1
+    equal_layers.MIN_SAVED = 1
     for seed in range(first, first + count):
         for source in (random_loop, random_layers):
             case = draw(seed, [source])

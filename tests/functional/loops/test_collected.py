@@ -22,8 +22,8 @@ MESH = Mesh({"a": 2}, virtual=True)
 @pytest.fixture(autouse=True)
 def poisoned_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collecting, "new_buffer", poisoned_buffer)
-    monkeypatch.setattr(equal_layers, "EACH", 1)
-    monkeypatch.setattr(equal_layers, "LEAST", 1)
+    monkeypatch.setattr(equal_layers, "MIN_SAVED_PER_LOOP", 1)
+    monkeypatch.setattr(equal_layers, "MIN_SAVED", 1)
 
 
 def _entered(x: Tensor, w: Tensor) -> Any:

@@ -31,8 +31,8 @@ WIDTH = 3
 @pytest.fixture(autouse=True)
 def few_operations_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small programs are rolled, too."""
-    monkeypatch.setattr(limits, "EACH", 1)
-    monkeypatch.setattr(limits, "LEAST", 1)
+    monkeypatch.setattr(limits, "MIN_SAVED_PER_LOOP", 1)
+    monkeypatch.setattr(limits, "MIN_SAVED", 1)
 
 
 def params(count: int, shape: tuple[int, ...] = (WIDTH, WIDTH)) -> list[Tensor]:
@@ -240,7 +240,7 @@ def test_a_checkpoint_keeps_what_it_does_without_loops(monkeypatch: pytest.Monke
         return sorted((r.what, r.scope, r.name or "", r.bytes, r.why) for r in found)
 
     rolled = kept()
-    monkeypatch.setattr(limits, "LEAST", 10**6)
+    monkeypatch.setattr(limits, "MIN_SAVED", 10**6)
     assert rolled == kept()
 
 

@@ -273,7 +273,7 @@ def test_stack_and_unstack() -> None:
     [
         (lambda: repeat(layer, {"w": P["w"], "b": P["b"][:2]}, X), r"\['w'\] \[4, 3, 3\]"),
         (lambda: repeat(layer, {"w": torch.tensor(1.0)}, X), "without a leading dim of layers"),
-        (lambda: repeat(layer, P, 3.0), "what a layer hands to the next are tensors"),
+        (lambda: repeat(layer, P, 3.0), "the carry must be tensors"),
         (lambda: repeat(lambda p, x: x.float(), P, X), r"is float64\[2, 3\], and the block returned"),
         (lambda: repeat(lambda p, x: (x, x), P, X), "pass collect=True"),
         (lambda: repeat(lambda p, x: x, P, X, collect=True), r"not a pair"),

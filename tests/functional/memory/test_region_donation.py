@@ -27,8 +27,8 @@ def poison() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def small_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal layers are found in small programs, too."""
-    monkeypatch.setattr(equal_layers, "LEAST", 1)
-    monkeypatch.setattr(equal_layers, "EACH", 1)
+    monkeypatch.setattr(equal_layers, "MIN_SAVED", 1)
+    monkeypatch.setattr(equal_layers, "MIN_SAVED_PER_LOOP", 1)
 
 
 def loss(params: Params, x: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ COUNT = examples(ci=20, explore=2000)
 @pytest.fixture(autouse=True)
 def few_operations_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small programs are rolled, too."""
-    monkeypatch.setattr(limits, "EACH", 1)
-    monkeypatch.setattr(limits, "LEAST", 1)
+    monkeypatch.setattr(limits, "MIN_SAVED_PER_LOOP", 1)
+    monkeypatch.setattr(limits, "MIN_SAVED", 1)
 
 
 def facts(program: Program) -> list[Any]:

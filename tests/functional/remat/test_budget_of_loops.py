@@ -45,8 +45,8 @@ gpt = functools.partial(train_gpt.loss, SIZE)
 @pytest.fixture(autouse=True)
 def few_operations_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small programs are rolled, too."""
-    monkeypatch.setattr(limits, "EACH", 1)
-    monkeypatch.setattr(limits, "LEAST", 1)
+    monkeypatch.setattr(limits, "MIN_SAVED_PER_LOOP", 1)
+    monkeypatch.setattr(limits, "MIN_SAVED", 1)
 
 
 def recomputed(program: Program) -> int:
@@ -92,7 +92,7 @@ def test_budgets_from_everything_to_the_least(monkeypatch: pytest.MonkeyPatch) -
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] == 0 < costs[0]
     assert parts == {1, 2}
-    monkeypatch.setattr(limits, "LEAST", 10**9)
+    monkeypatch.setattr(limits, "MIN_SAVED", 10**9)
     cost, bound = found[1]
     unrolled = step_of(bytes=bound).lower(PARAMS, BATCH)
     assert not has_loops(unrolled)
@@ -117,7 +117,7 @@ def test_a_bound_that_only_single_layers_can_meet(monkeypatch: pytest.MonkeyPatc
     least, rolled = peak(fraction=0.0)
     assert rolled
     with monkeypatch.context() as patch:
-        patch.setattr(limits, "LEAST", 10**9)
+        patch.setattr(limits, "MIN_SAVED", 10**9)
         lower, rolled = peak(fraction=0.0)
         assert not rolled
     assert lower < least

@@ -217,7 +217,7 @@ def test_a_tied_weight_is_updated_by_all_who_hold_it() -> None:
 def test_only_a_pipeline_has_a_schedule() -> None:
     case = model("mlp")
     program = shard(case.loss, Mesh({"pp": 2}, virtual=True)).lower(*case.args)
-    with pytest.raises(ValueError, match="mlp is no pipeline"):
+    with pytest.raises(ValueError, match="mlp is not a pipeline"):
         _ = program.schedule
 
 

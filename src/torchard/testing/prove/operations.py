@@ -7,9 +7,9 @@ Then:
 - one that a result lacks leaves that result pending, over the axes that split it, with the rule's
   reduction;
 - one that the rule calls whole is held whole; one that it splits as a run is held as runs;
-- operands may pend over an axis if they are, together, what the rule calls linear, by sums alone, and the
-  axis does nothing else in the operation; all results then pend over it;
-- results pend over nothing else.
+- operands may be partial sums over an axis if the rule calls them, together, linear, and the axis does
+  nothing else in the operation; all results are then partial sums over it;
+- results are partial over nothing else.
 
 An instance makes claims of the operator, that it may be split along a factor or taken apart into a sum.
 These are certified apart (see `certificates`). That they hold for several factors at once follows from
@@ -129,10 +129,10 @@ class _Check:
         for k, (have, want) in enumerate(zip(pending, self.after, strict=True)):
             if have != want:
                 raise _NoInstance(
-                    f"result {k} pends over {_listed(have)}, not over {_listed(want)}"
+                    f"result {k} is partial over {_listed(have)}, not over {_listed(want)}"
                 )
             if len(set(have.values())) > 1:
-                raise _NoInstance(f"result {k} pends in two ways, over {_listed(have)}")
+                raise _NoInstance(f"result {k} is partial in two ways, over {_listed(have)}")
         halo = self.rule.halo is not None and self.rule.halo[0] in split
         return Instance("", tuple(dict.fromkeys(claims)), halo)
 
@@ -194,18 +194,19 @@ class _Check:
         return Claim("tie", (n, r))
 
     def _passing(self) -> dict[str, frozenset[int]]:
-        """For each axis over which operands pend, which of them do."""
+        """For each axis over which operands are partial sums, which of them are."""
         found: dict[str, set[int]] = {}
         for k, pending in enumerate(self.before):
             for axis, op in pending.items():
                 if op != "sum":
-                    raise _NoInstance(f"operand {k} pends over {axis}: its {op} comes first")
+                    raise _NoInstance(f"operand {k} is partial over {axis}: reduce it by {op} first")
                 found.setdefault(axis, set()).add(k)
         for axis, group in found.items():
             if group not in self.rule.linear:
                 listed = ", ".join(map(str, sorted(group)))
                 raise _NoInstance(
-                    f"operands {listed} pend over {axis}, and the operation is not linear in these alone"
+                    f"operands {listed} are partial sums over {axis}, and the operation is not linear in "
+                    "these alone"
                 )
         return {axis: frozenset(group) for axis, group in found.items()}
 

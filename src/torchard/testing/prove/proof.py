@@ -42,8 +42,8 @@ class Gap:
         reason: what is not so.
 
     >>> from torchard.testing import Gap
-    >>> print(Gap("mm", "aten.mm", "model.py:12 in mlp", "P(tp), P() -> P()", "result 0 pends over tp"))
-    mm (aten.mm at model.py:12 in mlp) P(tp), P() -> P(): result 0 pends over tp
+    >>> print(Gap("mm", "aten.mm", "model.py:12 in mlp", "P(tp), P() -> P()", "partial over tp"))
+    mm (aten.mm at model.py:12 in mlp) P(tp), P() -> P(): partial over tp
     """
 
     node: str
