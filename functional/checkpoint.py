@@ -13,7 +13,7 @@ from torchard.functional.core.errors import CheckpointError
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.loops.call import in_bodies
 from torchard.functional.programs.markers import tells_apart
-from torchard.functional.programs.program import Program, Rewrite
+from torchard.functional.programs.program import Program, Rewrite, Stage
 from torchard.functional.programs.tags import NAME
 from torchard.functional.programs.unrolled import warn_of_unrolling
 from torchard.functional.remat.policies import save_nothing
@@ -106,7 +106,7 @@ class Checkpoint(Rewrite):
     warned: set[str] = field(default_factory=set, compare=False, repr=False)
 
     # Before kernels are fused: none may span the boundary of a segment.
-    stage = -1
+    stage = Stage.MARK
 
     @property
     def asks(self) -> tuple[Rewrite, ...]:

@@ -13,7 +13,7 @@ from torchard.functional.core.errors import KernelError, NoMatch
 from torchard.functional.engine.transformed import Transformed
 from torchard.functional.loops.call import in_bodies
 from torchard.functional.programs.markers import tells_apart
-from torchard.functional.programs.program import Program, Rewrite
+from torchard.functional.programs.program import Program, Rewrite, Stage
 from torchard.functional.programs.tags import SCOPE
 from torchard.functional.programs.unrolled import warn_of_unrolling
 from torchard.functional.remat.segments import Where, chooser, scopes_in
@@ -198,7 +198,7 @@ class Fuse(Rewrite):
     warned: set[str] = field(default_factory=set, compare=False, repr=False)
 
     # Operations are fused before they are split over a mesh, whatever the order of the transforms.
-    stage = 0
+    stage = Stage.REPLACE
 
     @property
     def reads_loops(self) -> bool:

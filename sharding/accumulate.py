@@ -12,7 +12,7 @@ from torch import fx
 from torchard.functional.core.arguments import AtLeast, checked
 from torchard.functional.core.errors import AccumulateError
 from torchard.functional.engine.transformed import Transformed
-from torchard.functional.programs.program import Leaf, Program, Rewrite
+from torchard.functional.programs.program import Leaf, Program, Rewrite, Stage
 from torchard.functional.programs.tags import VAL
 from torchard.functional.remat.policies import save_nothing
 from torchard.functional.remat.recompute import RECOMPUTE
@@ -91,7 +91,7 @@ class _Key:
 class Accumulate(Rewrite):
     """The rewrite of `accumulate`. It runs after kernels are fused, and before layouts are planned."""
 
-    stage = 0.5
+    stage = Stage.SLICE
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from torchard.functional.core.arguments import AtLeast, checked
 from torchard.functional.core.errors import PipelineError
 from torchard.functional.engine.transformed import Transformed
-from torchard.functional.programs.program import Program, Rewrite
+from torchard.functional.programs.program import Program, Rewrite, Stage
 from torchard.functional.reports.lowered import SCHEDULE
 from torchard.sharding.accumulate import Accumulate
 from torchard.sharding.pipelining.chunks import assign_chunks
@@ -96,7 +96,7 @@ class Pipeline(Rewrite):
     stages: str | tuple[str, ...] | None = None
     how: str | PipelineSchedule = "1f1b"
 
-    stage = 0.4
+    stage = Stage.CUT
 
     def __post_init__(self) -> None:
         if self.axis not in self.mesh.shape:
@@ -152,7 +152,7 @@ class InOrder(Rewrite):
 
     pipeline: Pipeline
 
-    stage = 3
+    stage = Stage.ORDER
 
     def __call__(self, program: Program) -> Program:
         return program

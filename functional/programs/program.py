@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -34,6 +35,7 @@ __all__ = [
     "RankGraph",
     "Rewrite",
     "Runtime",
+    "Stage",
     "finished",
     "finishing",
 ]
@@ -160,6 +162,30 @@ class Leaf:
         return replace(self, tag=tag, hints=tuple(hint.batched() for hint in self.hints))
 
 
+class Stage(float, Enum):
+    """When a rewrite runs among others, whatever the order of their stack; the first runs first.
+
+    >>> from torchard.transforms import Stage
+    >>> sorted([Stage.PLAN, Stage.RECOMPUTE, Stage.REPLACE])[0].name
+    'REPLACE'
+    """
+
+    MARK = -1.0
+    """Marks that later stages read: segments of `checkpoint`."""
+    REPLACE = 0.0
+    """Operations are replaced by others, as `fuse` does."""
+    CUT = 0.4
+    """Operations are assigned to the stages of a pipeline."""
+    SLICE = 0.5
+    """The batch is sliced into microbatches."""
+    PLAN = 1.0
+    """Values are placed, and what runs them is set: `shard`, `jit`. The default."""
+    RECOMPUTE = 2.0
+    """What a backward needs is saved, recomputed or offloaded."""
+    ORDER = 3.0
+    """Operations are put in the order in which they run."""
+
+
 class Rewrite(ABC):
     """What a transform does: ``Program -> Program``. Hashable: it is part of every cache key.
 
@@ -172,7 +198,7 @@ class Rewrite(ABC):
     purpose is a `ValueRewrite` (value_rewrite.py).
 
     Attributes:
-        stage: rewrites with a lower stage run first, whatever the order in which they were stacked.
+        stage: when it runs among the rewrites of a stack.
         asks: further rewrites that must run in the same lowering.
         donate_argnums: positions of the arguments whose memory the call may take.
         reads_loops: whether it takes a program with loops (functional/loops); if not, they are unrolled.
@@ -197,7 +223,7 @@ class Rewrite(ABC):
     tensor(1.)
     """
 
-    stage: float = 1
+    stage: float = Stage.PLAN
     donate_argnums: tuple[int, ...] = ()
 
     @property

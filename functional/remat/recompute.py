@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchard.functional.programs.program import Program, Rewrite, finishing
+from torchard.functional.programs.program import Program, Rewrite, Stage, finishing
 from torchard.functional.programs.tags import LOOP
 from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.remat.budget import within_budget
@@ -23,7 +23,7 @@ class Recompute(Rewrite):
     whatever the order of the stack, and before the post-passes, which see recomputed operations too.
     """
 
-    stage = 2
+    stage = Stage.RECOMPUTE
 
     @property
     def reads_loops(self) -> bool:

@@ -32,6 +32,7 @@ from torchard.functional.programs.program import (
     Program,
     Rewrite,
     Runtime,
+    Stage,
 )
 from torchard.functional.programs.records import Record, Records
 from torchard.functional.programs.tagging import (
@@ -58,6 +59,7 @@ __all__ = [
     "Records",
     "Rewrite",
     "Runtime",
+    "Stage",
     "Tag",
     "TagError",
     "Transformed",

@@ -12,6 +12,7 @@ import textwrap
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -109,8 +110,10 @@ def _is_function(public: Public) -> bool:
 
 
 def _has_parameters(public: Public) -> bool:
-    """Exceptions that are made as Python's own are, and functions without parameters, have none."""
+    """Exceptions that are made as Python's own are, enums and functions without parameters have none."""
     kind = public.value
+    if inspect.isclass(kind) and issubclass(kind, Enum):
+        return False
     if inspect.isclass(kind) and issubclass(kind, Exception):
         return "__init__" in vars(kind)
     return _has_source(kind) and bool(inspect.signature(kind).parameters)
