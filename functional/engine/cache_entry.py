@@ -17,7 +17,7 @@ from torchard.functional.engine.lowered_function import LoweredFunction
 from torchard.functional.guards.environment import Environment
 from torchard.functional.programs.program import Free, Leaf, Program, Rewrite
 from torchard.functional.tracing.autograd_state import autograd_of
-from torchard.functional.tracing.signature import Arguments
+from torchard.functional.tracing.signature import Arguments, Known
 from torchard.functional.tracing.strided_inputs import strided_inputs
 from torchard.functional.tracing.trace_state import Closure
 
@@ -43,6 +43,7 @@ class CacheEntry:
     ) -> None:
         self.lowered = LoweredFunction(base, rewrites)
         self._inlined: LoweredFunction | None = None
+        self._known: Known | None = None
         # The output leaves that were last seen to be of plain tensors.
         self._untagged: Sequence[Leaf] | None = None
         self.out_tree = base.out_tree
@@ -100,6 +101,12 @@ class CacheEntry:
         """Drop the closed-over values; the next call reads them again."""
         self.last_read = None, []
         self.environment.let_go()
+
+    def known(self, arguments: Arguments) -> Known | None:
+        """These arguments, which the entry is for, as later calls are compared with them."""
+        if self._known is None:
+            self._known = Known.of(arguments)
+        return self._known
 
     def parts(self, arguments: Arguments, closures: Sequence[Any]) -> list[torch.Tensor]:
         """The parts of all inputs, in order: those of the arguments, then those of the closures."""

@@ -32,7 +32,7 @@ from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.unrolled import unrolled
 from torchard.functional.reports.lowered import Lowered
 from torchard.functional.tracing.autograd_state import autograd_of
-from torchard.functional.tracing.signature import Arguments, paths_of, read
+from torchard.functional.tracing.signature import Arguments, Known, paths_of, read
 from torchard.functional.tracing.stand_ins import stand_ins
 from torchard.functional.tracing.strided_inputs import check_memory, pass_on
 from torchard.functional.tracing.trace_call import trace_call
@@ -105,8 +105,8 @@ class Transformed(Wrapper):
         # but may inspect different ones: inspecting neither evicts entries that are called nor counts as
         # a use.
         self._inspected: OrderedDict[Hashable, CacheEntry] = OrderedDict()
-        # The entry called last and its key: nearly always the next one as well.
-        self._newest: tuple[Hashable, CacheEntry] | None = None
+        # The entry called last, its key and its arguments: nearly always those of the next call as well.
+        self._newest: tuple[Hashable, CacheEntry, Known | None] | None = None
         self._lock = Lock()
         self._history: deque[TraceRecord] = deque(maxlen=_RETRACES)
         self._traces = 0
@@ -128,10 +128,11 @@ class Transformed(Wrapper):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return internals.outside_of_compile(self, args, kwargs)
-        arguments = read(args, kwargs)
         state = active()
         if state is not None:
-            return self._replayed(state, arguments, args, kwargs)
+            return self._replayed(state, read(args, kwargs), args, kwargs)
+        newest = self._newest
+        arguments = read(args, kwargs, None if newest is None else newest[2])
         try:
             entry, closures = self._entry(arguments, args, kwargs)
             if entry.strided:
@@ -228,7 +229,7 @@ class Transformed(Wrapper):
         if not inspecting:
             if self._newest is None or entry is not self._newest[1]:
                 self._keep(self._entries, key, entry)
-                self._newest = (key, entry) if entry.lasting else None
+                self._newest = (key, entry, entry.known(arguments)) if entry.lasting else None
             if self._inspected:
                 self._inspected.pop(key, None)
         elif self._entries.get(key) is not entry:
@@ -238,7 +239,7 @@ class Transformed(Wrapper):
     def _known(self, key: Hashable) -> Iterator[CacheEntry]:
         """The entries with a key; that of the newest is compared before it is hashed."""
         newest = self._newest
-        again = newest is not None and newest[0] == key
+        again = newest is not None and (newest[0] is key or newest[0] == key)
         last = newest[1] if newest is not None and again else self._entries.get(key)
         if last is not None:
             yield last

@@ -21,7 +21,7 @@ from torchard.functional.tracing.settings import Settings
 from torchard.functional.tracing.stand_ins import stand_ins
 from torchard.functional.tracing.tensor_lifting import is_weak
 
-__all__ = ["Arguments", "ShapeDtype", "paths_of", "read", "specs_of_arguments"]
+__all__ = ["Arguments", "Known", "ShapeDtype", "paths_of", "read", "specs_of_arguments"]
 
 
 @dataclass(frozen=True)
@@ -86,8 +86,33 @@ _layout = attrgetter("layout")
 _strides: Callable[[torch.Tensor], Any] = torch.Tensor.stride
 
 
-def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+@dataclass(frozen=True)
+class Known:
+    """The arguments of an earlier call, all tensors: later ones are compared with them in compiled code."""
+
+    structure: optree.PyTreeSpec
+    key: tuple[Any, ...]
+    check: Callable[..., bool]
+
+    @classmethod
+    def of(cls, arguments: Arguments) -> Known | None:
+        """Those of a call; None if they cannot be compared so."""
+        check = internals.check_like(arguments.leaves) if arguments.plain else None
+        key: Any = arguments.key
+        return None if check is None else cls(arguments.structure, key, check)
+
+    def fits(self, structure: optree.PyTreeSpec, leaves: Sequence[Any]) -> bool:
+        """Whether a call with these leaves has the same key."""
+        same = structure == self.structure and self.check(*leaves)
+        return same and self.key[-1] == Settings.current()
+
+
+def read(args: tuple[Any, ...], kwargs: dict[str, Any], known: Known | None = None) -> Arguments:
     """Flatten the arguments of a call, and tell operands from static leaves.
+
+    Args:
+        args, kwargs: of the call.
+        known: the arguments of an earlier call, outside of a trace.
 
     Raises:
         StaticArgumentError: a leaf is a sparse tensor, or neither tensor nor float nor hashable;
@@ -98,6 +123,8 @@ def read(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         call, is_placed, none_is_leaf=True, namespace=tree.NAMESPACE
     )
     leaves = stand_ins(leaves)
+    if known is not None and known.fits(structure, leaves):
+        return Arguments(known.key, structure, leaves, range(len(leaves)), False, plain=True)
     if _PLAIN.issuperset(map(type, leaves)) and (facts := _of_plain(leaves)) is not None:
         plain = structure, *facts, Settings.current()
         return Arguments(plain, structure, leaves, range(len(leaves)), False, plain=True)
