@@ -88,7 +88,7 @@ _strides: Callable[[torch.Tensor], Any] = torch.Tensor.stride
 
 @dataclass(frozen=True)
 class Known:
-    """The arguments of an earlier call, all tensors: later ones are compared with them in compiled code."""
+    """Arguments of an earlier call, all tensors: later ones are compared with them in compiled code."""
 
     structure: optree.PyTreeSpec
     key: tuple[Any, ...]

@@ -1,4 +1,4 @@
-"""Arguments that are compared with those of the last call by torch's compiled check: the key is the same."""
+"""Arguments that torch's compiled check finds to be like those of the last call have the same key."""
 
 from __future__ import annotations
 
