@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,10 +32,11 @@ from torchard.testing.derived import (
     derived_reference,
     lack,
 )
+from torchard.testing.differences import Wanted, differences_of, kind_of
 from torchard.testing.localize import localize, parting
 from torchard.testing.observe import recorded
 from torchard.testing.report import Difference, Differs, Report, is_assertion
-from torchard.testing.rounding.bounds import Expected, expected
+from torchard.testing.rounding.bounds import expected
 from torchard.testing.rounding.precision import OWN, Precision, precisions
 from torchard.testing.rounding.programs import program_of
 from torchard.testing.rounding.roundings import alike
@@ -221,9 +221,9 @@ class Reference:
             other = self.called(derived_reference(self.twin, order), *self.args)
             alike_built = tree.structure(result) == tree.structure(other)
             if alike_built and _identical(have, _by_path(other, order)):
-                return Report(Difference(path, _kind(x)) for path, x in have.items())
+                return Report(Difference(path, kind_of(x)) for path, x in have.items())
         want = self._wanted(order, {})
-        report = _differences(have, want)
+        report = differences_of(have, want)
         if report.good and order == "value" and (problem := _other_tree(result, self.structure)):
             return Report([Difference("out", type(result), problem=problem)])
         if report.good:
@@ -231,11 +231,11 @@ class Reference:
         if self.precision is None:  # it takes a run of fn, and narrower dtypes only widen bounds
             if known := self._precisions(fn, order):
                 want = self._wanted(order, known)
-            report = _differences(have, want)
+            report = differences_of(have, want)
         if report.good or not (self.both or any(map(_has_exact, want.values()))):
             return report
         own = self._expected(*self._program(fn), order, {})
-        return _differences(have, _widened(want, own, self.both))
+        return differences_of(have, _widened(want, own, self.both))
 
     def _wanted(self, order: str, precision_of: Mapping[str, Precision]) -> dict[str, Any]:
         key = order, frozenset(precision_of.items())
@@ -280,11 +280,9 @@ class Reference:
             nodes = [results[path] for path in paths]
             known = expected(program, inputs, nodes, precision=precision, seed=self.seed)
             for path, node in zip(paths, nodes, strict=True):
-                results[path] = _Wanted(known[node], VAL.of(node).dtype)
+                results[path] = Wanted(known[node], VAL.of(node).dtype)
         return results
 
-
-_ABSENT = object()
 
 # What reports call what is not compared.
 _NAMES = {
@@ -296,7 +294,7 @@ _NAMES = {
 
 def _has_exact(want: Any) -> bool:
     """Whether an element is computed without rounding: of another computation, its own count."""
-    known = isinstance(want, _Wanted) and want.value.bound is not None
+    known = isinstance(want, Wanted) and want.value.bound is not None
     return known and bool((want.value.bound == 0).any())
 
 
@@ -312,9 +310,9 @@ def _by_path(result: Any, order: str) -> dict[str, Any]:
 def _widened(wanted: dict[str, Any], own: dict[str, Any], everywhere: bool) -> dict[str, Any]:
     """What should be returned, with another function's bounds added."""
     both = {
-        path: _Wanted(want.value.widened(own[path].value, everywhere), want.dtype)
+        path: Wanted(want.value.widened(own[path].value, everywhere), want.dtype)
         for path, want in wanted.items()
-        if isinstance(want, _Wanted) and isinstance(own.get(path), _Wanted)
+        if isinstance(want, Wanted) and isinstance(own.get(path), Wanted)
         if want.value.exact.shape == own[path].value.exact.shape
     }
     return {**wanted, **both}
@@ -364,75 +362,7 @@ def _identical(have: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def _kind(x: Any) -> torch.dtype | type:
-    return x.dtype if isinstance(x, torch.Tensor) else type(x)
-
-
 _RANDOM = (
     "fn is random: two calls with the same arguments, and with torch's generators at the same seed, "
     "differ. Give it what it draws as an argument"
 )
-
-
-# -- differences --------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """A tensor among expected results, and the dtype that it should have."""
-
-    value: Expected
-    dtype: torch.dtype
-
-
-def _differences(have: dict[str, Any], want: dict[str, Any]) -> Report:
-    return Report(
-        _difference(path, have.get(path, _ABSENT), want.get(path, _ABSENT))
-        for path in dict.fromkeys([*want, *have])
-    )
-
-
-def _difference(path: str, have: Any, want: Any) -> Difference:
-    kind = _kind(have)
-    if problem := _misfit(have, want):
-        return Difference(path, kind, problem=problem)
-    if not isinstance(want, _Wanted):
-        return Difference(path, kind)
-    excess = want.value.excess(have)
-    if not excess.numel():
-        return Difference(path, kind)
-    place = int(excess.argmax())
-    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), excess.shape))
-    bound = 0.0 if want.value.bound is None else float(want.value.bound[at])
-    return Difference(path, kind, want.value.error(have), bound, float(excess[at]), at)
-
-
-def _misfit(have: Any, want: Any) -> str:
-    """Why two results cannot be equal, whatever the numbers in them are."""
-    if have is _ABSENT or want is _ABSENT:
-        return f"{'fn' if have is _ABSENT else 'the reference'} has no such result"
-    if isinstance(have, torch.Tensor) and isinstance(want, _Wanted):
-        if have.shape != want.value.exact.shape:
-            return f"shape {list(have.shape)}, reference {list(want.value.exact.shape)}"
-        return "" if have.dtype == want.dtype else f"dtype, reference {want.dtype}"
-    if isinstance(have, torch.Tensor) or isinstance(want, _Wanted):
-        other = "a tensor" if isinstance(want, _Wanted) else f"a {type(want).__name__}"
-        return f"a {type(have).__name__}, reference {other}"
-    return "" if have is want else _unlike(have, want)
-
-
-def _unlike(have: Any, want: Any) -> str:
-    """How two values that are no tensors differ."""
-    by_identity: Any = object.__eq__
-    try:
-        same = type(have) is type(want) and bool(have == want or (have != have and want != want))
-        comparable = same or type(have).__eq__ is not by_identity
-    except (TypeError, ValueError, RuntimeError):  # == gives no truth value
-        same = comparable = False
-    if not comparable and type(have) is type(want):
-        return (
-            f"a {type(have).__name__} cannot be compared: register it with torchard.tree.register, or "
-            "return the parts that are to be compared"
-        )
-    exact = ": numbers must be the same; of tensors, roundings count" if type(have) is float else ""
-    return "" if same else f"{have!r}, reference {want!r}{exact}"
