@@ -24,6 +24,7 @@ from torchard.sharding.pipeline import pipeline
 from torchard.sharding.pipelining.schedules import PipelineSchedule, Task
 from torchard.sharding.planning.plan import IdleAxisWarning
 from torchard.sharding.redistribute import place, redistribute
+from torchard.sharding.register_decomposition import register_decomposition
 from torchard.sharding.rule_check import register_rule
 from torchard.sharding.scheduling.schedule import Schedule
 from torchard.sharding.shard import shard
@@ -91,6 +92,7 @@ __all__ = [
     "psum_scatter",
     "pvary",
     "redistribute",
+    "register_decomposition",
     "register_rule",
     "save",
     "shard",

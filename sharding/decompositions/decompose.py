@@ -34,7 +34,7 @@ from torchard.sharding.decompositions import (  # noqa: F401  (their entries)
     pools,
     resample,
 )
-from torchard.sharding.decompositions.functional_forms import DECOMPOSITIONS
+from torchard.sharding.decompositions.functional_forms import DECOMPOSITIONS, Checked
 from torchard.sharding.decompositions.neighbours import NEIGHBOURS, Parts
 from torchard.sharding.layouts.tags import CALL, PART_OF
 from torchard.sharding.rules import Call, lookup
@@ -60,7 +60,8 @@ def _decompositions(target: Any, parts: Parts | None) -> list[Callable[..., Any]
     if parts is not None and target in NEIGHBOURS:
         candidates.append(functools.partial(NEIGHBOURS[target], parts))
     if target in DECOMPOSITIONS:
-        candidates.append(DECOMPOSITIONS[target])
+        entry = DECOMPOSITIONS[target]
+        candidates.append(entry.fn if isinstance(entry, Checked) else entry)
     if isinstance(target, Fused):
         candidates.append(target.reference)
     if not candidates and lookup(target) is None and target in internals.DECOMPOSITION_TABLE:
@@ -81,6 +82,9 @@ def decompose(graph: fx.Graph, node: fx.Node, parts: Parts | None = None) -> lis
     traced = next((t for way in ways if (t := _trace(way, node, operands)) is not None), None)
     if traced is None:
         return []
+    entry = DECOMPOSITIONS.get(node.target)
+    if isinstance(entry, Checked):
+        entry.check(node)
     with graph.inserting_before(node):
         pieces, outputs = _inline(graph, traced, operands, node)
     _replace(graph, node, outputs)

@@ -7,17 +7,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 from torchard.functional.torch_internals.operators import Absent, aten
 from torchard.sharding.rules.compute.loss import MEAN, SUM, class_dim
 from torchard.sharding.rules.compute.reduce import reduced_dims
 
-__all__ = ["BIASED_PRODUCTS", "DECOMPOSITIONS", "register_decomposition"]
+__all__ = ["BIASED_PRODUCTS", "DECOMPOSITIONS", "Checked", "register_decomposition"]
 
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
+@dataclass(frozen=True)
+class Checked:
+    """A user's decomposition, and what compares it with its operation, given a call of that."""
+
+    fn: Callable[..., Any]
+    check: Callable[[fx.Node], None]
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any] | Checked] = {}
 BIASED_PRODUCTS = frozenset(
     {
         aten.addmm.default,

@@ -182,6 +182,10 @@ CASES: dict[str, Case] = {
     "register_rule": Case(
         lambda **given: ta.register_rule(object(), **given), text="i -> i", emit=None, alias=False
     ),
+    "register_decomposition": Case(
+        lambda **given: ta.register_decomposition(torch.ops.aten.special_airy_ai.default, **given),
+        fn=torch.special.airy_ai,
+    ),
     "psum": on_ranks(ta.psum, x=X, axes="a"),
     "pmean": on_ranks(ta.pmean, x=X, axes="a"),
     "pmax": on_ranks(ta.pmax, x=X, axes="a"),
@@ -301,6 +305,7 @@ MEANT: dict[str, tuple[str, ...]] = {
     ),
     "register_rule.text": ("a str", "a function", "a module"),
     "register_rule.emit": ("None", "a function", "a module"),
+    "register_decomposition.fn": ("a function", "a module"),
     **dict.fromkeys(
         ("all_gather.dim", "psum_scatter.dim", "all_to_all.split_dim", "all_to_all.concat_dim",
          "random.randint.low"),

@@ -1,0 +1,139 @@
+"""Registration of decompositions by users, which are checked against their operation when first used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from torchard.functional import torch_internals as internals
+from torchard.functional.core.arguments import checked
+from torchard.functional.core.tensor_spec import is_inexact
+from torchard.functional.effects.unused_results import declare_pure
+from torchard.functional.programs.graphs import with_operands
+from torchard.functional.programs.tags import VAL
+from torchard.sharding.decompositions.functional_forms import DECOMPOSITIONS, Checked
+from torchard.sharding.layouts.factors import RuleError
+
+__all__ = ["register_decomposition"]
+
+# The most elements of a call whose decomposition is compared with it.
+_MOST = 2**20
+# How many roundings of the largest element the two may be apart.
+_ROUNDINGS = 1000
+
+
+@checked
+def register_decomposition(*targets: Any, fn: Callable[..., Any]) -> None:
+    """Register what an operation computes, as a function of operations that can be split.
+
+    A plan puts it in the operation's place where that would have to gather a dim that is split: one that
+    its rule calls ``whole``, or any, if it has no rule. So only what these operations communicate is
+    sent: statistics of a norm, and not its values.
+
+    It is compared with the operation when it is first used, on random tensors of the call's shapes;
+    operations that cannot be called on such tensors, because they take indices or check values, are not.
+
+    Args:
+        targets: ``torch.ops`` overloads.
+        fn: takes the operation's arguments, and returns as many tensors, of the same shapes and dtypes;
+            it is traced. NotImplemented declines a call, which gathers then.
+
+    Raises:
+        TypeError: a target is not an overload, such as ``torch.ops.mine.norm.default``.
+        RuleError: (when it is first used) the function computes something else than the operation.
+
+    >>> import torch, torchard as ta
+    >>> @torch.library.custom_op("docs::centered", mutates_args=())
+    ... def centered(x: torch.Tensor) -> torch.Tensor:
+    ...     return x - x.mean(-1, keepdim=True)
+    >>> @centered.register_fake
+    ... def _(x):
+    ...     return torch.empty_like(x)
+    >>> ta.register_decomposition(
+    ...     torch.ops.docs.centered.default, fn=lambda x: x - x.mean(-1, keepdim=True))
+    >>> mesh = ta.Mesh({"tp": 2}, virtual=True)
+    >>> x = ta.place(torch.arange(8.0).view(2, 4), mesh, ta.P(None, "tp"))
+    >>> run = ta.shard(lambda x: centered(x), mesh)
+    >>> [(c.kind, c.shape) for c in run.lower(x).collectives]    # sums of rows, and no values
+    [('all_reduce', (2, 1))]
+    """
+    for target in targets:
+        if not isinstance(target, internals.OpOverload):
+            raise TypeError(
+                f"register_decomposition({target!r}): pass overloads of operators, such as "
+                "torch.ops.mine.norm.default."
+            )
+    check = _Check(fn)
+    for target in targets:
+        declare_pure(target)
+        DECOMPOSITIONS[target] = Checked(fn, check)
+
+
+class _Check:
+    """Compares a decomposition with its operation, once for calls of a kind."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        self.known: set[Any] = set()
+
+    def __call__(self, node: fx.Node) -> None:
+        operands = [VAL.of(n) for n in node.all_input_nodes]
+        kind = node.target, tuple((x.shape, x.dtype) for x in operands), str((node.args, node.kwargs))
+        if kind in self.known or sum(x.numel() for x in operands) > _MOST:
+            return
+        with internals.clean_thread_state(gradients=False):
+            self._compare(node, operands)
+        self.known.add(kind)
+
+    def _compare(self, node: fx.Node, operands: list[torch.Tensor]) -> None:
+        generator = torch.Generator().manual_seed(0)
+        args, kwargs = with_operands(node, [_random(x, generator) for x in operands])
+        target: Any = node.target
+        try:
+            want = _tensors(target(*args, **kwargs))
+        except Exception:  # it cannot be called on random tensors
+            return
+        found = self.fn(*args, **kwargs)
+        if found is NotImplemented:
+            return
+        have = _tensors(found)
+        if len(have) != len(want) or not all(map(_close, have, want)):
+            raise RuleError(
+                f"the decomposition of {node.target} is wrong: on random tensors of shapes "
+                f"{[list(x.shape) for x in operands]} it returns {_kinds(have)} for {_kinds(want)}"
+                f"{_apart(have, want)}. It must compute what the operation does."
+            )
+
+
+def _random(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if is_inexact(like):
+        return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)
+    return torch.randint(0, 2, like.shape, generator=generator).to(like.dtype)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    values = value if isinstance(value, (tuple, list)) else [value]
+    return [v for v in values if isinstance(v, torch.Tensor)]
+
+
+def _kinds(values: list[torch.Tensor]) -> str:
+    return ", ".join(f"{str(v.dtype).removeprefix('torch.')}{list(v.shape)}" for v in values)
+
+
+def _close(have: torch.Tensor, want: torch.Tensor) -> bool:
+    if have.shape != want.shape or have.dtype != want.dtype:
+        return False
+    if not is_inexact(want):
+        return torch.equal(have, want)
+    scale = float(want.abs().nan_to_num().max()) if want.numel() else 0.0
+    bound = _ROUNDINGS * torch.finfo(want.dtype).eps * max(scale, 1e-30)
+    return torch.allclose(have, want, rtol=0, atol=bound, equal_nan=True)
+
+
+def _apart(have: list[torch.Tensor], want: list[torch.Tensor]) -> str:
+    same = [(x, y) for x, y in zip(have, want, strict=False) if x.shape == y.shape]
+    apart = [float((x.double() - y.double()).abs().max()) for x, y in same if is_inexact(x) and x.numel()]
+    return f", up to {max(apart):.2e} apart" if apart else ""
