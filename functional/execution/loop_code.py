@@ -140,16 +140,17 @@ def operation(
         saved: where its value goes besides.
     """
     slot = slots[node]
+    others = [each for each in dead if each != slot]
     if getattr(node.target, "takes_over", False):
         operands: Any = node.args[0]
         yield Pack(None, "given", operands, slots)
-        yield from dropped([each for each in dead if each != slot])
+        yield from dropped(others)
         yield Compute(node, slot, slots, given="given")
-        dead = [each for each in dead if each == slot]
     else:
         yield _value(node, slots)
+        yield from dropped(others)  # before the value is saved, which may take memory
     yield from saved
-    yield from dropped(dead)
+    yield from dropped([each for each in dead if each == slot])
 
 
 def _value(node: fx.Node, slots: SlotNames) -> Instruction:

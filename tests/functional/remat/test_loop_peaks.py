@@ -13,6 +13,7 @@ from torchard.functional.execution.binding import bind
 from torchard.functional.loops import equal_layers as limits
 from torchard.functional.programs.unrolled import has_loops
 from torchard.functional.remat.liveness import peak_of
+from torchard.functional.reports.memory import memory_of
 
 COUNT = examples(ci=40, explore=5000)
 
@@ -38,5 +39,5 @@ def test_the_peak_of_a_random_loop_is_what_is_measured(first: int) -> None:
         gc.collect()
         with LiveBytes(args) as count:
             run(args)
-        assert peak_of(program) == count.peak(), seed
+        assert memory_of(program).peak <= peak_of(program) == count.peak(), seed
     assert found > 3

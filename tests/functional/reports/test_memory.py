@@ -50,6 +50,25 @@ def test_the_peak_is_what_a_run_has() -> None:
     assert live.peak() == memory.peak == sum(holder.bytes for holder in memory.holders)
 
 
+@pytest.mark.parametrize("order", [1, 2])
+def test_the_peak_of_a_loop(order: int) -> None:
+    """What a run of generated code has is what planned memory has, second derivatives included."""
+    stacked = torch.ones(5, 16, 16)
+
+    def looped(ws: Tensor, x: Tensor) -> Tensor:
+        return repeat(lambda w, x: torch.tanh(x @ w) + x, ws, x).square().mean()
+
+    def second(ws: Tensor, x: Tensor) -> Tensor:
+        return torch.func.grad(lambda ws: torch.func.grad(looped)(ws, x).sin().sum())(ws)
+
+    run = jit(torch.func.grad(looped) if order == 1 else second, backend="eager")
+    run(stacked, X)
+    with LiveBytes([stacked, X]) as live:
+        run(stacked, X)
+    lowered = run.lower(stacked, X)
+    assert live.peak() == lowered.peak == lowered.memory.peak
+
+
 def test_holders() -> None:
     memory = jit(gradient, backend="eager").lower(PARAMS, X).memory
     arguments = [holder.what for holder in memory.holders if holder.kind == "argument"]
