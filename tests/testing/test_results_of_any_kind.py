@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from torchard.testing import equal
+from torchard.testing import check_dtypes, equal
 from torchard.testing.equal import Reference
 
 X = torch.randn(2, 4)
@@ -65,3 +65,34 @@ def test_what_has_no_equality_is_refused_with_the_way_out() -> None:
         equal(lambda x: (x, Plain()), lambda x: (x, Plain()), X)
     same = Plain()
     equal(lambda x: (x, same), lambda x: (x, same), X)
+
+
+def test_what_is_no_number_is_shown() -> None:
+    x = torch.tensor([1.0, -1.0])
+    with pytest.raises(AssertionError, match=r"<-- at \[1\], nan, reference 0"):
+        equal(torch.sqrt, lambda x: x.clamp(min=0).sqrt(), x, orders=["value"])
+    with pytest.raises(AssertionError, match=r"<-- at \[0\], 1, reference inf"):
+        equal(lambda x: x, lambda x: x / 0, x, orders=["value"])
+
+
+def test_what_modules_do_not_share_is_named() -> None:
+    class Norm(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gain = torch.nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.rms_norm(x, (4,), self.gain)
+
+    report = equal(Norm(), torch.nn.RMSNorm(4), X, orders=["value"])
+    assert report.good and "the names of the modules' parameters differ" in str(report)
+    wrong = torch.nn.BatchNorm1d(4)
+    torch.nn.init.zeros_(wrong.running_var)
+    with pytest.raises(AssertionError, match=r"buffer running_var .* <--"):
+        equal(wrong, torch.nn.BatchNorm1d(4), X)
+
+
+def test_complex_arguments_are_of_each_precision() -> None:
+    report = check_dtypes(lambda z: z.abs().sum(), torch.tensor([1 + 2j, 0.5j]))
+    assert [row.path for row in report][:2] == ["float64: out", "float64: gradient of args[0]"]
+    assert report.good

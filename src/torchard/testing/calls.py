@@ -21,6 +21,7 @@ __all__ = [
     "drawing_alike",
     "law",
     "leaving_buffers",
+    "left_out",
     "seeded",
     "updates_of_buffers",
     "with_parameters",
@@ -143,11 +144,11 @@ def with_parameters(fn: Fn, reference: Fn, args: Sequence[Any]) -> tuple[Fn, Fn,
 
 
 def updates_of_buffers(fn: Fn, reference: Fn) -> tuple[Fn, Fn] | None:
-    """Two modules as functions to the buffers after a call, by name; None unless both have the same."""
+    """Two modules as functions to the buffers after a call, by name; None if they have other names."""
     if not (isinstance(fn, torch.nn.Module) and isinstance(reference, torch.nn.Module)):
         return None
-    buffers, others = dict(fn.named_buffers()), dict(reference.named_buffers())
-    if not buffers or not _have_same(buffers, others):
+    names = [{name for name, _ in module.named_buffers()} for module in (fn, reference)]
+    if not names[0] or names[0] != names[1]:
         return None
 
     def updates(module: torch.nn.Module) -> Fn:
@@ -159,6 +160,23 @@ def updates_of_buffers(fn: Fn, reference: Fn) -> tuple[Fn, Fn] | None:
         return after
 
     return updates(fn), updates(reference)
+
+
+def left_out(fn: Fn, reference: Fn) -> dict[str, str]:
+    """What of two modules is not compared, each with the reason."""
+    if not (isinstance(fn, torch.nn.Module) and isinstance(reference, torch.nn.Module)):
+        return {}
+    kinds = torch.nn.Module.named_parameters, torch.nn.Module.named_buffers
+    (ours, theirs), (mine, others) = ([dict(kind(m)) for m in (fn, reference)] for kind in kinds)
+    found: dict[str, str] = {}
+    if (ours or theirs) and not (ours.keys() == theirs.keys() and _have_same(ours, theirs)):
+        what = "values" if ours.keys() == theirs.keys() else "names"
+        found["gradients of parameters"] = (
+            f"the {what} of the modules' parameters differ; load one's state_dict into the other"
+        )
+    if mine.keys() != others.keys():
+        found["buffers"] = "the names of the modules' buffers differ"
+    return found
 
 
 def _have_same(these: Mapping[str, torch.Tensor], those: Mapping[str, torch.Tensor]) -> bool:

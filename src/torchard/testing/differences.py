@@ -48,7 +48,15 @@ def _difference(path: str, have: Any, want: Any) -> Difference:
     place = int(excess.argmax())
     at = tuple(int(i) for i in torch.unravel_index(torch.tensor(place), excess.shape))
     bound = 0.0 if want.value.bound is None else float(want.value.bound[at])
-    return Difference(path, kind, want.value.error(have), bound, float(excess[at]), at)
+    problem = _not_finite(have[at], want.value.exact[at]) if excess[at] > 1 else ""
+    return Difference(path, kind, want.value.error(have), bound, float(excess[at]), at, problem)
+
+
+def _not_finite(have: torch.Tensor, want: torch.Tensor) -> str:
+    """What an element is, and should be, where one of the two is not finite."""
+    if bool(have.isfinite()) and bool(want.isfinite()):
+        return ""
+    return f"{have.item():.6g}, reference {want.item():.6g}"
 
 
 def _misfit(have: Any, want: Any) -> str:

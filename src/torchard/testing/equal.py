@@ -20,6 +20,7 @@ from torchard.testing.calls import (
     as_function,
     buffers_kept,
     leaving_buffers,
+    left_out,
     seeded,
     updates_of_buffers,
     with_parameters,
@@ -115,7 +116,8 @@ def equal(
     if updates is not None:
         mine, other = updates
         report += Reference(other, args, ["value"], seed, precision=precision).check(mine, *args)
-    return report
+    skipped = left_out(fn, reference).items()
+    return report + [Difference(what, type(None), skipped=why) for what, why in skipped]
 
 
 class Reference:

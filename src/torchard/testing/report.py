@@ -61,7 +61,8 @@ class Difference:
         if self.skipped:
             return self.path, "", "", "", f"not compared: {self.skipped}"
         if self.problem:
-            return self.path, kind, "", "", f"<-- {self.problem}"
+            place = f"at {list(self.at)}, " if self.at else ""
+            return self.path, kind, "", "", f"<-- {place}{self.problem}"
         times = f"{self.excess:.3g} times its bound" if self.bound else "where nothing is rounded"
         if self.bound == math.inf:
             times = "where roundings make it infinite or NaN, so that there is no bound"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Annotated, Any
 
 import torch
@@ -33,6 +34,8 @@ __all__ = [
 Fn = Callable[..., Any]
 Layer = Callable[[Fn], Fn]
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+# Complex numbers of these; those of half precision stay as they are.
+_COMPLEX = {torch.float64: torch.complex128, torch.float32: torch.complex64}
 
 
 @law
@@ -131,14 +134,18 @@ def check_dtypes(
 
         try:
             precision = None if allow_narrower else Precision(dtype, only=True)
-            report += Reference(fn, values, orders, precision=precision).check(in_dtype, *values)
+            found = Reference(fn, values, orders, precision=precision).check(in_dtype, *values)
         except Differs as error:
             raise error.inside(f"in {dtype}, ") from None
+        name = str(dtype).removeprefix("torch.")
+        report += (replace(row, path=f"{name}: {row.path}") for row in found)
     return report
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
-    return x.to(dtype) if is_float(x) and not x.is_complex() else x
+    if not is_float(x):
+        return x
+    return x.to(_COMPLEX.get(dtype, x.dtype) if x.is_complex() else dtype)
 
 
 @checked
