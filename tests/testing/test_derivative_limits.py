@@ -7,6 +7,7 @@ from typing import Any
 import hypothesis
 import pytest
 import torch
+from effort import examples
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -71,6 +72,53 @@ def test_kinks_that_cancel_are_none() -> None:
     """The derivative in torch is 0 there, that of the function is 1."""
     with pytest.raises(AssertionError, match="forward mode of order 1 is wrong"):
         check_derivatives(lambda x: x.relu() - (-x).relu(), torch.zeros(3))
+
+
+def whole_numbers(seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (2, 3), (3, 4), (4, 4), (4, 2)
+    return [torch.randint(-1, 2, shape, generator=generator).double() for shape in shapes]
+
+
+@pytest.mark.parametrize("activation", [torch.relu, F.leaky_relu, torch.abs, F.hardtanh, F.elu])
+def test_networks_of_whole_numbers_are_right(activation: Any) -> None:
+    def network(x: Tensor, first: Tensor, second: Tensor, last: Tensor) -> Tensor:
+        return activation(activation(x @ first) @ second) @ last
+
+    for seed in range(examples(3, 60)):
+        check_derivatives(network, *whole_numbers(seed), seed=seed)
+
+
+class SquareButOne(torch.autograd.Function):
+    """The square, without a gradient in the first element."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return g * 2 * x * (torch.arange(len(x)) > 0)
+
+
+def test_kinks_hide_nothing_that_is_wrong_beside_them() -> None:
+    x, kinks = torch.linspace(0.5, 1, 100), torch.zeros(3000)
+    for modes in (["forward", "reverse"], ["reverse"]):
+        check_derivatives(lambda x, y: x.square().sum() + y.relu().sum(), x, kinks, modes=modes)
+    with pytest.raises(AssertionError, match="reverse mode of order 1 is wrong"):
+        check_derivatives(
+            lambda x, y: SquareButOne.apply(x).sum() + y.relu().sum(), x, kinks, order=1
+        )
+
+
+def test_elements_without_differences_are_counted() -> None:
+    """A cusp: slopes grow towards it, on both sides."""
+    report = check_derivatives(
+        lambda x: (x.relu() + x.abs() + 1e-200).sqrt(), torch.zeros(2), order=1
+    )
+    assert "2 elements" in str(report) and "compared beside these arguments too" in str(report)
 
 
 def test_an_infinite_value_has_no_gradient_and_hides_no_other() -> None:

@@ -158,6 +158,8 @@ class OrderReport:
         no_forward: why forward mode was not compared although that was asked.
         kinks: how many elements were found at a kink or a jump: those whose derivative is not the mean of
             both sides.
+        unknown: how many elements have a derivative that no differences tell.
+        beside: whether the same was compared at arguments moved a little, off the kinks.
         missing: why this order was not compared: torch has no such derivative of fn.
 
     >>> from torchard.testing import OrderReport
@@ -171,6 +173,8 @@ class OrderReport:
     no_forward: str = ""
     kinks: int = 0
     missing: str = ""
+    unknown: int = 0
+    beside: bool = False
 
     def __str__(self) -> str:
         if self.missing:
@@ -184,6 +188,10 @@ class OrderReport:
             text += f"; no forward mode: {self.no_forward}"
         if self.kinks:
             text += f"; {self.kinks} element{'s' * (self.kinks > 1)} at kinks or jumps"
+        if self.unknown:
+            text += f"; {self.unknown} element{'s' * (self.unknown > 1)} without finite differences"
+        if self.beside:
+            text += "; compared beside these arguments too"
         return text
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -14,6 +14,7 @@ from torchard.testing.laws.modes import (
     ForwardGradient,
     Gradient,
     Vector,
+    along,
     in_some,
     inner,
     pullback,
@@ -21,7 +22,7 @@ from torchard.testing.laws.modes import (
 )
 from torchard.testing.laws.vectors import OfVectors, direction_at, random_like, where_finite
 from torchard.testing.report import OrderReport
-from torchard.testing.rounding.noise import Noise
+from torchard.testing.rounding.noise import Noise, nudged
 
 __all__ = ["Level"]
 
@@ -35,6 +36,10 @@ _FIRST_STEP, _SECOND_STEP = 2.0**-17, 2.0**-8
 # How much larger the difference of two products may be than their rounding errors as measured.
 _OVER_NOISE = 10.0
 _RUNS = 8  # perturbed runs of what is measured at one point alone
+# How far from the mean of runs with nudged values a derivative at a kink may be, in radii of these runs.
+_AROUND = 4.0
+# Nudges by a thousand times as much move a smooth function's values by as many times more.
+_NUDGED, _STEEP = (2.0**-50, 2.0**-40), 32.0
 
 
 @dataclass
@@ -50,6 +55,8 @@ class Level:
         user: the function that the user gave.
         no_forward: why there is no forward mode.
         kinked: elements of kinks and jumps.
+        unknown: elements whose derivative no differences tell.
+        inside: whether what was compared depends on kinks of values on the way, if no result shows them.
     """
 
     fn: Fn
@@ -60,6 +67,13 @@ class Level:
     user: OfVectors
     no_forward: str = ""
     kinked: set[int] = field(default_factory=set)
+    unknown: set[int] = field(default_factory=set)
+    inside: bool = False
+
+    @property
+    def rough(self) -> bool:
+        """Whether something here was compared with less than one right value, or not at all."""
+        return bool(self.kinked or self.unknown or self.inside)
 
     def next(self, generator: torch.Generator) -> Level:
         """The level of the gradient of a product with random cotangents."""
@@ -68,7 +82,7 @@ class Level:
         take = Gradient if "reverse" in self.modes else ForwardGradient
         fn = take(self.fn, cotangents)
         model = fn if self.model is self.fn else take(self.model, cotangents)
-        return replace(self, fn=fn, model=model, order=self.order + 1, no_forward="", kinked=set())
+        return Level(fn, model, self.order + 1, self.modes, self.kinks, self.user)
 
     def check(self, directions: int, generator: torch.Generator) -> OrderReport:
         """Compare along random directions.
@@ -91,11 +105,7 @@ class Level:
             gradients = pull(cotangents)
             if self.order == 1 and len(at) > 1:
                 self._check_some(cotangents, gradients, generator)
-            if not bool(joined(here).isfinite().all()):
-                gradients = tuple(
-                    torch.where(v == 0, 0, g) for g, v in zip(gradients, direction, strict=True)
-                )
-            pulled = inner(gradients, direction)
+            pulled = along(gradients, direction)
             if forward is not None:
                 self._check_product(line, cotangents, where_finite(here, forward), pulled)
             else:
@@ -106,6 +116,7 @@ class Level:
             pull is not None,
             self.no_forward,
             len(self.kinked),
+            unknown=len(self.unknown),
         )
 
     def _determined(
@@ -144,16 +155,22 @@ class Level:
             return
         self._check_comparable()
         estimate = line.estimate()
-        if bool(known.any()) and not bool((known & estimate.known).any()):
+        if bool(known.any()) and not bool((known & estimate.value.isfinite()).any()):
             raise self._failure(self._unknown(int(known.sum())))
         self._note_kinks(estimate, known)
+        self.unknown.update(_places(doubtful & ~estimate.known & ~estimate.kink))
         at, direction = line.at, line.direction
-        noise = Noise(lambda *xs: pushed(self.fn, xs, direction), at).at(*at, runs=_RUNS)
+
+        def push(*xs: torch.Tensor) -> Vector:
+            return pushed(self.fn, xs, direction)
+
+        noise = Noise(push, at).at(*at, runs=_RUNS)
         excess = torch.where(doubtful, estimate.excess(tangent, noise), 0.0)
-        if self.kinks and float(excess.max()) > 1:
-            estimate = replace(estimate, jump=estimate.jump | line.meets_kinks())
-            self._note_kinks(estimate, known)
-            excess = torch.where(doubtful, estimate.excess(tangent, noise), 0.0)
+        if float(excess.max()) <= 1:
+            return
+        inside = self._jumps(at) | self._of_kinks(push, line, tangent, estimate, noise)
+        self.kinked.update(_places(inside & (excess > 1)))
+        excess = torch.where(inside, 0.0, excess)
         if float(excess.max()) <= 1:
             return
         i = int(excess.argmax())
@@ -176,8 +193,39 @@ class Level:
             close |= (line.extrapolated(_SECOND_STEP) - tangent).abs() <= near
         return close
 
+    # -- kinks ------------------------------------------------------------------------------------
+
+    def _of_kinks(
+        self,
+        derivative: Fn,
+        line: Line,
+        given: torch.Tensor,
+        estimate: Estimate,
+        noise: torch.Tensor,
+    ) -> torch.Tensor:
+        """Where a derivative and its differences are among those that nudged values have.
+
+        At a kink of a value on the way, torch takes one of its derivatives; together they may be none of
+        the function's, as in relu(x) - relu(-x) at 0.
+        """
+        if not self.kinks:
+            return torch.zeros_like(estimate.jump)
+        mean, radius = nudged(derivative, line.at)
+        room = _AROUND * radius
+        beside = (estimate.value - mean).abs() <= room + estimate.spread + estimate.bound(noise)
+        return ((given - mean).abs() <= room) & beside
+
+    def _jumps(self, at: Vector) -> torch.Tensor:
+        """Where the function's own values are at a jump, by which nudges do not count."""
+        (_, small), (mean, large) = (nudged(self.model, at, size) for size in _NUDGED)
+        if not self.kinks or not mean.numel():
+            return torch.zeros_like(small, dtype=torch.bool)
+        # Zeros are nudged by the same amount, whatever the size.
+        scale = max(float(mean.abs().max()), _CLOSE_SUM)
+        return (small > large / _STEEP) & (small > _CLOSE_SUM * scale)
+
     def _note_kinks(self, estimate: Estimate, known: torch.Tensor) -> None:
-        found = (estimate.kink & known).nonzero().flatten().tolist()
+        found = _places(estimate.kink & known)
         self.kinked.update(found)
         if self.kinks or not found:
             return
@@ -198,17 +246,17 @@ class Level:
     def _check_product(
         self, line: Line, cotangents: Vector, forward: Vector, pulled: torch.Tensor
     ) -> None:
-        pushed_, direction = inner(cotangents, forward), line.direction
+        pushed_, direction, at = inner(cotangents, forward), line.direction, line.at
         scale = inner(_absolute(cotangents), _absolute(forward))
         away = float((pulled - pushed_).abs())
         if away <= _CLOSE_PRODUCT * float(scale):
             return
 
         def both(*xs: torch.Tensor) -> Vector:
-            here = inner(cotangents, pushed(self.fn, xs, direction))
-            return here, inner(pullback(self.fn, xs)(cotangents), direction)
+            here = along(pushed(self.fn, xs, direction), cotangents)
+            return here, along(pullback(self.fn, xs)(cotangents), direction)
 
-        bound = _OVER_NOISE * float(Noise(both, line.at).at(*line.at, runs=_RUNS).sum())
+        bound = _OVER_NOISE * float(Noise(both, at).at(*at, runs=_RUNS).sum())
         if away <= bound <= _CLOSE * float(scale):
             return
         self._check_comparable()
@@ -216,12 +264,12 @@ class Level:
         if any(bool((c != s).any()) for c, s in zip(cotangents, smooth, strict=True)):
             # At a kink each mode may take another derivative from between the sides, and roundings move
             # the products from one side to the other.
-            there = inner(pullback(self.fn, line.at)(smooth), direction)
+            there = along(pullback(self.fn, at)(smooth), direction)
             self._check_product(line, smooth, forward, there)
             if away > bound:
-                self._check_sum(line, self.fn(*line.at), cotangents, pulled)
+                self._check_sum(line, self.fn(*at), cotangents, pulled)
             return
-        if away <= bound:
+        if away <= bound or self._products_of_kinks(both, at, pushed_, pulled):
             return
         raise self._failure(
             f"reverse mode of order {self.order} is wrong or forward mode is: <c, J v> is "
@@ -252,14 +300,28 @@ class Level:
                     "Look at what the backward does by ctx.needs_input_grad"
                 )
 
-    def _smooth(self, line: Line, cotangents: Vector, meeting: bool = False) -> Vector:
-        """Cotangents that are zero where the function has a kink or a jump."""
+    def _products_of_kinks(self, both: Fn, at: Vector, *products: torch.Tensor) -> bool:
+        """Whether both products are among those that nudged values have."""
+        if not self.kinks:
+            return False
+        mean, radius = nudged(both, at)
+        within = (joined(products) - mean).abs() <= _AROUND * radius
+        near = (mean[0] - mean[1]).abs() <= _AROUND * radius.sum()
+        found = bool(within.all() & near)
+        self.inside |= found
+        return found
+
+    def _smooth(self, line: Line, cotangents: Vector) -> Vector:
+        """Cotangents that are zero where the function has a kink or a jump, or no differences tell."""
         estimate = line.estimate()
-        if meeting:
-            estimate = replace(estimate, jump=estimate.jump | line.meets_kinks())
         here = self.fn(*line.at)
-        self._note_kinks(estimate, joined(here).isfinite())
-        kinks = estimate.kink.split([x.numel() for x in here])
+        finite = joined(here).isfinite()
+        self._note_kinks(estimate, finite)
+        self.unknown.update(_places(finite & ~estimate.known & ~estimate.kink))
+        inside = self._jumps(line.at) & finite
+        self.kinked.update(_places(inside))
+        rough = inside | estimate.kink | ~estimate.known
+        kinks = rough.split([x.numel() for x in here])
         return tuple(
             c.masked_fill(kink.view(c.shape).to(c.device), 0)
             for c, kink in zip(cotangents, kinks, strict=True)
@@ -278,21 +340,26 @@ class Level:
                 return
         self._check_comparable()
         estimate = self._of_sum(line, here, cotangents)
-        if not bool(estimate.known):
+        if not bool(estimate.value.isfinite()):
             raise self._failure(self._unknown(int(finite.sum())))
         at, direction = line.at, line.direction
-        noise = Noise(
-            lambda *xs: (inner(pullback(self.fn, xs)(cotangents), direction),), at
-        ).at(*at, runs=_RUNS)
-        meeting = self.kinks and float(estimate.excess(given, noise)) > 1
-        if meeting:
-            estimate = self._of_sum(line, here, cotangents, meeting)
-        if float(estimate.excess(given, noise)) <= 1:
-            if bool(estimate.kink):
-                # A kink must not hide what is wrong elsewhere.
-                smooth = self._smooth(line, cotangents, meeting)
-                there = inner(pullback(self.fn, at)(smooth), direction)
+
+        def pull(*xs: torch.Tensor) -> Vector:
+            return (along(pullback(self.fn, xs)(cotangents), direction),)
+
+        noise = Noise(pull, at).at(*at, runs=_RUNS)
+        off = float(estimate.excess(given, noise)) > 1
+        if self.kinks and (off or bool(estimate.kink) or not bool(estimate.known)):
+            # A kink must not hide what is wrong elsewhere.
+            smooth = self._smooth(line, cotangents)
+            if any(bool((c != s).any()) for c, s in zip(cotangents, smooth, strict=True)):
+                there = along(pullback(self.fn, at)(smooth), direction)
                 self._check_sum(line, here, smooth, there)
+                off &= not bool((self._jumps(at) & (weights != 0)).any())
+        if not off:
+            return
+        if bool(self._of_kinks(pull, line, given, estimate, noise)):
+            self.inside = True
             return
         raise self._failure(
             f"reverse mode of order {self.order} is wrong: <J' c, v> is {float(given):.10g}, and finite "
@@ -300,14 +367,10 @@ class Level:
             f"{_off(float(estimate.away(given)), float(estimate.bound(noise)))}"
         )
 
-    def _of_sum(
-        self, line: Line, here: Vector, cotangents: Vector, meeting: bool = False
-    ) -> Estimate:
+    def _of_sum(self, line: Line, here: Vector, cotangents: Vector) -> Estimate:
         """Of <c, f>. At several kinks each term may have any derivative between its sides."""
         weights = joined(cotangents).abs()
         whole, weighed = line.estimate(), joined(here).isfinite() & (weights > 0)
-        if self.kinks and meeting:
-            whole = replace(whole, jump=whole.jump | line.meets_kinks())
         if bool((whole.kink & weighed).any()):
             terms = (joined(cotangents).conj() * torch.where(weighed, whole.value, 0.0)).real
             parts = (torch.where(weighed, x, 0.0) * weights for x in (whole.spread, whole.error))
@@ -360,6 +423,10 @@ class Level:
                 return f"{at} of {self._name(number)}"
             i -= x.numel()
         raise IndexError(i)
+
+
+def _places(mask: torch.Tensor) -> list[int]:
+    return mask.nonzero().flatten().tolist()
 
 
 def _absolute(vector: Vector) -> Vector:

@@ -8,7 +8,6 @@ again with the rounding of each of its operations put in at random.
 from __future__ import annotations
 
 import functools
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -29,9 +28,6 @@ _EPS = torch.finfo(torch.float64).eps
 _SEEN = 1e-10
 # A jump is what is left between the values on both sides at this many of the smallest steps.
 _SMALLEST = 5
-# At which distances, and at how many points each, slopes are looked at where kinks may meet.
-_BESIDE, _POINTS = (2.0**-10, 2.0**-15, 2.0**-20), 12
-_ENDS = ((torch.inf, "amin"), (-torch.inf, "amax"))
 
 
 def joined(vector: Vector) -> torch.Tensor:
@@ -120,45 +116,16 @@ class Line:
         rounding = noise / steps
         value = values[1:] + (values[1:] - values[:-1]) / 15
         # A quarter of the step is a quarter of the gap of a smooth function; the gap of a kink stays.
-        # It stays at the smaller steps that are resolved, too: those of an unresolved wave vary.
-        kink = (gaps[1:] > 0.6 * gaps[:-1]) & (gaps[1:] > 4 * rounding[1:])
-        unlike = ((gaps[1:] - gaps[:-1]).abs() > 0.4 * gaps[:-1]) & (gaps[1:] > 4 * rounding[1:])
-        kink[:-1] &= ~unlike[1:]
-        spread = torch.where(kink, gaps[1:] / 2, 0.0)
+        stays = (gaps[1:] > 0.6 * gaps[:-1]) & (gaps[1:] > 4 * rounding[1:])
+        spread = torch.where(stays, gaps[1:] / 2, 0.0)
         error = (values[1:] - values[:-1]).abs() + 2 * rounding[1:]
+        # So does that of waves shorter than the step, whose slopes grow: these steps say nothing.
+        error = error.masked_fill(stays & ~_converges(here, right, left, steps), torch.inf)
         error = torch.maximum(error, _from_neighbours(value))
         error = torch.maximum(error, _from_smaller(value, rounding[1:]))
         least = (error + spread).nan_to_num(nan=torch.inf).argmin(0, keepdim=True)
         value, spread, error = (x.gather(0, least).squeeze(0) for x in (value, spread, error))
         return Estimate(value, spread, error, _jumps(here, right, left, noise))
-
-    def meets_kinks(self) -> torch.Tensor:
-        """Where several kinks meet: slopes along the line have three values or more at points nearby.
-
-        They are as far apart at nearer points, as those of a smooth function are not. Of a sum of kinks,
-        what autograd takes at the very point need not lie between the slopes of both sides.
-        """
-        generator = torch.Generator().manual_seed(0)
-        found, apart = [], []
-        for distance in _BESIDE:
-            slopes = torch.stack([self._slope(distance, generator) for _ in range(_POINTS)])
-            least, most = (getattr(slopes.nan_to_num(nan=fill), name)(0) for fill, name in _ENDS)
-            apart.append(most - least)
-            inside = (slopes - least > 0.01 * apart[-1]) & (most - slopes > 0.01 * apart[-1])
-            found.append(inside.any(0) & (apart[-1] > 1e-3 * slopes.abs().nan_to_num().amax(0)))
-        stays = [near > 0.5 * far for far, near in itertools.pairwise(apart)]
-        return torch.stack([*found, *stays, apart[0].isfinite()]).all(0)
-
-    def _slope(self, distance: float, generator: torch.Generator) -> torch.Tensor:
-        """Real slopes at a random point at this distance; NaN where they depend on the step."""
-        draws = [torch.rand(v.shape, generator=generator).to(v.device) for v in self.direction]
-        away = [v.abs() * (2 * u - 1) for v, u in zip(self.direction, draws, strict=True)]
-        at = tuple(x + distance * v for x, v in zip(self.at, away, strict=True))
-        beside = Line(self.fn, at, self.direction)
-        wide, narrow = (beside.central(distance / n)[0] for n in (64, 256))
-        rounding = 1024 * _EPS * beside(0.0).abs() / distance
-        agree = (wide - narrow).abs() <= 1e-4 * wide.abs() + rounding
-        return torch.where(agree, narrow.real, torch.nan)
 
     def _noise(self, step: float) -> torch.Tensor:
         """By how much rounding moves the values at a step to either side."""
@@ -174,6 +141,15 @@ class Line:
 
     def _from(self, t: torch.Tensor, *at: torch.Tensor) -> Vector:
         return self.fn(*(x + t * v for x, v in zip(at, self.direction, strict=True)))
+
+
+def _converges(
+    here: torch.Tensor, right: torch.Tensor, left: torch.Tensor, steps: torch.Tensor
+) -> torch.Tensor:
+    """Where the slopes of both sides, that differ, hardly change from one step to the next."""
+    slopes = (right - here) / steps, (here - left) / steps
+    change = sum((slope[1:] - slope[:-1]).abs() for slope in slopes)
+    return change < 0.5 * (slopes[0] - slopes[1]).abs()[1:]
 
 
 def _seen(apart: torch.Tensor, most: float) -> torch.Tensor:

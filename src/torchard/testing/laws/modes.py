@@ -14,7 +14,17 @@ from torch.autograd import forward_ad
 
 from torchard.testing.derived import check_differentiable, cotangent, nodes_of
 
-__all__ = ["Fn", "ForwardGradient", "Gradient", "Vector", "in_some", "inner", "pullback", "pushed"]
+__all__ = [
+    "Fn",
+    "ForwardGradient",
+    "Gradient",
+    "Vector",
+    "along",
+    "in_some",
+    "inner",
+    "pullback",
+    "pushed",
+]
 
 Vector = tuple[torch.Tensor, ...]
 Fn = Callable[..., Vector]
@@ -26,6 +36,11 @@ def inner(xs: Vector, ys: Vector) -> torch.Tensor:
     for x, y in zip(xs, ys, strict=True):
         total = total + ((x.conj() * y).real if x.is_complex() else x * y).sum().to(total.device)
     return total
+
+
+def along(xs: Vector, direction: Vector) -> torch.Tensor:
+    """`inner`, of what a direction has a part in: infinities and NaNs times zero are zero."""
+    return inner(tuple(x.where(v != 0, 0) for x, v in zip(xs, direction, strict=True)), direction)
 
 
 def pushed(fn: Fn, at: Vector, direction: Vector) -> Vector:

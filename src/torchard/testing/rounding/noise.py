@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
+from torchard.functional.programs.program import Program
 from torchard.testing.rounding.in_double import InDouble, Perturbed
+from torchard.testing.rounding.movement import moves
 from torchard.testing.rounding.programs import program_of
-from torchard.testing.rounding.roundings import roundings_of
+from torchard.testing.rounding.roundings import is_float, roundings_of
 
-__all__ = ["Noise"]
+__all__ = ["Noise", "nudged"]
 
 _EPS = torch.finfo(torch.float64).eps
 # What is smaller may be zero in one of two computations that agree.
@@ -54,8 +59,83 @@ class Noise:
         return most
 
     def _results(self, interpreter: InDouble, inputs: list[Any]) -> torch.Tensor:
-        values = interpreter.evaluate(inputs)
-        results = [values[r] if isinstance(r, fx.Node) else r for r in self.program.results]
-        rows = [x.detach().reshape(-1).cpu() for x in results]
-        wide = torch.complex128 if any(x.is_complex() for x in rows) else torch.float64
-        return torch.cat([x.to(wide) for x in rows])
+        return _row(self.program, interpreter.evaluate(inputs))
+
+
+def _row(program: Program, values: dict[fx.Node, Any]) -> torch.Tensor:
+    """The results of a program, in one row."""
+    results = [values[r] if isinstance(r, fx.Node) else r for r in program.results]
+    rows = [x.detach().reshape(-1).cpu() for x in results]
+    wide = torch.complex128 if any(x.is_complex() for x in rows) else torch.float64
+    return torch.cat([x.to(wide) for x in rows])
+
+
+# -- which side of a kink -----------------------------------------------------------------------------
+
+# By how much zeros are moved: too little for anything but their sign.
+_OFF_ZERO = 1e-30
+# Besides all values up and all values down, so many runs with random signs.
+_NUDGES = 14
+
+
+def nudged(
+    fn: Callable[..., Any], args: tuple[torch.Tensor, ...], size: float = 2.0**-50
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where a function's results are if every value on the way to them is moved by a little.
+
+    Unlike roundings, this moves values that are exact: a sum that is exactly zero is on one side of a
+    kink in one run, and on the other in another.
+
+    Args:
+        fn: a function of tensors, to tensors.
+        args: its arguments.
+        size: by how much, relative to each value.
+
+    Returns:
+        Of each element of the results, in one row: the mean of all runs, and how far from it one is.
+    """
+    program, inputs = program_of(lambda *xs: tuple(fn(*xs)), args)
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for run in range(2 + _NUDGES):
+        sign = (1.0, -1.0)[run] if run < 2 else 0.0
+        nudge = _Nudge(size, sign, generator)
+        moved = [nudge(x) for x in inputs]
+        rows.append(_row(program, _Nudged(program, nudge).evaluate(moved)))
+    runs = torch.stack(rows)
+    finite = runs.isfinite()
+    runs = torch.where(finite, runs, 0.0)
+    mean = runs.sum(0) / finite.sum(0).clamp(min=1)
+    return mean, torch.where(finite, (runs - mean).abs(), 0.0).amax(0)
+
+
+@dataclass(frozen=True)
+class _Nudge:
+    """Moves floating values; upwards, downwards, or (sign 0) each at random."""
+
+    size: float
+    sign: float
+    generator: torch.Generator
+
+    def __call__(self, x: Any) -> Any:
+        if not is_float(x):
+            return x
+        sign = torch.full(x.shape, self.sign, dtype=torch.float64)
+        if not self.sign:
+            sign = torch.randint(0, 2, x.shape, generator=self.generator) * 2.0 - 1
+        moved = x + (self.size * x.abs() + _OFF_ZERO) * sign.to(x.device)
+        return torch.where(x.isfinite(), moved, x)
+
+
+class _Nudged(InDouble):
+    """Evaluates a program, with the results of all operations moved that compute any."""
+
+    def __init__(self, program: Program, nudge: _Nudge) -> None:
+        super().__init__(program)
+        self.nudge = nudge
+
+    def call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        """The value of a call, moved unless the operation selects or moves its operands."""
+        result = super().call(node, args, kwargs)
+        still = moves(node) or node.target is operator.getitem
+        return result if still else map_aggregate(result, self.nudge)
