@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from torchard.testing import check_derivatives
+from torchard.testing import check_derivatives, equal
 
 X = torch.tensor([0.5, -1.5, 2.25], dtype=torch.float64)
 
@@ -107,3 +107,9 @@ def test_complex_values_pass_and_their_absolute_value_has_a_kink() -> None:
 def test_writing_to_an_argument_changes_no_other_call() -> None:
     check_derivatives(lambda x: x.mul_(2).sin(), X)
     assert X.tolist() == [0.5, -1.5, 2.25]
+
+
+def test_conjugate_views_are_arguments() -> None:
+    z = torch.tensor([1 + 2j, -0.5 + 0.3j])
+    assert equal(lambda z: z.conj() * 2, lambda z: 2 * z.conj(), z.conj()).good
+    assert equal(lambda x: x * x, torch.square, z.conj().imag).good

@@ -112,7 +112,9 @@ def _jvp(fn: Fn) -> Fn:
 
 
 def as_primal(x: Any) -> Any:
-    """The tensor, or a copy if it is expanded: torch's forward mode refuses entries that share memory."""
+    """The tensor, or a copy of what forward mode refuses: entries that share memory, conjugate views."""
+    if x.is_conj() or x.is_neg():
+        return x.resolve_conj().resolve_neg()
     expanded = any(n > 1 and stride == 0 for n, stride in zip(x.shape, x.stride(), strict=True))
     return x.clone(memory_format=torch.contiguous_format) if expanded else x
 
