@@ -10,7 +10,7 @@ from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from torchard.testing import equal
+from torchard.testing import equal, idempotent
 from torchard.testing.strategies import programs
 
 NARROW = [torch.float32, torch.bfloat16, torch.float16]
@@ -86,3 +86,19 @@ def test_the_exact_value_in_double_is_rounded_too() -> None:
 
     x = torch.tensor([0.3, -38.43168593782809], dtype=torch.float64)  # torch's kernel is off by an eps
     assert equal(torch.nn.functional.gelu, by_erf, x).good
+
+
+@pytest.mark.parametrize("name", ["floor", "ceil", "trunc", "round", "sign"])
+def test_an_element_that_is_at_no_jump_of_the_reference_is_exact(name: str) -> None:
+    step, x = getattr(torch, name), torch.tensor([0.1, -0.3, 2.0, 0.0])
+    with pytest.raises(AssertionError, match=r"at \[2\], where nothing is rounded"):
+        equal(lambda x: step(x) + (x == 2), step, x)
+    assert equal(lambda x: step(x * 1.1), lambda x: step(x / 10 * 11), x * 1.3).good
+
+
+def test_steps_of_what_is_rounded_are_integers() -> None:
+    def halves(x: torch.Tensor) -> torch.Tensor:
+        return (x + 0.5).floor() + 0.5
+
+    with pytest.raises(AssertionError, match="not idempotent"):
+        idempotent(halves, torch.tensor([0.3]))

@@ -10,7 +10,7 @@ from torchard.functional.programs.flops import op_name
 from torchard.functional.programs.tags import VAL
 from torchard.functional.programs.views import is_view
 
-__all__ = ["literals", "moves", "rearranges"]
+__all__ = ["counts", "literals", "moves", "rearranges"]
 
 # Operations that put values elsewhere, whatever the values are.
 _REARRANGES = frozenset(
@@ -34,6 +34,9 @@ _SELECTS = frozenset(
     )
 )
 
+# Operations whose results are small integers, whatever the values are, and none of them is rounded.
+_COUNTS = frozenset(f"aten.{name}" for name in ("ceil", "floor", "round", "sgn", "sign", "trunc"))
+
 # Operations that select or compute, by their argument of this name and position.
 _REDUCES = {"aten.scatter_reduce": 4, "aten.index_reduce": 4}
 
@@ -51,6 +54,11 @@ def moves(node: fx.Node) -> bool:
     if name in _REDUCES:
         return _argument(node, "reduce", _REDUCES[name]) in ("amax", "amin")
     return rearranges(node) or name in _SELECTS
+
+
+def counts(node: fx.Node) -> bool:
+    """Whether all of an operation's results are integers, which no rounding moves a little."""
+    return op_name(node) in _COUNTS and len(node.args) + len(node.kwargs) == 1 and not _of_complex(node)
 
 
 def literals(node: fx.Node) -> list[float]:

@@ -22,7 +22,7 @@ from torchard.functional.programs.flops import flops, is_product
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.tags import VAL
 from torchard.functional.torch_internals.accessors import pytree
-from torchard.testing.rounding.movement import literals, moves
+from torchard.testing.rounding.movement import counts, literals, moves
 
 __all__ = [
     "Rounding",
@@ -101,8 +101,9 @@ def roundings_of(
 ) -> dict[fx.Node, Rounding]:
     """The operations of a program that round.
 
-    Moves, views and items of tuples do not, nor does what is computed from small integers, or multiples
-    of one power of two, as long as results and the sums on the way to them are such numbers too.
+    Moves, views and items of tuples do not, nor do integers and booleans, nor does what is computed from
+    small integers, or multiples of one power of two, as long as results and the sums on the way to them
+    are such numbers too.
 
     Args:
         program: over global values.
@@ -119,7 +120,9 @@ def roundings_of(
         units = list(map(unit_roundoff, dtypes))
         computes = bool(units) and not moves(node) and node.target is not operator.getitem
         of_exact = all(source in exact for source in node.all_input_nodes)
-        if computes:
+        if counts(node) or not units:  # a rounding of its operands moves it by one, or not at all
+            exact.add(node)
+        elif computes:
             if of_exact and _is_exact(node, values, min(map(_bits, units))):
                 exact.add(node)
             else:
