@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torchard.functional.core.errors import PurityError
 from torchard.testing import (
     Differs,
+    batch_independent,
     causal,
     check_derivatives,
     check_pure,
@@ -25,7 +26,9 @@ from torchard.testing import (
     idempotent,
     invariant,
     inverse,
+    monotone,
     padding_invariant,
+    permutation_equivariant,
 )
 
 X = torch.linspace(1, 2, 3)
@@ -63,6 +66,34 @@ def test_arrays_of_numpy_are_compared_as_tensors_are() -> None:
     assert equal(torch.exp, by_numpy, X, **VALUE).good
     with pytest.raises(Differs, match="times its bound"):
         equal(lambda x: by_numpy(x) + np.float32(1e-4), torch.exp, X, **VALUE)
+
+
+def test_numbers_and_views_of_numpy_are_compared_too() -> None:
+    assert equal(lambda x: x.numpy().mean(), torch.mean, X, **VALUE).good
+    assert equal(torch.mean, lambda x: x.numpy().mean(), X, **VALUE).good
+    assert equal(lambda x: np.exp(x.numpy())[::-1], lambda x: x.exp().flip(0), X, **VALUE).good
+    names = np.array(["a"])
+    assert equal(lambda x: (x, names), lambda x: (x, names), X, **VALUE).good
+    with pytest.raises(Differs, match="where nothing is rounded"):
+        equal(lambda x: x.numpy().mean() + 1e-3, torch.mean, X, **VALUE)
+
+
+def test_derivatives_of_arrays_are_left_out_and_said() -> None:
+    report = equal(lambda x: np.exp(x.numpy()), torch.exp, X)
+    assert [bool(row.skipped) for row in report] == [False, True, True, True]
+    assert equal(lambda x: np.exp(x.detach().numpy()), torch.exp, X)[1].skipped
+
+
+def test_laws_see_arrays_of_numpy() -> None:
+    x = torch.tensor([[0.3, -2.0], [1.2, 0.5], [-0.7, 3.0]])
+    with pytest.raises(AssertionError, match="not increasing"):
+        monotone(lambda x: -np.exp(x.numpy()), x)
+    monotone(lambda x: np.exp(x.numpy()), x)
+    assert causal(lambda x: x.numpy().cumsum(1), x)[0].good
+    assert permutation_equivariant(lambda x: np.exp(x.numpy()), x).good
+    assert batch_independent(lambda x: np.exp(x.numpy()), x).good
+    assert homogeneous(lambda x: x.numpy() * 2, 1, x).good
+    assert inverse(lambda x: 2 * x.numpy(), lambda y: torch.from_numpy(y / 2), x, **VALUE).good
 
 
 def test_numbers_must_be_the_same() -> None:

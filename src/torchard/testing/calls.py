@@ -7,8 +7,10 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+import numpy as np
 import torch
 
+from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.functional.engine.transformed import Transformed
 from torchard.testing.derived import Derivatives
@@ -17,9 +19,11 @@ from torchard.testing.surroundings import modules_behind
 
 __all__ = [
     "as_function",
+    "as_tensors",
     "buffers_kept",
     "drawing_alike",
     "law",
+    "law_of_chained",
     "leaving_buffers",
     "left_out",
     "seeded",
@@ -98,8 +102,18 @@ def leaving_buffers(check: Callable[Params, Result]) -> Callable[Params, Result]
 def law(check: Callable[Params, Result]) -> Callable[Params, Result]:
     """A law with its arguments checked, that takes modules where it takes functions.
 
-    The function under test draws the same in each of the calls that the law makes of it.
+    The function under test draws the same in each of the calls that the law makes of it, and arrays of
+    NumPy that it returns are tensors.
     """
+    return _law(check, lambda fn: _with_tensors(drawing_alike(fn)))
+
+
+def law_of_chained(check: Callable[Params, Result]) -> Callable[Params, Result]:
+    """A `law` that passes results on to functions: arrays of NumPy stay what they are."""
+    return _law(check, drawing_alike)
+
+
+def _law(check: Callable[Params, Result], tested: Callable[[Fn], Fn]) -> Callable[Params, Result]:
     run = checked(check)
 
     @leaving_buffers
@@ -108,10 +122,32 @@ def law(check: Callable[Params, Result]) -> Callable[Params, Result]:
         __tracebackhide__ = is_assertion
         given: Any = [as_function(x) if isinstance(x, torch.nn.Module) else x for x in args]
         if given and callable(given[0]) and not isinstance(given[0], Transformed):
-            given[0] = drawing_alike(given[0])
+            given[0] = tested(given[0])
         return run(*given, **kwargs)
 
     return of_functions
+
+
+def _with_tensors(fn: Fn) -> Fn:
+    @functools.wraps(fn)
+    def call(*args: Any) -> Any:
+        return as_tensors(fn(*args))
+
+    return call
+
+
+def as_tensors(result: Any) -> Any:
+    """A result with arrays and numbers of NumPy as tensors, those that torch has a dtype for."""
+    return tree.map(_as_tensor, result)
+
+
+def _as_tensor(x: Any) -> Any:
+    if not isinstance(x, (np.ndarray, np.number, np.bool_)) or x.dtype.kind not in "biufc":
+        return x
+    try:
+        return torch.tensor(x.copy())
+    except TypeError:  # a long double
+        return x
 
 
 def drawing_alike(fn: Fn) -> Fn:

@@ -237,7 +237,7 @@ _LACKS = (
     *("marked with @once_differentiable", "ouble backward", "ouble-backward"),
     *("derivative for", "derivative of an operation", "ifferentiat"),
     *("override the setup_context staticmethod", "mutate a captured Tensor"),
-    "attempting to call Tensor.requires_grad_()",
+    *("attempting to call Tensor.requires_grad_()", "Can't call numpy()", "Cannot access data pointer"),
 )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 
@@ -18,6 +17,7 @@ from torchard.functional.programs.tags import VAL
 from torchard.functional.tracing.object_results import with_objects
 from torchard.testing.calls import (
     as_function,
+    as_tensors,
     buffers_kept,
     leaving_buffers,
     left_out,
@@ -332,7 +332,7 @@ def _versions(args: Any) -> dict[str, int]:
 
 def _whole(result: Any) -> Any:
     """A result with placed values gathered, and arrays of NumPy as tensors."""
-    return tree.map(lambda x: torch.tensor(x) if isinstance(x, np.ndarray) else x, tree.whole(result))
+    return as_tensors(tree.whole(result))
 
 
 def _kept(x: Any) -> Any:

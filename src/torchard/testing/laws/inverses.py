@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import torch
 
 from torchard.functional.core.arguments import AtLeast
-from torchard.testing.calls import law
+from torchard.testing.calls import law_of_chained
 from torchard.testing.derived import ALL_ORDERS
 from torchard.testing.laws.sides import agree
 from torchard.testing.report import Report
@@ -18,7 +18,7 @@ __all__ = ["idempotent", "inverse"]
 Fn = Callable[..., Any]
 
 
-@law
+@law_of_chained
 def inverse(
     fn: Callable[..., Any],
     inverse_fn: Callable[..., Any],
@@ -86,7 +86,7 @@ def inverse(
     )
 
 
-@law
+@law_of_chained
 def idempotent(
     fn: Callable[..., Any],
     x: Any,
