@@ -195,6 +195,37 @@ def test_effects_on_everybody_are_seen(fn: Callable[..., Any], what: str) -> Non
         check_pure(fn, X.clone())
 
 
+def test_values_of_arrays_and_generators_of_an_object_are_seen() -> None:
+    held: dict[str, Any] = {"array": np.zeros(2), "bytes": bytearray(2), "draws": random.Random(0)}
+    draws = np.random.default_rng(0)
+
+    def adds(x: torch.Tensor, to: str) -> torch.Tensor:
+        held[to][0] += 1
+        return x
+
+    with pytest.raises(AssertionError, match="values of an array"):
+        check_pure(lambda x: adds(x, "array"), X)
+    with pytest.raises(AssertionError, match="changes held"):
+        check_pure(lambda x: adds(x, "bytes"), X)
+    with pytest.raises(AssertionError, match="state of a random generator"):
+        check_pure(lambda x: (held["draws"].random(), x)[1], X)
+    with pytest.raises(AssertionError, match="state of a random generator"):
+        check_pure(lambda x: (draws.random(), x)[1], X)
+
+
+def test_gradients_of_arguments_are_theirs() -> None:
+    with pytest.raises(AssertionError, match=r"args\[0\].requires_grad was changed"):
+        check_pure(lambda x: x.requires_grad_(), X.clone())
+    with pytest.raises(AssertionError, match=r"args\[0\].grad was changed"):
+        check_pure(lambda x: (x.sum().backward(), x)[1], X.clone().requires_grad_())
+
+
+def test_results_of_a_pure_function_may_be_arrays() -> None:
+    assert not check_pure(lambda x: {"a": x.numpy() * 2, "names": np.array(["a"])}, X).traceable
+    with pytest.raises(AssertionError, match="differs between two calls"):
+        check_pure(lambda x: np.array([random.SystemRandom().random()]), X)
+
+
 def test_leaves_that_are_added_to_an_argument_are_seen() -> None:
     with pytest.raises(AssertionError, match="other leaves"):
         check_pure(lambda d: (d.update(b=1), d["a"])[1], {"a": X})

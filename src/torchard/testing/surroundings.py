@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import random
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchard.functional.core import user_lines as source
@@ -19,7 +21,7 @@ __all__ = ["Surroundings", "modules_behind"]
 
 # Objects that are searched from one function: a model has thousands.
 _MOST = 50_000
-_VALUES = (str, bytes, bool, int, float, complex, type(None))
+_VALUES = (str, bytes, bytearray, bool, int, float, complex, type(None))
 _ABSENT = object()
 
 
@@ -92,6 +94,12 @@ class Surroundings:
         self._kept[id(value)] = value
         if isinstance(value, torch.Generator):
             return "generator", value.get_state().numpy().tobytes()
+        if isinstance(value, random.Random):
+            return "generator", value.getstate()
+        if isinstance(value, np.random.Generator):
+            return "generator", repr(value.bit_generator.state)
+        if isinstance(value, np.ndarray):
+            return "array", value.shape, value.dtype, hash(value.tobytes())
         if isinstance(value, (list, dict, set, deque)):
             return "container", id(value), len(value)
         return "id", id(value)
@@ -176,7 +184,9 @@ def _said(path: str, then: dict[int, Any], old: Any, now: dict[int, Any], new: A
     if old[0] == new[0] == "value":
         return f"{path} (from {old[2]} to {new[2]})"
     if old[0] == new[0] == "generator":
-        return f"{path} (the state of a torch.Generator)"
+        return f"{path} (the state of a random generator)"
+    if old[0] == new[0] == "array":
+        return f"{path} (values of an array)"
     if old[0] == new[0] == "container" and old[1] == new[1]:
         kind = type(now[new[1]]).__name__
         return f"{path} (a {kind} of {_count(new[2])}, before of {old[2] or 'none'})"

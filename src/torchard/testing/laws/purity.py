@@ -13,7 +13,7 @@ import torch
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.functional.trace import trace
-from torchard.testing.calls import leaving_buffers, seeded
+from torchard.testing.calls import as_tensors, leaving_buffers, seeded
 from torchard.testing.rounding.roundings import alike
 from torchard.testing.surroundings import Surroundings
 
@@ -81,8 +81,12 @@ def check_pure(fn: Callable[..., Any], *args: Any) -> Purity:
     AssertionError: the function draws from torch's global random state; pass a key of torchard.random ...
     """
     before, around, settings = tree.map(_copied, args), Surroundings(fn), _settings()
+    gradients = _gradients(args)
     first = _undrawn(fn, args)
     _check_same(args, before, "args", "was changed by the call")
+    for path, value in _gradients(args).items():
+        if not _is_same(value, gradients[path]):
+            raise AssertionError(f"{path} was changed by the call")
     _check_unchanged(around)
     for name, value in _settings().items():
         if value != settings[name]:
@@ -127,11 +131,23 @@ def _settings() -> dict[str, Any]:
         "torch's grad mode": torch.is_grad_enabled(),
         "torch's default dtype": torch.get_default_dtype(),
         "torch's default device": torch.get_default_device(),
+        "torch's number of threads": torch.get_num_threads(),
+        "torch's deterministic mode": torch.are_deterministic_algorithms_enabled(),
+        "torch's precision of products": torch.get_float32_matmul_precision(),
     }
 
 
 def _copied(x: Any) -> Any:
     return x.detach().clone() if isinstance(x, torch.Tensor) else x
+
+
+def _gradients(args: Any) -> dict[str, Any]:
+    """What each tensor among the arguments has besides its values."""
+    leaves = zip(tree.paths(args, "args"), tree.leaves(args), strict=True)
+    tensors = [(path, x) for path, x in leaves if isinstance(x, torch.Tensor)]
+    flags = {f"{path}.requires_grad": x.requires_grad for path, x in tensors}
+    kept = {f"{path}.grad": _copied(x.grad) for path, x in tensors if x.is_leaf}
+    return {**flags, **kept}
 
 
 def _check_same(have: Any, want: Any, root: str, what: str) -> None:
@@ -145,7 +161,10 @@ def _check_same(have: Any, want: Any, root: str, what: str) -> None:
 
 
 def _is_same(a: Any, b: Any) -> bool:
+    a, b = as_tensors(a), as_tensors(b)
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
-        return bool(a == b) or (a != a and b != b)
+        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+            return False
+        return bool(np.all(a == b)) or bool(np.all(a != a) and np.all(b != b))
     kinds = [(x.shape, x.dtype, x.device, x.layout) for x in (a, b)]
     return kinds[0] == kinds[1] and bool(alike(a.detach(), b.detach()).all())
