@@ -55,6 +55,22 @@ class ProductInBoth(torch.autograd.Function):
         return g * y, g * x if ctx.needs_input_grad[0] else g * y
 
 
+class ProductByChoice(torch.autograd.Function):
+    """A product, whose backward is wrong where these factors alone require gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, wrong: tuple[bool, ...], *factors: Tensor) -> Tensor:
+        ctx.save_for_backward(*factors)
+        ctx.wrong = wrong
+        return torch.stack(factors).prod(0)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Any:
+        found = [g * torch.stack(ctx.saved_tensors).prod(0) / x for x in ctx.saved_tensors]
+        factor = 2 if ctx.needs_input_grad[1:] == ctx.wrong else 1
+        return None, *(factor * x for x in found)
+
+
 @pytest.mark.parametrize("weight, bias", [(0.0, 0.0), (1.0, -1.0)])
 def test_kinks_of_hidden_units_may_meet(weight: float, bias: float) -> None:
     net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -140,6 +156,15 @@ def test_gradients_of_some_arguments_alone_are_compared() -> None:
     check_derivatives(torch.mul, X, X + 1)
     with pytest.raises(AssertionError, match=r"wrong where only args\[1\] requires gradients"):
         check_derivatives(ProductInBoth.apply, X, X + 1, directions=6)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_gradients_of_each_choice_of_few_arguments_are_compared(count: int) -> None:
+    factors = [torch.tensor([1.5, -0.7]) + i for i in range(count)]
+    for choice in range(1, 2**count - 1):
+        wrong = tuple(choice >> i & 1 == 1 for i in range(count))
+        with pytest.raises(AssertionError, match="where only"):
+            check_derivatives(lambda *xs, w=wrong: ProductByChoice.apply(w, *xs), *factors)
 
 
 @pytest.mark.parametrize("order", ["backward", "twice"])

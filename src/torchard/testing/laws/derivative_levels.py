@@ -35,6 +35,7 @@ _STRAIGHT = 1e-3
 _FIRST_STEP, _SECOND_STEP = 2.0**-17, 2.0**-8
 # How much larger the difference of two products may be than their rounding errors as measured.
 _OVER_NOISE = 10.0
+_FEW = 3  # arguments, of which all choices require gradients in turn
 _RUNS = 8  # perturbed runs of what is measured at one point alone
 # How far from the mean of runs with nudged values a derivative at a kink may be, in radii of these runs.
 _AROUND = 4.0
@@ -281,24 +282,27 @@ class Level:
         self, cotangents: Vector, gradients: Vector, generator: torch.Generator
     ) -> None:
         """Gradients are the same where some arguments require none."""
-        count = len(gradients)
-        some = (torch.rand(count, generator=generator) < 0.5).tolist()
-        some[int(torch.randint(count, (), generator=generator))] = True
-        found = None if all(some) else in_some(self.fn, self.user.at, some, cotangents)
-        if found is None:
-            return
-        places = [i for i, s in enumerate(some) if s]
-        for i, gradient in zip(places, found, strict=True):
-            apart = (gradient - gradients[i]).abs().nan_to_num(nan=0.0)
-            scale = gradients[i].abs().nan_to_num(posinf=0.0)
-            if apart.numel() and float(apart.max()) > _CLOSE * float(scale.max()):
-                self._check_comparable()
-                names = " and ".join(self.user.paths[j] for j in places)
-                raise self._failure(
-                    f"reverse mode of order 1 is wrong where only {names} requires gradients: that of "
-                    f"{self.user.paths[i]} is off by {float(apart.max()):.2e} from the one where all do. "
-                    "Look at what the backward does by ctx.needs_input_grad"
-                )
+        for some in _choices(len(gradients), generator):
+            found = in_some(self.fn, self.user.at, some, cotangents)
+            if found is None:
+                return
+            places = [i for i, s in enumerate(some) if s]
+            for i, gradient in zip(places, found, strict=True):
+                self._check_alike(gradient, gradients[i], i, places)
+
+    def _check_alike(
+        self, gradient: torch.Tensor, among_all: torch.Tensor, i: int, places: list[int]
+    ) -> None:
+        apart = (gradient - among_all).abs().nan_to_num(nan=0.0)
+        scale = among_all.abs().nan_to_num(posinf=0.0)
+        if apart.numel() and float(apart.max()) > _CLOSE * float(scale.max()):
+            self._check_comparable()
+            names = " and ".join(self.user.paths[j] for j in places)
+            raise self._failure(
+                f"reverse mode of order 1 is wrong where only {names} requires gradients: that of "
+                f"{self.user.paths[i]} is off by {float(apart.max()):.2e} from the one where all do. "
+                "Look at what the backward does by ctx.needs_input_grad"
+            )
 
     def _products_of_kinks(self, both: Fn, at: Vector, *products: torch.Tensor) -> bool:
         """Whether both products are among those that nudged values have."""
@@ -427,6 +431,15 @@ class Level:
 
 def _places(mask: torch.Tensor) -> list[int]:
     return mask.nonzero().flatten().tolist()
+
+
+def _choices(count: int, generator: torch.Generator) -> list[list[bool]]:
+    """Which arguments require gradients: all choices but all and none of few, some of many."""
+    if count <= _FEW:
+        return [[n >> i & 1 == 1 for i in range(count)] for n in range(1, 2**count - 1)]
+    some = (torch.rand(count, generator=generator) < 0.5).tolist()
+    some[int(torch.randint(count, (), generator=generator))] = True
+    return [] if all(some) else [some]
 
 
 def _absolute(vector: Vector) -> Vector:
