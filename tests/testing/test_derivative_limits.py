@@ -144,6 +144,39 @@ def test_an_infinite_value_has_no_gradient_and_hides_no_other() -> None:
         check_derivatives(lambda x: WrongCube.apply(x.exp()), x)
 
 
+class WrongBesideRoot(torch.autograd.Function):
+    """Roots and cubes, of which a gradient is wrong."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sqrt(), x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.save_for_forward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, h: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return g / (2 * x.sqrt()) + h * 3.001 * x**2
+
+    @staticmethod
+    def jvp(ctx: Any, t: Tensor) -> tuple[Tensor, Tensor]:
+        (x,) = ctx.saved_tensors
+        return t / (2 * x.sqrt()), 3 * x**2 * t
+
+
+def test_an_infinite_slope_is_left_out_and_hides_no_other() -> None:
+    x = torch.tensor([0.0, 1.0, 2.0])
+    for fn in (torch.sqrt, lambda x: (x.sqrt(), 2 * x), lambda x: (x**0.5, x.acos())):
+        check_derivatives(fn, x / 2)
+    with pytest.raises(AssertionError, match="reverse mode of order 1 is wrong"):
+        check_derivatives(WrongBesideRoot.apply, x)
+
+
 def test_an_order_that_torch_does_not_have_is_left_out_and_said() -> None:
     for fn, why in ((Once.apply, "once_differentiable"), (F.hardsigmoid, "hardsigmoid_backward")):
         report = check_derivatives(fn, X)

@@ -102,6 +102,12 @@ class Level:
                 self._check_forward(line, here, forward)
             if pull is None:
                 continue
+            if forward is not None and any(bool(t.isinf().any()) for t in forward):
+                # An infinite slope, as of a root at zero, is left out as an infinite value is.
+                pairs = zip(here, forward, strict=True)
+                here = tuple(x.masked_fill(t.isinf(), torch.inf) for x, t in pairs)
+                direction = self._determined(direction, here, pull)
+                line, forward = Line(self.model, at, direction), pushed(self.fn, at, direction)
             cotangents = where_finite(here, random_like(here, generator))
             gradients = pull(cotangents)
             if self.order == 1 and len(at) > 1:
