@@ -84,6 +84,31 @@ def test_kinks_of_hidden_units_may_meet(weight: float, bias: float) -> None:
         check_derivatives(lambda x: (net(x), x.sin() + 1e-3 * (x - x.detach())), x)
 
 
+class SumOfMagnitudes(torch.autograd.Function):
+    """Its derivative at zero is between no slopes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.abs().sum()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * torch.where(ctx.saved_tensors[0] == 0, 50.0, ctx.saved_tensors[0].sign())
+
+
+def test_a_derivative_where_kinks_meet_is_near_some_slope() -> None:
+    check_derivatives(lambda x: x.abs().sum(), torch.zeros(3))
+    with pytest.raises(AssertionError, match="reverse mode of order 1 is wrong"):
+        check_derivatives(SumOfMagnitudes.apply, torch.zeros(3), order=1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_medians_of_equal_elements_meet_kinks(seed: int) -> None:
+    check_derivatives(torch.median, torch.zeros(3), order=1, seed=seed)
+    check_derivatives(lambda x: x.kthvalue(2).values, torch.zeros(3), order=1, seed=seed)
+
+
 def test_kinks_that_cancel_are_none() -> None:
     """The derivative in torch is 0 there, that of the function is 1."""
     with pytest.raises(AssertionError, match="forward mode of order 1 is wrong"):
