@@ -10,7 +10,7 @@ from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from torchard.testing import equal, idempotent
+from torchard.testing import check_dtypes, equal, idempotent
 from torchard.testing.strategies import programs
 
 NARROW = [torch.float32, torch.bfloat16, torch.float16]
@@ -102,3 +102,12 @@ def test_steps_of_what_is_rounded_are_integers() -> None:
 
     with pytest.raises(AssertionError, match="not idempotent"):
         idempotent(halves, torch.tensor([0.3]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_mean_that_is_large_beside_its_deviations(dtype: torch.dtype) -> None:
+    norm = torch.nn.functional.instance_norm
+    x = torch.tensor([[[100.0, 101.0], [3.0, -2.0]]])
+    assert check_dtypes(norm, x, dtypes=[dtype]).good
+    with pytest.raises(AssertionError, match="times its bound"):
+        equal(lambda x: norm(x) * (1 + 1e-3), norm, x, orders=["value"])

@@ -67,6 +67,12 @@ class InDouble(fx.Interpreter):
 # Kernels that subtract what they compute from their operand: the logarithm of a sum, a mean gradient.
 # What is subtracted is rounded, however small the difference.
 _SUBTRACT = ("aten._log_softmax", "aten._log_softmax_backward_data")
+# Kernels that scale their operand, and then subtract the scaled mean.
+_CENTER = (
+    "aten.native_batch_norm",
+    "aten._native_batch_norm_legit",
+    "aten._native_batch_norm_legit_functional",
+)
 
 
 class Perturbed(InDouble):
@@ -94,9 +100,18 @@ class Perturbed(InDouble):
         args, kwargs = self._perturbed((args, kwargs), rounding.inside)
         result = super().call(node, args, kwargs)
         if op_name(node) in _SUBTRACT:
-            noise = torch.randn(result.shape, generator=self.generator, dtype=result.dtype)
-            result = result + (args[0] - result) * (rounding.of_result * noise).to(result.device)
+            result = result + (args[0] - result) * self._noise(result, rounding.of_result)
+        elif op_name(node) in _CENTER:
+            normal, mean, scale, *others = result
+            if mean.numel():  # statistics of the batch
+                subtracted = (mean * scale).view(-1, *[1] * (normal.ndim - 2))
+                normal = normal + subtracted * self._noise(normal, rounding.of_result)
+            result = (normal, mean, scale, *others)
         return self._perturbed(result, rounding.of_result)
+
+    def _noise(self, like: torch.Tensor, error: float) -> torch.Tensor:
+        noise = torch.randn(like.shape, generator=self.generator, dtype=like.dtype)
+        return (error * noise).to(like.device)
 
     def _perturbed(self, values: Any, error: float) -> Any:
         if not error:
@@ -105,8 +120,7 @@ class Perturbed(InDouble):
         def perturb(x: Any) -> Any:
             if not is_float(x):
                 return x
-            noise = torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
-            moved = x + x * (error * noise).to(x.device)
+            moved = x + x * self._noise(x, error)
             return torch.where(x.isfinite(), moved, x)  # infinities are not rounded
 
         return map_aggregate(values, perturb)
