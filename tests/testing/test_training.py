@@ -104,8 +104,9 @@ def test_a_step_of_a_module() -> None:
         check_training(module_step, module, X, Y, frozen=["0.bias"])
     module[0].bias.requires_grad_(False)
     check_training(module_step, module, X, Y, buffers=["1.*running*", "1.num_batches_tracked"])
-    with pytest.raises(AssertionError, match=r"1\.running_mean changes, and should not"):
-        check_training(module_step, module, X, Y)
+    for given in ({"buffers": ["1.num*"]}, {"buffers": []}, {"frozen": ["1.running_mean"]}):
+        with pytest.raises(AssertionError, match=r"1\.running_mean changes, and should not"):
+            check_training(module_step, module, X, Y, **given)
     module[1].eval()
     check_training(module_step, module, X, Y)
     with pytest.raises(AssertionError, match=r"2\.weight does not change"):
@@ -205,3 +206,26 @@ def test_a_loss_of_a_module_is_no_step() -> None:
 
     with pytest.raises(AssertionError, match="weight does not change"):
         check_training(without_optimizer, module, X, Y)
+
+
+def test_buffers_of_a_module_may_change() -> None:
+    class Counted(torch.nn.Sequential):
+        seen: torch.Tensor | None
+
+        def __init__(self) -> None:
+            super().__init__(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+            self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+            self.register_buffer("seen", None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = x if self.seen is None else torch.cat([self.seen, x])
+            result: torch.Tensor = super().forward(x)
+            return result
+
+    torch.manual_seed(0)
+    check_training(module_step, Counted(), X, Y, optional=["0.bias"])
+    module = Counted()
+    module(X)  # after which what is seen has another shape with each step
+    check_training(module_step, module, X, Y, optional=["0.bias"])
+    with pytest.raises(AssertionError, match="seen was torch.float32 of shape"):
+        check_training(module_step, module, X, Y, optional=["0.bias"], buffers=["1.*running*"])

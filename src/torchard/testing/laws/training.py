@@ -29,7 +29,7 @@ def check_training(
     params: Any,
     *batch: Any,
     frozen: Sequence[str] = (),
-    buffers: Sequence[str] = (),
+    buffers: Sequence[str] | None = None,
     optional: Sequence[str] = (),
     descends: bool = True,
 ) -> None:
@@ -37,8 +37,8 @@ def check_training(
 
     Of a loss, every trainable leaf must have a gradient that is finite and not all zero, a frozen one
     none, and a small step against the gradient must lower the loss. Of a training step, every trainable
-    leaf must change and stay finite, buffers must change, all else must not, and on the same batch again
-    the loss must be lower; of new parameters that are returned, for the old ones it must still be what it
+    leaf must change and stay finite, buffers must change, all else must not (a module's own buffers may,
+    if none are given), and on the same batch again the loss must be lower; of new parameters that are returned, for the old ones it must still be what it
     was. A step of a module must not add to gradients that the step before left. Each call draws the same.
 
     Args:
@@ -50,8 +50,9 @@ def check_training(
         frozen: patterns of leaves that must not be trained, as ``fnmatch`` reads them, for paths such as
             ``params['embed']['w']`` or names such as ``embed.weight``; ``*`` stands for any characters.
             Parameters of a module that require no gradient are frozen, and so are leaves that are not
-            floating, and buffers.
-        buffers: patterns of such leaves that a step must change: running statistics, a count.
+            floating.
+        buffers: patterns of leaves that are not trained, and that a step must change: running statistics,
+            a count. By default buffers of a module may change or not; given these, no others may.
         optional: patterns of leaves that may be trained or not, as a bias before BatchNorm, which has no
             gradient but for rounding.
         descends: whether the loss must go down.
@@ -73,7 +74,8 @@ def check_training(
       params['b'] has no gradient: the loss does not depend on it
     """
     step, state = drawing_alike(step), _state(params)
-    trained = _trained(params, state, {"frozen": frozen, "buffers": buffers, "optional": optional})
+    listed = {"frozen": frozen, "buffers": buffers or (), "optional": optional}
+    trained = _trained(params, state, listed)
     before = {path: x.detach().clone() for path, x in state.items()}
     gradients = {path: x.grad for path, x in state.items() if x.is_leaf}
     result = step(params, *batch)
@@ -83,7 +85,9 @@ def check_training(
     else:
         loss, new = _after_step(result, params)
         _check_is_step(loss, before, state, gradients)
-        problems = _of_step(before, _state(new), trained, buffers, optional)
+        after = _state(new)
+        free = _free(params, before.keys() | after.keys(), frozen, buffers, optional)
+        problems = _of_step(before, after, trained, buffers or (), free)
         what = "step"
         problems += _finite_loss(loss)
         problems = problems or _of_second_step(step, params, new, batch, loss, descends)
@@ -261,14 +265,17 @@ def _of_step(
     after: _Tensors,
     trained: set[str],
     buffers: Sequence[str],
-    optional: Sequence[str],
+    free: set[str],
 ) -> list[str]:
     problems = [
-        f"{path} is {'lost' if path in before else 'new'}" for path in before.keys() ^ after.keys()
+        f"{path} is {'lost' if path in before else 'new'}"
+        for path in (before.keys() ^ after.keys()) - free
     ]
     for path in before.keys() & after.keys():
         old, new = before[path], after[path]
         if old.shape != new.shape or old.dtype != new.dtype:
+            if path in free:
+                continue
             problems.append(
                 f"{path} was {old.dtype} of shape {list(old.shape)}, and is {new.dtype} of "
                 f"{list(new.shape)}"
@@ -276,9 +283,9 @@ def _of_step(
             continue
         should = path in trained or _matches(path, buffers)
         does = not bool(alike(old, new.detach()).all())
-        if is_float(new) and not bool(new.isfinite().all()):
+        if does and is_float(new) and not bool(new.isfinite().all()):
             problems.append(f"{path} is not finite after the step")
-        elif should != does and not _matches(path, optional):
+        elif should != does and path not in free:
             problems.append(
                 f"{path} {'changes, and should not' if does else f'does not change{_HINT}'}"
             )
@@ -343,6 +350,21 @@ def _trained(params: Any, state: _Tensors, listed: Mapping[str, Sequence[str]]) 
     if not trained:
         raise ValueError("check_training: there is nothing to train: all is frozen, or not floating.")
     return trained
+
+
+def _free(
+    params: Any,
+    paths: set[str],
+    frozen: Sequence[str],
+    buffers: Sequence[str] | None,
+    optional: Sequence[str],
+) -> set[str]:
+    """What a step may change or not: what is optional, and a module's buffers if none are named."""
+    free = {path for path in paths if _matches(path, optional)}
+    if buffers is None and isinstance(params, torch.nn.Module):
+        own = paths - dict(params.named_parameters()).keys()
+        free |= {path for path in own if not _matches(path, frozen)}
+    return free
 
 
 def _matches(path: str, patterns: Sequence[str]) -> bool:
