@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -195,17 +196,30 @@ def test_a_bias_before_batch_norm() -> None:
 
 
 def test_a_loss_of_a_module_is_no_step() -> None:
-    module = torch.nn.Linear(3, 2)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 2))
     with pytest.raises(TypeError, match=r"this is a loss of a module.*functional_call"):
         check_training(lambda m, x, y: F.mse_loss(m(x), y), module, X, Y)
 
-    def without_optimizer(module: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    module.append(torch.nn.BatchNorm1d(2))  # whose buffers a loss changes, too
+    with pytest.raises(TypeError, match=r"this is a loss of a module.*functional_call"):
+        check_training(lambda m, x, y: F.mse_loss(m(x), y), module, X, Y)
+
+
+@pytest.mark.parametrize("cleared", [False, True])
+def test_gradients_without_a_step(cleared: bool) -> None:
+    module = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(module.parameters(), 0.1)
+
+    def of_no_effect(module: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         value = F.mse_loss(module(x), y)
         value.backward()
+        if cleared:
+            optimizer.zero_grad()
+            optimizer.step()
         return value
 
-    with pytest.raises(AssertionError, match="weight does not change"):
-        check_training(without_optimizer, module, X, Y)
+    with pytest.raises(AssertionError, match=r"cleared \(zero_grad\) before optimizer.step\(\), or it"):
+        check_training(of_no_effect, module, X, Y)
 
 
 def test_buffers_of_a_module_may_change() -> None:
@@ -229,3 +243,34 @@ def test_buffers_of_a_module_may_change() -> None:
     check_training(module_step, module, X, Y, optional=["0.bias"])
     with pytest.raises(AssertionError, match="seen was torch.float32 of shape"):
         check_training(module_step, module, X, Y, optional=["0.bias"], buffers=["1.*running*"])
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_gradients_of_frozen_parameters_may_add_up(forgets: bool) -> None:
+    torch.manual_seed(0)
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(module[2].parameters(), 0.1)
+
+    def of_the_head(module: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if not forgets:
+            optimizer.zero_grad()
+        value = F.mse_loss(module(x), y)
+        value.backward()
+        optimizer.step()
+        return value
+
+    with pytest.raises(AssertionError, match="2.bias has") if forgets else contextlib.nullcontext():
+        check_training(of_the_head, module, X, Y, frozen=("0.weight", "0.bias"))
+
+
+def test_a_step_with_an_attached_loss_of_leaves_that_require_gradients() -> None:
+    params = torch.utils._pytree.tree_map(lambda p: p.clone().requires_grad_(), PARAMS)
+
+    def attached(params: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        leaves, spec = torch.utils._pytree.tree_flatten(params)
+        value = loss(params, x, y)
+        gradients = torch.autograd.grad(value, leaves, retain_graph=True)
+        new = [(p - 0.1 * g).detach().requires_grad_() for p, g in zip(leaves, gradients, strict=True)]
+        return torch.utils._pytree.tree_unflatten(new, spec), value
+
+    check_training(attached, params, X, Y)

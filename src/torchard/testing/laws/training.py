@@ -77,43 +77,50 @@ def check_training(
     listed = {"frozen": frozen, "buffers": buffers or (), "optional": optional}
     trained = _trained(params, state, listed)
     before = {path: x.detach().clone() for path, x in state.items()}
-    gradients = {path: x.grad for path, x in state.items() if x.is_leaf}
-    result = step(params, *batch)
+    own = dict(params.named_parameters()) if isinstance(params, torch.nn.Module) else {}
+    gradients = {path: x.grad for path, x in own.items()}
+    with _accumulated(own) as written:
+        result = step(params, *batch)
     if _is_scalar(result) and not isinstance(params, torch.nn.Module):
         what, problems = "loss", _written(before, _state(params))
         problems = problems or _of_loss(step, params, batch, trained, optional, descends)
     else:
         loss, new = _after_step(result, params)
-        _check_is_step(loss, before, state, gradients)
         after = _state(new)
+        changed = {p for p in before.keys() & after.keys() if _differ(before[p], after[p])}
+        if own and loss.requires_grad and not written and not changed & own.keys():
+            _check_is_step(own, gradients)
         free = _free(params, before.keys() | after.keys(), frozen, buffers, optional)
         problems = _of_step(before, after, trained, buffers or (), free)
         what = "step"
+        if written and not changed & trained:
+            problems.append(_NO_STEP)
         problems += _finite_loss(loss)
-        problems = problems or _of_second_step(step, params, new, batch, loss, descends)
+        watched = {path: x for path, x in own.items() if path in changed}
+        problems = problems or _of_second_step(step, params, new, batch, loss, watched, descends)
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise AssertionError(f"the {what} does not train what it should:\n{lines}")
 
 
-def _check_is_step(
-    loss: torch.Tensor,
-    before: _Tensors,
-    state: _Tensors,
-    gradients: Mapping[str, torch.Tensor | None],
-) -> None:
-    """Check that a module's function is no loss, which changes no parameter and no gradient.
+_NO_STEP = (
+    "backward() gives gradients, and no parameter changes: they are cleared (zero_grad) before "
+    "optimizer.step(), or it is not called, or the optimizer has other parameters"
+)
+
+
+def _check_is_step(parameters: _Tensors, gradients: Mapping[str, torch.Tensor | None]) -> None:
+    """Check that a module's function that changes no parameter puts gradients somewhere.
 
     Raises:
-        TypeError: it is one.
+        TypeError: it is a loss.
     """
-    same = all(bool(alike(x.detach(), before[path]).all()) for path, x in state.items())
-    if loss.requires_grad and same and all(state[path].grad is g for path, g in gradients.items()):
+    if all(parameters[path].grad is g for path, g in gradients.items()):
         raise TypeError(
-            "check_training: this is a loss of a module, which trains nothing: pass a step, with "
-            "backward() and optimizer.step(), or a loss of parameters, check_training(lambda params, "
-            "*batch: ..., dict(module.named_parameters()), *batch), which calls the module by "
-            "torch.func.functional_call."
+            "check_training: this is a loss of a module, which trains nothing: it calls no backward(), "
+            "and changes no parameter. Pass a step, with backward() and optimizer.step(), or a loss of "
+            "parameters, check_training(lambda params, *batch: ..., dict(module.named_parameters()), "
+            "*batch), which calls the module by torch.func.functional_call."
         )
 
 
@@ -123,19 +130,23 @@ def _of_second_step(
     new: Any,
     batch: Any,
     loss: torch.Tensor,
+    watched: _Tensors,
     descends: bool,
 ) -> list[str]:
-    """What is wrong with the loss after a step, or with the gradients that the step leaves."""
+    """What is wrong with the loss after a step, or with gradients that the step leaves to the next.
+
+    Those of parameters that a step does not change may add up: no optimizer has them, nor clears them.
+    """
     is_module = isinstance(params, torch.nn.Module)
     if not is_module and not descends:
         return []
-    leaves = dict(params.named_parameters()) if is_module else {}
-    with _stale_gradients(leaves) as stale:
+    with _accumulated(watched) as stale:
         result = step(new, *batch)
-    if stale:
+    if any(stale.values()):
         return [
             f"{path} has the gradient of the step before added to its own: call optimizer.zero_grad()"
-            for path in stale
+            for path in sorted(stale)
+            if stale[path]
         ]
     again = _after_step(result, new)[0]
     problems = _descent(loss, again, "after a step") if descends else []
@@ -152,19 +163,17 @@ def _of_second_step(
 
 
 @contextlib.contextmanager
-def _stale_gradients(leaves: _Tensors) -> Iterator[list[str]]:
-    """Those leaves whose first gradient within is added to one that was there before."""
+def _accumulated(leaves: _Tensors) -> Iterator[dict[str, bool]]:
+    """Leaves that are given gradients within, and whether the first is added to one from before."""
     held: dict[str, bool] = {}
-    stale: list[str] = []
+    stale: dict[str, bool] = {}
 
     def before(_: torch.Tensor, path: str) -> None:
         kept = leaves[path].grad
         held.setdefault(path, kept is not None and bool(kept.any()))
 
     def after(_: torch.Tensor, path: str) -> None:
-        if held.get(path):
-            stale.append(path)
-        held[path] = False  # later gradients are added to those of the same step
+        stale.setdefault(path, held[path])
 
     handles = []
     for path, leaf in leaves.items():
@@ -184,8 +193,12 @@ def _written(before: dict[str, torch.Tensor], after: dict[str, Any]) -> list[str
     return [
         f"{path} was changed by the loss"
         for path, x in before.items()
-        if not bool(alike(x, after[path].detach()).all())
+        if _differ(x, after[path])
     ]
+
+
+def _differ(x: torch.Tensor, y: torch.Tensor) -> bool:
+    return x.shape != y.shape or x.dtype != y.dtype or not bool(alike(x, y.detach()).all())
 
 
 def _of_loss(
@@ -282,7 +295,7 @@ def _of_step(
             )
             continue
         should = path in trained or _matches(path, buffers)
-        does = not bool(alike(old, new.detach()).all())
+        does = _differ(old, new)
         if does and is_float(new) and not bool(new.isfinite().all()):
             problems.append(f"{path} is not finite after the step")
         elif should != does and path not in free:
