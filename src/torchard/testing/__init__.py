@@ -51,6 +51,7 @@ from torchard.testing.report import (
     Differs,
     OrderReport,
     Report,
+    Trials,
 )
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ __all__ = [
     "RankError",
     "RankPool",
     "Report",
+    "Trials",
     "Unproved",
     "assert_collectives",
     "assert_kernels",

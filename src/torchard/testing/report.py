@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["DerivativeReport", "Difference", "Differs", "OrderReport", "Report", "is_assertion"]
+__all__ = [
+    *("DerivativeReport", "Difference", "Differs", "OrderReport", "Report", "Trials"),
+    "is_assertion",
+]
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,30 @@ class Differs(AssertionError):
             except Exception as error:  # the report stands without it
                 self._where = f"where they part was not found: {type(error).__name__}"
         return "\n".join(filter(None, (self.heading, str(self.report), self._where)))
+
+
+@dataclass(frozen=True)
+class Trials:
+    """What `monotone` or `check_training` tried, and found to be right.
+
+    Attributes:
+        count: how many steps of the arguments were tried, or how many leaves are trained.
+        what: what these are, in words.
+
+    >>> import torch
+    >>> from torchard.testing import Trials, monotone
+    >>> found = monotone(torch.sigmoid, torch.zeros(3), draws=1)
+    >>> isinstance(found, Trials), found.count
+    (True, 20)
+    >>> print(found)
+    20 steps of 3 elements, by up to 0.001, 0.1, 1 and 10 of one plus their size: no result falls
+    """
+
+    count: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.count} {self.what}"
 
 
 @dataclass(frozen=True)

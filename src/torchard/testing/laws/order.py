@@ -13,6 +13,7 @@ from torchard.functional.core import tree
 from torchard.functional.core.arguments import AtLeast
 from torchard.testing.calls import law
 from torchard.testing.laws.sides import check_floats
+from torchard.testing.report import Trials
 from torchard.testing.rounding.bounds import expected
 from torchard.testing.rounding.programs import program_of
 from torchard.testing.rounding.roundings import is_float
@@ -34,7 +35,7 @@ def monotone(
     increasing: bool = True,
     draws: Annotated[int, AtLeast(1)] = 4,
     seed: int = 0,
-) -> None:
+) -> Trials:
     """Assert that no element of a result gets smaller when elements of the arguments get larger.
 
     Arguments grow by steps of four sizes, in a random half of their elements and in single ones: those by
@@ -48,6 +49,9 @@ def monotone(
         draws: how many steps of half of the elements of each size, and of four single elements.
         seed: of the steps.
 
+    Returns:
+        How many steps were tried, and of what; print it.
+
     Raises:
         AssertionError: a result goes the other way; names the result, the step, by how much and what
             rounding explains.
@@ -56,7 +60,8 @@ def monotone(
     >>> import torch
     >>> from torchard.testing import monotone
     >>> x = torch.tensor([-2.0, -1.0, 0.5])
-    >>> monotone(torch.sigmoid, x)
+    >>> print(monotone(torch.sigmoid, x))
+    80 steps of 3 elements, by up to 0.001, 0.1, 1 and 10 of one plus their size: no result falls
     >>> monotone(torch.nn.functional.silu, x)
     Traceback (most recent call last):
         ...
@@ -75,6 +80,12 @@ def monotone(
                 parts = iter((size * step).split(counts))
                 more = tree.map(lambda x, parts=parts: _grown(x, next(parts)), args)
                 _check(start, _Call(fn, more, seed), increasing, size)
+    *sizes, last = (f"{size:g}" for size in _STEPS)
+    return Trials(
+        len(_STEPS) * draws * (1 + _SINGLES),
+        f"steps of {sum(counts)} elements, by up to {', '.join(sizes)} and {last} of one plus "
+        f"their size: no result {'falls' if increasing else 'rises'}",
+    )
 
 
 class _Call:

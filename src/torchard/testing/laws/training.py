@@ -13,11 +13,12 @@ import torch
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.testing.calls import drawing_alike
+from torchard.testing.report import Trials
 from torchard.testing.rounding.roundings import alike, is_float
 
 __all__ = ["check_training"]
 
-_Tensors = dict[str, torch.Tensor]
+_Tensors = Mapping[str, torch.Tensor]
 
 # Steps along the gradient, relative to the size of the parameters: of one of them the loss goes down.
 _STEPS = tuple(2.0**-n for n in range(1, 24, 2))
@@ -32,14 +33,15 @@ def check_training(
     buffers: Sequence[str] | None = None,
     optional: Sequence[str] = (),
     descends: bool = True,
-) -> None:
+) -> Trials:
     """Assert that a loss or a training step trains what it should, and leaves the rest as it is.
 
     Of a loss, every trainable leaf must have a gradient that is finite and not all zero, a frozen one
     none, and a small step against the gradient must lower the loss. Of a training step, every trainable
     leaf must change and stay finite, buffers must change, all else must not (a module's own buffers may,
-    if none are given), and on the same batch again the loss must be lower; of new parameters that are returned, for the old ones it must still be what it
-    was. A step of a module must not add to gradients that the step before left. Each call draws the same.
+    if none are given), and on the same batch again the loss must be lower; of new parameters that are
+    returned, for the old ones it must still be what it was. A step of a module must not add to gradients
+    that the step before left. Each call draws the same.
 
     Args:
         step: a loss, ``(params, *batch)`` to a scalar; a step, ``(params, *batch)`` to new parameters and
@@ -57,6 +59,9 @@ def check_training(
             gradient but for rounding.
         descends: whether the loss must go down.
 
+    Returns:
+        How many leaves are trained, which, and how many others there are; print it.
+
     Raises:
         AssertionError: something is wrong; names every leaf and what is wrong with it.
         TypeError: ``step`` returns none of these, or is a loss of a module, which trains nothing.
@@ -66,7 +71,8 @@ def check_training(
     >>> from torchard.testing import check_training
     >>> params = {"w": torch.ones(2), "b": torch.zeros(())}
     >>> loss = lambda params, x: (x @ params["w"] + params["b"]).square().mean()
-    >>> check_training(loss, params, torch.eye(2))
+    >>> print(check_training(loss, params, torch.eye(2)))
+    2 leaves trained by a loss: params['b'], params['w']
     >>> check_training(lambda params, x: (x @ params["w"]).square().mean(), params, torch.eye(2))
     Traceback (most recent call last):
         ...
@@ -101,6 +107,12 @@ def check_training(
     if problems:
         lines = "\n".join(f"  {problem}" for problem in problems)
         raise AssertionError(f"the {what} does not train what it should:\n{lines}")
+    rest = len(state) - len(trained)
+    return Trials(
+        len(trained),
+        f"{'leaf' if len(trained) == 1 else 'leaves'} trained by a {what}: {_some(sorted(trained))}"
+        + (f"; {rest} not trained" if rest else ""),
+    )
 
 
 _NO_STEP = (
@@ -188,7 +200,7 @@ def _accumulated(leaves: _Tensors) -> Iterator[dict[str, bool]]:
             handle.remove()
 
 
-def _written(before: dict[str, torch.Tensor], after: dict[str, Any]) -> list[str]:
+def _written(before: _Tensors, after: _Tensors) -> list[str]:
     """What a loss changed, which changes nothing."""
     return [
         f"{path} was changed by the loss"
@@ -354,7 +366,7 @@ def _trained(params: Any, state: _Tensors, listed: Mapping[str, Sequence[str]]) 
             if not any(_matches(path, [pattern]) for path in state):
                 raise ValueError(
                     f"check_training: {name} has {pattern!r}, which names no leaf; there are "
-                    f"{', '.join(list(state)[:8])}{', ...' if len(state) > 8 else ''}."
+                    f"{_some(list(state))}."
                 )
     trainable = {path for path, x in state.items() if is_float(x)}
     if isinstance(params, torch.nn.Module):
@@ -384,6 +396,10 @@ def _matches(path: str, patterns: Sequence[str]) -> bool:
     """Brackets of a path stand for themselves."""
     listed = [patterns] if isinstance(patterns, str) else patterns
     return any(fnmatch.fnmatchcase(path, pattern.replace("[", "[[]")) for pattern in listed)
+
+
+def _some(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
 
 
 def _described(value: Any) -> str:
