@@ -218,7 +218,9 @@ def test_gradients_without_a_step(cleared: bool) -> None:
             optimizer.step()
         return value
 
-    with pytest.raises(AssertionError, match=r"cleared \(zero_grad\) before optimizer.step\(\), or it"):
+    with pytest.raises(
+        AssertionError, match=r"cleared \(zero_grad\) before optimizer.step\(\), or it"
+    ):
         check_training(of_no_effect, module, X, Y)
 
 
@@ -259,7 +261,9 @@ def test_gradients_of_frozen_parameters_may_add_up(forgets: bool) -> None:
         optimizer.step()
         return value
 
-    with pytest.raises(AssertionError, match=r"2\.bias has") if forgets else contextlib.nullcontext():
+    with (
+        pytest.raises(AssertionError, match=r"2\.bias has") if forgets else contextlib.nullcontext()
+    ):
         check_training(of_the_head, module, X, Y, frozen=("0.weight", "0.bias"))
 
 
@@ -270,7 +274,9 @@ def test_a_step_with_an_attached_loss_of_leaves_that_require_gradients() -> None
         leaves, spec = torch.utils._pytree.tree_flatten(params)
         value = loss(params, x, y)
         gradients = torch.autograd.grad(value, leaves, retain_graph=True)
-        new = [(p - 0.1 * g).detach().requires_grad_() for p, g in zip(leaves, gradients, strict=True)]
+        new = [
+            (p - 0.1 * g).detach().requires_grad_() for p, g in zip(leaves, gradients, strict=True)
+        ]
         return torch.utils._pytree.tree_unflatten(new, spec), value
 
     check_training(attached, params, X, Y)
@@ -278,7 +284,10 @@ def test_a_step_with_an_attached_loss_of_leaves_that_require_gradients() -> None
 
 def test_what_is_trained_is_told() -> None:
     found = check_training(step, PARAMS, X, Y)
-    assert (found.count, str(found).split(",")[0]) == (3, "3 leaves trained by a step: params['first']")
+    assert (found.count, str(found).split(",")[0]) == (
+        3,
+        "3 leaves trained by a step: params['first']",
+    )
     module = torch.nn.Linear(3, 2)
     module.bias.requires_grad_(False)
     assert str(check_training(module_step, module, X, Y)) == (
