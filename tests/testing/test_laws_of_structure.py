@@ -175,6 +175,27 @@ def test_dims_that_do_not_fit() -> None:
         causal(torch.sin, ROWS, in_dims=2)
     with pytest.raises(ValueError, match="at least 2"):
         causal(torch.sin, ROWS[:, :1])
+    with pytest.raises(ValueError, match="a dim for each, and fn returns one result"):
+        causal(torch.sin, ROWS, out_dim=[1])
+    with pytest.raises(ValueError, match="leaves out all results"):
+        batch_independent(lambda x: (x, x), ROWS, out_dim=[None, None])
+
+
+def test_results_without_the_dim_are_named_and_left_out() -> None:
+    lstm = torch.nn.LSTM(4, 2, 5, batch_first=True)  # five layers, whose states lie along dim 0
+    where = r"out\[1\]\[0\] is of shape \[5, 3, 2\], without 5 positions along dim 1; out_dim says"
+    with pytest.raises(ValueError, match=where):
+        causal(lstm, X, orders=["value"])
+    assert causal(lstm, X, out_dim=[1, None], orders=VALUES).good
+    assert batch_independent(lstm, X, out_dim=[0, 1], orders=["value"]).good
+    assert batch_independent(lstm, X, out_dim=[0, None], orders=["value"]).good
+    leak = lambda x: (x.cumsum(1), x.sum(1) + x.sum(0, keepdim=True).sum(1))  # noqa: E731
+    assert causal(leak, X, out_dim=[1, None]).good
+    with pytest.raises(AssertionError, match="not causal"):
+        causal(lambda x: (x.flip(1), x.sum(1)), X, out_dim=[1, None])
+    with pytest.raises(AssertionError, match="what the others are"):
+        batch_independent(leak, X)
+    assert batch_independent(leak, X, out_dim=[0, None], orders=VALUES).good
 
 
 # -- sequences ----------------------------------------------------------------------------------------

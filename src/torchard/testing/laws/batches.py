@@ -8,10 +8,18 @@ from typing import Any
 
 import torch
 
-from torchard.functional.core import tree
 from torchard.testing.calls import law
 from torchard.testing.derived import ALL_ORDERS
-from torchard.testing.laws.sides import agree, along, changed, map_dims, of_each, size_of
+from torchard.testing.laws.sides import (
+    agree,
+    along,
+    changed,
+    check_results,
+    map_dims,
+    map_results,
+    of_each,
+    size_of,
+)
 from torchard.testing.report import Report
 
 __all__ = ["batch_independent", "permutation_equivariant", "permutation_invariant"]
@@ -22,7 +30,7 @@ def batch_independent(
     fn: Callable[..., Any],
     *args: Any,
     in_dims: int | Sequence[Any] = 0,
-    out_dim: int = 0,
+    out_dim: int | Sequence[Any] = 0,
     orders: Sequence[str] = ALL_ORDERS,
 ) -> Report:
     """Assert that an example's result depends on no other example, nor on its place or their number.
@@ -36,7 +44,8 @@ def batch_independent(
         args: its arguments.
         in_dims: the dim of examples in each argument, as for ``torch.vmap``: a number for all, or a list
             with None for arguments that all examples share, such as parameters.
-        out_dim: that of results.
+        out_dim: that of results: a number for all, or where ``fn`` returns a tuple, a list with one for
+            each of it, None for what is left out.
         orders: what is compared; see `equal`.
 
     Returns:
@@ -59,7 +68,8 @@ def batch_independent(
     """
     dims = of_each("batch_independent", "in_dims", in_dims, args)
     count = size_of("batch_independent", "in_dims", args, dims)
-    _check_results(fn(*args), count, out_dim)
+    check_results("batch_independent", fn(*args), out_dim, count, "examples")
+    compared = functools.partial(map_results, lambda y, _: y, out_dim)
 
     def kept(rows: torch.Tensor, seed: int, xs: Any) -> Any:
         return fn(*map_dims(lambda x, d: x.where(along(rows, x, d), changed(x, seed)), xs, dims))
@@ -68,7 +78,7 @@ def batch_independent(
         """All results, each while every example whose place differs in this bit is changed."""
         these, those = halves[bit]
         results = kept(these, 2 * bit, xs), kept(those, 2 * bit + 1, xs)
-        return tree.map(lambda y, z: y.where(along(these, y, out_dim), z), *results)
+        return map_results(lambda y, z, d: y.where(along(these, y, d), z), out_dim, *results)
 
     bits = range((count - 1).bit_length())  # of two places one differs
     ones = [torch.arange(count) >> bit & 1 == 1 for bit in bits]
@@ -77,7 +87,7 @@ def batch_independent(
     report = agree(
         law,
         lambda *xs: [among_others(bit, xs) for bit in bits],
-        lambda *xs: [fn(*xs)] * len(bits),
+        lambda *xs: [compared(fn(*xs))] * len(bits),
         args,
         orders,
     )
@@ -88,7 +98,7 @@ _ALONE = 4  # examples that are computed alone, at most
 
 
 def _of_smaller_batches(
-    fn: Callable[..., Any], args: Any, dims: Any, count: int, out_dim: int, orders: Sequence[str]
+    fn: Callable[..., Any], args: Any, dims: Any, count: int, out_dim: Any, orders: Sequence[str]
 ) -> Report:
     """Examples alone, and all but the first, each in the place before its own."""
     last, number = count - 1, min(count, _ALONE)
@@ -96,11 +106,12 @@ def _of_smaller_batches(
     parts = [(row, 1) for row in rows] + ([(1, last)] if count > _ALONE else [])
 
     def smaller(*xs: Any) -> Any:
-        return [fn(*map_dims(functools.partial(_part, part=p), xs, dims)) for p in parts]
+        found = [fn(*map_dims(functools.partial(_part, part=p), xs, dims)) for p in parts]
+        return [map_results(lambda y, _: y, out_dim, result) for result in found]
 
     def whole(*xs: Any) -> Any:
         result = fn(*xs)
-        return [tree.map(lambda y, p=p: _part(y, out_dim, p), result) for p in parts]
+        return [map_results(functools.partial(_part, part=p), out_dim, result) for p in parts]
 
     try:
         smaller(*args)
@@ -117,16 +128,6 @@ def _of_smaller_batches(
 def _part(x: torch.Tensor, dim: int, part: tuple[int, int]) -> torch.Tensor:
     start, length = part
     return x.narrow(dim, start, length)
-
-
-def _check_results(result: Any, count: int, dim: int) -> None:
-    for path, y in zip(tree.paths(result, "out"), tree.leaves(result), strict=True):
-        if not isinstance(y, torch.Tensor) or not -y.ndim <= dim < y.ndim or y.shape[dim] != count:
-            found = f"shape {list(y.shape)}" if isinstance(y, torch.Tensor) else f"{y!r}"
-            raise ValueError(
-                f"batch_independent: {path} is of {found}, without {count} examples along dim {dim}; "
-                "out_dim says which dim of results they are, and all results need it."
-            )
 
 
 @law

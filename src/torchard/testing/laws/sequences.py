@@ -13,7 +13,15 @@ from torchard.functional.core import tree
 from torchard.functional.core.arguments import CheckedInside
 from torchard.testing.calls import law
 from torchard.testing.derived import ALL_ORDERS
-from torchard.testing.laws.sides import agree, changed, map_dims, of_each, size_of
+from torchard.testing.laws.sides import (
+    agree,
+    changed,
+    check_results,
+    map_dims,
+    map_results,
+    of_each,
+    size_of,
+)
 from torchard.testing.report import Report
 from torchard.testing.rounding.roundings import is_float
 
@@ -28,7 +36,7 @@ def causal(
     fn: Callable[..., Any],
     *args: Any,
     in_dims: int | Sequence[Any] = 1,
-    out_dim: int = 1,
+    out_dim: int | Sequence[Any] = 1,
     strict: bool = False,
     orders: Sequence[str] = ALL_ORDERS,
 ) -> Report:
@@ -43,7 +51,8 @@ def causal(
         args: its arguments.
         in_dims: the dim of positions in each argument: a number for all, or a list with None for what is
             no sequence, such as parameters.
-        out_dim: that of results.
+        out_dim: that of results: a number for all, or where ``fn`` returns a tuple, a list with one for
+            each of it, None for what is left out: ``[1, None]`` of a recurrent network with final states.
         strict: whether results must not depend on arguments at their own position either, as in
             autoregressive flows.
         orders: what is compared; see `equal`.
@@ -54,7 +63,7 @@ def causal(
     Raises:
         AssertionError: the past depends on the future; the message is the report, which names results
             by the cut: ``out[0]`` is the first.
-        ValueError: arguments have no common number of positions.
+        ValueError: arguments and results have no common number of positions.
 
     >>> import torch
     >>> from torchard.testing import causal
@@ -69,10 +78,11 @@ def causal(
     """
     dims = of_each("causal", "in_dims", in_dims, args)
     count = size_of("causal", "in_dims", args, dims)
+    check_results("causal", fn(*args), out_dim, count, "positions")
     ends = [length if strict else length + 1 for length in _cuts(count, strict)]
 
     def past(result: Any, end: int) -> Any:
-        return tree.map(lambda y: y.narrow(out_dim, 0, end), result)
+        return map_results(lambda y, dim: y.narrow(dim, 0, end), out_dim, result)
 
     def unchanged(*xs: Any) -> Any:
         result = fn(*xs)

@@ -13,7 +13,10 @@ from torchard.testing.equal import Reference
 from torchard.testing.report import Differs, Report
 from torchard.testing.rounding.roundings import is_float
 
-__all__ = ["Dims", "agree", "along", "changed", "check_floats", "map_dims", "of_each", "size_of"]
+__all__ = [
+    *("Dims", "agree", "along", "changed", "check_floats", "check_results", "map_dims"),
+    *("map_results", "of_each", "size_of"),
+]
 
 Fn = Callable[..., Any]
 Dims = int | None | Sequence[Any]
@@ -146,6 +149,50 @@ def map_dims(
     )
 
 
+def check_results(who: str, result: Any, dims: Dims, count: int, what: str) -> None:
+    """Check that tensors of a result have a size along their dims.
+
+    Args:
+        who: the law.
+        result: of the function under test.
+        dims: one for all tensors, or one for each part of a tuple, None for what is left out.
+        count: the size.
+        what: what is counted.
+
+    Raises:
+        ValueError: a tensor has another size there, or dims fit no result.
+    """
+    parts: list[tuple[str, Any, Any]] = [("out", result, dims)]
+    if dims is not None and not isinstance(dims, int):
+        several = isinstance(result, tuple | list)
+        if not several or len(result) != len(dims):
+            found = f"{len(result)} results" if several else "one result"
+            raise ValueError(f"{who}: out_dim is {dims!r}, a dim for each, and fn returns {found}.")
+        parts = [(f"out[{i}]", result[i], dim) for i, dim in enumerate(dims)]
+    if all(dim is None for _, _, dim in parts):
+        raise ValueError(f"{who}: out_dim is {dims!r}, which leaves out all results.")
+    for root, part, dim in parts:
+        for path, y in zip(tree.paths(part, root), tree.leaves(part), strict=True):
+            if dim is None or (isinstance(y, torch.Tensor) and _size(y, dim) == count):
+                continue
+            found = f"shape {list(y.shape)}" if isinstance(y, torch.Tensor) else repr(y)
+            raise ValueError(
+                f"{who}: {path} is of {found}, without {count} {what} along dim {dim}; out_dim says "
+                "which dim of results they are: a number for all, or where fn returns a tuple, a list "
+                "with one for each of it, None for what is left out, such as final states."
+            )
+
+
+def map_results(fn: Callable[..., Any], dims: Any, *results: Any) -> Any:
+    """A function of corresponding tensors of some results and their dim, without what is left out."""
+    if isinstance(dims, int):
+        return tree.map(lambda *ys: fn(*ys, dims), *results)
+    return tuple(
+        () if dim is None else tree.map(lambda *ys, d=dim: fn(*ys, d), *parts)
+        for dim, *parts in zip(dims, *results, strict=True)
+    )
+
+
 def along(rows: torch.Tensor, x: torch.Tensor, dim: int) -> torch.Tensor:
     """What there is for each place along a dim, in a shape that broadcasts with the tensor."""
     shape = [1] * x.ndim
@@ -175,6 +222,10 @@ def changed(x: torch.Tensor, seed: int = 0) -> torch.Tensor:
     found, place = torch.unique(x, return_inverse=True)
     following: torch.Tensor = found[(place + 1) % max(1, found.numel())]
     return following
+
+
+def _size(x: torch.Tensor, dim: int) -> int | None:
+    return x.shape[dim] if -x.ndim <= dim < x.ndim else None
 
 
 def _listed(dim: Any) -> list[int]:
