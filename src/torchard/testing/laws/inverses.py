@@ -31,7 +31,8 @@ def inverse(
 
     Args:
         fn: a function of pytrees: an encoder, a Fourier transform, a flow.
-        inverse_fn: takes what ``fn`` returns, a tuple as several arguments, and returns the arguments.
+        inverse_fn: takes what ``fn`` returns, a tuple as several arguments (but see ``log_det``), and
+            returns the arguments.
         args: of ``fn``; with ``log_det`` a tensor, and what both functions take after it (a condition).
         log_det: whether both return a pair: the value, and the logarithm of the absolute determinant of
             its Jacobian for each example. Those of ``fn`` must be those of autograd's Jacobian, and those
@@ -44,6 +45,7 @@ def inverse(
 
     Raises:
         AssertionError: it is no inverse, or a log-determinant is wrong; the message is the report.
+        TypeError: ``inverse_fn`` does not take what ``fn`` returns.
         ValueError: log-determinants have not the shape of the batch, or the Jacobian is not square.
 
     Source: Papamakarios et al., "Normalizing flows for probabilistic modeling and inference", JMLR 22
@@ -64,6 +66,7 @@ def inverse(
     """
     law = "inverse_fn(fn(*args)) differs from args"
     if not log_det:
+        law += _check_takes(inverse_fn, fn(*args), args)
         return agree(law, lambda *xs: inverse_fn(*_spread(fn(*xs))), _single, args, orders)
     _check_log_det(fn, args, batch_dims)
 
@@ -119,6 +122,25 @@ def idempotent(
 
 def _spread(result: Any) -> tuple[Any, ...]:
     return result if type(result) is tuple else (result,)
+
+
+def _check_takes(inverse_fn: Fn, result: Any, args: Sequence[Any]) -> str:
+    """Check that the inverse takes what is returned; what to say if it gives something else.
+
+    Raises:
+        TypeError: it does not.
+    """
+    if type(result) is not tuple or len(result) != 2:
+        return ""
+    remedy = (
+        "fn returns a pair, whose parts are two arguments of inverse_fn; if the second is a "
+        "log-determinant, pass log_det=True"
+    )
+    try:
+        inverse_fn(*result)
+    except TypeError as error:
+        raise TypeError(f"inverse: {error}: {remedy}.") from error
+    return f" ({remedy})" if len(args) == 1 else ""
 
 
 def _single(*args: Any) -> Any:
