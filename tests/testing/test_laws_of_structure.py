@@ -117,6 +117,18 @@ def test_log_determinants() -> None:
         inverse(lambda x: (x[:, :2], x[:, 0]), lambda y: (y, y[:, 0]), ROWS, log_det=True)
 
 
+def test_flows_without_log_det_are_told_the_remedy() -> None:
+    def flow(x: torch.Tensor) -> Any:
+        return 3 * x, x.new_full((len(x),), 3.0).log() * 4
+
+    with pytest.raises(TypeError, match=r"takes 1 positional .*: fn returns a pair, .* log_det=True"):
+        inverse(flow, lambda y: (y / 3, -y.new_full((len(y),), 3.0).log() * 4), ROWS)
+    with pytest.raises(AssertionError, match=r"differs from args \(fn returns a pair, .*log_det=True"):
+        inverse(flow, lambda y, condition: (y / 3, condition), ROWS)
+    polar = lambda x, y: (torch.hypot(x, y), torch.atan2(y, x))  # noqa: E731
+    assert inverse(polar, lambda r, a: (r * a.cos(), r * a.sin()), X, X + 1).good
+
+
 def test_projections_are_idempotent() -> None:
     assert idempotent(lambda x: x / x.norm(), ROWS).good
     assert idempotent(lambda x, high: x.clamp(max=high), ROWS, torch.tensor(0.5)).good
@@ -236,6 +248,15 @@ def test_padding_changes_nothing(fill: float | None) -> None:
     pooled = lambda x: x.sum(1)  # noqa: E731
     with pytest.raises(AssertionError, match="padding changes"):
         padding_invariant(pooled, X, mask=MASK, fill=fill, per_position=False, orders=VALUES)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+def test_places_are_those_of_the_result(dtype: torch.dtype) -> None:
+    place = torch.zeros(3, 5, 4)
+    place[2, 1, 3] = 1
+    leak = lambda x: (x + place * x.sum(1, keepdim=True)).to(dtype)  # noqa: E731
+    with pytest.raises(AssertionError, match=r"at \[2, 1, 3\]"):
+        padding_invariant(leak, X.abs().round() - 1, lengths=LENGTHS, orders=["value"])
 
 
 def test_zero_times_what_is_padded() -> None:

@@ -160,13 +160,16 @@ def padding_invariant(
                 )
 
     def kept(result: Any) -> Any:
-        return tree.map(lambda y: y[valid], result) if per_position else result
+        """Results with zeros where padded, so that places in a report are those in the result."""
+        if not per_position:
+            return result
+        return tree.map(lambda y: y.where(_leading(valid, y), y.new_zeros(())), result)
 
     def repadded(x: torch.Tensor) -> torch.Tensor:
         other = changed(x)
         if fill is not None and is_float(x):
             other = torch.full_like(x, fill).detach()
-        return torch.where(valid.reshape(*valid.shape, *[1] * (x.ndim - valid.ndim)), x, other)
+        return torch.where(_leading(valid, x), x, other)
 
     law = "padding changes results, fn differs when what is padded changes"
     if unfilled:
@@ -251,6 +254,11 @@ def _mask(x: Any, mask: torch.Tensor | None, lengths: torch.Tensor | None) -> to
             "nothing to compare; pad some positions."
         )
     return mask
+
+
+def _leading(mask: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A mask of leading dims, in a shape that broadcasts with the tensor."""
+    return mask.reshape(*mask.shape, *[1] * (x.ndim - mask.ndim))
 
 
 def _shape(value: Any) -> str:
