@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from torchard import random
 from torchard.testing import (
@@ -21,6 +22,7 @@ from torchard.testing import (
     inverse,
     monotone,
     padding_invariant,
+    permutation_equivariant,
     strategies,
 )
 
@@ -162,10 +164,31 @@ def test_modules_are_left_as_they_are(check: Any) -> None:
 
 def test_the_remedy_of_draws_works() -> None:
     dropout = torch.nn.Dropout(0.5)
-    with pytest.raises(AssertionError, match=r"pass a key of torchard.random .* module.eval\(\)"):
+    with pytest.raises(
+        AssertionError, match=r"module.eval\(\), or draw .* a key of torchard.random"
+    ):
         check_pure(dropout, ROWS)
     assert check_pure(dropout.eval(), ROWS).traceable
     assert check_pure(lambda key, x: x * random.normal(key, (3, 4)), random.key(0), ROWS).traceable
+
+    def of_a_seed(seed: int, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rand(x.shape, generator=torch.Generator().manual_seed(seed))
+
+    assert check_pure(of_a_seed, 0, ROWS)
+
+
+@pytest.mark.parametrize("check", [batch_independent, permutation_equivariant])
+def test_draws_by_place_are_told(check: Any) -> None:
+    torch.manual_seed(0)
+    dropout = torch.nn.Dropout(0.5)
+    for fn in (dropout, F.dropout):
+        with pytest.raises(
+            AssertionError, match=r"fn draws from torch's global generator, and which"
+        ):
+            check(fn, ROWS)
+    assert check(dropout.eval(), ROWS).good
+    with pytest.raises(AssertionError, match=r"^(examples|not equivariant)"):
+        check(lambda x: x + 0 * x[:1] + torch.arange(len(x))[:, None], ROWS)
 
 
 def test_a_module_where_a_strategy_makes_some() -> None:

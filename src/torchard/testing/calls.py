@@ -14,7 +14,7 @@ from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.functional.engine.transformed import Transformed
 from torchard.testing.derived import Derivatives
-from torchard.testing.report import is_assertion
+from torchard.testing.report import Differs, is_assertion
 from torchard.testing.surroundings import modules_behind
 
 __all__ = [
@@ -26,8 +26,10 @@ __all__ = [
     "law_of_chained",
     "leaving_buffers",
     "left_out",
+    "saying_that_it_draws",
     "seeded",
     "updates_of_buffers",
+    "watched",
     "with_parameters",
 ]
 
@@ -158,7 +160,47 @@ def drawing_alike(fn: Fn) -> Fn:
         with seeded(0):
             return fn(*args, **kwargs)
 
+    vars(call)["drawing"] = fn  # for `saying_that_it_draws`
     return call
+
+
+_SEED = 0x5EED_0F_7E57  # that no function sets itself
+
+
+def watched(fn: Fn, args: Sequence[Any]) -> tuple[Any, bool]:
+    """A result, and whether the call draws from torch's global generators, or seeds them."""
+    with seeded(_SEED):
+        before = _states()
+        result = fn(*args)
+        return result, _states() != before
+
+
+def _states() -> list[bytes]:
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return [state.numpy().tobytes() for state in (torch.get_rng_state(), *on_gpus)]
+
+
+@contextlib.contextmanager
+def saying_that_it_draws(fn: Fn, args: Sequence[Any]) -> Iterator[None]:
+    """A context in which two sides that differ are said to draw, if they do.
+
+    What is drawn for an example depends on its place and on how many there are.
+
+    Args:
+        fn: the function under test, as `law` gives it.
+        args: its arguments.
+    """
+    __tracebackhide__ = is_assertion
+    try:
+        yield
+    except Differs as error:
+        if watched(getattr(fn, "drawing", fn), args)[1]:
+            error.heading = (
+                "fn draws from torch's global generator, and which numbers an example gets depends on "
+                "its place and on how many there are: switch dropout off by module.eval(), or pass "
+                f"what is drawn as an argument.\n{error.heading}"
+            )
+        raise
 
 
 def with_parameters(fn: Fn, reference: Fn, args: Sequence[Any]) -> tuple[Fn, Fn, tuple[Any, ...]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchard.testing.calls import law
+from torchard.testing.calls import law, saying_that_it_draws
 from torchard.testing.derived import ALL_ORDERS
 from torchard.testing.laws.sides import (
     agree,
@@ -84,14 +84,15 @@ def batch_independent(
     ones = [torch.arange(count) >> bit & 1 == 1 for bit in bits]
     halves = [(rows, ~rows) for rows in ones]
     law = "examples of a batch depend on what the others are, fn differs when they change"
-    report = agree(
-        law,
-        lambda *xs: [among_others(bit, xs) for bit in bits],
-        lambda *xs: [compared(fn(*xs))] * len(bits),
-        args,
-        orders,
-    )
-    return report + _of_smaller_batches(fn, args, dims, count, out_dim, orders)
+    with saying_that_it_draws(fn, args):
+        report = agree(
+            law,
+            lambda *xs: [among_others(bit, xs) for bit in bits],
+            lambda *xs: [compared(fn(*xs))] * len(bits),
+            args,
+            orders,
+        )
+        return report + _of_smaller_batches(fn, args, dims, count, out_dim, orders)
 
 
 _ALONE = 4  # examples that are computed alone, at most
@@ -219,7 +220,8 @@ def _permuted(
             return map_dims(move, (fn(*xs),), [out_dims])[0]
 
         law = f"not {what} under permutations, fn differs when {name}"
-        report += agree(law, permuted_before, permuted_after, args, orders, ties=True)
+        with saying_that_it_draws(fn, args):
+            report += agree(law, permuted_before, permuted_after, args, orders, ties=True)
     return report
 
 

@@ -13,7 +13,7 @@ import torch
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.functional.trace import trace
-from torchard.testing.calls import as_tensors, leaving_buffers, seeded
+from torchard.testing.calls import as_tensors, leaving_buffers, watched
 from torchard.testing.rounding.roundings import alike
 from torchard.testing.surroundings import Surroundings
 
@@ -78,7 +78,7 @@ def check_pure(fn: Callable[..., Any], *args: Any) -> Purity:
     >>> check_pure(torch.rand_like, torch.ones(3))
     Traceback (most recent call last):
         ...
-    AssertionError: the function draws from torch's global random state; pass a key of torchard.random ...
+    AssertionError: the function draws from torch's global random state: switch a module's dropout ...
     """
     before, around, settings = tree.map(_copied, args), Surroundings(fn), _settings()
     gradients = _gradients(args)
@@ -101,19 +101,15 @@ def check_pure(fn: Callable[..., Any], *args: Any) -> Purity:
     return Purity(True)
 
 
-_SEED = 0x5EED_0F_7E57  # that no function sets itself
-
-
 def _undrawn(fn: Callable[..., Any], args: Any) -> Any:
     """A call that must not draw from torch's global generator."""
-    with seeded(_SEED):
-        state = torch.get_rng_state()
-        result = fn(*args)
-        if torch.equal(state, torch.get_rng_state()):
-            return result
+    result, draws = watched(fn, args)
+    if not draws:
+        return result
     raise AssertionError(
-        "the function draws from torch's global random state; pass a key of torchard.random as an "
-        "argument and draw from that, or switch a module's dropout off: module.eval()"
+        "the function draws from torch's global random state: switch a module's dropout off by "
+        "module.eval(), or draw from an argument: from a seed, by "
+        "generator=torch.Generator().manual_seed(seed), or from a key of torchard.random"
     )
 
 
