@@ -136,6 +136,15 @@ def test_projections_are_idempotent() -> None:
         idempotent(lambda x: x / (x.norm() + 1e-3), ROWS)
 
 
+def test_actions_return_tuples() -> None:
+    row = ROWS[:1]  # which as a tuple of rows is one argument
+    with pytest.raises(TypeError, match="action returned a Tensor; it returns a tuple of all"):
+        invariant(torch.sin, lambda x: -x, row)
+    with pytest.raises(TypeError, match="before returned a Tensor; it returns a tuple of all"):
+        equivariant(torch.sin, lambda x: -x, lambda y: -y, row)
+    assert equivariant(torch.sin, lambda x: [-x], lambda y: -y, row).good
+
+
 # -- batches and sets -----------------------------------------------------------------------------------
 
 

@@ -37,6 +37,7 @@ def invariant(
 
     Raises:
         AssertionError: the function is not invariant; the message is the report.
+        TypeError: ``action`` returns no tuple.
 
     >>> import torch
     >>> from torchard.testing import invariant
@@ -45,7 +46,7 @@ def invariant(
     True
     """
     law = "not invariant, fn(action(*args)) differs from fn(*args)"
-    return agree(law, lambda *xs: fn(*action(*xs)), fn, args, orders, ties=True)
+    return agree(law, _after("invariant", "action", action, fn), fn, args, orders, ties=True)
 
 
 @law
@@ -72,6 +73,7 @@ def equivariant(
 
     Raises:
         AssertionError: the function is not equivariant; the message is the report.
+        TypeError: ``before`` returns no tuple.
 
     >>> import torch
     >>> from torchard.testing import equivariant
@@ -80,9 +82,23 @@ def equivariant(
     True
     """
     law = "not equivariant, fn(before(*args)) differs from after(fn(*args))"
-    return agree(
-        law, lambda *xs: fn(*before(*xs)), lambda *xs: after(fn(*xs)), args, orders, ties=True
-    )
+    moved = _after("equivariant", "before", before, fn)
+    return agree(law, moved, lambda *xs: after(fn(*xs)), args, orders, ties=True)
+
+
+def _after(who: str, name: str, action: Callable[..., Any], fn: Callable[..., Any]) -> Any:
+    """A function of what an action gives, which is no tensor: its rows would be arguments."""
+
+    def moved(*args: Any) -> Any:
+        found = action(*args)
+        if not isinstance(found, tuple | list):
+            raise TypeError(
+                f"{who}: {name} returned a {type(found).__name__}; it returns a tuple of all arguments "
+                "of fn, of a single one too: lambda x: (x.flip(0),)."
+            )
+        return fn(*found)
+
+    return moved
 
 
 @law
