@@ -100,7 +100,7 @@ def check_training(
         problems = _of_step(before, after, trained, buffers or (), free)
         what = "step"
         if written and not changed & trained:
-            problems.append(_NO_STEP)
+            problems.insert(0, _NO_STEP)
         problems += _finite_loss(loss)
         watched = {path: x for path, x in own.items() if path in changed}
         problems = problems or _of_second_step(step, params, new, batch, loss, watched, descends)
@@ -116,8 +116,8 @@ def check_training(
 
 
 _NO_STEP = (
-    "backward() gives gradients, and no parameter changes: they are cleared (zero_grad) before "
-    "optimizer.step(), or it is not called, or the optimizer has other parameters"
+    "backward() gives gradients, and no parameter changes: gradients are cleared (zero_grad) before "
+    "optimizer.step(), or there is no optimizer.step(), or the optimizer has other parameters"
 )
 
 
