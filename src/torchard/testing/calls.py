@@ -73,17 +73,17 @@ def as_function(fn: Fn) -> Fn:
 def buffers_kept(*fns: Any) -> Iterator[None]:
     """A context after which the modules that functions are, or call, have the buffers from before."""
     kept = {
-        id(buffer): (owner._buffers, name, buffer, buffer.detach().clone())
+        id(buffer): (owner, name, buffer, buffer.detach().clone())
         for module in modules_behind(*fns)
         for owner in module.modules()
-        for name, buffer in owner._buffers.items()
+        for name, buffer in owner.named_buffers(recurse=False)
         if type(buffer) is torch.Tensor and not buffer.is_meta
     }
     try:
         yield
     finally:
-        for owned, name, buffer, value in kept.values():
-            owned[name] = buffer
+        for owner, name, buffer, value in kept.values():
+            setattr(owner, name, buffer)
             if not torch.equal(buffer, value):
                 with torch.no_grad():
                     buffer.copy_(value)
