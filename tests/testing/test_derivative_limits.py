@@ -240,3 +240,10 @@ def test_lines_of_hypothesis_are_not_the_users() -> None:
     lines: list[bool] = []
     run()
     assert lines == [False]
+
+
+def test_a_gradient_that_is_nan_where_slopes_are_finite_is_wrong() -> None:
+    x = torch.tensor([[0.0, 0.0], [1.0, 2.0]])
+    with pytest.raises(AssertionError, match="nan"):
+        check_derivatives(lambda x: x.square().sum(-1).sqrt(), x, order=1)
+    check_derivatives(torch.sqrt, torch.tensor([0.0, 1.0, 2.0]))

@@ -102,10 +102,11 @@ class Level:
                 self._check_forward(line, here, forward)
             if pull is None:
                 continue
-            if forward is not None and any(bool(t.isinf().any()) for t in forward):
+            if forward is not None and bool((steep := self._steep(line, forward)).any()):
                 # An infinite slope, as of a root at zero, is left out as an infinite value is.
-                pairs = zip(here, forward, strict=True)
-                here = tuple(x.masked_fill(t.isinf(), torch.inf) for x, t in pairs)
+                parts = steep.split([x.numel() for x in here])
+                pairs = zip(here, parts, strict=True)
+                here = tuple(x.masked_fill(p.view(x.shape).to(x.device), torch.inf) for x, p in pairs)
                 direction = self._determined(direction, here, pull)
                 line, forward = Line(self.model, at, direction), pushed(self.fn, at, direction)
             cotangents = where_finite(here, random_like(here, generator))
@@ -125,6 +126,14 @@ class Level:
             len(self.kinked),
             unknown=len(self.unknown),
         )
+
+    def _steep(self, line: Line, forward: Vector) -> torch.Tensor:
+        """Where the derivative is infinite, and differences grow however small the step."""
+        infinite = joined(forward).isinf()
+        if not bool(infinite.any()):
+            return infinite
+        wide, narrow = (line.central(step)[0].abs() for step in (2.0**-30, 2.0**-40))
+        return infinite & (~narrow.isfinite() | (narrow > 4 * wide))
 
     def _determined(
         self, direction: Vector, here: Vector, pull: Callable[[Vector], Vector] | None
