@@ -7,21 +7,21 @@ any point can be read off.
 
 A loop over layers' stacked weights, printed::
 
-    v2 = v1                        Assign      the carry enters
+    v2 = v1                        Assign    the carry enters
     kv5 = [None] * 4               New       a value that the backward reads, of each iteration
     for i in range(0, 4, 1):       For
         v4 = row_of(v0, i)         Read      the layer's weights
         v5 = f(v2, v4)             Compute
-        kv5[i] = v5                Put
         del v4                     Drop
-        v2, = v5,                  Assign      to the next iteration
+        kv5[i] = v5                Put
+        v2 = v5                    Assign    to the next iteration
         del v5                     Drop
-    v6 = v2                        Assign      the carry leaves
+    v6 = v2                        Assign    the carry leaves
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,6 +45,7 @@ __all__ = [
     "Shifted",
     "SlotNames",
     "When",
+    "executed",
 ]
 
 SlotNames = Mapping[fx.Node, str]
@@ -208,3 +209,21 @@ class Return(Instruction):
 
     values: Sequence[object]
     slots: SlotNames
+
+
+def executed(
+    instructions: Sequence[Instruction], i: int | None = None
+) -> Iterator[tuple[Instruction, Any]]:
+    """The instructions in the order in which they run, each with the row of its iteration, if any."""
+    for each in instructions:
+        match each:
+            case For(order, body):
+                for row in order:
+                    yield from executed(body, row)
+            case When(rows, body):
+                if i in rows:
+                    yield from executed(body, i)
+            case Shifted(by, body) if i is not None:
+                yield from executed(body, i + by)
+            case _:
+                yield each, i

@@ -22,7 +22,6 @@ from torchard.functional.execution.instructions import (
     Assign,
     Compute,
     Drop,
-    For,
     Get,
     Inputs,
     Instruction,
@@ -31,9 +30,8 @@ from torchard.functional.execution.instructions import (
     Put,
     Read,
     Return,
-    Shifted,
     SlotNames,
-    When,
+    executed,
 )
 from torchard.functional.execution.sequencing import instructions_of
 from torchard.functional.programs.labels import Label
@@ -194,7 +192,8 @@ def recorded(graph: fx.Graph, inputs: Sequence[torch.Tensor], fakes: Any) -> Tap
     graph = in_place(graph) or graph  # as generated code has it, to the bit
     with internals.no_modes(), torch.no_grad():
         run = _Run(Recorder(fakes, tape.steps), tape.inputs)
-        run.all(instructions_of(regrouped(graph)))
+        for instruction, i in executed(instructions_of(regrouped(graph))):
+            run.one(instruction, i)
     tape.outputs = run.outputs
     return tape
 
@@ -207,22 +206,8 @@ class _Run:
         self.held: dict[str, Any] = {}  # by slot
         self.outputs: list[Any] = []
 
-    def all(self, instructions: Sequence[Instruction], i: int | None = None) -> None:
-        """Run instructions, in the iteration of row i."""
-        for each in instructions:
-            match each:
-                case For(order, body):
-                    for row in order:
-                        self.all(body, row)
-                case When(rows, body) if i is not None:
-                    if i in rows:
-                        self.all(body, i)
-                case Shifted(by, body) if i is not None:
-                    self.all(body, i + by)
-                case _:
-                    self._one(each, i)
-
-    def _one(self, instruction: Instruction, i: int | None) -> None:
+    def one(self, instruction: Instruction, i: int | None) -> None:
+        """Run an instruction, in the iteration of row i."""
         held = self.held
         match instruction:
             case Inputs(slots):

@@ -22,7 +22,6 @@ from torchard.functional.execution.instructions import (
     Assign,
     Compute,
     Drop,
-    For,
     Get,
     Inputs,
     Instruction,
@@ -31,12 +30,11 @@ from torchard.functional.execution.instructions import (
     Put,
     Read,
     Return,
-    Shifted,
-    When,
+    executed,
 )
 from torchard.functional.execution.sequencing import instructions_of
 from torchard.functional.programs.graphs import bytes_of
-from torchard.functional.programs.loops import loops_together
+from torchard.functional.programs.loops import loops_together, regrouped
 from torchard.functional.programs.markers import total
 from torchard.functional.programs.program import Program
 from torchard.functional.programs.running_sums import added_product, sum_so_far
@@ -116,7 +114,7 @@ def order_of(program: Program) -> list[fx.Node]:
         forward, backward = halves_of(program)
         both = [*loops_together(forward), *loops_together(backward)]
         return list(dict.fromkeys(both))  # a backward takes views again that its forward took
-    return [node for node in loops_together(program.graph.nodes) if node.op == "call_function"]
+    return [node for node in regrouped(program.graph) if node.op == "call_function"]
 
 
 def liveness(program: Program) -> Liveness:
@@ -127,7 +125,9 @@ def liveness(program: Program) -> Liveness:
     if any(leaf.role == "cotangent" for leaf in program.inputs):
         program = with_loop_residuals(program)
     run = _Run(program)
-    run.all(instructions_of([*program.placeholders, *order_of(program), program.graph.output_node()]))
+    order = [*program.placeholders, *order_of(program), program.graph.output_node()]
+    for instruction, i in executed(instructions_of(order)):
+        run.one(instruction, i)
     for allocation in run.live.allocations:
         if allocation.references:
             allocation.end = len(run.live.order)
@@ -164,30 +164,15 @@ class _Run:
         self.merged = _added_products(program.calls)
         self.slots: dict[str, Any] = {}
 
-    def all(self, instructions: Sequence[Instruction], i: int | None = None) -> None:
-        """Run instructions, in the iteration of row i."""
-        for each in instructions:
-            match each:
-                case Compute(node, slot, slots):
-                    self._set(slot, self._computed(node, slots))
-                case Drop(gone):
-                    for slot in gone:
-                        self._release(self.slots.pop(slot))
-                case For(order, body):
-                    for row in order:
-                        self.all(body, row)
-                case When(rows, body) if i is not None:
-                    if i in rows:
-                        self.all(body, i)
-                case Shifted(by, body) if i is not None:
-                    self.all(body, i + by)
-                case _:
-                    self._moved(each, i)
-
-    def _moved(self, instruction: Instruction, i: Any) -> None:
-        """Run an instruction that computes nothing."""
+    def one(self, instruction: Instruction, i: Any) -> None:
+        """Run an instruction, in the iteration of row i."""
         slots = self.slots
         match instruction:
+            case Compute(node, slot, of):
+                self._set(slot, self._computed(node, of))
+            case Drop(gone):
+                for slot in gone:
+                    self._release(slots.pop(slot))
             case Inputs(names):
                 self._inputs(names)
             case Pack(_, slot, values, of):

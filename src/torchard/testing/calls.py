@@ -13,7 +13,7 @@ import torch
 from torchard.functional.core import tree
 from torchard.functional.core.arguments import checked
 from torchard.functional.engine.transformed import Transformed
-from torchard.testing.derived import Derivatives
+from torchard.testing.derived import Derivatives, generators_kept
 from torchard.testing.report import Differs, is_assertion
 from torchard.testing.surroundings import modules_behind
 
@@ -45,10 +45,9 @@ def seeded(seed: int) -> Iterator[None]:
     The generators are the process's: another thread that draws meanwhile draws of this seed, too, and
     changes what is drawn here.
     """
-    on_gpus = torch.cuda.is_initialized()
-    with torch.random.fork_rng(range(torch.cuda.device_count()) if on_gpus else []):
+    with generators_kept():
         torch.default_generator.manual_seed(seed)
-        if on_gpus:
+        if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(seed)
         yield
 

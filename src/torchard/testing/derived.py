@@ -27,6 +27,7 @@ __all__ = [
     "derived",
     "derived_reference",
     "fixed_direction",
+    "generators_kept",
     "lack",
     "nodes_of",
 ]
@@ -169,7 +170,7 @@ def _value_and_gradient(fn: Fn) -> Fn:
     def value_and_gradient(*args: Any) -> Derivatives:
         part = _FloatingPart(fn, args)
         with _none_without_floats():
-            with _draws_again():
+            with generators_kept():
                 results = part(*part.leaves)
             return _together(results, part.by_path(part.gradients(last=True)))
         return Derivatives()
@@ -178,8 +179,8 @@ def _value_and_gradient(fn: Fn) -> Fn:
 
 
 @contextlib.contextmanager
-def _draws_again() -> Iterator[None]:
-    """What comes after the block draws what the block drew."""
+def generators_kept() -> Iterator[None]:
+    """A context after which torch's global generators are as before: what comes next draws the same."""
     on_gpus = torch.cuda.is_initialized()
     with torch.random.fork_rng(range(torch.cuda.device_count()) if on_gpus else []):
         yield
@@ -323,7 +324,7 @@ class _FloatingPart:
         """
         self.check_arguments()
         try:
-            with torch.enable_grad(), _draws_again():
+            with torch.enable_grad(), generators_kept():
                 results, pull, *_ = torch.func.vjp(self, *self.leaves)
             return tuple(pull(tuple(map(fixed_direction, results))))
         except _NoFloats:
