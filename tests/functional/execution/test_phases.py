@@ -9,7 +9,9 @@ import torch
 from torch import fx
 
 from torchard.functional.execution.codegen import compiled
-from torchard.functional.programs.loops import issued_ahead
+from torchard.functional.execution.instructions import Compute, executed
+from torchard.functional.execution.sequencing import instructions_of
+from torchard.functional.programs.loops import issued_ahead, regrouped
 from torchard.functional.programs.markers import Loop, again, enter, leave, row, rows
 from torchard.functional.programs.tags import AHEAD, LOOP, STAGE
 
@@ -28,6 +30,7 @@ def graph_of(loop: Loop, events: Events, ahead: int, scattered: bool) -> fx.Grap
             events.append((what, int(number)))
             return value.clone()
 
+        run.__name__ = what
         return run
 
     def call(target: Any, *args: Any, **tags: Any) -> fx.Node:
@@ -78,6 +81,9 @@ def test_the_order_of_events(count: int, ahead: int, reverse: bool, scattered: b
         wanted += [("scattered", order[turn - 1])] if scattered and turn else []
     wanted += [("scattered", order[-1])] if scattered else []
     assert events == wanted, run.__doc__
+    walk = executed(instructions_of(regrouped(graph)))  # as memory's readers do
+    computed = [(each.node.target, i) for each, i in walk if isinstance(each, Compute)]
+    assert [(f.__name__, i) for f, i in computed if f.__module__ == __name__] == wanted
     assert torch.equal(results[0], x)
     assert not scattered or torch.equal(results[1], w)
 
